@@ -1,0 +1,271 @@
+"""Run a function on N ranks, quickly, and say precisely which rank failed and why.
+
+    losses = run_ranks(4, train_step, batch, timeout=30)      # [loss of rank 0, ..., loss of rank 3]
+
+The function runs in N processes; in each the default process group (gloo) is up, so `dist.get_rank()` works.
+Starting Python and importing torch takes seconds, which `torchrun` pays for every run. Here the processes are born
+by forking a server that has imported torch already, and they stay for the next call; only the process group is new
+each time. That makes a distributed test cost about a tenth of a second.
+
+    the test process                the ranks (persistent)
+    ----------------                ----------------------
+    job  ------------- pipe ------> init_process_group; result = fn(*args)
+    wait <------------ pipe ------- "done" result | "raised" traceback           (until the deadline)
+    all done?  ------- pipe ------> "release": destroy_process_group, wait for the next job
+
+No rank leaves the group before all are done, so a fast rank never cuts the line of a slow one. After any failure all
+processes are killed and replaced: whatever state the failed function left behind is gone.
+
+What a failure looks like:
+- a rank raises:    RankFailure with that rank's own traceback. Its peers then usually report broken connections, which
+                    are consequences; the first error that is not one is shown first.
+- a rank hangs:     RankFailure at the deadline, with the Python stack of every rank that was still running.
+- a rank is killed: RankFailure naming the rank and the signal.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+# Imported once by the fork server, so that no rank pays for them again.
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch.utils.checkpoint",
+]
+GRACE = 1.0  # seconds that the other ranks get to report after the first failure
+
+
+class RankFailure(AssertionError):
+    """A rank raised, hung or died. `kind` is "raised", "hung" or "killed"; `ranks` are those it happened to first."""
+
+    def __init__(self, kind: str, ranks: list[int], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.ranks = ranks
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    """Call `fn(*args, **kwargs)` on `world_size` ranks and return their results in rank order.
+
+    `fn` must be a top-level function of an importable module; arguments and results are pickled (tensors by value).
+    Raises RankFailure when a rank raises, dies, or is not done within `timeout` seconds.
+    """
+    return _pool.run(world_size, fn, args, kwargs, timeout)
+
+
+# ------------------------------------------------------------------------------------------------ inside a rank
+
+
+def _serve(pipe: Connection, stack_file: str) -> None:
+    """The life of one worker process: take a job, run it, report, wait for release, again."""
+    gc.freeze()  # objects inherited from the fork server are never garbage: do not scan (and copy) their pages
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then ends us
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    preloaded = set(sys.modules)
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        while True:
+            try:
+                job = pickle.loads(pipe.recv_bytes())
+            except EOFError:  # the test process is gone
+                return
+            pipe.send_bytes(pickle.dumps(_run_job(*job)))
+            pipe.recv_bytes()  # release
+            gc.collect()  # tensors and works in reference cycles still point into the group
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            forget_modules(preloaded)
+
+
+def _run_job(
+    rank: int, world_size: int, store: str, timeout: float, search_path: list[str], call: bytes
+) -> tuple[str, Any]:
+    try:
+        sys.path[:] = search_path
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            # Longer than the deadline of the test process, which asks for stacks before anybody gives up.
+            timeout=timedelta(seconds=2 * timeout + 10),
+        )
+        fn, args, kwargs = pickle.loads(call)
+        return "done", pickle.dumps(fn(*args, **kwargs))
+    except BaseException:  # SystemExit included: whatever ends the function is reported, not lost
+        return "raised", traceback.format_exc()
+
+
+def forget_modules(keep: Iterable[str]) -> None:
+    """Unload the modules of this repository that were imported since `keep` was recorded.
+
+    A test module and its chapter are imported afresh by every job, so nothing a job changed in them reaches the next,
+    and a changed copy of a chapter under another path is really the one that runs. Installed packages stay.
+    """
+    packages = {name.partition(".")[0] for name in keep}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        installed = "site-packages" in file or "dist-packages" in file or file.startswith(os.path.dirname(os.__file__))
+        if file and not installed and name.partition(".")[0] not in packages:
+            del sys.modules[name]
+
+
+def _loopback() -> str:
+    """The name of this machine's loopback interface: all ranks are local, so the host's name need not resolve."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+# ------------------------------------------------------------------------------------------ in the test process
+
+
+class _Worker:
+    def __init__(self, context: Any, folder: str, number: int) -> None:
+        self.stack_file = f"{folder}/stack-{number}"
+        self.pipe, child_end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child_end, self.stack_file), daemon=True)
+        self.process.start()
+        child_end.close()  # keep one end only, or the death of the process would not read as end-of-file
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.count = 0  # of jobs and of workers: makes file names unique
+
+    def _start(self, world_size: int) -> str:
+        if self.folder is None:
+            self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        while len(self.workers) < world_size:
+            self.count += 1
+            self.workers.append(_Worker(context, self.folder.name, self.count))
+        self.count += 1
+        return f"{self.folder.name}/store-{self.count}"
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join()
+            worker.pipe.close()
+        self.workers = []
+
+    def close(self) -> None:
+        self.stop()
+        if self.folder is not None:
+            self.folder.cleanup()
+
+    def run(self, world_size: int, fn: Callable[..., Any], args: tuple, kwargs: dict, timeout: float) -> list[Any]:
+        store = self._start(world_size)
+        call = pickle.dumps((fn, args, kwargs))
+        team = self.workers[:world_size]
+        for rank, worker in enumerate(team):
+            # A worker that died while idle shows below, as a closed pipe.
+            with contextlib.suppress(BrokenPipeError):
+                worker.pipe.send_bytes(pickle.dumps((rank, world_size, store, timeout, list(sys.path), call)))
+        answers = self._gather(team, timeout)
+        failed = [rank for rank in range(world_size) if answers.get(rank, ("hung", None))[0] != "done"]
+        if failed:
+            self._fail(team, answers, timeout)
+        for worker in team:
+            worker.pipe.send_bytes(b"release")
+        Path(store).unlink(missing_ok=True)
+        return [pickle.loads(answers[rank][1]) for rank in range(world_size)]
+
+    def _gather(self, team: list[_Worker], timeout: float) -> dict[int, tuple[str, Any]]:
+        """Answers by rank, until all are in, the deadline passes, or GRACE seconds after the first failure.
+
+        A rank that died answers ("killed", exit code). A rank without an answer is stuck.
+        """
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(team)}
+        try:
+            while waiting and (remaining := deadline - time.monotonic()) > 0:
+                for pipe in wait(list(waiting), remaining):
+                    rank = waiting.pop(pipe)
+                    try:
+                        answers[rank] = pickle.loads(team[rank].pipe.recv_bytes())
+                    except (EOFError, ConnectionResetError):
+                        team[rank].process.join(5)
+                        answers[rank] = ("killed", team[rank].process.exitcode)
+                    if answers[rank][0] != "done":
+                        deadline = min(deadline, time.monotonic() + GRACE)
+        except KeyboardInterrupt:
+            self.stop()  # the ranks are in the middle of something: they are of no use to anyone now
+            raise
+        return answers
+
+    def _fail(self, team: list[_Worker], answers: dict[int, tuple[str, Any]], timeout: float) -> NoReturn:
+        size = len(team)
+        killed = [rank for rank, (kind, _) in answers.items() if kind == "killed"]
+        raised = [rank for rank, (kind, _) in answers.items() if kind == "raised"]  # in the order they arrived
+        # A peer's death reads as a broken connection in gloo's transport: a consequence, not a cause.
+        causes = [rank for rank in raised if "gloo/transport" not in answers[rank][1]] or raised
+        stuck = [rank for rank in range(size) if rank not in answers]
+        stacks = self._stacks(team, stuck)
+        self.stop()
+        if killed:
+            ends = ", ".join(f"rank {rank} of {size} {_exit(answers[rank][1])}" for rank in killed)
+            kind, first, parts = "killed", killed, [ends]
+            if causes:
+                parts.append(f"rank {causes[0]} of {size} then raised:\n{answers[causes[0]][1]}")
+        elif causes:
+            kind, first, parts = "raised", causes[:1], [f"rank {causes[0]} of {size} raised:\n{answers[causes[0]][1]}"]
+            others = [
+                f"rank {rank}: {answers[rank][1].strip().splitlines()[-1]}" for rank in raised if rank != causes[0]
+            ]
+            if others:
+                parts.append("the others:\n  " + "\n  ".join(others))
+            if stuck:
+                parts.append(f"ranks {stuck} were still running {GRACE:g} s later and were stopped")
+        else:
+            kind, first = "hung", stuck
+            parts = [f"ranks {stuck} of {size} were still running after {timeout:g} s"]
+            parts += [f"stack of rank {rank}:\n{stack}" for rank, stack in stacks.items()]
+        raise RankFailure(kind, first, "\n\n".join(parts))
+
+    @staticmethod
+    def _stacks(team: list[_Worker], stuck: list[int]) -> dict[int, str]:
+        """Ask every stuck rank for its Python stack; faulthandler answers even from inside a blocking C++ call."""
+        for rank in stuck:
+            pid = team[rank].process.pid
+            if pid is not None and team[rank].process.is_alive():
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5 if stuck else 0)
+        return {rank: Path(team[rank].stack_file).read_text() or "(no answer)" for rank in stuck}
+
+
+def _exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended by itself with exit code {code}"
+
+
+_pool = _Pool()
+atexit.register(_pool.close)

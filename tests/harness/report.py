@@ -1,0 +1,190 @@
+"""From a measurement to the table in a README, without a keyboard in between.
+
+A benchmark calls `paired` and `write_result`; that writes `results/NAME.DEVICE.json` with the device, the versions and
+the commit. `make tables` (this file as a script) then fills every block of every README that reads
+
+    <!-- results: NAME -->
+    <!-- end results -->
+
+with the tables of all results of that name, one for each device it was measured on. `--check` changes nothing and
+exits with 1 if a README differs from what its results say; a test does the same.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"(<!-- results: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end results -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as long (or as large) the first of two things is: the median over pairs, and both quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def paired(
+    a: Callable[[], Any],
+    b: Callable[[], Any],
+    *,
+    repeats: int = 9,
+    warmup: int = 2,
+    setup: Callable[[], Any] | None = None,
+) -> Ratio:
+    """Ratio of the seconds of `a()` to those of `b()`, over `repeats` pairs measured one right after the other.
+
+    The two alternate, also in who goes first, so that whatever slows the machine for a while slows both. `setup` runs
+    before each call, outside the time (on several ranks, pass a barrier).
+    """
+    if repeats < 3:
+        raise ValueError(f"repeats={repeats}: a median with quartiles needs at least 3")
+    ratios = []
+    for repeat in range(-warmup, repeats):
+        order = (a, b) if repeat % 2 else (b, a)
+        seconds = {fn: _seconds(fn, setup) for fn in order}
+        if repeat >= 0:
+            ratios.append(seconds[a] / seconds[b])
+    return ratio_of(ratios)
+
+
+def ratio_of(ratios: Sequence[float]) -> Ratio:
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Ratio(median, low, high)
+
+
+def _seconds(fn: Callable[[], Any], setup: Callable[[], Any] | None) -> float:
+    if setup is not None:
+        setup()
+    _synchronize()
+    start = time.perf_counter()
+    fn()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+
+
+def environment() -> dict[str, str]:
+    """Where and with what a result was measured."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown (no git checkout)"
+    return {
+        "device": device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+    }
+
+
+def write_result(
+    name: str,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    notes: str = "",
+    folder: Path | None = None,
+) -> Path:
+    """Write `results/NAME.DEVICE.json` and return its path. A cell is a string, a number or a Ratio."""
+    for row in rows:
+        if len(row) != len(columns):
+            raise ValueError(f"result {name}: row {list(row)} has {len(row)} cells for {len(columns)} columns")
+    device = "cpu" if not torch.cuda.is_available() else re.sub(r"\W+", "-", device_name().lower()).strip("-")
+    path = (folder or ROOT / "results") / f"{name}.{device}.json"
+    record = {
+        "name": name,
+        "title": title,
+        "columns": list(columns),
+        "rows": [[{"ratio": asdict(cell)} if isinstance(cell, Ratio) else cell for cell in row] for row in rows],
+        "notes": notes,
+        "environment": environment(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n\n{table(record)}")
+    return path
+
+
+def table(record: dict[str, Any]) -> str:
+    """A result as Markdown: title, table, notes, and where it was measured."""
+    lines = [f"**{record['title']}**", "", _row(record["columns"]), _row(["---"] * len(record["columns"]))]
+    lines += [_row([_cell(cell) for cell in row]) for row in record["rows"]]
+    where = record["environment"]
+    on_cpu = (
+        " A CPU's ratios hold within this run and say nothing of speed on GPUs." if "CPU" in where["device"] else ""
+    )
+    about = f"{where['device']}; torch {where['torch']}, Python {where['python']}, commit {where['commit']}.{on_cpu}"
+    return "\n".join([*lines, "", *([record["notes"], ""] if record["notes"] else []), f"Measured on: {about}", ""])
+
+
+def _row(cells: Sequence[Any]) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def _cell(cell: Any) -> str:
+    if isinstance(cell, dict):
+        return str(Ratio(**cell["ratio"]))
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def fill(text: str, results: Path) -> str:
+    """`text` with every results block filled from the files in `results`. Raises ValueError for an unknown name."""
+
+    def body(block: re.Match[str]) -> str:
+        files = sorted(results.glob(f"{block['name']}.*.json"))
+        if not files:
+            raise ValueError(f"no results/{block['name']}.*.json: run the benchmark first, or remove the block")
+        tables = [table(json.loads(file.read_text())) for file in files]
+        return block[1] + "\n" + "\n".join(tables) + "\n" + block[4]
+
+    return BLOCK.sub(body, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Fill the results tables of the READMEs.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a README is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for readme in [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]:
+        old = readme.read_text()
+        new = fill(old, ROOT / "results")
+        if new != old:
+            stale.append(str(readme.relative_to(ROOT)))
+            if not check:
+                readme.write_text(new)
+    print(("out of date: " if check else "filled: ") + (", ".join(stale) or "none"))
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The rank pool: that it runs what it should, and that each way to fail is seen, named and over in time."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.ranks import RankFailure, run_ranks
+
+
+def sum_of_ranks(scale):
+    x = torch.tensor([float(dist.get_rank() * scale)])
+    dist.all_reduce(x)
+    return dist.get_rank(), dist.get_world_size(), x.item()
+
+
+def raise_on(bad_rank):
+    if dist.get_rank() == bad_rank:
+        raise ValueError("the batch is upside down")
+    dist.all_reduce(torch.ones(1))  # the others wait for a rank that will not come
+
+
+def hang_on(bad_rank):
+    if dist.get_rank() == bad_rank:
+        lost_in_thought()
+    return "fine"
+
+
+def lost_in_thought():
+    time.sleep(600)
+
+
+def wait_for_a_message_that_nobody_sends():
+    if dist.get_rank() == 0:
+        dist.recv(torch.zeros(1), src=1)
+    return "fine"
+
+
+def die_on(bad_rank, how):
+    if dist.get_rank() == bad_rank:
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(7)
+    dist.all_reduce(torch.ones(1))
+
+
+def leave_a_mark():
+    import harness_mark_that_does_not_exist  # noqa: F401
+
+
+def pids_and_state():
+    run_count = getattr(torch, "_harness_test_mark", 0)
+    torch._harness_test_mark = run_count + 1
+    return os.getpid(), run_count
+
+
+def exit_quietly():
+    raise SystemExit(0)
+
+
+def return_something_unpicklable():
+    return lambda: None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_results_come_back_in_rank_order_from_one_group(world_size):
+    expected = 10.0 * sum(range(world_size))
+    assert run_ranks(world_size, sum_of_ranks, 10) == [(rank, world_size, expected) for rank in range(world_size)]
+
+
+def test_a_rank_that_raises_shows_its_own_traceback_not_its_peers_broken_connections():
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(3, raise_on, 1)
+    assert failure.value.kind == "raised"
+    assert failure.value.ranks == [1]
+    assert "rank 1 of 3 raised" in str(failure.value)
+    assert "in raise_on" in str(failure.value)
+    assert "ValueError: the batch is upside down" in str(failure.value).split("the others:")[0]
+
+
+def test_a_rank_that_hangs_fails_at_the_deadline_and_every_stuck_rank_shows_its_stack():
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(3, hang_on, 2, timeout=1.5)
+    assert time.monotonic() - start < 12
+    assert failure.value.kind == "hung"
+    assert failure.value.ranks == [2]
+    assert "stack of rank 2" in str(failure.value)
+    assert "lost_in_thought" in str(failure.value)
+
+
+def test_a_rank_stuck_in_a_collective_shows_the_line_that_waits():
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, wait_for_a_message_that_nobody_sends, timeout=1.5)
+    assert failure.value.ranks == [0]
+    assert "in wait_for_a_message_that_nobody_sends" in str(failure.value)
+
+
+@pytest.mark.parametrize(("how", "words"), [("signal", "was killed by SIGKILL"), ("exit", "exit code 7")])
+def test_a_rank_that_is_killed_is_named(how, words):
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(3, die_on, 2, how)
+    assert failure.value.kind == "killed"
+    assert failure.value.ranks == [2]
+    assert "rank 2 of 3" in str(failure.value)
+    assert words in str(failure.value)
+
+
+def test_a_rank_that_leaves_by_sys_exit_zero_is_a_failure():
+    with pytest.raises(RankFailure, match="SystemExit: 0"):
+        run_ranks(2, exit_quietly)
+
+
+def test_an_import_that_fails_on_a_rank_is_reported():
+    with pytest.raises(RankFailure, match="harness_mark_that_does_not_exist"):
+        run_ranks(1, leave_a_mark)
+
+
+def test_a_result_that_cannot_be_pickled_is_reported():
+    with pytest.raises(RankFailure, match="pickle"):
+        run_ranks(1, return_something_unpicklable)
+
+
+def test_processes_are_kept_between_calls_and_replaced_after_a_failure():
+    first = run_ranks(2, pids_and_state)
+    second = run_ranks(2, pids_and_state)
+    assert [pid for pid, _ in first] == [pid for pid, _ in second]
+    assert second[0][1] == first[0][1] + 1
+    with pytest.raises(RankFailure):
+        run_ranks(2, raise_on, 0)
+    third = run_ranks(2, pids_and_state)
+    assert not {pid for pid, _ in third} & {pid for pid, _ in first}
+    assert third[0][1] == 0, "state of the failed processes survived"
+
+
+def test_the_pool_works_after_every_kind_of_failure():
+    for fail in (lambda: run_ranks(2, raise_on, 0), lambda: run_ranks(2, die_on, 0, "exit")):
+        with pytest.raises(RankFailure):
+            fail()
+        assert [value for _, _, value in run_ranks(2, sum_of_ranks, 1)] == [1.0, 1.0]

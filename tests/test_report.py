@@ -1,0 +1,63 @@
+"""From measurement to README: ratios, the results file, the filled tables."""
+
+import json
+import time
+
+import pytest
+from harness.report import ROOT, Ratio, fill, paired, ratio_of, table, write_result
+
+COLUMNS, ROWS = ["what", "bytes", "time ratio"], [["ring", 12345, Ratio(0.5, 0.4, 0.6)], ["tree", 1.23456, "n/a"]]
+
+
+def test_paired_measures_the_ratio_and_alternates_who_goes_first():
+    order = []
+
+    def slow():
+        order.append("a")
+        time.sleep(0.02)
+
+    def fast():
+        order.append("b")
+        time.sleep(0.01)
+
+    ratio = paired(slow, fast, repeats=4, warmup=1, setup=lambda: order.append("setup"))
+    assert 1.3 < ratio.median < 2.5
+    assert ratio.low <= ratio.median <= ratio.high
+    assert [x for x in order if x != "setup"][:6] == ["a", "b", "b", "a", "a", "b"]
+    assert order.count("setup") == 10 and order[0] == "setup"
+
+
+def test_median_and_quartiles():
+    assert ratio_of([1.0, 2.0, 3.0, 4.0, 100.0]) == Ratio(3.0, 2.0, 4.0)
+    with pytest.raises(ValueError, match="at least 3"):
+        paired(int, int, repeats=2)
+
+
+def test_a_result_names_device_versions_and_commit(tmp_path):
+    record = json.loads(write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path).read_text())
+    assert set(record["environment"]) == {"device", "torch", "python", "commit"}
+    assert all(record["environment"].values())
+    with pytest.raises(ValueError, match="2 cells for 3 columns"):
+        write_result("09_x", "Rings", COLUMNS, [["ring", 1]], folder=tmp_path)
+
+
+def test_tables_are_filled_between_the_markers_and_filling_twice_changes_nothing(tmp_path):
+    path = write_result("09_x", "Rings", COLUMNS, ROWS, notes="Two sizes.", folder=tmp_path)
+    text = "before\n<!-- results: 09_x -->\nstale words\n<!-- end results -->\nafter\n"
+    filled = fill(text, tmp_path)
+    assert filled.startswith("before\n") and filled.endswith("after\n") and "stale" not in filled
+    assert "| ring | 12,345 | 0.50 (0.40 to 0.60) |" in filled
+    assert "| tree | 1.235 | n/a |" in filled
+    assert table(json.loads(path.read_text())) in filled
+    assert fill(filled, tmp_path) == filled
+
+
+def test_a_block_without_a_result_is_an_error_not_an_empty_table(tmp_path):
+    with pytest.raises(ValueError, match="run the benchmark first"):
+        fill("<!-- results: 09_nothing -->\n<!-- end results -->", tmp_path)
+
+
+def test_the_tables_in_the_readmes_are_those_of_the_results():
+    readmes = [ROOT / "README.md", *ROOT.glob("*/README.md")]
+    stale = [str(path) for path in readmes if fill(path.read_text(), ROOT / "results") != path.read_text()]
+    assert not stale, f"run `make tables`: {stale}"
