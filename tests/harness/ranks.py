@@ -75,6 +75,11 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     return _pool.run(world_size, fn, args, kwargs, timeout)
 
 
+def limit_timeouts(seconds: float) -> None:
+    """From now on no call waits longer than this, whatever its `timeout`: for runs that are expected to fail."""
+    _pool.limit = seconds
+
+
 # ------------------------------------------------------------------------------------------------ inside a rank
 
 
@@ -155,6 +160,7 @@ class _Pool:
         self.workers: list[_Worker] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.count = 0  # of jobs and of workers: makes file names unique
+        self.limit = float("inf")
 
     def _start(self, world_size: int) -> str:
         if self.folder is None:
@@ -181,6 +187,7 @@ class _Pool:
             self.folder.cleanup()
 
     def run(self, world_size: int, fn: Callable[..., Any], args: tuple, kwargs: dict, timeout: float) -> list[Any]:
+        timeout = min(timeout, self.limit)
         store = self._start(world_size)
         call = pickle.dumps((fn, args, kwargs))
         team = self.workers[:world_size]

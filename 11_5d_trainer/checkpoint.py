@@ -1,0 +1,114 @@
+"""Checkpoints that are complete or not there, on torch.distributed.checkpoint.
+
+    RUN/checkpoints/step-000200/           complete: it got its name by one rename, after every file was written
+        __0_0.distcp ... .metadata         weights and optimizer states, by parameter name, written by all ranks
+        manifest.json                      step, data position, options, and the size of every file
+    RUN/checkpoints/.writing-000300/       a save that was interrupted; ignored, and removed by the next save
+
+Weights and optimizer states are stored by name, whole, so a checkpoint does not depend on the number of ranks.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from options import UsageError
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: steps done, samples used (over all ranks and micro-batches), and the run's options."""
+
+    step: int
+    samples: int
+    config: dict[str, Any]
+
+
+def save(
+    run: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    group: dist.ProcessGroup,
+    keep: int,
+) -> Path:
+    """Write a checkpoint; all ranks of the group call it. Afterwards only the newest `keep` remain."""
+    folder = run / "checkpoints"
+    final, writing = folder / f"step-{progress.step:06d}", folder / f".writing-{progress.step:06d}"
+    leader = dist.get_rank(group) == 0
+    if leader:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".writing-*"):
+            shutil.rmtree(leftover)
+    dist.barrier(group)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=writing, process_group=group)
+    if leader:
+        sizes = {file.name: file.stat().st_size for file in writing.iterdir()}
+        manifest = {"step": progress.step, "samples": progress.samples, "config": progress.config, "files": sizes}
+        with (writing / "manifest.json").open("w") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(writing, final)
+        for old in complete(run)[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier(group)
+    return final
+
+
+def complete(run: Path) -> list[Path]:
+    """The finished checkpoints of a run, oldest first."""
+    found = [path.parent for path in (run / "checkpoints").glob("step-*/manifest.json")]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def find(resume: str) -> tuple[Path, Path, Progress]:
+    """The run folder, the checkpoint and its progress, for what `--resume` names.
+
+    Raises UsageError if there is no complete checkpoint, or if a file of it is missing or has another size than when
+    it was written.
+    """
+    path = Path(resume)
+    if (path / "manifest.json").exists():
+        run, chosen = path.parent.parent, path
+    else:
+        run, found = path, complete(path)
+        if not found:
+            raise UsageError(f"--resume {resume} holds no complete checkpoint; give a run folder or a checkpoint in it")
+        chosen = found[-1]
+    try:
+        manifest = json.loads((chosen / "manifest.json").read_text())
+        sizes = manifest["files"]
+        progress = Progress(manifest["step"], manifest["samples"], manifest["config"])
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"--resume {resume}: {chosen.name}/manifest.json is damaged; {_other(run, chosen)}") from None
+    for name, size in sizes.items():
+        actual = (chosen / name).stat().st_size if (chosen / name).exists() else 0
+        if actual != size:
+            raise UsageError(
+                f"--resume {resume}: {chosen.name}/{name} has {actual} bytes but was written with {size}; "
+                f"{_other(run, chosen)}"
+            )
+    return run, chosen, progress
+
+
+def _other(run: Path, damaged: Path) -> str:
+    others = [path for path in complete(run) if path != damaged]
+    return f"use --resume {others[-1]}" if others else "there is no other checkpoint; start a new run"
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+    """Fill model and optimizer from the checkpoint; all ranks of the group call it, however many wrote it."""
+    weights, states = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=path, process_group=group)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)

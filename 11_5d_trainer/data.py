@@ -1,0 +1,167 @@
+"""Tokens on disk to micro-batches on a rank.
+
+The corpus is one long row of tokens. It is cut into windows of S tokens (plus one, the last label), which are numbered
+in a random order, another for each epoch:
+
+    sample 0  sample 1  sample 2  ...               the same numbering on every rank, from (seed, epoch)
+
+    one step, dp = 2, micro-batch 2, accumulation 2:
+    position ->  | rank 0: 0 1 | rank 1: 2 3 | rank 0: 4 5 | rank 1: 6 7 |  -> position + 8
+                 |------- micro-batch 0 -----|------- micro-batch 1 -----|
+
+The position counts samples over all ranks and micro-batches. It is all the state there is: saved with a checkpoint, it
+continues at exactly the next sample, with any number of ranks.
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import chapters  # noqa: F401  finds the chapters below
+import torch
+from options import Config, UsageError
+from single_gpu import next_token_pairs
+from torch import Tensor
+
+BYTES = {"uint16": 2, "uint32": 4}
+SCAN = 2**22  # tokens looked at in one go
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two rows of tokens, uint8, uint16 or uint32. `text` is True if a token is a byte of text."""
+
+    train: Tensor
+    val: Tensor
+    vocab_size: int
+    text: bool
+
+
+def load_corpus(config: Config) -> Corpus:
+    """Read what `--data` names. Raises UsageError if it is missing, empty, too short, or not tokens of the vocabulary.
+
+    Text is read as bytes. Of many files every tenth is for validation, of a single one the last tenth of its text.
+    A `.bin` (nanoGPT's layout: token ids and nothing else) is mapped into memory, not read; a folder that holds
+    train.bin and val.bin gives both.
+    """
+    path = Path(config.data) if config.data else Path(sysconfig.get_paths()["stdlib"])
+    if not path.exists():
+        raise UsageError(f"--data {config.data} does not exist; give a text file, a folder or a .bin of tokens")
+    text = True
+    if path.is_dir() and (path / "train.bin").exists():
+        if not (path / "val.bin").exists():
+            raise UsageError(f"--data {path} holds train.bin but no val.bin; add it, or name train.bin itself")
+        train, val = map_tokens(path / "train.bin", config), map_tokens(path / "val.bin", config)
+        text = False
+    elif path.suffix == ".bin":
+        train, val = split(map_tokens(path, config))
+        text = False
+    elif path.is_dir():
+        files = text_files(path, "*.py" if not config.data else "*")
+        if len(files) < 2:
+            raise UsageError(f"--data {path} holds {len(files)} text files; a folder needs two or more")
+        train, val = read_bytes([f for i, f in enumerate(files) if i % 10 != 9]), read_bytes(files[9::10] or files[-1:])
+    else:
+        train, val = split(read_bytes([path]))
+    corpus = Corpus(train, val, config.vocab_size or 256, text)
+    check_corpus(corpus, config)
+    return corpus
+
+
+def split(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    end = len(tokens) - len(tokens) // 10
+    return tokens[:end], tokens[end:]
+
+
+def text_files(folder: Path, pattern: str) -> list[Path]:
+    """Every text file below `folder`, sorted, without hidden ones, caches, installed packages and binaries."""
+    skipped = {"__pycache__", "site-packages", "dist-packages", "test", "tests"} if pattern == "*.py" else set()
+    files = []
+    for path in sorted(folder.rglob(pattern)):
+        parts = path.relative_to(folder).parts
+        hidden = any(part.startswith(".") or part in skipped for part in parts)
+        if not hidden and path.is_file() and path.stat().st_size > 0:
+            with path.open("rb") as file:
+                if b"\0" not in file.read(8192):
+                    files.append(path)
+    return files
+
+
+def read_bytes(files: list[Path]) -> Tensor:
+    text = bytearray()
+    for file in files:
+        text += file.read_bytes()
+    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def map_tokens(path: Path, config: Config) -> Tensor:
+    """The tokens of a .bin as a tensor whose pages are read when they are used."""
+    if not config.vocab_size:
+        raise UsageError(f"--vocab-size is missing: {path.name} holds token ids; GPT-2's tokenizer has 50257")
+    size, width = path.stat().st_size, BYTES[config.bin_dtype]
+    if size % width:
+        raise UsageError(f"--data {path} has {size} bytes, not a multiple of {width}; check --bin-dtype or the file")
+    dtype = getattr(torch, config.bin_dtype)
+    if not size:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_file(str(path), shared=False, size=size // width, dtype=dtype)
+
+
+def check_corpus(corpus: Corpus, config: Config) -> None:
+    where = f"--data {config.data or '(the standard library)'}"
+    for name, tokens in (("training", corpus.train), ("validation", corpus.val)):
+        if len(tokens) <= config.seq_len:
+            raise UsageError(
+                f"{where} has {len(tokens)} {name} tokens, too few for one sample of --seq-len {config.seq_len} "
+                f"and its last label; use more data or a shorter --seq-len"
+            )
+        # A file of billions of tokens is sampled here; `Sampler.samples` checks the rest as it is used.
+        stride = SCAN * max(1, len(tokens) // (64 * SCAN))
+        largest = max(int(tokens[at : at + SCAN].long().max()) for at in range(0, len(tokens), stride))
+        if largest >= corpus.vocab_size:
+            raise UsageError(
+                f"{where} has token id {largest}, beyond --vocab-size {corpus.vocab_size}; "
+                f"use at least {largest + 1}, or check --bin-dtype {config.bin_dtype}"
+            )
+
+
+class Sampler:
+    """Numbered samples of a row of tokens, and the position of the next one to be trained on."""
+
+    def __init__(self, tokens: Tensor, seq_len: int, vocab_size: int, seed: int) -> None:
+        self.tokens, self.seq_len, self.vocab_size, self.seed = tokens, seq_len, vocab_size, seed
+        self.windows = (len(tokens) - 1) // seq_len
+        self.position = 0
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def window(self, sample: int) -> int:
+        """Which window of the text is this sample? Each window once per epoch."""
+        epoch, place = divmod(sample, self.windows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._epoch, self._order = epoch, torch.randperm(self.windows, generator=generator)
+        return int(self._order[place])
+
+    def samples(self, windows: list[int]) -> tuple[Tensor, Tensor]:
+        """Tokens and labels, each [len(windows), S]."""
+        cut = [self.tokens[w * self.seq_len : (w + 1) * self.seq_len + 1] for w in windows]
+        tokens = torch.stack(cut).long()
+        if int(tokens.max()) >= self.vocab_size:
+            raise ValueError(f"token id {int(tokens.max())} is beyond the vocabulary of {self.vocab_size}")
+        return next_token_pairs(tokens)
+
+    def step(self, micro_batch: int, accumulation: int, rank: int, dp: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of the next step; moves the position past the samples of all ranks."""
+        batches = []
+        for micro in range(accumulation):
+            first = self.position + (micro * dp + rank) * micro_batch
+            batches.append(self.samples([self.window(first + i) for i in range(micro_batch)]))
+        self.position += accumulation * dp * micro_batch
+        return batches
+
+    def held_out(self, samples: int, micro_batch: int, rank: int, dp: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of the first `samples` windows in their natural order: for validation."""
+        mine = list(range(min(samples, self.windows)))[rank::dp]
+        for at in range(0, len(mine), micro_batch):
+            yield self.samples(mine[at : at + micro_batch])
