@@ -7,6 +7,7 @@ READY  := $(VENV)/.ready
 NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c . | sed 's/^0$$/4/')
 TORCHRUN := $(VENV)/bin/torchrun --standalone --nproc_per_node
 ARGS   ?=
+PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint bench tables clean
@@ -18,7 +19,7 @@ $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: $(PYTHON) is older than Python 3.11; name another with make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
 	@touch $@
 
 train: $(READY)  ## train a small Llama on Python's own source text: 4 CPU ranks, or all GPUs

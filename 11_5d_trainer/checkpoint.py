@@ -72,6 +72,17 @@ def complete(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
+def set_aside_later(run: Path, step: int, group: dist.ProcessGroup) -> None:
+    """Rename complete checkpoints of later steps: the run is about to go through those steps again."""
+    if dist.get_rank(group) == 0:
+        for path in complete(run):
+            if int(path.name.removeprefix("step-")) > step:
+                aside = path.with_name(f"superseded-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+    dist.barrier(group)
+
+
 def find(resume: str) -> tuple[Path, Path, Progress]:
     """The run folder, the checkpoint and its progress, for what `--resume` names.
 

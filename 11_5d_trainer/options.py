@@ -37,7 +37,7 @@ class Config:
     seq_len: int = option(128, "tokens per sample", fixed=True)
     seed: int = option(0, "of the first weights and of the order of the samples", fixed=True)
     # how
-    steps: int = option(360, "optimizer steps")
+    steps: int = option(300, "optimizer steps")
     global_batch: int = option(32, "samples per step, over all ranks and micro-batches", fixed=True)
     micro_batch: int = option(8, "samples per rank that are in memory at once")
     lr: float = option(3e-3, "peak learning rate")
@@ -53,7 +53,7 @@ class Config:
     resume: str = option("", "run folder (its last complete checkpoint) or one checkpoint to continue from")
     save_every: int = option(100, "steps between checkpoints; 0: only at the end")
     keep: int = option(2, "complete checkpoints to keep")
-    eval_every: int = option(60, "steps between validations; 0: only at the start and the end")
+    eval_every: int = option(50, "steps between validations; 0: only at the start and the end")
     eval_samples: int = option(256, "validation samples")
     sample: int = option(300, "tokens to generate at the end")
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))

@@ -99,7 +99,7 @@ def connect(device: torch.device, timeout: float) -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=limit)
+        dist.init_process_group(backend, timeout=limit, device_id=device if device.type == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
 
@@ -161,8 +161,8 @@ def train_step(
     return total.item(), norm.item()
 
 
-def train(plan: Plan, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Train as planned on the ranks of `group`. Returns the log's lines, the run folder and the summary."""
+def train(plan: Plan, run: Path, group: dist.ProcessGroup) -> list[Log]:
+    """Train as planned on the ranks of `group`, writing into the folder `run`. Returns the log's lines."""
     config, device = plan.config, plan.device
     rank, dp = dist.get_rank(group), dist.get_world_size(group)
     accumulation = config.accumulation(dp)
@@ -177,11 +177,10 @@ def train(plan: Plan, group: dist.ProcessGroup) -> dict[str, Any]:
 
     first = 0
     if plan.resume:
-        run, path, progress = plan.resume
+        _, path, progress = plan.resume
         checkpoint.load(path, model, optimizer, group)
         first, training.position = progress.step, progress.samples
-    else:
-        run = agree_on_folder(config.out, group)
+        checkpoint.set_aside_later(run, first, group)
     log = Logger(run, config, first, rank == 0)
     tokens_per_step = config.global_batch * config.seq_len
     flops = (
@@ -230,7 +229,7 @@ def train(plan: Plan, group: dist.ProcessGroup) -> dict[str, Any]:
         f"{time.perf_counter() - begin:.0f} s; checkpoint in {run}/checkpoints"
     )
     log.say(summary)
-    return {"log": log.lines, "run": run, "summary": summary}
+    return log.lines
 
 
 def sample(model: Llama, corpus: Corpus, config: Config, run: Path) -> str:
@@ -247,16 +246,18 @@ def sample(model: Llama, corpus: Corpus, config: Config, run: Path) -> str:
 # --------------------------------------------------------------------------------------------- what is kept
 
 
-def agree_on_folder(out: str, group: dist.ProcessGroup) -> Path:
-    """The run folder: as asked, or runs/ and the time on the clock of the group's first rank."""
-    name = [out or f"runs/{datetime.now():%Y%m%d-%H%M%S}"]
+def agree_on_folder(plan: Plan, group: dist.ProcessGroup) -> Path:
+    """The run folder: the resumed one, the one asked for, or runs/ and the time on the clock of the first rank."""
+    if plan.resume:
+        return plan.resume[0]
+    name = [plan.config.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}"]
     dist.broadcast_object_list(name, group_src=0, group=group)
     Path(name[0]).mkdir(parents=True, exist_ok=True)
     return Path(name[0])
 
 
 class Logger:
-    """log.jsonl and the screen; on the first rank alone, except that every rank keeps the lines in memory."""
+    """log.jsonl and the screen. Every rank keeps its lines in memory; the leader alone writes and speaks."""
 
     def __init__(self, run: Path, config: Config, first: int, leader: bool) -> None:
         self.leader = leader
@@ -264,15 +265,15 @@ class Logger:
         self.bar_options: dict[str, Any] = {"unit": "step", "dynamic_ncols": True}
         if not sys.stderr.isatty():
             self.bar_options["mininterval"] = 10.0  # a log file is not a screen
+        if not leader:
+            return
         path = run / "log.jsonl"
-        if path.exists():
-            # Resumed: what came after the checkpoint is about to happen again.
+        if path.exists():  # resumed: what came after the checkpoint is about to happen again
             past = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
             self.lines = [line for line in past if line["step"] <= first]
-        if leader:
-            (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
-            self.file = path.open("w", buffering=1)
-            self.file.writelines(json.dumps(line) + "\n" for line in self.lines)
+        (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+        self.file = path.open("w", buffering=1)
+        self.file.writelines(json.dumps(line) + "\n" for line in self.lines)
 
     def write(self, line: Log) -> None:
         self.lines.append(line)
@@ -302,11 +303,15 @@ def main() -> int:
     connect(plan.device, plan.config.timeout)
     world = dist.group.WORLD
     assert world is not None
+    run = agree_on_folder(plan, world)
     try:
-        train(plan, world)
+        train(plan, run, world)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # both arrive when torchrun is in the foreground
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if rank == 0:
-            print("\nstopped; the last complete checkpoint of the run is whole: go on with --resume", file=sys.stderr)
+            saved = checkpoint.complete(run)
+            print("\nstopped; " + (f"go on with --resume {run}" if saved else "nothing saved yet"), file=sys.stderr)
         os._exit(130)  # other ranks may be in the middle of a collective: do not wait for them
     dist.destroy_process_group()
     return 0

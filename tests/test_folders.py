@@ -1,0 +1,86 @@
+"""Each chapter is whole: its folder, copied alone into an empty directory, runs with python and with torchrun.
+
+Also what holds for the repository as a whole: the README's map, the Makefile's targets, the benchmarks' manners.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.plant import ROOT, all_mistakes, copy_repository, plant
+
+CHAPTERS = sorted(folder for folder in ROOT.glob("[01][0-9]_*") if not folder.name.startswith("11"))
+SCRIPTS = [p for c in CHAPTERS for p in sorted(c.glob("*.py")) if not re.match(r"test_|bench_|_", p.name)]
+BENCHMARKS = [p for c in CHAPTERS for p in sorted(c.glob("bench_*.py"))]
+
+
+def run(command, folder, timeout=180):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def torchrun(ranks):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_a_script_copied_alone_runs_and_ends_with_pass(script, launcher, tmp_path):
+    alone = shutil.copytree(script.parent, tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
+    ranks = 1 if script.parent.name.startswith("01") else 2  # chapter 01 is about one process
+    done = run([*([sys.executable] if launcher == "python" else torchrun(ranks)), script.name], alone)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.strip().splitlines()[-1] == "PASS"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def test_an_unknown_option_is_one_line_and_exit_code_2(script, tmp_path):
+    done = run([sys.executable, str(script), "--no-such-option", "7"], tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "--no-such-option" in done.stderr
+
+
+@pytest.mark.parametrize("bench", BENCHMARKS, ids=lambda p: p.stem)
+def test_a_benchmark_verifies_first_and_writes_nothing_when_the_code_is_wrong(bench, tmp_path):
+    script = bench.stem.removeprefix("bench_")
+    mistake = next((m for m in all_mistakes() if m.script.stem == script and m.name == SPOILERS[script]), None)
+    assert mistake is not None, f"no planted mistake {SPOILERS.get(script)} for {script}"
+    copy = copy_repository(tmp_path / "copy")
+    plant(mistake, copy)
+    done = run([sys.executable, str(copy / bench.relative_to(ROOT))], copy)
+    assert done.returncode != 0, done.stdout[-2000:]
+    assert not list(copy.glob("results/*.json"))
+
+
+# For each script a mistake that makes its results wrong, which its benchmark has to notice before it times anything.
+SPOILERS: dict[str, str] = {}
+
+
+def test_every_chapter_folder_is_on_the_map_and_every_link_leads_somewhere():
+    text = (ROOT / "README.md").read_text()
+    for chapter in CHAPTERS:
+        assert f"({chapter.name}/README.md)" in text, f"README.md does not list {chapter.name}"
+    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md")]:
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", readme.read_text()):
+            assert (readme.parent / link).exists(), f"{readme.relative_to(ROOT)} links to {link}"
+
+
+def test_every_script_in_a_readme_command_exists():
+    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md")]:
+        for command in re.findall(r"(?:python|torchrun|sbatch)[^\n`]*?(\S+\.(?:py|sbatch))", readme.read_text()):
+            assert any((base / command).exists() for base in (ROOT, readme.parent)), f"{readme}: {command}"
+
+
+def test_make_lists_its_targets():
+    done = run(["make"], ROOT)
+    targets = re.findall(r"^([a-z-]+): .*##", Path(ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert done.returncode == 0
+    assert {"train", "test", "lint", "bench"} <= set(targets)
+    for target in targets:
+        assert f"make {target}" in done.stdout
