@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step-000200/           complete: it got its name by one rename, after every file was written
         __0_0.distcp ... .metadata         weights and optimizer states, by parameter name, written by all ranks
-        manifest.json                      step, data position, options, and the size of every file
+        manifest.json                      steps done, data position, options, and the size of every file
     RUN/checkpoints/.writing-000300/       a save that was interrupted; ignored, and removed by the next save
 
 Weights and optimizer states are stored by name, whole, so a checkpoint does not depend on the number of ranks.
@@ -11,7 +11,7 @@ Weights and optimizer states are stored by name, whole, so a checkpoint does not
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: steps done, samples used (over all ranks and micro-batches), and the run's options."""
+    """Where a run stands."""
 
-    step: int
-    samples: int
-    config: dict[str, Any]
+    step: int  # steps done
+    samples: int  # samples used, over all ranks and micro-batches: the position in the data
+    tokens: int  # in the training data; with other data the position means nothing
+    config: dict[str, Any]  # the run's options
 
 
 def save(
@@ -53,7 +54,7 @@ def save(
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=writing, process_group=group)
     if leader:
         sizes = {file.name: file.stat().st_size for file in writing.iterdir()}
-        manifest = {"step": progress.step, "samples": progress.samples, "config": progress.config, "files": sizes}
+        manifest = {"progress": asdict(progress), "files": sizes}
         with (writing / "manifest.json").open("w") as file:
             json.dump(manifest, file, indent=1)
             file.flush()
@@ -100,7 +101,7 @@ def find(resume: str) -> tuple[Path, Path, Progress]:
     try:
         manifest = json.loads((chosen / "manifest.json").read_text())
         sizes = manifest["files"]
-        progress = Progress(manifest["step"], manifest["samples"], manifest["config"])
+        progress = Progress(**manifest["progress"])
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"--resume {resume}: {chosen.name}/manifest.json is damaged; {_other(run, chosen)}") from None
     for name, size in sizes.items():

@@ -262,7 +262,7 @@ def test_a_truncated_checkpoint_is_refused_in_one_line_that_names_the_one_to_use
 def save_to_a_file(words, folder):
     plan = train.prepare(words, 1)
     model = build(SIZES, recompute="none", seed=0, dtype=torch.float32, device=torch.device("cpu"))
-    state = checkpoint.Progress(1, 8, dataclasses.asdict(plan.config))
+    state = checkpoint.Progress(1, 8, len(plan.corpus.train), dataclasses.asdict(plan.config))
     checkpoint.save(Path(folder), model, train.adamw(model, 0.1), state, dist.group.WORLD, 2)
 
 
@@ -359,6 +359,15 @@ def test_options_that_would_make_it_another_run_are_refused_on_resume(text, tmp_
     with pytest.raises(UsageError, match="--out x cannot go with --resume: a resumed run goes on in its own folder"):
         train.prepare(["--resume", folder, "--steps", "12", "--out", "x"], 1)
     assert train.prepare(["--resume", folder, "--steps", "12"], 1).config.steps == 12
+
+
+def test_other_data_under_the_same_name_is_refused_on_resume(tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_text(TEXT)
+    _, folder = train_on(1, [*arguments(str(data)), "--out", str(tmp_path / "run")])
+    data.write_text(TEXT + "one more line\n")
+    with pytest.raises(UsageError, match=r"was trained on 94,987 tokens, but --data .*data\.txt now has 95,000"):
+        train.prepare(["--resume", folder, "--steps", "12"], 1)
 
 
 def command(words, rank=0, world_size=1, port=0, **more):

@@ -75,6 +75,11 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     config.accumulation(world_size)
     device = find_device(config.device, local_rank)
     corpus = load_corpus(config)
+    if resume and resume[2].tokens != len(corpus.train):
+        raise UsageError(
+            f"--resume {config.resume}: it was trained on {resume[2].tokens:,} tokens, but --data "
+            f"{config.data or '(the standard library)'} now has {len(corpus.train):,}; restore it, or start a new run"
+        )
     sizes = dataclasses.replace(PRESETS[config.preset], vocab_size=corpus.vocab_size)
     if config.tied:
         sizes = dataclasses.replace(sizes, tied=True)
@@ -183,9 +188,8 @@ def train(plan: Plan, run: Path, group: dist.ProcessGroup) -> list[Log]:
         checkpoint.set_aside_later(run, first, group)
     log = Logger(run, config, first, rank == 0)
     tokens_per_step = config.global_batch * config.seq_len
-    flops = (
-        step_flops(plan.model, config.micro_batch, config.seq_len, config.recompute).model * accumulation
-    )  # a rank's
+    samples = config.micro_batch * accumulation  # of one rank
+    flops = step_flops(plan.model, samples, config.seq_len, config.recompute).model
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     log.say(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {dp} data-parallel rank(s) on {device.type}; "
@@ -219,7 +223,8 @@ def train(plan: Plan, run: Path, group: dist.ProcessGroup) -> list[Log]:
         if end or (config.eval_every and (step + 1) % config.eval_every == 0):
             evaluate(step + 1)
         if end or (config.save_every and (step + 1) % config.save_every == 0):
-            state = checkpoint.Progress(step + 1, training.position, dataclasses.asdict(config))
+            options = dataclasses.asdict(config)
+            state = checkpoint.Progress(step + 1, training.position, len(training.tokens), options)
             checkpoint.save(run, model, optimizer, state, group, config.keep)
     if rank == 0 and config.sample:
         log.say(sample(model, plan.corpus, config, run))

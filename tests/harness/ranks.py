@@ -50,6 +50,7 @@ PRELOAD = [
     "torch",
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.distributed.nn",
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
     "torch.utils.checkpoint",
