@@ -22,6 +22,7 @@ the end, sample.txt. Its last line is the summary: validation loss from first to
 """
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -318,6 +319,7 @@ def main() -> int:
             saved = checkpoint.complete(run)
             print("\nstopped; " + (f"go on with --resume {run}" if saved else "nothing saved yet"), file=sys.stderr)
         os._exit(130)  # other ranks may be in the middle of a collective: do not wait for them
+    gc.collect()  # whatever still points into the group would keep its threads alive beyond the next line
     dist.destroy_process_group()
     return 0
 

@@ -104,6 +104,16 @@ def test_a_run_of_fewer_steps_fails():
         assert_same_trace(trace_of(steps=2), trace_of())
 
 
+def test_losses_given_as_numbers_are_compared_in_double_precision():
+    assert_same(1.0 + 1e-12, 1.0)
+    with pytest.raises(AssertionError, match="largest difference 1e-09"):
+        assert_same(1.0 + 1e-9, 1.0)
+    got, want = trace_of(), trace_of()
+    got.losses[2] *= 1 + 1e-9
+    with pytest.raises(AssertionError, match="loss of step 2"):
+        assert_same_trace(got, want)
+
+
 def test_weights_are_compared_too():
     got, want = trace_of(), trace_of()
     got.weights["bias"][0] += 1e-6

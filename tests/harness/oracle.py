@@ -40,7 +40,7 @@ def assert_same(
         if got is not want:
             raise AssertionError(f"{where}: {_describe(got)}, but should be {_describe(want)}")
         return
-    got, want = torch.as_tensor(got), torch.as_tensor(want)
+    got, want = _as_tensor(got), _as_tensor(want)
     if got.shape != want.shape:
         raise AssertionError(f"{where}: shape {list(got.shape)}, but should be {list(want.shape)}")
     error = error_between(got, want)
@@ -115,6 +115,11 @@ def assert_same_trace(got: Trace, want: Trace, tol: float = FLOAT64, rank: int |
         assert_same(got.losses[step], want.losses[step], tol, f"loss of step {step}", rank)
         assert_same_named(got.gradients[step], want.gradients[step], tol, f"step {step}, gradient of", rank)
     assert_same_named(got.weights, want.weights, tol, f"after {len(want.losses)} steps, weight", rank)
+
+
+def _as_tensor(value: Tensor | float) -> Tensor:
+    """A Python float has 53 bits of mantissa; torch would make it a float32, and 1 + 1e-9 would become 1."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def _describe(value: Tensor | float | None) -> str:

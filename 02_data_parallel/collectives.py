@@ -1,0 +1,558 @@
+"""The collectives, from send and receive.
+
+Problem. P ranks each hold a tensor, and every rank needs something made of all of them: the sum of the gradients, the
+slices of a weight, the tokens meant for its expert. A network only moves bytes from one rank to one other. In the
+obvious program one root does all the talking: P-1 ranks wait while its single link carries everything.
+
+Idea. Arrange the messages so that every link carries something in every round. Two shapes do nearly all of it:
+
+    tree   0>1                     A rank that has the data becomes a sender, so the number of senders doubles:
+           0>2 1>3                 ⌈log2 P⌉ rounds, the fewest possible. Good for small messages, where latency is all
+           0>4 1>5 2>6 3>7         that costs. But every message is the whole tensor.
+
+    ring   0 ──> 1 ──> 2           Cut the tensor into P chunks. In every round each rank sends one chunk to the
+           ^           │           right and receives another from the left. Many rounds, but all links are busy all
+           └──── 3 <───┘           the time: good for big messages, where bytes are all that cost. No all-reduce can
+                                   send fewer.
+
+Who holds what, with P = 2, the tensors [a0 a1] on rank 0 and [b0 b1] on rank 1, and rank 0 as the root:
+
+    collective     rank 0 after     rank 1 after          collective        rank 0 after     rank 1 after
+    broadcast      a0 a1            a0 a1                 all-gather        a0 b1            a0 b1
+    reduce         a0+b0 a1+b1      -                     reduce-scatter    a0+b0            a1+b1
+    scatter        a0               a1                    all-reduce        a0+b0 a1+b1      a0+b0 a1+b1
+    gather         a0 b1            -                     all-to-all        a0 b0            a1 b1
+    (before a gather or all-gather, rank 0 holds only a0 and rank 1 only b1)
+
+Formulas. A message of m bytes takes α + mβ seconds (Hockney 1994); a rank can send one and receive one at the same
+time. `cost` gives each collective's time as rounds·α + volume·nβ, where n is the bytes of the whole tensor (Thakur,
+Rabenseifner & Gropp 2005), and `bytes_sent` the exact bytes that each rank puts on the wire. The ring all-reduce
+takes 2(P-1)α + 2(P-1)/P·nβ, and Patarasuk & Yuan 2009 prove that its volume is the least possible.
+
+    python collectives.py                                   one rank: everything is already where it belongs
+    torchrun --nproc_per_node 4 collectives.py              gloo on CPU; nccl if there is a GPU for each rank
+    torchrun --nproc_per_node 4 collectives.py --numel 3    fewer elements than ranks
+
+Each is compared with torch.distributed's own and its bytes are counted, on every rank. The last line is PASS.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Legend: P = world = ranks in the group; n = bytes of the whole tensor; chunk i = the i-th of its P pieces.
+# All ranks and roots below are ranks *within the group*, so that the group may be any slice of the world.
+Group = dist.ProcessGroup
+Message = tuple[Tensor, int]  # a tensor, and the rank it goes to or comes from
+Op = Callable[..., Tensor]  # torch.add, torch.maximum, ...: op(a, b, out=c)
+
+
+# ------------------------------------------------------------------------------------- a round of messages, and chunks
+
+
+def exchange(group: Group, sends: Sequence[Message] = (), receives: Sequence[Message] = ()) -> None:
+    """One round: post all messages at once; return when this rank's part of them is done.
+
+    Every collective below is a sequence of such rounds and touches the network nowhere else. A step's send and receive
+    are posted together: if all ranks of a ring sent first and received afterwards, each would wait for a neighbour that
+    is not listening yet. An empty tensor is not sent; its receiver knows the size too, and does not wait for it.
+    Messages between two ranks arrive in the order in which they were sent, so no round needs a number or a barrier.
+    """
+    messages = [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for tensor, to in sends if tensor.numel()]
+    messages += [dist.P2POp(dist.irecv, into, group=group, group_peer=by) for into, by in receives if into.numel()]
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
+
+
+def place(group: Group, root: int = 0) -> tuple[int, int]:
+    """(my rank in the group, number of its ranks). ValueError if I am not in it, or if the root is not."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"global rank {dist.get_rank()} is not in this group, so it cannot take part")
+    if not 0 <= root < world:
+        raise ValueError(f"root {root} is not a rank of a group of {world}; use 0 to {world - 1}")
+    return rank, world
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The same memory in one dimension. A tensor with gaps is refused: `tensor.contiguous()` would be a copy, the
+    result would land in the copy, and the caller would go on with the old values."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of strides {tensor.stride()} is not contiguous; pass a copy and copy it back")
+    return tensor.detach().view(-1)
+
+
+def chunks_of(tensor: Tensor, world: int) -> list[Tensor]:
+    """P views of the tensor. The first numel % P are one element longer; with numel < P the last ones are empty."""
+    return list(flat(tensor).tensor_split(world))
+
+
+def check(name: str, tensor: Tensor, numel: int, like: Tensor) -> None:
+    """ValueError unless the tensor has this many elements, of the other's dtype."""
+    if (tensor.numel(), tensor.dtype) != (numel, like.dtype):
+        raise ValueError(f"{name} has {tensor.numel()} elements of {tensor.dtype}; it needs {numel} of {like.dtype}")
+
+
+def doublings(world: int) -> int:
+    """⌈log2 P⌉: how often 1 must double to reach P."""
+    return (world - 1).bit_length()
+
+
+# ------------------------------------------------------------------------------ one to all, all to one: whole tensors
+
+
+def broadcast_naive(tensor: Tensor, root: int, group: Group) -> None:
+    """Root's tensor to everyone, in place. The root sends it P-1 times, through its one link: (P-1)(α + nβ)."""
+    rank, world = place(group, root)
+    data = flat(tensor)
+    # --- exercise 2.1: the root sends to every other rank; they receive ---
+    if rank == root:
+        exchange(group, sends=[(data, peer) for peer in range(world) if peer != root])
+    else:
+        exchange(group, receives=[(data, root)])
+    # --- end exercise ---
+
+
+def broadcast_tree(tensor: Tensor, root: int, group: Group) -> None:
+    """Root's tensor to everyone, in place, along a binomial tree: ⌈log2 P⌉(α + nβ).
+
+    P = 8, root 0. After each round twice as many ranks have the tensor. (Any other root: seats are counted from it.)
+
+        distance 1:   0>1
+        distance 2:   0>2  1>3
+        distance 4:   0>4  1>5  2>6  3>7
+    """
+    rank, world = place(group, root)
+    data, seat = flat(tensor), (rank - root) % world
+    for k in range(doublings(world)):
+        distance = 2**k
+        # --- exercise 2.2: seats below `distance` have the tensor; who sends to whom in this round? ---
+        if seat < distance and seat + distance < world:
+            exchange(group, sends=[(data, (rank + distance) % world)])
+        elif distance <= seat < 2 * distance:
+            exchange(group, receives=[(data, (rank - distance) % world)])
+        # --- end exercise ---
+
+
+def reduce_naive(tensor: Tensor, root: int, group: Group, op: Op = torch.add) -> None:
+    """The sum of all tensors into the root's, in place; the others keep theirs: (P-1)(α + nβ).
+
+    One rank after the other sends to the root, so that the root needs room for one more tensor and not for P-1.
+    """
+    rank, world = place(group, root)
+    data = flat(tensor)
+    if rank != root:
+        exchange(group, sends=[(data, root)])
+        return
+    arrived = torch.empty_like(data)
+    for peer in range(world):
+        if peer != root:
+            exchange(group, receives=[(arrived, peer)])
+            op(data, arrived, out=data)
+
+
+def reduce_tree(tensor: Tensor, root: int, group: Group, op: Op = torch.add) -> None:
+    """The sum of all tensors into the root's, in place: broadcast_tree run backwards, ⌈log2 P⌉(α + nβ).
+
+    The tensors of the other ranks are work space: afterwards they hold partial sums. P = 8, root 0:
+
+        distance 4:   4>0  5>1  6>2  7>3      0 has 0+4, 1 has 1+5, 2 has 2+6, 3 has 3+7
+        distance 2:   2>0  3>1                0 has 0+4+2+6, 1 has 1+5+3+7
+        distance 1:   1>0                     0 has all eight
+    """
+    rank, world = place(group, root)
+    data, seat = flat(tensor), (rank - root) % world
+    arrived = torch.empty_like(data)
+    for k in reversed(range(doublings(world))):
+        distance = 2**k
+        if distance <= seat < 2 * distance:
+            exchange(group, sends=[(data, (rank - distance) % world)])
+        elif seat < distance and seat + distance < world:
+            exchange(group, receives=[(arrived, (rank + distance) % world)])
+            op(data, arrived, out=data)
+
+
+# ---------------------------------------------------------------------------- one to all, all to one: a chunk for each
+
+
+def scatter(out: Tensor, tensor: Tensor | None, root: int, group: Group) -> None:
+    """Chunk i of the root's tensor into `out` of rank i; elsewhere `tensor` is None: (P-1)α + (P-1)/P·nβ.
+
+    [t0 t1 t2 t3] on the root becomes t0 on rank 0, t1 on rank 1, ... All of it must leave the root, so no algorithm
+    has a smaller volume. (A tree has only ⌈log2 P⌉ rounds: it sends half of the chunks, then a quarter, ...)
+    """
+    rank, world = place(group, root)
+    mine = flat(out)
+    if rank != root:
+        exchange(group, receives=[(mine, root)])
+        return
+    if tensor is None:
+        raise ValueError("the root of a scatter needs the tensor, not None")
+    chunks = chunks_of(tensor, world)
+    check("out", out, chunks[rank].numel(), tensor)
+    exchange(group, sends=[(chunks[peer], peer) for peer in range(world) if peer != root])
+    mine.copy_(chunks[rank])
+
+
+def gather(out: Tensor | None, tensor: Tensor, root: int, group: Group) -> None:
+    """Rank i's tensor into chunk i of the root's `out` (None elsewhere): scatter backwards, at the same cost."""
+    rank, world = place(group, root)
+    mine = flat(tensor)
+    if rank != root:
+        exchange(group, sends=[(mine, root)])
+        return
+    if out is None:
+        raise ValueError("the root of a gather needs a tensor to gather into, not None")
+    chunks = chunks_of(out, world)
+    check("tensor", tensor, chunks[rank].numel(), out)
+    exchange(group, receives=[(chunks[peer], peer) for peer in range(world) if peer != root])
+    chunks[rank].copy_(mine)
+
+
+# ------------------------------------------------------------------------------------------------ all to all: the ring
+
+
+def all_gather(out: Tensor, tensor: Tensor, group: Group) -> None:
+    """Rank i's tensor into chunk i of everyone's `out`, around a ring: (P-1)α + (P-1)/P·nβ."""
+    rank, world = place(group)
+    chunks = chunks_of(out, world)
+    check("tensor", tensor, chunks[rank].numel(), out)
+    chunks[rank].copy_(flat(tensor))
+    ring_gather(chunks, group)
+
+
+def ring_gather(chunks: list[Tensor], group: Group) -> None:
+    """Before: rank i holds chunk i. After: every rank holds every chunk.
+
+    Each rank passes on what it has just received. P = 4:
+
+                 start      step 0     step 1     step 2
+        rank 0   A . . .    A . . D    A . C D    A B C D
+        rank 1   . B . .    A B . .    A B . D    A B C D
+        rank 2   . . C .    . B C .    A B C .    A B C D
+        rank 3   . . . D    . . C D    . B C D    A B C D
+    """
+    rank, world = place(group)
+    left, right = (rank - 1) % world, (rank + 1) % world
+    for step in range(world - 1):
+        # --- exercise 2.3: which chunk goes to the right in this step, and which one comes from the left? ---
+        going, coming = (rank - step) % world, (rank - step - 1) % world
+        exchange(group, sends=[(chunks[going], right)], receives=[(chunks[coming], left)])
+        # --- end exercise ---
+
+
+def reduce_scatter(out: Tensor, tensor: Tensor, group: Group, op: Op = torch.add) -> None:
+    """Chunk i of the sum of all tensors into `out` of rank i, around a ring: (P-1)α + (P-1)/P·nβ.
+
+    `tensor` stays as it was. A partial sum is needed for one step only, so one buffer of a chunk serves for them all.
+    """
+    rank, world = place(group)
+    chunks = chunks_of(tensor, world)
+    check("out", out, chunks[rank].numel(), tensor)
+    if world == 1:
+        flat(out).copy_(chunks[0])
+        return
+    partial = torch.empty_like(chunks[0])  # chunk 0 is the largest
+    sums = [partial[: chunk.numel()] for chunk in chunks]
+    sums[rank] = flat(out)
+    ring_reduce(chunks, sums, group, op)
+
+
+def ring_reduce(chunks: list[Tensor], sums: list[Tensor], group: Group, op: Op) -> None:
+    """`sums[rank]` becomes this rank's chunk of the sum; the other sums are partial ones, on their way to the right.
+
+    Chunk i starts on rank i+1, is added to on every rank, and ends on rank i. P = 4; a, b, c, d are the values of ranks
+    0 to 3. Each step shows only what has just arrived and been added to:
+
+        chunk    0  1  2  3      0   1   2   3       0    1    2    3       0     1     2     3
+        rank 0   a  a  a  a      .   .  da   .       .   cda   .    .     bcda    .     .     .
+        rank 1   b  b  b  b      .   .   .  ab       .    .   dab   .       .   cdab    .     .
+        rank 2   c  c  c  c     bc   .   .   .       .    .    .   abc      .     .   dabc    .
+        rank 3   d  d  d  d      .  cd   .   .      bcd   .    .    .       .     .     .   abcd
+                    start          step 0               step 1                    step 2
+    """
+    rank, world = place(group)
+    left, right = (rank - 1) % world, (rank + 1) % world
+    scratch = torch.empty_like(chunks[0])
+    for step in range(world - 1):
+        # --- exercise 2.4: send the partial sum of the last step, receive another, and add my values to it ---
+        going, coming = (rank - step - 1) % world, (rank - step - 2) % world
+        outgoing = chunks[going] if step == 0 else sums[going]
+        arrived = scratch[: chunks[coming].numel()]
+        exchange(group, sends=[(outgoing, right)], receives=[(arrived, left)])
+        op(arrived, chunks[coming], out=sums[coming])
+        # --- end exercise ---
+
+
+def all_reduce_naive(tensor: Tensor, group: Group, op: Op = torch.add) -> None:
+    """The sum of all tensors, in place on every rank, through rank 0's one link: 2(P-1)(α + nβ)."""
+    reduce_naive(tensor, 0, group, op)
+    broadcast_naive(tensor, 0, group)
+
+
+def all_reduce_tree(tensor: Tensor, group: Group, op: Op = torch.add) -> None:
+    """The sum of all tensors, in place on every rank, up a tree and down again: 2⌈log2 P⌉(α + nβ)."""
+    reduce_tree(tensor, 0, group, op)
+    broadcast_tree(tensor, 0, group)
+
+
+def all_reduce_ring(tensor: Tensor, group: Group, op: Op = torch.add) -> None:
+    """The sum of all tensors, in place on every rank: 2(P-1)α + 2(P-1)/P·nβ (Patarasuk & Yuan 2009).
+
+    A reduce-scatter and an all-gather of the same chunks, with one chunk of scratch: partial sums overwrite the tensor.
+    No rank sends more than 2n, however many ranks there are.
+
+    A floating-point sum depends on its order, and chunk i is added up in the order of ranks i+1, i+2, ..., i. But it is
+    added up once, and then copied: all ranks end with the same bits, so equal replicas of a model stay equal.
+    """
+    _, world = place(group)
+    chunks = chunks_of(tensor, world)
+    if world > 1:  # alone, the one chunk is the whole tensor, and so would the scratch be
+        ring_reduce(chunks, chunks, group, op)
+        ring_gather(chunks, group)
+
+
+# --------------------------------------------------------- all to all: a piece for each, and nothing but a sign of life
+
+
+def all_to_all(
+    out: Tensor, tensor: Tensor, group: Group, out_splits: list[int] | None = None, in_splits: list[int] | None = None
+) -> None:
+    """Piece j of my tensor to rank j, where the pieces stand in the order of their senders: (P-1)α + (P-1)/P·nβ.
+
+        rank 0   a0 a1 a2          a0 b0 c0
+        rank 1   b0 b1 b2   ──>    a1 b1 c1
+        rank 2   c0 c1 c2          a2 b2 c2
+
+    in_splits[j] elements go to rank j, out_splits[j] come from it; None: all pieces are equal. It is a pairwise
+    exchange: in each round all ranks send equally far to the right, so no rank ever has two senders.
+    """
+    rank, world = place(group)
+    going, coming = pieces_of("in_splits", tensor, in_splits, world), pieces_of("out_splits", out, out_splits, world)
+    check("the piece of out from this rank itself", coming[rank], going[rank].numel(), tensor)
+    coming[rank].copy_(going[rank])
+    for step in range(1, world):
+        right, left = (rank + step) % world, (rank - step) % world
+        exchange(group, sends=[(going[right], right)], receives=[(coming[left], left)])
+
+
+def pieces_of(name: str, tensor: Tensor, sizes: list[int] | None, world: int) -> list[Tensor]:
+    if sizes is None and tensor.numel() % world:
+        raise ValueError(f"{tensor.numel()} elements do not divide among {world} ranks; give {name}")
+    sizes = [tensor.numel() // world] * world if sizes is None else sizes
+    if len(sizes) != world or min(sizes) < 0 or sum(sizes) != tensor.numel():
+        raise ValueError(f"{name} {sizes} do not cut {tensor.numel()} elements into {world} pieces")
+    return list(flat(tensor).split(sizes))
+
+
+def barrier(group: Group, device: torch.device | str = "cpu") -> None:
+    """Return only after every rank has called it: ⌈log2 P⌉α, by dissemination (Hensgen, Finkel & Manber 1988).
+
+    A byte says "I am here, and so are all that I have heard of". Whom rank 0 of 8 has heard of:
+
+        distance 1, from 7:   7
+        distance 2, from 6:   7  6 5           6 has heard of 5 before
+        distance 4, from 4:   7  6 5  4 3 2 1
+    """
+    rank, world = place(group)
+    token, heard = torch.zeros(2, 1, dtype=torch.uint8, device=device)
+    for k in range(doublings(world)):
+        exchange(group, sends=[(token, (rank + 2**k) % world)], receives=[(heard, (rank - 2**k) % world)])
+    heard.item()  # nccl's wait() holds back the GPU's queue but not the program; reading the byte holds the program too
+
+
+FUNCTIONS: tuple[Callable[..., None], ...] = (
+    *(broadcast_naive, broadcast_tree, reduce_naive, reduce_tree, scatter, gather, all_gather, reduce_scatter),
+    *(all_reduce_naive, all_reduce_tree, all_reduce_ring, all_to_all, barrier),
+)
+COLLECTIVES = {function.__name__: function for function in FUNCTIONS}
+
+
+# --------------------------------------------------------------------------------------------------- what they cost
+
+
+def cost(name: str, world: int) -> tuple[int, float]:
+    """(rounds, volume): the collective takes rounds·α + volume·nβ seconds (Thakur, Rabenseifner & Gropp 2005).
+
+    It is the longest chain of messages that wait for each other, for a link or for their content, and not what one
+    rank sends: in reduce_tree no rank sends more than n, but ⌈log2 P⌉ such messages follow each other. The additions
+    themselves are left out.
+    """
+    others, log2, ring = world - 1, doublings(world), (world - 1) / world
+    return {
+        "broadcast_naive": (others, others),
+        "broadcast_tree": (log2, log2),
+        "reduce_naive": (others, others),
+        "reduce_tree": (log2, log2),
+        "scatter": (others, ring),
+        "gather": (others, ring),
+        "all_gather": (others, ring),
+        "reduce_scatter": (others, ring),
+        "all_reduce_naive": (2 * others, 2 * others),
+        "all_reduce_tree": (2 * log2, 2 * log2),
+        "all_reduce_ring": (2 * others, 2 * ring),
+        "all_to_all": (others, ring),
+        "barrier": (log2, 0),
+    }[name]
+
+
+def seconds(name: str, n: int, world: int, alpha: float, beta: float) -> float:
+    """Predicted time for a tensor of n bytes; alpha in seconds per message, beta in seconds per byte."""
+    rounds, volume = cost(name, world)
+    return rounds * alpha + volume * n * beta
+
+
+def bytes_sent(name: str, numel: int, element_size: int, world: int, rank: int, root: int = 0) -> int:
+    """The bytes that this rank sends, exactly, whether or not P divides numel: the elements of the whole tensor.
+
+    The whole tensor of a gather or all-gather is `out`. An all-to-all is meant to cut its tensor as `chunks_of` does.
+    """
+    size = [numel // world + (i < numel % world) for i in range(world)]
+    mine, next_one = size[rank], size[(rank + 1) % world]
+    seat = (rank - root) % world
+    up = int(seat > 0)  # every rank but the root sends once towards it
+    down = sum(seat < 2**k and seat + 2**k < world for k in range(doublings(world)))  # children in the tree
+    elements = {
+        "broadcast_naive": (1 - up) * (world - 1) * numel,
+        "broadcast_tree": down * numel,
+        "reduce_naive": up * numel,
+        "reduce_tree": up * numel,
+        "scatter": (1 - up) * (numel - mine),
+        "gather": up * mine,
+        "all_gather": numel - next_one,  # every chunk but the last to arrive
+        "reduce_scatter": numel - mine,  # every chunk but the one that ends here
+        "all_reduce_naive": up * numel + (1 - up) * (world - 1) * numel,
+        "all_reduce_tree": (up + down) * numel,
+        "all_reduce_ring": 2 * numel - mine - next_one,  # 2(P-1)/P·numel if P divides it
+        "all_to_all": numel - mine,
+    }
+    return doublings(world) if name == "barrier" else elements[name] * element_size
+
+
+# --------------------------------------------------------------------------- the demo: all against torch.distributed
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that this rank hands to point-to-point sends."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d.send.default:
+            self.total += sum(tensor.nbytes for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def compare(name: str, x: Tensor, root: int, group: Group) -> float:
+    """Run a collective and torch.distributed's on this rank's x, [n]; return the largest difference of their results.
+
+    A gather or all-gather starts from x's chunk `rank`. torch.distributed wants chunks of equal size: its are padded.
+    """
+    rank, world = place(group)
+    call, chunks, is_root = COLLECTIVES[name], chunks_of(x, world), rank == root
+    sizes = [chunk.numel() for chunk in chunks]
+    padded = [torch.cat([chunk, x.new_zeros(sizes[0] - chunk.numel())]) for chunk in chunks]
+    got, want = x.clone(), x.clone()
+    rows, row = [torch.empty_like(chunk) for chunk in padded], torch.empty_like(padded[0])
+    if name == "barrier":
+        call(group, x.device)
+    elif name.startswith("broadcast"):
+        call(got, root, group)
+        dist.broadcast(want, group_src=root, group=group)
+    elif name in ("reduce_naive", "reduce_tree"):
+        call(got, root, group)
+        dist.reduce(want, group_dst=root, group=group)
+        got, want = (got, want) if is_root else (x, x)  # the others get no result
+    elif name.startswith("all_reduce"):
+        call(got, group)
+        dist.all_reduce(want, group=group)
+    elif name in ("scatter", "reduce_scatter"):
+        got = torch.empty_like(chunks[rank])
+        if name == "scatter":
+            call(got, x if is_root else None, root, group)
+            dist.scatter(row, padded if is_root else None, group_src=root, group=group)
+        else:
+            call(got, x, group)
+            dist.reduce_scatter(row, padded, group=group)
+        want = row[: sizes[rank]]
+    elif name in ("gather", "all_gather"):
+        if name == "gather":
+            call(got if is_root else None, chunks[rank], root, group)
+            dist.gather(padded[rank], rows if is_root else None, group_dst=root, group=group)
+        else:
+            call(got, chunks[rank], group)
+            dist.all_gather(rows, padded[rank], group=group)
+        want = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+        got, want = (got, want) if is_root or name == "all_gather" else (x, x)
+    elif name == "all_to_all":
+        got, want = x.new_empty(2, world * sizes[rank])
+        call(got, x, group, [sizes[rank]] * world, sizes)
+        dist.all_to_all_single(want, x, [sizes[rank]] * world, sizes, group=group)
+    return (got - want).abs().max().item() if want.numel() else 0.0
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{self.prog}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> None:
+    parser = Parser(prog="collectives.py", description="Collectives from send and receive, against torch.distributed.")
+    parser.add_argument("--numel", type=int, default=100_003, help="elements of the whole tensor; default %(default)s")
+    numel = parser.parse_args().numel
+    if numel < 0:
+        parser.error(f"--numel {numel} is negative; use 0 or more")
+
+    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    options: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if on_gpu:
+        torch.cuda.set_device(device)
+        options["device_id"] = device  # opens nccl's communicator now, with all ranks: a round may concern only two
+    # torch.distributed.nn is imported on top because SentBytes imports it. Imported while a group is up, it would keep
+    # that group alive beyond destroy_process_group, and gloo's threads could abort the program as it ends.
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60), **options)
+    group = dist.group.WORLD
+    assert group is not None
+    rank, world = place(group)
+    root = world // 2  # not 0, or a root that is ignored would go unnoticed
+
+    x = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).to(device)
+    if rank == 0:
+        print(f"{world} ranks on {device.type}, root {root}, {numel} float64 elements: n = {x.nbytes} bytes")
+        print(f"{'collective':16}  {'time':>15}  busiest rank sends:  predicted  measured  off from torch by")
+    failures = []
+    for name in COLLECTIVES:
+        with SentBytes() as sent:  # torch's own collectives do not go through send
+            error = compare(name, x, root, group)
+        predicted = bytes_sent(name, numel, x.element_size(), world, rank, 0 if "all_reduce" in name else root)
+        table: list = [None] * world
+        dist.all_gather_object(table, (predicted, sent.total, error))
+        for peer, (want, measured, off) in enumerate(table):
+            if want != measured:
+                failures.append(f"{name}: rank {peer} sent {measured} bytes; the formula says {want}")
+            if not off <= 1e-10:  # so written, NaN fails too
+                failures.append(f"{name}: rank {peer} is off from torch.distributed by {off:.1e}")
+        if rank == 0:
+            rounds, volume = cost(name, world)
+            most = [max(column) for column in zip(*table, strict=True)]
+            print(f"{name:16}  {f'{rounds}α + {volume:.2f}nβ':>15}  {most[0]:30}  {most[1]:8}  {most[2]:17.1e}")
+    dist.destroy_process_group()
+    if failures:
+        sys.exit("\n".join(failures) if rank == 0 else 1)
+    if rank == 0:
+        print("PASS")
+
+
+if __name__ == "__main__":
+    main()
