@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import chapters  # noqa: F401  finds the chapters below
+from accounting import micro_steps
 from model import PRESETS
-from single_gpu import micro_steps
 
 
 class UsageError(ValueError):

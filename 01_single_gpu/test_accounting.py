@@ -1,0 +1,259 @@
+"""Every formula against what PyTorch does: weights built, bytes saved, FLOPs counted."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import accounting
+import pytest
+import torch
+from accounting import FP32, GB, MIXED, MIXED_FP32_GRADIENTS
+from harness.meter import held_bytes, saved_activations
+from llama import (
+    LLAMA3_8B,
+    LLAMA3_70B,
+    LLAMA3_405B,
+    MODES,
+    TINY,
+    Llama,
+    LlamaConfig,
+    Parts,
+    attention,
+    attention_math,
+    next_token_loss,
+)
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+torch.set_num_threads(1)  # on tensors this small a second thread only waits
+KERNELS = {"fused": attention, "explicit": attention_math}
+ODD = LlamaConfig(vocab_size=100, hidden=48, layers=3, heads=6, kv_heads=3, intermediate=40)
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+@pytest.mark.parametrize(
+    "config, count",
+    [
+        (LLAMA3_8B, 8_030_261_248),
+        (LLAMA3_70B, 70_553_706_496),
+        (LLAMA3_405B, 405_853_388_800),
+        (TINY, 19_616),
+        (replace(TINY, tied=True), 19_616 - 64 * 32),
+        (ODD, None),
+    ],
+)
+def test_the_parameter_formula_equals_the_model_on_the_meta_device(config, count):
+    with torch.device("meta"):
+        built = sum(p.numel() for p in Llama(config).parameters())
+    assert accounting.parameters(config) == built
+    assert count in (built, None)
+
+
+def test_the_gpt_formula_equals_a_gpt_built_of_torch_modules():
+    hidden, layers, vocab = 64, 3, 1000
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(hidden, nhead=4, dim_feedforward=4 * hidden)
+        blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        gpt = nn.ModuleList([nn.Embedding(vocab, hidden), blocks, nn.LayerNorm(hidden)])
+    assert accounting.gpt_parameters(hidden, layers, vocab) == sum(p.numel() for p in gpt.parameters())
+
+
+# ---------------------------------------------------------------------------------------------- global batch
+
+
+@pytest.mark.parametrize(
+    "sizes, steps", [((8, 4), 2), ((8, 8), 1), ((512, 1, 128), 4), ((96, 4, 3), 8)], ids=lambda x: str(x)
+)
+def test_global_batch_is_micro_batch_times_steps_times_ranks(sizes, steps):
+    assert accounting.micro_steps(*sizes) == steps
+
+
+@pytest.mark.parametrize("sizes", [(10, 4), (8, 4, 3), (2, 4), (0, 4)])
+def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(sizes):
+    with pytest.raises(ValueError, match=f"global batch {sizes[0]} is not a multiple of micro-batch 4") as error:
+        accounting.micro_steps(*sizes)
+    proposed = int(str(error.value).split()[-1])
+    assert accounting.micro_steps(proposed, *sizes[1:]) >= 1
+
+
+# ------------------------------------------------------------------- weights, gradients and optimizer states
+
+
+def test_a_parameter_costs_16_bytes_and_20_with_fp32_gradients():
+    assert [r.bytes_per_parameter() for r in (FP32, MIXED, MIXED_FP32_GRADIENTS)] == [16, 16, 20]
+    sizes = [n * GB for n in (1, 7, 70, 405)]
+    assert [n * MIXED.bytes_per_parameter() // GB for n in sizes] == [16, 112, 1120, 6480]
+    assert [n * MIXED_FP32_GRADIENTS.bytes_per_parameter() // GB for n in sizes] == [20, 140, 1400, 8100]
+
+
+@pytest.mark.parametrize("recipe", accounting.RECIPES, ids=lambda r: r.name)
+def test_the_bytes_of_a_recipe_are_what_training_with_it_holds(recipe):
+    assert accounting.held_by_training(recipe, ODD) == recipe.bytes_per_parameter() * accounting.parameters(ODD)
+
+
+def test_the_bytes_of_fp32_are_those_the_meter_counts():
+    model = Llama(TINY)
+    optimizer = torch.optim.AdamW(model.parameters())
+    next_token_loss(model, torch.zeros(1, 4, dtype=torch.long)).backward()
+    optimizer.step()
+    held, count = held_bytes(model, optimizer), accounting.parameters(TINY)
+    assert (held.parameters, held.gradients) == (FP32.weights * count, FP32.gradients * count)
+    assert held.optimizer == FP32.optimizer * count
+
+
+# ----------------------------------------------------------------------------------------------- activations
+
+
+def measured(config, batch, seq, dtype, kernel, recompute):
+    model = Llama(config, replace(Parts(), attention=KERNELS[kernel]), recompute=recompute).to(dtype)
+    tokens = torch.randint(config.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0))
+    with saved_activations(exclude=model.parameters()) as saved:
+        next_token_loss(model, tokens)
+    return saved.bytes
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+def test_the_activation_formula_equals_the_saved_tensors_to_the_byte(dtype, kernel, recompute):
+    multi_query = LlamaConfig(vocab_size=70, hidden=24, layers=1, heads=6, kv_heads=1, intermediate=20)
+    for config, batch, seq in (
+        (TINY, 1, 8),
+        (TINY, 3, 17),
+        (ODD, 2, 12),
+        (multi_query, 2, 5),
+        (replace(ODD, tied=True), 1, 9),
+    ):
+        predicted = accounting.activations(config, batch, seq, dtype.itemsize, kernel, recompute)
+        assert sum(predicted.values()) == measured(config, batch, seq, dtype, kernel, recompute), (config, batch, seq)
+
+
+def test_selective_recomputation_of_explicit_attention_saves_the_probabilities_and_of_fused_only_the_lse():
+    B, S, L, N = 2, 32, TINY.layers, TINY.heads
+    for kernel, spared in (("explicit", L * B * N * S * S * 4), ("fused", L * B * N * S * 4)):
+        none, selective = (measured(TINY, B, S, torch.float32, kernel, mode) for mode in ("none", "selective"))
+        assert none - selective == spared
+
+
+def test_the_gpt_activation_formula_is_the_one_of_korthikanti():
+    h, L, a, s, b = 12288, 96, 96, 2048, 1
+    assert accounting.gpt_activations(h, L, a, s, b) == L * s * b * h * (34 + 5 * a * s / h)
+    assert accounting.gpt_activations(h, L, a, s, b, "selective") == 34 * L * s * b * h
+    assert accounting.gpt_activations(h, L, a, s, b, "full") == 2 * L * s * b * h
+    # Their section 5: for GPT-3 the factor 5as/h is 80, and selective recomputation saves 70% of the memory.
+    assert 5 * a * s / h == 80
+    assert 1 - accounting.gpt_activations(h, L, a, s, b, "selective") / accounting.gpt_activations(
+        h, L, a, s, b
+    ) == pytest.approx(0.70, abs=0.005)
+
+
+# ----------------------------------------------------------------------------------------------------- FLOPs
+
+
+def count_flops(config, batch, seq, recompute, backward=True):
+    model = Llama(config, replace(Parts(), attention=attention_math), recompute=recompute)
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        loss = next_token_loss(model, tokens)
+        if backward:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("config", [TINY, ODD, replace(ODD, tied=True)])
+def test_forward_flops_equal_those_torch_counts_and_a_step_is_three_forwards(config):
+    forward = sum(accounting.forward_flops(config, 2, 9).values())
+    assert forward == count_flops(config, 2, 9, "none", backward=False)
+    assert accounting.step_flops(config, 2, 9).model == 3 * forward == count_flops(config, 2, 9, "none")
+
+
+@pytest.mark.parametrize("recompute", MODES)
+def test_hardware_flops_count_what_recomputation_does_again_and_model_flops_do_not(recompute):
+    flops = accounting.step_flops(ODD, 2, 9, recompute, "explicit")
+    assert flops.hardware == count_flops(ODD, 2, 9, recompute)
+    assert flops.model == 3 * sum(accounting.forward_flops(ODD, 2, 9).values())
+
+
+def test_a_fused_kernel_is_recomputed_whole():
+    forward = accounting.forward_flops(ODD, 2, 9)
+    assert accounting.recomputed_flops(ODD, 2, 9, "selective", "fused") == forward["attention core"]
+
+
+def test_flops_of_a_large_model_are_about_six_per_parameter_and_token():
+    seq = 256  # short, so that attention is small
+    per_token = accounting.step_flops(LLAMA3_70B, 1, seq).model / seq
+    assert per_token == pytest.approx(6 * accounting.parameters(LLAMA3_70B), rel=0.02)
+
+
+# ------------------------------------------------------------------------------------------------ MFU and HFU
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-PCIE-32GB", 112),
+        ("Tesla T4", 65),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("AMD Instinct MI300X", 1307.4),
+    ],
+)
+def test_the_peak_is_that_of_the_device_found(name, tflops):
+    assert accounting.peak_flops(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["CPU", "", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40", "NVIDIA X9000"])
+def test_without_a_known_peak_utilization_is_not_available(name):
+    assert accounting.peak_flops(name) is None
+    assert accounting.utilization(10**15, 1.0, accounting.peak_flops(name)) == "n/a"
+
+
+def test_utilization_is_flops_over_seconds_over_the_peak():
+    assert accounting.utilization(10**15, 2.0, accounting.peak_flops("NVIDIA H200")) == "50.5%"
+    assert accounting.utilization(10**15, 2.0, accounting.peak_flops("NVIDIA L40S")) == "138.1%"
+
+
+# ------------------------------------------------------------------------------------- tables, demo, command line
+
+
+def test_the_tables_of_the_readme_are_what_the_command_prints(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["accounting.py", "--tables"])
+    assert accounting.main() == 0
+    blocks = capsys.readouterr().out.strip().split("\n\n")
+    readme = Path(accounting.__file__).with_name("README.md").read_text()
+    for block in blocks:
+        assert block in readme, f"README.md lacks or contradicts this; paste it over the old one:\n{block}"
+    assert readme.count("<!-- table:") == len(blocks)
+
+
+def test_the_demo_passes(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["accounting.py"])
+    assert accounting.main() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "PASS"
+
+
+def test_the_demo_fails_when_a_formula_is_off(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["accounting.py"])
+    monkeypatch.setattr(accounting, "parameters", lambda config: 1)
+    assert accounting.main() == 1
+    captured = capsys.readouterr()
+    assert "PASS" not in captured.out and captured.err.startswith("FAIL  parameters: Llama-3 8B: expected 1, measured")
+
+
+def test_an_unknown_option_ends_with_status_2_and_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["accounting.py", "--no-such-option"])
+    with pytest.raises(SystemExit) as stop:
+        accounting.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith("accounting.py: ") and "--no-such-option" in line
