@@ -26,7 +26,7 @@ train: $(READY)  ## train a small Llama on Python's own source text: 4 CPU ranks
 	$(TORCHRUN) $(NPROC) 11_5d_trainer/train.py $(ARGS)
 
 test: $(READY)  ## prove it: every test of every chapter, the harness and the trainer
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(READY)  ## ruff (rules and format), and mypy on the harness and the trainer
 	$(VENV)/bin/ruff check .

@@ -32,12 +32,14 @@ F intermediate size of the MLP, V vocabulary, L layers.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -386,6 +388,12 @@ def next_token_loss(model: Llama, tokens: Tensor) -> Tensor:
 
 
 def main() -> int:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            print(f"llama.py: {message}", file=sys.stderr)
+            sys.exit(2)
+
+    Parser(description="Hold the explicit attention, the fused one and recomputation against each other.").parse_args()
     report = Report()
     config = LlamaConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
     tokens = torch.randint(config.vocab_size, (2, 96), generator=torch.Generator().manual_seed(0))

@@ -370,6 +370,7 @@ def test_configurations_and_parts_cannot_be_changed_by_accident():
         Parts().norm = None
 
 
-def test_the_demo_passes(capsys):
+def test_the_demo_passes(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["llama.py"])
     assert llama.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "PASS"

@@ -398,10 +398,10 @@ def free_port():
     return store.port
 
 
-def start_two(text, folder, **changes):
+def start_two(text, folder, timeout):
     """A long run on two processes, once its first checkpoint is there."""
     port = free_port()
-    words = [*arguments(text, steps=100_000, save_every=3, timeout=3, **changes), "--out", str(folder)]
+    words = [*arguments(text, steps=100_000, save_every=3, timeout=timeout), "--out", str(folder)]
     processes = [command(words, rank, 2, port) for rank in range(2)]
     deadline = time.monotonic() + 60
     while not checkpoint.complete(folder):
@@ -420,10 +420,10 @@ def finish(processes, seconds):
 
 
 def test_ctrl_c_leaves_the_last_complete_checkpoint_usable(text, tmp_path):
-    processes = start_two(text, tmp_path / "run")
+    processes = start_two(text, tmp_path / "run", timeout=60)
     for process in processes:
         process.send_signal(signal.SIGINT)
-    ended = finish(processes, 20)
+    ended = finish(processes, 60)
     assert [code for _, code in ended] == [130, 130]
     assert "go on with --resume" in ended[0][0] and "Traceback" not in ended[0][0]
     plan = train.prepare(["--resume", str(tmp_path / "run")], 2)
@@ -432,9 +432,9 @@ def test_ctrl_c_leaves_the_last_complete_checkpoint_usable(text, tmp_path):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time(how, text, tmp_path):
-    processes = start_two(text, tmp_path / "run")
+    processes = start_two(text, tmp_path / "run", timeout=5)
     processes[1].send_signal(how)
-    [(said, code)] = finish(processes[:1], 30)  # --timeout is 3
+    [(said, code)] = finish(processes[:1], 60)
     processes[1].kill()
     processes[1].communicate()
     assert code not in (0, None)

@@ -83,8 +83,8 @@ def test_a_rank_that_raises_shows_its_own_traceback_not_its_peers_broken_connect
 def test_a_rank_that_hangs_fails_at_the_deadline_and_every_stuck_rank_shows_its_stack():
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
-        run_ranks(3, hang_on, 2, timeout=1.5)
-    assert time.monotonic() - start < 12
+        run_ranks(3, hang_on, 2, timeout=4)
+    assert time.monotonic() - start < 60
     assert failure.value.kind == "hung"
     assert failure.value.ranks == [2]
     assert "stack of rank 2" in str(failure.value)
@@ -93,7 +93,7 @@ def test_a_rank_that_hangs_fails_at_the_deadline_and_every_stuck_rank_shows_its_
 
 def test_a_rank_stuck_in_a_collective_shows_the_line_that_waits():
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, wait_for_a_message_that_nobody_sends, timeout=1.5)
+        run_ranks(2, wait_for_a_message_that_nobody_sends, timeout=4)
     assert failure.value.ranks == [0]
     assert "in wait_for_a_message_that_nobody_sends" in str(failure.value)
 

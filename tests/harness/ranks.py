@@ -93,6 +93,7 @@ def _serve(pipe: Connection, stack_file: str) -> None:
     preloaded = set(sys.modules)
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        pipe.send_bytes(b"up")
         while True:
             try:
                 job = pickle.loads(pipe.recv_bytes())
@@ -155,6 +156,12 @@ class _Worker:
         self.process.start()
         child_end.close()  # keep one end only, or the death of the process would not read as end-of-file
 
+    def wait_until_up(self) -> None:
+        """The first process waits for the fork server's imports, which must not count against anyone's deadline."""
+        if not self.pipe.poll(120):
+            raise RuntimeError(f"a rank's process (pid {self.process.pid}) did not start within 120 s")
+        self.pipe.recv_bytes()
+
 
 class _Pool:
     def __init__(self) -> None:
@@ -168,9 +175,13 @@ class _Pool:
             self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
+        new = []
         while len(self.workers) < world_size:
             self.count += 1
-            self.workers.append(_Worker(context, self.folder.name, self.count))
+            new.append(_Worker(context, self.folder.name, self.count))
+            self.workers.append(new[-1])
+        for worker in new:
+            worker.wait_until_up()
         self.count += 1
         return f"{self.folder.name}/store-{self.count}"
 
