@@ -182,6 +182,26 @@ def test_what_ddps_cpp_reducer_sends_is_counted():
     assert run_ranks(4, ddp_traffic) == [(1, 2 * 3 * 4000 // 4)] * 4
 
 
+def dtensor_matmul():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(8, 16), mesh, [Shard(1)])  # 4·8·16 = 512 bytes, half of them here
+    w = distribute_tensor(torch.ones(16, 4), mesh, [Shard(0)]).requires_grad_()
+    with communication() as sent, peak_memory() as memory, saved_activations() as saved:
+        y = (x @ w).redistribute(mesh, [Replicate()])  # partial sums, then an all-reduce of 8·4 numbers
+    assert y.to_local()[0, 0].item() == 16
+    return storage_bytes([x]), sent.payload["all_reduce"], memory.peak, saved.bytes
+
+
+def test_behind_a_dtensor_the_tensors_of_this_rank_are_counted():
+    # Kept is x, for w's gradient; w is not, as x needs none.
+    for held, sent, peak, saved in run_ranks(2, dtensor_matmul):
+        assert (held, sent, saved) == (256, 128, 256)
+        assert 2 * 128 <= peak <= 3 * 128  # the product and what the all-reduce makes of it; 0 and 512 are of the whole
+
+
 def slice_traffic():
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     with communication() as sent:

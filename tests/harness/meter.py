@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # a dispatch mode imports it; imported while a group is up, it would keep that group alive
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,10 +45,15 @@ class Held:
         return self.parameters + self.gradients + self.optimizer
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Where the tensor's bytes are on this rank. (A DTensor speaks of the whole tensor, and holds a part of it.)"""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    storages = [storage_of(t) for t in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def held_bytes(model: nn.Module | Iterable[Tensor], optimizer: torch.optim.Optimizer | None = None) -> Held:
@@ -83,10 +89,10 @@ class Saved:
 def saved_activations(exclude: Iterable[Tensor] = ()) -> Iterator[Saved]:
     """Record what autograd saves inside the block, leaving out the storages of `exclude` (usually the parameters)."""
     saved = Saved()
-    excluded = {StorageWeakRef(t.untyped_storage()) for t in exclude}
+    excluded = {StorageWeakRef(storage_of(t)) for t in exclude}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         ref = StorageWeakRef(storage)
         if ref not in excluded:
             saved.storages[ref] = storage.nbytes()
@@ -125,14 +131,18 @@ class peak_memory(TorchDispatchMode):
         self.current -= self._sizes.pop(ref)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # let it run first: we then see what it does with the tensors of this rank
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor([...]) made out of sight comes in here
             given = set()
         for tensor in tree_leaves(out):
-            if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+            if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
+            if storage.device.type == "meta":  # shapes without memory; also those that torch computes with in advance
+                continue
             # An output in the storage of an input (a view, an in-place result) is no allocation, unless it grew.
             if storage._cdata not in given or StorageWeakRef(storage) in self._sizes:
                 self._watch(storage)
@@ -246,6 +256,8 @@ class communication(TorchDispatchMode):
         return sum(self.sent.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # as above
         operator = func.name().partition(".")[0]
         namespace = operator.partition("::")[0]
         if namespace in ("c10d", "_c10d_functional") and operator not in _NOT_COMMUNICATION:

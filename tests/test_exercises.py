@@ -1,0 +1,555 @@
+"""The checker of the exercises is checked: right solutions pass, known mistakes do not, and hostile ones never do.
+
+Most of this runs on a chapter of ten lines without torch (`tiny`), where a check takes a second; what is said about the
+real chapters runs on them. `make mistakes` plants all mistakes of all chapters; here a few stand for them.
+"""
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from harness.plant import ROOT
+
+sys.path.insert(0, str(ROOT / "exercises"))
+import checking
+import course as tool
+import fences
+import screen
+from checking import Course, CourseError, Submission, check, read_submission
+from sandbox import MIB, Judge, Limits
+
+LIMITS = Limits(test_seconds=40, test_cpu_seconds=3, hang=5, processes=20, memory=2048 * MIB, disk=48 * MIB)
+REAL = Course()
+
+TINY = '''"""A chapter for the tests of the checker."""
+
+def scale(x):
+    # --- exercise 1.1: twice ---
+    return 2 * x
+    # --- end exercise ---
+
+
+def total(xs):
+    result = 0
+    # --- exercise 1.2: the sum ---
+    for x in xs:
+        result += x
+    # --- end exercise ---
+    return result
+
+
+def both(xs):
+    return scale(total(xs))
+'''
+TEST_TINY = """import tiny
+
+def test_scale_doubles():
+    assert tiny.scale(3) == 6 and tiny.scale(-1) == -2
+
+def test_total_is_the_sum():
+    assert tiny.total([1, 2, 3]) == 6
+
+def test_both_double_the_sum():
+    assert tiny.both([1, 2]) == 6
+
+def test_total_of_nothing_is_zero():
+    assert tiny.total([]) == 0
+"""
+MISTAKES = """
+[[mistake]]
+name = "squared"
+exercise = "1.1"
+old = "return 2 * x"
+new = "return x * x"
+caught_by = "test_tiny.py::test_scale_doubles"
+hint = "Twice a number is not its square."
+source = "known"
+
+[[mistake]]
+name = "last"
+exercise = "1.2"
+old = "result += x"
+new = "result = x"
+caught_by = "test_tiny.py::test_both_double_the_sum"
+hint = "A sum needs all of them."
+source = "known"
+
+[[mistake]]
+name = "total_of_the_first_one"
+exercise = ""
+old = "return scale(total(xs))"
+new = "return scale(total(xs[:1]))"
+caught_by = "test_tiny.py::test_both_double_the_sum"
+hint = "All."
+source = "known"
+"""
+ALTERNATIVES = """
+[[alternative]]
+exercise = "1.1"
+why = "a sum"
+body = "return x + x"
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_repository(tmp_path_factory):
+    """A repository with one tiny chapter."""
+    root = tmp_path_factory.mktemp("tiny") / "repository"
+    (root / "01_tiny").mkdir(parents=True)
+    (root / "exercises" / "mistakes").mkdir(parents=True)
+    (root / "01_tiny" / "tiny.py").write_text(TINY)
+    (root / "01_tiny" / "test_tiny.py").write_text(TEST_TINY)
+    (root / "01_tiny" / "README.md").write_text("### 1.1 Twice (easy)\n\nDouble it.\n\n### 1.2 Sum (hard)\n\nAdd.\n")
+    (root / "exercises" / "mistakes" / "tiny.toml").write_text(MISTAKES)
+    (root / "exercises" / "alternatives").mkdir()
+    (root / "exercises" / "alternatives" / "tiny.toml").write_text(ALTERNATIVES)
+    (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    with redirect_stdout(io.StringIO()):
+        tool.write_index(Course(root), [])
+    return root
+
+
+@pytest.fixture
+def tiny(tiny_repository, tmp_path, monkeypatch):
+    """The course of a copy of the tiny repository; the checker makes its folders under tmp_path."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return Course(Path(shutil.copytree(tiny_repository, tmp_path / "repository")))
+
+
+def check_bodies(course, chapter, bodies, limits=LIMITS):
+    """Check bodies without the screening."""
+    return check(course, chapter, Submission({}, bodies), list(bodies), limits)
+
+
+def own_bodies(chapter):
+    return {number: fence.body for number, (_, fence) in chapter.exercises.items()}
+
+
+def write_student(chapter, bodies, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    for script in chapter.scripts:
+        mine = {n: bodies.get(n, fences.stub(f)) for n, f in script.fences.items()}
+        (folder / script.name).write_text(fences.splice(script.text, mine))
+    return folder
+
+
+def processes_of(folder):
+    """Processes whose command line or environment names this folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+            alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            continue
+        if alive and str(folder).encode() in words and int(entry.name) != os.getpid():
+            found.append(entry.name)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- the real chapters
+
+
+@pytest.mark.parametrize("name", ["01", "02"])
+def test_an_untouched_copy_is_not_done_in_every_exercise_and_passed_in_none(name, tmp_path):
+    chapter = REAL.chapter(name)
+    tool.start(REAL, chapter, tmp_path / chapter.folder)
+    report = check(REAL, chapter, read_submission(chapter, tmp_path / chapter.folder))
+    assert [row.status for row in report.rows] == ["not done"] * len(chapter.exercises)
+    assert not report.all_passed and report.warnings == []
+
+
+@pytest.fixture(scope="module")
+def judge():
+    """One for all tests of right solutions and honest mistakes: it takes seconds to start."""
+    with Judge(REAL.files) as judge:
+        yield judge
+
+
+@pytest.mark.parametrize("name", ["01", "02"])
+def test_the_chapters_own_bodies_pass_in_every_exercise(name, tmp_path, judge):
+    chapter = REAL.chapter(name)
+    folder = write_student(chapter, own_bodies(chapter), tmp_path / chapter.folder)
+    report = check(REAL, chapter, read_submission(chapter, folder), judge=judge)
+    assert report.all_passed, [(row.number, row.status, row.detail) for row in report.rows] + [report.rejected]
+
+
+@pytest.mark.parametrize("name", ["01", "02"])
+def test_differently_written_right_solutions_pass_all_together(name, tmp_path, judge):
+    chapter = REAL.chapter(name)
+    bodies = {a.exercise: a.body.strip("\n") for script in chapter.scripts for a in script.alternatives}
+    assert bodies
+    folder = write_student(chapter, bodies, tmp_path / chapter.folder)
+    report = check(REAL, chapter, read_submission(chapter, folder), list(bodies), judge=judge)
+    assert report.all_passed, [(row.number, row.status, row.detail) for row in report.rows] + [report.rejected]
+
+
+SAMPLE = {  # one of each script; `make mistakes` hands in all
+    *("eps_outside_the_root", "labels_are_shifted_twice", "tied_embeddings_are_counted_twice"),
+    *("chunk_is_added_one_step_too_late", "valid_tokens_of_the_whole_world"),
+}
+
+
+def test_planted_mistakes_fail_at_their_exercise_with_their_hint(judge):
+    seen = set()
+    for chapter in REAL.chapters.values():
+        for script in chapter.scripts:
+            for mistake in (m for m in script.mistakes if m.name in SAMPLE):
+                submission = Submission({}, own_bodies(chapter) | {mistake.exercise: script.mistaken_body(mistake)})
+                (row,) = check(REAL, chapter, submission, [mistake.exercise], judge=judge).rows
+                assert (row.status, row.mistake, row.hint) == ("failed", mistake.name, mistake.hint)
+                seen.add(mistake.name)
+    assert seen == SAMPLE
+
+
+def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_hint(judge):
+    chapter = REAL.chapter("01")
+    body = "return windows[:, :-1].long().contiguous(), (windows[:, 1:] * 3).long().contiguous()"
+    (row,) = check(REAL, chapter, Submission({}, {"1.5": body}), ["1.5"], judge=judge).rows
+    assert row.status == "failed"
+    assert row.claim == "the label of a token is the token that follows it"
+    assert row.detail.strip() and "Error" not in row.detail.split()[0]
+    assert "exercise 1.5 in 01_single_gpu/README.md" in row.hint and row.mistake == ""
+
+
+def test_hostile_code_inside_the_ranks_fails_and_the_exercises_after_it_are_judged():
+    """A rank that ends itself, one that never ends, one that replaces the comparison in its own process."""
+    chapter = REAL.chapter("02")
+    patch = """import sys
+for name, module in list(sys.modules.items()):
+    if hasattr(module, "assert_same"):
+        module.assert_same = lambda *args, **kwargs: None
+    if hasattr(module, "assert_same_named"):
+        module.assert_same_named = module.assert_same_trace = lambda *args, **kwargs: None
+return valid.clamp(min=1)"""
+    bodies = {
+        "2.1": "import os\nos._exit(0)",
+        "2.3": own_bodies(chapter)["2.3"],
+        "2.5": patch,
+    }
+    report = check_bodies(REAL, chapter, bodies, limits=Limits(hang=10))
+    status = {row.number: row.status for row in report.rows}
+    assert status["2.1"] == "failed" and status["2.5"] in ("failed", "refused"), report
+    assert status["2.3"] == ("not reached" if report.rejected else "passed")
+
+
+# --------------------------------------------------------------------------------------------------- every chapter
+
+
+@pytest.mark.parametrize("folder", REAL.chapters)
+def test_every_fence_can_be_stubbed_and_put_back_and_is_told_about_in_the_readme(folder):
+    chapter = REAL.chapters[folder]
+    for script in chapter.scripts:
+        stubbed = fences.splice(script.text, {n: fences.stub(f) for n, f in script.fences.items()})
+        compile(stubbed, script.name, "exec")
+        found, problems = fences.read_fences(stubbed)
+        assert not problems and all(fences.is_stub(f, found[n].body) for n, f in script.fences.items())
+        again = fences.splice(stubbed, {n: f.body for n, f in script.fences.items()})
+        assert again == script.text
+        for number in script.fences if chapter.readme else ():  # a folder without README fails in test_folders.py
+            assert chapter.statement(number), f"{folder}/README.md says nothing about exercise {number}"
+            assert chapter.level(number), f"{folder}/README.md gives exercise {number} no level: easy, medium or hard"
+
+
+@pytest.mark.parametrize("folder", REAL.chapters)
+def test_screening_has_nothing_against_the_chapters_own_bodies_nor_the_alternatives(folder, tmp_path):
+    chapter = REAL.chapters[folder]
+    submission = read_submission(chapter, write_student(chapter, own_bodies(chapter), tmp_path / folder))
+    assert submission.refused == {} and submission.warnings == []
+    for script in chapter.scripts:
+        for other in script.alternatives:
+            submission = read_submission(
+                chapter, write_student(chapter, {other.exercise: other.body}, tmp_path / folder)
+            )
+            assert submission.refused == {}, other.why
+
+
+def test_each_exercise_has_tests_that_exist_and_the_index_names_no_other():
+    for chapter in REAL.chapters.values():
+        for script in chapter.scripts:
+            assert not script.index or set(script.index) == set(script.fences), (
+                f"run: course.py index {chapter.folder[:2]}"
+            )
+            for number in script.fences:
+                for test in script.tests(number) if script.mistakes else ():  # else test_mistakes.py fails
+                    file, _, name = REAL.test_path(chapter, test).partition("::")
+                    text = REAL.files.get(file, b"").decode()
+                    assert re.search(rf"^def {name.partition('[')[0]}\(", text, re.MULTILINE), f"{number}: no {test}"
+
+
+def test_the_syllabus_names_every_chapter():
+    text = (ROOT / "exercises" / "README.md").read_text()
+    for number in range(1, 12):
+        assert re.search(rf"\b{number:02}\b", text), f"chapter {number:02} is not in the syllabus"
+
+
+# ------------------------------------------------------------------------------------------------ hostile submissions
+
+JUDGES = "import json, os, sys; frame = sys._getframe()\nwhile 'request' not in frame.f_locals: frame = frame.f_back\n"
+ANSWER = "at = frame.f_locals; at['pipe'].write(json.dumps(dict(nonce=at['request']['nonce'], **w)) + chr(10))"
+ALL_PASSED = f"""for test in ['test_scale_doubles', 'test_both_double_the_sum']:
+    w = dict(test='test_tiny.py::' + test, outcome='passed', message='', seconds=0.1, touched=[])
+    {ANSWER}
+w = dict(done=True, foul=[])
+{ANSWER}
+"""
+HOSTILE = {
+    "hangs": "while True: pass",
+    "hangs_asleep": "import time\ntime.sleep(10 ** 6)",
+    "exits_early": "import sys\nsys.exit(0)",
+    "raises_a_skip": "import pytest\npytest.skip('nothing to see')",
+    "os_exit": "import os\nos._exit(0)",
+    "patches_the_report": """import _pytest.reports
+old = _pytest.reports.TestReport.from_item_and_call.__func__
+def passed(cls, item, call):
+    call.excinfo = None
+    return old(cls, item, call)
+_pytest.reports.TestReport.from_item_and_call = classmethod(passed)
+return 1""",
+    "patches_the_judge": """import sys
+sys.modules['__main__'].Recorder.pytest_runtest_logreport = lambda self, report: report.when == 'call' and self.answer(
+    test=report.nodeid.split('/')[-1], outcome='passed', message='', seconds=0.0, touched=[])
+return 1""",
+    "is_equal_to_everything": """class Yes:
+    def __eq__(self, other): return True
+return Yes()""",
+    "edits_the_tests": """import os, sys, tiny
+for folder in [os.path.dirname(tiny.__file__), *sys.path]:
+    path = os.path.join(folder, 'test_tiny.py')
+    if os.path.exists(path):
+        open(path, 'w').write(''.join('def test_%s(): pass\\n' % n for n in ('scale_doubles', 'both_double_the_sum')))
+return 1""",
+    "forks": """import os, time
+for _ in range(60):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+time.sleep(20)""",
+    "fills_the_disk": """import os
+for n in range(100):
+    with open(os.path.join(os.environ['TMPDIR'], str(n)), 'wb') as file:
+        file.write(bytes(2 ** 21))
+        file.flush()
+import time
+time.sleep(20)""",
+    "fills_the_output": "import os\nwhile True:\n    print('x' * 4096)\n    os.write(1, b'x' * 65536)",
+    "writes_results": """import os
+for fd in range(3, 40):
+    try:
+        os.write(fd, b'{"test": "test_tiny.py::test_scale_doubles", "outcome": "passed"}\\n{"done": true}\\n')
+    except OSError:
+        pass
+os._exit(0)""",
+    "finds_the_nonce_and_answers_for_the_judge": f"{JUDGES}{ALL_PASSED}os._exit(0)",
+    "eats_memory": "return len([0] * 2 ** 29)",
+}
+# "is_equal_to_everything" is right, as far as any test that compares can tell: only the screening stops it.
+ONLY_SCREENED = {"is_equal_to_everything"}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_screening_refuses_a_hostile_submission_with_one_line(kind, tiny, tmp_path):
+    chapter = tiny.chapter("01")
+    folder = write_student(chapter, {"1.1": HOSTILE[kind]}, tmp_path / "student")
+    submission = read_submission(chapter, folder)
+    if kind in ("hangs", "eats_memory"):  # what is not in the words is for the limits
+        assert submission.refused == {}
+    else:
+        assert re.match(r"tiny.py, line \d+: .*an exercise may not|.*only change its own", submission.refused["1.1"])
+        assert "\n" not in submission.refused["1.1"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ONLY_SCREENED])
+def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hurt_the_next(kind, tiny, tmp_path):
+    chapter = tiny.chapter("01")
+    began = time.monotonic()
+    limits = LIMITS if kind != "hangs_asleep" else Limits(test_seconds=3)
+    report = check_bodies(tiny, chapter, {"1.1": HOSTILE[kind], "1.2": own_bodies(chapter)["1.2"]}, limits=limits)
+    assert report.rows[0].status != "passed" and not report.all_passed, report
+    why = report.rows[0].detail or report.rejected
+    assert why and "\n" not in why
+    assert (report.rows[1].status == "passed") == (not report.rejected), report
+    assert time.monotonic() - began < 60
+    assert processes_of(tmp_path) == []
+    assert not list(tmp_path.glob("exercises-*")), "files were left behind"
+    assert (tiny.root / "01_tiny" / "test_tiny.py").read_text() == TEST_TINY
+
+
+def test_a_pass_is_not_believed_when_a_known_mistake_beside_it_goes_unnoticed(tiny):
+    """This one tells pytest that every test passes, and leaves no changed function behind: the control notices."""
+    plugin = f"""import pytest
+{JUDGES}
+class Plugin:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        call.excinfo = None
+        return (yield)
+manager = frame.f_locals['recorder'].session.config.pluginmanager
+if not manager.has_plugin('mine'):
+    manager.register(Plugin(), 'mine')
+return 1"""
+    report = check_bodies(tiny, tiny.chapter("01"), {"1.1": plugin})
+    assert not report.all_passed
+    assert "known mistake" in report.rejected and report.rows[0].status == "not reached"
+
+
+# --------------------------------------------------------------------------------------------------------------- grade
+
+
+def test_the_index_knows_which_tests_run_which_exercise(tiny):
+    (script,) = tiny.chapter("01").scripts
+    claims = {number: {checking.sentence(test) for test in tests} for number, tests in script.index.items()}
+    assert claims == {
+        "1.1": {"scale doubles", "both double the sum"},
+        "1.2": {"total is the sum", "both double the sum", "total of nothing is zero"},
+    }
+    assert script.runs["1.2"] == ["test_tiny.py::test_both_double_the_sum"]
+
+
+# --------------------------------------------------------------------------------------------------- a student's folder
+
+
+def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path):
+    chapter, folder = tiny.chapter("01"), tmp_path / "student" / "01_tiny"
+    tool.start(tiny, chapter, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "tiny.py"]
+    assert 'raise NotImplementedError("exercise 1.1: twice")' in (folder / "tiny.py").read_text()
+    write_student(chapter, {"1.1": "return x + x", "1.2": "result = sum(xs)"}, folder)
+    mine = (folder / "tiny.py").read_text()
+    with pytest.raises(CourseError, match="exists and is left as it is"):
+        tool.start(tiny, chapter, folder)
+    assert (folder / "tiny.py").read_text() == mine
+    said = tool.reset(chapter, "1.2", folder)
+    assert (folder / "tiny.py.1").read_text() == mine and "tiny.py.1" in said
+    submission = read_submission(chapter, folder)
+    assert submission.bodies["1.1"] == "return x + x"
+    assert fences.is_stub(chapter.exercises["1.2"][1], submission.bodies["1.2"])
+    assert "-return x + x\n+return 2 * x" in tool.difference(chapter, folder, "1.1")
+    (folder / "tiny.py").write_text(mine.replace("    # --- exercise 1.2: the sum ---\n", ""))
+    tool.reset(chapter, "1.2", folder)
+    assert read_submission(chapter, folder).refused == {}
+    assert read_submission(chapter, folder).bodies["1.1"] == "return x + x"
+    assert "01_tiny.1" in tool.start(tiny, chapter, folder, again=True)
+    assert (folder.parent / "01_tiny.1" / "tiny.py.1").read_text() == mine
+
+
+def one_refusal(tiny, tmp_path, change):
+    chapter = tiny.chapter("01")
+    folder = write_student(chapter, own_bodies(chapter), tmp_path / "student")
+    (folder / "tiny.py").write_text(change((folder / "tiny.py").read_text()))
+    return read_submission(chapter, folder)
+
+
+def test_a_syntax_error_names_file_line_and_exercise_and_costs_only_that_one(tiny, tmp_path):
+    got = one_refusal(tiny, tmp_path, lambda text: text.replace("return 2 * x", "y = 2 *\n    return y"))
+    line = TINY.splitlines().index("    return 2 * x") + 1
+    assert list(got.refused) == ["1.1"]
+    assert got.refused["1.1"].startswith(f"tiny.py, line {line}: syntax error in exercise 1.1")
+    unclosed = one_refusal(tiny, tmp_path, lambda text: text.replace("return 2 * x", "return (2 * x"))
+    assert f"tiny.py, line {line}: syntax error in exercise 1.1" in unclosed.refused["1.1"]
+    assert list(unclosed.refused) == ["1.1"]
+
+
+def test_a_fence_that_is_gone_moved_or_renamed_is_one_line_and_the_others_count(tiny, tmp_path):
+    gone = one_refusal(tiny, tmp_path, lambda text: re.sub(r" *# --- exercise 1.1.*\n", "", text))
+    assert "the fence of exercise 1.1 is gone from tiny.py" in gone.refused["1.1"] and len(gone.refused) == 1
+    renamed = one_refusal(tiny, tmp_path, lambda text: text.replace("exercise 1.1", "exercise 1.7"))
+    assert "the fence of exercise 1.1 is gone from tiny.py" in renamed.refused["1.1"] and len(renamed.refused) == 1
+    moved = one_refusal(tiny, tmp_path, lambda text: text.replace("def scale(x):", "def other(x):"))
+    assert "moved into other instead of scale" in moved.refused["1.1"] and len(moved.refused) == 1
+
+
+def test_changes_outside_the_fences_are_named_and_do_not_count(tiny, tmp_path):
+    got = one_refusal(tiny, tmp_path, lambda text: text.replace("scale(total(xs))", "6"))
+    assert got.refused == {} and len(got.warnings) == 1
+    assert f"line {len(TINY.splitlines())}" in got.warnings[0] and "only what is inside them counts" in got.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["start", "77"], "chapter '77' has no exercises; there are 01, 02"),
+        (["check", "02", "2.77"], "exercise '2.77' is not in 02_data_parallel; there are 2.1, 2.2"),
+        (["check", "02"], "does not exist; `start 02` makes it"),
+        (["grade", "."], "holds no submission"),
+        (["grade", "nowhere"], "is not a folder"),
+        (["chek", "02"], "invalid choice: 'chek'"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_exit_code_2(argv, words, tmp_path):
+    command = [sys.executable, str(ROOT / "exercises" / "course.py"), "--student", str(tmp_path), *argv]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("course.py: ") and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_file_that_is_a_link_too_big_or_not_text_is_refused(tiny, tmp_path):
+    chapter, folder = tiny.chapter("01"), tmp_path / "student"
+    folder.mkdir()
+    (folder / "tiny.py").symlink_to("/dev/zero")
+    assert "plain file" in read_submission(chapter, folder).refused["1.1"]
+    (folder / "tiny.py").unlink()
+    (folder / "tiny.py").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in read_submission(chapter, folder).refused["1.2"]
+
+
+# ------------------------------------------------------------------------------------------------- make mistakes
+
+
+def test_the_proof_counts_what_is_rejected_and_names_what_survives(tiny):
+    with redirect_stdout(io.StringIO()) as printed:
+        assert tool.mistakes(tiny, [])
+    assert "01_tiny: 2 mistakes in exercises, 2 rejected at the right exercise" in printed.getvalue()
+    assert "1 outside, 1 caught; 1 other solutions, 1 accepted" in printed.getvalue()
+    test = tiny.root / "01_tiny" / "test_tiny.py"
+    test.write_text(TEST_TINY.replace("tiny.both([1, 2]) == 6", "tiny.both([1]) == 2"))
+    with redirect_stdout(io.StringIO()) as printed:
+        assert not tool.mistakes(Course(tiny.root), [])
+    assert "WRONG: tiny.py: total_of_the_first_one" in printed.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------------ screening
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("import os", "from torch import os", "open('x')", "getattr(x, 'y')", "x.__class__", "exec('1')", "torch.os"),
+        *("m = torch", "torch.testing.assert_close", "torch.load('x')", "dist.broadcast_object_list([x])"),
+        *("torch.nn.functional.torch", "torch.Tensor.sum = 1", "Tensor.sum = 1", "type('T', (Tensor,), {})"),
+        *("global x", "class A: pass", "def __eq__(a, b): return True", "x.gi_frame", "__builtins__", "sys.exit()"),
+        *("torch.set_default_dtype(x)", "torch.ops", "Path('x').unlink()", "t = type", "lambda: eval('1')"),
+    ],
+)
+def test_screening_refuses(line):
+    script = "import sys\nimport torch\nimport torch.distributed as dist\n"
+    script += "from pathlib import Path\nfrom torch import Tensor\n"
+    assert list(screen.objections(fences.parse(line), [], compile(script, "s", "exec", 1024))), line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("y = torch.cat([x, x]).sum()", "import math\ny = math.sqrt(2)", "F.linear(x, x)", "dist.all_reduce(x)"),
+        *("x.grad = None", "self.count += 1", "print(x)", "raise ValueError('no')", "nn.functional.silu(x)"),
+        *("def helper(a): return a\nhelper(x)", "[y for y in range(3)]", "type(x)", "torch.set_grad_enabled(True)"),
+        *(
+            "with torch.no_grad():\n    x.add_(1)",
+            "from torch.nn import functional as G\nG.silu(x)",
+            "x.view(-1)[0] = 1",
+        ),
+    ],
+)
+def test_screening_lets_pass_what_a_solution_may_need(line):
+    script = "import torch\nimport torch.distributed as dist\nimport torch.nn.functional as F\nfrom torch import nn\n"
+    assert list(screen.objections(fences.parse(line), [], compile(script, "s", "exec", 1024))) == []
