@@ -1,0 +1,136 @@
+"""The formulas against the numbers that the paper prints, and what the chapter's scripts share."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.meter import communication, storage_bytes
+from harness.ranks import run_ranks
+from zero_memory import (
+    GB,
+    IGNORE,
+    Decoder,
+    WireCounter,
+    bytes_per_parameter,
+    bytes_sent,
+    largest_model,
+    main,
+    make_batch,
+    measure,
+    paper_tables,
+    token_loss_sum,
+    valid_tokens,
+)
+
+# Table 1 of 1910.02054: GB per device, for 7.5B, 128B and 1T parameters; stages 1, 2, 3.
+TABLE_1 = {
+    1: ((120, 120, 120), (2048, 2048, 2048), (16000, 16000, 16000)),
+    4: ((52.5, 41.3, 30), (896, 704, 512), (7000, 5500, 4000)),
+    16: ((35.6, 21.6, 7.5), (608, 368, 128), (4750, 2875, 1000)),
+    64: ((31.4, 16.6, 1.88), (536, 284, 32), (4187, 2218, 250)),
+    256: ((30.4, 15.4, 0.47), (518, 263, 8), (4046, 2054, 62.5)),
+    1024: ((30.1, 15.1, 0.12), (513, 257, 2), (4011, 2013, 15.6)),
+}
+
+
+@pytest.mark.parametrize("ranks", TABLE_1)
+def test_the_formulas_give_table_1_of_the_paper(ranks):
+    for parameters, printed in zip((7.5e9, 128e9, 1e12), TABLE_1[ranks], strict=True):
+        for stage, want in zip((1, 2, 3), printed, strict=True):
+            got = parameters * bytes_per_parameter(stage, ranks) / GB
+            # The paper prints three or four digits, and cuts off where it should round (4187.5 is printed as 4187).
+            assert got == pytest.approx(want, rel=4e-3, abs=0.006), (parameters, ranks, stage)
+
+
+def test_the_largest_models_are_those_of_table_2():
+    for tensor, printed in {1: (2, 7.6, 14.4, 128), 16: (32, 121.6, 230.4, 2000)}.items():  # billions
+        for stage, want in enumerate(printed):
+            got = tensor * largest_model(32 * GB, stage, 64) / 1e9
+            assert got == pytest.approx(want, rel=0.025), (tensor, stage)
+
+
+def test_a_trillion_parameters_fit_on_1024_devices_of_16_gb():
+    assert 1e12 * bytes_per_parameter(3, 1024) < 16 * GB < 1e12 * bytes_per_parameter(2, 1024)
+
+
+def test_in_the_limit_of_many_ranks_the_stages_save_4_and_8_times_and_without_end():
+    full = bytes_per_parameter(0, 1)
+    assert full / bytes_per_parameter(1, 10**6) == pytest.approx(4, rel=1e-4)
+    assert full / bytes_per_parameter(2, 10**6) == pytest.approx(8, rel=1e-4)
+    assert full / bytes_per_parameter(3, 10**6) == 10**6
+
+
+def test_plain_fp32_has_no_master_copy():
+    assert [bytes_per_parameter(stage, 2, k=8, weight=4, gradient=4) for stage in range(4)] == [16, 12, 10, 8]
+
+
+def test_stages_1_and_2_send_what_data_parallelism_sends_and_stage_3_half_as_much_again():
+    sent = [bytes_sent(stage, 4, 1000) for stage in range(4)]
+    assert sent == [1500, 1500, 1500, 2250]
+    assert bytes_sent(3, 4, 1000, kept=400) == 1950
+    assert [bytes_sent(stage, 4, 1000, micro_batches=3) for stage in range(4)] == [1500, 1500, 3000, 6750]
+    assert [bytes_sent(stage, 1, 1000) for stage in range(4)] == [0, 0, 0, 0]
+
+
+def test_a_stage_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match="stage 4 does not exist; use 0, 1, 2 or 3"):
+        bytes_per_parameter(4, 2)
+
+
+def test_the_printed_tables_hold_the_numbers_of_the_abstract():
+    text = "\n".join(paper_tables())
+    for number in ("120", "31.4", "16.6", "1.875", "128B", "15.62"):
+        assert number in text, number
+
+
+def measured() -> list[tuple[int, int, int, float]]:
+    return [measure(stage, dist.group.WORLD, torch.device("cpu")) for stage in range(4)]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_model_that_trains_holds_and_sends_what_the_formulas_say(ranks):
+    for results in run_ranks(ranks, measured):
+        for stage, (held, psi, kept, sent) in enumerate(results):
+            assert held == round(psi * bytes_per_parameter(stage, ranks)), stage
+            assert sent == pytest.approx(bytes_sent(stage, ranks, 2 * psi, kept), abs=1e-6), stage
+
+
+def counted() -> tuple[float, float]:
+    with WireCounter(dist.group.WORLD) as mine, communication() as harness:
+        measure(3, dist.group.WORLD, torch.device("cpu"))
+    return mine.bytes, harness.sent["reduce_scatter"] + harness.sent["all_gather"] + harness.sent["all_reduce"]
+
+
+def test_the_demos_counter_of_bytes_agrees_with_the_harness():
+    for mine, harness in run_ranks(2, counted):
+        assert mine == harness > 0
+
+
+def shares() -> tuple[int, list[int]]:
+    ranks = dist.get_world_size()
+    batch = make_batch(0, ranks)
+    own = [int(sum((y != IGNORE).sum() for _, y in part)) for part in batch]
+    return valid_tokens(batch[dist.get_rank()], dist.group.WORLD).item(), own
+
+
+def test_the_loss_is_divided_by_the_tokens_of_all_ranks_which_have_different_numbers_of_them():
+    for total, own in run_ranks(3, shares):
+        assert total == sum(own) and len(set(own)) == 3
+
+
+def test_a_batch_without_targets_has_loss_zero():
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    assert token_loss_sum(Decoder(), tokens, torch.full_like(tokens, IGNORE)).item() == 0
+
+
+def test_a_step_of_the_tied_decoder_has_one_parameter_less():
+    assert storage_bytes(Decoder(tied=True).parameters()) == storage_bytes(Decoder().parameters()) - 257 * 48 * 4
+
+
+def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zero_memory.py", "--tabels"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and len(lines) == 1 and "--tabels" in lines[0]

@@ -1,0 +1,373 @@
+"""Partitioned and offloaded checkpoints: same gradients as the unsharded model, 1/N of the bytes, 1/12 more traffic."""
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.meter import communication, saved_activations, storage_bytes
+from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
+from harness.ranks import run_ranks
+from torch import Tensor, nn
+from zero_buffers import Arena
+from zero_memory import GB, IGNORE, Decoder, make_batch, token_loss_sum
+from zero_r import (
+    CONFIGURATIONS,
+    CopyEngine,
+    Offloaded,
+    ParallelDecoder,
+    Partitioned,
+    Replicated,
+    configuration_table,
+    main,
+    my_part,
+    recompute,
+)
+
+HEADS, HIDDEN, LAYERS = 12, 24, 3
+TOKENS = 2 * 24  # B S
+KEEPERS = ["replicated", "P_a", "P_a and M_D", "P_a+cpu"]
+
+
+def full_decoder(seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder(hidden=HIDDEN, heads=HEADS, layers=LAYERS).double()
+
+
+def piece_of(ranks: int) -> int:
+    return -(-TOKENS * HIDDEN // ranks)
+
+
+def keeper_of(kind: str, group: dist.ProcessGroup):
+    piece = piece_of(dist.get_world_size(group))
+    if kind == "replicated":
+        return Replicated()
+    if kind == "P_a+cpu":
+        return Offloaded(group, LAYERS, piece, torch.float64)
+    return Partitioned(group, Arena(LAYERS * piece, torch.float64) if "M_D" in kind else None)
+
+
+def text(step: int) -> tuple[Tensor, Tensor]:
+    return make_batch(step, 1, 1, rows=2)[0][0]
+
+
+def divided_loss(model: nn.Module, step: int) -> Tensor:
+    tokens, labels = text(step)
+    return token_loss_sum(model, tokens, labels) / (labels != IGNORE).sum()
+
+
+# ------------------------------------------------------------------------------------------------- the one oracle
+
+
+def oracle_trace(seed: int = 0) -> Trace:
+    model = full_decoder(seed)
+
+    def backward(step: int) -> float:
+        tokens, labels = text(step)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        return loss.item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def part_of_trace(full: Trace, rank: int, ranks: int) -> Trace:
+    """The oracle's trace, cut and named as in the parallel model."""
+
+    def cut(tensors: dict) -> dict:
+        parts = {}
+        for name, tensor in tensors.items():
+            if name.startswith("layers."):
+                name = name.removesuffix(".weight")
+                parts[name] = my_part(name.split(".")[2], tensor, HEADS, rank, ranks)
+            else:
+                parts[name] = tensor
+        return parts
+
+    return Trace(full.losses, [cut(g) for g in full.gradients], cut(full.weights))
+
+
+def parallel_trace(kind: str, group: dist.ProcessGroup, seed: int = 0) -> Trace:
+    keeper = keeper_of(kind, group)
+    model = ParallelDecoder(full_decoder(seed), group, keeper)
+
+    def backward(step: int) -> float:
+        loss = divided_loss(model, step)
+        loss.backward()
+        if getattr(keeper, "arena", None):
+            keeper.arena.reset()
+        return loss.item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def all_keepers() -> list[Trace]:
+    return [parallel_trace(kind, dist.group.WORLD) for kind in KEEPERS]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
+    want = oracle_trace()
+    for rank, results in enumerate(run_ranks(ranks, all_keepers)):
+        for got in results:
+            assert_same_trace(got, part_of_trace(want, rank, ranks), rank=rank)
+
+
+def two_slices() -> list[Trace]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    return [parallel_trace(kind, groups[mine], seed=mine) for kind in ("P_a", "P_a+cpu")]
+
+
+def test_two_slices_of_the_world_keep_their_own_checkpoints():
+    want = [oracle_trace(seed) for seed in (0, 1)]
+    for rank, results in enumerate(run_ranks(4, two_slices)):
+        for got in results:
+            assert_same_trace(got, part_of_trace(want[rank % 2], rank // 2, 2), rank=rank)
+
+
+def uneven(ranks_x: int) -> Tensor:
+    """7 elements do not divide by 3 ranks, nor does 1."""
+    x = torch.arange(ranks_x, dtype=torch.float64).view(1, -1)
+    keeper = Partitioned(dist.group.WORLD)
+    return keeper.restore(*keeper.keep(x))
+
+
+@pytest.mark.parametrize("numel", [7, 1, 6])
+def test_a_checkpoint_that_the_ranks_do_not_divide_comes_back_whole(numel):
+    for got in run_ranks(3, uneven, numel):
+        assert_same(got, torch.arange(numel, dtype=torch.float64).view(1, -1), 0.0)
+
+
+# --------------------------------------------------------------------------------------------------- bytes, exactly
+
+
+def bytes_of_a_step(kind: str) -> dict[str, float]:
+    keeper = keeper_of(kind, dist.group.WORLD)
+    model = ParallelDecoder(full_decoder(), dist.group.WORLD, keeper)
+    x = model.embed(text(0)[0])
+    before = storage_bytes([x])
+    with communication() as sent:
+        with saved_activations() as saved:
+            for layer in model.layers:
+                x = recompute(layer, x, keeper)
+        kept = saved.bytes
+        x.sum().backward()
+    host = keeper.host.nbytes if kind == "P_a+cpu" else 0
+    return {
+        "kept": kept,
+        "reduce": sent.sent["all_reduce"],
+        "gather": sent.sent["all_gather"],
+        "host": host,
+        "x": before,
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_p_a_keeps_one_nth_of_each_checkpoint_and_offloading_keeps_nothing_on_the_device(ranks):
+    message, piece = 8 * TOKENS * HIDDEN, 8 * piece_of(ranks)
+    want = {
+        "replicated": LAYERS * message,
+        "P_a": LAYERS * piece,
+        "P_a and M_D": LAYERS * piece,  # one storage: the arena
+        "P_a+cpu": 0,
+    }
+    for kind, kept in want.items():
+        for got in run_ranks(ranks, bytes_of_a_step, kind):
+            assert got["kept"] == kept, kind
+            assert got["host"] == (LAYERS * piece if kind == "P_a+cpu" else 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_p_a_adds_a_twelfth_to_the_traffic_of_tensor_parallelism(ranks):
+    message = 8 * TOKENS * HIDDEN
+    for kind in KEEPERS:
+        for got in run_ranks(ranks, bytes_of_a_step, kind):
+            assert got["reduce"] == LAYERS * 12 * message * (ranks - 1) / ranks
+            assert got["gather"] == (0 if kind == "replicated" else got["reduce"] / 12)
+            assert got["gather"] < 0.1 * got["reduce"]
+
+
+# ------------------------------------------------------------------------------------------------------- recomputation
+
+
+def with_dropout(kind: str) -> list[Tensor]:
+    torch.manual_seed(5)
+    keeper = keeper_of(kind, dist.group.WORLD)
+    x = torch.ones(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    weight = nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+
+    def layer(y: Tensor) -> Tensor:
+        return F.dropout(y * weight, 0.5)
+
+    out = recompute(layer, recompute(layer, x, keeper), keeper)
+    out.sum().backward()
+    return [out.detach(), x.grad, weight.grad]
+
+
+def test_the_second_forward_draws_the_dropout_mask_of_the_first():
+    for out, grad, weight_grad in run_ranks(2, with_dropout, "P_a"):
+        assert set(out.unique().tolist()) == {0.0, 4.0}
+        assert torch.equal(grad, out)  # d out / d x is the mask, times 2 for each layer
+        assert_same(weight_grad, 2 * out.sum(0))
+
+
+def test_recomputation_leaves_the_stream_of_random_numbers_where_it_was():
+    drawn = run_ranks(1, random_after_backward)
+    assert drawn[0][0] == drawn[0][1]
+
+
+def random_after_backward() -> tuple[float, float]:
+    values = []
+    for kind in ("replicated", "none"):
+        torch.manual_seed(1)
+        x = torch.ones(4, requires_grad=True)
+        y = recompute(F.dropout, x, Replicated()) if kind == "replicated" else F.dropout(x)
+        F.dropout(y).sum().backward()  # random numbers are drawn between the first forward and the second
+        values.append(torch.rand(()).item())
+    return values[0], values[1]
+
+
+def test_an_input_without_gradient_is_refused_since_the_weights_would_get_none():
+    with pytest.raises(ValueError, match="must require a gradient"):
+        recompute(lambda x: x, torch.ones(2), Replicated())
+    with torch.no_grad():
+        assert recompute(lambda x: 2 * x, torch.ones(2), Replicated()).tolist() == [2.0, 2.0]
+
+
+# ----------------------------------------------------------------------------------------------------------- offloading
+
+
+class SlowEngine(CopyEngine):
+    """Each copy begins late, so whoever does not wait for it reads or overwrites the wrong bytes."""
+
+    def work(self, to: Tensor, source: Tensor) -> None:
+        time.sleep(0.03)
+        super().work(to, source)
+
+
+def with_slow_copies() -> tuple[list[Tensor], list[Tensor], list[tuple[str, int]], int]:
+    results = []
+    for slow in (True, False):
+        keeper = keeper_of("P_a+cpu", dist.group.WORLD)
+        keeper.host.fill_(float("nan"))  # whoever reads too early gets this
+        if slow:
+            keeper.engine = SlowEngine(torch.device("cpu"))
+            events = keeper.events
+        model = ParallelDecoder(full_decoder(), dist.group.WORLD, keeper)
+        for step in range(2):  # in the second step each slot is written again
+            model.zero_grad()
+            divided_loss(model, step).backward()
+        results.append([p.grad for p in model.parameters()])
+        free = len(keeper.free)
+    return results[0], results[1], events, free
+
+
+def test_slow_copies_change_nothing_and_every_slot_is_free_afterwards():
+    for slow, fast, events, free in run_ranks(2, with_slow_copies):
+        for a, b in zip(slow, fast, strict=True):
+            assert_same(a, b, 0.0)
+        assert free == LAYERS
+        step = events[: 2 * LAYERS]
+        assert [what for what, _ in step] == ["out"] * LAYERS + ["in"] * LAYERS
+        assert [slot for _, slot in step[LAYERS:]] == [slot for _, slot in step[:LAYERS]][::-1]  # last in, first out
+
+
+def slot_while_copying_back() -> bool:
+    """Is the slot of a checkpoint still taken while its way back has only been asked for?"""
+    keeper = keeper_of("P_a+cpu", dist.group.WORLD)
+    keeper.engine = SlowEngine(torch.device("cpu"))
+    a, b = torch.ones(TOKENS, HIDDEN, dtype=torch.float64), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    tickets = [keeper.keep(a)[1], keeper.keep(b)[1]]
+    keeper.restore(None, tickets[1])  # asks for the other one, too
+    assert tickets[0].wait_in is not None
+    return tickets[0].slot not in keeper.free and tickets[1].slot in keeper.free
+
+
+def test_a_slot_is_not_reused_before_its_way_back_has_ended():
+    assert run_ranks(1, slot_while_copying_back) == [True]
+
+
+def too_many() -> None:
+    keeper = Offloaded(dist.group.WORLD, 1, 4, torch.float32)
+    keeper.keep(torch.ones(4))
+    keeper.keep(torch.ones(4))
+
+
+def test_a_host_buffer_that_is_too_small_says_so():
+    with pytest.raises(AssertionError, match="host buffer of 1 checkpoints is full; give it one slot for each layer"):
+        run_ranks(1, too_many)
+
+
+# ------------------------------------------------------------------------------------------------------ configurations
+
+
+def test_the_configurations_are_those_of_the_papers_table_3():
+    got = {name: (c.stage, c.partitioned, c.offloaded) for name, c in CONFIGURATIONS.items()}
+    no, yes = False, True
+    assert got == {"C1": (1, no, no), "C2": (1, yes, no), "C3": (2, no, no), "C4": (2, yes, no), "C5": (2, yes, yes)}
+
+
+def test_checkpoints_shrink_by_the_tensor_parallel_degree_and_vanish_with_offloading():
+    layers, message = 125, 16 * 1024 * 8192
+    replicated = CONFIGURATIONS["C3"].checkpoints(layers, message, 16)
+    assert replicated == 2 * layers * message
+    assert CONFIGURATIONS["C4"].checkpoints(layers, message, 16) == replicated / 16
+    assert CONFIGURATIONS["C5"].checkpoints(layers, message, 16) == 0
+    assert CONFIGURATIONS["C1"].states(1e9, 16, 8) == 1e9 / 16 * (4 + 12 / 8)
+
+
+def test_the_largest_model_grows_from_c1_to_c2_to_c4_to_c5():
+    lines = configuration_table(8192, 16, 1024, 16, 8, 32 * GB)
+    size = {line.split()[0]: int(line.split()[-1].removesuffix("B")) for line in lines if line.startswith("C")}
+    assert size["C1"] < size["C3"] < size["C2"] < size["C4"] < size["C5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "words"),
+    [(["--tabel"], "1", ["--tabel"]), ([], "5", ["--nproc_per_node 5", "12 attention heads", "1, 2, 3, 4, 6 or 12"])],
+)
+def test_bad_input_is_one_line_that_names_it(monkeypatch, capsys, arguments, ranks, words):
+    monkeypatch.setattr(sys, "argv", ["zero_r.py", *arguments])
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("zero_r.py: ")
+    assert all(word in lines[0] for word in words), lines
+
+
+def test_the_demo_ends_with_pass(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zero_r.py"])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0 and capsys.readouterr().out.splitlines()[-1] == "PASS"
+
+
+class ManyHands(CopyEngine):
+    """Copies do not wait for each other here, and those to the host are late: only `wait_out` keeps the order."""
+
+    def __init__(self):
+        self.threads = ThreadPoolExecutor(max_workers=2)
+        self.delays = [0.2, 0.0]  # of the way out and of the way back
+
+    def copy(self, to: Tensor, source: Tensor):
+        delay = self.delays.pop(0)
+        return self.threads.submit(lambda: (time.sleep(delay), to.copy_(source))).result
+
+
+def back_at_once() -> list[float]:
+    keeper = Offloaded(dist.group.WORLD, 1, 4, torch.float32)
+    keeper.host.fill_(-1.0)
+    keeper.engine = ManyHands()
+    _, ticket = keeper.keep(torch.ones(4))
+    return keeper.restore(None, ticket).tolist()
+
+
+def test_the_way_back_begins_after_the_way_out_has_ended():
+    assert run_ranks(1, back_at_once) == [[1.0] * 4]
