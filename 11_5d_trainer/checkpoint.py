@@ -5,7 +5,8 @@
         manifest.json                      steps done, data position, options, and the size of every file
     RUN/checkpoints/.writing-000300/       a save that was interrupted; ignored, and removed by the next save
 
-Weights and optimizer states are stored by name, whole, so a checkpoint does not depend on the number of ranks.
+Weights and optimizer states are stored whole, by Hugging Face's names, so a checkpoint knows nothing of the layout that
+wrote it and can be loaded in any other.
 """
 
 import json
@@ -19,8 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from options import UsageError
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,11 @@ class Progress:
     config: dict[str, Any]  # the run's options
 
 
-def save(
-    run: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    group: dist.ProcessGroup,
-    keep: int,
-) -> Path:
-    """Write a checkpoint; all ranks of the group call it. Afterwards only the newest `keep` remain."""
+def save(run: Path, state: dict[str, Any], progress: Progress, group: dist.ProcessGroup, keep: int) -> Path:
+    """Write a checkpoint of the full state (engine.py), which all ranks of the group hold alike and write together.
+
+    Afterwards only the newest `keep` remain.
+    """
     folder = run / "checkpoints"
     final, writing = folder / f"step-{progress.step:06d}", folder / f".writing-{progress.step:06d}"
     leader = dist.get_rank(group) == 0
@@ -50,8 +46,7 @@ def save(
         for leftover in folder.glob(".writing-*"):
             shutil.rmtree(leftover)
     dist.barrier(group)
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=writing, process_group=group)
+    dcp.save(state, checkpoint_id=writing, process_group=group)
     if leader:
         sizes = {file.name: file.stat().st_size for file in writing.iterdir()}
         manifest = {"progress": asdict(progress), "files": sizes}
@@ -119,8 +114,14 @@ def _other(run: Path, damaged: Path) -> str:
     return f"use --resume {others[-1]}" if others else "there is no other checkpoint; start a new run"
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-    """Fill model and optimizer from the checkpoint; all ranks of the group call it, however many wrote it."""
-    weights, states = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=path, process_group=group)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+def load(path: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, Any]:
+    """The full state in a checkpoint, on the CPU of every rank of the group, for a model of these weights and AdamW."""
+
+    def moments(shape: torch.Size) -> dict[str, Tensor]:
+        kinds = {"exp_avg": torch.empty(shape, dtype=dtype), "exp_avg_sq": torch.empty(shape, dtype=dtype)}
+        return kinds | {"step": torch.tensor(0.0)}
+
+    weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    state = {"weights": weights, "optimizer": {name: moments(shape) for name, shape in shapes.items()}}
+    dcp.load(state, checkpoint_id=path, process_group=group)
+    return state

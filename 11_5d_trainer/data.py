@@ -20,6 +20,7 @@ from pathlib import Path
 
 import chapters  # noqa: F401  finds the chapters below
 import torch
+from llama import IGNORE
 from options import Config, UsageError
 from single_gpu import next_token_pairs
 from torch import Tensor
@@ -161,7 +162,16 @@ class Sampler:
         return batches
 
     def held_out(self, samples: int, micro_batch: int, rank: int, dp: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of the first `samples` windows in their natural order: for validation."""
-        mine = list(range(min(samples, self.windows)))[rank::dp]
-        for at in range(0, len(mine), micro_batch):
-            yield self.samples(mine[at : at + micro_batch])
+        """This rank's share of the first `samples` windows in their natural order: for validation.
+
+        Every rank gets as many micro-batches as the others, since a forward pass may contain collectives; where the
+        samples do not suffice, one without any label.
+        """
+        everybody = list(range(min(samples, self.windows)))
+        mine, most = everybody[rank::dp], everybody[::dp]
+        for at in range(0, len(most), micro_batch):
+            if part := mine[at : at + micro_batch]:
+                yield self.samples(part)
+            else:
+                tokens, labels = self.samples([0])
+                yield tokens, torch.full_like(labels, IGNORE)

@@ -14,7 +14,11 @@ from typing import Any, NoReturn
 
 import chapters  # noqa: F401  finds the chapters below
 from accounting import micro_steps
-from model import PRESETS
+from llama import LlamaConfig
+from model import LAYOUTS, PRESETS
+from parallel_block import check_sizes
+from ring_attention import check_layout
+from ulysses import check_heads, usp_positions
 
 
 class UsageError(ValueError):
@@ -48,6 +52,12 @@ class Config:
     precision: str = option("fp32", "of the forward and backward pass", fixed=True, choices=("fp32", "bf16", "fp64"))
     recompute: str = option("none", "activations to recompute in backward", choices=("none", "selective", "full"))
     bucket_mib: float = option(25.0, "size of a gradient bucket")
+    # on which ranks: data parallel is what remains of the world
+    zero: int = option(0, "ZeRO stage: what data-parallel ranks hold in shards (chapter 03)", choices=(0, 1, 2, 3))
+    tp: int = option(1, "tensor-parallel ranks (chapter 04)")
+    sequence_parallel: bool = option(False, "cut activations between the layers over the tensor-parallel ranks too")
+    cp: int = option(1, "context-parallel ranks, which share each sequence (chapter 05)")
+    cp_kind: str = option("zigzag", "how they share it", choices=tuple(LAYOUTS))
     # what is kept and shown
     out: str = option("", "folder of this run; default: runs/ and the time")
     resume: str = option("", "run folder (its last complete checkpoint) or one checkpoint to continue from")
@@ -61,7 +71,7 @@ class Config:
 
     def check(self) -> None:
         """Raise UsageError for a value that is wrong whatever the others are."""
-        for name in ("seq_len", "steps", "global_batch", "micro_batch", "keep", "eval_samples"):
+        for name in ("seq_len", "steps", "global_batch", "micro_batch", "keep", "eval_samples", "tp", "cp"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be at least 1")
         for name in ("vocab_size", "warmup", "save_every", "eval_every", "sample", "clip", "weight_decay", "min_lr"):
@@ -74,6 +84,45 @@ class Config:
             raise UsageError(f"--warmup {self.warmup} is more than --steps {self.steps}; use at most {self.steps}")
         if self.min_lr > self.lr:
             raise UsageError(f"--min-lr {self.min_lr:g} is more than --lr {self.lr:g}; use at most that")
+
+    def dp(self, world_size: int) -> int:
+        """Data-parallel ranks: what remains of the world."""
+        if world_size % (self.tp * self.cp):
+            fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise UsageError(
+                f"--tp {self.tp} x --cp {self.cp} does not divide the {world_size} ranks of this run; "
+                f"the product may be {', '.join(map(str, fits))}"
+            )
+        return world_size // (self.tp * self.cp)
+
+    def ring_and_ulysses(self, sizes: LlamaConfig) -> tuple[int, int]:
+        """The context axis as ring x ulysses."""
+        if self.cp_kind == "ulysses":
+            return 1, self.cp
+        if self.cp_kind != "usp":
+            return self.cp, 1
+        # As many ranks of Ulysses as the heads of a tensor-parallel rank allow; the ring takes the rest.
+        heads = sizes.heads // self.tp
+        all_to_all = max(n for n in range(1, max(2, self.cp)) if self.cp % n == 0 and heads % n == 0)
+        return self.cp // all_to_all, all_to_all
+
+    def check_layout(self, sizes: LlamaConfig, world_size: int) -> None:
+        """Raise UsageError unless the model and the batch can be cut as asked: the chapters' own checks."""
+        self.accumulation(self.dp(world_size))
+        ring, all_to_all = self.ring_and_ulysses(sizes)
+        try:
+            check_sizes(sizes, self.tp, self.seq_len // self.cp if self.sequence_parallel else 0)
+        except ValueError as error:
+            raise UsageError(f"--tp {self.tp}: {error}") from None
+        try:
+            check_layout(LAYOUTS[self.cp_kind], self.seq_len, ring)
+            if all_to_all > 1:
+                check_heads(sizes.heads // self.tp, all_to_all)
+                usp_positions(LAYOUTS[self.cp_kind], self.seq_len, 0, ring, 0, all_to_all)
+        except ValueError as error:
+            raise UsageError(f"--cp {self.cp} --cp-kind {self.cp_kind}: {error}") from None
+        if self.sequence_parallel and self.tp == 1:
+            raise UsageError("--sequence-parallel cuts over tensor-parallel ranks, and --tp is 1; use --tp 2 or more")
 
     def accumulation(self, dp: int) -> int:
         """Micro-batches per rank and step: global batch = micro-batch x accumulation x dp."""

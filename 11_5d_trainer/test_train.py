@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler, load_corpus
-from data_parallel import BucketedReducer
-from harness.oracle import assert_same, assert_same_trace, sgd_trace
+from engine import Replicated, full_state
+from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import RankFailure, run_ranks
-from llama import LlamaConfig
-from model import PRESETS, build
+from llama import Llama, LlamaConfig
+from model import PRESETS, full_shapes, gather_tensors
 from options import Config, UsageError
 from single_gpu import accumulate
 
@@ -47,8 +47,8 @@ def arguments(text, **changes):
 def run(words, sizes):
     plan = train.prepare(words, dist.get_world_size())
     plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, **sizes))
-    folder = train.agree_on_folder(plan, dist.group.WORLD)
-    return train.train(plan, folder, dist.group.WORLD), str(folder)
+    folder = train.agree_on_folder(plan)
+    return train.train(plan, folder), str(folder)
 
 
 SMALL = {f.name: getattr(SIZES, f.name) for f in dataclasses.fields(LlamaConfig) if f.name != "tied"}
@@ -70,59 +70,117 @@ def f64(numbers):
 # ----------------------------------------------------------------------------------------- right by the oracle
 
 
+def plain_sgd(model, lr):
+    return torch.optim.SGD([{"params": list(model.parameters()), "weight_decay": 0.0}], lr=0.1)
+
+
 def three_sgd_steps(words):
-    """The trainer's own step, with plain SGD; and the same three global batches on this process alone."""
-    config = train.prepare(words, dist.get_world_size()).config
-    corpus = load_corpus(config)
-    group, rank, dp = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    """The trainer's own step, with plain SGD, in some layout; and the same three global batches on this rank alone."""
+    plan = train.prepare(words, dist.get_world_size())
+    config, corpus = plan.config, plan.corpus
+    plan = dataclasses.replace(plan, model=SIZES)
+    me = train.make_rank(plan, plain_sgd)
+    place, dp = me.mesh.place["dp"], me.mesh.sizes["dp"]
 
-    def new_model():
-        return build(SIZES, recompute="none", seed=0, dtype=torch.float64, device=torch.device("cpu"))
-
-    def batches(rank, dp):
+    def batches(rank):
+        """Unequal numbers of valid tokens: every rank and micro-batch loses others."""
         sampler = Sampler(corpus.train, config.seq_len, 256, config.seed)
-        micro = [sampler.step(config.micro_batch, config.accumulation(dp), rank, dp) for _ in range(3)]
-        # Unequal numbers of valid tokens: every rank and micro-batch loses others.
+        steps = [sampler.step(config.micro_batch, config.accumulation(dp), rank, dp) for _ in range(3)]
         return [
             [(t, labels.masked_fill(t % (3 + i + rank) == 0, -100)) for i, (t, labels) in enumerate(step)]
-            for step in micro
+            for step in steps
         ]
 
-    mine = batches(rank, dp)
-    everybody: list = [None] * dp
-    dist.all_gather_object(everybody, mine)
-    model = new_model()
-    reducer = BucketedReducer(model, group, bucket_bytes=20_000)
-    still = torch.optim.SGD(model.parameters(), lr=0.0)  # sgd_trace moves the weights
-    parallel = sgd_trace(
-        dict(model.named_parameters()),
-        lambda step: train.train_step(model, reducer, still, mine[step], config, group)[0],
-    )
-    alone = new_model()
+    parallel = Trace()
+    for step in batches(place):
+        parallel.losses.append(train.train_step(me, step)[0])
+        parallel.gradients.append(full_gradients(me))
+    parallel.weights = full_state(me.engine, me.model, me.mesh)["weights"]
+    if dist.get_rank() > 1:  # two ranks compare; they hold different pieces of everything
+        return
+    alone = Llama(SIZES).double()
+    everybody = [batches(rank) for rank in range(dp)]
     oracle = sgd_trace(
         dict(alone.named_parameters()),
-        lambda step: accumulate(alone, [pair for ranks in everybody for pair in ranks[step]]).item(),
+        lambda step: accumulate(alone, [pair for rank in everybody for pair in rank[step]]).item(),
     )
-    assert_same_trace(parallel, oracle, rank=rank)
+    assert_same_trace(parallel, oracle, rank=dist.get_rank())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_loss_every_gradient_and_weights_equal_one_process_on_the_global_batch(ranks, text):
-    run_ranks(ranks, three_sgd_steps, arguments(text, clip=0))
+def full_gradients(me):
+    if isinstance(me.engine, Replicated):
+        mine = {name: p.grad for p, name in me.engine.names.items()}
+    else:
+        mine = me.engine.full_gradients()
+    return {name: gradient.clone() for name, gradient in gather_tensors(me.model, mine, me.mesh).items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_twenty_adamw_steps_on_any_number_of_ranks_give_the_losses_of_one(ranks, text, tmp_path):
+# Every technique alone, with each earlier one, and all at once: (ranks, options).
+LAYOUTS = [
+    (1, ""),
+    (2, ""),
+    (4, ""),
+    (3, "--global-batch 12 --zero 1"),
+    (4, "--zero 1"),
+    (4, "--zero 2"),
+    (4, "--zero 3"),
+    (3, "--global-batch 12 --zero 3"),
+    (2, "--tp 2"),
+    (4, "--tp 4"),
+    (4, "--tp 4 --sequence-parallel"),
+    (4, "--tp 2 --sequence-parallel"),
+    (4, "--tp 2 --zero 1"),
+    (4, "--tp 2 --sequence-parallel --zero 2"),
+    (4, "--tp 2 --sequence-parallel --zero 3"),
+    (2, "--cp 2 --cp-kind ring"),
+    (4, "--cp 4 --cp-kind allgather"),
+    (4, "--cp 4 --cp-kind ring"),
+    (4, "--cp 4 --cp-kind zigzag"),
+    (4, "--cp 4 --cp-kind ulysses"),
+    (4, "--cp 4 --cp-kind usp"),
+    (4, "--cp 2 --cp-kind zigzag"),
+    (4, "--cp 2 --cp-kind zigzag --zero 1"),
+    (4, "--cp 2 --cp-kind ulysses --zero 2"),
+    (4, "--cp 2 --cp-kind ring --zero 3"),
+    (4, "--cp 2 --cp-kind allgather --tp 2"),
+    (4, "--cp 2 --cp-kind ulysses --tp 2 --sequence-parallel"),
+    (4, "--cp 2 --cp-kind zigzag --tp 2 --sequence-parallel --zero 3"),
+    (8, "--cp 2 --cp-kind zigzag --tp 2 --sequence-parallel --zero 2"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
+def test_loss_every_gradient_and_weights_equal_one_process_on_the_global_batch(ranks, layout, text):
+    run_ranks(ranks, three_sgd_steps, [*arguments(text, clip=0), *layout.split()])
+
+
+ADAMW_LAYOUTS = [
+    (2, ""),
+    (4, "--zero 1"),
+    (4, "--zero 3"),
+    (4, "--tp 4 --sequence-parallel"),  # 2 K/V heads on 4 ranks
+    (4, "--cp 4 --cp-kind usp"),
+    (4, "--cp 2 --tp 2 --sequence-parallel --zero 2"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), ADAMW_LAYOUTS, ids=lambda value: str(value) or "plain")
+def test_twenty_clipped_adamw_steps_in_any_layout_give_the_losses_and_norms_of_one_rank(ranks, layout, text, tmp_path):
     words = arguments(text, steps=20)
     one = losses(train_on(1, [*words, "--out", str(tmp_path / "one")])[0])
-    many = losses(train_on(ranks, [*words, "--out", str(tmp_path / "many")])[0])
+    many = losses(train_on(ranks, [*words, "--out", str(tmp_path / "many"), *layout.split()])[0])
     assert one.keys() == many.keys() == set(range(1, 21))
     for step in one:
         assert_same(f64(many[step]), f64(one[step]), 1e-9, f"loss and norm of step {step}")
 
 
-def test_validation_does_not_depend_on_the_number_of_ranks(text, tmp_path):
-    values = [train_on(n, [*arguments(text, steps=2), "--out", str(tmp_path / str(n))])[0][0] for n in (1, 2, 4)]
+def test_validation_does_not_depend_on_the_layout_also_when_ranks_have_unequal_shares(text, tmp_path):
+    layouts = [(1, []), (2, []), (4, []), (4, ["--zero", "3"]), (4, ["--cp", "2", "--tp", "2"])]
+    runs = [
+        [*arguments(text, steps=2, eval_samples=9), "--out", str(tmp_path / str(i)), *layout]
+        for i, (_, layout) in enumerate(layouts)
+    ]
+    values = [train_on(ranks, words)[0][0] for (ranks, _), words in zip(layouts, runs, strict=True)]
     assert all(abs(value["val_loss"] - values[0]["val_loss"]) < 1e-12 for value in values)
 
 
@@ -220,13 +278,16 @@ def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
     assert losses(on_disk) == losses(undisturbed)
 
 
-def test_resuming_on_another_number_of_ranks_goes_on_with_the_same_samples(text, tmp_path):
-    log, folder = train_on(4, [*arguments(text, keep=9), "--out", str(tmp_path / "run")])
-    for ranks in (1, 2):
-        other, _ = train_on(ranks, ["--resume", f"{folder}/checkpoints/step-000004"])
+@pytest.mark.parametrize("written_by", ["", "--zero 3", "--tp 2 --cp 2 --zero 1"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_resuming_in_another_layout_goes_on_with_the_same_losses(written_by, tied, text, tmp_path):
+    words = [*arguments(text, keep=9), "--out", str(tmp_path / "run"), *(["--tied"] if tied else [])]
+    log, folder = train_on(4, [*words, *written_by.split()], tied=tied)
+    for ranks, layout in ((1, "--zero 0 --tp 1 --cp 1"), (2, "--zero 2 --tp 1 --cp 1"), (4, "--zero 0 --tp 4 --cp 1")):
+        other, _ = train_on(ranks, ["--resume", f"{folder}/checkpoints/step-000004", *layout.split()], tied=tied)
         for step in range(5, 9):
             got, want = f64(losses(other)[step]), f64(losses(log)[step])
-            assert_same(got, want, 1e-9, f"loss and norm of step {step} on {ranks} ranks")
+            assert_same(got, want, 1e-9, f"loss and norm of step {step} on {ranks} ranks {layout}")
 
 
 def test_the_data_position_counts_every_sample_of_every_rank_and_micro_batch(text, tmp_path):
@@ -265,9 +326,9 @@ def test_a_truncated_checkpoint_is_refused_in_one_line_that_names_the_one_to_use
 
 def save_to_a_file(words, folder):
     plan = train.prepare(words, 1)
-    model = build(SIZES, recompute="none", seed=0, dtype=torch.float32, device=torch.device("cpu"))
-    state = checkpoint.Progress(1, 8, len(plan.corpus.train), dataclasses.asdict(plan.config))
-    checkpoint.save(Path(folder), model, train.adamw(model, 0.1), state, dist.group.WORLD, 2)
+    model = Llama(SIZES)
+    progress = checkpoint.Progress(1, 8, len(plan.corpus.train), dataclasses.asdict(plan.config))
+    checkpoint.save(Path(folder), {"weights": model.state_dict()}, progress, dist.group.WORLD, 2)
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_reason(text, tmp_path):
@@ -321,6 +382,18 @@ def bad_inputs(folder, text):
             4,
         ),
         (["--global-batch", "32"], "--global-batch and --micro-batch: global batch 32 is not a multiple", 3),
+        (["--tp", "3"], "--tp 3 x --cp 1 does not divide the 4 ranks of this run; the product may be 1, 2, 4", 4),
+        (["--tp", "8"], "--tp 8: 8 tensor-parallel ranks do not divide heads 4; use 1, 2, 4 ranks", 8),
+        (["--cp", "3", "--global-batch", "8"], "--cp 3 --cp-kind zigzag: a sequence of 128 tokens does not divide", 3),
+        (["--cp", "8", "--cp-kind", "ulysses"], "--cp 8 --cp-kind ulysses: 4 query heads do not divide among 8", 8),
+        (["--sequence-parallel"], "--sequence-parallel cuts over tensor-parallel ranks, and --tp is 1; use --tp 2", 1),
+        (
+            ["--tp", "2", "--sequence-parallel", "--seq-len", "65"],
+            "--tp 2: 2 tensor-parallel ranks do not divide sequence 65",
+            2,
+        ),
+        (["--zero", "4"], "argument --zero: invalid choice: 4", 1),
+        (["--cp-kind", "star"], "argument --cp-kind: invalid choice: 'star'", 1),
         (["--micro-batch", "0"], "--micro-batch 0 must be at least 1", 1),
         (["--steps", "-1"], "--steps -1 must be at least 1", 1),
         (["--lr", "nan"], "--lr nan must be a positive number", 1),
@@ -442,15 +515,17 @@ def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time(how, text, tmp_pat
     assert checkpoint.find(str(tmp_path / "run"))[2].step >= 3
 
 
+def limits_of_all_groups():
+    mesh = train.make_mesh(2, 1, 1, 2, timeout=7.0)
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mesh.groups.values()]
+
+
+def test_every_group_of_the_mesh_has_the_timeout_not_the_default_of_half_an_hour():
+    assert run_ranks(4, limits_of_all_groups) == [[7.0] * 4] * 4
+
+
 def test_presets_have_the_sizes_they_are_named_after():
-    with torch.device("meta"):
-        counts = {name: sum(p.numel() for p in build_meta(config).parameters()) for name, config in PRESETS.items()}
+    counts = {name: sum(shape.numel() for shape in full_shapes(config).values()) for name, config in PRESETS.items()}
     assert 0.5e6 < counts["tiny"] < 0.9e6
     assert counts["llama3-8b"] == 8_030_261_248 and counts["llama3-70b"] == 70_553_706_496
     assert round(counts["smollm-1.7b"] / 1e9, 2) == 1.71
-
-
-def build_meta(config):
-    from llama import Llama
-
-    return Llama(config)

@@ -1,21 +1,24 @@
 """The trainer: a Llama on real data on many ranks, every technique imported from the chapter that teaches it.
 
-    options.py     every option                         chapters.py    finds the chapters' folders
-    data.py        tokens to micro-batches              01  llama, single_gpu, accounting: model, step, FLOPs
-    model.py       the presets                          02  data_parallel: gradients reduced in buckets
+    options.py     every option, and what fits        chapters.py    finds the chapters' folders
+    mesh.py        the grid of ranks and its groups   model.py       a rank's model: chapters 01, 04 and 05
+    data.py        tokens to micro-batches            engine.py      gradients to new weights: chapters 02 and 03
     checkpoint.py  save, find, load
 
-One step of one rank, of `dp` data-parallel ranks:
+One step of one rank:
 
-    micro-batches of this rank -> valid tokens of the global batch (one number, all-reduced)
+    micro-batches of this rank, this rank's part of each sequence
+      -> valid tokens of the global batch (one number, all-reduced)
       for each: loss = sum over its tokens / that number; backward      nothing is sent, except in the last one,
-      finish: every gradient is the sum over all ranks                  where buckets leave while backward runs
-    norm of the gradient, clip, AdamW: the same numbers on every rank, so the weights stay the same
+                                                                        where buckets leave while backward runs
+    every gradient is now the sum over all data and context ranks
+    norm of the whole gradient, clip, AdamW
 
     python 11_5d_trainer/train.py                                       one rank
-    torchrun --nproc_per_node 4 11_5d_trainer/train.py                  4 ranks: nccl on GPUs, else gloo
+    torchrun --nproc_per_node 4 11_5d_trainer/train.py                  4 data-parallel ranks: nccl on GPUs, else gloo
+    torchrun --nproc_per_node 8 11_5d_trainer/train.py --tp 2 --sequence-parallel --cp 2 --cp-kind zigzag --zero 2
     torchrun --nproc_per_node 4 11_5d_trainer/train.py --data my.txt --steps 2000 --seq-len 256 --out runs/mine
-    torchrun --nproc_per_node 4 11_5d_trainer/train.py --resume runs/mine
+    torchrun --nproc_per_node 2 11_5d_trainer/train.py --resume runs/mine --steps 3000
 
 It writes into the run's folder: config.json, log.jsonl (one line per step and per validation), checkpoints/ and, at
 the end, sample.txt. Its last line is the summary: validation loss from first to last, steps, seconds.
@@ -40,9 +43,11 @@ import torch
 import torch.distributed as dist
 from accounting import peak_flops, step_flops
 from data import Corpus, Sampler, load_corpus
-from data_parallel import BucketedReducer, broadcast_parameters, global_valid_tokens
+from data_parallel import global_valid_tokens
+from engine import clip_gradients, full_state, load_full_state, make_engine
 from llama import IGNORE, Llama, LlamaConfig
-from model import PRESETS, build
+from mesh import Mesh, make_mesh
+from model import PRESETS, build, full_shapes, loss_sum, my_positions
 from options import Config, UsageError, check_folder, merge, parse
 from single_gpu import adamw, generate
 from torch import Tensor
@@ -73,7 +78,6 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     config.check()
     if resume and resume[2].step >= config.steps:
         raise UsageError(f"--steps {config.steps}: {resume[1]} has done {resume[2].step} already; ask for more")
-    config.accumulation(world_size)
     device = find_device(config.device, local_rank)
     corpus = load_corpus(config)
     if resume and resume[2].tokens != len(corpus.train):
@@ -84,6 +88,7 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     sizes = dataclasses.replace(PRESETS[config.preset], vocab_size=corpus.vocab_size)
     if config.tied:
         sizes = dataclasses.replace(sizes, tied=True)
+    config.check_layout(sizes, world_size)
     if config.out:
         check_folder(config.out)
     return Plan(config, corpus, sizes, device, resume)
@@ -121,96 +126,129 @@ def learning_rate(step: int, config: Config) -> float:
     return config.min_lr + 0.5 * (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
+@dataclasses.dataclass
+class Rank:
+    """What one rank works with."""
+
+    config: Config
+    mesh: Mesh
+    model: Any
+    engine: Any
+    positions: Tensor  # of its tokens in the sequence, [S / cp]
+    device: torch.device
+
+    def mine(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Tokens and labels [B, S] to this rank's part of the sequence [B, S / cp], on its device."""
+        tokens, labels = (x.to(self.device)[:, self.positions] for x in batch)
+        return tokens, labels
+
+    def loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        bf16 = self.config.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext():
+            return loss_sum(self.model, tokens, labels, self.positions)
+
+
+def make_rank(plan: Plan, optimizer: Any = adamw) -> Rank:
+    """Lay out the ranks, build this one's model. `optimizer(model, lr)` makes the optimizer that ZeRO may take over."""
+    config, device = plan.config, plan.device
+    ring, all_to_all = config.ring_and_ulysses(plan.model)
+    mesh = make_mesh(config.dp(dist.get_world_size()), ring, all_to_all, config.tp, config.timeout)
+    model = build(
+        plan.model,
+        mesh,
+        cp_kind=config.cp_kind,
+        sequence_parallel=config.sequence_parallel,
+        recompute=config.recompute,
+        seed=config.seed,
+        dtype=weight_dtype(config),
+        device=device,
+    )
+    built = optimizer(model, config.lr)
+    for group in built.param_groups:
+        if group["weight_decay"]:
+            group["weight_decay"] = config.weight_decay
+    engine = make_engine(config.zero, model, built, mesh.groups["data"], int(config.bucket_mib * 2**20))
+    positions = my_positions(config.seq_len, mesh, config.cp_kind).to(device)
+    return Rank(config, mesh, model, engine, positions, device)
+
+
+def weight_dtype(config: Config) -> torch.dtype:
+    return torch.float64 if config.precision == "fp64" else torch.float32  # bf16 is autocast's: weights stay fp32
+
+
 @torch.no_grad()
-def validate(model: Llama, sampler: Sampler, config: Config, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Loss per token over the first `eval_samples` held-out samples, which the ranks share out."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
-    rank, dp = dist.get_rank(group), dist.get_world_size(group)
-    for tokens, labels in sampler.held_out(config.eval_samples, config.micro_batch, rank, dp):
-        tokens, labels = tokens.to(device), labels.to(device)
-        with precision(config, device):
-            loss = model.parts.cross_entropy(model(tokens), labels)
+def validate(me: Rank, sampler: Sampler) -> float:
+    """Loss per token over the first `eval_samples` held-out samples, which the data-parallel ranks share out."""
+    total = torch.zeros(2, dtype=torch.float64, device=me.device)  # sum of losses, number of tokens
+    dp = me.mesh.sizes["dp"]
+    for batch in sampler.held_out(me.config.eval_samples, me.config.micro_batch, me.mesh.place["dp"], dp):
+        tokens, labels = me.mine(batch)
+        loss = me.loss_sum(tokens, labels)
         total += torch.stack([loss.double(), (labels != IGNORE).sum().double()])
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=me.mesh.groups["data"])
     return (total[0] / total[1]).item()
 
 
-def precision(config: Config, device: torch.device) -> Any:
-    return torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else nullcontext()
-
-
-def train_step(
-    model: Llama,
-    reducer: BucketedReducer,
-    optimizer: torch.optim.Optimizer,
-    batches: list[tuple[Tensor, Tensor]],
-    config: Config,
-    group: dist.ProcessGroup,
-) -> tuple[float, float]:
+def train_step(me: Rank, batches: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """One step on the global batch. Returns its loss per token and the norm of its gradient, before clipping."""
-    device = next(model.parameters()).device
-    valid = global_valid_tokens(torch.cat([labels.flatten() for _, labels in batches]).to(device), group)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    optimizer.zero_grad()
+    batches = [me.mine(batch) for batch in batches]
+    data = me.mesh.groups["data"]
+    valid = global_valid_tokens(torch.cat([labels.flatten() for _, labels in batches]), data)
+    total = torch.zeros((), dtype=torch.float64, device=me.device)
+    me.engine.zero_grad()
     for i, (tokens, labels) in enumerate(batches):
-        last = i == len(batches) - 1
-        with nullcontext() if last else reducer.no_sync():
-            with precision(config, device):
-                loss = model.parts.cross_entropy(model(tokens.to(device)), labels.to(device)) / valid
+        with me.engine.micro_batch(last=i == len(batches) - 1):
+            loss = me.loss_sum(tokens, labels) / valid
             loss.backward()
         total += loss.detach()
-    reducer.finish()
-    dist.all_reduce(total, group=group)  # to show it: each rank knows the loss of its own tokens
-    # Every rank holds the whole gradient, summed, so its norm is the norm over all ranks.
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
-    optimizer.step()
-    return total.item(), norm.item()
+    dist.all_reduce(total, group=data)  # to show it: each rank knows the loss of its own tokens
+    norm = clip_gradients(me.engine, me.model, me.mesh, me.config.clip)
+    me.engine.step()
+    return total.item(), norm
 
 
-def train(plan: Plan, run: Path, group: dist.ProcessGroup) -> list[Log]:
-    """Train as planned on the ranks of `group`, writing into the folder `run`. Returns the log's lines."""
-    config, device = plan.config, plan.device
-    rank, dp = dist.get_rank(group), dist.get_world_size(group)
+def train(plan: Plan, run: Path) -> list[Log]:
+    """Train as planned on all ranks of the world, writing into the folder `run`. Returns the log's lines."""
+    config, world = plan.config, dist.group.WORLD
+    assert world is not None
+    me = make_rank(plan)
+    dp, leader = me.mesh.sizes["dp"], dist.get_rank() == 0
     accumulation = config.accumulation(dp)
-    dtype = torch.float64 if config.precision == "fp64" else torch.float32  # of the weights, also under autocast
-    model = build(plan.model, recompute=config.recompute, seed=config.seed, dtype=dtype, device=device)
-    broadcast_parameters(model, group)  # the same seed gave the same weights; this makes it certain
-    optimizer = adamw(model, config.lr)
-    optimizer.param_groups[0]["weight_decay"] = config.weight_decay
-    reducer = BucketedReducer(model, group, bucket_bytes=int(config.bucket_mib * 2**20))
     training = Sampler(plan.corpus.train, config.seq_len, plan.corpus.vocab_size, config.seed)
     held_out = Sampler(plan.corpus.val, config.seq_len, plan.corpus.vocab_size, config.seed)
 
     first = 0
     if plan.resume:
         _, path, progress = plan.resume
-        checkpoint.load(path, model, optimizer, group)
+        state = checkpoint.load(path, full_shapes(plan.model), weight_dtype(config), world)
+        load_full_state(me.engine, me.model, me.mesh, state)
         first, training.position = progress.step, progress.samples
-        checkpoint.set_aside_later(run, first, group)
-    log = Logger(run, config, first, rank == 0)
+        checkpoint.set_aside_later(run, first, world)
+    log = Logger(run, config, first, leader)
     tokens_per_step = config.global_batch * config.seq_len
-    samples = config.micro_batch * accumulation  # of one rank
-    flops = step_flops(plan.model, samples, config.seq_len, config.recompute).model
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    samples = config.micro_batch * accumulation  # of one data-parallel rank, which tp x cp ranks compute together
+    flops = step_flops(plan.model, samples, config.seq_len, config.recompute).model / (config.tp * me.mesh.cp)
+    peak = peak_flops(torch.cuda.get_device_name(me.device)) if me.device.type == "cuda" else None
+    layout = f"dp {dp} x cp {me.mesh.cp} x tp {config.tp}, ZeRO stage {config.zero}, on {me.device.type}"
     log.say(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {dp} data-parallel rank(s) on {device.type}; "
+        f"{sum(shape.numel() for shape in full_shapes(plan.model).values()):,} parameters; {layout}; "
         f"global batch {config.global_batch} samples = {config.micro_batch} micro-batch x {accumulation} accumulation "
         f"x {dp} dp = {tokens_per_step:,} tokens; {len(plan.corpus.train):,} training tokens; writing {run}"
     )
 
     def evaluate(step: int) -> None:
-        log.write({"step": step, "val_loss": validate(model, held_out, config, group, device)})
+        log.write({"step": step, "val_loss": validate(me, held_out)})
 
     if first == 0:
         evaluate(0)
     begin = time.perf_counter()
-    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=rank != 0, **log.bar_options)
+    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=not leader, **log.bar_options)
     for step in bar:
         start = time.perf_counter()
-        for parameters in optimizer.param_groups:
+        for parameters in me.engine.param_groups:
             parameters["lr"] = learning_rate(step, config)
-        batches = training.step(config.micro_batch, accumulation, rank, dp)
-        loss, norm = train_step(model, reducer, optimizer, batches, config, group)
+        batches = training.step(config.micro_batch, accumulation, me.mesh.place["dp"], dp)
+        loss, norm = train_step(me, batches)
         seconds = time.perf_counter() - start
         mfu = flops / seconds / peak if peak else None
         speed = tokens_per_step / seconds
@@ -225,25 +263,28 @@ def train(plan: Plan, run: Path, group: dist.ProcessGroup) -> list[Log]:
             evaluate(step + 1)
         if end or (config.save_every and (step + 1) % config.save_every == 0):
             options = dataclasses.asdict(config)
-            state = checkpoint.Progress(step + 1, training.position, len(training.tokens), options)
-            checkpoint.save(run, model, optimizer, state, group, config.keep)
-    if rank == 0 and config.sample:
-        log.say(sample(model, plan.corpus, config, run))
+            progress = checkpoint.Progress(step + 1, training.position, len(training.tokens), options)
+            checkpoint.save(run, full_state(me.engine, me.model, me.mesh), progress, world, config.keep)
+    if config.sample:
+        weights = full_state(me.engine, me.model, me.mesh)["weights"]
+        if leader:
+            log.say(sample(weights, plan, run))
     validations = [line["val_loss"] for line in log.lines if "val_loss" in line]
-    summary = (
+    log.say(
         f"validation loss {validations[0]:.3f} -> {validations[-1]:.3f} nats per token after {config.steps} steps, "
         f"{time.perf_counter() - begin:.0f} s; checkpoint in {run}/checkpoints"
     )
-    log.say(summary)
     return log.lines
 
 
-def sample(model: Llama, corpus: Corpus, config: Config, run: Path) -> str:
-    """Continue the first 32 held-out tokens; also written to sample.txt."""
-    prompt = corpus.val[None, : min(32, config.seq_len)].long()
-    device = next(model.parameters()).device
+def sample(weights: dict[str, Tensor], plan: Plan, run: Path) -> str:
+    """Continue the first 32 held-out tokens with chapter 01's Llama on this rank alone; also written to sample.txt."""
+    config, corpus = plan.config, plan.corpus
+    model = Llama(plan.model).to(plan.device, weight_dtype(config))
+    model.load_state_dict(weights, strict=False)  # a tied head is in there once, as the embedding
+    prompt = corpus.val[None, : min(32, config.seq_len)].long().to(plan.device)
     generator = torch.Generator().manual_seed(config.seed)
-    tokens = generate(model, prompt.to(device), config.sample, 0.8, generator)[0].tolist()
+    tokens = generate(model, prompt, config.sample, 0.8, generator)[0].tolist()
     text = bytes(tokens).decode(errors="replace") if corpus.text else " ".join(map(str, tokens))
     (run / "sample.txt").write_text(text)
     return f"--- a sample: 32 tokens of the validation text, continued ---\n{text}\n---"
@@ -252,12 +293,12 @@ def sample(model: Llama, corpus: Corpus, config: Config, run: Path) -> str:
 # --------------------------------------------------------------------------------------------- what is kept
 
 
-def agree_on_folder(plan: Plan, group: dist.ProcessGroup) -> Path:
+def agree_on_folder(plan: Plan) -> Path:
     """The run folder: the resumed one, the one asked for, or runs/ and the time on the clock of the first rank."""
     if plan.resume:
         return plan.resume[0]
     name = [plan.config.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}"]
-    dist.broadcast_object_list(name, group_src=0, group=group)
+    dist.broadcast_object_list(name, src=0)
     Path(name[0]).mkdir(parents=True, exist_ok=True)
     return Path(name[0])
 
@@ -307,11 +348,9 @@ def main() -> int:
         return 2
     signal.signal(signal.SIGTERM, interrupted)  # torchrun passes Ctrl-C on as SIGTERM
     connect(plan.device, plan.config.timeout)
-    world = dist.group.WORLD
-    assert world is not None
-    run = agree_on_folder(plan, world)
+    run = agree_on_folder(plan)
     try:
-        train(plan, run, world)
+        train(plan, run)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # both arrive when torchrun is in the foreground
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -256,7 +256,13 @@ def test_every_fence_can_be_stubbed_and_put_back_and_is_told_about_in_the_readme
         assert again == script.text
         for number in script.fences if chapter.readme else ():  # a folder without README fails in test_folders.py
             assert chapter.statement(number), f"{folder}/README.md says nothing about exercise {number}"
-            assert chapter.level(number), f"{folder}/README.md gives exercise {number} no level: easy, medium or hard"
+
+
+@pytest.mark.parametrize("folder", REAL.chapters)
+def test_every_exercise_has_a_level_in_the_readme(folder):
+    chapter = REAL.chapters[folder]
+    without = [number for number in chapter.exercises if not chapter.level(number)]
+    assert not chapter.readme or not without, f"{folder}/README.md does not say easy, medium or hard of {without}"
 
 
 @pytest.mark.parametrize("folder", REAL.chapters)
@@ -279,10 +285,11 @@ def test_each_exercise_has_tests_that_exist_and_the_index_names_no_other():
                 f"run: course.py index {chapter.folder[:2]}"
             )
             for number in script.fences:
-                for test in script.tests(number) if script.mistakes else ():  # else test_mistakes.py fails
+                for test in script.tests(number):
                     file, _, name = REAL.test_path(chapter, test).partition("::")
                     text = REAL.files.get(file, b"").decode()
-                    assert re.search(rf"^def {name.partition('[')[0]}\(", text, re.MULTILINE), f"{number}: no {test}"
+                    pattern = rf"^def {name.partition('[')[0]}\(" if name else "^def test_"
+                    assert re.search(pattern, text, re.MULTILINE), f"{number}: no {test}"
 
 
 def test_the_syllabus_names_every_chapter():
@@ -373,7 +380,7 @@ def test_screening_refuses_a_hostile_submission_with_one_line(kind, tiny, tmp_pa
 def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hurt_the_next(kind, tiny, tmp_path):
     chapter = tiny.chapter("01")
     began = time.monotonic()
-    limits = LIMITS if kind != "hangs_asleep" else Limits(test_seconds=3)
+    limits = LIMITS if kind != "hangs_asleep" else Limits(test_seconds=12)
     report = check_bodies(tiny, chapter, {"1.1": HOSTILE[kind], "1.2": own_bodies(chapter)["1.2"]}, limits=limits)
     assert report.rows[0].status != "passed" and not report.all_passed, report
     why = report.rows[0].detail or report.rejected

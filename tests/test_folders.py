@@ -53,6 +53,18 @@ SPOILERS = {
     "bench_single_gpu": ("llama", "the_loss_is_a_mean"),
     "bench_collectives": ("collectives", "chunk_is_added_one_step_too_late"),
     "bench_data_parallel": ("data_parallel", "gradients_are_averaged"),
+    "bench_zero_memory": ("zero_memory", "stage_3_keeps_all_weights"),
+    "bench_zero": ("zero", "average_instead_of_sum"),
+    "bench_zero3": ("zero3", "old_weights_are_used_again"),
+    "bench_zero_state": ("zero_state", "every_rank_saves_its_own_slice"),
+    "bench_zero_r": ("zero_r", "padding_comes_back"),
+    "bench_zero_buffers": ("zero_buffers", "the_last_partial_buffer_is_never_sent"),
+    "bench_tensor_parallel": ("tensor_parallel", "f_forgets_the_gradients_of_the_other_ranks"),
+    "bench_parallel_block": ("parallel_block", "norm_weights_are_never_summed"),
+    "bench_parallel_llama": ("parallel_llama", "maximum_of_my_own_words"),
+    "bench_overlap": ("overlap", "the_sum_ends_at_the_wrong_rank"),
+    "bench_ring_attention": ("ring_attention", "the_merge_forgets_that_lse_is_a_logarithm"),
+    "bench_ulysses": ("ulysses", "tokens_of_the_ranks_are_interleaved"),
 }
 
 
