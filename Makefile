@@ -43,3 +43,21 @@ tables: $(READY)  ## fill the tables of the READMEs from results/
 clean:  ## remove .venv, caches and runs/
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The course: exercises/README.md.
+.PHONY: exercise check grade mistakes
+
+exercise: $(READY)  ## begin the exercises of a chapter in student/: make exercise CH=02
+	@test -n "$(CH)" || { echo "make: which chapter? For example: make exercise CH=02" >&2; exit 2; }
+	@$(PY) exercises/course.py start $(CH)
+
+check: $(READY)  ## check your exercises: make check CH=02, or one of them with N=2.3
+	@test -n "$(CH)" || { echo "make: which chapter? For example: make check CH=02 N=2.3" >&2; exit 2; }
+	@$(PY) exercises/course.py check $(CH) $(N)
+
+grade: $(READY)  ## check a folder of submissions, DIR/NAME/02_data_parallel/...: make grade DIR=submissions
+	@test -n "$(DIR)" || { echo "make: which folder? For example: make grade DIR=submissions" >&2; exit 2; }
+	@$(PY) exercises/course.py grade $(DIR)
+
+mistakes: $(READY)  ## prove the checker: hand in every known mistake; minutes. One chapter: make mistakes CH=02
+	@$(PY) exercises/course.py mistakes $(CH)

@@ -55,9 +55,9 @@ SPOILERS = {
     "bench_data_parallel": ("data_parallel", "gradients_are_averaged"),
     "bench_zero_memory": ("zero_memory", "stage_3_keeps_all_weights"),
     "bench_zero": ("zero", "average_instead_of_sum"),
-    "bench_zero3": ("zero3", "old_weights_are_used_again"),
+    "bench_zero3": ("zero", "average_instead_of_sum"),
     "bench_zero_state": ("zero_state", "every_rank_saves_its_own_slice"),
-    "bench_zero_r": ("zero_r", "padding_comes_back"),
+    "bench_zero_r": ("zero_r", "every_rank_keeps_the_first_piece"),
     "bench_zero_buffers": ("zero_buffers", "the_last_partial_buffer_is_never_sent"),
     "bench_tensor_parallel": ("tensor_parallel", "f_forgets_the_gradients_of_the_other_ranks"),
     "bench_parallel_block": ("parallel_block", "norm_weights_are_never_summed"),
@@ -91,7 +91,8 @@ def test_every_chapter_folder_is_on_the_map_and_every_link_leads_somewhere():
 def test_every_script_in_a_readme_command_exists():
     for readme in [ROOT / "README.md", *ROOT.glob("*/README.md")]:
         for command in re.findall(r"(?:python|torchrun|sbatch)[^\n`]*?(\S+\.(?:py|sbatch))", readme.read_text()):
-            assert any((base / command).exists() for base in (ROOT, readme.parent)), f"{readme}: {command}"
+            by_a_student = command.startswith("student/")  # made by `make exercise`
+            assert by_a_student or any((base / command).exists() for base in (ROOT, readme.parent)), f"{readme}: {command}"
 
 
 def test_make_lists_its_targets():

@@ -1,0 +1,495 @@
+"""The course as data, and the check of one submission.
+
+How an exercise is checked. The student's body is put into the chapter's own script, beside the chapter's own bodies of
+all other exercises, in a fresh copy of the repository; then the chapter's own tests run. So one exercise that is wrong
+does not drag down another, a student's file can change nothing outside its fences, and tests are never the student's.
+
+Which tests: those that catch the planted mistakes of this exercise, and those that `course.py index` found to run it
+(exercises/index/SCRIPT.toml). Before a pass is believed, known mistakes are planted *beside* the student's bodies; a
+submission with which they go unnoticed has broken the tests, not passed them.
+"""
+
+import ast
+import difflib
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import fences
+import screen
+from fences import Fence
+from sandbox import Judge, Limits, Outcome, read_files
+
+ROOT = Path(__file__).resolve().parents[1]
+LEVELS = ("easy", "medium", "hard")
+NOT_IN_COPIES = shutil.ignore_patterns(
+    ".*", "__pycache__", "runs", "profiles", "results", "student", "exercises", "*.egg-info"
+)
+
+
+class CourseError(ValueError):
+    """What a person asked for cannot be done; the message is one line that says why and what would be right."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """See tests/harness/plant.py."""
+
+    name: str
+    exercise: str
+    old: str
+    new: str
+    caught_by: str
+    hint: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A right solution that is written differently from the chapter's."""
+
+    exercise: str
+    body: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Script:
+    path: str  # "02_data_parallel/collectives.py"
+    text: str
+    fences: dict[str, Fence]
+    mistakes: tuple[Mistake, ...]
+    alternatives: tuple[Alternative, ...]
+    index: dict[str, list[str]]  # exercise -> quick tests that run it
+    runs: dict[str, list[str]]  # exercise -> tests that catch a mistake somewhere in this script, and run it
+
+    @property
+    def name(self) -> str:
+        return self.path.split("/")[-1]
+
+    def tests(self, number: str) -> list[str]:
+        """The tests that decide an exercise: "test_collectives.py::test_every_rank_can_be_the_root"."""
+        caught = [m.caught_by for m in self.mistakes if m.exercise == number]
+        whole_file = f"test_{self.name}"  # slow, but right, for an exercise of which nothing is known yet
+        return list(dict.fromkeys([*caught, *self.index.get(number, [])])) or [whole_file]
+
+    def mistaken(self, mistake: Mistake) -> str:
+        """The chapter's file with the mistake in it."""
+        if self.text.count(mistake.old) != 1:
+            raise CourseError(f"mistake {mistake.name}: its `old` occurs {self.text.count(mistake.old)} times")
+        return self.text.replace(mistake.old, mistake.new)
+
+    def mistaken_body(self, mistake: Mistake) -> str:
+        found, _ = fences.read_fences(self.mistaken(mistake))
+        return found[mistake.exercise].body
+
+
+@dataclass(frozen=True)
+class Chapter:
+    folder: str  # "02_data_parallel"
+    scripts: tuple[Script, ...]
+    readme: str
+
+    @property
+    def exercises(self) -> dict[str, tuple[Script, Fence]]:
+        """In the order of their numbers, which is the order to do them in."""
+        found = {n: (script, fence) for script in self.scripts for n, fence in script.fences.items()}
+        return {n: found[n] for n in sorted(found, key=_key)}
+
+    def statement(self, number: str) -> str:
+        """What the README says about an exercise: its section and its rows in tables. "" if it says nothing."""
+        head = rf"^(#+) +(?:Exercise )?{re.escape(number)}(?![\d.]*\d)"
+        section = re.search(rf"{head}.*?(?=^#|\Z)", self.readme, re.MULTILINE | re.DOTALL)
+        rows = re.findall(rf"^\| *\**{re.escape(number)}\** *\|.*$", self.readme, re.MULTILINE)
+        return "\n".join([*([section[0].strip()] if section else []), *rows])
+
+    def level(self, number: str) -> str:
+        words = re.findall(r"\b(easy|medium|hard)\b", self.statement(number))
+        return words[0] if words else ""
+
+
+class Course:
+    """All chapters with exercises, read once: what a submission does to the files afterwards changes nothing here."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.root = root
+        self.files = read_files(root, NOT_IN_COPIES)
+        self.chapters: dict[str, Chapter] = {}
+        for folder in sorted(root.glob("[01][0-9]_*")):
+            scripts = [self._script(path) for path in sorted(folder.glob("*.py"))]
+            scripts = [script for script in scripts if script.fences]
+            if scripts:
+                readme = folder / "README.md"
+                text = readme.read_text() if readme.exists() else ""
+                self.chapters[folder.name] = Chapter(folder.name, tuple(scripts), text)
+
+    def _script(self, path: Path) -> Script:
+        text = path.read_text()
+        found, problems = fences.read_fences(text)
+        if problems:
+            raise CourseError(f"{path.relative_to(self.root)}, {problems[0]}")
+        tables = {}
+        for kind in ("mistakes", "alternatives", "index"):
+            file = self.root / "exercises" / kind / f"{path.stem}.toml"
+            tables[kind] = tomllib.loads(file.read_text()) if found and file.exists() else {}
+        return Script(
+            path.relative_to(self.root).as_posix(),
+            text,
+            found,
+            tuple(Mistake(**entry) for entry in tables["mistakes"].get("mistake", [])),
+            tuple(Alternative(**entry) for entry in tables["alternatives"].get("alternative", [])),
+            tables["index"].get("tests", {}),
+            tables["index"].get("runs", {}),
+        )
+
+    def chapter(self, name: str) -> Chapter:
+        """By "02", "2" or the folder's name."""
+        for folder, chapter in self.chapters.items():
+            if name in (folder, folder[:2], folder[:2].lstrip("0")):
+                return chapter
+        known = ", ".join(folder[:2] for folder in self.chapters)
+        raise CourseError(f"chapter {name!r} has no exercises; there are {known}")
+
+    def number(self, chapter: Chapter, name: str) -> str:
+        if name not in chapter.exercises:
+            known = ", ".join(chapter.exercises)
+            raise CourseError(f"exercise {name!r} is not in {chapter.folder}; there are {known}")
+        return name
+
+    def test_path(self, chapter: Chapter, test: str) -> str:
+        """ "test_x.py::test_y" of this chapter (or, for a test that crosses chapters, of another), from the root."""
+        file, _, name = test.partition("::")
+        own = f"{chapter.folder}/{file}"
+        found = own if own in self.files else next((f for f in self.files if f.endswith(f"/{file}")), own)
+        return f"{found}::{name}" if name else found
+
+
+# -------------------------------------------------------------------------------------------------------- submissions
+
+
+@dataclass
+class Submission:
+    """A student's versions of a chapter's scripts, as text, and what cannot be used of them."""
+
+    texts: dict[str, str]  # by the script's name
+    bodies: dict[str, str] = field(default_factory=dict)  # by exercise
+    refused: dict[str, str] = field(default_factory=dict)  # by exercise: why, in one line
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_submission(chapter: Chapter, folder: Path, screened: bool = True) -> Submission:
+    """Find the student's bodies. Whatever is wrong with a file concerns only the exercises it is wrong for."""
+    submission = Submission({})
+    for script in chapter.scripts:
+        path = folder / script.name
+        try:
+            if path.is_symlink() or not path.is_file() or path.stat().st_size > 2**20:
+                raise OSError("is not there" if not path.exists() else "is not a plain file of less than 1 MiB")
+            submission.texts[script.name] = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+            submission.refused |= dict.fromkeys(script.fences, f"{script.name} {why}")
+            continue
+        _read_script(script, submission, screened)
+    return submission
+
+
+def _read_script(script: Script, submission: Submission, screened: bool) -> None:
+    text = submission.texts[script.name]
+    found, problems = fences.read_fences(text)
+    submission.warnings += [f"{script.name}, {problem}" for problem in problems]
+    for number, fence in script.fences.items():
+        theirs = found.get(number)
+        if theirs is None:
+            why = f"the fence of exercise {number} is gone from {script.name}; `reset` of {number} puts it back"
+        elif theirs.inside != fence.inside:
+            where = f"{theirs.inside or 'the top of the file'} instead of {fence.inside or 'the top of the file'}"
+            why = f"{script.name}, line {theirs.first}: the fence of exercise {number} was moved into {where}"
+        else:
+            why = _objection(script, fence, theirs, screened)
+            submission.bodies[number] = theirs.body
+        if why:
+            submission.refused[number] = why
+    mine, kept = fences.outside(script.text), fences.outside(text)
+    pairs = zip([*kept, (len(text.splitlines()), None)], [*mine, (0, None)], strict=False)
+    line = next((line for (line, theirs_), (_, ours) in pairs if theirs_ != ours), None)
+    if line is not None:
+        submission.warnings.append(
+            f"{script.name}, line {line}: differs from the chapter outside the fences; only what is inside them counts"
+        )
+
+
+def _objection(script: Script, fence: Fence, theirs: Fence, screened: bool) -> str:
+    """Why this body cannot run at all, or must not; "" if it can."""
+    try:
+        statements = fences.parse(theirs.body)
+        compile(fences.splice(script.text, {fence.number: theirs.body}), script.name, "exec")
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        line = getattr(error, "lineno", None) or 1
+        if getattr(error, "filename", "") == script.name:  # found by `compile`, in the chapter's lines
+            line -= fence.first
+        line = theirs.first + max(1, min(line, theirs.last - theirs.first - 1))
+        return f"{script.name}, line {line}: syntax error in exercise {fence.number}: {getattr(error, 'msg', error)}"
+    except (RecursionError, MemoryError):
+        return f"{script.name}, line {theirs.first}: exercise {fence.number} is nested too deeply"
+    if screened and not fences.is_stub(fence, theirs.body):
+        for line, why in screen.objections(statements, fences.parse(fence.body), ast.parse(script.text)):
+            return f"{script.name}, line {theirs.first + line}: {why}"
+    return ""
+
+
+# -------------------------------------------------------------------------------------------------------------- check
+
+
+@dataclass
+class Row:
+    number: str
+    title: str
+    level: str
+    status: str = "not reached"  # or "passed", "failed", "refused", "not done"
+    claim: str = ""  # the test that failed, as a sentence
+    detail: str = ""  # tensor and numbers, or why it was refused
+    hint: str = ""
+    mistake: str = ""  # the planted mistake it is, or looks most like
+
+
+@dataclass
+class Report:
+    chapter: str
+    rows: list[Row]
+    warnings: list[str] = field(default_factory=list)
+    rejected: str = ""  # why nothing of this submission can be believed
+
+    @property
+    def all_passed(self) -> bool:
+        return not self.rejected and all(row.status == "passed" for row in self.rows)
+
+
+def check(
+    course: Course,
+    chapter: Chapter,
+    submission: Submission,
+    numbers: Iterable[str] | None = None,
+    limits: Limits | None = None,
+    show: Callable[[Row], None] = lambda row: None,
+    judge: Judge | None = None,
+) -> Report:
+    """Check the exercises `numbers`, or all. `show` is called with each row when it is decided;
+    a pass is final when the report is there, for only then it is confirmed.
+
+    Only a caller that trusts all its submissions gives a judge, to be spared the seconds that one takes to start.
+    """
+    report = Report(chapter.folder, [], list(submission.warnings))
+    wanted = list(chapter.exercises) if numbers is None else list(numbers)
+    with nullcontext(judge) if judge else Judge(course.files, limits) as judge:
+        for number in wanted:
+            script, fence = chapter.exercises[number]
+            row = Row(number, fence.title, chapter.level(number))
+            report.rows.append(row)
+            if report.rejected:
+                pass
+            elif number in submission.refused:
+                row.status, row.detail = "refused", submission.refused[number]
+            elif fences.is_stub(fence, submission.bodies[number]):
+                row.status = "not done"
+            else:
+                report.rejected = _judge_one(course, chapter, script, submission.bodies[number], row, judge)
+            show(row)
+        passed = [row.number for row in report.rows if row.status == "passed"]
+        if passed and not report.rejected:
+            bodies = {number: submission.bodies[number] for number in passed}
+            report.rejected = confirm(course, chapter, bodies, judge)
+    for row in report.rows:
+        if row.status == "passed" and report.rejected:
+            row.status = "not reached"
+    return report
+
+
+def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row: Row, judge: Judge) -> str:
+    """Fill in the row. Returns why the whole submission is rejected, if it is."""
+    text = fences.splice(script.text, {row.number: body})
+    tests = script.tests(row.number)
+    outcome = judge.run({script.path: text}, [course.test_path(chapter, test) for test in tests])
+    if outcome.foul:
+        row.status, row.detail = "refused", outcome.foul
+        return f"exercise {row.number}: {outcome.foul}"
+    failed = [result for result in outcome.results if not result.passed]
+    if outcome.ended:
+        row.status, row.detail = "failed", outcome.ended
+        at = next((test for test in tests if test not in {r.test for r in outcome.results}), tests[-1])
+        row.claim = sentence(at)
+    elif failed:
+        row.status, row.claim, row.detail = "failed", sentence(failed[0].test), first_lines(failed[0].message)
+    elif missing := unanswered(tests, outcome):
+        row.status, row.claim, row.detail = "failed", sentence(missing[0]), "the test was not run to its end"
+    else:
+        row.status = "passed"
+        return ""
+    names = {result.test for result in failed} or {tests[-1]}
+    mistake = nearest_mistake(script, row.number, body, names)
+    row.mistake, row.hint = (mistake.name, mistake.hint) if mistake else ("", general_hint(chapter, script, row.number))
+    return ""
+
+
+def unanswered(tests: Sequence[str], outcome: Outcome) -> list[str]:
+    """Tests without a result. One that is named without its parameters, or a file of tests, has several results."""
+    answered = {name for r in outcome.results for name in (r.test, _claim(r.test), r.test.partition("::")[0])}
+    return [test for test in tests if test not in answered]
+
+
+def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], judge: Judge) -> str:
+    """Would a mistake be noticed beside these bodies? Returns "" or why the passes are not believed.
+
+    First all bodies together must pass one test of each exercise: alone, each was beside the chapter's own. Then known
+    mistakes are planted in what the student does not own, and the tests that catch them must turn red.
+    """
+    for script in chapter.scripts:
+        mine = {number: body for number, body in bodies.items() if number in script.fences}
+        if not mine:
+            continue
+        if len(mine) > 1:
+            tests = list(dict.fromkeys(script.tests(number)[0] for number in mine))
+            text = fences.splice(script.text, mine)
+            outcome = judge.run({script.path: text}, [course.test_path(chapter, test) for test in tests])
+            failed = [result.test for result in outcome.results if not result.passed] + unanswered(tests, outcome)
+            if outcome.foul or outcome.ended:
+                return outcome.foul or outcome.ended
+            if failed:
+                return f"each exercise passes alone, but together it is not true that {sentence(failed[0])}"
+        for mistake in controls(script, mine):
+            others = {number: body for number, body in mine.items() if number != mistake.exercise}
+            text = fences.splice(script.mistaken(mistake), others)
+            outcome = judge.run({script.path: text}, [course.test_path(chapter, mistake.caught_by)])
+            if outcome.foul:
+                return outcome.foul
+            if not outcome.ended and (not outcome.results or all(result.passed for result in outcome.results)):
+                return f"beside these solutions a known mistake ({mistake.name}) goes unnoticed: the tests do not work"
+            if outcome.ended and "process ended" in outcome.ended:
+                return f"the test for a known mistake ({mistake.name}) was broken off"
+    return ""
+
+
+def controls(script: Script, bodies: Mapping[str, str]) -> list[Mistake]:
+    """Mistakes to plant beside `bodies`: for each of these exercises one whose test runs it, if there is one.
+
+    A mistake in an exercise replaces the student's body there, so it vouches for all exercises but its own.
+    """
+    chosen: list[Mistake] = []
+    open_ = set(bodies)
+    vouched = {
+        m: {n for n in bodies if n != m.exercise and m.caught_by in script.runs.get(n, [])} for m in script.mistakes
+    }
+    while open_:
+        best = max(vouched, key=lambda m: len(vouched[m] & open_), default=None)
+        if best is None or not vouched[best] & open_:
+            break
+        chosen.append(best)
+        open_ -= vouched[best]
+    if not chosen:
+        chosen = [m for m in script.mistakes if set(bodies) != {m.exercise}][:1] or list(script.mistakes[:1])
+    return chosen
+
+
+# -------------------------------------------------------------------------------------------------------------- hints
+
+
+def nearest_mistake(script: Script, number: str, body: str, failed: set[str]) -> Mistake | None:
+    """The planted mistake that this body is, or else the one it looks most like; None if it looks like none.
+
+    It looks like one if the test that catches the mistake failed here too, and the body is closer to the mistaken one
+    than to the chapter's.
+    """
+    mistakes = [m for m in script.mistakes if m.exercise == number]
+    mine = fences.normal(body)
+    bodies = {m: fences.normal(script.mistaken_body(m)) for m in mistakes}
+    for mistake, text in bodies.items():
+        if text == mine:
+            return mistake
+    likeness = {m: _likeness(mine, text) for m, text in bodies.items() if m.caught_by in failed}
+    best = max(likeness, key=lambda m: likeness[m], default=None)
+    own = _likeness(mine, fences.normal(script.fences[number].body))
+    return best if best is not None and likeness[best] > max(own, 0.5) else None
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, re.findall(r"\w+|\S", a), re.findall(r"\w+|\S", b), autojunk=False).ratio()
+
+
+def general_hint(chapter: Chapter, script: Script, number: str) -> str:
+    """For a mistake of the student's own: what the claim is about, and where to read."""
+    fence = script.fences[number]
+    around = f"the docstring of {fence.inside} in {script.name}" if fence.inside else script.name
+    return f"Read exercise {number} in {chapter.folder}/README.md and {around} once more, then the test that failed."
+
+
+def sentence(test: str) -> str:
+    """ "test_x.py::test_every_rank_can_be_the_root[3]" -> "every rank can be the root (3)" """
+    name, _, parameters = test.partition("::")[2].partition("[")
+    words = name.removeprefix("test_").replace("_", " ")
+    return f"{words} ({parameters[:-1]})" if parameters else words
+
+
+def first_lines(message: str) -> str:
+    """The numbers of a failure in one line: its first line without the exception's name."""
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "no message")
+    line = re.sub(r"^(?:[\w.]*\.)?(AssertionError|RankFailure|Failed): ", "", line)
+    line = re.sub(r"0x[0-9a-f]{6,}", "0x...", line)
+    return line if len(line) <= 240 else line[:237] + "..."
+
+
+def _key(number: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in number.split("."))
+
+
+# ---------------------------------------------------------------------------------------------- which tests run what
+
+
+def index_of(course: Course, chapter: Chapter, script: Script) -> dict[str, dict[str, list[str]]]:
+    """The index of a script: {"tests": ..., "runs": ...}, as in `Script`. It runs the tests of the script once.
+
+    Each body gets a first line that leaves a mark in the file system, which works in every process; after each test the
+    judge looks which marks there are.
+    """
+    limits = Limits(test_seconds=300, test_cpu_seconds=300, hang=60)
+    files = {m.caught_by.partition("::")[0] for m in script.mistakes}
+    own = f"test_{Path(script.name).stem}.py"
+    files |= {own} if f"{chapter.folder}/{own}" in course.files else set()
+    with Judge(course.files, limits) as judge:
+        marks = judge.folder / "marks"
+        bodies = {n: fences.rewrite(f.body, partial(_marked, marks / n)) for n, f in script.fences.items()}
+        paths = [course.test_path(chapter, file) for file in sorted(files)]
+        outcome = judge.run({script.path: fences.splice(script.text, bodies)}, paths, marks=True)
+    if outcome.ended or outcome.foul:
+        raise CourseError(f"{script.path}: {outcome.ended or outcome.foul}")
+    for result in outcome.results:
+        if not result.passed:
+            print(f"  {result.test} fails in the chapter as it is: {first_lines(result.message)}", file=sys.stderr)
+    running = {n: sorted((r.seconds, r.test) for r in outcome.results if n in r.touched) for n in script.fences}
+    caught = {m.caught_by for m in script.mistakes}
+    runs = {n: sorted(caught & {w for _, t in tests for w in (t, _claim(t))}) for n, tests in running.items()}
+    return {"tests": {n: _few(tests, caught) for n, tests in running.items()}, "runs": runs}
+
+
+def _few(tests: Sequence[tuple[float, str]], caught: set[str], most: int = 5, seconds: float = 2.0) -> list[str]:
+    """A few quick ones of (seconds, test), one of each claim; those that are known to catch mistakes come first."""
+    chosen: dict[str, str] = {}
+    total = 0.0
+    for _, duration, test in sorted((not {t, _claim(t)} & caught, s, t) for s, t in tests):
+        if not chosen or (len(chosen) < most and total + duration < seconds and _claim(test) not in chosen):
+            chosen[_claim(test)] = test
+            total += duration
+    return list(chosen.values())
+
+
+def _claim(test: str) -> str:
+    return test.partition("[")[0]
+
+
+def _marked(path: Path, body: str) -> str:
+    return f'open("{path}", "w").close()\n{body}'

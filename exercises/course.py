@@ -1,0 +1,315 @@
+"""The course: start the exercises of a chapter, check what you wrote, grade a class.
+
+    python exercises/course.py list               all exercises, with their level
+    python exercises/course.py start 02           student/02_data_parallel: the chapter with its heart taken out
+    python exercises/course.py check 02           which of your exercises are right?  check 02 2.3: only this one
+    python exercises/course.py diff 02 2.3        your lines beside the chapter's (this shows the solution)
+    python exercises/course.py reset 02 2.3       begin this exercise again; what you had is kept in a file
+    python exercises/course.py grade FOLDER       check every submission FOLDER/NAME/02_data_parallel/...
+    python exercises/course.py mistakes           prove the checker: every known mistake must be rejected
+    python exercises/course.py index 02           for authors: find out again which tests run which exercise
+
+`check` ends with exit code 0 if everything it checked has passed, else 1. A wrong argument is one line and exit code 2.
+How it works is told in README.md and at the top of checking.py, sandbox.py, judge.py, screen.py and fences.py.
+"""
+
+import argparse
+import csv
+import difflib
+import json
+import shutil
+import signal
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import fences
+from checking import (
+    ROOT,
+    Chapter,
+    Course,
+    CourseError,
+    Report,
+    Row,
+    Submission,
+    check,
+    index_of,
+    read_submission,
+)
+from sandbox import Judge, JudgeError, Limits
+
+COLUMNS = ("submission", "chapter", "exercise", "level", "status", "claim", "detail", "hint")
+
+
+# ------------------------------------------------------------------------------------------------- the student's folder
+
+
+def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -> str:
+    """Make `folder`: the chapter without tests, benchmarks, and bodies. Returns what to say."""
+    if folder.exists() and not again:
+        raise CourseError(f"{folder} exists and is left as it is; `start --again` puts it aside and begins anew")
+    said = ""
+    if folder.exists():
+        aside = next(f for n in range(1, 1000) if not (f := folder.with_name(f"{folder.name}.{n}")).exists())
+        folder.rename(aside)
+        said = f"what was there is now {aside}\n"
+    ignore = shutil.ignore_patterns("test_*", "bench_*", "__pycache__", ".*")
+    shutil.copytree(course.root / chapter.folder, folder, ignore=ignore)
+    for script in chapter.scripts:
+        bodies = {number: fences.stub(fence) for number, fence in script.fences.items()}
+        (folder / script.name).write_text(fences.splice(script.text, bodies), encoding="utf-8")
+    numbers = list(chapter.exercises)
+    return f"{said}{folder}: exercises {numbers[0]} to {numbers[-1]}; the statements are in its README.md"
+
+
+def reset(chapter: Chapter, number: str, folder: Path) -> str:
+    """Put the stub of one exercise back. The file as it was is kept beside it."""
+    script, fence = chapter.exercises[number]
+    path = folder / script.name
+    if not folder.is_dir():
+        raise CourseError(f"{folder} does not exist; `start {chapter.folder[:2]}` makes it")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found, problems = fences.read_fences(text)
+    stub = {number: fences.stub(fence)}
+    if number in found and found[number].inside == fence.inside and not problems:
+        new, what = fences.splice(text, stub), "only its lines changed"
+    else:  # the fence is gone or no longer where it was: the chapter's file again, with the other bodies kept
+        kept = {n: found[n].body if n in found else fences.stub(f) for n, f in script.fences.items()}
+        new, what = fences.splice(script.text, kept | stub), "your other exercises are as they were"
+    said = f"{path}: exercise {number} begins again, {what}"
+    if text:
+        backup = next(f for n in range(1, 1000) if not (f := path.with_name(f"{path.name}.{n}")).exists())
+        backup.write_text(text, encoding="utf-8")
+        said += f"; the file as it was is {backup.name}"
+    path.write_text(new, encoding="utf-8")
+    return said
+
+
+def difference(chapter: Chapter, folder: Path, number: str | None) -> str:
+    submission = read_submission(chapter, folder, screened=False)
+    parts = []
+    for n, (script, fence) in chapter.exercises.items():
+        if n in submission.bodies and number in (None, n):
+            ours, theirs = fence.body.splitlines(), submission.bodies[n].splitlines()
+            lines = difflib.unified_diff(theirs, ours, f"yours, exercise {n}", f"{script.path}", lineterm="")
+            parts.append("\n".join(lines) or f"exercise {n}: the same")
+        elif number in (None, n):
+            parts.append(f"exercise {n}: {submission.refused.get(n, 'not there')}")
+    return "\n\n".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def listing(course: Course) -> str:
+    lines = []
+    for chapter in course.chapters.values():
+        lines.append(f"{chapter.folder}")
+        for number, (script, fence) in chapter.exercises.items():
+            lines.append(f"  {number:<6}{chapter.level(number):<8}{script.name:<22}{fence.title}")
+    return "\n".join(lines)
+
+
+def show_row(row: Row) -> None:
+    print(f"{row.number:<6}{row.status:<13}{row.title}", flush=True)
+    width = 110
+    for label, text in (("claim", row.claim), ("", row.detail), ("hint", row.hint)):
+        if text:
+            start_ = f"{'':6}{label + ': ' if label else '':<7}"
+            print(textwrap.fill(text, width, initial_indent=start_, subsequent_indent=" " * 13), flush=True)
+
+
+def verdict(report: Report) -> str:
+    count = {s: sum(row.status == s for row in report.rows) for s in dict.fromkeys(row.status for row in report.rows)}
+    lines = [f"warning: {warning}" for warning in report.warnings]
+    lines += [f"REJECTED: {report.rejected}"] if report.rejected else []
+    lines.append(f"{report.chapter}: " + ", ".join(f"{n} {status}" for status, n in count.items()))
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------------------- grade
+
+
+def submissions_in(course: Course, folder: Path) -> list[tuple[str, Chapter, Path]]:
+    """(name, chapter, folder of its scripts) for each submission. A submission holds one or more chapter folders."""
+    if not folder.is_dir():
+        raise CourseError(f"{folder} is not a folder; give one with a subfolder for each submission")
+    found = []
+    for student in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
+        for chapter in course.chapters.values():
+            if (student / chapter.folder).is_dir() and not (student / chapter.folder).is_symlink():
+                found.append((student.name, chapter, student / chapter.folder))
+    if not found:
+        raise CourseError(f"{folder} holds no submission; expected {folder}/NAME/{next(iter(course.chapters))}/")
+    return found
+
+
+def grade(course: Course, folder: Path, limits: Limits | None = None, screened: bool = True) -> list[dict[str, str]]:
+    """Check all submissions, one after the other, and write grades.csv and grades.json into `folder`."""
+    rows: list[dict[str, str]] = []
+    for name, chapter, where in submissions_in(course, folder):
+        try:
+            submission = read_submission(chapter, where, screened)
+            report = check(course, chapter, submission, limits=limits)
+        except Exception as error:  # one submission that confuses the checker must not cost the others their grade
+            rows_ = [Row(n, fence.title, chapter.level(n)) for n, (_, fence) in chapter.exercises.items()]
+            report = Report(chapter.folder, rows_, rejected=f"the checker failed: {type(error).__name__}: {error}")
+        passed = sum(row.status == "passed" for row in report.rows)
+        print(f"{name}: {chapter.folder}: {passed} of {len(report.rows)} passed" + ", REJECTED" * bool(report.rejected))
+        for row in report.rows:
+            detail = row.detail or (report.rejected if row.status == "not reached" else "")
+            values = (name, chapter.folder, row.number, row.level, row.status, row.claim, detail, row.hint)
+            rows.append(dict(zip(COLUMNS, values, strict=True)))
+        write_grades(rows, folder)  # after each, so that an interrupted run has what it had
+    return rows
+
+
+def write_grades(rows: list[dict[str, str]], folder: Path) -> None:
+    with open(folder / "grades.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+        table.writerows(rows)
+    (folder / "grades.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------- proofs of the checker
+
+
+def mistakes(course: Course, names: Sequence[str]) -> bool:
+    """Each planted mistake must be rejected at its exercise with its hint, each alternative solution must pass.
+
+    A mistake outside the fences is nothing a student can hand in; the test that it names must catch it all the same.
+    """
+    good = True
+    for chapter in [course.chapter(name) for name in names] or list(course.chapters.values()):
+        count = dict.fromkeys(("planted", "rejected", "outside", "caught", "alternatives", "accepted"), 0)
+        survivors = []
+        with Judge(course.files) as judge:
+            for script in chapter.scripts:
+                for mistake in script.mistakes:
+                    inside = bool(mistake.exercise)
+                    count["planted" if inside else "outside"] += 1
+                    if inside:
+                        body = script.mistaken_body(mistake)
+                        submission = Submission({}, {mistake.exercise: body})
+                        row = check(course, chapter, submission, [mistake.exercise], judge=judge).rows[0]
+                        right = row.status == "failed" and row.hint == mistake.hint
+                    else:
+                        test = course.test_path(chapter, mistake.caught_by)
+                        outcome = judge.run({script.path: script.mistaken(mistake)}, [test])
+                        right = any(not result.passed for result in outcome.results)
+                    count["rejected" if inside else "caught"] += right
+                    survivors += [] if right else [f"{script.name}: {mistake.name}"]
+                for alternative in script.alternatives:
+                    count["alternatives"] += 1
+                    submission = Submission({}, {alternative.exercise: alternative.body.strip("\n")})
+                    report = check(course, chapter, submission, [alternative.exercise], judge=judge)
+                    count["accepted"] += report.all_passed
+                    survivors += [] if report.all_passed else [f"{script.name}: alternative: {alternative.why}"]
+        print(
+            "{folder}: {planted} mistakes in exercises, {rejected} rejected at the right exercise with the right hint; "
+            "{outside} outside, {caught} caught; {alternatives} other solutions, {accepted} accepted".format(
+                folder=chapter.folder, **count
+            ),
+            flush=True,
+        )
+        for survivor in survivors:
+            good = False
+            print(f"  WRONG: {survivor}", flush=True)
+    return good
+
+
+def write_index(course: Course, names: Sequence[str]) -> None:
+    for chapter in [course.chapter(name) for name in names] or list(course.chapters.values()):
+        for script in chapter.scripts:
+            path = course.root / "exercises" / "index" / f"{Path(script.name).stem}.toml"
+            path.parent.mkdir(exist_ok=True)
+            lines = [
+                f"# Written by `python exercises/course.py index {chapter.folder[:2]}`: which tests run which exercise."
+            ]
+            for table, entries in index_of(course, chapter, script).items():
+                lines.append(f"\n[{table}]")
+                for number, tests in entries.items():
+                    lines += [f'"{number}" = [', *(f"  {json.dumps(test)}," for test in tests), "]"]
+            path.write_text("\n".join(lines) + "\n")
+            print(path.relative_to(course.root), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"course.py: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--student", type=Path, default=ROOT / "student", help="the folder of your own versions")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
+    commands.add_parser("list", help="all exercises, with their level")
+    for name, words in (("start", "begin a chapter"), ("check", "check yours"), ("diff", "yours beside the chapter's")):
+        command = commands.add_parser(name, help=words)
+        command.add_argument("chapter")
+        if name == "start":
+            command.add_argument("--again", action="store_true", help="put aside what is there, and begin anew")
+        else:
+            command.add_argument("exercise", nargs="?")
+    command = commands.add_parser("reset", help="begin one exercise again")
+    command.add_argument("chapter")
+    command.add_argument("exercise")
+    commands.add_parser("grade", help="check a folder of submissions").add_argument("folder", type=Path)
+    for name, words in (("mistakes", "prove the checker"), ("index", "which tests run which exercise")):
+        commands.add_parser(name, help=words).add_argument("chapters", nargs="*")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that what was started is ended
+    try:
+        return run(arguments, Course())
+    except (CourseError, JudgeError) as error:
+        print(f"course.py: {error}", file=sys.stderr)
+        return 2
+
+
+def run(arguments: argparse.Namespace, course: Course) -> int:
+    if arguments.command == "list":
+        print(listing(course))
+        return 0
+    if arguments.command == "grade":
+        grade(course, arguments.folder)
+        print(f"written: {arguments.folder / 'grades.csv'} and grades.json")
+        return 0
+    if arguments.command == "mistakes":
+        return 0 if mistakes(course, arguments.chapters) else 1
+    if arguments.command == "index":
+        write_index(course, arguments.chapters)
+        return 0
+    chapter = course.chapter(arguments.chapter)
+    folder = arguments.student / chapter.folder
+    if arguments.command == "start":
+        print(start(course, chapter, folder, arguments.again))
+        return 0
+    number = course.number(chapter, arguments.exercise) if arguments.exercise else None
+    if arguments.command == "reset":
+        print(reset(chapter, str(number), folder))
+        return 0
+    if not folder.is_dir():
+        raise CourseError(f"{folder} does not exist; `start {chapter.folder[:2]}` makes it")
+    if arguments.command == "diff":
+        print(difference(chapter, folder, number))
+        return 0
+    report = check(course, chapter, read_submission(chapter, folder), [number] if number else None, show=show_row)
+    print(verdict(report))
+    return 0 if report.all_passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

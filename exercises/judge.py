@@ -1,0 +1,177 @@
+"""The side of the checker that runs what students wrote. `sandbox.py` starts it, limits it and reads its answers.
+
+A request is one line of JSON on standard input: {"nonce", "copy", "tests"}. The tests are run by pytest in that copy of
+the repository; the answer is one line of JSON per test, as soon as it is done, and a last one with "done". Each repeats
+the nonce of its request. The answers have the pipe for themselves: whatever is printed goes to /dev/null.
+
+This process and the ranks it starts execute code that is not trusted, so nothing it says is believed as such:
+see "What the checker can be trusted with" in exercises/README.md.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import re
+import resource
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+LONGEST_MESSAGE = 4000  # characters of a failure that are passed on
+TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # what decides whether a test passes
+
+
+class Recorder:
+    """A pytest plugin that reports each test and stops the run when going on is of no use."""
+
+    def __init__(self, answer: Any, hang: float, marks: Path | None) -> None:
+        self.answer, self.hang, self.marks = answer, hang, marks
+        self.began = 0.0
+        self.failures = 0
+        self.session: Any = None
+
+    def pytest_sessionstart(self, session: Any) -> None:
+        self.session = session
+
+    def pytest_collection_finish(self) -> None:
+        ranks = sys.modules.get("harness.ranks")  # imported by the tests that need it
+        if ranks is not None:
+            ranks.limit_timeouts(self.hang)  # type: ignore[attr-defined]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.began = time.monotonic()
+        for mark in self.marks.iterdir() if self.marks else ():
+            mark.unlink()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        done = report.when == "call" or (report.when == "setup" and not report.passed)
+        broken = report.when == "teardown" and report.failed
+        if not (done or broken):
+            return
+        seconds = time.monotonic() - self.began
+        passed = report.passed and not hasattr(report, "wasxfail")  # a skipped test has not passed
+        touched = sorted(mark.name for mark in self.marks.iterdir()) if self.marks else []
+        file, _, name = report.nodeid.partition("::")
+        test = f"{Path(file).name}::{name}"  # from whichever folder
+        outcome = "passed" if passed else "failed"
+        self.answer(test=test, outcome=outcome, message=message_of(report), seconds=seconds, touched=touched)
+        if not passed:
+            self.failures += 1
+            if not self.marks and (self.failures == 3 or seconds > 0.5 * self.hang):
+                self.session.shouldstop = "that is enough to know"
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.answer(test="", outcome="failed", message=message_of(report), seconds=0.0, touched=[])
+
+
+def message_of(report: Any) -> str:
+    """The exception's own words. For an error in a rank, those of the rank."""
+    if report.passed:
+        return ""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash else str(report.longrepr)
+    if "Traceback (most recent call last)" in text:
+        raised = re.split(r"Traceback \(most recent call last\):\n", text, maxsplit=1)[1]
+        last = [m.start() for m in re.finditer(r"^[\w.]+(?:: |$)", raised, re.MULTILINE)]
+        text = raised[last[0] :].split("\n\nthe others")[0].split("\n\nranks [")[0] if last else text
+    return text[:LONGEST_MESSAGE]
+
+
+def tools() -> dict[str, str]:
+    """A fingerprint of each function and class that decides whether a test passes, the same in every process.
+
+    Code that is replaced or changed while a submission runs shows as a difference.
+    """
+    prints: dict[str, str] = {}
+    for module_name, module in list(sys.modules.items()):
+        if f"{module_name}.".startswith(TOOLS):
+            for name, value in list(vars(module).items()):
+                prints |= _fingerprints(f"{module_name}.{name}", value)
+    return prints
+
+
+def _fingerprints(name: str, value: Any) -> dict[str, str]:
+    value = getattr(value, "__func__", value)  # of a classmethod or staticmethod
+    if isinstance(value, types.FunctionType):
+        code, defaults = value.__code__, [d for d in value.__defaults__ or () if isinstance(d, (int, float, str))]
+        words = f"{value.__module__} {value.__qualname__} {code.co_names} {code.co_varnames} {defaults}"
+        return {name: hashlib.sha256(code.co_code + words.encode()).hexdigest()[:16]}
+    if isinstance(value, type):
+        members = (_fingerprints(f"{name}.{k}", v) for k, v in list(vars(value).items()) if not isinstance(v, type))
+        return {k: v for member in members for k, v in member.items()} | {name: f"{value.__module__}.{value.__name__}"}
+    if name.startswith("harness.") and "__" not in name and isinstance(value, (int, float)):  # tolerances
+        return {name: repr(value)}
+    return {}
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Names whose code is another than before; what was imported since is not a change."""
+    return sorted(name for name, was in before.items() if after.get(name) != was)
+
+
+def limit(file_bytes: int, data_bytes: int, cpu_seconds: int) -> None:
+    """For this process and all its children. They cannot raise them again (unless they are root)."""
+    for kind, most in (
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_DATA, data_bytes),
+        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard),) * 2)
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    limit(options["file_bytes"], options["data_bytes"], options["cpu_seconds"])
+    pipe = os.fdopen(os.dup(1), "w", buffering=1)
+    requests = os.fdopen(os.dup(0))
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+
+    import pytest
+
+    if Path("../judge/tests/harness").exists():
+        import harness.oracle
+        import harness.ranks  # noqa: F401
+        import torch
+
+        torch.set_num_threads(1)
+    gc.freeze()  # what is imported so far is never garbage: pytest's collections at the end of each run skip it
+    search_path = list(sys.path)
+    before = tools()
+    print(json.dumps({"ready": True}), file=pipe)
+    for line in requests:
+        request = json.loads(line)
+
+        def answer(nonce: str = request["nonce"], **values: Any) -> None:
+            print(json.dumps({"nonce": nonce, **values}), file=pipe)
+
+        copy, marks = request["copy"], Path(request["marks"]) if request.get("marks") else None
+        os.chdir(copy)
+        arguments = ["-p", "no:cacheprovider", "-c", f"{copy}/pyproject.toml", "--rootdir", copy, "--durations=0"]
+        recorder = Recorder(answer, request["hang"], marks)
+        pytest.main([*arguments, *(f"{copy}/{test}" for test in request["tests"])], plugins=[recorder])
+        sys.path[:] = search_path
+        forget(copy)
+        foul = changed(before, tools())
+        pool = getattr(sys.modules.get("harness.ranks"), "_pool", None)
+        for theirs in pool.run(len(pool.workers), tools, (), {}, 30) if pool and pool.workers else ():
+            foul += changed({name: was for name, was in before.items() if name in theirs and name[:2] != "__"}, theirs)
+        answer(done=True, foul=sorted(set(foul))[:5])
+
+
+def forget(copy: str) -> None:
+    """Unload what was imported from a copy of the repository, so that the next run imports from its own."""
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(copy):
+            del sys.modules[name]
+
+
+if __name__ == "__main__":
+    main()

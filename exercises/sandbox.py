@@ -1,0 +1,330 @@
+"""Run tests of a copy of the repository in a process that is not trusted, within limits of time, memory and more.
+
+    judge = Judge(files, Limits())                # files: {"02_data_parallel/collectives.py": bytes, ...}
+    outcome = judge.run({"02_data_parallel/collectives.py": what the student wrote}, tests)
+
+Every run gets a fresh copy, written from memory. `judge.py` runs in a session of its own; this side looks at it and at
+all its descendants a few times a second, and when one of the limits is passed, ends all of them. What is left over from
+one run cannot reach the next: the copy is compared with what was written, and a judge that misbehaved is replaced.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+PAGE = os.sysconf("SC_PAGE_SIZE")
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")  # of the environment, no more
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one submission may use. Every number is far above what any right solution needs."""
+
+    test_seconds: float = 120  # between two answers of the judge
+    test_cpu_seconds: float = 60  # of computing, by all processes together, between two answers
+    hang: float = 20  # a call of run_ranks that is longer under way has failed
+    processes: int = 40  # 8 ranks and their servers are about 12
+    memory: int = 8192 * MIB  # all processes together
+    disk: int = 256 * MIB  # all files
+    file: int = 64 * MIB  # one file
+
+
+@dataclass(frozen=True)
+class Result:
+    test: str  # "test_collectives.py::test_every_rank_can_be_the_root"
+    passed: bool
+    message: str
+    seconds: float = 0.0
+    touched: tuple[str, ...] = ()  # exercises whose body the test ran, when the copy was marked for it
+
+
+@dataclass
+class Outcome:
+    """What a run said. `ended` is why it was cut short, "" if it was not; `foul` is why none of it can be believed."""
+
+    results: list[Result] = field(default_factory=list)
+    ended: str = ""
+    foul: str = ""
+
+
+class Judge:
+    def __init__(self, files: Mapping[str, bytes], limits: Limits | None = None) -> None:
+        self.files, self.limits = dict(files), limits or Limits()
+        self.folder = Path(tempfile.mkdtemp(prefix="exercises-"))
+        self.process: subprocess.Popen[bytes] | None = None
+        self.count = 0
+        self.pending = b""  # what the judge has written after its last whole line
+        self.mine: set[int] = set()  # children of this process that have nothing to do with the judge
+
+    def __enter__(self) -> "Judge":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------ one run
+
+    def run(self, changes: Mapping[str, str], tests: Sequence[str], marks: bool = False) -> Outcome:
+        """Run `tests` (paths from the root of the repository) in a copy in which `changes` replace files."""
+        if self.process is None:
+            self._start()
+        self.count += 1
+        copy, marked = self.folder / f"copy-{self.count}", self.folder / "marks"
+        marked.mkdir(exist_ok=True)
+        written = self.files | {name: text.encode() for name, text in changes.items()}
+        write_files(written, copy)
+        nonce = secrets.token_hex(16)
+        request = {"nonce": nonce, "copy": str(copy), "tests": list(tests), "hang": self.limits.hang}
+        request["marks"] = str(marked) if marks else ""
+        outcome = self._converse(json.dumps(request), nonce)
+        edited = [name for name, content in written.items() if not _holds(copy / name, content)]
+        if edited and not outcome.foul:
+            outcome.foul = f"it changed {edited[0]} of the copy it ran in"
+        if outcome.foul or outcome.ended:
+            self.stop()
+        shutil.rmtree(copy, ignore_errors=True)
+        return outcome
+
+    def _converse(self, request: str, nonce: str) -> Outcome:
+        assert self.process is not None and self.process.stdin is not None
+        outcome = Outcome()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(request.encode() + b"\n")
+            self.process.stdin.flush()
+        while True:
+            line = self._line(self.limits.test_seconds)
+            if isinstance(line, Trouble):
+                outcome.ended = str(line)
+                return outcome
+            try:
+                words = json.loads(line)
+                if words["nonce"] != nonce:
+                    raise ValueError("not of this run")
+                if words.get("done"):
+                    outcome.foul = f"it changed {words['foul'][0]}, which judges it" if words["foul"] else ""
+                    return outcome
+                outcome.results.append(
+                    Result(
+                        str(words["test"]),
+                        words["outcome"] == "passed",
+                        str(words["message"]).replace(str(self.folder), ""),
+                        float(words["seconds"]),
+                        tuple(words["touched"]),
+                    )
+                )
+            except (ValueError, KeyError, TypeError):
+                outcome.foul = "it wrote results itself, in place of the judge"
+                return outcome
+
+    def _line(self, seconds: float) -> "bytes | Trouble":
+        """The next line of the judge, or what went wrong meanwhile."""
+        assert self.process is not None and self.process.stdout is not None
+        pipe = self.process.stdout.fileno()
+        deadline, cpu_before = time.monotonic() + seconds, sum(p.cpu for p in self.descendants())
+        while b"\n" not in self.pending:
+            if wait([pipe], 0.2):
+                data = os.read(pipe, 65536)
+                if not data:
+                    return Trouble("its process ended in the middle of a test")
+                self.pending += data
+                if len(self.pending) > MIB:
+                    return Trouble("it wrote more than 1 MiB to the pipe of the results")
+            elif trouble := self._passed_limit(deadline, cpu_before):
+                return trouble
+        line, _, self.pending = self.pending.partition(b"\n")
+        return line
+
+    def _passed_limit(self, deadline: float, cpu_before: float) -> "Trouble | None":
+        limits, processes = self.limits, self.descendants()
+        if time.monotonic() > deadline:
+            return Trouble(f"still running after {limits.test_seconds:g} s")
+        if sum(p.cpu for p in processes) - cpu_before > limits.test_cpu_seconds:
+            return Trouble(f"still computing after {limits.test_cpu_seconds:g} s of processor time")
+        if len(processes) > limits.processes:
+            return Trouble(f"more than {limits.processes} processes at a time")
+        if sum(p.memory for p in processes) > limits.memory:
+            return Trouble(f"more than {limits.memory // MIB} MiB of memory")
+        if max(_bytes_under(self.folder), sum(p.written for p in processes)) > limits.disk:
+            return Trouble(f"more than {limits.disk // MIB} MiB on disk")
+        return None
+
+    # ---------------------------------------------------------------------------------- the process and its children
+
+    def _start(self) -> None:
+        base = self.folder / "judge"
+        write_files(self.files, base)
+        shutil.copy(Path(__file__).with_name("judge.py"), base / "judge.py")
+        scratch = self.folder / "tmp"
+        scratch.mkdir(exist_ok=True)
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | {
+            "HOME": str(scratch),
+            "TMPDIR": str(scratch),
+            "PYTHONPATH": str(base / "tests"),
+            "PYTHONHASHSEED": "0",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",  # the exercises are for the CPU, and give the same result everywhere
+        }
+        limits = {"file_bytes": self.limits.file, "data_bytes": self.limits.memory, "cpu_seconds": 3600}
+        self.mine = _children(os.getpid())
+        _adopt_orphans(True)
+        self.pending = b""
+        self.process = subprocess.Popen(
+            [sys.executable, str(base / "judge.py"), json.dumps(limits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=scratch,
+            env=environment,
+            start_new_session=True,
+        )
+        ready = self._line(300)
+        if isinstance(ready, Trouble):
+            self.stop()
+            raise JudgeError(f"the judge did not start: {ready}; does `{sys.executable} -m pytest tests` work?")
+
+    def descendants(self) -> "list[Process]":
+        """All processes that the judge started, and theirs. One whose parent has died is a child of ours: it counts."""
+        if self.process is None:
+            return []
+        table = _processes()
+        roots = {p.pid for p in table.values() if p.parent == os.getpid() and p.pid not in self.mine}
+        found: dict[int, Process] = {}
+        new = [table[pid] for pid in roots | {self.process.pid} if pid in table]
+        while new:
+            found |= {p.pid: p for p in new}
+            new = [p for p in table.values() if p.parent in {q.pid for q in new} and p.pid not in found]
+        return [p for p in found.values() if p.state != "Z"]
+
+    def stop(self) -> None:
+        """End the judge and everything it started, whatever session they moved to."""
+        if self.process is None:
+            return
+        for _ in range(200):
+            left = self.descendants()
+            if not left:
+                break
+            for what in (signal.SIGSTOP, signal.SIGKILL):  # first nobody can fork, then nobody is
+                for process in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, what)
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):  # where there is no /proc, the session at least
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pid in _children(os.getpid()) - self.mine:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self.process = None
+        _adopt_orphans(False)
+        shutil.rmtree(self.folder / "tmp", ignore_errors=True)  # nothing of this run is there for the next
+        shutil.rmtree(self.folder / "judge", ignore_errors=True)
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class JudgeError(RuntimeError):
+    """The judge could not be started: nothing is known about the submission."""
+
+
+class Trouble(str):
+    """Why a run was ended."""
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    state: str
+    cpu: float  # seconds
+    memory: int  # bytes that are its own
+    written: int  # bytes, to disks
+
+
+def _processes() -> dict[int, Process]:
+    """All processes of this machine; none where there is no /proc."""
+    table: dict[int, Process] = {}
+    for entry in Path("/proc").glob("[0-9]*") if Path("/proc/self").exists() else ():
+        try:
+            words = (entry / "stat").read_text().rpartition(")")[2].split()
+            pages = (entry / "statm").read_text().split()
+            parent, cpu = int(words[1]), (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+            memory = (int(pages[1]) - int(pages[2])) * PAGE
+            table[int(entry.name)] = Process(int(entry.name), parent, words[0], cpu, memory, _written(entry))
+        except (OSError, IndexError, ValueError):
+            continue  # it has ended meanwhile
+    return table
+
+
+def _written(entry: Path) -> int:
+    with contextlib.suppress(OSError):  # a process of somebody else
+        for line in (entry / "io").read_text().splitlines():
+            if line.startswith("write_bytes:"):
+                return int(line.split()[1])
+    return 0
+
+
+def _children(parent: int) -> set[int]:
+    return {p.pid for p in _processes().values() if p.parent == parent}
+
+
+def _adopt_orphans(on: bool) -> None:
+    """From now on a process whose parent dies becomes our child, not init's: prctl(PR_SET_CHILD_SUBREAPER). Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, int(on), 0, 0, 0)
+
+
+def _bytes_under(folder: Path) -> int:
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+    return total
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return not path.is_symlink() and path.stat().st_size == len(content) and path.read_bytes() == content
+    except OSError:
+        return False
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def read_files(root: Path, ignore: Any) -> dict[str, bytes]:
+    """All files of a folder that `ignore` (as for shutil.copytree) does not leave out, by their path in it."""
+    files: dict[str, bytes] = {}
+    for where, folders, names in os.walk(root):
+        left_out = ignore(where, [*folders, *names])
+        folders[:] = [name for name in folders if name not in left_out]
+        for name in names:
+            path = Path(where) / name
+            if name not in left_out and path.is_file() and path.stat().st_size < 4 * MIB:
+                files[path.relative_to(root).as_posix()] = path.read_bytes()
+    return files

@@ -1,0 +1,202 @@
+"""Read a body before it runs, and refuse what no exercise needs.
+
+An exercise is a few lines of tensors and messages. It needs no files, no processes, no other module's insides. So a
+body may use: its own names, those of its function and its script, harmless builtins, and functions of a few modules,
+written as `module.function`. What the chapter's own body of the same exercise uses is always allowed.
+
+This is the first of three defences (README.md) and the only one that is cheap. It judges names, not behaviour.
+"""
+
+import ast
+import builtins
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+
+MODULES = {  # whose functions a body may call
+    *("math", "itertools", "functools", "operator", "collections", "collections.abc", "contextlib", "dataclasses"),
+    *("typing", "copy", "torch", "torch.nn", "torch.nn.functional", "torch.nn.init", "torch.linalg", "torch.autograd"),
+    *("torch.autograd.graph", "torch.cuda", "torch.distributed", "torch.distributed.nn", "torch.utils.checkpoint"),
+    *("torch.special", "torch.profiler", "torch.amp"),
+}
+NOT_OF_TORCH = {  # they read or write files, load code, or change what other code does
+    *("load", "save", "from_file", "ops", "classes", "compile", "script", "import_ir_module", "FileStore", "TCPStore"),
+    *("HashStore", "PrefixStore", "export", "use_deterministic_algorithms", "profile", "monitored_barrier"),
+}
+BUILTINS = {
+    *("abs", "all", "any", "bool", "bytes", "callable", "complex", "dict", "divmod", "enumerate", "filter", "float"),
+    *("frozenset", "hash", "id", "int", "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min", "next"),
+    *("NotImplemented", "object", "pow", "print", "property", "range", "repr", "reversed", "round", "set", "slice"),
+    *("sorted", "staticmethod", "str", "sum", "super", "tuple", "type", "zip", "Ellipsis", "hasattr"),
+    *(name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)),
+}
+FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_globals", "f_locals", "f_back", "f_builtins")  # ways to other code's variables
+
+
+def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, why) for each thing in `body` that is refused. `own` is the chapter's body, `script` the chapter's file.
+
+    Lines count from the first of the body; the statements come from `fences.parse`.
+    """
+    allowed = {words for statement in own for node in ast.walk(statement) for words in _uses(node)}
+    imported = _imports(script)
+    for statement in body:
+        for node in ast.walk(statement):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                imported |= _imports(node)
+    globals_ = {name for s in script.body for name in _bound(s)}
+    locals_ = {name for s in body for node in ast.walk(s) for name in _bound(node)}
+    inside_chain = set()  # names that stand before a dot, where `_attribute` judges them, or before (one argument)
+    for statement in body:
+        for node in ast.walk(statement):
+            line = getattr(node, "lineno", 2) - 1  # of the wrapped text, see fences.parse
+            if isinstance(node, ast.Attribute):
+                inside_chain.add(id(node.value))
+            if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
+                inside_chain.add(id(node.func))  # type(x) asks for a class; type(name, bases, members) makes one
+            for words, why in _refused(node, imported, globals_, locals_, inside_chain):
+                if words not in allowed:
+                    yield line, f"{why} {words}"
+
+
+def _refused(
+    node: ast.AST, imported: dict[str, str], globals_: set[str], locals_: set[str], inside_chain: set[int]
+) -> Iterator[tuple[str, str]]:
+    """(what is used, what is wrong with it)"""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        for path in _imports(node).values():
+            if not _may_import(path):
+                yield path, "an exercise may not import"
+    elif isinstance(node, ast.Name):
+        path = imported.get(node.id, "")
+        builtin = node.id in vars(builtins) and node.id not in BUILTINS | globals_  # also where a local has its name
+        makes_class = node.id == "type" and id(node) not in inside_chain
+        if path and isinstance(_resolve(path), types.ModuleType):
+            if id(node) not in inside_chain:
+                yield node.id, "a module may only stand before a dot:"
+        elif (path and not _may_import(path)) or builtin or makes_class or node.id.startswith("__"):
+            yield node.id, "an exercise may not use"
+    elif isinstance(node, ast.Attribute):
+        yield from _attribute(node, imported, globals_, locals_)
+        if _module_of(node, imported) is not None and id(node) not in inside_chain:
+            yield ast.unparse(node), "a module may only stand before a dot:"
+    elif isinstance(node, (ast.Global, ast.ClassDef)):
+        yield type(node).__name__, "an exercise may not contain a statement of kind"
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("__"):
+        yield node.name, "an exercise may not define"
+
+
+def _attribute(
+    node: ast.Attribute, imported: dict[str, str], globals_: set[str], locals_: set[str]
+) -> Iterator[tuple[str, str]]:
+    if node.attr.startswith("__") or node.attr.startswith(FRAMES):
+        yield f".{node.attr}", "an exercise may not use"
+    if isinstance(node.ctx, (ast.Store, ast.Del)):
+        root: ast.expr = node.value
+        while isinstance(root, (ast.Attribute, ast.Subscript)):
+            root = root.value
+        name = root.id if isinstance(root, ast.Name) else ""
+        if not name or (name in globals_ | set(imported) and name not in locals_):
+            yield f"{ast.unparse(node)} =", "an exercise may only change its own objects, not"
+        if callable(getattr(_resolve("torch.Tensor"), node.attr, None)) and node.attr not in ("grad", "data"):
+            yield f".{node.attr} =", "an exercise may not replace a method:"
+    if isinstance(node.value, ast.Name) and node.value.id in imported:
+        module = _resolve(imported[node.value.id])
+        if isinstance(module, types.ModuleType) and not _may_use(module, node.attr):
+            yield ast.unparse(node), "an exercise may not use"
+    elif isinstance(node.value, ast.Attribute):  # torch.nn.functional.linear: judge each step
+        module = _module_of(node.value, imported)
+        if module is not None and not _may_use(module, node.attr):
+            yield ast.unparse(node), "an exercise may not use"
+
+
+def _may_use(module: types.ModuleType, name: str) -> bool:
+    value = getattr(module, name, None)
+    if isinstance(value, types.ModuleType):
+        return value.__name__ in MODULES
+    return (
+        module.__name__ in MODULES
+        and name not in NOT_OF_TORCH
+        and not name.startswith(("_", "set_"))
+        and "object" not in name  # collectives of objects unpickle what they receive
+    ) or name == "set_grad_enabled"
+
+
+def _may_import(path: str) -> bool:
+    value, (module, _, name) = _resolve(path), path.rpartition(".")
+    if isinstance(value, types.ModuleType):
+        return value.__name__ in MODULES
+    parent = _resolve(module)
+    return isinstance(parent, types.ModuleType) and _may_use(parent, name)
+
+
+def _module_of(node: ast.expr, imported: dict[str, str]) -> types.ModuleType | None:
+    if isinstance(node, ast.Name):
+        value = _resolve(imported[node.id]) if node.id in imported else None
+    elif isinstance(node, ast.Attribute):
+        parent = _module_of(node.value, imported)
+        value = getattr(parent, node.attr, None) if parent else None
+    else:
+        return None
+    return value if isinstance(value, types.ModuleType) else None
+
+
+def _resolve(path: str) -> object:
+    """The module or the module's member called so; None for what is not installed, like a neighbour of the script.
+
+    Only torch and the standard library are ever imported here.
+    """
+    top = path.partition(".")[0]
+    if top != "torch" and top not in sys.stdlib_module_names:
+        return None
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        module, _, name = path.rpartition(".")
+        return getattr(_resolve(module), name, None) if module else None
+
+
+def _imports(tree: ast.AST) -> dict[str, str]:
+    """Name -> dotted path, for the import statements at the top level of a module, or for one such statement.
+
+    Neighbours of the script (`from llama import Llama`) are the chapter's own and not listed.
+    """
+    names: dict[str, str] = {}
+    for node in tree.body if isinstance(tree, ast.Module) else [tree]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                names[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module or ''}.{alias.name}"
+    if isinstance(tree, ast.Module):
+        names = {n: p for n, p in names.items() if p.partition(".")[0] in {"torch", *sys.stdlib_module_names}}
+    return names
+
+
+def _bound(node: ast.AST) -> list[str]:
+    """Names that a statement of a module, or a node in a body, gives a value to."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    if isinstance(node, ast.arg):
+        return [node.arg]
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+    return []
+
+
+def _uses(node: ast.AST) -> Iterator[str]:
+    """How `_refused` would name what this node of the chapter's own body uses."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield from (f".{node.attr}", ast.unparse(node), f"{ast.unparse(node)} =", f".{node.attr} =")
+    elif isinstance(node, (ast.Global, ast.ClassDef)):
+        yield type(node).__name__
+    elif isinstance(node, ast.FunctionDef):
+        yield node.name
