@@ -15,7 +15,7 @@ from harness.meter import communication, held_bytes, peak_memory, storage_bytes
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
 from torch import Tensor, nn
-from zero import Zero1, Zero2, main
+from zero import ExchangeAndSum, Zero1, Zero2, main
 from zero_memory import IGNORE, Decoder, make_batch, train_step, valid_tokens
 
 STAGES = [1, 2]
@@ -114,6 +114,32 @@ def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(
     for rank, results in enumerate(run_ranks(ranks, traces)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
+
+
+def traces_by_exchange() -> list[Trace]:
+    world = dist.group.WORLD
+    options = {"reduce_scatter": ExchangeAndSum}
+    return [zero_trace(lambda *a, s=s: sharded(s, *a, **options), world, micro_batches=3) for s in STAGES]
+
+
+def test_an_exchange_and_a_sum_is_a_reduce_scatter():
+    want = oracle_trace(3, micro_batches=3)
+    for rank, results in enumerate(run_ranks(3, traces_by_exchange)):
+        for got in results:
+            assert_same_trace(got, want, rank=rank)
+
+
+def bytes_of_an_exchange() -> tuple[float, Tensor]:
+    flat, group = torch.arange(12.0) + dist.get_rank(), dist.group.WORLD
+    with communication() as sent:
+        ExchangeAndSum(flat[4:8], flat, group=group, async_op=True).wait()  # in place, as in a bucket
+    return sent.total, flat[4:8]
+
+
+def test_an_exchange_sends_what_a_reduce_scatter_should():
+    for rank, (sent, got) in enumerate(run_ranks(3, bytes_of_an_exchange)):
+        assert sent == 48 * 2 / 3
+        assert got.tolist() == [3.0 * (4 * rank + i) + 3 for i in range(4)]
 
 
 def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():

@@ -57,6 +57,23 @@ ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+
+class ExchangeAndSum:
+    """A reduce-scatter as an all-to-all and a sum on this rank: the same bytes, and one buffer more while it lasts.
+
+    For gloo, which has no reduce-scatter of its own: it does a whole all-reduce and copies my part out, which sends
+    twice (N-1)/N n. Give it as `reduce_scatter=` where that matters. The call and `wait()` are those of a collective.
+    """
+
+    def __init__(self, out: Tensor, flat: Tensor, *, group: dist.ProcessGroup, async_op: bool):
+        self.out, self.arrived = out, torch.empty_like(flat)
+        self.work = dist.all_to_all_single(self.arrived, flat, group=group, async_op=async_op)
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.arrived.view(-1, self.out.numel()), dim=0, out=self.out)  # [N, S] -> [S]; `flat` has left
+
+
 # ----------------------------------------------------------------------------------------------- parameters in a line
 
 
@@ -144,8 +161,10 @@ class Zero1:
         master: torch.dtype | None = None,
         bucket_bytes: int = 25 * 2**20,
         hooks: bool = True,
+        reduce_scatter: Callable[..., Any] = reduce_scatter,
     ):
         self.module, self.group, self.bucket_bytes = module, group, bucket_bytes
+        self.reduce_scatter = reduce_scatter  # or ExchangeAndSum
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         check_optimizer(optimizer, self.names)
         self.param_groups = optimizer.param_groups
@@ -274,7 +293,7 @@ class Zero1:
         """Start the reduction of a bucket. What did not become final in this backward goes as it is, or as zero."""
         mine, flat = self.buckets[index].mine, self.fill(index)
         # --- exercise 3.5: sum over the group, and receive only my shard of the sum, in place ---
-        work = reduce_scatter(flat[mine], flat, group=self.group, async_op=True)
+        work = self.reduce_scatter(flat[mine], flat, group=self.group, async_op=True)
         # --- end exercise ---
         self.works.append((index, flat, work))
         self.launched.append(index)

@@ -154,12 +154,12 @@ class Zero3(Zero2):
         master: torch.dtype | None = None,
         keep: bool = True,
         prefetch: bool = True,
-        hooks: bool = True,
+        **options: Any,
     ):
         self.keep, self.prefetching, self.in_backward = keep, prefetch, False
         self.units = [Unit(i, f"unit {i}", unit) for i, unit in enumerate(units)]
         self.root = Unit(len(self.units), "root", module)
-        super().__init__(module, optimizer, group, master=master, hooks=hooks)
+        super().__init__(module, optimizer, group, master=master, **options)  # hooks=, reduce_scatter=
         for unit in [*self.units, self.root]:
             unit.module.register_forward_pre_hook(partial(self.before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self.after_forward, unit))

@@ -17,6 +17,7 @@ from data_parallel import BucketedReducer, broadcast_parameters
 from mesh import Mesh
 from model import cut_tensors, gather_tensors, share_of_norm
 from torch import Tensor, nn
+from zero import ExchangeAndSum
 from zero3 import make_zero
 
 
@@ -73,8 +74,10 @@ def make_engine(
     """The owner of the gradients of `model`, which it sums over `group` (data and context ranks)."""
     if stage == 0:
         return Replicated(model, optimizer, group, bucket_bytes)
-    sizes = {} if stage == 3 else {"bucket_bytes": bucket_bytes}  # stage 3 has a bucket for each layer
-    return make_zero(stage, model, optimizer, group, units=model.model.layers, **sizes)
+    options: dict[str, Any] = {} if stage == 3 else {"bucket_bytes": bucket_bytes}  # stage 3 has a bucket per layer
+    if dist.get_backend(group) == "gloo":
+        options["reduce_scatter"] = ExchangeAndSum
+    return make_zero(stage, model, optimizer, group, units=model.model.layers, **options)
 
 
 @torch.no_grad()

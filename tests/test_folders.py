@@ -92,7 +92,9 @@ def test_every_script_in_a_readme_command_exists():
     for readme in [ROOT / "README.md", *ROOT.glob("*/README.md")]:
         for command in re.findall(r"(?:python|torchrun|sbatch)[^\n`]*?(\S+\.(?:py|sbatch))", readme.read_text()):
             by_a_student = command.startswith("student/")  # made by `make exercise`
-            assert by_a_student or any((base / command).exists() for base in (ROOT, readme.parent)), f"{readme}: {command}"
+            assert by_a_student or any((base / command).exists() for base in (ROOT, readme.parent)), (
+                f"{readme}: {command}"
+            )
 
 
 def test_make_lists_its_targets():

@@ -10,7 +10,8 @@ All counts are exact and come from what torch really does, not from what the cod
 
 A collective is one call into a library, so what it *sends* is the cost of its bandwidth-optimal algorithm for the
 bytes it was given (`bytes_on_the_wire`); send and receive are counted as they are. tests/test_meter.py holds the
-all-reduce formula against the operating system's count of bytes on the loopback interface.
+all-reduce formula against the operating system's count of bytes on the loopback interface. (gloo's reduce-scatter is
+an all-reduce inside, and really sends twice its formula; that of NCCL is a reduce-scatter.)
 """
 
 import weakref
