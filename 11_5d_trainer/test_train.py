@@ -156,7 +156,7 @@ def test_loss_every_gradient_and_weights_equal_one_process_on_the_global_batch(r
 
 ADAMW_LAYOUTS = [
     (2, ""),
-    (4, "--zero 1"),
+    (4, "--tp 2 --zero 1"),
     (4, "--zero 3"),
     (4, "--tp 4 --sequence-parallel"),  # 2 K/V heads on 4 ranks
     (4, "--cp 4 --cp-kind usp"),
@@ -165,11 +165,11 @@ ADAMW_LAYOUTS = [
 
 
 @pytest.mark.parametrize(("ranks", "layout"), ADAMW_LAYOUTS, ids=lambda value: str(value) or "plain")
-def test_twenty_clipped_adamw_steps_in_any_layout_give_the_losses_and_norms_of_one_rank(ranks, layout, text, tmp_path):
-    words = arguments(text, steps=20)
+def test_clipped_adamw_steps_in_any_layout_give_the_losses_and_norms_of_one_rank(ranks, layout, text, tmp_path):
+    words = arguments(text, steps=10)
     one = losses(train_on(1, [*words, "--out", str(tmp_path / "one")])[0])
     many = losses(train_on(ranks, [*words, "--out", str(tmp_path / "many"), *layout.split()])[0])
-    assert one.keys() == many.keys() == set(range(1, 21))
+    assert one.keys() == many.keys() == set(range(1, 11))
     for step in one:
         assert_same(f64(many[step]), f64(one[step]), 1e-9, f"loss and norm of step {step}")
 

@@ -347,6 +347,9 @@ def main() -> int:
             print(f"train.py: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, interrupted)  # torchrun passes Ctrl-C on as SIGTERM
+    signal.signal(
+        signal.SIGINT, interrupted
+    )  # Python's own, which is not there in a job that a shell put in background
     connect(plan.device, plan.config.timeout)
     run = agree_on_folder(plan)
     try:

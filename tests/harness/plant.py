@@ -7,6 +7,7 @@ A pytest process costs seconds to start, so one `Runner` process runs all of the
 between two runs it forgets all modules of the repository (`forget_modules`), as the ranks do.
 """
 
+import gc
 import json
 import os
 import re
@@ -138,11 +139,14 @@ def _run_test(copy: str, test: str) -> dict[str, Any]:
 
 def _serve() -> None:
     import torch
+    import torch.distributed.nn
+    import torch.distributed.tensor
 
     from harness.ranks import forget_modules, limit_timeouts
 
-    limit_timeouts(20)
+    limit_timeouts(60)
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported by now is never garbage, and pytest collects garbage often
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # the answers have the pipe for themselves
