@@ -312,7 +312,7 @@ HOSTILE = {
     "hangs": "while True: pass",
     "hangs_asleep": "import time\ntime.sleep(10 ** 6)",
     "exits_early": "import sys\nsys.exit(0)",
-    "raises_a_skip": "import pytest\npytest.skip('nothing to see')",
+    "raises_a_skip": "import pytest\npytest.skip(reason='nothing to see')",
     "os_exit": "import os\nos._exit(0)",
     "patches_the_report": """import _pytest.reports
 old = _pytest.reports.TestReport.from_item_and_call.__func__
