@@ -420,6 +420,32 @@ class Outside(nn.Module):
         return F.linear(self.layers[1](self.layers[0](x)), self.layers[0].weight)
 
 
+def with_ignored(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """One layer's two matrices are someone else's."""
+    model, rank = decoder(), dist.get_rank()
+    theirs = list(model.layers[0].up.parameters())
+    mine = [p for p in model.parameters() if all(p is not other for other in theirs)]
+    options = {"units": model.layers} if stage == 3 else {}
+    group, own = dist.group.WORLD, torch.optim.SGD(mine, lr=0.1)
+    zero = make_zero(stage, model, own, group, ignored=theirs, **options)
+    train_step(model, zero, make_batch(0, 2, 1)[rank])
+    raw = {"layers.0.up.weight": theirs[0].grad}
+    return zero.full_gradients(), raw, len(zero.full_weights())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_ignored_parameter_is_left_to_its_owner(stage):
+    model = decoder()
+    mean_loss(model, *whole_batch(0, 2, 1)).backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    results = run_ranks(2, with_ignored, stage)
+    name = "layers.0.up.weight"
+    assert_same(sum(raw[name] for _, raw, _ in results), want.pop(name), what="two local gradients together")
+    for rank, (gradients, _, held) in enumerate(results):
+        assert_same_named(gradients, want, what="gradient of", rank=rank)
+        assert held == len(want)
+
+
 def use_outside() -> None:
     model = Outside()
     zero3(model, sgd(model), dist.group.WORLD)

@@ -31,7 +31,7 @@ The last line is PASS, or the script exits with 1 and says which number is off.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -59,19 +59,33 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class ExchangeAndSum:
-    """A reduce-scatter as an all-to-all and a sum on this rank: the same bytes, and one buffer more while it lasts.
+    """A reduce-scatter as an exchange and a sum on this rank: the same bytes, and (N-1)/N of a buffer while it lasts.
 
     For gloo, which has no reduce-scatter of its own: it does a whole all-reduce and copies my part out, which sends
     twice (N-1)/N n. Give it as `reduce_scatter=` where that matters. The call and `wait()` are those of a collective.
     """
 
     def __init__(self, out: Tensor, flat: Tensor, *, group: dist.ProcessGroup, async_op: bool):
-        self.out, self.arrived = out, torch.empty_like(flat)
-        self.work = dist.all_to_all_single(self.arrived, flat, group=group, async_op=async_op)
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        slices = flat.view(ranks, -1)  # [N, S]: slice r is what rank r sums
+        self.out, self.mine = out, slices[rank]
+        self.arrived = flat.new_empty(ranks - 1, self.mine.numel())  # my own slice need not travel
+        others = [other for other in range(ranks) if other != rank]
+        self.works = [
+            work
+            for other, buffer in zip(others, self.arrived, strict=True)
+            for work in (
+                dist.isend(slices[other], group=group, group_dst=other),
+                dist.irecv(buffer, group=group, group_src=other),
+            )
+        ]
+        if not async_op:
+            self.wait()
 
     def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.arrived.view(-1, self.out.numel()), dim=0, out=self.out)  # [N, S] -> [S]; `flat` has left
+        while self.works:
+            self.works.pop().wait()
+        torch.add(self.mine, self.arrived.sum(0), out=self.out)  # in place, as in a bucket, or elsewhere
 
 
 # ----------------------------------------------------------------------------------------------- parameters in a line
@@ -146,7 +160,8 @@ class Zero1:
     A frozen parameter stays as it is, a tied one counts once. A trainable parameter that got no gradient on any rank
     has gradient zero (torch's optimizers would leave it alone; here its weight decays and its momentum fades).
 
-    With `hooks=False` nothing is automatic: call `start(param)` when `param.grad` is final for this step.
+    With `hooks=False` nothing is automatic: call `start(param)` when `param.grad` is final for this step. Parameters
+    in `ignored` belong to someone else: experts, say, which only some ranks of the group hold alike.
     `events` records what happened since `zero_grad()`, in order. All ranks of the group must make the same calls.
     """
 
@@ -162,10 +177,13 @@ class Zero1:
         bucket_bytes: int = 25 * 2**20,
         hooks: bool = True,
         reduce_scatter: Callable[..., Any] = reduce_scatter,
+        ignored: Collection[nn.Parameter] = (),
     ):
         self.module, self.group, self.bucket_bytes = module, group, bucket_bytes
         self.reduce_scatter = reduce_scatter  # or ExchangeAndSum
-        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        left_out = set(ignored)
+        self.everything = {p: name for name, p in module.named_parameters() if p not in left_out}
+        self.names = {p: name for p, name in self.everything.items() if p.requires_grad}
         check_optimizer(optimizer, self.names)
         self.param_groups = optimizer.param_groups
         self.group_of = {p: i for i, options in enumerate(self.param_groups) for p in options["params"]}
@@ -297,6 +315,8 @@ class Zero1:
         # --- end exercise ---
         self.works.append((index, flat, work))
         self.launched.append(index)
+        if len(self.works) > 2:  # two on the way keep the links busy; more of them would only hold more buffers
+            self.retire()
         self.events.append(("reduce", index))
 
     def retire(self) -> None:
@@ -390,7 +410,7 @@ class Zero1:
     def held(self) -> dict[str, list[Tensor]]:
         """Every tensor that stays on this rank between two steps."""
         states = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return {"weights": [*self.module.parameters()], "gradients": self.gradients, "optimizer states": states}
+        return {"weights": [*self.everything], "gradients": self.gradients, "optimizer states": states}
 
     def whole(self, index: int, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
         """All-gather the shards [S] of a bucket and cut them into parameters."""
@@ -406,13 +426,13 @@ class Zero1:
 
     def load_frozen(self, weights: dict[str, Tensor]) -> None:
         """Take the weights of those parameters that are not trained, by name."""
-        for name, p in self.module.named_parameters():
+        for p, name in self.everything.items():
             if p not in self.names:
                 p.copy_(weights[name])
 
     def full_weights(self) -> dict[str, Tensor]:
         """Each parameter, whole, on every rank. The optimizer's states come with it in zero_state.py."""
-        weights = {name: p.detach().clone() for name, p in self.module.named_parameters() if p not in self.names}
+        weights = {name: p.detach().clone() for p, name in self.everything.items() if p not in self.names}
         return weights | dict(pair for i in range(len(self.buckets)) for pair in self.whole(i, self.weight_shard(i)))
 
 

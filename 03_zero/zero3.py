@@ -168,14 +168,16 @@ class Zero3(Zero2):
 
     def make_buckets(self) -> list[Bucket]:
         """One bucket for each unit, dtype and device; last unit first, as backward completes them."""
-        names = {p: name for name, p in self.module.named_parameters()}
+        names, every = self.everything, set(self.module.parameters())
         owner: dict[nn.Parameter, Unit] = {}
         for unit in self.units:
             for p in unit.module.parameters():
-                if p not in names:
+                if p not in every:
                     raise ValueError(
                         f"{unit.name} has a parameter of shape {list(p.shape)} that the module does not have"
                     )
+                if p not in names:  # ignored
+                    continue
                 if p in owner:
                     raise ValueError(
                         f"parameter {names[p]!r} is in {owner[p].name} and in {unit.name}; a shared parameter belongs "
@@ -354,7 +356,7 @@ class Zero3(Zero2):
         return []
 
     def full_weights(self) -> dict[str, Tensor]:
-        names = {p: name for name, p in self.module.named_parameters()}
+        names = self.everything
         weights: dict[str, Tensor] = {}
         for bucket, shard in self.weight_shards.items():
             flat = shard.new_empty(bucket.padded)
@@ -363,14 +365,14 @@ class Zero3(Zero2):
         return weights
 
     def load_frozen(self, weights: dict[str, Tensor]) -> None:
-        names = {p: name for name, p in self.module.named_parameters()}
+        names = self.everything
         for bucket, shard in self.weight_shards.items():
             for p, mine, theirs in bucket.pieces():
                 if p not in self.names:
                     shard[mine] = weights[names[p]].flatten()[theirs].to(shard)
 
     def held(self) -> dict[str, list[Tensor]]:
-        return super().held() | {"weights": [*self.module.parameters(), *self.weight_shards.values()]}
+        return super().held() | {"weights": [*self.everything, *self.weight_shards.values()]}
 
 
 def make_zero(

@@ -116,7 +116,7 @@ def shard_of(zero: Zero1, index: int, whole: dict[str, Tensor]) -> Tensor:
 
 def check_full_state(zero: Zero1, weights: dict[str, Tensor], states: dict[str, dict[str, Any]]) -> None:
     """ValueError, naming the parameter, if this is the state of another model."""
-    named = dict(zero.module.named_parameters())
+    named = {name: p for p, name in zero.everything.items()}
     for name, p in named.items():
         if name not in weights:
             raise ValueError(f"the state has no weight {name!r}: it is that of another model")

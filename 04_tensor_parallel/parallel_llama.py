@@ -221,10 +221,12 @@ def recomputed(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def full_state_dict(
     model: nn.Module, group: dist.ProcessGroup, tensors: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Full tensors by name, on the CPU of every rank: the parameters, or `tensors` of the parameters' names and shapes
+    """Full tensors by name, on the CPU of every rank: the parameters, or `tensors` of some parameters' names and shapes
     (gradients, or what an optimizer keeps). One parameter at a time is whole on the device. Every rank must call it."""
     state = {}
     for name, shard in shards(model).items():
+        if tensors is not None and name not in tensors:
+            continue
         tensor = (model.get_parameter(name) if tensors is None else tensors[name]).detach()
         if shard.pieces > 1:
             # --- exercise 4.10: put the pieces together, each of them once, without padding ---
