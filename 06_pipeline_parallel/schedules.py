@@ -1,0 +1,484 @@
+"""Pipeline schedules, from one micro-batch at a time to zero bubble: twelve ways to write the same lists of actions.
+
+Problem. Stage s cannot start before stage s-1 is done, so with one micro-batch all ranks but one are idle. With more
+micro-batches the ranks work at the same time, but each still waits for the first activation to come down and for the
+first gradient to come back: the bubble. And each micro-batch in flight costs the memory of its activations.
+
+Idea. The *order* of the actions decides both. Three ranks, four micro-batches; F, B, W take one unit each, BW two:
+
+    AFAB   0 |F0 F1 F2 F3                   BW0   BW1   BW2   BW3   | holds 4    all forwards, then all backwards;
+           1 |   F0 F1 F2 F3          BW0   BW1   BW2   BW3         | holds 4    with m micro-batches, m are held
+           2 |      F0 F1 F2 F3 BW0   BW1   BW2   BW3               | holds 4
+    1F1B   0 |F0 F1 F2             BW0   F3 BW1      BW2      BW3   | holds 3    as few forwards as keep the last
+           1 |   F0 F1       BW0   F2 BW1   F3 BW2      BW3         | holds 2    rank busy, then one backward for
+           2 |      F0 BW0   F1 BW1   F2 BW2   F3 BW3               | holds 1    each forward: no less idle time
+    ZB-H1  0 |F0 F1 F2       B0 W0 F3 B1 W1 B2 W2 B3 W3 | holds 3                cut BW in two: other ranks await
+           1 |   F0 F1    B0 F2 B1 W0 F3 B2 W1 B3 W2 W3 | holds 3                only B, so W can go where a rank
+           2 |      F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3 | holds 3                would otherwise be idle
+    loops      v thin stages per rank (rank r holds r, r+p, r+2p, ...): the first activation arrives v times sooner
+    V          the stages go down the ranks and up again: the last stage is on rank 0, so the first gradient is there
+    DualPipe   two copies of the model, micro-batches from both ends, an F and a BW of opposite directions at once
+
+Bubble (idle time of the rank that idles most) and activations held, for p ranks, m micro-batches, v stages per rank,
+where f, b, w are the times of F, B, W in *one stage* (so for v > 1 a stage is v times thinner):
+
+    naive                    (p-1) m (f+b+w)     1                 one micro-batch at a time
+    AFAB                     (p-1)(f+b+w)        m                 GPipe, arXiv 1811.06965
+    1F1B                     (p-1)(f+b+w)        min(m, p-r)       PipeDream-Flush, arXiv 2104.04473, section 2.2
+    interleaved              (p-1)(f+b+w)        (v-1)p+2(p-r)-1   depth-first, same paper; of m v (f+b+w): 1/v
+    breadth-first            (p-1)(f+b+w)        m v               arXiv 2211.05953
+    llama3                   (p-1)(f+b+w)        (v-1)n+2(p-r)-1   n in flight; Llama 3, arXiv 2407.21783, figure 6
+    ZB-H1                    (p-1)(f+b-w)        p                 Zero Bubble, arXiv 2401.10241, table 1
+    ZB-H2                    (p-1)(f+b-2w)       2p-1              same table
+    ZB-V                     0 if f = b = w      2p (half stages)  same paper, section 6
+    DualPipe, DualPipeV      (p/2-1)(fb+b-2w)    p+1, p stages     DeepSeek-V3, arXiv 2412.19437; fb: time of a pair
+    auto                     no formula          its limit         schedule_search.py
+
+`published` says when each holds; the demo and the tests compare it with the simulation, to the last digit.
+
+Run it:
+    python schedules.py                                             all schedules against their formulas
+    python schedules.py --schedule 1f1b --ranks 4 --micro-batches 8 [--stages-per-rank 2] [--times 1,1,1,0] [--svg FILE]
+    python schedules.py --draw-all figures                          the drawings of the README
+The last line is PASS, or the script exits with 1 and says which number is off. No GPU and no torch are needed.
+"""
+
+import argparse
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from _schedule_formulas import LOOPED, published
+from schedule_drawings import save_svg, text
+from schedule_search import automatic
+from schedule_simulator import (  # noqa: F401 -- what a runtime needs can be imported from here
+    BW,
+    Action,
+    B,
+    F,
+    Message,
+    OneLineParser,
+    Program,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    Times,
+    W,
+    blocks,
+    check,
+    check_programs,
+    is_rank_zero,
+    messages_of,
+    needs,
+    parse_times,
+    peak_activations,
+    programs,
+    simulate,
+)
+
+# Legend: p ranks, m micro-batches, v stages per rank, r this rank. A step is an action without its micro-batch:
+# (kind, stage) or, for the second half of an F&B pair, (kind, stage, True). (W, None) is the oldest W not yet done.
+Step = tuple
+
+
+def numbered(steps: Iterable[Step]) -> tuple[Action, ...]:
+    """Give the steps of one rank their micro-batches: every stage takes them in order 0, 1, 2, ..."""
+    count: dict[tuple[str, int], int] = {}
+    waiting: deque[tuple[int, int]] = deque()  # (stage, micro-batch) of each B whose W is still to do
+    result = []
+    for kind, stage, *overlapped in steps:
+        if kind == W:
+            oldest = waiting[0] if stage is None else next(item for item in waiting if item[0] == stage)
+            waiting.remove(oldest)
+            result.append(Action(W, *oldest))
+            continue
+        key = (kind[0], stage)  # B and BW count together
+        micro_batch = count[key] = count.get(key, -1) + 1
+        if kind == B:
+            waiting.append((stage, micro_batch))
+        result.append(Action(kind, stage, micro_batch, *overlapped))
+    return tuple(result)
+
+
+# -------------------------------------------------------------------------- forwards and whole backwards: loops of v
+
+
+def in_turn(forwards: Sequence[Step], backwards: Sequence[Step], warm_up: int) -> list[Step]:
+    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left.
+
+    Naive, AFAB and 1F1B are this list with 0, all, and p-1-r forwards of warm-up.
+    """
+    # --- exercise 6.4: one forward, one backward ---
+    warm_up = min(warm_up, len(forwards))
+    steps = list(forwards[:warm_up])
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        steps += [forward, backward]
+    steps += backwards[len(forwards) - warm_up :]
+    # --- end exercise ---
+    return steps
+
+
+def order_of_chunks(m: int, v: int, group: int) -> list[int]:
+    """Which of its v stages (chunks) a rank forwards 1st, 2nd, 3rd, ...: micro-batches in groups, chunk after chunk.
+
+    A group of p micro-batches is depth-first, of m breadth-first; anything between is Llama 3's compromise. The last
+    group is what remains. [0, 0, 1, 1, 0, 0, 1, 1] for m = 4, v = 2, groups of 2.
+    """
+    order = []
+    # --- exercise 6.11: groups of micro-batches through the chunks ---
+    for first in range(0, m, group):
+        for chunk in range(v):
+            order += [chunk] * min(group, m - first)
+    # --- end exercise ---
+    return order
+
+
+def looped(name: str, p: int, m: int, v: int, group: int, warm_up: Callable[[int], int]) -> Schedule:
+    """Stage s lies on rank s mod p, so that an activation goes round the ranks v times. `warm_up` is given the rank."""
+    chunks = order_of_chunks(m, v, group)
+    lists = []
+    for r in range(p):
+        forwards = [(F, chunk * p + r) for chunk in chunks]
+        backwards = [(BW, (v - 1 - chunk) * p + r) for chunk in chunks]  # the last chunk is the first to go back
+        lists.append(numbered(in_turn(forwards, backwards, warm_up(r))))
+    return Schedule(name, p, p * v, m, (tuple(stage % p for stage in range(p * v)),), tuple(lists))
+
+
+def naive(p: int, m: int, v: int = 1) -> Schedule:
+    """Each micro-batch all the way through before the next: one rank works at a time."""
+    return looped("naive", p, m, 1, m, lambda r: 0)
+
+
+def afab(p: int, m: int, v: int = 1) -> Schedule:
+    """All forwards, all backwards (GPipe, arXiv 1811.06965)."""
+    return looped("afab", p, m, 1, m, lambda r: m)
+
+
+def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
+    """1F1B (PipeDream-Flush): AFAB's bubble, but only p-r micro-batches held, however many there are.
+
+    When the first gradient reaches rank r, exactly the p-1-r micro-batches of the ranks below it are on their way.
+    """
+    return looped("1f1b", p, m, 1, m, lambda r: p - 1 - r)
+
+
+def steady(p: int, v: int, group: int) -> Callable[[int], int]:
+    """Warm-up of the interleaved 1F1B schedules (Megatron-LM, arXiv 2104.04473).
+
+    The first backward belongs to the last chunk, which comes v-1 groups later. Then two more for each rank further up.
+    One more, as in 1F1B, gives the same bubble if messages take no time, and holds less. But then every result is
+    awaited the moment it is made; with two, each message has the time of an action to travel, and only the first way
+    down and the last way up, 2 (v p - 1) messages, are waited for.
+    """
+    return lambda r: p - 1 - r if v == 1 else 2 * (p - 1 - r) + (v - 1) * group
+
+
+def interleaved(p: int, m: int, v: int = 2) -> Schedule:
+    """Megatron-LM's interleaved 1F1B, depth-first: groups of p micro-batches. With v = 1 it is 1F1B."""
+    if m % p:
+        multiple = -(-m // p) * p
+        raise ScheduleError(f"interleaved: {m} micro-batches are no multiple of {p} ranks; use {multiple}, or llama3")
+    return looped("interleaved", p, m, v, p, steady(p, v, p))
+
+
+def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
+    """All micro-batches through a chunk before the next chunk (arXiv 2211.05953): AFAB in v loops.
+
+    It holds everything, but uses a chunk's weights in one go, which suits weights that are gathered when needed.
+    """
+    return looped("breadth-first", p, m, v, m, lambda r: m * v)
+
+
+def llama3(p: int, m: int, v: int = 2, in_flight: int | None = None) -> Schedule:
+    """Interleaved 1F1B with any number of micro-batches, `in_flight` of them in a group (arXiv 2407.21783, 3.3.2).
+
+    The default is the smallest group of at least p whose remainder is none or at least p. A group below p makes the
+    ranks wait at each turn, and with the usual warm-up it can even deadlock: rank 0 wants its next chunk's forward
+    before others may do the backward that rank 0 itself must answer. So the warm-up grows until the lists run.
+    """
+    fits = [n for n in range(p, m) if m % n == 0 or m % n >= p]
+    group = in_flight if in_flight is not None else fits[0] if fits else m
+    if not 1 <= group <= m:
+        raise ScheduleError(f"llama3: {group} micro-batches in flight; use 1 to {m}, the number of micro-batches")
+    extra = 0
+    while True:  # ends at the latest when the warm-up is all forwards
+        warm_up = steady(p, v, group)
+        schedule = looped("llama3", p, m, v, group, lambda r, more=extra, base=warm_up: base(r) + more)
+        try:
+            simulate(schedule)
+            return schedule
+        except ScheduleError:
+            extra += 1
+
+
+# ---------------------------------------------------------------------- backward in two halves: the zero-bubble family
+
+
+def fill_with_w(m: int, r: int, warm_up: int, limit: int) -> list[Step]:
+    """1F1B whose backward is only B, with the W's of rank r filled in (Zero Bubble, arXiv 2401.10241, figures 2, 3).
+
+    A W waits as long as it can: until the next F would hold more than `limit` micro-batches. After the last F, one W
+    goes before each B (there it fills the time in which the gradient travels), and the rest to the end.
+    """
+    warm_up = min(warm_up, m - 1)
+    steps: list[Step] = [(F, r)] * warm_up
+    # --- exercise 6.5: fill in the W's ---
+    held = warm_up
+    for _ in range(m - warm_up):
+        if held == limit:
+            steps.append((W, r))
+            held -= 1
+        steps += [(F, r), (B, r)]
+        held += 1
+    steps += [(W, r), (B, r)] * warm_up
+    steps += [(W, r)] * (held - warm_up)
+    # --- end exercise ---
+    return steps
+
+
+def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
+    """1F1B's warm-up, but every rank holds p micro-batches, not p-r: memory that 1F1B leaves free lets W's wait."""
+    lists = tuple(numbered(fill_with_w(m, r, p - 1 - r, p)) for r in range(p))
+    return Schedule("zb-h1", p, p, m, (tuple(range(p)),), lists)
+
+
+def zb_h2(p: int, m: int, v: int = 1) -> Schedule:
+    """Twice the warm-up and nearly twice the memory. With f = b = w no rank waits between its first F and its last W.
+
+    The ranks finish one after the other. So the optimizer must not wait for all of them: see the paper's section 4.
+    """
+    lists = tuple(numbered(fill_with_w(m, r, 2 * (p - 1 - r), 2 * p - 1)) for r in range(p))
+    return Schedule("zb-h2", p, p, m, (tuple(range(p)),), lists)
+
+
+def v_shape(p: int) -> tuple[int, ...]:
+    """Stages 0..p-1 go down the ranks, stages p..2p-1 up again: rank 0 holds the first and the last."""
+    return (*range(p), *reversed(range(p)))
+
+
+def zb_v(p: int, m: int, v: int = 2) -> Schedule:
+    """ZB-V (arXiv 2401.10241, section 6): zero bubble with 1F1B's memory, thanks to the V.
+
+    Made for at least 2p-1 micro-batches. With fewer, the list for 2p-1 is made and the micro-batches that do not exist
+    are left out: what remains is still in a valid order.
+    """
+    full = max(m, 2 * p - 1)
+    lists = []
+    for r in range(p):
+        down, up, below = r, 2 * p - 1 - r, p - 1 - r
+        down_back, up_all = [(B, down), (W, down)], [(F, up), (B, up), (W, up)]
+        steps: list[Step] = [(F, down)] * (2 * below + 1)  # until the first activation is back from the last rank
+        steps += [(F, up), (F, down)] * r
+        steps += up_all * (below + 1)
+        steps += [(F, down), *down_back, *up_all] * (full - 2 * p + r + 1)  # six in turn: the steady state
+        steps += (down_back + up_all) * below
+        steps += [(B, down), (B, up)] * r  # others wait for these: the W's come after them
+        steps += down_back * (below + 1)
+        steps += [(W, up)] * r + [(W, down)] * r
+        lists.append(tuple(action for action in numbered(steps) if action.micro_batch < m))
+    return Schedule("zb-v", p, 2 * p, m, (v_shape(p),), tuple(lists))
+
+
+# ------------------------------------------------------------------------------------------------ DualPipe and its half
+
+
+def dualpipe_v(p: int, m: int, v: int = 2) -> Schedule:
+    """DualPipeV: the V placement, with an F of one chunk and a BW of the other at the same time.
+
+    One needs computing while the other sends tokens to experts and back, so a pair can be shorter than its parts
+    (Times.pair). The eight steps are those of DeepSeek's DualPipe (arXiv 2412.19437, figure 5).
+    """
+    if m < 2 * p:
+        raise ScheduleError(f"dualpipe-v: {m} micro-batches are too few for {p} ranks; use at least {2 * p}")
+    lists = []
+    for r in range(p):
+        down, up, below = r, 2 * p - 1 - r, p - 1 - r
+        f_down, f_up, with_down, with_up = (F, down), (F, up), (BW, down, True), (BW, up, True)
+        steps: list[Step] = [f_down] * (2 * below)  # step 1
+        steps += [f_down, f_up] * (r + 1)  # 2
+        steps += [(B, up), (W, up), f_up] * below  # 3: whatever is awaited first
+        main = [f_down, with_up, f_up, with_down] * (m - 2 * p + r + 1)  # 4: two pairs in turn
+        if r == p - 1:
+            main[1] = (BW, up)  # here the BW alone is awaited, so the first pair of the turning rank is no pair
+        steps += main
+        steps += [(BW, up), f_up, with_down] * below  # 5
+        tail = [(BW, up), (BW, down)] * (r + 1)  # 6: in its second half only B, to answer sooner
+        steps += tail[: r + 1] + [(B, stage) for _, stage in tail[r + 1 :]]
+        steps += [(W, None), (B, down)] * below  # 7
+        steps += [(W, None)] * (r + 1)  # 8
+        lists.append(numbered(steps))
+    return Schedule("dualpipe-v", p, 2 * p, m, (v_shape(p),), tuple(lists))
+
+
+def dualpipe(p: int, m: int, v: int = 1) -> Schedule:
+    """DualPipe: DualPipeV for half the ranks and micro-batches, unfolded (the "cut in half" of Qi et al., backwards).
+
+    A V over p/2 ranks has p stages; rank r holds stages r and p-1-r. Unfolding gives stage p-1-r to rank p-1-r, and
+    fills the freed half of every rank with the same schedule coming from the other end: rank r works on stage p-1-r
+    of the second half of the micro-batches. Hence two copies of the model, whose gradients must be added.
+    """
+    if p % 2:
+        raise ScheduleError(f"dualpipe: {p} ranks; use an even number, because each rank mirrors another one")
+    if m % 2 or m < 2 * p:
+        raise ScheduleError(f"dualpipe: {m} micro-batches for {p} ranks; use an even number of at least {2 * p}")
+    half = dualpipe_v(p // 2, m // 2)
+    lists = []
+    for r in range(p):
+        row = []
+        for action in half.actions[min(r, p - 1 - r)]:
+            second = action.stage != r  # rank r holds stage r for the first direction, stage p-1-r for the second
+            row.append(Action(action.kind, action.stage, action.micro_batch + second * (m // 2), action.overlapped))
+        lists.append(tuple(row))
+    return Schedule("dualpipe", p, p, m, (tuple(range(p)), tuple(reversed(range(p)))), tuple(lists))
+
+
+def auto(p: int, m: int, v: int = 1, times: Times | None = None, limit: int | None = None) -> Schedule:
+    """The automatic zero-bubble scheduler (schedule_search.py), for given times and memory."""
+    if limit is not None and limit < 1:
+        raise ScheduleError(f"auto: a limit of {limit} activations; use 1 or more")
+    return automatic(p, m, times, limit)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "naive": naive,
+    "afab": afab,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "breadth-first": breadth_first,
+    "llama3": llama3,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
+    "auto": auto,
+}
+FOLDED = ("zb-v", "dualpipe-v")  # exactly two
+
+
+def build(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1, **options) -> Schedule:
+    """The schedule called `name`. Raises ScheduleError, in one line that names the rule, for what does not fit.
+
+    Options: `in_flight` for llama3; `times` and `limit` (activations held) for auto.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(f"{name!r} is no schedule; use one of {', '.join(SCHEDULES)}")
+    for what, number in (("ranks", ranks), ("micro-batches", micro_batches), ("stages per rank", stages_per_rank)):
+        if number < 1:
+            raise ScheduleError(f"{name}: {number} {what}; use 1 or more")
+    if name in FOLDED and stages_per_rank != 2:
+        raise ScheduleError(
+            f"{name}: {stages_per_rank} stages per rank; use 2, one on the way down and one on the way up"
+        )
+    if name not in (*LOOPED, *FOLDED) and stages_per_rank != 1:
+        raise ScheduleError(f"{name}: {stages_per_rank} stages per rank; use 1, or one of {', '.join(LOOPED)}")
+    return SCHEDULES[name](ranks, micro_batches, stages_per_rank, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------- the demo
+
+GALLERY = [  # what the README shows: name, micro-batches, stages per rank, options
+    ("naive", 3, 1, {}),
+    ("afab", 8, 1, {}),
+    ("1f1b", 8, 1, {}),
+    ("interleaved", 8, 2, {}),
+    ("breadth-first", 8, 2, {}),
+    ("llama3", 10, 2, {"in_flight": 5}),
+    ("zb-h1", 8, 1, {}),
+    ("zb-h2", 8, 1, {}),
+    ("zb-v", 8, 2, {}),
+    ("dualpipe", 10, 1, {}),
+    ("dualpipe-v", 10, 2, {}),
+    ("auto", 8, 1, {"times": Times(3, 4, 2, communication=1), "limit": 6}),
+]
+
+
+def draw_all(folder: Path) -> None:
+    """The drawings of all schedules, for four ranks, as SVG files named after them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, m, v, options in GALLERY:
+        save_svg(simulate(build(name, 4, m, v, **options), options.get("times")), folder / f"{name}.svg")
+
+
+def compare(schedule: Schedule, times: Times) -> tuple[list[str], bool]:
+    """One row of the table: what was simulated, what the formula says, and whether they are equal."""
+    check(schedule)
+    timeline = simulate(schedule, times)
+    bubble, held = published(schedule, times)
+    # Equal but for rounding: --times may be fractions. The tests use whole numbers, and demand equality.
+    same = bubble is None or math.isclose(bubble, timeline.bubble, abs_tol=1e-9 * timeline.cost)
+    same = same and held in (None, timeline.peak_activations)
+    v = schedule.stages * len(schedule.placement) // schedule.ranks
+    row = [schedule.name, schedule.ranks, schedule.micro_batches, v]
+    row += [f"{timeline.bubble:g}", "-" if bubble is None else f"{bubble:g}", f"{timeline.bubble_ratio:.3f}"]
+    row += [max(timeline.peak_activations), "-" if held is None else max(held)]
+    return [str(cell) for cell in row], same
+
+
+def arguments() -> argparse.Namespace:
+    parser = OneLineParser(description="Builds, checks, simulates and draws pipeline schedules.")
+    parser.add_argument("--schedule", help=f"one of {', '.join(SCHEDULES)}; without it, a table of all of them")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--stages-per-rank", type=int, default=None, help="default: 2 where a schedule folds or loops")
+    parser.add_argument("--times", type=parse_times, default=Times(), help="F,B,W or F,B,W,C: units of time")
+    parser.add_argument("--in-flight", type=int, help="llama3: micro-batches in a group")
+    parser.add_argument("--limit", type=int, help="auto: activations a rank may hold")
+    parser.add_argument("--svg", type=Path, help="write the drawing to this file")
+    parser.add_argument("--draw-all", type=Path, metavar="DIR", help="write the drawings of all schedules")
+    args = parser.parse_args()
+    for option, fits in (("in_flight", ("llama3",)), ("limit", ("auto",)), ("svg", tuple(SCHEDULES))):
+        if (given := getattr(args, option)) is not None and args.schedule not in fits:
+            names = fits[0] if len(fits) == 1 else "NAME"
+            parser.error(f"--{option.replace('_', '-')} {given} needs --schedule {names} beside it")
+    if args.limit is not None and args.limit < 1:
+        parser.error(f"--limit {args.limit}: a rank holds at least 1 activation; use 1 or more")
+    for option, file in (("--svg", args.svg), ("--draw-all", args.draw_all)):
+        if file and not file.parent.is_dir():
+            parser.error(f"{option} {file}: there is no folder {file.parent}; make it first")
+    options = {"in_flight": args.in_flight} if args.in_flight is not None else {}
+    options |= {"times": args.times, "limit": args.limit} if args.schedule == "auto" else {}
+    args.schedules, args.left_out = [], []
+    for name in [args.schedule] if args.schedule else SCHEDULES:
+        v = 2 if name in LOOPED + FOLDED else 1
+        if args.stages_per_rank is not None and (args.schedule or name in LOOPED):
+            v = args.stages_per_rank
+        try:
+            args.schedules.append(build(name, args.ranks, args.micro_batches, v, **options))
+        except ScheduleError as error:  # in the table of all, a schedule that takes other sizes is left out
+            args.left_out.append(f"{error}")
+    if not args.schedules or (args.schedule and args.left_out):
+        parser.error(f"--schedule {args.left_out[0]}")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    if not is_rank_zero():
+        return 0
+    table = [["schedule", "ranks", "m", "v", "bubble", "formula", "ratio", "held", "formula"]]
+    off = []
+    for schedule in args.schedules:
+        row, same = compare(schedule, args.times)
+        table.append(row)
+        off += [] if same else [f"{schedule.name}: simulated and published differ: {' '.join(row)}"]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    if args.schedule:
+        timeline = simulate(args.schedules[0], args.times)
+        print(text(timeline, colour=sys.stdout.isatty()), end="\n\n")
+        if args.svg:
+            save_svg(timeline, args.svg)
+    if args.draw_all:
+        draw_all(args.draw_all)
+    for row in table:
+        print(row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)))
+    for reason in args.left_out:
+        print(f"left out: {reason}")
+    print("\n".join(off) if off else "PASS")
+    return 1 if off else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

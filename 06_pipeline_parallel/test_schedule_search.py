@@ -1,0 +1,151 @@
+"""What schedule_search.py claims: the heuristic is valid and near the optimum, and the search finds that optimum."""
+
+import random
+import subprocess
+import sys
+from itertools import permutations, product
+from pathlib import Path
+
+import pytest
+from schedule_search import Exhaustive, automatic, exhaustive, greedy, schedule_of
+from schedule_simulator import ScheduleError, Times, check, peak_activations, simulate
+
+HERE = Path(__file__).parent
+
+
+def words_of(m):
+    """Every order of one rank: m F's, B's and W's, in which the k-th B follows the k-th F, the k-th W the k-th B."""
+
+    def grow(word, f, b, w):
+        if w == m:
+            yield word
+        if f < m:
+            yield from grow([*word, "F"], f + 1, b, w)
+        if b < f:
+            yield from grow([*word, "B"], f, b + 1, w)
+        if w < b:
+            yield from grow([*word, "W"], f, b, w + 1)
+
+    return list(grow([], 0, 0, 0))
+
+
+def best_of_all(p, m, times, limit):
+    """The optimum by trying everything; no pruning."""
+    best = float("inf")
+    for words in product(words_of(m), repeat=p):
+        schedule = schedule_of(list(words), m)
+        if max(peak_activations(row) for row in schedule.actions) <= limit:
+            try:
+                best = min(best, simulate(schedule, times).cost)
+            except ScheduleError:
+                continue  # a deadlock
+    return best
+
+
+CASES = [
+    (2, 3, Times(1, 1, 1), 2),
+    (2, 3, Times(3, 4, 2, communication=1), 3),
+    (2, 3, Times(2, 3, 3), 1),
+    (2, 3, Times([1, 3], [2, 1], [3, 2], communication=2), 2),
+    (3, 2, Times(2, 5, 1, communication=1), 2),
+    (3, 2, Times([1, 2, 4], [3, 1, 2], [2, 2, 1]), 2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_search_finds_what_trying_every_order_finds(case):
+    p, m, times, limit = case
+    best, cost, _ = exhaustive(p, m, times, limit)
+    check(best)
+    assert cost == simulate(best, times).cost == best_of_all(p, m, times, limit)
+
+
+def test_the_search_finds_the_optimum_from_a_bad_start_as_well():
+    for p, m, times, limit in [*CASES, (2, 4, Times(), 3), (3, 4, Times(), 5), (3, 3, Times(3, 4, 2), 2)]:
+        start = schedule_of([["F", "B", "W"] * m] * p, m)  # one micro-batch at a time
+        found, cost = Exhaustive(p, m, times, limit).run(start, float("inf"))
+        assert max(simulate(found, times).peak_activations) <= limit
+        assert cost == exhaustive(p, m, times, limit)[1] == simulate(found, times).cost
+
+
+def test_micro_batches_may_keep_their_order_on_every_rank():
+    times, best = Times(2, 1, 3, communication=1), float("inf")
+    rows = []
+    for word in words_of(2):
+        for order in product(permutations(range(2)), repeat=3):  # who is the k-th F, B, W
+            count = dict(F=0, B=0, W=0)
+            row = []
+            for kind in word:
+                row.append((kind, order["FBW".index(kind)][count[kind]]))
+                count[kind] += 1
+            rows.append(row)
+    for pair in product(rows, repeat=2):
+        schedule = schedule_of([[kind for kind, _ in row] for row in pair], 2)
+        lists = tuple(
+            tuple(type(a)(a.kind, a.stage, i) for a, (_, i) in zip(row, named, strict=True))
+            for row, named in zip(schedule.actions, pair, strict=True)
+        )
+        schedule = type(schedule)("any", 2, 2, 2, ((0, 1),), lists)
+        try:
+            best = min(best, simulate(schedule, times).cost)
+        except ScheduleError:
+            continue
+    assert exhaustive(2, 2, times, 2)[1] == best
+
+
+def test_the_heuristic_is_valid_and_keeps_its_memory_limit():
+    rng = random.Random(0)
+    for _ in range(60):
+        p, m, limit = rng.randint(1, 6), rng.randint(1, 10), rng.randint(1, 12)
+        times = Times(*([rng.randint(1, 6) for _ in range(p)] for _ in range(3)), communication=rng.randint(0, 2))
+        schedule = automatic(p, m, times, limit)
+        check(schedule)
+        assert max(simulate(schedule, times).peak_activations) <= limit
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])
+def test_with_equal_times_the_heuristic_reaches_zb_h1_and_zb_h2(p):
+    for m in (2 * p, 3 * p + 1):
+        assert simulate(automatic(p, m, limit=p)).bubble == p - 1
+        assert simulate(automatic(p, m, limit=2 * p - 1)).bubble == 0
+
+
+def test_a_rank_whose_gradient_is_late_may_run_ahead():
+    times = Times(3, 4, 6, communication=1)
+    waits = simulate(greedy(6, 8, times, 3, eager=False, ahead=False), times).cost
+    assert simulate(automatic(6, 8, times, 3), times).cost < 0.7 * waits
+
+
+def test_the_heuristic_is_within_12_percent_of_the_proven_optimum():
+    gaps = []
+    for p, m in ((2, 4), (3, 3), (3, 4)):
+        for times in (Times(1, 1, 1), Times(3, 4, 2, communication=1), Times(2, 3, 3), Times(4, 4, 1), Times(2, 2, 5)):
+            for limit in (p, 2 * p - 1):
+                schedule = automatic(p, m, times, limit)
+                gaps.append(simulate(schedule, times).cost / exhaustive(p, m, times, limit)[1] - 1)
+    assert min(gaps) >= 0
+    assert max(gaps) <= 0.12
+    assert sum(gap == 0 for gap in gaps) >= 0.8 * len(gaps)
+
+
+def test_more_memory_never_makes_the_optimum_worse():
+    for times in (Times(3, 4, 2, communication=1), Times(2, 3, 3)):
+        costs = [exhaustive(3, 3, times, limit)[1] for limit in (1, 2, 3, 5)]
+        assert costs == sorted(costs, reverse=True)
+        assert costs[0] > costs[-1]
+
+
+def test_the_demo_passes_and_a_case_out_of_reach_is_one_line():
+    done = subprocess.run([sys.executable, HERE / "schedule_search.py", "--ranks", "2"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS")
+    for given in (
+        ["--ranks", "9"],
+        ["--micro-batches", "7"],
+        ["--limit", "0"],
+        ["--times", "1,2"],
+        ["--times", "0,1,1"],
+    ):
+        done = subprocess.run([sys.executable, HERE / "schedule_search.py", *given], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert given[0] in done.stderr and given[1] in done.stderr

@@ -1,0 +1,318 @@
+"""What schedules.py claims: every list is valid, and its bubble and memory are exactly those that were published."""
+
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import schedules
+from schedules import BW, SCHEDULES, Action, B, F, ScheduleError, Times, W, build, check, needs, published, simulate
+
+HERE = Path(__file__).parent
+RANKS, MICRO_BATCHES, STAGES = range(1, 9), range(1, 17), range(1, 5)
+ONE_STAGE = ("naive", "afab", "1f1b", "zb-h1", "zb-h2", "dualpipe", "auto")
+LOOPED, FOLDED = ("interleaved", "breadth-first", "llama3"), ("zb-v", "dualpipe-v")
+
+
+def cases(name):
+    """Every (p, m, v) of the grid that the schedule accepts, by its own rule."""
+    per_rank = STAGES if name in LOOPED else (2,) if name in FOLDED else (1,)
+    for p, m, v in product(RANKS, MICRO_BATCHES, per_rank):
+        fits = {
+            "interleaved": m % p == 0,
+            "dualpipe": p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
+            "dualpipe-v": m >= 2 * p,
+        }
+        if fits.get(name, True):
+            yield p, m, v
+
+
+def words(schedule, rank):
+    return " ".join(f"{a.kind}{a.micro_batch}" for a in schedule.actions[rank])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_list_up_to_8_ranks_16_micro_batches_4_stages_passes_the_checker_and_has_the_published_bubble(name):
+    compared = Counter()
+    for p, m, v in cases(name):
+        schedule = build(name, p, m, v)
+        assert (schedule.name, schedule.ranks, schedule.micro_batches) == (name, p, m)
+        assert schedule.stages == (p if name == "dualpipe" else p * v)
+        check(schedule)
+        timeline = simulate(schedule)
+        bubble, held = published(schedule, Times())
+        if bubble is not None:
+            assert timeline.bubble == bubble, f"bubble of {name} for p={p} m={m} v={v}"
+            compared["bubble"] += 1
+        if held is not None:
+            assert timeline.peak_activations == held, f"activations of {name} for p={p} m={m} v={v}"
+            compared["held"] += 1
+    assert name == "auto" or min(compared["bubble"], compared["held"]) >= 16
+
+
+def test_the_bubble_of_afab_and_1f1b_is_p_minus_1_over_m_of_the_ideal_time():
+    for name, p, m in product(("afab", "1f1b"), RANKS, MICRO_BATCHES):
+        assert simulate(build(name, p, m)).bubble_ratio == (p - 1) / m
+
+
+def test_the_bubble_of_interleaved_schedules_is_p_minus_1_over_v_m():
+    for name, p, v, rounds in product(LOOPED, RANKS, STAGES, (1, 2, 3)):
+        timeline = simulate(build(name, p, rounds * p, v))
+        assert timeline.bubble_ratio == (p - 1) / (v * rounds * p), f"{name} p={p} m={rounds * p} v={v}"
+
+
+def test_the_long_warm_up_of_interleaving_hides_all_messages_but_those_of_the_first_and_last_micro_batch():
+    for p, m, v, c in product((2, 4, 8), (8, 16), (2, 3), (0.25, 1)):
+        schedule = build("interleaved", p, m, v)
+        free, slow = simulate(schedule).cost, simulate(schedule, Times(communication=c)).cost
+        assert slow - free == 2 * (v * p - 1) * c, f"p={p} m={m} v={v}, messages take {c}"
+
+
+def test_1f1b_holds_p_minus_rank_micro_batches_and_afab_all_of_them():
+    for p, m in product(RANKS, MICRO_BATCHES):
+        assert simulate(build("1f1b", p, m)).peak_activations == tuple(min(m, p - r) for r in range(p))
+        assert simulate(build("afab", p, m)).peak_activations == (m,) * p
+
+
+def test_the_bubbles_of_zb_h1_and_zb_h2_hold_for_unequal_times():
+    for p, (f, b, w) in product((1, 2, 3, 5, 8), product((1, 2, 3, 4), repeat=3)):
+        if w <= min(f, b):
+            for m in (2 * p - 1, 2 * p, 3 * p + 1):
+                h1, h2 = (simulate(build(name, p, m), Times(f, b, w)) for name in ("zb-h1", "zb-h2"))
+                assert h1.bubble == (p - 1) * (f + b - w)
+                assert h2.bubble == (p - 1) * (f + b - 2 * w)
+                assert (max(h1.peak_activations), max(h2.peak_activations)) == (p, 2 * p - 1)
+
+
+def test_zb_v_has_no_bubble_and_the_memory_of_1f1b():
+    for p, m in product(RANKS, (15, 16, 24)):
+        timeline = simulate(build("zb-v", p, m, 2))
+        assert timeline.bubble == 0
+        assert set(timeline.peak_activations) == {2 * p}  # halves of a stage: as much as 1F1B's p whole ones
+
+
+def test_the_bubble_of_dualpipe_holds_for_every_time_of_a_pair():
+    for p, (f, w) in product((2, 4, 6, 8), ((1, 1), (3, 1), (3, 2), (4, 4))):
+        for pair in range(f + w, 2 * f + w + 1):  # from "the forward is free" to "nothing gained"
+            times = Times(f, f, w, pair=pair)
+            for m in (2 * p, 2 * p + 2, 4 * p):
+                both = simulate(build("dualpipe", p, m), times), simulate(build("dualpipe-v", p // 2, m // 2, 2), times)
+                for timeline in both:
+                    backward = f + w  # what the paper calls B is the whole backward
+                    assert timeline.bubble == (p // 2 - 1) * (pair + backward - 3 * w)
+                    assert set(timeline.peak_activations) == {p + 1}
+
+
+def test_llama3_takes_any_number_of_micro_batches_in_flight():
+    for p, m, v in product((1, 2, 3, 4), (1, 4, 5, 7, 10), (1, 2, 3)):
+        peaks = []
+        for group in range(1, m + 1):
+            schedule = build("llama3", p, m, v, in_flight=group)
+            check(schedule)
+            peaks.append(max(simulate(schedule).peak_activations))
+        assert peaks[p - 1 :] == sorted(peaks[p - 1 :]), f"p={p} m={m} v={v}: more in flight must not need less memory"
+    depth_first = build("llama3", 4, 8, 2, in_flight=4)
+    assert depth_first.actions == build("interleaved", 4, 8, 2).actions
+
+
+def test_the_lists_of_1f1b_are_those_of_the_paper():
+    schedule = build("1f1b", 4, 8)
+    assert words(schedule, 0) == "F0 F1 F2 F3 BW0 F4 BW1 F5 BW2 F6 BW3 F7 BW4 BW5 BW6 BW7"
+    assert words(schedule, 2) == "F0 F1 BW0 F2 BW1 F3 BW2 F4 BW3 F5 BW4 F6 BW5 F7 BW6 BW7"
+    assert words(schedule, 3) == " ".join(f"F{i} BW{i}" for i in range(8))
+
+
+def test_the_lists_of_the_interleaved_schedule_are_those_of_megatron():
+    schedule = build("interleaved", 2, 4, 2)
+    got = [f"{a.kind}{a.micro_batch}@{a.stage}" for a in schedule.actions[0]]
+    want = "F0@0 F1@0 F0@2 F1@2 F2@0 BW0@2 F3@0 BW1@2 F2@2 BW0@0 F3@2 BW1@0 BW2@2 BW3@2 BW2@0 BW3@0"
+    assert got == want.split()
+
+
+def test_groups_of_micro_batches_pass_through_the_chunks_in_turn():
+    assert schedules.order_of_chunks(4, 2, 2) == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert schedules.order_of_chunks(5, 2, 3) == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+    assert schedules.order_of_chunks(3, 3, 3) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_the_w_of_the_last_rank_waits_until_memory_is_full():
+    assert words(build("zb-h1", 3, 5), 2) == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4"
+    assert words(build("zb-h1", 3, 5), 0) == "F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"
+    assert words(build("zb-h2", 2, 4), 1) == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3"
+
+
+def test_a_folded_schedule_turns_on_the_last_rank_and_ends_where_it_began():
+    for name in FOLDED:
+        schedule = build(name, 4, 8, 2)
+        assert schedule.placement == ((0, 1, 2, 3, 3, 2, 1, 0),)
+        assert schedule.stages_of(0) == [(0, 0), (0, 7)]
+
+
+def test_dualpipe_sends_half_the_micro_batches_the_other_way_and_both_halves_are_mirror_images():
+    schedule = build("dualpipe", 4, 8)
+    assert schedule.placement == ((0, 1, 2, 3), (3, 2, 1, 0))
+    assert [schedule.direction(i) for i in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert schedule.stages_of(1) == [(0, 1), (1, 2)]
+    assert schedule.rank_of(0, 3) == 0 and schedule.rank_of(0, 4) == 3
+    for rank in range(4):
+        mirrored = [replace(a, micro_batch=(a.micro_batch + 4) % 8) for a in schedule.actions[rank]]
+        assert tuple(mirrored) == schedule.actions[3 - rank]
+
+
+def test_a_pair_is_a_forward_and_a_whole_backward_of_opposite_chunks():
+    for name, p, m, v in (("dualpipe", 4, 10, 1), ("dualpipe-v", 3, 8, 2)):
+        schedule = build(name, p, m, v)
+        pairs = 0
+        for row in schedule.actions:
+            for first, second in pairwise(row):
+                if second.overlapped:
+                    assert (first.kind, second.kind, first.overlapped) == (F, BW, False)
+                    assert first.stage != second.stage
+                    pairs += 1
+        assert pairs >= p * m / 2
+    row = build("dualpipe-v", 3, 8, 2).actions[2]  # the rank where the V turns: its first BW is awaited at once
+    assert [a.overlapped for a in row if a.kind == BW][:2] == [False, True]
+
+
+def torch_lists(name, p, m, v, rank):
+    """The list that torch.distributed.pipelining makes, as our actions; its own code, none of ours."""
+    from torch.distributed.pipelining import schedules as referee
+
+    if name in ("interleaved", "llama3"):
+        warm_up = min(m * v, (v - 1) * p + 2 * (p - 1 - rank))
+        forward = lambda step: (step // p % v) * p + rank  # noqa: E731
+        backward = lambda step: (v - 1 - (step - warm_up) // p % v) * p + rank  # noqa: E731
+        steady = m * v - warm_up
+        ops = referee._get_1f1b_rank_ops(v, p, warm_up, steady, m * v - steady, rank, forward, backward)
+    else:
+        kind = {"zb-v": referee.ScheduleZBVZeroBubble, "dualpipe-v": referee.ScheduleDualPipeV}[name]
+        maker = object.__new__(kind)
+        maker.pp_group_size, maker._num_stages, maker.num_stages, maker._n_microbatches = p, 2 * p, 2 * p, m
+        ops = maker._calculate_single_rank_operations(rank)
+    kinds = {"F": F, "I": B, "W": W, "B": BW}
+    result = []
+    for op in ops:
+        if op is None:
+            continue
+        both = op.sub_actions if getattr(op, "sub_actions", None) else (op,)
+        for i, one in enumerate(both):
+            result.append(Action(kinds[one.computation_type.value], one.stage_index, one.microbatch_index, i == 1))
+    return tuple(result)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe-v"])
+def test_the_order_is_the_one_that_pytorch_runs(name):
+    for p, m in ((2, 4), (3, 6), (4, 8), (4, 12), (5, 20)):
+        schedule = build(name, p, m, 2)
+        for rank in range(p):
+            if name == "zb-v":  # which W comes first at the very end is free: the W's of both stages in any order
+                got, want = schedule.actions[rank], torch_lists(name, p, m, 2, rank)
+                assert [a for a in got if a.kind != W] == [a for a in want if a.kind != W]
+                assert sorted(map(str, got)) == sorted(map(str, want))
+                assert [a.kind for a in got] == [a.kind for a in want]
+            else:
+                assert schedule.actions[rank] == torch_lists(name, p, m, 2, rank), f"rank {rank} of {p}"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_swapped_actions_are_rejected_or_still_run_and_never_hang(name):
+    rng = random.Random(name)
+    v = 2 if name in LOOPED + FOLDED else 1
+    schedule = build(name, 4, 8, v)
+    outcomes = Counter()
+    for _ in range(40):
+        rank = rng.randrange(4)
+        row = list(schedule.actions[rank])
+        i, j = rng.sample(range(len(row)), 2)
+        row[i], row[j] = row[j], row[i]
+        other = replace(schedule, actions=(*schedule.actions[:rank], tuple(row), *schedule.actions[rank + 1 :]))
+        try:
+            check(other)
+        except ScheduleError as error:
+            outcomes["rejected"] += 1
+            assert re.search(r"(F|B|W|BW)\d+@\d", str(error)), error
+        else:
+            outcomes["valid"] += 1
+            timeline = simulate(other)
+            for row, ends in zip(other.actions, timeline.end, strict=True):
+                for action, end in zip(row, ends, strict=True):
+                    for key in needs(other, action):
+                        holder = other.rank_of(key[1], key[2])
+                        where = next(n for n, a in enumerate(other.actions[holder]) if key in a.yields())
+                        assert timeline.end[holder][where] < end
+    assert outcomes["rejected"] > 5
+
+
+BAD = {
+    ("1f1b-ish", 4, 8, 1): "'1f1b-ish' is no schedule; use one of naive, afab",
+    ("1f1b", 0, 8, 1): "0 ranks; use 1 or more",
+    ("1f1b", 4, 0, 1): "0 micro-batches; use 1 or more",
+    ("1f1b", 4, 8, 2): "2 stages per rank; use 1, or one of interleaved",
+    ("interleaved", 4, 8, 0): "0 stages per rank; use 1 or more",
+    ("interleaved", 4, 6, 2): "6 micro-batches are no multiple of 4 ranks; use 8, or llama3",
+    ("zb-v", 4, 8, 1): "1 stages per rank; use 2",
+    ("dualpipe-v", 4, 8, 3): "3 stages per rank; use 2",
+    ("dualpipe-v", 4, 7, 2): "7 micro-batches are too few for 4 ranks; use at least 8",
+    ("dualpipe", 3, 8, 1): "3 ranks; use an even number",
+    ("dualpipe", 4, 6, 1): "6 micro-batches for 4 ranks; use an even number of at least 8",
+    ("dualpipe", 4, 9, 1): "9 micro-batches for 4 ranks; use an even number of at least 8",
+}
+
+
+@pytest.mark.parametrize("given", BAD, ids=str)
+def test_what_does_not_fit_is_one_line_that_names_the_rule(given):
+    with pytest.raises(ScheduleError, match=re.escape(BAD[given])) as caught:
+        build(*given)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ScheduleError, match="9 micro-batches in flight; use 1 to 8"):
+        build("llama3", 4, 8, 2, in_flight=9)
+
+
+def run(*given):
+    return subprocess.run([sys.executable, HERE / "schedules.py", *given], capture_output=True, text=True, timeout=60)
+
+
+def test_the_demo_compares_every_schedule_with_its_formula_and_passes():
+    done = run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "PASS"
+    assert [line.split()[0] for line in lines[1:-1]] == list(SCHEDULES)
+    done = run("--schedule", "interleaved", "--stages-per-rank", "3", "--times", "2,3,1,1")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS")
+    done = run("--ranks", "3", "--micro-batches", "7", "--times", "0.3,0.3,0.1")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS")
+    assert "left out: dualpipe: 3 ranks; use an even number" in done.stdout
+
+
+def test_a_simulation_that_misses_its_formula_ends_the_demo_with_1_and_the_numbers(monkeypatch, capsys):
+    monkeypatch.setattr(schedules, "published", lambda schedule, times: (123.0, None))
+    monkeypatch.setattr(sys, "argv", ["schedules.py", "--schedule", "1f1b"])
+    assert schedules.main() == 1
+    assert "1f1b: simulated and published differ" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_wrong_option_is_one_line_with_option_value_and_remedy(capsys, monkeypatch):
+    for given, said in (
+        (["--schedule", "gpipe"], "--schedule 'gpipe' is no schedule; use one of"),
+        (["--ranks", "3", "--schedule", "dualpipe"], "--schedule dualpipe: 3 ranks; use an even number"),
+        (["--in-flight", "4"], "--in-flight 4 needs --schedule llama3"),
+        (["--schedule", "1f1b", "--limit", "4"], "--limit 4 needs --schedule auto"),
+        (["--schedule", "auto", "--limit", "0"], "--limit 0"),
+        (["--times", "1,1"], "--times: '1,1': give three positive times"),
+        (["--svg", "x.svg"], "--svg x.svg needs --schedule NAME"),
+        (["--schedule", "1f1b", "--svg", "no/such/x.svg"], "there is no folder no/such"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["schedules.py", *given])
+        with pytest.raises(SystemExit) as stop:
+            schedules.main()
+        printed = capsys.readouterr()
+        assert stop.value.code == 2
+        assert printed.out == ""
+        assert len(printed.err.splitlines()) == 1, printed.err
+        assert said in printed.err

@@ -1,0 +1,262 @@
+"""Backward in two parts: the same gradients, half the work in each, hooks as ever, and no graph left behind."""
+
+import subprocess
+import sys
+import weakref
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness.oracle import assert_same, assert_same_named
+from split_backward import Block, backward_for_input, flops, recomputed_once, split_backward
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+H = 6
+
+
+class Product(torch.autograd.Function):
+    """A custom function with an input and a weight, such as a fused or an fp8 linear layer."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.flatten(0, -2).t() @ grad.flatten(0, -2)
+
+
+def checkpointed(block):
+    return partial(checkpoint, block, use_reentrant=False)
+
+
+class Odd(nn.Module):
+    """A module of every kind of use of a weight; `forward` takes x and gives the output named `how`."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.a, self.b = (nn.Parameter(torch.randn(H, H)) for _ in range(2))
+        self.scale, self.unused = nn.Parameter(torch.randn(H)), nn.Parameter(torch.randn(H))
+        self.frozen = nn.Parameter(torch.randn(H, H), requires_grad=False)
+        self.linear, self.block = nn.Linear(H, H), Block(H)
+
+    def forward(self, x):
+        a, b, scale = self.a, self.b, self.scale
+        return {
+            "a weight used twice": lambda: torch.tanh(x @ a) @ a,
+            "twice, once through another weight": lambda: torch.tanh(x @ a) @ (a * scale),
+            "two different functions of one weight": lambda: torch.tanh(x @ a.t()) @ a.exp(),
+            "three uses, nested": lambda: torch.tanh(torch.tanh(x @ a) @ b @ a) @ (a + b),
+            "a linear layer with a bias": lambda: self.linear(x),
+            "a custom function": lambda: Product.apply(torch.tanh(Product.apply(x, a)), b),
+            "a frozen weight between": lambda: torch.tanh(x @ a @ self.frozen) @ b,
+            "weights that never meet x": lambda: x + (a @ b).sum(),
+            "the output ignores x": lambda: (a @ b).expand(2, H, H),
+            "x itself": lambda: x,
+            "no weight": lambda: torch.tanh(x) * x,
+            "a hook that changes a gradient": lambda: self.hooked(x @ a) @ b,
+            "two outputs of one node": lambda: sum(part * scale[:3] for part in (x @ a).split(3, dim=-1)).repeat(
+                1, 1, 2
+            ),
+            "a block": lambda: self.block(x),
+            "checkpointed": lambda: checkpoint(
+                self.block, checkpoint(self.block, x, use_reentrant=False), use_reentrant=False
+            ),
+            "recomputed once": lambda: recomputed_once(self.block)(recomputed_once(self.block)(x)),
+            "recomputed inside recomputed": lambda: recomputed_once(lambda y: recomputed_once(self.block)(y) @ a)(x),
+        }[self.how]()
+
+    def hooked(self, y):
+        if y.requires_grad:
+            y.register_hook(lambda grad: 3 * grad)
+        return y
+
+
+HOW = [
+    "a weight used twice",
+    "twice, once through another weight",
+    "two different functions of one weight",
+    "three uses, nested",
+    "a linear layer with a bias",
+    "a custom function",
+    "a frozen weight between",
+    "weights that never meet x",
+    "the output ignores x",
+    "x itself",
+    "no weight",
+    "a hook that changes a gradient",
+    "two outputs of one node",
+    "a block",
+    "checkpointed",
+    "recomputed once",
+    "recomputed inside recomputed",
+]
+
+
+def gradients(module):
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def make(how):
+    torch.manual_seed(0)
+    module = Odd(how).double()
+    x = torch.randn(2, H, H, dtype=torch.float64, requires_grad=True)
+    return module, deepcopy(module), x, torch.randn_like(x)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_both_parts_together_give_the_gradients_of_one_backward(how):
+    module, whole, x, grad = make(how)
+    fired = []
+    for name, p in module.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    for _ in range(2):  # the second time it is added to the first
+        y = module(x)
+        (dx,), part = backward_for_input(get_gradient_edge(y), grad, [get_gradient_edge(x)])
+        before = {name: None if g is None else g.clone() for name, g in gradients(module).items()}
+        part.run()
+        fresh = x.detach().clone().requires_grad_()
+        whole(fresh).backward(grad)
+        assert_same(dx, fresh.grad, what="gradient of x")
+        assert x.grad is None, "the input is no weight: its gradient is returned, and W leaves it alone"
+        assert_same_named(gradients(module), gradients(whole), what="gradient of")
+    # B has touched no weight: before the second W, the gradients were those of the first step.
+    assert_same_named(before, {n: None if g is None else g / 2 for n, g in gradients(whole).items()})
+    assert sorted(fired) == sorted(2 * [n for n, g in gradients(whole).items() if g is not None]), "one hook, one W"
+
+
+def test_operations_of_forward_input_part_and_weight_part_are_equal_in_linear_layers():
+    module = nn.Sequential(*(nn.Linear(H, H) for _ in range(4)))
+    x = torch.randn(5, H, requires_grad=True)
+    forward, y = flops(lambda: module(x))
+    for_input, (_, part) = flops(
+        lambda: backward_for_input(get_gradient_edge(y), torch.ones_like(y), [get_gradient_edge(x)])
+    )
+    for_weights, _ = flops(part.run)
+    assert (forward, for_input, for_weights) == (4 * 2 * 5 * H * H,) * 3
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_below_the_first_activation_the_weight_part_goes_on_to_the_embedding(tied):
+    """B stops at the embedding's output, for tokens have no gradient. With a tied head, two ways lead to the table."""
+    torch.manual_seed(0)
+    table = nn.Parameter(torch.randn(11, H, dtype=torch.float64))
+    head = table if tied else nn.Parameter(torch.randn(11, H, dtype=torch.float64))
+    weights = [table] if tied else [table, head]
+    tokens = torch.tensor([[1, 2, 1], [0, 10, 4]])
+    x = F.embedding(tokens, table)
+    y = torch.tanh(x) @ head.t()
+    (dx,), part = backward_for_input(get_gradient_edge(y), torch.ones_like(y), [get_gradient_edge(x)])
+    assert table.grad is None and dx.shape == x.shape
+    part.run()
+    want = torch.autograd.grad((torch.tanh(F.embedding(tokens, table)) @ head.t()).sum(), weights)
+    for got, grad in zip(weights, want, strict=True):
+        assert_same(got.grad, grad, what="gradient of the table, then of the head")
+
+
+class Counted(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x)
+
+
+def test_a_recomputed_block_runs_twice_and_a_checkpointed_one_once_more_for_each_cut():
+    counts = {}
+    for name, wrap in (("recomputed once", recomputed_once), ("checkpoint", checkpointed)):
+        block = Counted(nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Linear(H, H)))
+        x = torch.randn(3, H, requires_grad=True)
+        split_backward(wrap(block), x, torch.ones(3, H))
+        counts[name] = block.calls
+    assert counts == {"recomputed once": 1 + 1, "checkpoint": 1 + 1 + 2}
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_recomputation_keeps_the_input_only_and_draws_the_same_dropout_mask(split):
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(H, 4 * H), nn.Dropout(0.5), nn.Linear(4 * H, H)).double()
+    x = torch.randn(3, H, dtype=torch.float64, requires_grad=True)
+    found = []
+    for wrap in (recomputed_once, lambda block: block):
+        torch.manual_seed(1)
+        block.zero_grad()
+        x.grad, saved = None, []
+
+        def pack(tensor, saved=saved):
+            saved.append(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = wrap(block)(x)
+        after = torch.rand(1)
+        if split:
+            (dx,), part = backward_for_input(get_gradient_edge(y), torch.ones_like(y), [get_gradient_edge(x)])
+            part.run()
+        else:
+            y.backward(torch.ones_like(y))
+            dx = x.grad
+        found.append((saved, after, dx, *(p.grad for p in block.parameters())))
+    assert found[0][0] == [x.shape], "of a block, only its input is kept"
+    for got, want in zip(found[0][1:], found[1][1:], strict=True):
+        assert_same(got, want)
+
+
+class Noted(torch.autograd.Function):
+    """A weight as it is; in W, when its gradient comes by, `note` is called."""
+
+    @staticmethod
+    def forward(ctx, weight, note):
+        ctx.note = note
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.note()
+        return grad, None
+
+
+def test_the_graph_lives_until_the_weight_part_and_goes_layer_by_layer():
+    class Box:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    boxes, alive = weakref.WeakSet(), []
+
+    def pack(tensor):
+        box = Box(tensor.detach())
+        boxes.add(box)
+        return box
+
+    weights = [nn.Parameter(torch.randn(H, H)) for _ in range(4)]
+    x = torch.randn(5, H, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        y = x
+        for weight in weights:
+            y = torch.tanh(y @ Noted.apply(weight, lambda: alive.append(len(boxes))))
+    output = [get_gradient_edge(y)]
+    del y
+    _, part = backward_for_input(output.pop(), torch.ones(5, H), [get_gradient_edge(x)])
+    one = 3  # saved by a layer: both factors of the product, and tanh's output; the topmost tanh has gone in B
+    assert len(boxes) == 4 * one - 1 and alive == []
+    part.run()
+    assert alive == [4 * one - 1, 3 * one - 1, 2 * one - 1, one - 1], "what is above a layer has gone before its turn"
+    assert len(boxes) == 0 and part.cuts == [] and part.parts == []
+
+
+def test_bad_options_end_in_one_line():
+    script = Path(__file__).with_name("split_backward.py")
+    done = subprocess.run([sys.executable, script, "--part", "3"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "split_backward.py: " in done.stderr and "--part" in done.stderr
