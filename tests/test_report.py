@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from harness.figures import stale, write_figure
 from harness.report import ROOT, Ratio, fill, paired, ratio_of, table, write_result
 
 COLUMNS, ROWS = ["what", "bytes", "time ratio"], [["ring", 12345, Ratio(0.5, 0.4, 0.6)], ["tree", 1.23456, "n/a"]]
@@ -38,7 +39,8 @@ def test_median_and_quartiles():
 
 def test_a_result_names_device_versions_and_commit(tmp_path):
     record = json.loads(write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path).read_text())
-    assert set(record["environment"]) == {"device", "torch", "python", "commit"}
+    assert set(record["environment"]) >= {"device", "torch", "python", "commit", "date"}
+    assert record["verified"] is True
     assert all(record["environment"].values())
     with pytest.raises(ValueError, match="2 cells for 3 columns"):
         write_result("09_x", "Rings", COLUMNS, [["ring", 1]], folder=tmp_path)
@@ -64,3 +66,21 @@ def test_the_tables_in_the_readmes_are_those_of_the_results():
     readmes = [ROOT / "README.md", *ROOT.glob("*/README.md")]
     stale = [str(path) for path in readmes if fill(path.read_text(), ROOT / "results") != path.read_text()]
     assert not stale, f"run `make tables`: {stale}"
+
+
+def test_a_figure_is_drawn_from_results_is_repeatable_and_knows_when_it_is_old(tmp_path):
+    def draw(axes, rings):
+        axes.bar([row[0] for row in rings["rows"]], [row[1] for row in rings["rows"]])
+
+    write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path / "results")
+    first = write_figure("09_x/figures/rings.svg", ["09_x"], draw, root=tmp_path).read_text()
+    assert "ring" in first and "drawn from 09_x: " in first and not stale(tmp_path)
+    assert write_figure("09_x/figures/rings.svg", ["09_x"], draw, root=tmp_path).read_text() == first
+    write_result("09_x", "Rings", COLUMNS, [["ring", 12346, "n/a"]], folder=tmp_path / "results")
+    assert stale(tmp_path) == ["09_x/figures/rings.svg is older than 09_x"]
+    with pytest.raises(FileNotFoundError, match="no result is called 09_y"):
+        write_figure("09_x/figures/rings.svg", ["09_y"], draw, root=tmp_path)
+
+
+def test_no_figure_is_older_than_its_results():
+    assert not stale(), "\n".join(stale())

@@ -1,7 +1,8 @@
 """Plant a mistake in a copy of the repository and see whether the test that should catch it does.
 
 `exercises/mistakes/SCRIPT.toml` lists mistakes: a few lines of SCRIPT.py, what a student or a real project wrote in
-their place, the test that must turn red, and a hint for whoever made it. tests/test_mistakes.py plants every one.
+their place, the test that must turn red, and a hint for whoever made it (`matmul.cu.toml` is about matmul.cu).
+tests/test_mistakes.py plants every one.
 
 A pytest process costs seconds to start, so one `Runner` process runs all of them, one after another, in fresh copies;
 between two runs it forgets all modules of the repository (`forget_modules`), as the ranks do.
@@ -48,9 +49,10 @@ class Mistake:
 def all_mistakes(folder: Path = ROOT / "exercises" / "mistakes") -> list[Mistake]:
     mistakes = []
     for file in sorted(folder.glob("*.toml")):
-        scripts = [*ROOT.glob(f"[01]*/{file.stem}.py"), *ROOT.glob(f"tests/harness/{file.stem}.py")]
+        name = file.stem if "." in file.stem else f"{file.stem}.py"
+        scripts = [*ROOT.glob(f"[01]*/{name}"), *ROOT.glob(f"tests/harness/{name}")]
         if len(scripts) != 1:
-            raise ValueError(f"{file.name}: {len(scripts)} scripts are called {file.stem}.py")
+            raise ValueError(f"{file.name}: {len(scripts)} scripts are called {name}")
         entries = tomllib.loads(file.read_text())["mistake"]
         mistakes += [Mistake(scripts[0].relative_to(ROOT), **entry) for entry in entries]
     return mistakes

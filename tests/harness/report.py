@@ -8,9 +8,13 @@ the commit. `make tables` (this file as a script) then fills every block of ever
 
 with the tables of all results of that name, one for each device it was measured on. `--check` changes nothing and
 exits with 1 if a README differs from what its results say; a test does the same.
+
+A block that begins with `<!-- gpu results: NAME -->` shows only what GPUs measured, and says "Not measured yet" until
+one has. A whole run of `make gpu` travels as one file; `--take FILE` puts the results in it into results/.
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -21,13 +25,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"(<!-- results: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end results -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(?P<begin><!-- (?P<gpu>gpu )?results: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(?P<end><!-- end results -->)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -90,19 +98,44 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
 
 
+def file_name(device: str) -> str:
+    """How a device is called in names of files."""
+    return "cpu" if device.startswith("CPU") else re.sub(r"\W+", "-", device.lower()).strip("-")
+
+
+def driver_version() -> str:
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+        return lines[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown (no nvidia-smi)"
+
+
 def environment() -> dict[str, str]:
-    """Where and with what a result was measured."""
+    """Where, when and with what a result was measured. In a copy without git, COMMIT in the environment names it."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        commit = "unknown (no git checkout)"
-    return {
+        commit = os.environ.get("COMMIT") or "unknown (no git checkout)"
+    about = {
         "device": device_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit,
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
+    if torch.cuda.is_available():
+        about |= {"driver": driver_version(), "cuda": str(torch.version.cuda), "triton": _version_of("triton")}
+    return about
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def write_result(
@@ -112,19 +145,25 @@ def write_result(
     rows: Sequence[Sequence[Any]],
     notes: str = "",
     folder: Path | None = None,
+    *,
+    verified: bool = True,
 ) -> Path:
-    """Write `results/NAME.DEVICE.json` and return its path. A cell is a string, a number or a Ratio."""
+    """Write `results/NAME.DEVICE.json` and return its path. A cell is a string, a number or a Ratio.
+
+    A benchmark verifies before it times, and writes nothing if that fails: what is written is `verified`. Whoever
+    writes a number that nothing was held against has to say so.
+    """
     for row in rows:
         if len(row) != len(columns):
             raise ValueError(f"result {name}: row {list(row)} has {len(row)} cells for {len(columns)} columns")
-    device = "cpu" if not torch.cuda.is_available() else re.sub(r"\W+", "-", device_name().lower()).strip("-")
-    path = (folder or ROOT / "results") / f"{name}.{device}.json"
+    path = (folder or ROOT / "results") / f"{name}.{file_name(device_name())}.json"
     record = {
         "name": name,
         "title": title,
         "columns": list(columns),
         "rows": [[{"ratio": asdict(cell)} if isinstance(cell, Ratio) else cell for cell in row] for row in rows],
         "notes": notes,
+        "verified": verified,
         "environment": environment(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,8 +180,12 @@ def table(record: dict[str, Any]) -> str:
     on_cpu = (
         " A CPU's ratios hold within this run and say nothing of speed on GPUs." if "CPU" in where["device"] else ""
     )
-    about = f"{where['device']}; torch {where['torch']}, Python {where['python']}, commit {where['commit']}.{on_cpu}"
-    return "\n".join([*lines, "", *([record["notes"], ""] if record["notes"] else []), f"Measured on: {about}", ""])
+    about = f"{where['device']}; torch {where['torch']}, Python {where['python']}, commit {where['commit']}"
+    if "driver" in where:  # older records lack it, and so do those of a CPU
+        about += f"; driver {where['driver']}, CUDA {where['cuda']}, Triton {where['triton']}; {where['date']}"
+    warning = [] if record.get("verified", True) else ["**Not verified**: nothing was held against these numbers.", ""]
+    notes = [record["notes"], ""] if record["notes"] else []
+    return "\n".join([*lines, "", *warning, *notes, f"Measured on: {about}.{on_cpu}", ""])
 
 
 def _row(cells: Sequence[Any]) -> str:
@@ -162,19 +205,49 @@ def fill(text: str, results: Path) -> str:
 
     def body(block: re.Match[str]) -> str:
         files = sorted(results.glob(f"{block['name']}.*.json"))
+        if block["gpu"]:
+            files = [file for file in files if not file.name.endswith(".cpu.json")]
+            if not files:
+                waiting = f"Not measured yet: `{block['name']}` waits for a GPU (`make gpu`)."
+                return f"{block['begin']}\n{waiting}\n\n{block['end']}"
         if not files:
             raise ValueError(f"no results/{block['name']}.*.json: run the benchmark first, or remove the block")
         tables = [table(json.loads(file.read_text())) for file in files]
-        return block[1] + "\n" + "\n".join(tables) + "\n" + block[4]
+        return block["begin"] + "\n" + "\n".join(tables) + "\n" + block["end"]
 
     return BLOCK.sub(body, text)
+
+
+def take(file: Path, results: Path) -> list[str]:
+    """Put the results of a whole GPU run, one file, into `results`; returns their names. Raises ValueError for others.
+
+    The run's own record comes along: it says what else was tried, and what became of it.
+    """
+    run = json.loads(file.read_text())
+    if not {"device", "dry", "sections", "results"} <= set(run):
+        raise ValueError(f"--take {file}: this is not the record of a run of tests/gpu.py")
+    if run["dry"]:
+        raise ValueError(f"--take {file}: a dry run measures nothing; take the file of a run on a GPU")
+    device = file_name(run["device"])
+    results.mkdir(parents=True, exist_ok=True)
+    for name, record in run["results"].items():
+        (results / f"{name}.{device}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (results / f"{device}.json").write_text(json.dumps(run, indent=1) + "\n")
+    return list(run["results"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fill the results tables of the READMEs.")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a README is out of date")
-    check = parser.parse_args().check
-    stale = []
+    parser.add_argument("--take", type=Path, metavar="FILE", help="first put the results of this GPU run into results/")
+    args = parser.parse_args()
+    check, stale = args.check, []
+    if args.take:
+        try:
+            print("taken: " + ", ".join(take(args.take, ROOT / "results")))
+        except (OSError, ValueError) as error:
+            print(f"report.py: {error}", file=sys.stderr)
+            return 2
     for readme in [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]:
         old = readme.read_text()
         new = fill(old, ROOT / "results")

@@ -1,0 +1,596 @@
+"""Everything that only a GPU can show, in one command: verify, measure, record.
+
+    python tests/gpu.py                            all sections, the most valuable first, in under nine minutes
+    python tests/gpu.py --section kernels,fp8      some of them
+    python tests/gpu.py --dry                      the same program on the CPU with tiny sizes: proves the command only
+    python tests/gpu.py --out DIR --budget 300     where to write, and how long it may take in all
+
+A GPU is often borrowed for minutes, so nothing waits for the end. Every step is a process of its own with a deadline;
+what it measured is in DEVICE.json as soon as it is done, and what goes wrong in one does not keep the next from
+running. What the time does not allow is left out, and named.
+
+    environment and ceilings -> kernels are right -> kernels are fast -> the trainer's step -> fp8 -> layers
+      -> chapters on nccl -> ranks that share a GPU -> ranks on several GPUs -> FPDT
+
+DEVICE.json holds the device, driver, versions, commit and date, the outcome of every step, and every result with its
+spread; `make results FROM=DEVICE.json` puts them into results/ and fills the tables of the READMEs. Written straight
+into results/ (the default), they are there already.
+
+It needs Python, torch and triton. Without tqdm a stand-in of a few lines is used; without pytest, nvcc or a C++
+compiler the steps that need them are "not run". Nothing is installed, and nothing is written into the tree but the
+results.
+
+Exit code: 0 if all that ran is right, 1 if a step failed or was too slow, 2 if nothing could be started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness.goals import judge
+from harness.report import ROOT, file_name
+
+PASSED, FAILED, TOO_SLOW, NOT_RUN, LEFT_OUT = "passed", "failed", "too slow", "not run", "left out"
+
+# ------------------------------------------------------------------------------------------------------ what there is
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the probe found: in a process of its own, so that this one never holds memory of the GPU."""
+
+    dry: bool
+    environment: dict[str, str]
+    gpus: int = 0
+    total_gib: float = 0.0
+    free_gib: float = 0.0
+    tools: frozenset[str] = frozenset()  # of nvcc, g++, pytest, tqdm
+
+    @property
+    def device(self) -> str:
+        return self.environment["device"]
+
+
+PROBE = """
+import json, torch
+from harness.report import environment
+found = {"environment": environment(), "gpus": torch.cuda.device_count()}
+if found["gpus"]:
+    free, total = torch.cuda.mem_get_info(0)
+    torch.zeros(1, device="cuda").item()  # a GPU may be listed and still refuse to work
+    found |= {"free_gib": free / 2**30, "total_gib": total / 2**30}
+print(json.dumps(found))
+"""
+
+
+class CannotStart(RuntimeError):
+    """Why nothing can be run, in one line."""
+
+
+def tools() -> frozenset[str]:
+    programs = {name for name in ("nvcc", "g++") if shutil.which(name)}
+    return frozenset(programs | {name for name in ("pytest", "tqdm") if importlib.util.find_spec(name)})
+
+
+def probe(dry: bool, environment: dict[str, str]) -> Machine:
+    """Raises CannotStart where there is no GPU and the run is not dry."""
+    command = [sys.executable, "-c", PROBE]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        raise CannotStart("the GPU does not answer within two minutes; is another program using it?") from None
+    if done.returncode:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1][:200]
+        raise CannotStart(f"PyTorch cannot use this device ({reason}); --dry tries the program on the CPU")
+    found = json.loads(done.stdout.splitlines()[-1])
+    if not found["gpus"] and not dry:
+        raise CannotStart("PyTorch finds no CUDA GPU here; --dry tries the whole program on the CPU")
+    return Machine(dry=dry, tools=tools(), **found)
+
+
+# --------------------------------------------------------------------------------------------------------- what to do
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process."""
+
+    name: str
+    command: tuple[str, ...]  # "{out}" becomes the folder for its results, "{seconds}" the time it has
+    measures: bool = False  # it must leave a result in {out}
+    ends_with: str = ""  # the last line of its output
+    needs: tuple[str, ...] = ()  # of Machine.tools
+    gib: float = 0.0  # of free GPU memory
+    least: float = 3.0  # seconds without which it is not begun, since it writes only at its end
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    about: str
+    steps: Callable[[Machine], list[Step]]
+    limit: float  # seconds it may take when others wait behind it
+    least: float  # seconds without which it is not begun
+    together: bool = False  # its steps measure no time, and may run side by side
+
+
+# Benchmarks of a folder, the most valuable first; others follow by name. A number: GiB that its sizes need.
+ORDER = ("bench_matmul", "bench_fused", "bench_flash_attention", "bench_fused_loss", "bench_fp8", "bench_fpdt_store")
+MEMORY = {"bench_fused": 30.0, "bench_fused_loss": 60.0, "bench_fpdt": 40.0, "bench_fp8": 30.0, "bench_train_gpu": 8.0}
+LEAST = {"bench_fpdt": 240.0, "bench_flash_attention": 60.0}
+SOURCES = {"bench_matmul", "bench_elu"}  # these also build .cu files
+SECTION_OF = {"08": "fpdt", "09": "kernels", "10": "fp8", "11": "train"}
+
+
+def gpu_benchmarks() -> dict[str, list[Path]]:
+    """By section, the benchmarks whose docstring says that they are started with --gpu."""
+    found: dict[str, list[Path]] = {}
+    for script in sorted(ROOT.glob("[01][0-9]_*/bench_*.py")):
+        if re.search(rf"python \S*\b{script.stem}\.py --gpu", script.read_text()):
+            found.setdefault(SECTION_OF.get(script.parent.name[:2], "layers"), []).append(script)
+    for scripts in found.values():
+        scripts.sort(key=lambda script: (ORDER.index(script.stem) if script.stem in ORDER else len(ORDER), script.stem))
+    return found
+
+
+def chapter_scripts() -> list[Path]:
+    """The scripts of chapters 01 to 10 that one runs: the same that tests/test_folders.py runs on the CPU."""
+    chapters = [folder for folder in sorted(ROOT.glob("[01][0-9]_*")) if not folder.name.startswith("11")]
+    scripts = [script for folder in chapters for script in sorted(folder.glob("*.py"))]
+    return [s for s in scripts if not re.match(r"test_|bench_|_", s.name) and "__main__" in s.read_text()]
+
+
+def relative(script: Path) -> str:
+    return str(script.relative_to(ROOT))
+
+
+def measuring(machine: Machine, script: Path) -> Step:
+    """A benchmark, which verifies on the device before it times."""
+    command = [sys.executable, str(script), "--gpu", *(["--dry"] if machine.dry else []), "--out", "{out}"]
+    if '"--seconds"' in script.read_text():
+        command += ["--seconds", "{seconds}"]
+    compiler = "g++" if machine.dry else "nvcc"
+    return Step(
+        relative(script),
+        tuple(command),
+        measures=True,
+        needs=(compiler,) if script.stem in SOURCES else (),
+        gib=MEMORY.get(script.stem, 4.0),
+        least=3.0 if machine.dry else LEAST.get(script.stem, 10.0),
+    )
+
+
+def benchmarks(section: str) -> Callable[[Machine], list[Step]]:
+    return lambda machine: [measuring(machine, script) for script in gpu_benchmarks().get(section, [])]
+
+
+def ceilings(machine: Machine) -> list[Step]:
+    return [measuring(machine, ROOT / "tests/harness/ceilings.py")]
+
+
+def kernel_tests(machine: Machine) -> list[Step]:
+    """The tests of chapter 09 find the GPU themselves. A dry run takes a few: `make test` has them all."""
+    few = ["-k", "swiglu"] if machine.dry else []
+    files = sorted(ROOT.glob("09_*/test_*.py"))
+    files = [file for file in files if file.stem == "test_fused"] if machine.dry else files
+    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    return [Step(relative(file), (*pytest, str(file), *few), needs=("pytest",), gib=2.0) for file in files]
+
+
+def chapters(machine: Machine) -> list[Step]:
+    scripts = chapter_scripts()
+    if machine.dry:
+        scripts = [script for script in scripts if script.stem in ("data_parallel", "formats")]
+    return [Step(relative(s), (sys.executable, str(s)), ends_with="PASS", gib=2.0) for s in scripts]
+
+
+def sharing(machine: Machine) -> list[Step]:
+    return [layouts(machine, "--share")]
+
+
+def layouts(machine: Machine, *options: str) -> Step:
+    options = (*options, "--dry") if machine.dry else options
+    command = (sys.executable, str(ROOT / "tests/gpu_layouts.py"), *options, "--out", "{out}")
+    return Step(f"tests/gpu_layouts.py {' '.join(options)}".strip(), command, measures=True, gib=4.0)
+
+
+def several(machine: Machine) -> list[Step]:
+    """On one GPU there is nothing to do. A dry run goes through the motions with two CPU ranks."""
+    if machine.gpus < 2 and not machine.dry:
+        return []
+    ranks = 2 if machine.gpus < 4 else 4
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks))
+    scripts = [
+        s for s in chapter_scripts() if "02" <= s.parent.name[:2] <= "08" and "init_process_group" in s.read_text()
+    ]
+    if machine.dry:
+        scripts = [script for script in scripts if script.stem == "collectives"]
+    return [
+        layouts(machine),
+        *(Step(f"torchrun {relative(s)}", (*torchrun, str(s)), ends_with="PASS", gib=2.0) for s in scripts),
+    ]
+
+
+SECTIONS = (
+    Section("ceilings", "environment and measured ceilings", ceilings, 45, 10),
+    Section("correct", "tests of the kernels on the device", kernel_tests, 90, 20, together=True),
+    Section("kernels", "kernels: verified, then timed", benchmarks("kernels"), 200, 40),
+    Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 110, 40),
+    Section("fp8", "mixed precision and fp8", benchmarks("fp8"), 60, 20),
+    Section("layers", "split backward, experts", benchmarks("layers"), 40, 15),
+    Section("chapters", "chapter scripts on the device", chapters, 90, 20, together=True),
+    Section("shared", "several ranks share the GPU, over gloo", sharing, 60, 20),
+    Section("several", "several ranks, a GPU each, over nccl", several, 120, 30),
+    Section("fpdt", "FPDT: streams, pinned memory, the longest sequence", benchmarks("fpdt"), 330, 60),
+)
+
+# -------------------------------------------------------------------------------------------------------------- doing
+
+
+@dataclass
+class Outcome:
+    step: str
+    status: str
+    seconds: float = 0.0
+    reason: str = ""
+    results: list[str] = field(default_factory=list)
+    output: str = ""  # its end, if something went wrong
+
+
+class Children:
+    """The processes that are running: each leads a group of its own, so that what it started ends with it."""
+
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen] = set()
+        self.lock, self.stopped = threading.Lock(), False
+
+    def run(self, command: Sequence[str], environment: dict[str, str], log: Path, seconds: float) -> int | None:
+        """The exit code; None if it was ended because the time was over."""
+        with log.open("wb") as output:
+            with self.lock:
+                if self.stopped:
+                    return None
+                child = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                )
+                self.running.add(child)
+            try:
+                code = child.wait(timeout=max(seconds, 1.0))
+                return None if self.stopped else code
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                end(child)
+                with self.lock:
+                    self.running.discard(child)
+
+    def stop(self) -> None:
+        with self.lock:
+            self.stopped = True
+            for child in self.running:
+                end(child)
+
+
+def end(child: subprocess.Popen) -> None:
+    """End a process and all that it started; those that are gone already are no error."""
+    for sign, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(child.pid, sign)
+        except ProcessLookupError:
+            return
+        try:
+            child.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+class Run:
+    """One call of this program: what it may use, and the file that it writes after every step."""
+
+    def __init__(self, machine: Machine, out: Path, budget: float, environment: dict[str, str], work: Path) -> None:
+        self.machine, self.out, self.environment, self.work = machine, out, environment, work
+        self.begun, self.budget = time.monotonic(), budget
+        self.children = Children()
+        self.path = out / ("dry.json" if machine.dry else f"{file_name(machine.device)}.json")
+        self.record: dict[str, Any] = {
+            "device": machine.device,
+            "dry": machine.dry,
+            "environment": machine.environment,
+            "gpus": machine.gpus,
+            "memory_gib": {"total": round(machine.total_gib, 1), "free at the start": round(machine.free_gib, 1)},
+            "sections": [],
+            "results": {},
+        }
+        if self.path.exists():  # sections that were run before, on this device, stay
+            before = json.loads(self.path.read_text())
+            self.record |= {name: before[name] for name in ("sections", "results")}
+
+    def left(self) -> float:
+        return self.budget - (time.monotonic() - self.begun)
+
+    def save(self) -> None:
+        half = self.path.with_suffix(".part")
+        half.write_text(json.dumps(self.record, indent=1) + "\n")
+        half.replace(self.path)  # whole, or as it was
+
+    def step(self, section: Section, step: Step, deadline: float) -> Outcome:
+        machine = self.machine
+        if missing := [name for name in step.needs if name not in machine.tools]:
+            return Outcome(step.name, NOT_RUN, reason=f"{missing[0]} is not here")
+        if not machine.dry and step.gib > machine.free_gib:
+            free = f"{machine.free_gib:.0f} of {machine.total_gib:.0f} GiB were free"
+            return Outcome(step.name, NOT_RUN, reason=f"needs {step.gib:.0f} GiB of GPU memory, and {free}")
+        seconds = deadline - time.monotonic()
+        if seconds < step.least:
+            rest = f"{max(seconds, 0):.0f} s are left, and it needs about {step.least:.0f}; --section {section.name}"
+            return Outcome(step.name, LEFT_OUT, reason=rest)
+        place = Path(tempfile.mkdtemp(dir=self.work))
+        log = place / "log"
+        spare = max(5.0, seconds - 5.0)  # to end by itself rather than to be ended
+        command = [part.replace("{out}", str(place)).replace("{seconds}", f"{spare:.0f}") for part in step.command]
+        begun = time.monotonic()
+        code = self.children.run(command, self.environment, log, seconds)
+        took = round(time.monotonic() - begun, 1)
+        output = log.read_text(errors="replace").strip()
+        outcome = Outcome(step.name, PASSED, took, results=self.collect(place))
+        last = output.splitlines()[-1] if output else "no output"
+        if code is None:
+            outcome.status = TOO_SLOW
+            outcome.reason = "stopped" if self.children.stopped else f"ended after {took:.0f} s"
+        elif code != 0:
+            outcome.status, outcome.reason = FAILED, f"exit code {code}: {last[:200]}"
+        elif step.ends_with and last != step.ends_with:
+            outcome.status, outcome.reason = FAILED, f"its last line is not {step.ends_with}, but: {last[:160]}"
+        elif step.measures and not outcome.results:
+            outcome.status, outcome.reason = FAILED, "it wrote no result"
+        elif unsure := [name for name in outcome.results if not self.record["results"][name].get("verified", True)]:
+            outcome.status, outcome.reason = FAILED, f"not verified: {', '.join(unsure)}"
+        if outcome.status != PASSED:
+            outcome.output = output[-3000:]
+            if "out of memory" in output.lower():
+                outcome.reason += f"; out of memory, {machine.free_gib:.0f} GiB were free at the start"
+        return outcome
+
+    def collect(self, place: Path) -> list[str]:
+        """Take over the results in a folder; also of a step that failed later: it had verified what it wrote."""
+        names = []
+        for file in sorted(place.glob("*.json")):
+            record = json.loads(file.read_text())
+            self.record["results"][record["name"]] = record
+            names.append(record["name"])
+            if not self.machine.dry and self.out == ROOT / "results":
+                shutil.copy(file, self.out / file.name)
+        return names
+
+    def section(self, section: Section, alone: bool) -> list[Outcome]:
+        """Run a section's steps, and record each of them at once."""
+        steps = section.steps(self.machine)
+        entry: dict[str, Any] = {"name": section.name, "about": section.about, "steps": []}
+        others = [other for other in self.record["sections"] if other["name"] != section.name]
+        self.record["sections"] = [*others, entry]
+        found: list[Outcome] = []
+
+        def note(outcome: Outcome) -> None:
+            found.append(outcome)
+            entry["steps"].append(asdict(outcome))
+            self.save()
+            why = f" ({outcome.reason})" if outcome.reason else ""
+            print(f"  {outcome.status:9} {outcome.seconds:6.1f} s  {outcome.step}{why}", flush=True)
+            if outcome.output:
+                print("    | " + "\n    | ".join(outcome.output.splitlines()[-12:]), flush=True)
+
+        print(f"{section.name}: {section.about}", flush=True)
+        left = self.left()
+        if not steps:
+            note(Outcome(section.name, NOT_RUN, reason=f"{self.machine.gpus} GPU; nothing to do for it"))
+            return found
+        if left < section.least and not self.machine.dry:
+            reason = f"{left:.0f} s are left, and it needs about {section.least:.0f}; --section {section.name}"
+            note(Outcome(section.name, LEFT_OUT, reason=reason))
+            return found
+        deadline = time.monotonic() + (left if alone or self.machine.dry else min(left, section.limit))
+        cores = os.cpu_count() or 2
+        together = min(8, max(2, cores // 2)) if section.together else 2 if self.machine.dry else 1
+        lock = threading.Lock()
+
+        def one(step: Step) -> None:
+            outcome = self.step(section, step, deadline)
+            with lock:
+                note(outcome)
+
+        with ThreadPoolExecutor(together) as pool:
+            try:
+                list(pool.map(one, steps))
+            except KeyboardInterrupt:
+                self.children.stop()  # before the pool waits for its threads, which wait for them
+                raise
+        return found
+
+
+def summary(run: Run, names: Sequence[str]) -> int:
+    """Print the last table, add it and the goals to the record, and give the exit code."""
+    rows, wrong = [], 0
+    for entry in run.record["sections"]:
+        steps = entry["steps"]
+        count = {status: sum(step["status"] == status for step in steps) for status in (PASSED, FAILED, TOO_SLOW)}
+        named = [f"{step['step']}: {step['status']}, {step['reason']}" for step in steps if step["status"] != PASSED]
+        seconds = sum(step["seconds"] for step in steps)
+        rows.append([entry["name"], f"{count[PASSED]} of {len(steps)}", round(seconds, 1), "; ".join(named) or "-"])
+        if entry["name"] in names:
+            wrong += count[FAILED] + count[TOO_SLOW]
+    goals = judge(run.record["results"])
+    for name, title, columns, cells in (
+        ("gpu_run", "What ran on the GPU", ["section", "steps passed", "seconds of its steps", "the others"], rows),
+        (
+            "gpu_goals",
+            "Goals that were set for one H200, and what was reached",
+            ["chapter", "goal", "asked", "reached", "verdict", "first reason"],
+            goals,
+        ),
+    ):
+        record = dict(name=name, title=title, columns=columns, rows=cells, notes="", verified=True)
+        run.record["results"][name] = record | {"environment": run.machine.environment}
+        if not run.machine.dry and run.out == ROOT / "results":
+            text = json.dumps(run.record["results"][name], indent=1) + "\n"
+            (run.out / f"{name}.{file_name(run.machine.device)}.json").write_text(text)
+    run.save()
+    print(f"\n{'section':10} {'passed':>10} {'seconds':>9}  the others")
+    for name, passed, seconds, others in rows:
+        print(f"{name:10} {passed:>10} {seconds:9.1f}  {others[:200]}")
+    if not run.machine.dry:
+        print()
+        for chapter, goal, asked, reached, verdict, _ in goals:
+            print(f"chapter {chapter}: {goal}: {asked}; {reached}, {verdict}")
+    print(f"\n{run.budget - run.left():.0f} s of {run.budget:.0f}; {run.machine.device}; {run.path}")
+    print("FAIL" if wrong else "PASS" + (" (dry: this proves the command, and measures nothing)" * run.machine.dry))
+    return 1 if wrong else 0
+
+
+# ------------------------------------------------------------------------------------------------------------ the rest
+
+TQDM = '''"""Stands in for tqdm, which is not installed: the same calls, and no bar."""
+
+import sys
+
+
+class tqdm:
+    def __init__(self, iterable=None, **options):
+        self.iterable = iterable
+
+    def __iter__(self):
+        return iter(self.iterable)
+
+    def __len__(self):
+        return len(self.iterable)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def __getattr__(self, name):  # update, set_postfix, set_postfix_str, set_description, refresh, close, ...
+        return lambda *arguments, **options: None
+
+    @staticmethod
+    def write(text, file=None, end="\\n"):
+        print(text, file=file or sys.stdout, end=end)
+
+
+def trange(*arguments, **options):
+    return tqdm(range(*arguments), **options)
+'''
+
+
+def surroundings(dry: bool, work: Path, have_tqdm: bool) -> dict[str, str]:
+    """The environment of every step: nothing is written into the tree or into a home that is not there."""
+    environment = dict(os.environ)
+    paths = [str(ROOT / "tests")]
+    if not have_tqdm:
+        (work / "stand-in" / "tqdm").mkdir(parents=True, exist_ok=True)
+        (work / "stand-in" / "tqdm" / "__init__.py").write_text(TQDM)
+        paths.append(str(work / "stand-in"))
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+    # Compiled kernels are kept from one call to the next, so that a second one spends its minutes on measuring.
+    cache = Path(tempfile.gettempdir()) / f"gpu-kernels-{os.getuid()}"
+    environment.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    if dry:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return environment
+
+
+def find_nvcc() -> None:
+    """The toolkit is often installed and not on the PATH."""
+    usual = Path("/usr/local/cuda/bin")
+    if not shutil.which("nvcc") and (usual / "nvcc").exists():
+        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{usual}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # argparse would print the whole usage as well
+        self.exit(2, f"gpu.py: {message}; --help lists the options\n")
+
+
+def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argparse.Namespace:
+    parser = _Parser("gpu.py", allow_abbrev=False, description="Verify, measure and record what only a GPU can show.")
+    names = [section.name for section in sections]
+    parser.add_argument("--section", default="", help=f"some of {', '.join(names)}, with commas; default: all")
+    parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny sizes: proves this command")
+    parser.add_argument("--out", type=Path, help="folder to write to; default: results/, or a temporary one with --dry")
+    parser.add_argument("--budget", type=float, default=520.0, help="seconds that it may take (default: %(default)s)")
+    parser.add_argument("--commit", default="", help="what this tree is, where there is no git to ask")
+    args = parser.parse_args(arguments)
+    args.section = [name for name in re.split(r"[,\s]+", args.section) if name] or names
+    for name in args.section:
+        if name not in names:
+            parser.error(f"--section {name} is unknown; use {', '.join(names)}")
+    if not 0 < args.budget < float("inf"):
+        parser.error(f"--budget {args.budget:g} must be a positive number of seconds")
+    args.out = (args.out or (Path(tempfile.mkdtemp(prefix="gpu-dry-")) if args.dry else ROOT / "results")).resolve()
+    if args.dry and args.out == ROOT / "results":
+        parser.error(f"--out {args.out}: a dry run measures nothing, and must not write there; name another folder")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.out):
+            pass
+    except OSError as error:
+        parser.error(f"--out {args.out} cannot be written to ({os.strerror(error.errno or 0)})")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = SECTIONS) -> int:
+    args = parse(arguments, sections)
+    find_nvcc()
+    if args.commit:
+        os.environ["COMMIT"] = args.commit
+    with tempfile.TemporaryDirectory(prefix="gpu-run-") as folder:
+        environment = surroundings(args.dry, Path(folder), bool(importlib.util.find_spec("tqdm")))
+        try:
+            machine = probe(args.dry, environment)
+        except CannotStart as error:
+            print(f"gpu.py: {error}", file=sys.stderr)
+            return 2
+        run = Run(machine, args.out, args.budget, environment, Path(folder))
+        print(", ".join(f"{key} {value}" for key, value in machine.environment.items()))
+        if not machine.dry:
+            print(f"{machine.gpus} GPU(s), {machine.free_gib:.0f} of {machine.total_gib:.0f} GiB free")
+            if machine.free_gib < 0.8 * machine.total_gib:
+                print("another process holds memory of this GPU: sizes shrink, and times are not to be trusted")
+        chosen = [section for section in sections if section.name in args.section]
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: keep what there is
+        try:
+            for section in chosen:
+                run.section(section, alone=len(chosen) == 1)
+        except KeyboardInterrupt:
+            print("\nstopped; what was measured is kept", file=sys.stderr)
+            summary(run, args.section)
+            return 130
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return summary(run, args.section)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""What the chapters set out to reach on one H200, and whether a run on a GPU reached it.
+
+The goals were written down before anything had been measured. `judge` finds each figure in the results of a run and
+says "reached" or "missed"; a goal whose benchmark did not run stays "not measured".
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Goal:
+    chapter: str
+    what: str
+    result: str  # the name in results/
+    columns: tuple[str, ...]  # what `figure` reads; a benchmark that renames one breaks a test
+    figure: Callable[[list[dict[str, Any]]], float | None]  # rows as dictionaries -> the figure
+    bound: float
+    at_most: bool = False
+
+    def met(self, value: float) -> bool:
+        return value <= self.bound if self.at_most else value >= self.bound
+
+
+def number(cell: Any) -> float | None:
+    """The number in a cell: of 0.93, "93%", "1.24" or a ratio; None for words."""
+    if isinstance(cell, dict):
+        return float(cell["ratio"]["median"])
+    if isinstance(cell, (int, float)):
+        return float(cell)
+    text = str(cell).strip()
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return None
+
+
+def _pick(
+    choose: Callable[[Sequence[float]], float], column: str, **where: str
+) -> Callable[[list[dict]], float | None]:
+    """`choose` (min, max, ...) among the numbers in `column` of the rows in which other columns hold certain words."""
+
+    def figure(rows: list[dict[str, Any]]) -> float | None:
+        fits = [row for row in rows if all(words in str(row[name]) for name, words in where.items())]
+        found = [value for row in fits if (value := number(row[column])) is not None]
+        return choose(found) if found else None
+
+    return figure
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+def _ladder(rows: list[dict[str, Any]]) -> float | None:
+    """The last fp32 rung that is written in CUDA: cuBLAS stands before the rungs, Triton's kernel after them."""
+    rungs = [row for row in rows if row["precision"] == "float32" and "triton" not in row["rung"].lower()]
+    return number(rungs[-1]["of cuBLAS"]) if rungs else None
+
+
+def _small_and_fast(rows: list[dict[str, Any]]) -> float | None:
+    """Time of the fastest fused version that takes less than 15 % of the memory."""
+    small = [
+        row for row in rows if row["version"].startswith("fused") and (number(row["peak / PyTorch"]) or 1.0) < 0.15
+    ]
+    return min((t for row in small if (t := number(row["time / PyTorch"])) is not None), default=None)
+
+
+AT_8K = {"shape": "8192 tokens, D 128, causal"}
+GOALS = (
+    Goal("08", "tokens that FPDT fits", "08_fpdt_longest", ("way", "tokens"), _pick(max, "tokens", way="FPDT"), 2e6),
+    Goal(
+        "08",
+        "MFU of FPDT at 524,288 tokens",
+        "08_fpdt_gpu",
+        ("tokens", "way", "MFU"),
+        _pick(max, "MFU", tokens="524288", way="FPDT"),
+        0.5,
+    ),
+    Goal(
+        "09",
+        "slowest fused kernel, share of the copy bandwidth",
+        "09_fused_gpu",
+        ("of the copy bandwidth",),
+        _pick(min, "of the copy bandwidth"),
+        0.9,
+    ),
+    Goal(
+        "09",
+        "FlashAttention forward, times SDPA's flash",
+        "09_flash_speed",
+        ("pass", "shape", "times flash"),
+        _pick(min, "times flash", **{"pass": "forward"}, **AT_8K),
+        1.2,
+    ),
+    Goal(
+        "09",
+        "FlashAttention backward, times SDPA's flash",
+        "09_flash_speed",
+        ("pass", "shape", "times flash"),
+        _pick(min, "times flash", **{"pass": "backward"}, **AT_8K),
+        1.1,
+    ),
+    Goal(
+        "09",
+        "FlashAttention forward, times cuDNN",
+        "09_flash_speed",
+        ("pass", "shape", "times cuDNN"),
+        _pick(min, "times cuDNN", **{"pass": "forward"}, **AT_8K),
+        0.9,
+    ),
+    Goal(
+        "09",
+        "last fp32 rung, share of cuBLAS",
+        "09_matmul_gpu",
+        ("rung", "precision", "of cuBLAS"),
+        _ladder,
+        0.93,
+    ),
+    Goal(
+        "09",
+        "last bf16 rung, share of cuBLAS",
+        "09_matmul_gpu",
+        ("rung", "precision", "of cuBLAS"),
+        _pick(_last, "of cuBLAS", precision="bfloat16"),
+        0.9,
+    ),
+    Goal(
+        "09",
+        "fused output layer and loss in under 15 % of the memory, time against PyTorch",
+        "09_fused_loss_gpu",
+        ("version", "time / PyTorch", "peak / PyTorch"),
+        _small_and_fast,
+        1.0,
+        at_most=True,
+    ),
+    Goal(
+        "10",
+        "fp8 linear layer, times as fast as bf16",
+        "10_fp8_speed",
+        ("what", "times as fast: median (quartiles)"),
+        _pick(max, "times as fast: median (quartiles)", what="linear"),
+        1.4,
+    ),
+    Goal(
+        "10",
+        "fp8 training step, times as fast as bf16",
+        "10_fp8_speed",
+        ("what", "times as fast: median (quartiles)"),
+        _pick(max, "times as fast: median (quartiles)", what="training step"),
+        1.2,
+    ),
+    Goal("11", "MFU of a training step", "11_train_gpu", ("MFU",), _pick(max, "MFU"), 0.6),
+)
+
+
+def rows_of(record: Record) -> list[dict[str, Any]]:
+    return [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
+
+
+def judge(results: dict[str, Record]) -> list[list[Any]]:
+    """One row for each goal: chapter, goal, what was asked, what was reached, the verdict, and where the time went."""
+    table = []
+    for goal in GOALS:
+        record, value = results.get(goal.result), None
+        if record and set(goal.columns) <= set(record["columns"]):
+            value = goal.figure(rows_of(record))
+        asked = f"{'at most' if goal.at_most else 'at least'} {goal.bound:,g}"
+        if value is None:
+            table.append([goal.chapter, goal.what, asked, "-", "not measured", "-"])
+            continue
+        met = goal.met(value)
+        reason = "-" if met or goal.result != "11_train_gpu" else first_reason(results.get("11_train_parts"))
+        table.append([goal.chapter, goal.what, asked, f"{value:,.4g}", "reached" if met else "missed", reason])
+    return table
+
+
+def first_reason(record: Record | None) -> str:
+    """The part of a training step that is farthest above its floor, from the profile."""
+    if not record:
+        return "-"
+    lost = {}
+    for row in rows_of(record):
+        floor = number(row["floor, ms"]) or 0.0
+        if row["part"] != "step":
+            lost[f"{row['part']}, {row['model']}"] = row["ms"] - floor
+    part = max(lost, key=lost.__getitem__)
+    return f"{part}: {lost[part]:.3g} ms above its floor"

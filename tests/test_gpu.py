@@ -1,0 +1,472 @@
+"""The command for borrowed GPUs, where there is none: that it runs, keeps what it has, and says what went wrong."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gpu
+import pytest
+import torch
+from gpu import Section, Step
+from harness.goals import GOALS, judge, number
+from harness.ranks import run_ranks
+from harness.report import ROOT, Ratio, fill, take, write_result
+
+sys.path.insert(0, str(ROOT / "11_5d_trainer"))
+NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+# ---------------------------------------------------------------------------------------------------- the whole of it
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory):
+    """What `make gpu DRY=1` prints and writes: once for all tests here, about a minute and a half."""
+    out = tmp_path_factory.mktemp("dry")
+    before = {file: file.stat().st_mtime_ns for file in (ROOT / "results").iterdir()}
+    command = [sys.executable, str(ROOT / "tests/gpu.py"), "--dry", "--out", str(out), "--budget", "900"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=out, env=NO_GPU)
+    after = {file: file.stat().st_mtime_ns for file in (ROOT / "results").iterdir()}
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    changed = sorted(str(file) for file in before.keys() | after.keys() if before.get(file) != after.get(file))
+    return done.stdout, json.loads((out / "dry.json").read_text()), changed
+
+
+def test_the_dry_run_passes_every_step_of_every_section(dry_run):
+    said, record, _ = dry_run
+    assert said.strip().splitlines()[-1].startswith("PASS (dry")
+    steps = {entry["name"]: entry["steps"] for entry in record["sections"]}
+    assert list(steps) == [section.name for section in gpu.SECTIONS]
+    assert all(step["status"] == "passed" for found in steps.values() for step in found)
+    for section, scripts in gpu.gpu_benchmarks().items():
+        ran = {step["step"] for step in steps[section] if step["results"]}
+        assert ran == {gpu.relative(script) for script in scripts}, f"section {section}"
+
+
+def test_the_dry_run_leaves_the_committed_results_alone(dry_run):
+    _, _, changed = dry_run
+    dry = [file for file in changed if any(name in Path(file).name for name in dry_run[1]["results"])]
+    assert not dry, dry
+
+
+def test_every_goal_finds_the_columns_that_it_reads(dry_run):
+    results = dry_run[1]["results"]
+    for goal in GOALS:
+        assert set(goal.columns) <= set(results[goal.result]["columns"]), f"{goal.what} reads {goal.columns}"
+
+
+def test_every_result_of_a_gpu_has_its_place_in_a_readme(dry_run):
+    readmes = "".join(file.read_text() for file in [ROOT / "README.md", *ROOT.glob("*/README.md")])
+    shown = set(re.findall(r"<!-- gpu results: ([\w.-]+) -->", readmes))
+    assert set(dry_run[1]["results"]) <= shown, sorted(set(dry_run[1]["results"]) - shown)
+
+
+def test_the_record_of_a_run_says_where_when_and_with_what_and_whether_it_was_verified(dry_run):
+    record = dry_run[1]
+    assert record["dry"] is True
+    assert {"device", "torch", "python", "commit", "date"} <= set(record["environment"])
+    for name, result in record["results"].items():
+        assert result["verified"] is True, name
+        assert result["environment"]["device"] == record["device"], name
+
+
+def test_a_dry_run_cannot_be_taken_for_results(dry_run, tmp_path):
+    file = tmp_path / "dry.json"
+    file.write_text(json.dumps(dry_run[1]))
+    with pytest.raises(ValueError, match="a dry run measures nothing"):
+        take(file, tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+# ------------------------------------------------------------------------------------------------ what may go wrong
+
+WRITE = """
+import json, pathlib, sys
+environment = {"device": "CPU", "torch": "t", "python": "p", "commit": "c"}
+about = {"title": "T", "columns": ["x"], "rows": [[1]], "notes": "", "verified": VERIFIED, "environment": environment}
+pathlib.Path(sys.argv[1], "NAME.cpu.json").write_text(json.dumps({"name": "NAME"} | about))
+THEN
+"""
+
+
+def python(code, *arguments, **options):
+    return Step(options.pop("name", code[:30]), (sys.executable, "-c", code, *arguments), **options)
+
+
+def writes(name, then="", verified=True):
+    code = WRITE.replace("NAME", name).replace("VERIFIED", str(verified)).replace("THEN", then)
+    return python(code, "{out}", name=name, measures=True)
+
+
+def section(name, *steps, limit=60.0, least=0.0):
+    return Section(name, f"about {name}", lambda machine: list(steps), limit, least)
+
+
+def dry_machine(dry=True, environment=None):
+    return gpu.Machine(True, {"device": "CPU, 2 cores", "torch": "t", "python": "p", "commit": "c"})
+
+
+def go(tmp_path, *sections, options=()):
+    """A run of these sections. The machine is made up: to look at it takes as long as PyTorch takes to be imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "probe", dry_machine)
+        code = gpu.main(["--dry", "--out", str(tmp_path), *options], sections)
+    record = json.loads((tmp_path / "dry.json").read_text())
+    return code, {entry["name"]: entry["steps"] for entry in record["sections"]}, record["results"]
+
+
+def test_a_section_that_fails_is_reported_and_the_rest_still_runs(tmp_path, capsys):
+    sections = [
+        section("first", python("import sys; print('the reason'); sys.exit(3)", name="dies")),
+        section("second", python("print('PASS')", name="says so", ends_with="PASS")),
+        section(
+            "third",
+            python("print('FAIL: off by 2')", name="denies", ends_with="PASS"),
+            python("pass", name="forgets", measures=True),
+            writes("half", "raise MemoryError('CUDA out of memory')"),
+            writes("doubtful", verified=False),
+            python("pass", name="wants", needs=("no-such-compiler",)),
+        ),
+        section("fourth", writes("good")),
+    ]
+    code, steps, results = go(tmp_path, *sections)
+    assert code == 1
+    said = capsys.readouterr().out
+    assert said.strip().splitlines()[-1] == "FAIL"
+    found = {step["step"]: step for entry in steps.values() for step in entry}
+    assert {name: step["status"] for name, step in found.items()} == {
+        "dies": "failed",
+        "says so": "passed",
+        "denies": "failed",
+        "forgets": "failed",
+        "half": "failed",
+        "doubtful": "failed",
+        "wants": "not run",
+        "good": "passed",
+    }
+    assert "exit code 3: the reason" in found["dies"]["reason"] and "the reason" in found["dies"]["output"]
+    assert "off by 2" in found["denies"]["reason"]
+    assert found["forgets"]["reason"] == "it wrote no result"
+    assert "out of memory" in found["half"]["reason"]
+    assert "not verified: doubtful" in found["doubtful"]["reason"]
+    assert "no-such-compiler is not here" in found["wants"]["reason"]
+    assert {"half", "doubtful", "good"} <= set(results), "what was written before a failure is kept"
+    table = said[said.rindex("section ") :]
+    assert re.search(r"first +0 of 1 .*dies: failed, exit code 3", table)
+    assert re.search(r"fourth +1 of 1", table)
+
+
+def machine(**about):
+    environment = {"device": "NVIDIA H200", "torch": "2.11.0", "python": "3.12", "commit": "c", "date": "d"}
+    environment |= {"driver": "580", "cuda": "13.0", "triton": "3.6.0"}
+    return gpu.Machine(**(dict(dry=False, environment=environment, gpus=1, total_gib=139.0, free_gib=130.0) | about))
+
+
+def start(tmp_path, budget=60.0, **about):
+    out, work = tmp_path / "out", tmp_path / "work"
+    out.mkdir(exist_ok=True)
+    work.mkdir(exist_ok=True)
+    return gpu.Run(machine(**about), out, budget, gpu.surroundings(True, work, True), work)
+
+
+def test_a_step_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
+    note = tmp_path / "pid"
+    parent = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(note)!r}, "w").write(str(child.pid))
+time.sleep(600)
+"""
+    run = start(tmp_path, budget=8.0)
+    steps = python(parent, name="hangs"), python("pass", name="behind it")
+    hangs, behind = run.section(section("slow", *steps), alone=False)
+    assert (hangs.status, behind.status) == ("too slow", "left out")
+    assert hangs.reason.startswith("ended after") and behind.reason.endswith("it needs about 3; --section slow")
+    assert gpu.summary(run, ["slow"]) == 1
+    grandchild, until = Path("/proc", note.read_text()), time.monotonic() + 20
+    while grandchild.exists() and "Z" not in (grandchild / "stat").read_text().split()[2] and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not grandchild.exists() or (grandchild / "stat").read_text().split()[2] == "Z"
+
+
+def test_what_does_not_fit_into_the_time_is_left_out_by_name(tmp_path):
+    run = start(tmp_path, budget=30.0)
+    [outcome] = run.section(section("long", python("pass"), least=40.0), alone=False)
+    assert outcome.status == "left out"
+    assert re.fullmatch(r"(29|30) s are left, and it needs about 40; --section long", outcome.reason)
+    [outcome] = run.section(section("short", python("pass"), least=2.0), alone=False)
+    assert outcome.status == "passed"
+    assert gpu.summary(run, ["long", "short"]) == 0, "to have no time is no error"
+
+
+def test_too_little_memory_is_named_with_what_is_needed(tmp_path):
+    run = start(tmp_path, free_gib=10.0)
+    [outcome] = run.section(section("large", python("pass", gib=30.0)), alone=True)
+    assert outcome.status == "not run"
+    assert outcome.reason == "needs 30 GiB of GPU memory, and 10 of 139 GiB were free"
+
+
+def test_one_gpu_says_that_the_section_for_several_is_not_run(tmp_path):
+    [several] = [section for section in gpu.SECTIONS if section.name == "several"]
+    [outcome] = start(tmp_path).section(several, alone=False)
+    assert (outcome.status, outcome.reason) == ("not run", "1 GPU; nothing to do for it")
+    names = [step.name for step in several.steps(machine(gpus=8))]
+    assert names[0] == "tests/gpu_layouts.py" and any("pipeline_parallel.py" in name for name in names)
+
+
+def test_nvcc_and_pytest_are_asked_of_the_steps_that_need_them():
+    wants = {step.name: step.needs for s in gpu.SECTIONS for step in s.steps(machine()) if step.needs}
+    assert wants["09_kernels/bench_matmul.py"] == wants["09_kernels/bench_elu.py"] == ("nvcc",)
+    assert wants["09_kernels/test_fused.py"] == ("pytest",)
+    assert not any(step.needs for step in gpu.chapters(machine()))
+
+
+def test_a_stopped_run_keeps_what_it_measured(tmp_path):
+    program = (
+        f"import sys; sys.path[:0] = [{str(ROOT / 'tests')!r}]; import gpu, test_gpu as t; gpu.probe = t.dry_machine;"
+        f"sys.exit(gpu.main(['--dry', '--out', {str(tmp_path)!r}],"
+        " [t.section('a', t.writes('kept')), t.section('b', t.python('import time; time.sleep(600)', name='sleeps'))]))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=NO_GPU
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("b: "):
+            break
+    time.sleep(1.0)
+    child.send_signal(signal.SIGTERM)
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 130 and "what was measured is kept" in said
+    record = json.loads((tmp_path / "dry.json").read_text())
+    assert "kept" in record["results"]
+    assert record["sections"][1]["steps"][0]["reason"] == "stopped"
+
+
+def test_sections_that_ran_before_stay_in_the_file(tmp_path):
+    go(tmp_path, section("one", writes("first")))
+    code, steps, results = go(tmp_path, section("two", writes("second")))
+    assert code == 0 and set(steps) == {"one", "two"} and {"first", "second"} <= set(results)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--section", "kernel"], "--section kernel is unknown; use ceilings, correct, kernels, train, fp8, layers, "),
+        (["--budget", "0"], "--budget 0 must be a positive number of seconds"),
+        (["--budget", "nan"], "--budget nan must be a positive number of seconds"),
+        (["--dry", "--out", "results"], "a dry run measures nothing, and must not write there; name another folder"),
+        (["--dry", "--out", "/dev/null/x"], "--out /dev/null/x cannot be written to"),
+        (["--fast"], "unrecognized arguments: --fast; --help lists the options"),
+        ([], "PyTorch finds no CUDA GPU here; --dry tries the whole program on the CPU"),
+    ],
+)
+def test_bad_input_ends_in_one_line(options, line, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    try:
+        code = gpu.main(options)
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr().err
+    assert code == 2 and len(said.splitlines()) == 1
+    assert said.startswith("gpu.py: ") and line in said
+
+
+def test_without_tqdm_the_scripts_get_a_stand_in_with_the_same_calls(tmp_path):
+    environment = gpu.surroundings(True, tmp_path, have_tqdm=False)
+    program = """
+from tqdm import tqdm
+assert "Stands in" in __import__("tqdm").__doc__
+for i in (bar := tqdm(range(3), desc="train", leave=False)):
+    bar.set_postfix_str("loss 1", refresh=False)
+with tqdm(total=3, unit=" pairs") as bar:
+    bar.update(1)
+tqdm.write("PASS")
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "PASS\n", done.stderr
+
+
+def test_nothing_is_written_beside_the_sources(tmp_path):
+    environment = gpu.surroundings(False, tmp_path, have_tqdm=True)
+    assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
+    assert not Path(environment["TRITON_CACHE_DIR"]).is_relative_to(ROOT)
+    assert "RANK" not in gpu.surroundings(False, tmp_path, True)
+
+
+# -------------------------------------------------------------------------------------------- from a run to the READMEs
+
+
+def a_gpu_run(tmp_path):
+    """The file of a run on some GPU, as it would come back from there."""
+    run = start(tmp_path)
+    record = json.loads(
+        write_result("09_x_gpu", "Rings", ["a", "b"], [["x", Ratio(2.0, 1.5, 2.5)]], folder=tmp_path).read_text()
+    )
+    run.record["results"]["09_x_gpu"] = record | {"environment": machine().environment}
+    assert gpu.summary(run, []) == 0
+    return run.path
+
+
+def test_a_run_on_a_gpu_fills_the_tables_with_device_driver_and_versions(tmp_path):
+    text = "<!-- gpu results: 09_x_gpu -->\n<!-- end results -->"
+    results = tmp_path / "results"
+    results.mkdir()
+    write_result("09_x_gpu", "Rings", ["a", "b"], [["x", 1]], folder=results)  # of a CPU
+    waiting = fill(text, results)
+    assert "Not measured yet" in waiting and "|" not in waiting, "a CPU's numbers do not stand in for a GPU's"
+    file = a_gpu_run(tmp_path)
+    assert file.name == "nvidia-h200.json"
+    assert set(take(file, results)) == {"09_x_gpu", "gpu_run", "gpu_goals"}
+    filled = fill(text, results)
+    assert "| x | 2.00 (1.50 to 2.50) |" in filled and "Not measured yet" not in filled
+    assert "NVIDIA H200; torch 2.11.0, Python 3.12, commit c; driver 580, CUDA 13.0, Triton 3.6.0; d." in filled
+    assert fill(filled, results) == filled
+    assert "| 11 | MFU of a training step | at least 0.6 | - | not measured | - |" in fill(
+        "<!-- gpu results: gpu_goals -->\n<!-- end results -->", results
+    )
+
+
+def test_what_is_not_verified_says_so_in_its_table(tmp_path):
+    write_result("09_y", "Rings", ["a"], [["x"]], folder=tmp_path, verified=False)
+    assert "**Not verified**" in fill("<!-- results: 09_y -->\n<!-- end results -->", tmp_path)
+
+
+def test_only_the_record_of_a_run_can_be_taken(tmp_path):
+    file = write_result("09_z", "Rings", ["a"], [["x"]], folder=tmp_path)
+    with pytest.raises(ValueError, match=r"is not the record of a run of tests/gpu\.py"):
+        take(file, tmp_path / "results")
+
+
+def test_a_goal_is_reached_missed_or_not_measured_and_a_missed_one_names_where_the_time_went():
+    def record(columns, *rows):
+        return {"columns": columns, "rows": [list(row) for row in rows]}
+
+    results = {
+        "09_flash_speed": record(
+            ["pass", "shape", "times flash", "times cuDNN"],
+            ["forward", "8192 tokens, D 128, causal", "1.25", "n/a"],
+            ["forward", "8192 tokens, D 128, full", "0.50", "0.95"],
+            ["backward", "8192 tokens, D 128, causal", "1.05", "0.95"],
+        ),
+        "09_fused_loss_gpu": record(
+            ["version", "time / PyTorch", "peak / PyTorch"],
+            ["PyTorch", 1.0, 1.0],
+            ["fused, 1024 tokens at a time", 0.98, 0.10],
+            ["fused, 8192 tokens at a time", 0.90, 0.30],
+        ),
+        "10_fp8_speed": record(
+            ["what", "times as fast: median (quartiles)"],
+            ["linear 4096 x 4096", {"ratio": {"median": float("nan"), "low": 1.0, "high": 1.0}}],
+        ),
+        "11_train_gpu": record(["model", "MFU"], ["1.7B", "58.1%"], ["8B", "55.0%"]),
+        "11_train_parts": record(
+            ["model", "part", "ms", "floor, ms"],
+            ["1.7B", "matrix products", 100.0, "95"],
+            ["1.7B", "attention", 60.0, "20"],
+            ["1.7B", "step", 200.0, "130"],
+        ),
+    }
+    found = {row[1]: row for row in judge(results)}
+    assert found["FlashAttention forward, times SDPA's flash"][3:] == ["1.25", "reached", "-"]
+    assert found["FlashAttention backward, times SDPA's flash"][3:] == ["1.05", "missed", "-"]
+    assert found["FlashAttention forward, times cuDNN"][3:] == ["-", "not measured", "-"]
+    loss = found["fused output layer and loss in under 15 % of the memory, time against PyTorch"]
+    assert loss[2:5] == ["at most 1", "0.98", "reached"]
+    assert found["fp8 linear layer, times as fast as bf16"][4] == "missed", "NaN reaches nothing"
+    mfu = found["MFU of a training step"]
+    assert mfu[3:] == ["0.581", "missed", "attention, 1.7B: 40 ms above its floor"]
+    assert found["tokens that FPDT fits"][4] == "not measured"
+    assert (number("93%"), number("n/a"), number(1.5), number("out of memory")) == (0.93, None, 1.5, None)
+
+
+# ---------------------------------------------------------------------------------------------- the trainer's benchmark
+
+
+def test_kernels_of_a_gpu_are_counted_with_the_part_of_the_step_that_they_belong_to():
+    import bench_train_gpu as bench
+
+    names = {
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT": "matrix products",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>": "matrix products",
+        "specialised_kernel": "attention",
+        "dkdv_kernel": "attention",
+        "void pytorch_flash::flash_fwd_kernel<...>": "attention",
+        "rms_norm_backward_kernel": "norms",
+        "rope_kernel": "RoPE",
+        "swiglu_backward_kernel": "SwiGLU",
+        "cross_entropy_kernel": "loss",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>": "optimizer and clipping",
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
+        "Memcpy DtoD (Device -> Device)": "copies, casts, fills",
+        "void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>": "copies, casts, fills",
+        "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>": bench.REST,
+    }
+    assert {name: bench.part_of(name) for name in names} == names
+
+
+def test_the_floors_of_a_step_add_up_to_no_more_than_the_model_needs():
+    import bench_train_gpu as bench
+    from accounting import step_flops
+    from model import PRESETS
+
+    job = bench.Job("8B", PRESETS["llama3-8b"], 4096, 2, 3)
+    floors = bench.floors(job, copy=4e12, product=7e14)
+    model = step_flops(job.sizes, job.samples, job.seq).model / 7e14
+    # Of attention the causal half counts, and 3.5 forwards of it, not 3.
+    core = 3 * 4 * job.samples * job.seq**2 * job.sizes.hidden * job.sizes.layers / 7e14
+    assert floors["matrix products"] == pytest.approx(model - core)
+    assert floors["attention"] == pytest.approx(core * 3.5 / 6)
+    assert all(seconds > 0 for seconds in floors.values())
+
+
+def test_models_shrink_to_the_memory_that_is_free():
+    import bench_train_gpu as bench
+
+    wide, deep = bench.jobs(False, 139 * 2**30)
+    assert wide.sizes.layers == 24 and wide.micro_batch >= 4
+    assert 8 < deep.sizes.layers < 32 and f"{deep.sizes.layers} of 32 layers" in deep.name
+    smaller = bench.jobs(False, 60 * 2**30)
+    assert (
+        smaller[0].micro_batch < wide.micro_batch
+        and smaller[0].samples == 8
+        and smaller[1].sizes.layers < deep.sizes.layers
+    )
+    assert bench.jobs(False, 4 * 2**30) == []
+    for job in (wide, deep, *smaller):
+        assert job.predicted_bytes() < 139 * 2**30
+
+
+def wrong_and_right_ways():
+    import bench_train_gpu as bench
+
+    right = bench.start
+
+    def start(way, job, device):
+        if way.kernels == "none":
+            raise RuntimeError("no kernel image is available for this device")
+        me = right(way, job, device)
+        if way.compiled:  # stands for a kernel that is wrong by a per cent
+            with torch.no_grad():
+                me.model.lm_head.weight.mul_(1.1)
+        return me
+
+    bench.start = start
+    try:
+        ways = (bench.Way("torch", "bf16"), bench.Way("torch", "bf16", compiled=True), bench.Way("none", "bf16"))
+        return list(bench.verify(ways, torch.device("cpu")).values())
+    finally:
+        bench.start = right
+
+
+def test_a_way_to_compute_that_is_wrong_is_not_timed():
+    [(good, bad, missing)] = run_ranks(1, wrong_and_right_ways, timeout=120)
+    assert good == ""
+    assert re.match(r"gradient of \S+ is off by", bad)
+    assert missing == "RuntimeError: no kernel image is available for this device"
