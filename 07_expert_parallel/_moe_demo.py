@@ -1,0 +1,113 @@
+"""What the demos of this chapter share and nobody needs to read: counting, the table, the start of a process group."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Wire(TorchDispatchMode):
+    """Counts this rank's all-to-alls, and the bytes that leave the rank in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.calls[func._opname] += 1
+        if func.namespace == "c10d" and func._opname == "alltoall_base_":
+            group, splits = dist.ProcessGroup.unbox(args[2]), args[4]
+            size, rows = group.size(), args[1].shape[0]
+            own = splits[group.rank()] if splits else rows // size
+            self.bytes += args[1].nbytes // rows * (rows - own) if rows else 0
+        return func(*args, **(kwargs or {}))
+
+
+class Report:
+    """A table of what was predicted and what was measured, printed by rank 0."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.wrong, self.rank = group, [], dist.get_rank(group)
+        self.errors: list[float] = []
+
+    def title(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"{text}\n{'':60}{'predicted':>12}{'measured':>12}")
+
+    def add(self, what: str, predicted: Any, measured: Any, right: bool | None = None) -> None:
+        if not (predicted == measured if right is None else right):
+            self.wrong.append(f"rank {self.rank}: {what} is {measured}, not {predicted}")
+        if self.rank == 0:
+            print(f"  {what:58}{predicted!s:>12}{measured!s:>12}")
+
+    def compare(self, got: Tensor | None, want: Tensor) -> None:
+        if got is None or got.shape != want.shape:
+            self.errors.append(float("nan"))
+        elif want.numel():
+            self.errors.append(((got - want).abs().max() / (want.abs().max().item() or 1.0)).item())
+
+    def add_errors(self, what: str, tolerance: float = 1e-10) -> None:
+        right = all(error <= tolerance for error in self.errors)  # False for NaN, as it should be
+        worst = max(self.errors, key=lambda error: (error != error, error))
+        self.add(what, f"<= {tolerance:g}", f"{worst:.1e}", right)
+        self.errors = []
+
+    def finish(self) -> list[str]:
+        everyone: list[list[str]] = [[]] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, self.wrong, group=self.group)
+        return [line for lines in everyone for line in lines]
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+    def check_range(self, args: argparse.Namespace, **limits: tuple[int, int]) -> None:
+        for option, (low, high) in limits.items():
+            if not low <= getattr(args, option) <= high:
+                self.error(f"--{option.replace('_', '-')} {getattr(args, option)} is not in {low} .. {high}")
+
+
+def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoReturn:
+    """Start the process group, run the demo, say PASS or what is off."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
+    rank, wrong = dist.get_rank(), demo(dist.group.WORLD, device)
+    gc.collect()  # what refers to the group in a cycle must not outlive it
+    dist.destroy_process_group()
+    if rank == 0:
+        print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
+    sys.exit(1 if wrong else 0)
+
+
+def text(rows: int, length: int, start: int = 0) -> Tensor:
+    """[rows, length] bytes of the standard library's own source, from byte `start` on; it begins again at its end."""
+    data = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8).long()
+    return data[(start + torch.arange(rows * length)) % len(data)].view(rows, length)
+
+
+def check_gpus(parser: OneLineParser) -> None:
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if 0 < gpus < local:
+        parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")

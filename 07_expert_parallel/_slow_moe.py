@@ -1,0 +1,71 @@
+"""The tests' oracle: a mixture of experts one token after the other, on one process. Nothing is sorted or sent."""
+
+import math
+
+import torch
+from moe_layer import MoE, MoEConfig
+from torch import Tensor, nn
+
+
+def silu_expert(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+    gate = w1 @ x
+    return w2 @ (gate * torch.sigmoid(gate) * (w3 @ x))
+
+
+def chosen(scores: list[float], c: MoEConfig) -> list[int]:
+    """Experts of one token, the best first."""
+    size = c.experts // c.nodes
+    nodes = range(c.nodes)
+    if c.max_nodes < c.nodes:
+        good = [sum(sorted(scores[n * size : (n + 1) * size])[-(c.top_k // c.max_nodes) :]) for n in nodes]
+        nodes = sorted(nodes, key=lambda n: -good[n])[: c.max_nodes]
+    return sorted((e for e in range(c.experts) if e // size in nodes), key=lambda e: -scores[e])[: c.top_k]
+
+
+class SlowMoE(nn.Module):
+    """The layer with all experts; `extra` is the balance loss and z-loss of the last call, `dropped` its victims."""
+
+    def __init__(self, c: MoEConfig):
+        super().__init__()
+        self.c, self.steps = c, torch.zeros(c.experts, dtype=torch.int64)
+        whole = MoE(c, None, None)
+        self.gate, self.experts = whole.gate, whole.experts
+        if c.shared:
+            self.shared_experts = whole.shared_experts
+        self.counts = torch.zeros(c.experts, dtype=torch.int64)
+        self.extra, self.dropped = torch.zeros(()), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        c, shape = self.c, x.shape
+        x = x.reshape(-1, shape[-1])
+        logits = x @ self.gate.weight.T
+        s = logits.sigmoid() if c.router == "sigmoid" else logits.exp() / logits.exp().sum(-1, keepdim=True)
+        bias = c.bias_speed * self.steps
+        picks = [chosen(row, c) for row in (s + bias).tolist()]
+        room = [math.inf if c.capacity is None else math.ceil(c.capacity * c.top_k * len(x) / c.experts)] * c.experts
+        kept = set()
+        for k in range(c.top_k):  # first choices stand before second choices
+            for t, experts in enumerate(picks):
+                if room[experts[k]] > 0:
+                    room[experts[k]] -= 1
+                    kept.add((t, k))
+        self.dropped = len(x) * c.top_k - len(kept)
+        counts = torch.bincount(torch.tensor(picks).flatten(), minlength=c.experts)
+        self.counts += counts
+        rows = []
+        for t, experts in enumerate(picks):
+            y = torch.zeros_like(x[t])
+            for k, e in enumerate(experts):
+                if (t, k) in kept:
+                    w1, w3, w2 = (self.experts[name].weight[e] for name in ("w1", "w3", "w2"))
+                    y = y + s[t, e] / s[t, experts].sum() * silu_expert(x[t], w1, w3, w2)
+            if c.shared:
+                y = y + silu_expert(
+                    x[t], *(self.shared_experts[n].weight for n in ("gate_proj", "up_proj", "down_proj"))
+                )
+            rows.append(y)
+        mean_score = (s / s.sum(-1, keepdim=True)).mean(0)
+        fraction = counts.double() * (c.experts / (c.top_k * len(x)))
+        z = logits.exp().sum(-1).log().square().mean()
+        self.extra = c.balance * (fraction * mean_score).sum() + c.z * z
+        return torch.stack(rows).view(shape)

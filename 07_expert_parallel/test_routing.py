@@ -1,0 +1,247 @@
+"""Routers, losses, biases and capacity: against loops in plain Python, and on ranks against one process."""
+
+import math
+import sys
+
+import pytest
+import routing
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.oracle import assert_same
+from harness.ranks import run_ranks
+from routing import (
+    balance_loss,
+    bias_step,
+    capacity,
+    check_routing,
+    chosen_one_by_one,
+    expert_counts,
+    group_sum,
+    limit_to_nodes,
+    max_violation,
+    route,
+    router_logits,
+    within_capacity,
+    z_loss,
+)
+from torch import Tensor
+
+E, K = 8, 2
+
+
+def logits_of(tokens: int, experts: int = E, seed: int = 0) -> Tensor:
+    return 2 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------------- the routers
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("K", "nodes", "M"), [(1, 1, 1), (2, 1, 1), (8, 1, 1), (2, 4, 2), (4, 4, 2), (3, 2, 1), (4, 4, 4)]
+)
+def test_the_chosen_experts_equal_a_choice_one_by_one(router, K, nodes, M):
+    logits = logits_of(60)
+    bias = 0.3 * torch.randn(E, generator=torch.Generator().manual_seed(1)).double() if router == "sigmoid" else None
+    got = route(logits, K, router, bias, nodes, M).experts
+    limited = (nodes, M) if nodes > M else (1, 1)
+    want = chosen_one_by_one(logits, K, router, torch.zeros(E) if bias is None else bias, *limited)
+    assert got.tolist() == want
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_weights_are_the_scores_of_the_chosen_divided_by_their_sum_also_in_backward(router):
+    logits = logits_of(40).requires_grad_()
+    routing = route(logits, 3, router)
+    scores = logits.sigmoid() if router == "sigmoid" else logits.softmax(-1)
+    picked = scores.gather(1, routing.experts)
+    want = picked / picked.sum(1, keepdim=True)
+    assert_same(routing.weights, want, 1e-12, "weights")
+    assert_same(routing.probabilities, scores / scores.sum(1, keepdim=True), 1e-12, "probabilities")
+    up = logits_of(40, 3, seed=5)
+    (got_grad,) = torch.autograd.grad((routing.weights * up).sum(), logits, retain_graph=True)
+    (want_grad,) = torch.autograd.grad((want * up).sum(), logits)
+    assert_same(got_grad, want_grad, 1e-12, "gradient of the logits")
+
+
+def test_the_bias_decides_who_is_chosen_and_never_how_much_the_chosen_one_counts():
+    logits = logits_of(50)
+    bias = torch.zeros(E, dtype=torch.float64)
+    bias[3] = 10.0
+    routing = route(logits, K, "sigmoid", bias)
+    assert (routing.experts[:, 0] == 3).all()
+    s = logits.sigmoid().gather(1, routing.experts)
+    assert_same(routing.weights, s / s.sum(1, keepdim=True), 1e-12, "weights")
+
+
+def test_a_token_stays_on_the_m_nodes_whose_best_scores_have_the_largest_sum():
+    scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.4, 0.4, 0.1, 0.0]])
+    assert route(scores.logit(1e-9), 2, "sigmoid", None, 4, 1).experts.tolist() == [[2, 3]]  # 0.5 + 0.5 > 0.9 + 0.0
+    allowed = limit_to_nodes(scores, 4, 4, 2).isfinite()[0]
+    assert allowed.tolist() == [True, True, True, True, False, False, False, False]
+    experts = route(logits_of(200, 16), 4, "softmax", None, 8, 2).experts
+    assert max(len(set(row)) for row in (experts // 2).tolist()) == 2
+
+
+def test_logits_are_computed_in_float32_for_bf16_inputs_and_under_autocast():
+    x, gate = torch.randn(20, 64), torch.randn(E, 64)
+    half = x.bfloat16()
+    want = F.linear(half.double(), gate.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = router_logits(half, gate)
+    for got in (inside, router_logits(half, gate)):
+        assert got.dtype == torch.float32
+        assert_same(got, want, 1e-5, "logits")
+    assert router_logits(x.double(), gate.double()).dtype == torch.float64
+
+
+def test_scores_that_underflow_still_give_weights():
+    weights = route(torch.full((3, E), -2000.0), K, "sigmoid").weights
+    assert_same(weights, torch.full((3, K), 0.5), 1e-6, "weights")
+
+
+def test_given_experts_are_taken_and_only_weighed():
+    logits, experts = logits_of(20), torch.arange(40).view(20, 2) % E
+    routing = route(logits, K, "softmax", experts=experts)
+    assert torch.equal(routing.experts, experts)
+    assert_same(routing.weights, logits.gather(1, experts).softmax(-1), 1e-12, "weights")
+
+
+# -------------------------------------------------------------------------------------------------- losses over ranks
+
+
+def test_the_balance_loss_is_one_for_an_even_load_and_e_over_k_if_all_tokens_want_the_same():
+    even = torch.full((8, E), 1 / E)
+    assert_same(balance_loss(even, torch.full((E,), 2), K), 1.0, 1e-6, "even")
+    one = F.one_hot(torch.zeros(8, dtype=torch.int64), E).float()
+    counts = torch.tensor([8] + [0] * (E - 1))
+    assert_same(balance_loss(one, counts, 1), float(E), 1e-6, "all to one")
+
+
+def losses_of_this_rank(sizes: list[int]) -> tuple:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    logits = logits_of(sum(sizes)).split(sizes)[rank].clone().requires_grad_()
+    routing = route(logits, K)
+    before = expert_counts(routing.experts, E)
+    kept_before = before.clone()
+    counts = group_sum(before, group)
+    total = balance_loss(routing.probabilities, counts, K) + 0.1 * z_loss(logits, counts, K)
+    total.backward()
+    return total.detach(), logits.grad, counts, torch.equal(before, kept_before)
+
+
+@pytest.mark.parametrize("sizes", [[13], [9, 4], [7, 0, 5, 12]])
+def test_shares_of_the_losses_add_up_to_those_of_one_process_however_uneven_the_ranks(sizes):
+    logits = logits_of(sum(sizes)).requires_grad_()
+    s = logits.softmax(-1)
+    f = torch.stack([(route(logits, K).experts == e).sum() for e in range(E)]).double() * E / (K * len(logits))
+    want = (f * s.mean(0)).sum() + 0.1 * logits.exp().sum(1).log().square().mean()
+    want.backward()
+    results = run_ranks(len(sizes), losses_of_this_rank, sizes)
+    assert_same(sum(share for share, *_ in results), want.detach(), 1e-12, "loss")
+    for rank, ((_, grad, counts, untouched), whole) in enumerate(zip(results, logits.grad.split(sizes), strict=True)):
+        assert_same(grad, whole, 1e-12, "gradient of the logits", rank)
+        assert counts.sum() == K * sum(sizes), rank
+        assert untouched, f"rank {rank}: group_sum changed the counts that it was given"
+
+
+# ------------------------------------------------------------------------------------------------------------ capacity
+
+
+def queue_by_queue(experts: list[list[int]], factor: float) -> list[list[bool]]:
+    room = [math.ceil(factor * len(experts[0]) * len(experts) / E)] * E
+    kept = [[False] * len(row) for row in experts]
+    for k in range(len(experts[0])):
+        for t, row in enumerate(experts):
+            if room[row[k]] > 0:
+                room[row[k]] -= 1
+                kept[t][k] = True
+    return kept
+
+
+def kept_on_ranks(sizes: list[int], factor: float) -> Tensor:
+    experts = route(logits_of(sum(sizes)), 3).experts.split(sizes)[dist.get_rank()]
+    return within_capacity(experts, E, factor, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 8.0])
+def test_capacity_drops_second_choices_and_late_tokens_first(factor):
+    experts = route(logits_of(37), 3).experts
+    assert within_capacity(experts, E, factor, None).tolist() == queue_by_queue(experts.tolist(), factor)
+    assert within_capacity(experts[:0], E, factor, None).shape == (0, 3)
+
+
+@pytest.mark.parametrize("sizes", [[37], [20, 17], [11, 0, 19, 7]])
+def test_capacity_drops_the_same_choices_on_ranks_as_in_one_process(sizes):
+    for factor in (0.5, 1.0):
+        want = torch.tensor(queue_by_queue(route(logits_of(37), 3).experts.tolist(), factor))
+        got = run_ranks(len(sizes), kept_on_ranks, sizes, factor)
+        for rank, (kept, mine) in enumerate(zip(got, want.split(sizes), strict=True)):
+            assert torch.equal(kept, mine), f"rank {rank}: {(kept != mine).sum()} choices differ"
+
+
+def two_slices() -> tuple[Tensor, Tensor]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine, place = dist.get_rank() % 2, dist.get_rank() // 2
+    experts = route(logits_of(30, seed=mine), K).experts.split([10, 20])[place]
+    return within_capacity(experts, E, 0.7, groups[mine]), group_sum(expert_counts(experts, E), groups[mine])
+
+
+def test_two_slices_of_the_world_count_for_themselves():
+    for rank, (kept, counts) in enumerate(run_ranks(4, two_slices)):
+        experts = route(logits_of(30, seed=rank % 2), K).experts
+        assert torch.equal(counts, torch.bincount(experts.flatten(), minlength=E)), f"rank {rank}"
+        want = torch.tensor(queue_by_queue(experts.tolist(), 0.7)).split([10, 20])[rank // 2]
+        assert torch.equal(kept, want), f"rank {rank}"
+
+
+def test_the_capacity_is_rounded_up():
+    assert [capacity(t, 8, 2, c) for t, c in ((16, 1.0), (17, 1.0), (16, 1.25), (1, 1.0))] == [4, 5, 5, 1]
+
+
+# ---------------------------------------------------------------------------------------------------------- the bias
+
+
+def test_a_step_of_the_bias_is_up_below_the_mean_down_above_and_none_at_it():
+    assert bias_step(torch.tensor([1, 2, 3])).tolist() == [1, 0, -1]
+    assert bias_step(torch.tensor([0, 0, 9])).tolist() == [1, 1, -1]
+    assert bias_step(torch.tensor([5, 5])).dtype == torch.int64
+
+
+def test_the_bias_evens_out_a_skewed_router_without_a_gradient():
+    logits = logits_of(400) + torch.linspace(0, 2, E)
+    steps = torch.zeros(E, dtype=torch.int64)
+    first = max_violation(expert_counts(route(logits, K, "sigmoid").experts, E))
+    for _ in range(150):
+        steps += bias_step(expert_counts(route(logits, K, "sigmoid", 0.005 * steps).experts, E))
+    last = max_violation(expert_counts(route(logits, K, "sigmoid", 0.005 * steps).experts, E))
+    assert first > 0.4 and last < 0.1, (first, last)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--top-k 9", "top-k 9 of 8 experts is impossible; use 1 to 8"),
+        ("--nodes 3", "nodes 3 do not divide 8 experts; use 1, 2, 4, 8"),
+        ("--nodes 4 --max-nodes 5", "max-nodes 5 of 4 nodes is impossible; use 1 to 4"),
+        ("--nodes 4 --max-nodes 2 --top-k 3", "max-nodes 2 cannot share top-k 3 evenly"),
+        ("--capacity 0", "--capacity 0.0 leaves no room"),
+        ("--capacity nan", "--capacity nan leaves no room"),
+        ("--experts 0", "--experts 0 is not in 1 .. 1024"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_option_and_remedy(options, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["routing.py", *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        routing.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said and len(said.splitlines()) == 1, said
+
+
+def test_an_unknown_router_is_refused():
+    with pytest.raises(ValueError, match="router 'hash' is unknown; use softmax or sigmoid"):
+        check_routing(8, 2, "hash")
