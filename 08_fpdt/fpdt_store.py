@@ -1,0 +1,431 @@
+"""FPDT I: two stores, the link between them, and three streams that must not overtake each other.
+
+Problem. Keys and values of a million tokens do not fit into the memory of a GPU. The host has ten times as much, at the
+other end of a link that is fifty times slower. So keep them on the host, cut into chunks, and bring each chunk when it
+is needed. If every chunk is first fetched and then used, the GPU waits most of the time.
+
+Idea. Copies and computation run on different engines. Give each its own stream (a queue of work), and two sets of
+buffers on the device: while the computation reads one, the next chunk arrives in the other.
+
+    compute    | use A: chunk 0  | use B: chunk 1  | use A: chunk 2  |
+    fetch      | B <- chunk 1    | A <- chunk 2    | B <- chunk 3    |        host -> device
+    offload      results of before that the device need not keep              device -> host
+
+Streams do not know of each other. What must happen in order is said with events; `wait(stream, event)` holds a stream
+back until another one has come as far as the event. Four waits are needed, and leaving out any of them gives a program
+that is right on most days:
+    1. offload waits for the computation of what it sends            or it stores what was there before
+    2. fetch waits until its chunk has been stored                   Megatron-LM #7398
+    3. the computation waits until the fetch has arrived             or it reads the previous chunk
+    4. a buffer is overwritten when nobody reads it any more         torchtune #1867
+On a CPU there is nothing to overtake: everything runs at once, in the order of the program. So `CpuMachine` keeps
+account of what a GPU *would be free* to do. Each stream has a vector clock (Mattern 1988) that says how far each other
+stream must have come; two accesses to a buffer, one of them a write, that no chain of events orders raise `Race`, every
+time. The same program then runs on `CudaMachine`, with CUDA's streams, events and pinned memory.
+
+Double buffering holds 2 chunks instead of u, and moves the same bytes: 2/u of the memory (2408.16978, section 4.2).
+
+Run it:
+    python fpdt_store.py                                 double buffering, counted, on CPU or GPU
+    python fpdt_store.py --version single                one buffer: the fetch cannot start before the use has ended
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+import argparse
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+STREAMS = ("compute", "fetch", "offload")
+
+# ----------------------------------------------------------------------------------------------- machines: CPU and CUDA
+
+
+class Race(RuntimeError):
+    """Two streams touch a buffer, one of them writes, and nothing says who is first."""
+
+
+@dataclass
+class Op:
+    """A piece of work on a stream. It may start when of each stream `after[stream]` pieces are done."""
+
+    stream: str
+    name: str
+    amount: float  # bytes of a copy; for a computation whatever it counts, as (query, key) pairs
+    after: dict[str, int]
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory on the host or the device, with the events that guard it."""
+
+    data: Tensor
+    written: Any = None  # from this event on, the contents are there
+    readers: list[Any] = field(default_factory=list)  # after these events, it may be overwritten
+    touched: dict[tuple[str, bool], tuple[int, str]] = field(default_factory=dict)  # (stream, wrote) -> last tick, name
+
+
+class CpuMachine:
+    """Does everything at once, and keeps account of what streams could do in another order."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.clock = {stream: dict.fromkeys(STREAMS, 0) for stream in STREAMS}  # how far each stream knows of each
+
+    def record(self, stream: str) -> dict[str, int]:
+        """An event: all that the stream has been given so far, and all that this waited for."""
+        return dict(self.clock[stream])
+
+    def wait(self, stream: str, event: dict[str, int]) -> None:
+        """What the stream is given from now on starts after the event."""
+        mine = self.clock[stream]
+        for other, tick in event.items():
+            mine[other] = max(mine[other], tick)
+
+    def launch(
+        self, stream: str, name: str, amount: float, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
+        clock = self.clock[stream]
+        self.ops.append(Op(stream, name, amount, dict(clock)))
+        for buffer, write in [(b, False) for b in reads] + [(b, True) for b in writes]:
+            for (other, wrote), (tick, what) in buffer.touched.items():
+                if (write or wrote) and clock[other] < tick:
+                    doing = "overwrites" if write else "reads"
+                    raise Race(f"{name} ({stream}) {doing} a buffer without waiting for: {what} ({other})")
+        clock[stream] += 1
+        for buffer, write in [(b, False) for b in reads] + [(b, True) for b in writes]:
+            buffer.touched[stream, write] = (clock[stream], name)
+
+    def copy(self, stream: str, to: Buffer, source: Buffer) -> None:
+        self.launch(stream, stream, source.data.nbytes, reads=[source], writes=[to])
+        to.data.copy_(source.data)
+
+    def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        with _disable_current_modes():  # meters that watch operators see the device's memory only
+            return torch.empty(shape, dtype=dtype)
+
+
+class CudaMachine:
+    """The same calls, on CUDA's streams. The computation is on whichever stream is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.streams = {stream: torch.cuda.Stream(device) for stream in STREAMS[1:]}
+
+    def _stream(self, stream: str) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device) if stream == "compute" else self.streams[stream]
+
+    def record(self, stream: str) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: str, event: torch.cuda.Event) -> None:
+        self._stream(stream).wait_event(event)
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to account for: the GPU itself shows whether the waits were right."""
+
+    def copy(self, stream: str, to: Buffer, source: Buffer) -> None:
+        with torch.cuda.stream(self.streams[stream]):
+            to.data.copy_(source.data, non_blocking=True)
+        on_device = to.data if to.data.is_cuda else source.data
+        on_device.record_stream(self.streams[stream])  # when freed, not to be given away before this copy is over
+
+    def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        try:  # the GPU copies by itself only from and to pages that the system promised not to move
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            size = shape.numel() * dtype.itemsize
+            raise MemoryError(f"no pinned memory for {size:,} bytes ({str(error).splitlines()[0]}); "
+                              "raise `ulimit -l` or use fewer tokens") from error  # fmt: skip
+
+
+class ResidentMachine(CudaMachine):
+    """A "host" that is the device: for the share of the chunks that fits there, the same program with fast copies."""
+
+    def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+# ---------------------------------------------------------------------------------------------------------- the store
+
+
+class Store:
+    """Moves tensors between device and host, counts the bytes, and reuses its host buffers.
+
+    machine      CpuMachine or CudaMachine
+    host_limit   bytes of host memory that may be used; None for no limit
+    """
+
+    def __init__(self, machine: CpuMachine | CudaMachine, host_limit: int | None = None) -> None:
+        self.machine, self.host_limit = machine, host_limit
+        self.offloaded = self.fetched = 0  # bytes over the link, each way
+        self.host_bytes = self.host_peak = 0  # bytes in use on the host
+        self.allocated = 0  # bytes of all host buffers, in use or waiting for reuse
+        self.pool: dict[tuple[torch.Size, torch.dtype], list[Buffer]] = {}
+
+    def compute(
+        self, name: str, amount: float = 0, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
+        """Say what the computation is about to do with which buffers."""
+        self.machine.launch("compute", name, amount, reads, writes)
+
+    def made(self, tensor: Tensor) -> Buffer:
+        """The buffer of a device tensor that the computation has just written, or found in memory it was given."""
+        buffer = Buffer(tensor)
+        if isinstance(self.machine, CpuMachine):
+            buffer.touched["compute", True] = (self.machine.clock["compute"]["compute"], "its computation")
+        return buffer
+
+    def device_empty(self, like: Buffer, device: torch.device) -> Buffer:
+        """A buffer on the device. Its memory may be what an unfinished computation still reads, so wait for that."""
+        buffer = self.made(torch.empty_like(like.data, device=device))
+        buffer.readers = [self.machine.record("compute")]
+        return buffer
+
+    def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Buffer:
+        """A host buffer, an old one if one fits."""
+        size = shape.numel() * dtype.itemsize
+        waiting = self.pool.get((shape, dtype))
+        if not waiting:
+            if self.host_limit is not None and self.allocated + size > self.host_limit:
+                raise MemoryError(f"the host store would need {self.allocated + size:,} of {self.host_limit:,} bytes")
+            self.allocated += size
+        self.host_bytes += size
+        self.host_peak = max(self.host_peak, self.host_bytes)
+        return waiting.pop(0) if waiting else Buffer(self.machine.host_empty(shape, dtype))
+
+    def drop(self, host: Buffer) -> None:
+        """Give a host buffer back. Whoever gets it next waits for the fetches that may still read it."""
+        self.host_bytes -= host.data.nbytes
+        self.pool.setdefault((host.data.shape, host.data.dtype), []).append(host)
+
+    def offload(self, source: Tensor | Buffer, into: Buffer | None = None) -> Buffer:
+        """Start to copy to the host; returns the host buffer at once. `source` must not be written before it is done,
+        which holds for a tensor nobody writes to, and for a slot because of its `readers`."""
+        source = self.made(source) if isinstance(source, Tensor) else source
+        host = into or self.host_empty(source.data.shape, source.data.dtype)
+        # --- exercise 8.1: what does the offload stream wait for, and who must wait for the offload? ---
+        for event in (self.machine.record("compute"), *host.readers):
+            self.machine.wait("offload", event)
+        self.machine.copy("offload", host, source)
+        host.written, host.readers = self.machine.record("offload"), []
+        source.readers.append(host.written)
+        # --- end exercise ---
+        self.offloaded += host.data.nbytes
+        return host
+
+    def fetch(self, host: Buffer, slot: Buffer) -> None:
+        """Start to copy to a buffer on the device."""
+        # --- exercise 8.2: the same for the way back ---
+        for event in (host.written, *slot.readers):
+            self.machine.wait("fetch", event)
+        self.machine.copy("fetch", slot, host)
+        slot.written, slot.readers = self.machine.record("fetch"), []
+        host.readers = [slot.written]
+        # --- end exercise ---
+        self.fetched += host.data.nbytes
+
+    def use(self, slot: Buffer) -> Tensor:
+        """The computation waits for the fetch into this slot."""
+        self.machine.wait("compute", slot.written)
+        return slot.data
+
+    def done(self, slot: Buffer) -> None:
+        """The computation needs the slot no more."""
+        slot.readers.append(self.machine.record("compute"))
+
+
+class Prefetch:
+    """Brings the host buffers `lookup(key)` to slots on the device, for one key after the other.
+
+    With two sets of slots, the buffers of the next key are on their way while the caller computes with these:
+
+        for key in keys:
+            slots = prefetch.take()
+            ...                            compute with slots
+            prefetch.done()
+
+    `lookup` is called two keys ahead. A key may have fewer buffers than others; it leaves out the last ones.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Sequence[Any],
+        lookup: Callable[[Any], Sequence[Buffer]],
+        device: torch.device,
+        sets: int = 2,
+    ) -> None:
+        self.store, self.keys, self.lookup, self.device = store, keys, lookup, device
+        self.sets: list[list[Buffer]] = [[] for _ in range(sets)]
+        self.turn, self.lengths = 0, [0] * sets
+
+    def fetch(self, n: int) -> None:
+        """Start to fetch the buffers of key n, if there is one, to the set whose turn it then is."""
+        if n >= len(self.keys):
+            return
+        hosts, slots = self.lookup(self.keys[n]), self.sets[n % len(self.sets)]
+        for host in hosts[len(slots) :]:  # memory is taken when it is first needed, and stays
+            slots.append(self.store.device_empty(host, self.device))
+        for host, slot in zip(hosts, slots, strict=False):
+            self.store.fetch(host, slot)
+        self.lengths[n % len(self.sets)] = len(hosts)
+
+    def take(self) -> list[Buffer]:
+        """The slots of the next key; the computation waits until they are filled."""
+        if self.turn == 0:
+            for n in range(len(self.sets)):
+                self.fetch(n)
+        which = self.turn % len(self.sets)
+        slots = self.sets[which][: self.lengths[which]]
+        for slot in slots:
+            self.store.use(slot)
+        return slots
+
+    def done(self) -> None:
+        """The computation needs these slots no more: refill them."""
+        which = self.turn % len(self.sets)
+        # --- exercise 8.3: the second buffer ---
+        for slot in self.sets[which][: self.lengths[which]]:
+            self.store.done(slot)
+        self.fetch(self.turn + len(self.sets))
+        # --- end exercise ---
+        self.turn += 1
+
+
+# ------------------------------------------------------------------------------------------------------ bytes, in time
+
+
+class DeviceMemory(TorchDispatchMode):
+    """Bytes of tensors made inside the block, now and at most, without those of the host store. With a `limit` it
+    plays a device of that size: the operator that goes beyond it raises MemoryError."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__()
+        self.limit, self.current, self.peak = limit, 0, 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (at := tensor.untyped_storage()._cdata) not in given | self.sizes.keys():
+                self.sizes[at] = tensor.untyped_storage().nbytes()
+                weakref.finalize(tensor.untyped_storage(), self._freed, at).atexit = False
+                self.current += self.sizes[at]
+                self.peak = max(self.peak, self.current)
+                if self.limit is not None and self.current > self.limit:
+                    raise MemoryError(f"{func} needs {self.current:,} of {self.limit:,} bytes of the device")
+        return out
+
+    def _freed(self, at: int) -> None:
+        self.current -= self.sizes.pop(at)
+
+
+# --------------------------------------------------------------------------------------------------------------- demo
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def machine_for(device: torch.device) -> CpuMachine | CudaMachine:
+    return CudaMachine(device) if device.type == "cuda" else CpuMachine()
+
+
+def available_host_memory() -> int:
+    """Bytes that the system would give away now."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_host(needed: int) -> None:
+    """ValueError if the host cannot hold `needed` bytes; ask before anything starts."""
+    if needed > (free := available_host_memory()):
+        raise ValueError(
+            f"the chunks on the host need {needed:,} bytes and {free:,} are free; use fewer tokens or layers"
+        )
+
+
+def demo(args: argparse.Namespace, device: torch.device) -> list[str]:
+    """Store u chunks, then sum all pairs (i, j <= i) of them, as attention will."""
+    u, sets = args.chunks, {"single": 1, "double": 2}[args.version]
+    machine = machine_for(device)
+    store = Store(machine)
+    chunks = [torch.full((args.elements,), float(i + 1), dtype=torch.float64, device=device) for i in range(u)]
+    want = sum((i + 1) * (j + 1) for i in range(u) for j in range(i + 1)) * float(args.elements)
+    hosts = []
+    for chunk in chunks:
+        store.compute("make")
+        hosts.append(store.offload(chunk))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    pairs = [(i, j) for i in range(u) for j in range(i + 1)]
+    memory = DeviceMemory()
+    with memory:
+        prefetch = Prefetch(store, pairs, lambda ij: [hosts[ij[1]]], device, sets)
+        for i, _ in pairs:
+            [slot] = prefetch.take()
+            store.compute("use", 1, reads=[slot])
+            total += torch.dot(chunks[i], slot.data)
+            prefetch.done()
+    size = chunks[0].nbytes
+    rows = [
+        ("sum over all pairs", want, total.item()),
+        ("bytes device -> host", u * size, store.offloaded),
+        ("bytes host -> device", u * (u + 1) // 2 * size, store.fetched),
+        ("bytes on the host", u * size, store.host_peak),
+    ]
+    if isinstance(machine, CpuMachine):
+        # A fetch that had to wait for the use just before it cannot run beside it.
+        fetches = [op for op in machine.ops if op.stream == "fetch"]
+        beside = sum(op.after["compute"] < u + n for n, op in enumerate(fetches) if n)
+        rows.append(("fetches beside a computation", (len(pairs) - 1) * (sets - 1), beside))
+        slots = min(sets, len(pairs)) * size
+        rows.append(("bytes on the device at most: buffers, a product, a sum", slots + 8, memory.peak))
+    if os.environ.get("RANK", "0") != "0":  # every rank does the same, alone
+        return [name for name, predicted, got in rows if predicted != got]
+    print(f"{args.version} buffering, {u} chunks of {size:,} bytes on {device.type}")
+    print(f"{'':56}{'predicted':>14}{'measured':>14}")
+    for name, predicted, measured in rows:
+        print(f"{name:56}{predicted:14,.0f}{measured:14,.0f}")
+    return [f"{name}: predicted {predicted:,}, measured {got:,}" for name, predicted, got in rows if predicted != got]
+
+
+def main() -> int:
+    parser = OneLineParser(description="Chunks on the host, double buffers on the device.", allow_abbrev=False)
+    parser.add_argument("--version", choices=["single", "double"], default="double")
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--elements", type=int, default=4096, help="of a chunk; default %(default)s")
+    args = parser.parse_args()
+    for option in ("chunks", "elements"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option} {getattr(args, option)} is too few; use 1 or more")
+    try:
+        check_host(8 * args.chunks * args.elements)
+    except ValueError as error:
+        parser.error(f"--chunks {args.chunks} of --elements {args.elements}: {error}")
+    wrong = demo(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if os.environ.get("RANK", "0") == "0":
+        print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

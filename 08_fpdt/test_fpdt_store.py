@@ -1,0 +1,207 @@
+"""The store: right bytes, the right order of events, and every missing wait is a race."""
+
+import sys
+
+import pytest
+import torch
+from fpdt_store import CpuMachine, DeviceMemory, Prefetch, Race, Store, check_host, main
+from harness.meter import peak_memory
+
+CPU = torch.device("cpu")
+
+
+def offloaded(store: Store, count: int) -> list:
+    hosts = []
+    for n in range(count):
+        store.compute("make")
+        hosts.append(store.offload(torch.full((8,), float(n))))
+    return hosts
+
+
+def walk(store: Store, keys: list[int], hosts: list, sets: int = 2) -> list[float]:
+    seen, prefetch = [], Prefetch(store, keys, lambda key: [hosts[key]], CPU, sets)
+    for _ in keys:
+        [slot] = prefetch.take()
+        store.compute("use", 1, reads=[slot])
+        seen.append(slot.data[0].item())
+        prefetch.done()
+    return seen
+
+
+class Forgetful(CpuMachine):
+    """Leaves out the waits of one stream for another."""
+
+    def __init__(self, who: str, whom: str) -> None:
+        super().__init__()
+        self.pair = (who, whom)
+
+    def wait(self, stream, event):
+        known = dict(event)
+        if stream == self.pair[0]:
+            known[self.pair[1]] = 0
+        super().wait(stream, known)
+
+
+# -------------------------------------------------------------------------------------------------------- what arrives
+
+
+@pytest.mark.parametrize("sets", [1, 2, 3])
+@pytest.mark.parametrize("keys", [[0], [0, 1], [3, 0, 3, 3, 1, 2, 0]])
+def test_every_key_finds_its_own_chunk_in_the_slots(keys, sets):
+    store = Store(CpuMachine())
+    assert walk(store, keys, offloaded(store, 4), sets) == [float(k) for k in keys]
+
+
+def test_bytes_over_the_link_and_on_the_host_are_counted_exactly():
+    store = Store(CpuMachine(), host_limit=4 * 32)
+    hosts = offloaded(store, 4)
+    walk(store, [0, 1, 2, 3, 0], hosts)
+    assert (store.offloaded, store.fetched, store.host_peak) == (4 * 32, 5 * 32, 4 * 32)
+    for host in hosts:
+        store.drop(host)
+    offloaded(store, 4)
+    assert (store.host_bytes, store.allocated) == (4 * 32, 4 * 32), "host buffers are not reused"
+    with pytest.raises(MemoryError, match="160 of 128 bytes"):
+        offloaded(store, 1)
+
+
+def test_a_key_may_have_fewer_buffers_than_another_and_gets_only_its_own():
+    store = Store(CpuMachine())
+    hosts = offloaded(store, 3)
+    prefetch = Prefetch(store, [1, 2, 1, 2], lambda count: hosts[:count], CPU)
+    lengths = []
+    for _ in range(4):
+        lengths.append(len(prefetch.take()))
+        prefetch.done()
+    assert lengths == [1, 2, 1, 2]
+
+
+def test_the_device_holds_two_slots_however_many_chunks_there_are():
+    for count in (3, 9):
+        store = Store(CpuMachine())
+        hosts = offloaded(store, count)
+        with peak_memory() as meter, DeviceMemory() as memory:
+            prefetch = Prefetch(store, range(count), lambda n, hosts=hosts: [hosts[n]], CPU)
+            for _ in range(count):
+                prefetch.take()
+                prefetch.done()
+            del prefetch
+        assert (meter.peak, memory.peak, memory.current) == (2 * 32, 2 * 32, 0)
+
+
+def test_a_device_of_limited_size_refuses_what_does_not_fit():
+    with pytest.raises(MemoryError, match="of 100 bytes"), DeviceMemory(100):
+        keep = [torch.zeros(20) for _ in range(2)]
+        del keep
+
+
+# --------------------------------------------------------------------------------------------------------- who waits
+
+
+def test_the_next_fetch_is_given_out_before_the_computation_with_this_chunk():
+    store = Store(CpuMachine())
+    hosts = offloaded(store, 3)
+    walk(store, [0, 1, 2, 0, 1], hosts)
+    ops = store.machine.ops
+    order = [f"{op.stream} {n}" for name in ("fetch", "use") for n, op in enumerate(o for o in ops if o.name == name)]
+    at = dict(zip(order, [ops.index(o) for name in ("fetch", "use") for o in ops if o.name == name], strict=True))
+    fetches = [op for op in ops if op.stream == "fetch"]
+    for n in range(4):
+        assert at[f"fetch {n + 1}"] < at[f"compute {n}"], f"fetch {n + 1} is given out after the use of chunk {n}"
+        # three "make"s, then the uses: fetch n+1 may wait for use n-1, whose slot it takes, and for no later one
+        assert fetches[n + 1].after["compute"] <= 3 + n, f"fetch {n + 1} waits for the use of chunk {n}"
+
+
+def test_with_one_buffer_a_fetch_waits_for_the_use_before_it():
+    store = Store(CpuMachine())
+    walk(store, [0, 1, 2], offloaded(store, 3), sets=1)
+    assert [op.after["compute"] for op in store.machine.ops if op.stream == "fetch"] == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("who", "whom", "what"),
+    [
+        ("offload", "compute", r"offload \(offload\) reads .* its computation"),
+        ("fetch", "offload", r"fetch \(fetch\) reads .* offload"),
+        ("compute", "fetch", r"use \(compute\) reads .* fetch"),
+        ("fetch", "compute", r"fetch \(fetch\) overwrites .*"),
+    ],
+)
+def test_each_missing_wait_is_a_race_every_time(who, whom, what):
+    store = Store(Forgetful(who, whom))
+    with pytest.raises(Race, match=what):
+        walk(store, [0, 1, 2, 0], offloaded(store, 3))
+
+
+def test_a_host_buffer_that_is_used_again_waits_for_the_fetch_that_still_reads_it():
+    def reuse(machine: CpuMachine) -> None:
+        store = Store(machine)
+        hosts = offloaded(store, 2)
+        prefetch = Prefetch(store, [0, 1], lambda n: [hosts[n]], CPU)
+        prefetch.take()
+        for host in hosts:
+            store.drop(host)  # their fetches have been given out, and may not have begun
+        offloaded(store, 2)
+
+    reuse(CpuMachine())
+    with pytest.raises(Race, match=r"offload \(offload\) overwrites a buffer without waiting for: fetch"):
+        reuse(Forgetful("offload", "fetch"))
+
+
+def test_a_slot_that_goes_home_is_not_refilled_before_it_has_left():
+    def there_and_back(machine: CpuMachine) -> None:
+        store = Store(machine)
+        hosts = offloaded(store, 4)
+        prefetch = Prefetch(store, range(4), lambda n: [hosts[n]], CPU)
+        for n in range(4):
+            [slot] = prefetch.take()
+            store.compute("add", writes=[slot])
+            slot.data += 1
+            store.offload(slot, into=hosts[n])
+            prefetch.done()
+        assert [host.data[0].item() for host in hosts] == [1, 2, 3, 4]
+
+    there_and_back(CpuMachine())
+    with pytest.raises(Race, match="fetch"):
+        there_and_back(Forgetful("fetch", "offload"))
+
+
+def test_events_are_handed_on_so_nobody_waits_twice():
+    """offload -> fetch -> compute: the computation has waited for the offload as well."""
+    machine = CpuMachine()
+    machine.launch("offload", "offload", 1)
+    machine.wait("fetch", machine.record("offload"))
+    machine.launch("fetch", "fetch", 1)
+    machine.wait("compute", machine.record("fetch"))
+    assert machine.clock["compute"] == {"compute": 0, "fetch": 1, "offload": 1}
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_too_little_host_memory_is_found_before_anything_starts():
+    with pytest.raises(ValueError, match="use fewer tokens"):
+        check_host(10**18)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--chunks", "0"], ["--elements", "-3"], ["--chunks", "9" * 12], ["--versio", "x"]]
+)
+def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fpdt_store.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert len(err.splitlines()) == 1 and arguments[0] in err
+
+
+def test_no_pinned_memory_is_one_clear_line(monkeypatch):
+    from fpdt_store import CudaMachine
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("CUDA error: no room\nmore lines")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(MemoryError, match="no pinned memory for 64 bytes .CUDA error: no room.; raise"):
+        CudaMachine.host_empty(None, torch.Size([8]), torch.float64)
