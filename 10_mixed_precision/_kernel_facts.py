@@ -1,0 +1,45 @@
+"""What Triton's compiler makes of the kernels of fp8_kernels.py for sm_90; no GPU is needed. TRITON_INTERPRET=0."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: int) -> dict[str, int]:
+    types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    # Triton says at run time that pointers and these strides are multiples of 16; so it does here.
+    even = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in signature if signature[name][0] == "*"
+    }
+    for name in ("x_row", "q_row", "K", "N", "rows", "columns"):
+        if name in signature:
+            even[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+    binary = triton.compile(ASTSource(kernel, types, constexprs=constants, attrs=even), target=HOPPER, options=options)
+    ptx = binary.asm["ptx"]
+    return {
+        "shared": binary.metadata.shared,
+        "wgmma_e4m3": len(re.findall(r"wgmma\.mma_async\S*e4m3", ptx)),
+        "cvt_e4m3": len(re.findall(r"cvt\S*e4m3x2", ptx)),
+    }
+
+
+def facts(kernels: Any) -> dict[str, dict[str, int]]:
+    """By kernel: bytes of shared memory, and counts of fp8 instructions."""
+    whole = dict.fromkeys(("rows", "columns", "x_row", "q_row", "q_column", "s_row", "s_column"), "i32")
+    quantize = {"x": "*bf16", "q": "*fp8e4nv", "s": "*fp32", **whole, "largest": "fp32", "smallest": "fp32"}
+    made = {}
+    for (rows, columns), mode in kernels.MODES.items():
+        constants = {"MODE": mode, "MANTISSA": 3, "BY_HAND": False, "SIZE": 128}
+        made[f"quantize {rows} x {columns}"] = compiled(kernels.quantize_kernel, quantize, constants, num_warps=8)
+    sizes = dict.fromkeys(("M", "N", "K", "sa_row", "sa_column", "sb_row", "sb_column"), "i32")
+    matmul = {"a": "*fp8e4nv", "b": "*fp8e4nv", "out": "*bf16", "s_a": "*fp32", "s_b": "*fp32", **sizes}
+    constants = {"A_ROWS": 1, "B_ROWS": 128, "SIZE": 128, "GROUP": 8}
+    made["block_matmul"] = compiled(kernels.block_matmul_kernel, matmul, constants, num_warps=8, num_stages=4)
+    return made

@@ -1,0 +1,279 @@
+"""fp8 on a GPU: quantise in one pass over memory, and multiply on fp8 tensor cores with a scale for every 128 terms.
+
+Problem. fp8.py says what a recipe computes. Done op by op, quantising reads and writes a tensor five times, and that
+costs more than the faster product saves. A product with a scale per tile is not in every library at all.
+
+Idea. Two kernels. Each program of the first takes a 128 x 128 piece of x into registers, finds the largest element of
+each row, of each column, or of the whole piece, divides, rounds and writes 8 bits. It reads x once. For products that
+sum over rows it also turns the piece around while it has it:
+
+     x [M, K], 16 bits                     q [M, K], 8 bits, or [K, M]        s, fp32
+    +-----+-----+                         +-----+-----+                       1 x 128:    [M, K/128]
+    | 128 |     |  -> amax, 1/s, round -> |     |     |                       128 x 1:    [M/128, K]
+    +-----+-----+                         +-----+-----+                       128 x 128:  [M/128, K/128]
+
+The second is a tiled matmul whose inner loop is 128 terms long. The tensor core sums those with its own, limited
+precision; then the partial sum is scaled and added to fp32 registers on the ordinary cores. One multiplication serves
+two ends: it applies the scales of the tile, and it takes the sum out of the tensor core before it is too long
+(2412.19437, section 3.3.2 and figure 7).
+
+Why turn x around? The fp8 instructions of Hopper want both operands with the summed dimension contiguous in memory.
+Dgrad sums over the rows of W, Wgrad over those of dy and x, so backward needs transposed copies: of one byte each.
+
+Traffic, for x [M, K] in bf16: 2 M K read, M K written, and 4 M K / 128 of scales. By the data sheet of an H200, 4.8
+TB/s and 1979 TFLOP/s of fp8, a tensor of 8192 x 8192 takes 42 us and the product of two such 0.56 ms: quantising five
+operands is not free.
+
+Run it:
+    python fp8_kernels.py                                    on a CPU: Triton's interpreter, tiny sizes; else the GPU
+    torchrun --nproc_per_node 2 fp8_kernels.py               each rank checks a tensor of its own
+The last line is PASS, or the script exits with 1 and says which number is off. bench_fp8.py --gpu measures.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from _precision_demo import OneLineParser, Report, launch
+from formats import OF_DTYPE, to_fp8
+from fp8 import TILE, Block, Quantized, amax_of, e4m3, emulated_matmul, expand, scale_of, transpose
+from fp8 import quantize as reference_quantize
+from torch import Tensor
+
+GIVEN, PER_ROW, PER_COLUMN, PER_TILE = 0, 1, 2, 3  # where a program of quantize_kernel gets its scales from
+MODES = {(1, TILE): PER_ROW, (TILE, 1): PER_COLUMN, (TILE, TILE): PER_TILE}
+
+# ------------------------------------------------------------------------------------------------------ quantisation
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, where NaN counts as infinite: a maximum of Triton passes NaN over in silence."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def round_by_hand(x, mantissa: tl.constexpr, smallest):
+    """x to the nearest number with so many bits of mantissa, ties to even, still in fp32. For Triton's interpreter: its
+    cast to fp8 forgets to carry into the exponent (124 becomes 64, not 128), unless nothing is left to round."""
+    drop: tl.constexpr = 23 - mantissa
+    bits = x.to(tl.int32, bitcast=True)
+    bits += (1 << (drop - 1)) - 1 + ((bits >> drop) & 1)  # half of the last place, and the tie to even
+    normal = ((bits >> drop) << drop).to(tl.float32, bitcast=True)
+    shift = smallest * 12582912.0  # 1.5 · 2^23 of the smallest: added, it pushes what is finer out of the mantissa
+    return tl.where(tl.abs(x) < smallest * (1 << mantissa), (x + shift) - shift, normal)
+
+
+@triton.jit
+def amax_kernel(x, out, count, SIZE: tl.constexpr):
+    """out[program] = the largest |x| of its SIZE elements."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tl.store(out + tl.program_id(0), tl.max(magnitude(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)), 0))
+
+
+@triton.jit
+def quantize_kernel(
+    x, q, s, rows, columns, x_row, q_row, q_column, s_row, s_column, largest, smallest,
+    MODE: tl.constexpr, MANTISSA: tl.constexpr, BY_HAND: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] to 8 bits, one SIZE x SIZE piece per program. Strides of q turn it around, or do not."""
+    tile_r, tile_c = tl.program_id(0), tl.program_id(1)
+    r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = (r[:, None] < rows) & (c[None, :] < columns)
+    value = tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)  # [SIZE, SIZE]
+    # --- exercise 10.17: amax and scale of each row, of each column, or of the whole piece ---
+    if MODE == 0:
+        scaled = value / tl.load(s)
+    elif MODE == 1:
+        amax = tl.max(magnitude(value), axis=1)
+        scale = tl.where(amax > 0, tl.maximum(amax / largest, 1.1754943508222875e-38), 1.0)
+        tl.store(s + r * s_row + tile_c * s_column, scale, mask=r < rows)
+        scaled = value / scale[:, None]
+    elif MODE == 2:
+        amax = tl.max(magnitude(value), axis=0)
+        scale = tl.where(amax > 0, tl.maximum(amax / largest, 1.1754943508222875e-38), 1.0)
+        tl.store(s + tile_r * s_row + c * s_column, scale, mask=c < columns)
+        scaled = value / scale[None, :]
+    else:
+        amax = tl.max(tl.max(magnitude(value), axis=1), axis=0)
+        scale = tl.where(amax > 0, tl.maximum(amax / largest, 1.1754943508222875e-38), 1.0)
+        tl.store(s + tile_r * s_row + tile_c * s_column, scale)
+        scaled = value / scale
+    # --- end exercise ---
+    # A given scale may be too small for x, so saturate; but the minimum of NaN and 448 is 448, and NaN must stay.
+    clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
+    if BY_HAND:
+        clamped = round_by_hand(clamped, MANTISSA, smallest)
+    result = tl.where(scaled == scaled, clamped, scaled).to(q.dtype.element_ty)
+    tl.store(q + r[:, None] * q_row + c[None, :] * q_column, result, mask=inside)
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest |x| as [1, 1] in fp32; infinite if x has NaN."""
+    x = x.contiguous()
+    size = 8192
+    partial = torch.empty(triton.cdiv(x.numel(), size), dtype=torch.float32, device=x.device)
+    amax_kernel[(len(partial),)](x, partial, x.numel(), SIZE=size)
+    return partial.amax().view(1, 1)
+
+
+def run_quantize(x: Tensor, dtype: torch.dtype, scale: Tensor, mode: int, turned: bool) -> Tensor:
+    """Launch; returns q [R, C]. If `turned`, it lies in memory as [C, R], so that its transpose is contiguous."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    memory = torch.empty((columns, rows) if turned else (rows, columns), dtype=dtype, device=x.device)
+    q = memory.T if turned else memory
+    grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))
+    strides = (x.stride(0), *q.stride(), *scale.stride())
+    form = OF_DTYPE[dtype]
+    quantize_kernel[grid](
+        x, q, scale, rows, columns, *strides, form.max, form.smallest,
+        MODE=mode, MANTISSA=form.mantissa, BY_HAND=not x.is_cuda, SIZE=TILE, num_warps=8,
+    )  # fmt: skip
+    return q
+
+
+def cast(x: Tensor, dtype: torch.dtype, block: Block, amax: Tensor) -> Quantized:
+    """x [R, C] in fp8 with one scale, from an amax that is known; larger elements saturate."""
+    scale = scale_of(amax, dtype)
+    return Quantized(run_quantize(x, dtype, scale, GIVEN, False), scale, block)
+
+
+def quantize(x: Tensor, dtype: torch.dtype, block: Block) -> Quantized:
+    """x [R, C] in fp8 with a scale for each 1 x 128, 128 x 1 or 128 x 128, or for each whole row or column."""
+    if block not in MODES:
+        scale = scale_of(amax_of(x, block), dtype)
+        return Quantized(to_fp8(x.float() / expand(scale, block, x.shape), dtype), scale, block)
+    shape = (triton.cdiv(x.shape[0], block[0]), triton.cdiv(x.shape[1], block[1]))
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    return Quantized(run_quantize(x, dtype, scale, MODES[block], block == (TILE, 1)), scale, block)
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+@triton.jit
+def transpose_kernel(x, out, rows, columns, SIZE: tl.constexpr):
+    """out [columns, rows] = x [rows, columns]ᵀ, of one byte each."""
+    r = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    c = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    value = tl.load(x + r[:, None] * columns + c[None, :], mask=(r[:, None] < rows) & (c[None, :] < columns))
+    tl.store(out + c[:, None] * rows + r[None, :], tl.trans(value), mask=(c[:, None] < columns) & (r[None, :] < rows))
+
+
+@triton.jit
+def block_matmul_kernel(
+    a, b, out, s_a, s_b, M, N, K, sa_row, sa_column, sb_row, sb_column,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = a [M, K] b [N, K]ᵀ with scales of 128 columns and A_ROWS or B_ROWS rows each, 1 or 128.
+
+    Programs are numbered so that GROUP rows of pieces are worked on together: what they read of b stays in L2.
+    """
+    program, down, across = tl.program_id(0), tl.cdiv(M, SIZE), tl.cdiv(N, SIZE)
+    first = program // (GROUP * across) * GROUP
+    height = tl.minimum(down - first, GROUP)
+    m = (first + program % height).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    n = (program % (GROUP * across) // height).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    k = tl.arange(0, SIZE)
+    total = tl.zeros((SIZE, SIZE), dtype=tl.float32)
+    # --- exercise 10.18: 128 terms on the tensor core, then a scale and an fp32 sum ---
+    for tile in range(0, tl.cdiv(K, SIZE)):
+        at = tile * SIZE + k
+        left = tl.load(a + m[:, None] * K + at[None, :], mask=(m[:, None] < M) & (at[None, :] < K), other=0.0)
+        right = tl.load(b + n[:, None] * K + at[None, :], mask=(n[:, None] < N) & (at[None, :] < K), other=0.0)
+        scale_a = tl.load(s_a + m // A_ROWS * sa_row + tile * sa_column, mask=m < M, other=0.0)
+        scale_b = tl.load(s_b + n // B_ROWS * sb_row + tile * sb_column, mask=n < N, other=0.0)
+        total += tl.dot(left, tl.trans(right)) * scale_a[:, None] * scale_b[None, :]
+    # --- end exercise ---
+    tl.store(
+        out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N)
+    )
+
+
+def rows_of(values: Tensor) -> Tensor:
+    """values [R, C] of one byte, contiguous: as they are, or turned around by the kernel."""
+    if values.is_contiguous():
+        return values
+    if not values.T.is_contiguous():
+        return values.contiguous()
+    source = values.T.view(torch.uint8)  # [C, R]
+    out = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
+    grid = (triton.cdiv(source.shape[0], TILE), triton.cdiv(source.shape[1], TILE))
+    transpose_kernel[grid](source, out, *source.shape, SIZE=TILE, num_warps=8)
+    return out.view(values.dtype)
+
+
+def block_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """a [M, K] b [N, K]ᵀ -> [M, N], both with scales that hold for 128 terms of the sum."""
+    left, right = rows_of(a.values), rows_of(b.values)
+    M, K, N = *left.shape, right.shape[0]
+    out = torch.empty(M, N, dtype=dtype, device=left.device)
+    strides = (*a.scale.stride(), *b.scale.stride())
+    block_matmul_kernel[(triton.cdiv(M, TILE) * triton.cdiv(N, TILE),)](
+        left, right, out, a.scale, b.scale, M, N, K, *strides,
+        A_ROWS=a.block[0], B_ROWS=b.block[0], SIZE=TILE, GROUP=8, num_warps=8, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """a bᵀ on fp8 tensor cores: cuBLAS through torch for one scale per tensor or row, `block_matmul` for tiles."""
+    if a.block[1] == TILE:
+        return block_matmul(a, b, dtype)
+    left, right = rows_of(a.values), rows_of(b.values).t()  # b as [K, N] whose columns are contiguous
+    per_tensor = a.block == (0, 0)
+    kind = dtype if per_tensor and dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.bfloat16
+    scale_a, scale_b = (a.scale.view(()), b.scale.view(())) if per_tensor else (a.scale, b.scale.t())
+    # The fast accumulation stays in the tensor core for the whole sum. Transformer Engine takes it for Fprop only.
+    fast = a.values.dtype == b.values.dtype == e4m3 and per_tensor
+    return torch._scaled_mm(
+        left, right, scale_a=scale_a.contiguous(), scale_b=scale_b.contiguous(), out_dtype=kind, use_fast_accum=fast
+    ).to(dtype)
+
+
+# -------------------------------------------------------------------------------------------------------------- demo
+
+
+def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    report, size = Report(group), 320 if device.type == "cpu" else 2064  # neither a multiple of 128
+    report.title(f"{size} x {size - 48}, {'Triton interpreter' if device.type == 'cpu' else 'GPU'}")
+    generator = torch.Generator().manual_seed(report.rank)
+    x = (
+        torch.randn(size, size - 48, generator=generator).to(device)
+        * torch.logspace(-3, 3, size, device=device)[:, None]
+    )
+    w = torch.randn(192, size - 48, generator=generator).to(device)
+    report.add("amax", amax_of(x, (0, 0)).item(), amax(x).item())
+    for block in MODES:
+        got, want = quantize(x, e4m3, block), reference_quantize(x, e4m3, block)
+        report.add(f"scales of {block[0]} x {block[1]}: different ones", 0, (got.scale != want.scale).sum().item())
+        # A division on a GPU may end one bit away from the CPU's, and a tie then falls to the other side.
+        differ = (got.values.float() != want.values.float()).float().mean().item()
+        report.add("  elements that differ", "<= 0.1 %", f"{differ:.3%}", differ <= 1e-3)
+        if block[1] == TILE:
+            other = quantize(w, e4m3, (TILE, TILE))
+            y, exact = block_matmul(got, other, torch.float32), emulated_matmul(got, other, torch.float32)
+            error = ((y - exact).norm() / exact.norm()).item()
+            limit = 1e-5 if device.type == "cpu" else 1e-2  # tensor cores sum the 128 terms with fewer bits
+            report.add("  matmul against fp32 sums", f"<= {limit}", f"{error:.1e}", error <= limit)
+    turned = transpose(quantize(x, e4m3, (TILE, 1)))
+    report.add("128 x 1 lies in memory as Wgrad wants it", True, turned.values.is_contiguous())
+    return report.finish()
+
+
+def main() -> None:
+    OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False).parse_args()
+    launch(demo)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The formats against torch's own numbers: finfo, casts, and every bit pattern."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from formats import FORMATS, lost_updates, running_sum, stochastic_round, to_fp8
+
+WITH_DTYPE = [f for f in FORMATS.values() if f.dtype is not None]
+by_name = pytest.mark.parametrize("form", WITH_DTYPE, ids=lambda f: f.name)
+
+
+@by_name
+def test_largest_smallest_and_epsilon_are_those_of_torch(form):
+    info = torch.finfo(form.dtype)
+    assert (form.max, form.smallest_normal, form.epsilon) == (info.max, info.smallest_normal, info.eps)
+    assert form.bits == info.bits
+    # Half of the smallest number is a tie with zero, which is even; a little more is not.
+    tiny = torch.tensor([form.smallest / 2, form.smallest * 0.51], dtype=torch.float64)
+    if form.name != "fp32":
+        assert form.round(tiny).tolist() == [0.0, form.smallest]
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "bf16", "fp16"])
+def test_every_bit_pattern_is_the_number_that_torch_reads_in_it(name):
+    form = FORMATS[name]
+    kind = torch.uint8 if form.bits == 8 else torch.uint16
+    patterns = range(0, 2**form.bits, 1 if form.bits == 8 else 7)
+    want = torch.tensor(list(patterns), dtype=kind).view(form.dtype).double().tolist()
+    for pattern, value in zip(patterns, want, strict=True):
+        got = form.value(pattern)
+        assert got == value or (math.isnan(got) and math.isnan(value)), f"{name}: pattern {pattern:b}"
+
+
+@by_name
+def test_rounding_is_that_of_torch_also_at_ties_and_among_subnormals(form):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(20_000, generator=generator) * torch.logspace(-8, 4, 20_000)
+    odd = torch.arange(-999, 1000, dtype=torch.float32)  # ties: halves of steps, in all formats with few digits
+    x = torch.cat((x, odd / 64, odd * form.smallest / 2 if form.name != "bf16" else odd, torch.zeros(2)))
+    x = x[x.abs() <= form.max]
+    assert torch.equal(form.round(x), x.to(form.dtype).double())
+
+
+def test_out_of_range_is_infinite_in_ieee_formats_and_the_largest_number_in_e4m3():
+    beyond = torch.tensor([1e6, -1e6])
+    assert FORMATS["fp16"].round(beyond).tolist() == [math.inf, -math.inf]
+    assert FORMATS["e4m3"].round(beyond).tolist() == [448, -448]
+    assert FORMATS["bf16"].round(beyond).isfinite().all()
+
+
+def test_tf32_has_the_range_of_fp32_and_the_resolution_of_fp16():
+    tf32, single, half = FORMATS["tf32"], FORMATS["fp32"], FORMATS["fp16"]
+    assert (tf32.smallest_normal, tf32.epsilon) == (single.smallest_normal, half.epsilon)
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(tf32.round(x), half.round(x))  # no element is out of fp16's range here
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_cast_to_8_bits_saturates_and_keeps_nan(dtype):
+    largest = torch.finfo(dtype).max
+    got = to_fp8(torch.tensor([1e9, -1e9, math.inf, 1.0, math.nan]), dtype).float()
+    assert got[:4].tolist() == [largest, -largest, largest, 1.0] and got[4].isnan()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3"])
+def test_stochastic_rounding_takes_one_of_two_neighbours_and_is_right_on_average(name):
+    form, generator = FORMATS[name], torch.Generator().manual_seed(0)
+    for value in (1.3 * form.epsilon + 1, -2.1 * form.epsilon - 1, 0.3 * form.smallest, 5.0, 0.0):
+        x = torch.full((20_000,), value, dtype=torch.float64)
+        got = stochastic_round(x, form.dtype, generator).double()
+        gap = form.spacing(x[:1]).item()
+        down = math.floor(value / gap) * gap
+        assert set(got.unique().tolist()) <= {down, down + gap}, f"{name}: {value} became {got.unique().tolist()}"
+        assert abs(got.mean().item() - value) < 0.02 * gap, f"{name}: {value} on average {got.mean().item()}"
+    assert stochastic_round(torch.tensor([math.inf]), form.dtype).float().item() == (
+        448 if name == "e4m3" else math.inf
+    )
+
+
+@pytest.mark.parametrize(("dtype", "stalls"), [(torch.float32, 5000), (torch.float16, 2048), (torch.bfloat16, 256)])
+def test_an_accumulator_stalls_when_a_term_is_half_of_its_spacing(dtype, stalls):
+    total = running_sum(torch.ones(5000), dtype)
+    assert total.dtype == dtype and total.item() == stalls
+
+
+def test_only_updates_that_were_asked_for_can_be_lost():
+    before = torch.tensor([1.0, 1.0, 1.0, 2.0]).bfloat16()
+    exact = torch.tensor([1.0, 1.001, 1.5, 2.001])  # the first asks for nothing
+    assert lost_updates(before, exact, exact.bfloat16()) == pytest.approx(2 / 3)
+    assert lost_updates(before, before.float(), before) == 0
+
+
+def test_an_unknown_option_is_one_line(tmp_path):
+    command = [sys.executable, str(Path(__file__).with_name("formats.py")), "--bits", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--bits" in done.stderr
