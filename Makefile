@@ -3,17 +3,16 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
-# All GPUs there are, else 4 ranks on the CPU.
-NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c . | sed 's/^0$$/4/')
+GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c .)
 TORCHRUN := $(VENV)/bin/torchrun --standalone --nproc_per_node
 ARGS   ?=
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench tables clean
+.PHONY: help train train-5d test lint bench tables clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -22,11 +21,35 @@ $(READY): requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
 	@touch $@
 
-train: $(READY)  ## train a small Llama on Python's own source text: 4 CPU ranks, or all GPUs
-	$(TORCHRUN) $(NPROC) 11_5d_trainer/train.py $(ARGS)
+# All GPUs there are, data-parallel. Without any, 8 ranks on the CPU: data 2 x tensor 2 x pipeline 2, and 4 experts in
+# each layer over 2 ranks. Options of your own go behind and win; another number of ranks, a run that is resumed and a
+# model to start from have a layout of their own.
+ifeq ($(GPUS),0)
+NPROC  ?= 8
+ifeq ($(NPROC)$(findstring --resume,$(ARGS))$(findstring --init,$(ARGS)),8)
+LAYOUT := --pp 2 --tp 2 --experts 4 --ep 2 --steps 100 --warmup 15 --eval-samples 64 --sample 150
+endif
+else
+NPROC  ?= $(GPUS)
+endif
+# Every axis at once, each with two ranks. The losses are those of one rank, whatever the layout (test_train.py).
+FIVE   := --pp 2 --cp 2 --tp 2 --sequence-parallel --experts 4 --ep 2 --zero 1 --steps 100 --warmup 15 \
+	  --eval-samples 64 --sample 150
+
+train: $(READY)  ## train a mixture of experts on Python's own source text: 8 CPU ranks on 3 axes, or all GPUs
+	OMP_NUM_THREADS=1 $(TORCHRUN) $(NPROC) 11_5d_trainer/train.py $(LAYOUT) $(ARGS)
+
+train-5d: $(READY)  ## the same on 16 CPU ranks with every axis: data, tensor, context, pipeline and expert parallel
+	OMP_NUM_THREADS=1 $(TORCHRUN) 16 11_5d_trainer/train.py --device cpu $(FIVE) $(ARGS)
 
 test: $(READY)  ## prove it: every test of every chapter, the harness and the trainer
 	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+.PHONY: fuzz
+fuzz: $(READY)  ## many layouts of the trainer against one rank, and twenty ranks that die; about 15 minutes
+	$(PY) 11_5d_trainer/fuzz.py $(ARGS)
+	$(PY) 11_5d_trainer/fuzz.py --table
+	$(PY) 11_5d_trainer/fuzz.py --kills 20
 
 lint: $(READY)  ## ruff (rules and format), and mypy on the harness and the trainer
 	$(VENV)/bin/ruff check .
@@ -39,6 +62,22 @@ bench: $(READY)  ## verify, then measure every chapter; writes results/ and the 
 
 tables: $(READY)  ## fill the tables of the READMEs from results/
 	$(PY) tests/harness/report.py
+
+# On a borrowed GPU there may be no network and no .venv: then the Python that has PyTorch will do.
+.PHONY: gpu gpu-kernels results
+GPU_PYTHON = $(if $(wildcard $(READY)),$(PY),$(PYTHON))
+GPU_ARGS   = $(if $(DRY),--dry) $(if $(SECTION),--section $(SECTION)) $(if $(OUT),--out $(OUT)) \
+	     $(if $(BUDGET),--budget $(BUDGET)) $(ARGS)
+
+gpu:  ## on a GPU: verify, measure and record all of it, in nine minutes; DRY=1 without one, SECTION=kernels alone
+	$(GPU_PYTHON) tests/gpu.py $(GPU_ARGS)
+
+gpu-kernels:  ## on a GPU: only the kernels of chapter 09
+	$(GPU_PYTHON) tests/gpu.py $(GPU_ARGS) --section ceilings,correct,kernels
+
+results: $(READY)  ## tables and figures of the READMEs from results/; FROM=FILE takes the file of a GPU run in first
+	$(PY) tests/harness/report.py $(if $(FROM),--take $(FROM))
+	@set -e; for script in $$(grep -l -e --figures [01]*/bench_*.py); do echo "== $$script"; $(PY) $$script --figures; done
 
 clean:  ## remove .venv, caches and runs/
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache

@@ -1,9 +1,9 @@
-"""Checkpoints that are complete or not there, on torch.distributed.checkpoint.
+"""Checkpoints that are complete or not there, on torch.distributed.checkpoint, written while training goes on.
 
     RUN/checkpoints/step-000200/           complete: it got its name by one rename, after every file was written
         __0_0.distcp ... .metadata         weights and optimizer states, by parameter name, written by all ranks
-        manifest.json                      steps done, data position, options, and the size of every file
-    RUN/checkpoints/.writing-000300/       a save that was interrupted; ignored, and removed by the next save
+        manifest.json                      steps done, data position, options, size and checksum of every file
+    RUN/checkpoints/.writing-000300/       a save that is under way or was interrupted; the next save removes it
 
 Weights and optimizer states are stored whole, by Hugging Face's names, so a checkpoint knows nothing of the layout that
 wrote it and can be loaded in any other.
@@ -12,6 +12,9 @@ wrote it and can be loaded in any other.
 import json
 import os
 import shutil
+import warnings
+import zlib
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,35 +34,72 @@ class Progress:
     samples: int  # samples used, over all ranks and micro-batches: the position in the data
     tokens: int  # in the training data; with other data the position means nothing
     config: dict[str, Any]  # the run's options
+    sizes: dict[str, Any]  # of the model: the fields of LlamaConfig
+    loss_scale: float = 1.0
+    good_steps: int = 0  # since the loss scale changed
 
 
-def save(run: Path, state: dict[str, Any], progress: Progress, group: dist.ProcessGroup, keep: int) -> Path:
-    """Write a checkpoint of the full state (engine.py), which all ranks of the group hold alike and write together.
+class Saver:
+    """Writes checkpoints of a run in the background. `group` needs a CPU back end (gloo) and belongs to this alone: in
+    it the ranks agree on what each writes, while training goes on in the other groups."""
 
-    Afterwards only the newest `keep` remain.
-    """
-    folder = run / "checkpoints"
-    final, writing = folder / f"step-{progress.step:06d}", folder / f".writing-{progress.step:06d}"
-    leader = dist.get_rank(group) == 0
-    if leader:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".writing-*"):
-            shutil.rmtree(leftover)
-    dist.barrier(group)
-    dcp.save(state, checkpoint_id=writing, process_group=group)
-    if leader:
-        sizes = {file.name: file.stat().st_size for file in writing.iterdir()}
-        manifest = {"progress": asdict(progress), "files": sizes}
-        with (writing / "manifest.json").open("w") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(writing, final)
-        for old in complete(run)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier(group)
-    return final
+    def __init__(self, run: Path, group: dist.ProcessGroup, keep: int) -> None:
+        self.run, self.group, self.keep = run, group, keep
+        self.leader = dist.get_rank(group) == 0
+        self.pending: Future | None = None
+
+    def save(self, state: dict[str, Any], progress: Progress) -> None:
+        """Begin to write the full state (engine.py). The tensors are copied first; afterwards they may change.
+
+        Where several ranks hand in the same name, one of them writes it.
+        """
+        self.finish()
+        writing = self.run / "checkpoints" / f".writing-{progress.step:06d}"
+        if self.leader:
+            writing.parent.mkdir(parents=True, exist_ok=True)
+            for leftover in writing.parent.glob(".writing-*"):
+                shutil.rmtree(leftover)
+        dist.barrier(self.group)
+        done = dcp.async_save(state, checkpoint_id=writing, process_group=self.group)
+        assert isinstance(done, Future)
+        self.pending = done
+        self.complete = (writing, progress)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint under way is complete on disk. Raises what went wrong when it was written."""
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        pending.result()  # on the leader: every rank has written
+        if self.leader:
+            publish(*self.complete, self.keep)
+        dist.barrier(self.group)
+
+    def busy(self) -> bool:
+        """Whether this rank is still writing. When no rank is, `finish` does not wait."""
+        return self.pending is not None and not self.pending.done()
+
+
+def publish(writing: Path, progress: Progress, keep: int) -> None:
+    """Give a checkpoint whose files are written its manifest and its name; keep only the newest `keep`."""
+    files = {file.name: [file.stat().st_size, checksum(file)] for file in writing.iterdir()}
+    with (writing / "manifest.json").open("w") as file:
+        json.dump({"progress": asdict(progress), "files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    final = writing.with_name(f"step-{progress.step:06d}")
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(writing, final)
+    for old in complete(writing.parent.parent)[:-keep]:
+        shutil.rmtree(old)
+
+
+def checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(2**24):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def complete(run: Path) -> list[Path]:
@@ -79,49 +119,75 @@ def set_aside_later(run: Path, step: int, group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def find(resume: str) -> tuple[Path, Path, Progress]:
-    """The run folder, the checkpoint and its progress, for what `--resume` names.
+def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
+    """The run folder, the checkpoint, its progress, and what to tell the user, for what `--resume` names.
 
-    Raises UsageError if there is no complete checkpoint, or if a file of it is missing or has another size than when
-    it was written.
+    Of a run folder it is the newest complete checkpoint whose files have the size they were written with; newer ones
+    that are damaged are passed over, with a message. Raises UsageError if there is none, or if the one checkpoint that
+    was named is damaged.
     """
     path = Path(resume)
     if (path / "manifest.json").exists():
-        run, chosen = path.parent.parent, path
-    else:
-        run, found = path, complete(path)
-        if not found:
-            raise UsageError(f"--resume {resume} holds no complete checkpoint; give a run folder or a checkpoint in it")
-        chosen = found[-1]
-    try:
-        manifest = json.loads((chosen / "manifest.json").read_text())
-        sizes = manifest["files"]
-        progress = Progress(**manifest["progress"])
-    except (ValueError, KeyError, TypeError):
-        raise UsageError(f"--resume {resume}: {chosen.name}/manifest.json is damaged; {_other(run, chosen)}") from None
-    for name, size in sizes.items():
-        actual = (chosen / name).stat().st_size if (chosen / name).exists() else 0
-        if actual != size:
+        if what := damage(path):
             raise UsageError(
-                f"--resume {resume}: {chosen.name}/{name} has {actual} bytes but was written with {size}; "
-                f"{_other(run, chosen)}"
+                f"--resume {resume}: {what}; use --resume {path.parent.parent}, which takes the one before"
             )
-    return run, chosen, progress
+        return path.parent.parent, path, progress_of(path), []
+    messages: list[str] = []
+    for candidate in reversed(complete(path)):
+        if not (what := damage(candidate)):
+            return path, candidate, progress_of(candidate), messages
+        messages.append(f"{candidate.name} is passed over: {what}")
+    if messages:
+        raise UsageError(f"--resume {resume}: {messages[0]}; there is no other checkpoint; start a new run")
+    raise UsageError(f"--resume {resume} holds no complete checkpoint; give a run folder or a checkpoint in it")
 
 
-def _other(run: Path, damaged: Path) -> str:
-    others = [path for path in complete(run) if path != damaged]
-    return f"use --resume {others[-1]}" if others else "there is no other checkpoint; start a new run"
+def progress_of(path: Path) -> Progress:
+    return Progress(**json.loads((path / "manifest.json").read_text())["progress"])
 
 
-def load(path: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, Any]:
-    """The full state in a checkpoint, on the CPU of every rank of the group, for a model of these weights and AdamW."""
+def damage(path: Path, contents: bool = False) -> str:
+    """What is wrong with a checkpoint: a file that is missing, of another size or, if asked, with other contents."""
+    try:
+        files = json.loads((path / "manifest.json").read_text())["files"]
+        progress_of(path)
+    except (ValueError, KeyError, TypeError):
+        return f"{path.name}/manifest.json is damaged"
+    for name, (size, check) in files.items():
+        file = path / name
+        actual = file.stat().st_size if file.exists() else 0
+        if actual != size:
+            return f"{path.name}/{name} has {actual} bytes but was written with {size}"
+        if contents and checksum(file) != check:
+            return f"{path.name}/{name} has not the contents it was written with"
+    return ""
 
-    def moments(shape: torch.Size) -> dict[str, Tensor]:
-        kinds = {"exp_avg": torch.empty(shape, dtype=dtype), "exp_avg_sq": torch.empty(shape, dtype=dtype)}
-        return kinds | {"step": torch.tensor(0.0)}
 
-    weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    state = {"weights": weights, "optimizer": {name: moments(shape) for name, shape in shapes.items()}}
+def load_weights(path: Path, like: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights alone, on one process."""
+    weights = {
+        name: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype) for name, t in like.items()
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is, on purpose
+        dcp.load({"weights": weights}, checkpoint_id=path, no_dist=True)
+    return weights
+
+
+def load(path: Path, like: dict[str, Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Weights and AdamW's states of the names in `like`, on the CPU; `like` has shapes, floating numbers get `dtype`.
+
+    Weights of less than 32 bits have masters in fp32. Collective; each rank may ask for other names.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    kinds = ["exp_avg", "exp_avg_sq"] + (["master"] if wide != dtype else [])
+    weights, optimizer = {}, {}
+    for name, tensor in like.items():
+        weights[name] = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+        if tensor.is_floating_point():
+            optimizer[name] = {kind: torch.empty(tensor.shape, dtype=wide) for kind in kinds}
+            optimizer[name]["step"] = torch.tensor(0.0)
+    state = {"weights": weights, "optimizer": optimizer}
     dcp.load(state, checkpoint_id=path, process_group=group)
     return state

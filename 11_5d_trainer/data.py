@@ -14,9 +14,10 @@ continues at exactly the next sample, with any number of ranks.
 """
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
 import torch
@@ -31,12 +32,12 @@ SCAN = 2**22  # tokens looked at in one go
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two rows of tokens, uint8, uint16 or uint32. `text` is True if a token is a byte of text."""
+    """Two rows of tokens, uint8, uint16 or uint32, and how to read a list of them."""
 
     train: Tensor
     val: Tensor
     vocab_size: int
-    text: bool
+    decode: Callable[[list[int]], str]
 
 
 def load_corpus(config: Config) -> Corpus:
@@ -49,15 +50,14 @@ def load_corpus(config: Config) -> Corpus:
     path = Path(config.data) if config.data else Path(sysconfig.get_paths()["stdlib"])
     if not path.exists():
         raise UsageError(f"--data {config.data} does not exist; give a text file, a folder or a .bin of tokens")
-    text = True
+    vocab_size, decode = config.vocab_size or 256, as_bytes
     if path.is_dir() and (path / "train.bin").exists():
         if not (path / "val.bin").exists():
             raise UsageError(f"--data {path} holds train.bin but no val.bin; add it, or name train.bin itself")
-        train, val = map_tokens(path / "train.bin", config), map_tokens(path / "val.bin", config)
-        text = False
-    elif path.suffix == ".bin":
+        train, val, decode = map_tokens(path / "train.bin", config), map_tokens(path / "val.bin", config), as_numbers
+    elif path.suffix == ".bin" and path.is_file():
         train, val = split(map_tokens(path, config))
-        text = False
+        decode = as_numbers
     elif path.is_dir():
         files = text_files(path, "*.py" if not config.data else "*")
         if len(files) < 2:
@@ -65,9 +65,38 @@ def load_corpus(config: Config) -> Corpus:
         train, val = read_bytes([f for i, f in enumerate(files) if i % 10 != 9]), read_bytes(files[9::10] or files[-1:])
     else:
         train, val = split(read_bytes([path]))
-    corpus = Corpus(train, val, config.vocab_size or 256, text)
+    if config.tokenizer:
+        if decode is as_numbers:
+            raise UsageError(f"--tokenizer {config.tokenizer} reads text, but --data {config.data} is tokens already")
+        tokenizer = load_tokenizer(config.tokenizer)
+        # A token that begins each text would appear once in the whole corpus: none is added.
+        options = {"add_special_tokens": False, "verbose": False}
+        texts = [as_bytes(t.tolist()) for t in (train, val)]
+        train, val = (torch.tensor(tokenizer.encode(text, **options), dtype=torch.int32) for text in texts)
+        vocab_size, decode = len(tokenizer), tokenizer.decode
+    corpus = Corpus(train, val, vocab_size, decode)
     check_corpus(corpus, config)
     return corpus
+
+
+def as_bytes(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def as_numbers(tokens: list[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def load_tokenizer(name: str) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError:
+        raise UsageError(f"--tokenizer {name} needs transformers; pip install transformers") from None
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # its reasons are many, and long
+        reason = str(error).strip().split("\n")[0]
+        raise UsageError(f"--tokenizer {name} cannot be loaded: {reason}") from None
 
 
 def split(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,17 +190,20 @@ class Sampler:
         self.position += accumulation * dp * micro_batch
         return batches
 
-    def held_out(self, samples: int, micro_batch: int, rank: int, dp: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def held_out(
+        self, samples: int, micro_batch: int, rank: int, dp: int, at_once: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's share of the first `samples` windows in their natural order: for validation.
 
-        Every rank gets as many micro-batches as the others, since a forward pass may contain collectives; where the
-        samples do not suffice, one without any label.
+        Every rank gets as many micro-batches as the others, since a forward pass may contain collectives, and all of
+        one size and a multiple of `at_once`, as a pipeline needs them. Where the samples do not suffice they are filled
+        up with samples without any label.
         """
         everybody = list(range(min(samples, self.windows)))
-        mine, most = everybody[rank::dp], everybody[::dp]
-        for at in range(0, len(most), micro_batch):
-            if part := mine[at : at + micro_batch]:
-                yield self.samples(part)
-            else:
-                tokens, labels = self.samples([0])
-                yield tokens, torch.full_like(labels, IGNORE)
+        mine, most = everybody[rank::dp], len(everybody[::dp])
+        whole = micro_batch * at_once
+        for at in range(0, -(-most // whole) * whole, micro_batch):
+            part = mine[at : at + micro_batch]
+            tokens, labels = self.samples(part + [0] * (micro_batch - len(part)))
+            rows = torch.arange(micro_batch)[:, None]
+            yield tokens, labels.masked_fill(rows >= len(part), IGNORE)

@@ -3,10 +3,14 @@
 The trainer sees one surface, that of `Zero1`, whatever the stage:
 
     zero_grad(); with micro_batch(last): ... backward(); gradient_pieces(); scale_gradients(); step(); param_groups
+
+Every gradient has exactly one owner. Dense parameters are summed over the `data` ranks, experts over the ranks that
+hold the same experts; where these differ there are two owners side by side (`Together`).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
@@ -15,7 +19,11 @@ import torch.distributed as dist
 import zero_state
 from data_parallel import BucketedReducer, broadcast_parameters
 from mesh import Mesh
-from model import cut_tensors, gather_tensors, share_of_norm
+from model import cross_entropy_sum, cut_tensors, gather_tensors, ranks_that_hold, state_buffers, whole_names
+from moe_llama import expert_parameters
+from parallel_block import sync_replicated_gradients
+from pipeline_parallel import Pipeline
+from schedules import Schedule
 from torch import Tensor, nn
 from zero import ExchangeAndSum
 from zero3 import make_zero
@@ -25,12 +33,18 @@ class Replicated:
     """Stage 0: each rank has all gradients and all optimizer states."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, bucket_bytes: int
+        self,
+        names: dict[nn.Parameter, str],
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        bucket_bytes: int,
+        hooks: bool,
     ) -> None:
-        broadcast_parameters(model, group)  # the same seed gave the same weights; this makes it certain
-        self.names = {p: name for name, p in model.named_parameters()}
+        holder = nn.ParameterList(names)
+        broadcast_parameters(holder, group)  # the same seed gave the same weights; this makes it certain
+        self.names, self.group = names, group
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-        self.reducer = BucketedReducer(model, group, bucket_bytes=bucket_bytes)
+        self.reducer = BucketedReducer(names, group, bucket_bytes=bucket_bytes, hooks=hooks)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -44,10 +58,19 @@ class Replicated:
             with self.reducer.no_sync():
                 yield
 
+    def no_sync(self) -> Any:
+        return self.reducer.no_sync()
+
+    def start(self, param: nn.Parameter) -> None:
+        self.reducer.start(param)
+
     def gradient_pieces(self) -> Iterator[tuple[str, Tensor]]:
         for p, name in self.names.items():
             if p.grad is not None:
                 yield name, p.grad
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return dict(self.gradient_pieces())
 
     def scale_gradients(self, factor: Tensor) -> None:
         for _, gradient in self.gradient_pieces():
@@ -68,59 +91,203 @@ class Replicated:
             self.optimizer.state[p] = {k: v if v.dim() == 0 else v.to(p.device) for k, v in state.items()}
 
 
+class Together:
+    """Several owners as one. Each has its parameters and its group."""
+
+    def __init__(self, owners: list[Any]) -> None:
+        self.owners, self.alone = owners, False
+        self.owner = {p: owner for owner in owners for p in owner.names}
+        self.names = {p: name for owner in owners for p, name in owner.names.items()}
+        self.param_groups = [group for owner in owners for group in owner.param_groups]
+
+    def zero_grad(self) -> None:
+        for owner in self.owners:
+            owner.zero_grad()
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            for owner in [] if self.alone else self.owners:
+                stack.enter_context(owner.micro_batch(last))
+            yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave this rank's own gradients in `p.grad`; nothing is sent, not even in the last."""
+        with ExitStack() as stack:
+            for owner in self.owners:
+                stack.enter_context(owner.no_sync())
+            before, self.alone = self.alone, True
+            yield
+            self.alone = before
+
+    def start(self, param: nn.Parameter) -> None:
+        if not self.alone:
+            self.owner[param].start(param)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return {name: tensor for owner in self.owners for name, tensor in owner.full_gradients().items()}
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        for owner in self.owners:
+            owner.scale_gradients(factor)
+
+    def step(self) -> None:
+        for owner in self.owners:
+            owner.step()
+
+
+class Staged:
+    """Chapter 06's executor with the stages of this rank. A gradient goes to its owner as soon as no stage of this rank
+    adds to it any more."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[tuple[int, int], nn.Module],
+        model: Any,
+        engine: Together,
+        mesh: Mesh,
+        example: Tensor,
+    ) -> None:
+        self.stages, self.engine, self.mesh = list(stages.values()), engine, mesh
+        self.shared = [model.get_parameter(name) for name in model.shared]
+        self.pipeline = Pipeline(
+            schedule,
+            dict(stages),
+            mesh.groups["pp"],
+            loss=lambda logits, target: cross_entropy_sum(model, logits, target[0]) / target[1],
+            example=example,
+            on_stage_done=self.done,
+        )
+        self.micro_batches, self.forward_only = schedule.micro_batches, self.pipeline.forward_only
+
+    def step(self, tokens: list[Tensor], targets: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """All micro-batches of a step, forward and backward. `targets` are labels and what to divide their losses by.
+        Returns the sum of the losses that this rank computed: those of the last stage, elsewhere zero."""
+        self.unfinished = Counter(p for stage in self.stages for p in stage.parameters())
+        loss = self.pipeline.step(tokens, targets)
+        for p in self.shared:
+            dist.all_reduce(p.grad, group=self.mesh.groups["ends"])  # the embedding's share and the output layer's
+            self.engine.start(p)
+        return loss
+
+    def done(self, stage: nn.Module) -> None:
+        """The last weight gradient of `stage` is in place."""
+        if self.mesh.size("tp") > 1:  # some are shares: of a norm, which saw a piece of the sequence, or of a K/V head
+            sync_replicated_gradients(stage, self.mesh.groups["tp"])
+        for p in stage.parameters():
+            self.unfinished[p] -= 1
+            if not self.unfinished[p] and all(p is not other for other in self.shared):
+                self.engine.start(p)
+
+
 def make_engine(
-    stage: int, model: Any, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, bucket_bytes: int
-) -> Any:
-    """The owner of the gradients of `model`, which it sums over `group` (data and context ranks)."""
-    if stage == 0:
-        return Replicated(model, optimizer, group, bucket_bytes)
-    options: dict[str, Any] = {} if stage == 3 else {"bucket_bytes": bucket_bytes}  # stage 3 has a bucket per layer
-    if dist.get_backend(group) == "gloo":
-        options["reduce_scatter"] = ExchangeAndSum
-    return make_zero(stage, model, optimizer, group, units=model.model.layers, **options)
+    stage: int,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    bucket_bytes: int,
+    hooks: bool = True,
+    master: torch.dtype | None = None,
+) -> Together:
+    """The owners of the gradients of `model`. With `hooks=False` the pipeline says when a gradient is complete."""
+    named = {p: name for name, p in model.named_parameters()}
+    experts = set(expert_parameters(model).values()) if mesh.size("ep") > 1 else set()
+    owners: list[Any] = []
+    for group, params in ((mesh.groups["data"], named.keys() - experts), (mesh.groups["experts"], experts)):
+        if not params:
+            continue
+        groups = [{**g, "params": [p for p in g["params"] if p in params]} for g in optimizer.param_groups]
+        own: Any = type(optimizer)([g for g in groups if g["params"]])  # type: ignore[call-arg]
+        if stage == 0:
+            owners.append(Replicated({p: n for p, n in named.items() if p in params}, own, group, bucket_bytes, hooks))
+            continue
+        options: dict[str, Any] = {
+            "ignored": named.keys() - params,
+            "hooks": hooks,
+            "bucket_bytes": bucket_bytes,
+            "master": master,
+        }
+        if dist.get_backend(group) == "gloo":
+            options["reduce_scatter"] = ExchangeAndSum
+        if stage == 3 and params is not experts:
+            options |= {"units": model.model.layers}
+            del options["bucket_bytes"]  # a bucket per layer
+        # Experts are cut over their own ranks already: at stage 3 they stay where they are, the rest is sharded.
+        owners.append(make_zero(min(stage, 2) if params is experts else stage, model, own, group, **options))
+    return Together(owners)
 
 
 @torch.no_grad()
-def clip_gradients(engine: Any, model: nn.Module, mesh: Mesh, max_norm: float) -> float:
+def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: float, unscale: float = 1.0) -> float:
     """Scale the gradient to `max_norm` if its norm is larger (0: never). Returns its norm, the same on all ranks.
 
-    Every element of the whole model's gradient counts once: a piece that several tensor ranks hold counts for its
-    share on each, and the slices of ZeRO are summed over the ranks that own them.
+    All gradients are multiplied by `unscale` first: 1 / the loss scale.
+
+    Every element of the whole model's gradient counts once in the sum over the world: what several ranks hold counts
+    on each of them for one part in so many.
     """
-    share = share_of_norm(model, mesh)
+    holders = ranks_that_hold(model, mesh)
     squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    for name, piece in engine.gradient_pieces():
-        squares += share[name] * torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2
-    dist.all_reduce(squares, group=mesh.groups["tp"])
-    if not isinstance(engine, Replicated):
-        dist.all_reduce(squares, group=mesh.groups["data"])
-    norm = squares.sqrt()
-    if max_norm:
-        engine.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    for owner in engine.owners:
+        copies = dist.get_world_size(owner.group) if isinstance(owner, Replicated) else 1  # ZeRO's slices are unique
+        for name, piece in owner.gradient_pieces():
+            squares += torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2 / (holders[name] * copies)
+    dist.all_reduce(squares, group=mesh.groups["world"])
+    norm = squares.sqrt() * unscale
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+    if max_norm or unscale != 1.0:
+        engine.scale_gradients(factor * unscale)
     return norm.item()
 
 
-def full_state(engine: Any, model: nn.Module, mesh: Mesh) -> dict[str, Any]:
-    """Weights and optimizer states, whole, by Hugging Face's names: the same whatever the layout. Collective."""
-    state = engine.full_state() if isinstance(engine, Replicated) else zero_state.full_state_dict(engine)
-    kinds = {kind for values in state["optimizer"].values() for kind in values}
-    optimizer: dict[str, dict[str, Tensor]] = {name: {} for name in state["optimizer"]}
-    for kind in sorted(kinds):
-        values = {name: torch.as_tensor(held[kind]) for name, held in state["optimizer"].items()}
-        for name, tensor in (values if kind == "step" else gather_tensors(model, values, mesh)).items():
-            optimizer[name][kind] = tensor
-    return {"weights": gather_tensors(model, state["weights"], mesh), "optimizer": optimizer}
+def full_state(engine: Together, model: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    """Weights and optimizer states of this rank's layers, whole, by Hugging Face's names: the same whatever the layout.
+
+    Collective. Without a pipeline it is the state of the whole model, on every rank.
+    """
+    buffers = {whole_names(model, name)[0]: buffer for name, buffer in state_buffers(model).items()}
+    whole: dict[str, Any] = {"weights": buffers, "optimizer": {}}
+    for owner in engine.owners:
+        state = owner.full_state() if isinstance(owner, Replicated) else zero_state.full_state_dict(owner)
+        whole["weights"] |= gather_tensors(model, state["weights"], mesh)
+        for kind in sorted({kind for values in state["optimizer"].values() for kind in values}):
+            values = {name: torch.as_tensor(held[kind]) for name, held in state["optimizer"].items()}
+            if kind == "step":  # one number, not one for each element
+                values = {each: value for name, value in values.items() for each in whole_names(model, name)}
+            else:
+                values = gather_tensors(model, values, mesh)
+            for name, tensor in values.items():
+                whole["optimizer"].setdefault(name, {})[kind] = tensor
+    return whole
 
 
-def load_full_state(engine: Any, model: nn.Module, mesh: Mesh, full: dict[str, Any]) -> None:
+def whole_model(mine: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Weights of all stages of the pipeline, from those of this rank's; on every rank, in host memory. Collective."""
+    everyone: list[Any] = [None] * mesh.size("pp")
+    dist.all_gather_object(everyone, {name: tensor.cpu() for name, tensor in mine.items()}, group=mesh.groups["pp"])
+    return {name: tensor for stage in everyone for name, tensor in stage.items()}
+
+
+@torch.no_grad()
+def load_full_state(engine: Together, model: nn.Module, mesh: Mesh, full: dict[str, Any]) -> None:
     """Take over what `full_state` gave, in this layout or another one."""
-    optimizer: dict[str, dict[str, Tensor]] = {name: {} for name in full["optimizer"]}
-    for kind in next(iter(full["optimizer"].values())):
-        values = {name: held[kind] for name, held in full["optimizer"].items()}
-        for name, tensor in (values if kind == "step" else cut_tensors(model, values, mesh)).items():
-            optimizer[name][kind] = tensor
-    state = {"weights": cut_tensors(model, full["weights"], mesh), "optimizer": optimizer}
-    if isinstance(engine, Replicated):
-        engine.load_full_state(state)
-    else:
-        zero_state.load_full_state_dict(engine, state)
+    for name, buffer in state_buffers(model).items():
+        buffer.copy_(full["weights"][whole_names(model, name)[0]])
+    for owner in engine.owners:
+        names = {name: whole_names(model, name) for name in owner.names.values()}
+        optimizer: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+        for kind in full["optimizer"][next(iter(full["optimizer"]))]:
+            values = {name: states[kind] for name, states in full["optimizer"].items()}
+            if kind == "step":
+                values = {name: next(values[n] for n in several if n in values) for name, several in names.items()}
+            else:
+                values = cut_tensors(model, values, mesh, list(names))
+            for name, tensor in values.items():
+                optimizer[name][kind] = tensor
+        weights = cut_tensors(model, full["weights"], mesh, list(names))
+        if isinstance(owner, Replicated):
+            owner.load_full_state({"weights": weights, "optimizer": optimizer})
+        else:
+            zero_state.load_full_state_dict(owner, {"weights": weights, "optimizer": optimizer})

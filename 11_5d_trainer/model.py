@@ -4,6 +4,7 @@ All of them start from the same weights, drawn by name (chapter 01), so a layout
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
@@ -11,14 +12,24 @@ import llama
 import parallel_llama
 import tensor_parallel
 import torch
-from llama import LLAMA3_8B, LLAMA3_70B, Llama, LlamaConfig, Parts, recomputed
+import torch.distributed as dist
+import torch.nn.functional as F
+from fp8 import Fp8Linear
+from fpdt import fpdt_positions
+from fpdt_model import chunked, chunked_loss, fpdt_block
+from fpdt_store import Store, machine_for
+from llama import LLAMA3_8B, LLAMA3_70B, Llama, LlamaConfig, Parts, rope_tables
 from mesh import Mesh
+from moe_layer import MoE, MoEConfig, recompute_blocks
+from moe_llama import cut_experts, expert_names, full_name, gather_experts, init_moe
 from parallel_block import sync_in_backward
 from parallel_llama import ParallelLlama
-from ring_attention import allgather_attention, layout_positions, ring_attention
+from parts import LAYOUTS
+from ring_attention import layout_positions
+from split_backward import recomputed_once
 from tensor_parallel import TensorParallel, shards
 from torch import Tensor, nn
-from ulysses import ulysses, usp, usp_positions
+from ulysses import usp_positions
 
 PRESETS = {
     # 0.75 M parameters on bytes: learns on two CPU cores while you watch
@@ -32,96 +43,213 @@ PRESETS = {
     ),
     "llama3-8b": LLAMA3_8B,
     "llama3-70b": LLAMA3_70B,
+    "mixtral-8x7b": LlamaConfig(
+        32000, hidden=4096, layers=32, heads=32, kv_heads=8, intermediate=14336, rope_theta=1e6
+    ),
 }
-
-# --cp-kind -> layout of the sequence over the ring axis. Zigzag gives every rank the same share of a causal mask.
-LAYOUTS = {"allgather": "zigzag", "ring": "contiguous", "zigzag": "zigzag", "ulysses": "contiguous", "usp": "zigzag"}
+EXPERTS = {"mixtral-8x7b": (8, 2)}  # experts, and how many a token uses
 
 
 def build(
     sizes: LlamaConfig,
     mesh: Mesh,
     *,
-    cp_kind: str = "zigzag",
+    parts: Parts | None = None,
+    moe: MoEConfig | None = None,
+    fpdt_chunks: int = 0,
     sequence_parallel: bool = False,
     recompute: str = "none",
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    layers: list[int] | None = None,
 ) -> nn.Module:
-    """This rank's model with its first weights. It takes this rank's tokens and their positions (`my_positions`)."""
-    parts = replace(Parts(), attention=attention_over_ranks(mesh, cp_kind)) if mesh.cp > 1 else Parts()
+    """This rank's model with its first weights. It takes this rank's tokens and their positions (`my_positions`).
+
+    `parts` are the functions it is made of; `fpdt_chunks` runs each block in so many chunks, the others on the host.
+    With `moe` the second half of each block is a mixture of experts, of which this rank holds its share.
+    A rank of a pipeline holds only some `layers`, the embedding if the first is among them, and the norm and the output
+    layer after the last. Its parameters keep the names that they have in the whole model, and hence their first values.
+    Such a model cannot be called: its `Stage`s can, and whoever runs them sums the shares over the tensor group
+    (`sync_replicated_gradients`), once when a stage is done and not for each micro-batch.
+    """
+    held = list(range(sizes.layers)) if layers is None else sorted(layers)
+    first, last = held[0] == 0, held[-1] == sizes.layers - 1
+    few = replace(sizes, layers=len(held))
+    parts = parts or Parts()
+    high = replace(parts, linear=F.linear) if isinstance(parts.linear, Fp8Linear) else parts
+    tp = mesh.groups["tp"]
+    own_feed_forward: dict[str, Any] = {}
+    if moe:
+        groups, split = (mesh.groups["ep"], mesh.groups["tokens"]), sequence_parallel
+        own_feed_forward["feed_forward"] = lambda *made: MoE(moe, *groups, parts=made[-1], sequence_parallel=split)
+    with torch.device("meta"):  # no memory yet
+        if mesh.sizes["tp"] == 1:
+            model: Any = Llama(few, parts, **own_feed_forward)
+        else:
+            model = ParallelLlama(few, TensorParallel(tp, sequence_parallel), parts, **own_feed_forward)
+    model.config = model.model.config = sizes
     if mesh.sizes["tp"] == 1:
-        model: Any = Llama(sizes, parts, recompute)
+        model.lm_head.parts = high  # the output layer is not in fp8
+    else:
+        model.lm_head.linear = high.linear
+    # Tied, the ranks of the first and of the last stage both hold the embedding, and both have a share of its gradient.
+    model.shared = {"model.embed_tokens.weight"} if sizes.tied and first != last else set()
+    if layers is not None:
+        model.model.layers = nn.ModuleDict({str(i): block for i, block in zip(held, model.model.layers, strict=True)})
+        if not last:
+            model.model.norm = model.lm_head = None
+        if not (first or (last and sizes.tied)):  # tied, the output layer is the embedding
+            model.model.embed_tokens = None
+    fill(model, sizes, seed, device, tie=sizes.tied and last)
+    if mesh.sizes["tp"] > 1 and layers is None:
+        # Some gradients are shares, of norms or of K/V heads, and have to be summed before anyone takes them away.
+        sync_in_backward(model, tp)
+    blocks = list(model.model.layers.children())
+    if recompute == "full" and layers is not None and not moe:
+        for block in blocks:  # a pipeline may split the backward, and torch's checkpoint would then run a block again
+            block.forward = recomputed_once(block.forward)  # for every cut
+    elif recompute == "full":
+        recompute_blocks(blocks)
+    if fpdt_chunks:
+        store = Store(machine_for(torch.device(device)))
+        for block in blocks:
+            block.forward = fpdt_block(block, fpdt_chunks, mesh.groups["ulysses"], store)
+        model.forward = partial(loss_in_chunks, model, fpdt_chunks)
+    return model.to(dtype)
+
+
+def fill(model: Any, sizes: LlamaConfig, seed: int, device: torch.device | str, tie: bool) -> None:
+    """Give a model on the meta device its memory and its first values."""
+    model.to_empty(device=device)
+    if tie:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    for buffer in model.buffers():  # counters of the experts
+        buffer.zero_()
+    if isinstance(model, ParallelLlama):
+        tensor_parallel.init_weights(model, sizes.layers, seed)
+    else:
         llama.init_weights(model, seed)
-        return model.to(device, dtype)
-    if recompute == "selective":
-        parts = replace(parts, attention=recomputed(parts.attention))
-    wrap = recomputed if recompute == "full" else lambda block: block
-    group = mesh.groups["tp"]
-    model = ParallelLlama(sizes, TensorParallel(group, sequence_parallel), parts, wrap=wrap)
-    tensor_parallel.init_weights(model, sizes.layers, seed)
-    model.to(device, dtype)
-    # Some gradients are shares: of a norm, which saw a piece of the sequence, or of a K/V head that several ranks hold.
-    sync_in_backward(model, group)
+    init_moe(model, sizes.layers, seed)
+
+
+def alone(sizes: LlamaConfig, moe: MoEConfig | None = None, device: torch.device | str = "cpu") -> Llama:
+    """The whole model on one process. On the meta device it has shapes and no memory."""
+    own = {"feed_forward": lambda config, parts: MoE(moe, None, None, parts=parts)} if moe else {}
+    with torch.device("meta"):
+        model = Llama(sizes, **own)  # type: ignore[arg-type]
+    if str(device) != "meta":
+        fill(model, sizes, 0, device, tie=sizes.tied)
     return model
 
 
-def attention_over_ranks(mesh: Mesh, kind: str) -> Any:
-    """attention(q, k, v, *, causal) for tokens that lie over the context axis, by chapter 05."""
-    ring, all_to_all = mesh.groups["ring"], mesh.groups["ulysses"]
-    if kind == "usp":
-        return usp(all_to_all, ring, LAYOUTS[kind])
-    if kind == "ulysses":
-        return ulysses(all_to_all)
-    return (allgather_attention if kind == "allgather" else ring_attention)(ring, LAYOUTS[kind])
+def loss_in_chunks(model: Any, chunks: int, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+    """What a model with `fpdt_chunks` does when it is called: the sum of the losses, and never all logits at once."""
+    config = model.config
+    cos, sin = rope_tables(positions, config.head_dim, config.rope_theta)
+    x = model.model.embed_tokens(tokens)
+    for block in model.model.layers:
+        x = block(x, cos, sin)
+    return chunked_loss(chunked(model.model.norm, chunks)(x), model.lm_head.weight, labels, chunks)
 
 
-def my_positions(seq_len: int, mesh: Mesh, kind: str) -> Tensor:
+class Stage(nn.Module):
+    """Some layers of a model, with the embedding before the first of all and norm and output layer after the last.
+
+    Takes tokens [B, S] or the hidden states of the stage before it, gives hidden states or logits. The layers are those
+    of `model`, which has the parameters under their names in the whole model.
+    """
+
+    def __init__(self, model: Any, layers: range, positions: Tensor) -> None:
+        super().__init__()
+        config, self.positions = model.config, positions
+        self.head_dim, self.rope_theta = config.hidden // config.heads, config.rope_theta
+        self.first, self.last = layers.start == 0, layers.stop == config.layers
+        self.embed_tokens: Any = model.model.embed_tokens if self.first else None
+        self.layers = nn.ModuleList(model.model.layers[str(i)] for i in layers)
+        self.norm: Any = model.model.norm if self.last else None
+        self.lm_head: Any = model.lm_head if self.last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = rope_tables(self.positions, self.head_dim, self.rope_theta)
+        x = self.embed_tokens(x) if self.first else x
+        for block in self.layers:
+            x = block(x, cos, sin)
+        return self.lm_head(self.norm(x)) if self.last else x
+
+
+def my_positions(seq_len: int, mesh: Mesh, kind: str, fpdt_chunks: int = 0) -> Tensor:
     """Positions in the sequence of the tokens that this rank holds, [S / cp]."""
+    if fpdt_chunks:
+        return fpdt_positions(seq_len, mesh.cp_rank, mesh.cp, fpdt_chunks)
     ring, all_to_all = (mesh.place["ring"], mesh.sizes["ring"]), (mesh.place["ulysses"], mesh.sizes["ulysses"])
     if kind == "usp":
         return usp_positions(LAYOUTS[kind], seq_len, *ring, *all_to_all)
     return layout_positions(LAYOUTS[kind], seq_len, mesh.cp_rank, mesh.cp)
 
 
-def loss_sum(model: Any, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+def cross_entropy_sum(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of the losses of this rank's tokens. Ranks of a tensor group get the same number."""
-    logits = model(tokens, positions)
     return (model.cross_entropy if isinstance(model, ParallelLlama) else model.parts.cross_entropy)(logits, labels)
 
 
 # ------------------------------------------------------------------------------ whole weights, by Hugging Face's names
 
 
-def full_shapes(sizes: LlamaConfig) -> dict[str, torch.Size]:
-    with torch.device("meta"):  # shapes without memory
-        return {name: p.shape for name, p in Llama(sizes).named_parameters()}
+def whole_names(model: nn.Module, name: str) -> list[str]:
+    """Under which names a parameter of a rank is kept: its own, or one for each expert, which are stacked in a rank."""
+    return expert_names(model, name) or [full_name(model, name)]
+
+
+def full_shapes(sizes: LlamaConfig, moe: MoEConfig | None = None) -> dict[str, Tensor]:
+    """Every parameter of the whole model, and the routers' biases, which are counted and not learned; on "meta"."""
+    model = alone(sizes, moe, "meta")
+    whole: dict[str, Tensor] = {}
+    for name, tensor in [*model.named_parameters(), *state_buffers(model).items()]:
+        names = whole_names(model, name)
+        whole |= zip(names, tensor.detach() if len(names) > 1 else [tensor.detach()], strict=True)
+    return whole
+
+
+def held_names(model: nn.Module, mesh: Mesh) -> set[str]:
+    """The whole tensors that a rank needs to take its pieces from."""
+    held = set()
+    for name in [name for name, _ in model.named_parameters()] + list(state_buffers(model)):
+        names, ep = whole_names(model, name), mesh.size("ep")
+        each = len(names) // ep
+        first = dist.get_rank(mesh.groups["ep"]) * each
+        held |= set(names[first : first + each] if len(names) > 1 else names)
+    return held
+
+
+def state_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a model learns besides its parameters, the same on every rank that has the layer."""
+    kept = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def gather_tensors(model: nn.Module, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """From one tensor for each parameter of this rank (the weights, or an optimizer's moments) to whole ones."""
-    if mesh.sizes["tp"] == 1:
-        return tensors
-    both = {name: tensors.get(name, tensors["model.embed_tokens.weight"]) for name in shards(model)}  # a tied head
-    device = next(model.parameters()).device
-    both = {name: tensor.to(device) for name, tensor in both.items()}
-    whole = parallel_llama.full_state_dict(model, mesh.groups["tp"], both)
-    return {name: whole[name] for name in tensors}
+    if mesh.sizes["tp"] > 1:
+        device = next(model.parameters()).device
+        here = {name: tensor.to(device) for name, tensor in tensors.items()}
+        tensors = parallel_llama.full_state_dict(model, mesh.groups["tp"], here)
+    return gather_experts(model, tensors, mesh.groups["ep"])
 
 
-def cut_tensors(model: nn.Module, whole: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """The other way: this rank's pieces of whole tensors."""
+def cut_tensors(model: nn.Module, whole: dict[str, Tensor], mesh: Mesh, names: list[str]) -> dict[str, Tensor]:
+    """The other way: of whole tensors, this rank's pieces of these parameters."""
+    mine = {name: tensor for name, tensor in cut_experts(model, whole, mesh.groups["ep"]).items() if name in names}
     if mesh.sizes["tp"] == 1:
-        return whole
+        return mine
     held = shards(model)
     # Contiguous: fused AdamW walks through its states as if they lay in memory like the weight.
-    return {name: held[name].cut(tensor).contiguous() for name, tensor in whole.items()}
+    return {name: held[name].cut(tensor).contiguous() for name, tensor in mine.items()}
 
 
-def share_of_norm(model: nn.Module, mesh: Mesh) -> dict[str, float]:
-    """By parameter, what its squares count for in the sum over the tensor group, so that each element counts once."""
+def ranks_that_hold(model: Any, mesh: Mesh) -> dict[str, int]:
+    """By parameter, how many ranks hold the same piece of it, apart from those that share its gradient's sum."""
     tp = mesh.sizes["tp"]
-    if tp == 1:
-        return {name: 1.0 for name, _ in model.named_parameters()}
-    return {name: shard.pieces / tp for name, shard in shards(model).items()}
+    held = shards(model) if tp > 1 else {}
+    copies = {name: tp // held[name].pieces if held else 1 for name, _ in model.named_parameters()}
+    return {name: 2 * count if name in model.shared else count for name, count in copies.items()}

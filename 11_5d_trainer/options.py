@@ -14,10 +14,16 @@ from typing import Any, NoReturn
 
 import chapters  # noqa: F401  finds the chapters below
 from accounting import micro_steps
+from fpdt import check_sizes as check_chunks
 from llama import LlamaConfig
-from model import LAYOUTS, PRESETS
+from model import EXPERTS, PRESETS
+from moe_layer import MoEConfig
 from parallel_block import check_sizes
+from parts import AUTOCAST, LAYOUTS, PRECISIONS
 from ring_attention import check_layout
+from routing import ROUTERS
+from schedules import SCHEDULES, Schedule
+from schedules import build as build_schedule
 from ulysses import check_heads, usp_positions
 
 
@@ -25,9 +31,10 @@ class UsageError(ValueError):
     """What the user asked for cannot be done; says in one line which option, which value, and what would be right."""
 
 
-def option(default: Any, help: str, fixed: bool = False, choices: tuple | None = None) -> Any:
+def option(default: Any, help: str, fixed: bool = False, choices: tuple | None = None, least: int | None = None) -> Any:
     """A field of Config. `fixed` options define what is being trained and may not change when a run is resumed."""
-    return dataclasses.field(default=default, metadata={"help": help, "fixed": fixed, "choices": choices})
+    about = {"help": help, "fixed": fixed, "choices": choices, "least": least}
+    return dataclasses.field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
@@ -35,49 +42,80 @@ class Config:
     # what is trained
     preset: str = option("tiny", "size of the model", fixed=True, choices=tuple(PRESETS))
     tied: bool = option(False, "share the embedding with the output layer", fixed=True)
+    init: str = option("", "folder of a Hugging Face Llama or Mixtral to start from; replaces --preset", fixed=True)
     data: str = option("", "text file, folder, or .bin of tokens; default: Python's standard library", fixed=True)
     bin_dtype: str = option("uint16", "type of the tokens in a .bin", fixed=True, choices=("uint16", "uint32"))
-    vocab_size: int = option(0, "needed for a .bin; text is read as bytes, 256", fixed=True)
-    seq_len: int = option(128, "tokens per sample", fixed=True)
+    tokenizer: str = option("", "folder or name of a Hugging Face tokenizer; default: text is bytes", fixed=True)
+    vocab_size: int = option(0, "needed for a .bin; text is read as bytes, 256", fixed=True, least=0)
+    seq_len: int = option(128, "tokens per sample", fixed=True, least=1)
     seed: int = option(0, "of the first weights and of the order of the samples", fixed=True)
     # how
-    steps: int = option(300, "optimizer steps")
-    global_batch: int = option(32, "samples per step, over all ranks and micro-batches", fixed=True)
-    micro_batch: int = option(8, "samples per rank that are in memory at once")
+    steps: int = option(300, "optimizer steps", least=1)
+    global_batch: int = option(32, "samples per step, over all ranks and micro-batches", fixed=True, least=1)
+    micro_batch: int = option(8, "samples per rank that are in memory at once", least=1)
     lr: float = option(3e-3, "peak learning rate")
-    warmup: int = option(30, "steps until the peak")
-    min_lr: float = option(3e-4, "learning rate at the end of the cosine")
-    weight_decay: float = option(0.1, "of the matrices; norm weights are not decayed", fixed=True)
-    clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
-    precision: str = option("fp32", "of the forward and backward pass", fixed=True, choices=("fp32", "bf16", "fp64"))
+    warmup: int = option(30, "steps until the peak", least=0)
+    min_lr: float = option(3e-4, "learning rate at the end of the cosine", least=0)
+    weight_decay: float = option(0.1, "of the matrices; norm weights are not decayed", fixed=True, least=0)
+    clip: float = option(1.0, "largest norm of the gradient; 0 does not clip", least=0)
+    precision: str = option("fp32", "of weights and products (chapter 10; parts.py)", fixed=True, choices=PRECISIONS)
+    kernels: str = option(
+        "auto", "fused kernels (chapter 09); auto: triton on a GPU", choices=("auto", "torch", "triton")
+    )
+    loss_scale: float = option(65536.0, "first loss scale of --precision fp16", fixed=True)
     recompute: str = option("none", "activations to recompute in backward", choices=("none", "selective", "full"))
     bucket_mib: float = option(25.0, "size of a gradient bucket")
     # on which ranks: data parallel is what remains of the world
     zero: int = option(0, "ZeRO stage: what data-parallel ranks hold in shards (chapter 03)", choices=(0, 1, 2, 3))
-    tp: int = option(1, "tensor-parallel ranks (chapter 04)")
+    tp: int = option(1, "tensor-parallel ranks (chapter 04)", least=1)
     sequence_parallel: bool = option(False, "cut activations between the layers over the tensor-parallel ranks too")
-    cp: int = option(1, "context-parallel ranks, which share each sequence (chapter 05)")
+    cp: int = option(1, "context-parallel ranks, which share each sequence (chapter 05)", least=1)
     cp_kind: str = option("zigzag", "how they share it", choices=tuple(LAYOUTS))
+    fpdt_chunks: int = option(0, "run blocks in so many chunks, the others on the host (chapter 08); 0: whole", least=0)
+    pp: int = option(
+        1, "pipeline-parallel ranks (chapter 06); micro-batches per step: global batch / micro-batch / dp", least=1
+    )
+    schedule: str = option("1f1b", "order of forwards and backwards in the pipeline", choices=tuple(SCHEDULES))
+    stages_per_rank: int = option(
+        1, "stages that a pipeline rank holds, where the schedule allows more than one", least=1
+    )
+    experts: int = option(
+        0, "experts in each layer (chapter 07); 0: as the preset says, which is mostly none", fixed=True, least=0
+    )
+    top_k: int = option(2, "experts that a token uses", fixed=True, least=1)
+    router: str = option("softmax", "how a token chooses its experts", fixed=True, choices=ROUTERS)
+    balance: float = option(0.01, "factor of the loss that balances the experts; 0: none", fixed=True, least=0)
+    bias_speed: float = option(
+        0.0, "balance by bias instead (router sigmoid): size of a step, say 0.001", fixed=True, least=0
+    )
+    capacity: float = option(
+        0.0, "drop tokens beyond this many times an even load of an expert; 0: never", fixed=True, least=0
+    )
+    ep: int = option(1, "expert-parallel ranks: a slice of data x context", least=1)
     # what is kept and shown
     out: str = option("", "folder of this run; default: runs/ and the time")
     resume: str = option("", "run folder (its last complete checkpoint) or one checkpoint to continue from")
-    save_every: int = option(100, "steps between checkpoints; 0: only at the end")
-    keep: int = option(2, "complete checkpoints to keep")
-    eval_every: int = option(50, "steps between validations; 0: only at the start and the end")
-    eval_samples: int = option(256, "validation samples")
-    sample: int = option(300, "tokens to generate at the end")
+    restart: bool = option(False, "go on with the run in --out if it has a checkpoint (torchrun --max-restarts)")
+    save_every: int = option(100, "steps between checkpoints; 0: only at the end", least=0)
+    keep: int = option(2, "complete checkpoints to keep", least=1)
+    eval_every: int = option(50, "steps between validations; 0: only at the start and the end", least=0)
+    eval_samples: int = option(256, "validation samples", least=1)
+    on_nan: str = option("stop", "what to do when a gradient is not finite", choices=("stop", "skip"))
+    meter: bool = option(False, "after the first step print bytes held and sent, beside the chapters' formulas")
+    profile: int = option(0, "steps to trace, communication and compute together, from the second on", least=0)
+    tensorboard: bool = option(False, "write the log for TensorBoard too")
+    show_mesh: bool = option(False, "print who sits where and which groups exist, and end")
+    sample: int = option(300, "tokens to generate at the end", least=0)
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
     timeout: float = option(300.0, "seconds after which a collective that waits for a stuck rank fails")
 
     def check(self) -> None:
         """Raise UsageError for a value that is wrong whatever the others are."""
-        for name in ("seq_len", "steps", "global_batch", "micro_batch", "keep", "eval_samples", "tp", "cp"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{flag(name)} {getattr(self, name)} must be at least 1")
-        for name in ("vocab_size", "warmup", "save_every", "eval_every", "sample", "clip", "weight_decay", "min_lr"):
-            if not (getattr(self, name) >= 0):
-                raise UsageError(f"{flag(name)} {getattr(self, name)} must not be negative")
-        for name in ("lr", "bucket_mib", "timeout"):
+        for field in dataclasses.fields(self):
+            least, value = field.metadata["least"], getattr(self, field.name)
+            if least is not None and not (value >= least):  # also for NaN
+                raise UsageError(f"{flag(field.name)} {value} must {'be at least 1' if least else 'not be negative'}")
+        for name in ("lr", "bucket_mib", "timeout", "loss_scale"):
             if not (0 < getattr(self, name) < float("inf")):
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be a positive number")
         if self.warmup > self.steps:
@@ -87,17 +125,55 @@ class Config:
 
     def dp(self, world_size: int) -> int:
         """Data-parallel ranks: what remains of the world."""
-        if world_size % (self.tp * self.cp):
+        taken = self.pp * self.tp * self.cp
+        if world_size % taken:
             fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
             raise UsageError(
-                f"--tp {self.tp} x --cp {self.cp} does not divide the {world_size} ranks of this run; "
+                f"--pp {self.pp} x --tp {self.tp} x --cp {self.cp} does not divide the {world_size} ranks of this run; "
                 f"the product may be {', '.join(map(str, fits))}"
             )
-        return world_size // (self.tp * self.cp)
+        return world_size // taken
+
+    def layout(self, sizes: LlamaConfig, world_size: int) -> tuple[dict[str, int], int, bool, bool]:
+        """What mesh.py needs: sizes of the axes, expert-parallel ranks, two directions?, tensor ranks' own tokens?"""
+        ring, all_to_all = self.ring_and_ulysses(sizes)
+        axes = {"pp": self.pp, "dp": self.dp(world_size), "ring": ring, "ulysses": all_to_all, "tp": self.tp}
+        schedule = self.pipeline(world_size, sizes.layers)
+        return axes, self.ep, schedule is not None and len(schedule.placement) == 2, self.sequence_parallel
+
+    def pipeline(self, world_size: int, layers: int) -> Schedule | None:
+        """The schedule of the pipeline, checked; None without one."""
+        if self.pp == 1:
+            return None
+        micro_batches = self.accumulation(self.dp(world_size))
+        where = f"--pp {self.pp} --schedule {self.schedule} --stages-per-rank {self.stages_per_rank}"
+        try:
+            schedule = build_schedule(self.schedule, self.pp, micro_batches, self.stages_per_rank)
+        except ValueError as error:
+            raise UsageError(f"{where}: {error}") from None
+        if schedule.stages > layers:
+            raise UsageError(f"{where}: {layers} layers are too few for {schedule.stages} stages; use fewer stages")
+        return schedule
+
+    def mixture(self, sizes: LlamaConfig) -> MoEConfig | None:
+        """The mixture of experts in each block; None for a dense model."""
+        experts, top_k = (self.experts, self.top_k) if self.experts else EXPERTS.get(self.preset, (0, 0))
+        if not experts:
+            return None
+        return MoEConfig(
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate,
+            experts=experts,
+            top_k=top_k,
+            router=self.router,
+            balance=self.balance,
+            bias_speed=self.bias_speed,
+            capacity=self.capacity or None,
+        )
 
     def ring_and_ulysses(self, sizes: LlamaConfig) -> tuple[int, int]:
         """The context axis as ring x ulysses."""
-        if self.cp_kind == "ulysses":
+        if self.cp_kind == "ulysses" or self.fpdt_chunks:
             return 1, self.cp
         if self.cp_kind != "usp":
             return self.cp, 1
@@ -109,6 +185,15 @@ class Config:
     def check_layout(self, sizes: LlamaConfig, world_size: int) -> None:
         """Raise UsageError unless the model and the batch can be cut as asked: the chapters' own checks."""
         self.accumulation(self.dp(world_size))
+        self.pipeline(world_size, sizes.layers)
+        if self.zero == 3 and self.pp > 1:
+            raise UsageError(
+                "--zero 3 with --pp: a layer would be gathered again for each micro-batch in flight; use --zero 1 or 2"
+            )
+        self.check_experts(sizes, self.dp(world_size) * self.cp)
+        self.check_fpdt(sizes)
+        if self.precision == "bf16-master" and self.zero == 0:
+            raise UsageError("--precision bf16-master keeps the fp32 weights in ZeRO's shards; add --zero 1, 2 or 3")
         ring, all_to_all = self.ring_and_ulysses(sizes)
         try:
             check_sizes(sizes, self.tp, self.seq_len // self.cp if self.sequence_parallel else 0)
@@ -123,6 +208,42 @@ class Config:
             raise UsageError(f"--cp {self.cp} --cp-kind {self.cp_kind}: {error}") from None
         if self.sequence_parallel and self.tp == 1:
             raise UsageError("--sequence-parallel cuts over tensor-parallel ranks, and --tp is 1; use --tp 2 or more")
+
+    def check_fpdt(self, sizes: LlamaConfig) -> None:
+        if not self.fpdt_chunks:
+            return
+        where = f"--fpdt-chunks {self.fpdt_chunks}"
+        if self.cp > 1 and self.cp_kind != "ulysses":
+            raise UsageError(f"{where} exchanges heads as Ulysses does; use --cp-kind ulysses, not {self.cp_kind}")
+        others = {"--tp": self.tp > 1, "--experts": self.mixture(sizes), "--pp": self.pp > 1}
+        others |= {f"--recompute {self.recompute}": self.recompute != "none"}
+        others |= {f"--precision {self.precision}": self.precision in AUTOCAST}
+        for other, wanted in others.items():
+            if wanted:
+                raise UsageError(f"{where} cannot go with {other}: it runs the backward of a whole dense block itself")
+        try:
+            check_chunks(self.seq_len, self.cp, self.fpdt_chunks, sizes.heads)
+        except ValueError as error:
+            raise UsageError(f"{where}: {error}") from None
+        if self.seq_len // self.cp // self.fpdt_chunks % 2:
+            raise UsageError(
+                f"{where}: a chunk of a rank has {self.seq_len // self.cp // self.fpdt_chunks} tokens; must be even"
+            )
+
+    def check_experts(self, sizes: LlamaConfig, ranks: int) -> None:
+        """`ranks` see different tokens: data x context."""
+        moe = self.mixture(sizes)
+        if moe is None:
+            if self.ep > 1:
+                raise UsageError(f"--ep {self.ep}: there are no experts to share out; add --experts 8, or leave it out")
+            return
+        if ranks % self.ep:
+            fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            raise UsageError(f"--ep {self.ep} does not divide the {ranks} ranks of data x context; use {fits}")
+        try:
+            moe.check(self.ep)
+        except ValueError as error:
+            raise UsageError(f"--experts {moe.experts} --top-k {moe.top_k} --ep {self.ep}: {error}") from None
 
     def accumulation(self, dp: int) -> int:
         """Micro-batches per rank and step: global batch = micro-batch x accumulation x dp."""
@@ -149,7 +270,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
         about = field.metadata
         help = f"{about['help']} (default: {field.default!r})"
         if field.type is bool:
-            parser.add_argument(flag(field.name), action="store_true", default=argparse.SUPPRESS, help=about["help"])
+            both = argparse.BooleanOptionalAction  # --no-...: a resumed run may do without
+            parser.add_argument(flag(field.name), action=both, default=argparse.SUPPRESS, help=about["help"])
         else:
             kind: Any = field.type
             choices, default = about["choices"], argparse.SUPPRESS
@@ -172,10 +294,10 @@ def merge(stored: dict[str, Any], given: dict[str, Any], where: str) -> Config:
     return Config(**(stored | {"out": ""} | given))
 
 
-def check_folder(out: str) -> None:
-    """Raise UsageError unless a new run can be written to `out`."""
+def check_folder(out: str, restart: bool = False) -> None:
+    """Raise UsageError unless a new run can be written to `out`; `restart` may write over one without checkpoints."""
     folder = Path(out)
-    if (folder / "log.jsonl").exists() or (folder / "checkpoints").exists():
+    if not restart and ((folder / "log.jsonl").exists() or (folder / "checkpoints").exists()):
         raise UsageError(f"--out {out} holds a run already; use --resume {out}, or another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,23 +1,15 @@
 """The trainer: a Llama on real data on many ranks, every technique imported from the chapter that teaches it.
 
     options.py     every option, and what fits        chapters.py    finds the chapters' folders
-    mesh.py        the grid of ranks and its groups   model.py       a rank's model: chapters 01, 04 and 05
-    data.py        tokens to micro-batches            engine.py      gradients to new weights: chapters 02 and 03
-    checkpoint.py  save, find, load
-
-One step of one rank:
-
-    micro-batches of this rank, this rank's part of each sequence
-      -> valid tokens of the global batch (one number, all-reduced)
-      for each: loss = sum over its tokens / that number; backward      nothing is sent, except in the last one,
-                                                                        where buckets leave while backward runs
-    every gradient is now the sum over all data and context ranks
-    norm of the whole gradient, clip, AdamW
+    mesh.py        the grid of ranks and its groups   model.py       a rank's part of the model: chapters 01, 04, 05
+    rank.py        one rank and one step              engine.py      gradients to new weights: chapters 02, 03, 06
+    data.py        tokens to micro-batches            checkpoint.py  save, find, load
 
     python 11_5d_trainer/train.py                                       one rank
     torchrun --nproc_per_node 4 11_5d_trainer/train.py                  4 data-parallel ranks: nccl on GPUs, else gloo
     torchrun --nproc_per_node 8 11_5d_trainer/train.py --tp 2 --sequence-parallel --cp 2 --cp-kind zigzag --zero 2
     torchrun --nproc_per_node 4 11_5d_trainer/train.py --data my.txt --steps 2000 --seq-len 256 --out runs/mine
+    torchrun --nproc_per_node 8 11_5d_trainer/train.py --pp 2 --schedule zb-h1 --tp 2 --zero 1
     torchrun --nproc_per_node 2 11_5d_trainer/train.py --resume runs/mine --steps 3000
 
 It writes into the run's folder: config.json, log.jsonl (one line per step and per validation), checkpoints/ and, at
@@ -32,7 +24,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -43,15 +34,19 @@ import torch
 import torch.distributed as dist
 from accounting import peak_flops, step_flops
 from data import Corpus, Sampler, load_corpus
-from data_parallel import global_valid_tokens
-from engine import clip_gradients, full_state, load_full_state, make_engine
-from llama import IGNORE, Llama, LlamaConfig
-from mesh import Mesh, make_mesh
-from model import PRESETS, build, full_shapes, loss_sum, my_positions
+from engine import full_state, load_full_state, whole_model
+from fits import check_memory
+from generate import with_weights
+from hf import check_weights, read_sizes
+from llama import LlamaConfig
+from mesh import picture
+from model import PRESETS, full_shapes, held_names
 from options import Config, UsageError, check_folder, merge, parse
-from single_gpu import adamw, generate
+from rank import NotFinite, Rank, make_rank, train_step, validate, weight_dtype, who_is_not_finite
+from single_gpu import generate
 from torch import Tensor
 from tqdm import tqdm
+from watch import Watch, board
 
 Log = dict[str, Any]
 
@@ -68,30 +63,55 @@ class Plan:
     model: LlamaConfig
     device: torch.device
     resume: tuple[Path, Path, checkpoint.Progress] | None
+    messages: list[str]  # for the user
 
 
 def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     """Options, data and checkpoint, each checked. Raises UsageError with one line for the user."""
     given = parse(arguments)
-    resume = checkpoint.find(given["resume"]) if given.get("resume") else None
+    resume = None
+    messages: list[str] = []
+    if given.get("restart"):
+        if not given.get("out"):
+            raise UsageError("--restart goes on with the run in --out, which is missing; add --out FOLDER")
+        if checkpoint.complete(Path(given["out"])):
+            given["resume"] = given.pop("out")
+    if given.get("resume"):
+        run, path, progress, messages = checkpoint.find(given["resume"])
+        resume = run, path, progress
     config = merge(resume[2].config, given, str(resume[1])) if resume else Config(**given)
     config.check()
     if resume and resume[2].step >= config.steps:
         raise UsageError(f"--steps {config.steps}: {resume[1]} has done {resume[2].step} already; ask for more")
     device = find_device(config.device, local_rank)
+    if config.tensorboard:
+        board(None)
     corpus = load_corpus(config)
     if resume and resume[2].tokens != len(corpus.train):
         raise UsageError(
             f"--resume {config.resume}: it was trained on {resume[2].tokens:,} tokens, but --data "
             f"{config.data or '(the standard library)'} now has {len(corpus.train):,}; restore it, or start a new run"
         )
-    sizes = dataclasses.replace(PRESETS[config.preset], vocab_size=corpus.vocab_size)
-    if config.tied:
-        sizes = dataclasses.replace(sizes, tied=True)
+    if resume:
+        sizes = LlamaConfig(**resume[2].sizes)
+    elif config.init:
+        sizes, (experts, top_k) = read_sizes(config.init)
+        config = dataclasses.replace(config, experts=experts, top_k=top_k or config.top_k)
+        if corpus.vocab_size > sizes.vocab_size:
+            raise UsageError(
+                f"--init {config.init} knows {sizes.vocab_size} tokens and the data has {corpus.vocab_size}; "
+                "add its --tokenizer"
+            )
+        check_weights(config.init, full_shapes(sizes, config.mixture(sizes)))
+    else:
+        sizes = dataclasses.replace(PRESETS[config.preset], vocab_size=corpus.vocab_size)
+        sizes = dataclasses.replace(sizes, tied=True) if config.tied else sizes
     config.check_layout(sizes, world_size)
+    if not config.show_mesh:
+        check_memory(config, sizes, world_size, device)
     if config.out:
-        check_folder(config.out)
-    return Plan(config, corpus, sizes, device, resume)
+        check_folder(config.out, config.restart)
+    return Plan(config, corpus, sizes, device, resume, messages)
 
 
 def find_device(asked: str, local_rank: int) -> torch.device:
@@ -126,92 +146,32 @@ def learning_rate(step: int, config: Config) -> float:
     return config.min_lr + 0.5 * (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-@dataclasses.dataclass
-class Rank:
-    """What one rank works with."""
+class Stop:
+    """Whether someone asked the run to end. The first signal waits for the end of the step, the second does not."""
 
-    config: Config
-    mesh: Mesh
-    model: Any
-    engine: Any
-    positions: Tensor  # of its tokens in the sequence, [S / cp]
-    device: torch.device
+    def __init__(self) -> None:
+        self.asked = False
 
-    def mine(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Tokens and labels [B, S] to this rank's part of the sequence [B, S / cp], on its device."""
-        tokens, labels = (x.to(self.device)[:, self.positions] for x in batch)
-        return tokens, labels
-
-    def loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        bf16 = self.config.precision == "bf16"
-        with torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext():
-            return loss_sum(self.model, tokens, labels, self.positions)
+    def __call__(self, number: int, frame: Any) -> None:
+        if self.asked and number == signal.SIGINT:
+            os._exit(130)  # other ranks may be in the middle of a collective: do not wait for them
+        self.asked = True
 
 
-def make_rank(plan: Plan, optimizer: Any = adamw) -> Rank:
-    """Lay out the ranks, build this one's model. `optimizer(model, lr)` makes the optimizer that ZeRO may take over."""
-    config, device = plan.config, plan.device
-    ring, all_to_all = config.ring_and_ulysses(plan.model)
-    mesh = make_mesh(config.dp(dist.get_world_size()), ring, all_to_all, config.tp, config.timeout)
-    model = build(
-        plan.model,
-        mesh,
-        cp_kind=config.cp_kind,
-        sequence_parallel=config.sequence_parallel,
-        recompute=config.recompute,
-        seed=config.seed,
-        dtype=weight_dtype(config),
-        device=device,
-    )
-    built = optimizer(model, config.lr)
-    for group in built.param_groups:
-        if group["weight_decay"]:
-            group["weight_decay"] = config.weight_decay
-    engine = make_engine(config.zero, model, built, mesh.groups["data"], int(config.bucket_mib * 2**20))
-    positions = my_positions(config.seq_len, mesh, config.cp_kind).to(device)
-    return Rank(config, mesh, model, engine, positions, device)
+def any_rank(me: Rank, *flags: bool) -> list[bool]:
+    """Each flag, if it is up on any rank: a decision that all take alike. Signals, for one, do not arrive everywhere in
+    the same step."""
+    votes = torch.tensor([int(flag) for flag in flags], device=me.device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=me.mesh.groups["world"])
+    return [bool(vote) for vote in votes.tolist()]
 
 
-def weight_dtype(config: Config) -> torch.dtype:
-    return torch.float64 if config.precision == "fp64" else torch.float32  # bf16 is autocast's: weights stay fp32
-
-
-@torch.no_grad()
-def validate(me: Rank, sampler: Sampler) -> float:
-    """Loss per token over the first `eval_samples` held-out samples, which the data-parallel ranks share out."""
-    total = torch.zeros(2, dtype=torch.float64, device=me.device)  # sum of losses, number of tokens
-    dp = me.mesh.sizes["dp"]
-    for batch in sampler.held_out(me.config.eval_samples, me.config.micro_batch, me.mesh.place["dp"], dp):
-        tokens, labels = me.mine(batch)
-        loss = me.loss_sum(tokens, labels)
-        total += torch.stack([loss.double(), (labels != IGNORE).sum().double()])
-    dist.all_reduce(total, group=me.mesh.groups["data"])
-    return (total[0] / total[1]).item()
-
-
-def train_step(me: Rank, batches: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """One step on the global batch. Returns its loss per token and the norm of its gradient, before clipping."""
-    batches = [me.mine(batch) for batch in batches]
-    data = me.mesh.groups["data"]
-    valid = global_valid_tokens(torch.cat([labels.flatten() for _, labels in batches]), data)
-    total = torch.zeros((), dtype=torch.float64, device=me.device)
-    me.engine.zero_grad()
-    for i, (tokens, labels) in enumerate(batches):
-        with me.engine.micro_batch(last=i == len(batches) - 1):
-            loss = me.loss_sum(tokens, labels) / valid
-            loss.backward()
-        total += loss.detach()
-    dist.all_reduce(total, group=data)  # to show it: each rank knows the loss of its own tokens
-    norm = clip_gradients(me.engine, me.model, me.mesh, me.config.clip)
-    me.engine.step()
-    return total.item(), norm
-
-
-def train(plan: Plan, run: Path) -> list[Log]:
+def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     """Train as planned on all ranks of the world, writing into the folder `run`. Returns the log's lines."""
     config, world = plan.config, dist.group.WORLD
     assert world is not None
-    me = make_rank(plan)
+    stop = stop or Stop()
+    me = make_rank(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
     dp, leader = me.mesh.sizes["dp"], dist.get_rank() == 0
     accumulation = config.accumulation(dp)
     training = Sampler(plan.corpus.train, config.seq_len, plan.corpus.vocab_size, config.seed)
@@ -220,55 +180,76 @@ def train(plan: Plan, run: Path) -> list[Log]:
     first = 0
     if plan.resume:
         _, path, progress = plan.resume
-        state = checkpoint.load(path, full_shapes(plan.model), weight_dtype(config), world)
-        load_full_state(me.engine, me.model, me.mesh, state)
+        held = held_names(me.model, me.mesh)
+        like = {name: t for name, t in full_shapes(plan.model, config.mixture(plan.model)).items() if name in held}
+        load_full_state(me.engine, me.model, me.mesh, checkpoint.load(path, like, weight_dtype(config), world))
         first, training.position = progress.step, progress.samples
+        me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
         checkpoint.set_aside_later(run, first, world)
     log = Logger(run, config, first, leader)
-    tokens_per_step = config.global_batch * config.seq_len
-    samples = config.micro_batch * accumulation  # of one data-parallel rank, which tp x cp ranks compute together
-    flops = step_flops(plan.model, samples, config.seq_len, config.recompute).model / (config.tp * me.mesh.cp)
-    peak = peak_flops(torch.cuda.get_device_name(me.device)) if me.device.type == "cuda" else None
-    layout = f"dp {dp} x cp {me.mesh.cp} x tp {config.tp}, ZeRO stage {config.zero}, on {me.device.type}"
-    log.say(
-        f"{sum(shape.numel() for shape in full_shapes(plan.model).values()):,} parameters; {layout}; "
-        f"global batch {config.global_batch} samples = {config.micro_batch} micro-batch x {accumulation} accumulation "
-        f"x {dp} dp = {tokens_per_step:,} tokens; {len(plan.corpus.train):,} training tokens; writing {run}"
-    )
+    saver = checkpoint.Saver(run, me.mesh.groups["saving"], config.keep)
+    speed, watch = Speedometer(plan, me), Watch(me, run, first)
+    for message in plan.messages:
+        log.say(message)
+    log.say(f"{describe(plan, me)}; writing {run}")
 
     def evaluate(step: int) -> None:
-        log.write({"step": step, "val_loss": validate(me, held_out)})
+        line = {"step": step, "val_loss": validate(me, held_out)}
+        log.write(line)
+        watch.note(line)
+
+    def save(step: int) -> None:
+        options, sizes = dataclasses.asdict(config), dataclasses.asdict(plan.model)
+        position, scale = training.position, (me.scaler.value, me.scaler.good)
+        progress = checkpoint.Progress(step, position, len(training.tokens), options, sizes, *scale)
+        saver.save(full_state(me.engine, me.model, me.mesh), progress)
 
     if first == 0:
         evaluate(0)
     begin = time.perf_counter()
     bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=not leader, **log.bar_options)
     for step in bar:
-        start = time.perf_counter()
+        start, lr = time.perf_counter(), learning_rate(step, config)
         for parameters in me.engine.param_groups:
-            parameters["lr"] = learning_rate(step, config)
+            parameters["lr"] = lr
         batches = training.step(config.micro_batch, accumulation, me.mesh.place["dp"], dp)
-        loss, norm = train_step(me, batches)
-        seconds = time.perf_counter() - start
-        mfu = flops / seconds / peak if peak else None
-        speed = tokens_per_step / seconds
-        log.write(
-            {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": learning_rate(step, config)}
-            | {"samples": training.position, "tokens_per_s": round(speed), "mfu": mfu}
-        )
-        shown = f"{mfu:.1%}" if mfu is not None else "n/a"
-        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, MFU {shown}", refresh=False)
+        with watch.step(step):
+            loss, norm = train_step(me, batches)
+        me.scaler.update(math.isfinite(norm))
+        line = {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "samples": training.position}
+        line |= {"loss_scale": me.scaler.value} if me.scaler.dynamic else {}
+        line |= speed.of_step(time.perf_counter() - start)
+        log.write(line)
+        watch.note(line)
+        if config.meter and step == first:
+            log.say(watch.report())
+        if not math.isfinite(norm) and me.scaler.dynamic:
+            log.say(f"step {step + 1}: a gradient overflows; step left out, loss scale now {me.scaler.value:g}")
+        elif not math.isfinite(norm):
+            where = f"step {step + 1}: {who_is_not_finite(me, batches)} is not finite"
+            if config.on_nan == "stop":
+                raise NotFinite(f"{where}; the weights are those of step {step}; --on-nan skip leaves such steps out")
+            log.say(f"{where}; step left out")
+        bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
         end = step + 1 == config.steps
+        stopped, writing = any_rank(me, stop.asked, saver.busy())
+        if not writing:
+            saver.finish()  # the checkpoint gets its name
         if end or (config.eval_every and (step + 1) % config.eval_every == 0):
             evaluate(step + 1)
-        if end or (config.save_every and (step + 1) % config.save_every == 0):
-            options = dataclasses.asdict(config)
-            progress = checkpoint.Progress(step + 1, training.position, len(training.tokens), options)
-            checkpoint.save(run, full_state(me.engine, me.model, me.mesh), progress, world, config.keep)
+        if end or stopped or (config.save_every and (step + 1) % config.save_every == 0):
+            save(step + 1)
+        if stopped:
+            break
+    saver.finish()
+    watch.end()
+    if stopped:
+        return log.lines
     if config.sample:
-        weights = full_state(me.engine, me.model, me.mesh)["weights"]
+        weights = whole_model(full_state(me.engine, me.model, me.mesh)["weights"], me.mesh)
         if leader:
             log.say(sample(weights, plan, run))
+    log.say(watch.summary(log.lines))
     validations = [line["val_loss"] for line in log.lines if "val_loss" in line]
     log.say(
         f"validation loss {validations[0]:.3f} -> {validations[-1]:.3f} nats per token after {config.steps} steps, "
@@ -277,15 +258,58 @@ def train(plan: Plan, run: Path) -> list[Log]:
     return log.lines
 
 
+def describe(plan: Plan, me: Rank) -> str:
+    """The model, the layout and the arithmetic of the global batch, in words."""
+    config, sizes = plan.config, me.mesh.sizes
+    accumulation = config.accumulation(sizes["dp"])
+    layout = f"pp {config.pp} x dp {sizes['dp']} x cp {me.mesh.cp} x tp {config.tp}, ZeRO stage {config.zero}"
+    if moe := config.mixture(plan.model):
+        layout += f", {moe.experts} experts over ep {config.ep}"
+    if config.pp > 1:
+        layout += f", schedule {config.schedule}"
+    return (
+        f"{sum(t.numel() for t in full_shapes(plan.model, moe).values()):,} parameters; {layout}, on "
+        f"{me.device.type}; global batch {config.global_batch} samples = {config.micro_batch} micro-batch x "
+        f"{accumulation} accumulation x {sizes['dp']} dp = {config.global_batch * config.seq_len:,} tokens; "
+        f"{len(plan.corpus.train):,} training tokens"
+    )
+
+
+class Speedometer:
+    """Tokens per second of the whole run, and the share of the device's peak (MFU), where the peak is known."""
+
+    def __init__(self, plan: Plan, me: Rank) -> None:
+        config = plan.config
+        self.tokens = config.global_batch * config.seq_len
+        moe = config.mixture(plan.model)
+        active = dataclasses.replace(plan.model, intermediate=plan.model.intermediate * (moe.top_k if moe else 1))
+        flops = step_flops(active, config.global_batch, config.seq_len, config.recompute).model
+        self.flops = flops / dist.get_world_size()  # of one rank
+        self.peak = peak_flops(torch.cuda.get_device_name(me.device)) if me.device.type == "cuda" else None
+        self.last: dict[str, Any] = {}
+
+    def of_step(self, seconds: float) -> dict[str, Any]:
+        mfu = self.flops / seconds / self.peak if self.peak else None
+        self.last = {"tokens_per_s": round(self.tokens / seconds), "mfu": mfu}
+        return self.last
+
+    def __str__(self) -> str:
+        mfu = self.last["mfu"]
+        return f"{self.last['tokens_per_s']:,} tokens/s, MFU {f'{mfu:.1%}' if mfu is not None else 'n/a'}"
+
+
+def show_mesh(plan: Plan, world_size: int) -> str:
+    return picture(*plan.config.layout(plan.model, world_size))
+
+
 def sample(weights: dict[str, Tensor], plan: Plan, run: Path) -> str:
     """Continue the first 32 held-out tokens with chapter 01's Llama on this rank alone; also written to sample.txt."""
     config, corpus = plan.config, plan.corpus
-    model = Llama(plan.model).to(plan.device, weight_dtype(config))
-    model.load_state_dict(weights, strict=False)  # a tied head is in there once, as the embedding
+    model = with_weights(plan.model, config.mixture(plan.model), weights, plan.device)
     prompt = corpus.val[None, : min(32, config.seq_len)].long().to(plan.device)
     generator = torch.Generator().manual_seed(config.seed)
     tokens = generate(model, prompt, config.sample, 0.8, generator)[0].tolist()
-    text = bytes(tokens).decode(errors="replace") if corpus.text else " ".join(map(str, tokens))
+    text = corpus.decode(tokens)
     (run / "sample.txt").write_text(text)
     return f"--- a sample: 32 tokens of the validation text, continued ---\n{text}\n---"
 
@@ -293,14 +317,33 @@ def sample(weights: dict[str, Tensor], plan: Plan, run: Path) -> str:
 # --------------------------------------------------------------------------------------------- what is kept
 
 
-def agree_on_folder(plan: Plan) -> Path:
-    """The run folder: the resumed one, the one asked for, or runs/ and the time on the clock of the first rank."""
-    if plan.resume:
-        return plan.resume[0]
-    name = [plan.config.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}"]
-    dist.broadcast_object_list(name, src=0)
-    Path(name[0]).mkdir(parents=True, exist_ok=True)
-    return Path(name[0])
+def agree(plan: Plan) -> tuple[Plan, Path]:
+    """The plan and the run folder, the same on every rank: the resumed one, the one asked for, or runs/ and the time.
+
+    The first rank also reads the contents of the checkpoint; if they are damaged, all go back to the one before.
+    """
+    if not plan.resume:
+        name = [plan.config.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}"]
+        dist.broadcast_object_list(name, src=0)
+        Path(name[0]).mkdir(parents=True, exist_ok=True)
+        return plan, Path(name[0])
+    run, path, progress = plan.resume
+    good: list[Any] = [path, plan.messages]
+    if dist.get_rank() == 0:
+        for candidate in [path, *(other for other in reversed(checkpoint.complete(run)) if other < path)]:
+            what = checkpoint.damage(candidate, contents=True)
+            if not what:
+                good[0] = candidate
+                break
+            good[1].append(f"{candidate.name} is passed over: {what}")
+        else:
+            good[0] = None
+    dist.broadcast_object_list(good, src=0)
+    path, messages = good
+    if path is None:
+        raise SystemExit(f"train.py: --resume {run}: no checkpoint is whole: {'; '.join(messages)}; start a new run")
+    progress = progress if path == plan.resume[1] else checkpoint.progress_of(path)
+    return dataclasses.replace(plan, resume=(run, path, progress), messages=messages), run
 
 
 class Logger:
@@ -334,36 +377,32 @@ class Logger:
             tqdm.write(text)
 
 
-def interrupted(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     try:
-        plan = prepare(sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1)), local_rank)
+        plan = prepare(sys.argv[1:], world_size, local_rank)
+        if plan.config.show_mesh:
+            if rank == 0:
+                print(show_mesh(plan, world_size))
+            return 0
     except UsageError as error:
         if local_rank == 0:  # all ranks of a node say the same
             print(f"train.py: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, interrupted)  # torchrun passes Ctrl-C on as SIGTERM
+    stop = Stop()
     signal.signal(
-        signal.SIGINT, interrupted
-    )  # Python's own, which is not there in a job that a shell put in background
+        signal.SIGTERM, stop
+    )  # torchrun passes Ctrl-C on as SIGTERM, and Slurm sends it before the time is up
+    signal.signal(signal.SIGINT, stop)  # Python's own is not there in a job that a shell put in the background
     connect(plan.device, plan.config.timeout)
-    run = agree_on_folder(plan)
-    try:
-        train(plan, run)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # both arrive when torchrun is in the foreground
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if rank == 0:
-            saved = checkpoint.complete(run)
-            print("\nstopped; " + (f"go on with --resume {run}" if saved else "nothing saved yet"), file=sys.stderr)
-        os._exit(130)  # other ranks may be in the middle of a collective: do not wait for them
+    plan, run = agree(plan)
+    train(plan, run, stop)
+    if stop.asked and rank == 0:
+        print(f"\nstopped; go on with --resume {run}", file=sys.stderr)
     gc.collect()  # whatever still points into the group would keep its threads alive beyond the next line
     dist.destroy_process_group()
-    return 0
+    return 130 if stop.asked else 0
 
 
 if __name__ == "__main__":

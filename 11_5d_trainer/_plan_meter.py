@@ -1,0 +1,102 @@
+"""What the trainer really holds, keeps, climbs to and sends in one step of a layout, on this rank, by the meter."""
+
+import gc
+from typing import Any
+
+import chapters  # noqa: F401  finds the chapters below
+import rank as rank_module
+import torch
+import torch.distributed as dist
+from data import Sampler
+from engine import Replicated
+from harness.meter import communication, peak_memory, storage_bytes
+from llama import LlamaConfig
+from model import cross_entropy_sum
+from options import Config
+
+TEXT = torch.arange(20000) * 7919 % 251
+
+
+def measured(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
+    """Train two steps as the options say; of the second, the bytes. Runs on every rank of the world."""
+    config = Config(**words)
+    config.check()
+    config.check_layout(sizes, dist.get_world_size())
+    me = rank_module.make_rank(config, sizes, torch.device("cpu"))
+    dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
+    sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
+
+    def step() -> None:
+        rank_module.train_step(me, batches)
+
+    batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
+    step()  # makes the optimizer's states
+    result: dict[str, Any] = {"rank": me.mesh.place["pp"], "activations": alive_after_forward(me, batches)}
+    result |= held(me)
+    me.engine.zero_grad()
+    gc.collect()
+    with peak_memory() as memory:
+        step()
+    gathered = sum(result[what] for what in ("weights", "gradients", "optimizer states"))
+    result["peak"] = gathered + memory.peak
+    with communication() as sent:
+        step()
+    result["sent"] = {name: count for name, count in sent.sent.items() if count}
+    return result
+
+
+def held(me: Any) -> dict[str, int]:
+    weights, gradients, states = list(me.model.parameters()), [], []
+    for owner in me.engine.owners:
+        if isinstance(owner, Replicated):
+            gradients += owner.reducer.flats
+            states += [s for each in owner.optimizer.state.values() for s in each.values()]
+        else:
+            kept = owner.held()
+            weights += kept["weights"]
+            gradients += kept["gradients"]
+            states += [s for inner in owner.inner for each in inner.state.values() for s in each.values()]
+            states += [m for m in owner.masters if m.dtype != weights[0].dtype]
+    states = [s for s in states if isinstance(s, torch.Tensor) and s.dim() > 0]
+    found = {"weights": weights, "gradients": gradients, "optimizer states": states}
+    return {what: storage_bytes(tensors) for what, tensors in found.items()}
+
+
+def alive_after_forward(me: Any, batches: list) -> list[int]:
+    """Bytes that are alive between forward and backward of a micro-batch, of each stage of this rank in model order.
+
+    What ZeRO stage 3 has gathered meanwhile is not an activation: it is subtracted.
+    """
+    tokens, labels = me.mine(batches[0])
+    found = []
+    stages: list[Any] = sorted(me.pipeline.stages, key=lambda s: not s.first) if me.pipeline else [None]
+    for stage in stages:
+        hidden: Any = None
+        if stage is not None and not stage.first:
+            hidden = torch.randn_like(me.pipeline.pipeline.example).requires_grad_()
+        with peak_memory() as memory, me.precision():
+            if stage is None:
+                out = me.loss_sum(tokens, labels)
+            else:
+                x = tokens if stage.first else hidden.detach().clone().requires_grad_()
+                out = stage(x)
+                if stage.last:
+                    out = cross_entropy_sum(me.model, out, labels)
+            extra = out.nbytes  # handed on, or the loss itself
+            gc.collect()
+            alive = memory.current
+        for owner in me.engine.owners:
+            for unit in [*getattr(owner, "units", []), getattr(owner, "root", None)]:
+                if unit is not None and unit.gathered:
+                    alive -= sum(flat.nbytes for flat in unit.flats)
+        found.append(alive - extra)
+        if me.mesh.size("tp") > 1 or me.mesh.cp > 1 or me.config.zero == 3:
+            with me.engine.no_sync():
+                out.sum().backward()  # all ranks alike: nothing is left half done
+            if me.config.zero == 3:
+                for owner in me.engine.owners:
+                    if hasattr(owner, "drop_all"):
+                        owner.drop_all()
+        del out
+    me.engine.zero_grad()
+    return found

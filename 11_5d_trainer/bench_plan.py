@@ -1,0 +1,144 @@
+"""The planner against what was measured: bytes by the trainer's meter, seconds of small layouts on this machine's CPU.
+
+    python 11_5d_trainer/bench_plan.py              verifies, measures, writes results/11_plan_*.json and the figures
+    python 11_5d_trainer/bench_plan.py --figures    only draws
+
+First the bytes: if what is held is not exact, or a peak is off by more than 5 %, it ends with exit code 1 and writes
+nothing. Then a ranking: layouts of one small model on 4 ranks are timed and put beside the order in which the planner,
+with the rates of clusters/cpu.json, would put them. Times are given as ratios to the fastest.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "11_5d_trainer"))
+
+import chapters  # noqa: E402, F401  finds the chapters below
+import plan_memory as pm  # noqa: E402
+import plan_search  # noqa: E402
+import plan_time  # noqa: E402
+from harness.figures import write_figure  # noqa: E402
+from harness.ranks import run_ranks  # noqa: E402
+from harness.report import write_result  # noqa: E402
+from options import Config  # noqa: E402
+from test_plan_memory import BASE, HELD, LAYOUTS, SIZES, all_of  # noqa: E402
+
+RANKED = [
+    {},
+    {"zero": 1},
+    {"zero": 3},
+    {"recompute": "full"},
+    {"micro_batch": 1},
+    {"tp": 2},
+    {"tp": 4},
+    {"tp": 4, "sequence_parallel": True, "recompute": "full"},
+    {"cp": 4, "cp_kind": "ring"},
+    {"pp": 2},
+    {"pp": 4},
+    {"pp": 4, "schedule": "naive"},
+]
+
+
+def seconds(options: list[dict[str, Any]], sizes: Any) -> list[float]:
+    """Median of five steps of each layout, on this rank."""
+    import rank as rank_module
+    import torch
+    import torch.distributed as dist
+    from _plan_meter import TEXT
+    from data import Sampler
+
+    found = []
+    for words in options:
+        config = Config(**words)
+        me = rank_module.make_rank(config, sizes, torch.device("cpu"))
+        dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
+        sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
+        batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
+        times = []
+        for _ in range(6):
+            dist.barrier()
+            begin = time.perf_counter()
+            rank_module.train_step(me, batches)
+            dist.barrier()
+            times.append(time.perf_counter() - begin)
+        found.append(sorted(times[1:])[2])
+    return found
+
+
+def memory_rows() -> list[list[Any]]:
+    """[layout, predicted peak, measured peak, deviation in %]. Exits with 1 if a number is off."""
+    rows = []
+    for ranks, layouts in LAYOUTS.items():
+        options = [BASE | layout for layout in layouts]
+        results = run_ranks(ranks, all_of, options, SIZES, timeout=300.0)
+        for i, words in enumerate(options):
+            config, meter = Config(**words), results[0][i]
+            layout, moe = pm.Layout.of(config, SIZES, ranks), config.mixture(SIZES)
+            held = pm.held(SIZES, moe, layout, meter["rank"])
+            got, want = sum(pm.peak(SIZES, moe, layout, meter["rank"]).values()), meter["peak"]
+            if held != {what: meter[what] for what in HELD} or not abs(got / want - 1) <= 0.05:
+                sys.exit(f"bench_plan.py: {ranks} ranks {layouts[i]}: held {held}, peak {got} against {want}: off")
+            name = ", ".join(f"{key} {value}" for key, value in layouts[i].items()) or "plain"
+            rows.append([f"{ranks} ranks: {name}", got, want, round(100 * (got / want - 1), 2)])
+    return rows
+
+
+def ranks_of(values: list[float]) -> list[int]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    return [order.index(i) for i in range(len(values))]
+
+
+def ranking_rows() -> tuple[list[list[Any]], float]:
+    """[layout, measured, predicted], each over its fastest, and Spearman's rank correlation."""
+    cluster, P = plan_time.read_cluster("cpu"), 4
+    options = [BASE | layout for layout in RANKED]
+    measured = [max(each) for each in zip(*run_ranks(P, seconds, options, SIZES, timeout=300.0), strict=True)]
+    predicted = []
+    for words in options:
+        layout = pm.Layout.of(Config(**words), SIZES, P)
+        predicted.append(plan_time.step_time(SIZES, None, layout, cluster).seconds)
+    n = len(RANKED)
+    gaps = zip(ranks_of(measured), ranks_of(predicted), strict=True)
+    correlation = 1 - 6 * sum((a - b) ** 2 for a, b in gaps) / (n * (n * n - 1))
+    names = [plan_search.name(pm.Layout.of(Config(**words), SIZES, P)) for words in options]
+    rows = [
+        [name, round(m / min(measured), 2), round(p / min(predicted), 2)]
+        for name, m, p in sorted(zip(names, measured, predicted, strict=True), key=lambda row: row[1])
+    ]
+    return rows, correlation
+
+
+def draw(axes: Any, result: dict[str, Any]) -> None:
+    predicted, measured = [row[1] / 1e6 for row in result["rows"]], [row[2] / 1e6 for row in result["rows"]]
+    top = max(measured) * 1.05
+    axes.plot([0, top], [0, top], color="0.6", linewidth=1)
+    axes.plot(measured, predicted, "o", markersize=4)
+    axes.set(xlabel="measured peak, MB", ylabel="predicted peak, MB", xlim=(0, top), ylim=(0, top))
+
+
+def figures() -> None:
+    write_figure("11_5d_trainer/figures/plan_memory.svg", ["11_plan_memory"], draw)
+
+
+def main() -> None:
+    if "--figures" in sys.argv[1:]:
+        figures()
+        return
+    memory = memory_rows()
+    ranking, correlation = ranking_rows()
+    columns = ["layout", "predicted peak, bytes", "measured peak, bytes", "off, %"]
+    write_result("11_plan_memory", "The planner's peak against the trainer's", columns, memory)
+    note = f"Rank correlation {correlation:.2f}. Ratios of one run on a CPU, to the fastest of the layouts."
+    write_result(
+        "11_plan_ranking", "Order of layouts on 4 CPU ranks", ["layout", "measured", "predicted"], ranking, note
+    )
+    figures()
+    print(note)
+
+
+if __name__ == "__main__":
+    main()

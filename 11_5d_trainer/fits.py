@@ -1,0 +1,67 @@
+"""Does the model fit? Counted from the options, before any memory is asked for.
+
+Weights, gradients and AdamW's two moments of what a rank holds (chapter 01 says how many bytes each; chapters 03 to 07
+say who holds what). Activations come on top, so this is the least that a rank needs. What it refuses cannot run; what
+it lets pass may still be too much.
+"""
+
+import os
+from pathlib import Path
+
+import chapters  # noqa: F401  finds the chapters below
+import torch
+from llama import LlamaConfig
+from model import full_shapes
+from options import Config, UsageError
+from parts import WEIGHTS
+from pipeline_parallel import layers_of
+
+
+def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str, float]:
+    """Of the rank that holds most: bytes of weights, gradients and AdamW's states."""
+    schedule = config.pipeline(world_size, sizes.layers)
+    held = [set(range(sizes.layers))]
+    if schedule:
+        held = [
+            {layer for _, stage in schedule.stages_of(r) for layer in layers_of(stage, schedule.stages, sizes.layers)}
+            for r in range(config.pp)
+        ]
+    elements = [0.0] * len(held)
+    for name, tensor in full_shapes(sizes, config.mixture(sizes)).items():
+        parts = name.split(".")
+        layer = int(parts[2]) if parts[1] == "layers" else 0 if "embed" in name else sizes.layers - 1
+        share = (config.tp if tensor.dim() > 1 else 1) * (config.ep if "experts" in parts else 1)
+        for i, layers in enumerate(held):
+            elements[i] += tensor.numel() / share if layer in layers else 0
+    bytes_each = WEIGHTS.get(config.precision, torch.float32).itemsize
+    shards = config.dp(world_size) * config.cp * (2 if schedule and len(schedule.placement) == 2 else 1)
+    moments = 2 * max(bytes_each, 4) + (4 if config.precision == "bf16-master" else 0)
+    count = max(elements)
+    return {
+        "weights": count * bytes_each / (shards if config.zero >= 3 else 1),
+        "gradients": count * bytes_each / (shards if config.zero >= 2 else 1),
+        "AdamW's states": count * moments / (shards if config.zero >= 1 else 1),
+    }
+
+
+def memory_of_a_rank(device: torch.device) -> int:
+    """Bytes: of its GPU, or its share of this machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        machine = min(machine, int(text))
+    return machine // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def check_memory(config: Config, sizes: LlamaConfig, world_size: int, device: torch.device) -> None:
+    """Raise UsageError, with the estimate, for a model that a rank cannot even hold."""
+    need, have = least_bytes(config, sizes, world_size), memory_of_a_rank(device)
+    if sum(need.values()) > have:
+        what = f"--init {config.init}" if config.init else f"--preset {config.preset}"
+        parts = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in need.items())
+        raise UsageError(
+            f"{what} needs at least {sum(need.values()) / 1e9:,.1f} GB on a rank ({parts}), which has "
+            f"{have / 1e9:,.1f} GB; share it out with --tp, --pp, --ep or --zero on more ranks, or take a smaller model"
+        )

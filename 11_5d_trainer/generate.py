@@ -1,0 +1,91 @@
+"""Continue a text with the newest checkpoint of a run, on one process, whatever layout trained it.
+
+    python 11_5d_trainer/generate.py runs/mine --prompt "def main(" --tokens 200 --temperature 0.8
+
+The prompt is read as the training data was: as bytes, or with the run's tokenizer; for a .bin of tokens it is their
+numbers. The model is chapter 01's Llama (or chapter 07's mixture) on one device: a checkpoint holds whole weights.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import chapters  # noqa: F401  finds the chapters below
+import checkpoint
+import torch
+from data import as_bytes, as_numbers, load_tokenizer
+from llama import Llama, LlamaConfig
+from model import alone, full_shapes
+from moe_llama import cut_experts
+from options import Config, UsageError
+from parts import WEIGHTS
+from single_gpu import generate
+from torch import Tensor
+
+
+def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str]:
+    """The whole model of a run's newest checkpoint, its options, and the checkpoint's name."""
+    _, path, progress, _ = checkpoint.find(run)
+    config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
+    moe = config.mixture(sizes)
+    weights = checkpoint.load_weights(path, full_shapes(sizes, moe), WEIGHTS.get(config.precision, torch.float32))
+    return with_weights(sizes, moe, weights, device), config, path.name
+
+
+def with_weights(sizes: LlamaConfig, moe: Any, weights: dict[str, Tensor], device: torch.device | str) -> Llama:
+    """Chapter 01's model with these whole weights, by Hugging Face's names."""
+    model = alone(sizes, moe, device).to(next(t.dtype for t in weights.values() if t.is_floating_point()))
+    model.load_state_dict(cut_experts(model, weights, None), strict=False)  # a tied head is in there as the embedding
+    return model
+
+
+def read_prompt(prompt: str, config: Config) -> tuple[list[int], Any]:
+    """Tokens of the prompt, and what turns tokens into text again."""
+    if config.tokenizer:
+        tokenizer = load_tokenizer(config.tokenizer)
+        return tokenizer.encode(prompt, add_special_tokens=False), tokenizer.decode
+    if Path(config.data).suffix == ".bin" or (Path(config.data) / "train.bin").exists():
+        if not all(word.isdigit() and int(word) < config.vocab_size for word in prompt.split()):
+            raise UsageError(f"--prompt {prompt!r}: the run's data are token ids; give some below {config.vocab_size}")
+        return [int(word) for word in prompt.split()], as_numbers
+    return list(prompt.encode()), as_bytes
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"generate.py: {message}\n")
+
+
+def main() -> int:
+    parser = OneLineParser(description="Continue a text with the newest checkpoint of a run.", allow_abbrev=False)
+    parser.add_argument("run", help="folder of a run, or one checkpoint in it")
+    parser.add_argument("--prompt", default="def ")
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    args = parser.parse_args()
+    if args.tokens < 1:
+        parser.error(f"--tokens {args.tokens} must be at least 1")
+    if not (0 <= args.temperature < float("inf")):
+        parser.error(f"--temperature {args.temperature} must be 0 or a positive number")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here; use --device cpu")
+    try:
+        model, config, name = load_model(args.run, args.device)
+        tokens, decode = read_prompt(args.prompt, config)
+    except UsageError as error:
+        parser.error(str(error).replace("--resume", "run"))
+    if not tokens:
+        parser.error("--prompt is empty; give at least one token to continue")
+    prompt = torch.tensor([tokens], device=args.device)
+    generator = torch.Generator().manual_seed(args.seed)
+    out = generate(model, prompt, args.tokens, args.temperature, generator)[0].tolist()
+    print(f"--- {name} of {Path(args.run).name}", file=sys.stderr)
+    print(decode(out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

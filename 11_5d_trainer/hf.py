@@ -1,0 +1,158 @@
+"""To and from Hugging Face: a folder with config.json and *.safetensors, of a Llama or a Mixtral.
+
+    python 11_5d_trainer/hf.py runs/mine exported/           the newest checkpoint of a run, as a Hugging Face model
+    torchrun ... 11_5d_trainer/train.py --init folder/       start from such a folder instead of from random weights
+
+The names and layouts of all tensors are the same there and here, so nothing is converted. safetensors is needed for
+both, and installed with transformers; without it, `pip install safetensors`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import chapters  # noqa: F401  finds the chapters below
+import checkpoint
+import torch
+from llama import LlamaConfig
+from model import full_shapes
+from moe_layer import MoEConfig
+from options import Config, UsageError
+from parts import WEIGHTS
+from torch import Tensor
+
+# Ours -> Hugging Face's, in config.json.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "intermediate": "intermediate_size",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+KINDS = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
+
+
+def safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError:
+        raise UsageError("safetensors is not installed; pip install safetensors") from None
+    return safetensors
+
+
+def read_sizes(folder: str) -> tuple[LlamaConfig, tuple[int, int]]:
+    """Sizes of the model in a folder, and (experts, experts per token), (0, 0) for a Llama."""
+    file = Path(folder) / "config.json"
+    if not file.exists():
+        raise UsageError(f"--init {folder} holds no config.json; give the folder of a Hugging Face Llama or Mixtral")
+    try:
+        found = json.loads(file.read_text())
+    except ValueError:
+        raise UsageError(f"--init {folder}: config.json is not JSON; copy it again") from None
+    kind = found.get("model_type")
+    if kind not in KINDS:
+        raise UsageError(f"--init {folder} is a {kind!r}, but only {' and '.join(KINDS)} can be trained here")
+    # Newer files keep what belongs to RoPE in a part of its own.
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise UsageError(f"--init {folder} stretches its RoPE ({rope['rope_type']}), which is not done here")
+    found = {"rope_theta": rope.get("rope_theta", 10000.0), "tie_word_embeddings": False} | found
+    if missing := [theirs for theirs in FIELDS.values() if theirs not in found]:
+        raise UsageError(f"--init {folder}: config.json has no {missing[0]}; copy it again")
+    head_dim = found.get("head_dim")
+    if head_dim and head_dim * found["num_attention_heads"] != found["hidden_size"]:
+        raise UsageError(f"--init {folder} has heads of {head_dim}, not of hidden size / heads, which is not done here")
+    if found.get("attention_bias") or found.get("mlp_bias"):
+        raise UsageError(f"--init {folder} has biases, which no layer has here")
+    if found.get("hidden_act", "silu") != "silu":
+        raise UsageError(f"--init {folder} uses {found['hidden_act']} in its MLPs; only silu is known here")
+    try:
+        sizes = LlamaConfig(**{ours: found[theirs] for ours, theirs in FIELDS.items()})
+    except ValueError as error:
+        raise UsageError(f"--init {folder}: {error}") from None
+    return sizes, (found.get("num_local_experts", 0), found.get("num_experts_per_tok", 0))
+
+
+def open_files(folder: str) -> dict[str, Any]:
+    """Tensor name -> the open file that has it. No tensor is read yet."""
+    found: dict[str, Any] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            tensors = safetensors().safe_open(file, framework="pt")
+        except safetensors().SafetensorError as error:
+            raise UsageError(f"--init {folder}: {file.name} cannot be read ({error}); copy it again") from None
+        found |= dict.fromkeys(tensors.keys(), tensors)
+    return found
+
+
+def check_weights(folder: str, like: dict[str, Tensor]) -> None:
+    """Raise UsageError unless the folder has every tensor of `like` in its shape. Reads only what files say of them."""
+    found = open_files(folder)
+    if missing := sorted(like.keys() - found.keys()):
+        files = len(list(Path(folder).glob("*.safetensors")))
+        raise UsageError(f"--init {folder} has {files} *.safetensors, and in none of them {missing[0]}")
+    for name, tensor in like.items():
+        shape, want = found[name].get_slice(name).get_shape(), list(tensor.shape)
+        if shape != want:
+            raise UsageError(f"--init {folder} has {name} of shape {shape}, but its config.json asks for {want}")
+
+
+def read_weights(folder: str, names: set[str]) -> dict[str, Tensor]:
+    """These tensors, which `check_weights` has seen."""
+    found = open_files(folder)
+    return {name: found[name].get_tensor(name) for name in sorted(names)}
+
+
+def config_json(sizes: LlamaConfig, moe: MoEConfig | None, dtype: str) -> dict[str, Any]:
+    kind = "mixtral" if moe else "llama"
+    about = {theirs: getattr(sizes, ours) for ours, theirs in FIELDS.items()}
+    about |= {"model_type": kind, "architectures": [KINDS[kind]], "hidden_act": "silu", "torch_dtype": dtype}
+    about |= {"head_dim": sizes.head_dim, "attention_bias": False, "mlp_bias": False}
+    if moe:
+        about |= {"num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k}
+    return about
+
+
+def export(run: str, folder: str, dtype: torch.dtype | None = None) -> str:
+    """Write the newest whole checkpoint of a run as a Hugging Face model. Returns the checkpoint's name."""
+    _, path, progress, _ = checkpoint.find(run)
+    config = Config(**progress.config)
+    sizes = LlamaConfig(**progress.sizes)
+    moe = config.mixture(sizes)
+    if moe and (moe.router != "softmax" or moe.shared):
+        raise UsageError(f"{run} has a router {moe.router}; a Mixtral has softmax and no shared experts")
+    weights = checkpoint.load_weights(path, full_shapes(sizes, moe), WEIGHTS.get(config.precision, torch.float32))
+    weights = {name: t.to(dtype or t.dtype).contiguous() for name, t in weights.items()}
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    safetensors().torch.save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    kind = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    (out / "config.json").write_text(json.dumps(config_json(sizes, moe, kind), indent=1) + "\n")
+    return path.name
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"hf.py: {message}\n")
+
+
+def main() -> None:
+    parser = OneLineParser(description="Write the newest checkpoint of a run as a Hugging Face model.")
+    parser.add_argument("run", help="folder of a run, or one checkpoint in it")
+    parser.add_argument("folder", help="where to write config.json and model.safetensors")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in the checkpoint")
+    args = parser.parse_args()
+    try:
+        name = export(args.run, args.folder, getattr(torch, args.dtype) if args.dtype else None)
+    except UsageError as error:
+        parser.error(str(error))
+    print(f"{name} of {args.run} written to {args.folder}")
+
+
+if __name__ == "__main__":
+    main()

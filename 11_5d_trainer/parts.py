@@ -1,0 +1,73 @@
+"""Which functions a model is made of: readable PyTorch, or the kernels and the low precision of chapters 08 to 10.
+
+attention       chapter 01's, FlashAttention (09), over the context ranks (05), or with chunks on the host (08)
+norm, rope, swiglu, cross_entropy       chapter 01's, or fused (09)
+linear          F.linear, or a product in fp8 (10)
+
+--precision     weights    products                      besides
+fp64, fp32      as named   as named
+bf16            fp32       bf16 (autocast)
+fp16            fp32       fp16 (autocast)               the loss is scaled, and a step that overflows is left out
+bf16-master     bf16       bf16                          ZeRO keeps each weight once more in fp32 (--zero 1 or more)
+fp8-...         fp32       fp8 in the layers             bf16 for the rest; the output layer stays in bf16
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import chapters  # noqa: F401  finds the chapters below
+import torch
+from fp8 import RECIPES, Fp8Linear
+from llama import Parts, recomputed
+from mesh import Mesh
+from mixed_precision import linear as linear_fp16
+from ring_attention import EXPLICIT, allgather_attention, ring_attention
+from ulysses import ulysses, usp
+
+FP8 = {f"fp8-{name}": name for name, recipe in RECIPES.items() if not recipe.history}
+WEIGHTS = {"fp64": torch.float64, "bf16-master": torch.bfloat16}  # else fp32
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(FP8, torch.bfloat16)
+PRECISIONS = ("fp32", "fp64", "bf16", "bf16-master", "fp16", *FP8)
+
+# --cp-kind -> layout of the sequence over the ring axis. Zigzag gives every rank the same share of a causal mask.
+LAYOUTS = {"allgather": "zigzag", "ring": "contiguous", "zigzag": "zigzag", "ulysses": "contiguous", "usp": "zigzag"}
+
+
+def make_parts(
+    mesh: Mesh, *, kernels: str, precision: str, cp_kind: str, recompute: str, device: torch.device | str
+) -> Parts:
+    """The functions for this rank."""
+    parts, local, attention = Parts(), EXPLICIT, None
+    if kernels == "triton":  # imported here: on a CPU the import turns Triton's interpreter on
+        from flash_attention import TRITON, flash_attention
+        from fused import rms_norm, rope, swiglu
+        from fused_loss import cross_entropy
+
+        local, attention = TRITON, flash_attention
+        parts = Parts(flash_attention, norm=rms_norm, rope=rope, swiglu=swiglu, cross_entropy=cross_entropy)
+    if mesh.cp > 1:
+        parts = replace(parts, attention=attention_over_ranks(mesh, cp_kind, local, attention))
+    if recompute == "selective":  # only the core of attention
+        parts = replace(parts, attention=recomputed(parts.attention))
+    if precision == "fp16":
+        parts = replace(parts, linear=linear_fp16)
+    if precision in FP8:
+        parts = replace(parts, linear=Fp8Linear(FP8[precision], mesh.groups["stage"], device=device))
+    return parts
+
+
+def attention_over_ranks(mesh: Mesh, kind: str, local: Any, attention: Any) -> Any:
+    """attention(q, k, v, *, causal) for tokens that lie over the context axis. `local` computes one block of a ring,
+    `attention` a whole sequence; None is chapter 05's own."""
+    ring, all_to_all = mesh.groups["ring"], mesh.groups["ulysses"]
+    if kind == "usp":
+        return usp(all_to_all, ring, LAYOUTS[kind], local)
+    if kind == "ulysses":
+        return ulysses(all_to_all, attention) if attention else ulysses(all_to_all)
+    return (allgather_attention if kind == "allgather" else ring_attention)(ring, LAYOUTS[kind], local)
+
+
+def end_step(parts: Parts) -> None:
+    """After the optimizer step: what the fp8 products have noticed meanwhile. Raises FloatingPointError."""
+    if isinstance(parts.linear, Fp8Linear):
+        parts.linear.end_step()

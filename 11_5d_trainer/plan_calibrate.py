@@ -1,0 +1,103 @@
+"""Measure the machine this runs on, and write what was measured as a cluster file for the planner.
+
+Products of two sizes give the two numbers of the planner's rule (peak x n / (n + half)), a copy gives the speed of the
+memory, and, with several ranks, an all-reduce of a large and of a small tensor gives bandwidth and latency.
+
+    python 11_5d_trainer/plan.py --calibrate my.json                          one rank: products and copies
+    torchrun --nproc_per_node 4 11_5d_trainer/plan.py --calibrate my.json     collectives too; rank 0 writes
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
+    """Median time of a call, after two to warm up."""
+    times = []
+    for i in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times += [time.perf_counter() - begin] * (i >= 2)
+    return statistics.median(times)
+
+
+def rates(device: torch.device) -> dict[str, float]:
+    """Products and copies. Two rates r(n) = peak n / (n + half), of a small and a large product, give peak and half."""
+    gpu = device.type == "cuda"
+    dtype, small, large = (torch.bfloat16, 512, 8192) if gpu else (torch.float32, 32, 512)
+    measured = {}
+    for n in (small, large):
+        a, b = (torch.randn(4 * n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype))
+        measured[n] = 8 * n**3 / seconds_of(partial(torch.matmul, a, b), device)
+    # 1 / r(n) = 1 / peak + (half / peak) / n: a straight line in 1 / n through two points
+    slope = (1 / measured[small] - 1 / measured[large]) / (1 / small - 1 / large)
+    peak = 1 / (1 / measured[large] - slope / large) if slope > 0 else measured[large]
+    elements = 2**28 if gpu else 2**22
+    source = torch.zeros(elements, device=device)
+    copied = seconds_of(lambda: source.clone(), device)
+    return {
+        "peak_tflops": peak / 1e12,
+        "half": max(slope * peak, 1e-3),
+        "memory_gb_per_s": 2 * 4 * elements / copied / 1e9,
+    }
+
+
+def links(device: torch.device) -> tuple[float, float]:
+    """GB/s on the wire of a large all-reduce, and microseconds of a step of a small one."""
+    P = dist.get_world_size()
+    large, small = torch.zeros(2**26 if device.type == "cuda" else 2**20, device=device), torch.zeros(1, device=device)
+    slow, fast = (seconds_of(partial(dist.all_reduce, x), device) for x in (large, small))
+    return 2 * (P - 1) / P * large.nbytes / slow / 1e9, fast / (2 * (P - 1)) * 1e6
+
+
+def calibrate(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """Write the cluster file. Under torchrun all ranks measure, and rank 0 writes."""
+    gpu, rank = torch.cuda.is_available(), int(os.environ.get("RANK", "0"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+    ranks, bandwidth, latency = 1, 1.0, 10.0
+    if "RANK" in os.environ:
+        if gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=120))
+        ranks = dist.get_world_size()
+        if ranks > 1:
+            bandwidth, latency = links(device)
+    found = rates(device)  # with all ranks at once: they share what they will share in training
+    memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory() / ranks
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cluster = {
+        "name": torch.cuda.get_device_name(device) if gpu else "CPU",
+        "gpus_per_node": local,
+        "nodes": max(1, ranks // local),
+        "memory_gb": memory / 1e9,
+        **found,
+        "ceiling": 1.0,
+        "inside_gb_per_s": bandwidth,
+        "outside_gb_per_s": bandwidth,
+        "latency_us": latency,
+        "source": f"measured on {ranks} rank(s), torch {torch.__version__}"
+        + ("" if ranks > 1 else "; links not measured, start it with torchrun"),
+    }
+    if rank == 0:
+        path.write_text(json.dumps(cluster, indent=1) + "\n")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return ([f"{key}: {value}" for key, value in cluster.items()] + [f"wrote {path}"] if rank == 0 else []), cluster
+
+
+def host_memory() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

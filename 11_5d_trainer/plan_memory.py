@@ -1,0 +1,493 @@
+"""The planner's memory: what a rank holds and how high it climbs in one step, in bytes, before anything is run.
+
+Problem. Whether a layout fits is the first question, and the wrong answer costs a night in the queue. Every chapter has
+proved a formula for its own technique; a layout uses eight of them at once, and they meet in one number: the peak.
+
+Idea. Write down what lies in memory by how long it stays, and look at the few moments at which it can be most:
+
+    stays for the run    weights, gradients, optimizer states: to the byte, with every bucket's padding
+    stays for a step     tokens and labels; messages of the pipeline that nobody waits for
+    stays from F to BW   activations, times the micro-batches in flight, which the schedule decides (chapter 06)
+    comes and goes       what an operator needs while it runs
+
+         |            __a__                a   the loss: all activations, and two more copies of the logits
+         |         __/ b   \\__             b   backward of the last block: all but the logits, the MLP's gradients
+         |      __/           \\c_          c   the end of backward: hardly an activation, but all gradients
+         |_____/                 \\___d     d   the update
+         | weights, states, gradients      time ->
+
+Formulas, on T = B S / c tokens of a rank, T' = T / t with sequence parallel and T without, e bytes per element:
+    one block, nothing recomputed (chapter 01, cut by chapter 04: kept_bytes there; one of everything cut has 1/t)
+        norms 2 T' (H w + 2 H e + w)    q, k, v, out  T (2 H + 2 H_kv) e / t    lse  T N w / t    MLP  4 T F e / t
+    Ulysses    out once more, in the order of heads; K/V heads copied where there are fewer than ranks
+    ring       as above: blocks of others are fetched again. Full recomputation: T' H e
+    experts    n = K T rows:  n (4 H + 4 F) e, and the router's T (E w + ...)
+    around     last norm, logits: T V w / t + ...
+
+`held`, `activations` and `peak` give each a dictionary, so that the largest contributor has a name. What this file
+says is held against the trainer's meter in test_plan.py: the first three to the byte.
+
+    python 11_5d_trainer/plan.py --explain "--tp 2 --zero 1" --model tiny      prints it, line by line
+
+Symbols: B micro-batch, S sequence, H hidden, N heads, F intermediate, V vocabulary, E experts, K of them per token;
+t tensor, c context, p pipeline ranks; w = max(e, 4) bytes, in which statistics and the loss are taken.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import chapters  # noqa: F401  finds the chapters below
+from llama import LlamaConfig
+from moe_layer import MoEConfig
+from options import Config
+from parts import AUTOCAST
+from pipeline_parallel import layers_of
+from schedule_simulator import BW, Action, B, F, Schedule, W, programs
+from schedules import build as build_schedule
+
+Bytes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who shares what, and how a step is cut up. The fields are the trainer's options, resolved."""
+
+    dp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    ring: int = 1
+    ulysses: int = 1
+    gather_kv: bool = False  # context parallel by all-gather instead of a ring
+    pp: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    zero: int = 0
+    ep: int = 1
+    micro_batch: int = 1
+    micro_batches: int = 1  # per rank and step
+    seq_len: int = 128
+    recompute: str = "none"
+    precision: str = "fp32"
+    fpdt_chunks: int = 0
+    bucket_bytes: int = 25 * 2**20
+
+    @classmethod
+    def of(cls, config: Config, sizes: LlamaConfig, world_size: int) -> "Layout":
+        """What the trainer would do with these options on so many ranks. Raises UsageError if it would refuse."""
+        config.check()
+        config.check_layout(sizes, world_size)
+        ring, all_to_all = config.ring_and_ulysses(sizes)
+        dp = config.dp(world_size)
+        return cls(
+            dp=dp,
+            ring=ring,
+            ulysses=all_to_all,
+            gather_kv=config.cp_kind == "allgather" and config.cp > 1,
+            micro_batches=config.accumulation(dp),
+            bucket_bytes=int(config.bucket_mib * 2**20),
+            **{name: getattr(config, name) for name in SAME},
+        )
+
+    @property
+    def cp(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def mirrored(self) -> bool:
+        return self.pp > 1 and self.schedule == "dualpipe"
+
+    @property
+    def data(self) -> int:
+        """Ranks that hold the same weights: gradients are summed over them, and ZeRO cuts over them."""
+        return self.dp * self.cp * (2 if self.mirrored else 1)
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch on one rank, T."""
+        return self.micro_batch * self.seq_len // self.cp
+
+    @property
+    def outer_tokens(self) -> int:
+        """Of those, the ones a rank keeps between the parallel regions, T'."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.micro_batches * self.dp
+
+    def options(self) -> str:
+        """The same as options of train.py."""
+        words = [f"--micro-batch {self.micro_batch} --global-batch {self.global_batch}"]
+        words += [f"--tp {self.tp}"] * (self.tp > 1) + ["--sequence-parallel"] * self.sequence_parallel
+        kind = "allgather" if self.gather_kv else "zigzag" if self.ulysses == 1 else "ulysses" if self.ring == 1 else ""
+        words += [f"--cp {self.cp} --cp-kind {kind or 'usp'}"] * (self.cp > 1)
+        words += [f"--pp {self.pp} --schedule {self.schedule}"] * (self.pp > 1)
+        words += [f"--stages-per-rank {self.stages_per_rank}"] * (self.stages_per_rank > 1)
+        words += [f"--zero {self.zero}"] * (self.zero > 0) + [f"--ep {self.ep}"] * (self.ep > 1)
+        words += [f"--fpdt-chunks {self.fpdt_chunks}"] * (self.fpdt_chunks > 0)
+        words += [f"--recompute {self.recompute}"] * (self.recompute != "none")
+        return " ".join([*words, f"--precision {self.precision}"])
+
+
+SAME: tuple[str, ...] = (
+    "tp",
+    "sequence_parallel",
+    "pp",
+    "schedule",
+    "stages_per_rank",
+    "zero",
+    "ep",
+    "micro_batch",
+    "seq_len",
+)
+SAME += ("recompute", "precision", "fpdt_chunks")
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of an element of the weights (and their gradients), of activations, of the optimizer's copies."""
+
+    weight: int
+    activation: int
+    state: int
+    master: int
+
+
+def widths(precision: str) -> Widths:
+    if precision == "bf16-master":
+        return Widths(2, 2, 4, 4)
+    weight = 8 if precision == "fp64" else 4
+    return Widths(weight, 2 if precision in AUTOCAST else weight, weight, 0)
+
+
+# --------------------------------------------------------------------------------- what stays: weights and their kin
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as one rank holds it. `layer` is -1 before the layers, and L behind them."""
+
+    numel: int
+    layer: int
+    expert: bool = False
+    slots: int = 0  # elements of the all-reduce that makes its gradient whole over the tensor ranks; 0: it is whole
+
+
+def stage_layers(layout: Layout, layers: int, rank: int) -> list[range]:
+    """The layers of each stage that a pipeline rank holds, in the order of the model."""
+    if layout.pp == 1:
+        return [range(layers)]
+    schedule = schedule_of(layout)
+    stages = sorted({stage for _, stage in schedule.stages_of(rank)})
+    return [layers_of(stage, schedule.stages, layers) for stage in stages]
+
+
+@lru_cache(maxsize=256)
+def built(name: str, pp: int, micro_batches: int, stages_per_rank: int) -> Schedule:
+    return build_schedule(name, pp, micro_batches, stages_per_rank)
+
+
+def schedule_of(layout: Layout) -> Schedule:
+    return built(layout.schedule, layout.pp, layout.micro_batches, layout.stages_per_rank)
+
+
+def block_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layer: int) -> list[Weight]:
+    """Of one block, in the order in which the module registers them."""
+    c, t, split = model, layout.tp, layout.sequence_parallel
+    pieces = min(c.kv_heads, t)  # of K and V; fewer than ranks: some hold the same
+    kv = c.kv_heads * c.head_dim // pieces * c.hidden
+    norm = Weight(c.hidden, layer, slots=c.hidden if split else 0)
+    square = Weight(c.hidden * c.hidden // t, layer)
+    shared_kv = Weight(kv, layer, slots=pieces * kv if pieces < t else 0)
+    attention = [square, shared_kv, shared_kv, square]
+    if moe is None:
+        feed_forward = [Weight(c.hidden * c.intermediate // t, layer)] * 3
+    else:  # tensor ranks do not cut experts: they hold the same ones
+        router, matrix = moe.experts * c.hidden, moe.experts // layout.ep * moe.intermediate * c.hidden
+        feed_forward = [Weight(router, layer, slots=router if split else 0)]
+        feed_forward += [Weight(matrix, layer, layout.ep > 1, slots=matrix if split else 0)] * 3
+    return [norm, *attention, norm, *feed_forward]
+
+
+def weights_of(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 0) -> list[Weight]:
+    """Every parameter of pipeline rank `rank`, in the order of registration."""
+    stages = stage_layers(layout, model.layers, rank)
+    first = any(layers.start == 0 for layers in stages)
+    last = any(layers.stop == model.layers for layers in stages)
+    vocabulary = -(-model.vocab_size // layout.tp) * model.hidden
+    found = [Weight(vocabulary, -1)] if first or (last and model.tied) else []
+    for layers in stages:
+        for layer in layers:
+            found += block_weights(model, moe, layout, layer)
+    if last:
+        found.append(Weight(model.hidden, model.layers, slots=model.hidden if layout.sequence_parallel else 0))
+        found += [] if model.tied else [Weight(vocabulary, model.layers)]
+    return found
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The parameters of one owner of gradients: how many ranks share them, at which ZeRO stage, in which portions."""
+
+    ranks: int
+    stage: int
+    numels: tuple[int, ...]
+
+    @property
+    def shards(self) -> list[int]:
+        return [-(-numel // self.ranks) for numel in self.numels]  # rounded up: the last may end in padding
+
+    @property
+    def padded(self) -> int:
+        return sum(self.shards) * self.ranks
+
+
+def owners(weights: list[Weight], layout: Layout, element: int) -> list[Buckets]:
+    """As the trainer's engine makes them: dense parameters, and experts, which fewer ranks hold alike."""
+    found = []
+    for experts, ranks in ((False, layout.data), (True, layout.data // layout.ep)):
+        mine = [weight for weight in weights if weight.expert == experts]
+        stage = min(layout.zero, 2) if experts else layout.zero
+        if mine:
+            cut = unit_buckets(mine) if stage == 3 else size_buckets(mine, layout.bucket_bytes, element)
+            found.append(Buckets(ranks, stage, tuple(cut)))
+    return found
+
+
+def size_buckets(weights: list[Weight], least: int, element: int) -> list[int]:
+    """Filled in reverse order of registration until a bucket has at least `least` bytes (chapters 02 and 03)."""
+    # --- exercise 11.1: how many elements does each bucket have? ---
+    full, filling = [], 0
+    for weight in reversed(weights):
+        filling += weight.numel
+        if filling * element >= least:
+            full.append(filling)
+            filling = 0
+    return full + [filling] * (filling > 0)
+    # --- end exercise ---
+
+
+def unit_buckets(weights: list[Weight]) -> list[int]:
+    """One for each layer, and one for what is in no layer: the root, first (chapter 03, stage 3)."""
+    last = max(weight.layer for weight in weights)
+    outside = sum(weight.numel for weight in weights if weight.layer in (-1, last))
+    by_layer = [sum(w.numel for w in weights if w.layer == layer) for layer in range(last)]
+    return [outside, *by_layer]
+
+
+def held(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 0) -> Bytes:
+    """Bytes of weights, gradients and optimizer states that pipeline rank `rank` holds between two steps. Exact.
+
+    Adam's step counters, one number for each tensor, are left out.
+    """
+    width = widths(layout.precision)
+    total = {"weights": 0, "gradients": 0, "optimizer states": 0}
+    # --- exercise 11.2: what does each stage of ZeRO divide, and where does padding count? ---
+    for owner in owners(weights_of(model, moe, layout, rank), layout, width.weight):
+        whole = sum(owner.numels) if owner.stage == 0 else owner.padded
+        shard = sum(owner.shards)
+        total["weights"] += (shard if owner.stage == 3 else whole) * width.weight
+        total["gradients"] += (shard if owner.stage >= 2 else whole) * width.weight
+        total["optimizer states"] += (shard if owner.stage else whole) * (2 * width.state + width.master)
+    # --- end exercise ---
+    return total
+
+
+# ----------------------------------------------------------------------------------------------------- activations
+
+
+def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, recompute: str = "") -> int:
+    """Bytes that one block keeps of one micro-batch from forward to backward."""
+    c, t, e = model, layout.tp, widths(layout.precision).activation
+    w, T, outer = max(e, 4), layout.tokens, layout.outer_tokens
+    mode = recompute or layout.recompute
+    # --- exercise 11.3: every byte that a block leaves behind, on one rank ---
+    if mode == "full":
+        return outer * c.hidden * e
+    norms = 2 * outer * (c.hidden * w + 2 * c.hidden * e + w)
+    kv_heads = c.kv_heads // min(c.kv_heads, t)  # of this rank
+    q, kv = T * c.hidden // t * e, T * kv_heads * c.head_dim * e
+    core = q + 2 * kv + q  # q, k, v; and out, which o_proj multiplies
+    if mode == "none":
+        core += T * c.heads // t * w  # log-sum-exp
+        if layout.ulysses > 1:  # q, k, v are kept by heads only, k and v perhaps as copies; out is kept in both orders
+            core += q + 2 * kv * (math.lcm(kv_heads, layout.ulysses) // kv_heads - 1)
+    feed_forward = 4 * T * c.intermediate // t * e
+    # --- end exercise ---
+    return norms + core + (feed_forward if moe is None else expert_activations(model, moe, layout))
+
+
+def expert_activations(model: LlamaConfig, moe: MoEConfig, layout: Layout) -> int:
+    """Of a mixture of experts in place of the MLP, with an even load on all ranks."""
+    e = widths(layout.precision).activation
+    w, T, H, K, E = max(e, 4), layout.outer_tokens, model.hidden, moe.top_k, moe.experts
+    rows = K * T
+    router = T * (2 * E * w + 2 * K * w) + rows * 8 * 4  # probabilities and weights; the plan: who goes where, int64
+    return router + rows * (4 * H + 4 * moe.intermediate) * e + (T * H * (w - e) if w != e else 0)
+
+
+def around(model: LlamaConfig, layout: Layout, first: bool, last: bool) -> Bytes:
+    """Bytes kept outside of the blocks: RoPE's tables, and at the end of the model the last norm and the loss."""
+    c, t, e = model, layout.tp, widths(layout.precision).activation
+    w, T, outer = max(e, 4), layout.tokens, layout.outer_tokens
+    kept = {"RoPE tables": layout.seq_len // layout.cp * c.head_dim * 4}
+    if first and t > 1:
+        kept["embedding"] = T * (8 + 1)  # which row, and whether it is here
+    if last:
+        kept["last norm"] = outer * (c.hidden * w + 2 * c.hidden * e + w)
+        logits = T * -(-c.vocab_size // t) * w
+        kept["log-probabilities"] = logits + (T * (8 + 1) if t > 1 else w)
+    return kept
+
+
+def activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range, recompute: str = "") -> Bytes:
+    """Bytes that a stage with these layers keeps of one micro-batch. Tokens and labels are the batch's, not its own."""
+    first, last = layers.start == 0, layers.stop == model.layers
+    kept = {"blocks": len(layers) * block_activations(model, moe, layout, recompute)}
+    return kept | around(model, layout, first, last)
+
+
+# ------------------------------------------------------------------------------------------------------------ peak
+
+
+def working_set(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> Bytes:
+    """What comes and goes while one stage computes: at the loss, and in the backward of a block."""
+    c, t, e = model, layout.tp, widths(layout.precision).activation
+    w, T, outer = max(e, 4), layout.tokens, layout.outer_tokens
+    logits = T * -(-c.vocab_size // t)
+    stream = outer * c.hidden * e  # a gradient of the residual stream
+    rows = T if moe is None else moe.top_k * outer
+    wide = rows * (c.intermediate // t if moe is None else moe.intermediate) * e
+    block = stream + 2 * wide
+    loss = logits * w * (2 if t == 1 else 1) + (logits * e if w != e else 0)
+    if layout.sequence_parallel:  # what enters a product is gathered again; its gradient, and that in pieces to send
+        loss = max(loss, 3 * T * c.hidden * e + -(-c.vocab_size // t) * c.hidden * e + stream)
+        block += T * c.hidden * e
+    if layout.recompute == "full":  # one block is there again, whole
+        block += block_activations(model, moe, layout, "none") - outer * c.hidden * w
+    return {"loss": loss, "block": block}
+
+
+def kept_for_weights(model: LlamaConfig, layout: Layout, layers: range) -> int:
+    """Bytes of gradients that a stage keeps from B to W: of the result of every product, and of the norms'."""
+    c, t, e = model, layout.tp, widths(layout.precision).activation
+    T, stream = layout.tokens, layout.outer_tokens * c.hidden * e
+    kv = c.kv_heads // min(c.kv_heads, t) * c.head_dim
+    block = 4 * stream + T * (c.hidden // t + 2 * kv + 2 * c.intermediate // t) * e
+    ends = stream * (layers.start == 0)
+    if layers.stop == c.layers:
+        ends += stream + T * -(-c.vocab_size // t) * e
+    return len(layers) * block + ends
+
+
+def passing_weights(
+    model: LlamaConfig, moe: MoEConfig | None, layout: Layout, weights: list[Weight]
+) -> dict[str, Bytes]:
+    """Weights and gradients that are whole for a while, by moment: at the loss, in a block, at the end of backward."""
+    width = widths(layout.precision).weight
+    moments: dict[str, Bytes] = {"loss": {}, "block": {}, "end": {}}
+
+    def add(moment: str, what: str, count: int) -> None:
+        moments[moment][what] = moments[moment].get(what, 0) + count * width
+
+    for owner in owners(weights, layout, width):
+        every, largest = sum(owner.numels), max(owner.numels)
+        if owner.stage == 0 and layout.pp > 1:
+            for moment in moments:  # until the last micro-batch, gradients are not yet in their buckets
+                add(moment, "gradients outside their buckets", every)
+        if owner.stage == 2:
+            if layout.pp > 1:
+                for moment in ("loss", "block"):
+                    add(moment, "gradients not yet reduced", every)
+            arriving = largest - largest // owner.ranks
+            add("end", "gradients not yet reduced", largest)
+            add("end", "bucket under way", max(largest, arriving))
+        if owner.stage == 3:
+            root, *units = owner.numels
+            unit = max(units)
+            add("loss", "gathered weights", root + unit)
+            add("block", "gathered weights", root + 2 * unit)
+            matrix = max(weight.numel for weight in weights if weight.layer == 0)
+            add("block", "gradients not yet reduced", weights[-1].numel + matrix)
+            if layout.recompute == "full":  # then every block is as high as the last one
+                add("block", "bucket under way", 2 * unit - unit // owner.ranks)
+            add("end", "gathered weights", root + unit)
+            add("end", "gradients not yet reduced", root + unit)
+            add("end", "bucket under way", 2 * root)
+    return moments
+
+
+def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 0) -> Bytes:
+    """The most bytes that pipeline rank `rank` has at once in a step, by what they are for. The sum is the peak."""
+    weights = weights_of(model, moe, layout, rank)
+    stays = held(model, moe, layout, rank)
+    stays["tokens and labels"] = layout.micro_batches * 2 * layout.tokens * 8
+    work, passing = working_set(model, moe, layout), passing_weights(model, moe, layout, weights)
+    found = []
+    for kept, messages, moment, ends, late in climbs(model, moe, layout, rank):
+        now = dict(kept)
+        if moment == "block" and ends:  # the loss is through
+            for what in ("log-probabilities", "last norm"):
+                now[what] -= around(model, layout, False, True)[what]
+        now["working set"] = work[moment] if moment != "end" else 0
+        now["messages"] = messages
+        outside = {what: int(size * late) for what, size in passing[moment].items()}
+        found.append(stays | now | outside)
+    found.append(
+        stays
+        | {"working set": 2 * layout.outer_tokens * model.hidden * widths(layout.precision).activation}
+        | passing["end"]
+    )
+    return {what: size for what, size in max(found, key=lambda each: sum(each.values())).items() if size}
+
+
+# Activations, bytes in messages, "loss" or "block", is the loss through?, share of the gradients that is there
+Climb = tuple[Bytes, int, str, bool, float]
+
+
+def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int) -> Iterable[Climb]:
+    """The moments of a step at which activations are most: each start of a backward."""
+    if layout.pp == 1:
+        kept = activations(model, moe, layout, range(model.layers))
+        return [(kept, 0, "loss", False, 1.0), (kept, 0, "block", True, 1.0)]
+    schedule = schedule_of(layout)
+    e = widths(layout.precision).activation
+    message = layout.outer_tokens * model.hidden * e
+    sizes = [
+        activations(model, moe, layout, layers_of(stage, schedule.stages, model.layers))
+        for stage in range(schedule.stages)
+    ]
+    here: Bytes = {}
+    sent: dict[int, int] = {}
+    done: set[int] = set()  # layers that have gradients already
+    numels = [(weight.layer, weight.numel) for weight in weights_of(model, moe, layout, rank)]
+    every = sum(numel for _, numel in numels)
+    found: list[Climb] = []
+    for item in programs(schedule)[rank]:
+        if not isinstance(item, Action):
+            if item.source == rank:  # kept until it has left, or is so old that it has
+                sent[item.destination] = min(sent.get(item.destination, 0) + 1, 2 * layout.pp)
+            continue
+        mine, layers = sizes[item.stage], layers_of(item.stage, schedule.stages, model.layers)
+        last = item.stage == schedule.stages - 1
+        if item.kind == F:
+            here = {what: here.get(what, 0) + mine.get(what, 0) for what in here | mine}
+        late = sum(numel for layer, numel in numels if min(max(layer, 0), model.layers - 1) in done) / every
+        in_flight = (sum(sent.values()) + 2) * message
+        found.append((dict(here), in_flight, "loss" if last and item.kind != W else "block", False, late))
+        if last and item.kind in (B, BW):
+            found.append((dict(here), in_flight, "block", True, late))
+        if item.kind == B:
+            here["gradients for W"] = here.get("gradients for W", 0) + kept_for_weights(model, layout, layers)
+        if item.kind in (BW, W):
+            here = {what: here[what] - mine.get(what, 0) for what in here}
+            done |= set(layers)
+        if item.kind == W:
+            here["gradients for W"] -= kept_for_weights(model, layout, layers)
+    return found

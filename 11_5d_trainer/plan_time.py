@@ -1,0 +1,328 @@
+"""The planner's clock: seconds of one training step on a described cluster, by what they are spent on.
+
+Problem. A step is products, elementwise work, messages and waiting, and only some of it happens at the same time. To
+predict it one needs a description of the machine that is short enough to be right.
+
+Idea. A cluster is a handful of numbers from data sheets, in a file of clusters/. Three rules turn work into seconds:
+
+    a product     flops / (peak x ceiling x n / (n + half))   n: the smaller of H / t and tokens. Small products do not
+                                                              fill a GPU; `ceiling` and `half` are the only two numbers
+                                                              fitted to anything, once, to eight published times
+    elementwise   every byte kept for backward is written and read once in forward, and twice that in backward
+    a collective  bytes on the wire (plan_traffic.py) / bandwidth + steps x latency, the better of ring and tree
+
+    bandwidth of a group: inside a node, that of its links; across nodes, what its ranks in one node have of network
+    cards together, or the all-reduce measured on so many nodes if the file has that
+
+        tp 0 1 2 3 | tp 0 1 2 3        ranks next to each other: tp, then context, then data, then pipeline
+        ---- node 0 ----|---- node 1 ----
+
+Who hides behind what. The ring behind attention; gradients behind the backward of the last micro-batch (at stages 2
+and 3 of every one), gathered weights behind the blocks; pipeline messages lengthen the way of a micro-batch, and count
+in the bubble. Tensor parallel, all-to-alls, and stage 1's new weights hide behind nothing.
+
+The bubble is that of chapter 06's simulator, or of the formula that the simulator was held against, where the schedule
+is long. Published times and how far off this file is: plan_facts.py.
+
+Symbols as in plan_memory.py. GB/s are 10^9 bytes, one way, per GPU.
+"""
+
+import json
+import math
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import chapters  # noqa: F401  finds the chapters below
+from accounting import forward_flops
+from llama import LlamaConfig
+from moe_layer import MoEConfig
+from options import UsageError
+from plan_memory import Layout, block_activations, held, schedule_of, weights_of, widths
+from plan_traffic import Flow, of_ends, of_layers
+from schedule_simulator import Times, simulate
+
+CLUSTERS = Path(__file__).parent / "clusters"
+CEILING, HALF = 0.816, 270.0  # the two fitted constants: share of the peak that large products reach; n of half of it
+SIMULATED = 4096  # pairs of stage and micro-batch up to which the simulator is asked
+
+
+@dataclass(frozen=True)
+class Cluster:
+    name: str
+    gpus_per_node: int
+    nodes: int  # at most
+    memory_gb: float
+    peak_tflops: float  # dense, bf16 (fp16 on a V100)
+    memory_gb_per_s: float
+    inside_gb_per_s: float
+    outside_gb_per_s: float
+    latency_us: float
+    source: str
+    # Measured bus bandwidth of whole nodes, by their number.
+    all_reduce_gb_per_s: dict[str, float] | None = field(default=None, hash=False)
+    ceiling: float = CEILING
+    half: float = HALF
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def product(self, flops: float, width: float) -> float:
+        # --- exercise 11.7: the seconds of matrix products whose smaller side is `width` ---
+        return flops / (self.peak_tflops * 1e12 * self.ceiling * width / (width + self.half))
+        # --- end exercise ---
+
+    def elementwise(self, count: float) -> float:
+        """Seconds to read or write so many bytes of the GPU's own memory."""
+        return count / (self.memory_gb_per_s * 1e9)
+
+    def bandwidth(self, ranks: int, stride: int) -> float:
+        """Bytes per second that a rank of a group sends at; neighbours in the group are `stride` ranks apart."""
+        nodes = math.ceil(((ranks - 1) * stride + 1) / self.gpus_per_node)
+        if nodes == 1:
+            return self.inside_gb_per_s * 1e9
+        together = max(1, self.gpus_per_node // stride)  # ranks of the group in one node
+        out = self.outside_gb_per_s * together
+        if self.all_reduce_gb_per_s:
+            out = measured_on(self.all_reduce_gb_per_s, nodes) * together / self.gpus_per_node
+        return min(self.inside_gb_per_s, out) * 1e9
+
+    def seconds(self, flow: Flow, stride: int) -> float:
+        """Of all messages of a kind; the better of a ring and a tree where both exist."""
+        P, each = flow.ranks, flow.wire / flow.times
+        steps = {"all_reduce": min(2 * (P - 1), 2 * math.log2(P)), "send": 1, "all_to_all": 1}
+        latency = steps.get(flow.collective, P - 1) * self.latency_us * 1e-6
+        if flow.collective == "send":
+            crosses = stride >= self.gpus_per_node or (P > 1 and (P - 1) * stride >= self.gpus_per_node)
+            speed = self.outside_gb_per_s if crosses else self.inside_gb_per_s
+            return flow.times * (each / (speed * 1e9) + latency)
+        return flow.times * (each / self.bandwidth(P, stride) + latency)
+
+
+def measured_on(table: dict[str, float], nodes: int) -> float:
+    """Between two measured numbers of nodes: straight on a logarithmic scale; beyond the last: the last."""
+    points = sorted((int(n), speed) for n, speed in table.items())
+    for (n0, s0), (n1, s1) in pairwise(points):
+        if n0 <= nodes <= n1:
+            return s0 + (s1 - s0) * (math.log(nodes / n0) / math.log(n1 / n0))
+    return points[-1][1] if nodes > points[-1][0] else points[0][1]
+
+
+def read_cluster(name: str) -> Cluster:
+    """A file, or a name in clusters/. Raises UsageError in one line that says which field is wrong."""
+    path = Path(name) if name.endswith(".json") else CLUSTERS / f"{name}.json"
+    if not path.exists():
+        known = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.json")))
+        raise UsageError(f"--cluster {name} is no file, and no known cluster; use {known}")
+    try:
+        given: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--cluster {name} is not JSON (line {error.lineno}: {error.msg}); mend it") from None
+    if not isinstance(given, dict):
+        raise UsageError(f"--cluster {name} must hold one JSON object of fields, such as those in {CLUSTERS.name}/")
+    known_fields = {each.name for each in fields(Cluster)}
+    needed = [each.name for each in fields(Cluster) if each.default is MISSING]
+    if missing := [name for name in needed if name not in given]:
+        raise UsageError(f"--cluster {name} has no field {missing[0]!r}; add it")
+    if unknown := sorted(set(given) - known_fields):
+        raise UsageError(f"--cluster {name}: field {unknown[0]!r} is unknown; use {', '.join(sorted(known_fields))}")
+    for each in sorted((known_fields - {"name", "source", "all_reduce_gb_per_s"}) & set(given)):
+        check_positive(given[each], f"--cluster {name}: {each}", each in ("gpus_per_node", "nodes"))
+    for nodes, speed in (given.get("all_reduce_gb_per_s") or {}).items():
+        check_positive(speed, f"--cluster {name}: all_reduce_gb_per_s of {nodes} nodes")
+    return Cluster(**given)
+
+
+def check_positive(value: Any, what: str, whole: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    if not number or (whole and value != int(value)):
+        raise UsageError(f"{what} is {value!r}; it must be a positive {'whole ' * whole}number")
+
+
+# ------------------------------------------------------------------------------------------------------- one layout
+
+
+def stride_of(axis: str, layout: Layout) -> int:
+    """How far apart neighbours of a group are, in ranks of the mesh (mesh.py: tp innermost, pp outermost)."""
+    t, c = layout.tp, layout.cp
+    strides = {"tp": 1, "ulysses": t, "ring": t * layout.ulysses, "data": t, "ep": t, "world": 1}
+    return strides.get(axis, t * c * layout.dp)  # pp
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step on the slowest rank, by what they go to; and what hid behind something else."""
+
+    parts: dict[str, float]
+    hidden: dict[str, float]
+    model_flops: float  # of the whole cluster
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    def tokens_per_second(self, layout: Layout) -> float:
+        return layout.global_batch * layout.seq_len / self.seconds
+
+    def mfu(self, layout: Layout, cluster: Cluster) -> float:
+        return self.model_flops / (self.seconds * layout.ranks * cluster.peak_tflops * 1e12)
+
+
+@lru_cache(maxsize=4096)
+def flops_of(model: LlamaConfig, batch: int, seq: int) -> tuple[float, float, float]:
+    """(products of one layer, core of attention of one layer, output layer), forward. A causal kernel skips half."""
+    flops = forward_flops(model, batch, seq)
+    layer = (flops["projections"] + flops["MLP"]) / model.layers
+    return layer, flops["attention core"] / model.layers / 2, flops["lm_head"]
+
+
+def active_part(model: LlamaConfig, moe: MoEConfig | None) -> LlamaConfig:
+    """The dense model that computes as much as a token does here."""
+    return replace(model, intermediate=model.intermediate * moe.top_k) if moe else model
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """Of one micro-batch: a block's forward, what recomputation adds, its messages by kind, those of a ring that show,
+    and the products and messages around the blocks."""
+
+    forward: float
+    again: float
+    sends: dict[str, float]
+    ring: float
+    vocabulary: float
+    ends: float
+
+
+@lru_cache(maxsize=2**16)
+def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, layout: Layout) -> BlockSeconds:
+    share, width = layout.cp * layout.tp, min(model.hidden / layout.tp, layout.tokens)
+    flops = flops_of(active_part(model, moe), layout.micro_batch, layout.seq_len)
+    layer, core, head = (x / share for x in flops)
+    forward = cluster.product(layer + core, width)
+    forward += cluster.elementwise(2 * block_activations(model, moe, layout, "none"))
+    again = {"none": 0.0, "selective": cluster.product(core, width), "full": forward}[layout.recompute]
+    sends = {"tp": 0.0, "ring": 0.0, "all-to-all": 0.0}
+    for flow in of_layers(model, moe, layout, 1, 1):
+        if flow.ranks > 1 and flow.what != "counts of a step":
+            kind = {"tp": "tp", "ring": "ring"}.get(flow.axis, "all-to-all")
+            sends[kind] += cluster.seconds(flow, stride_of(flow.axis, layout))
+    # --- exercise 11.8: what of the ring's time can be seen? ---
+    ring = max(0.0, sends["ring"] - 3 * cluster.product(core, width))
+    # --- end exercise ---
+    vocabulary = 3 * cluster.product(head, width)
+    vocabulary += cluster.elementwise(6 * layout.tokens * model.vocab_size / layout.tp * 4)
+    around = (flow for flow in of_ends(model, layout, 1, layout.pp == 1, True) if flow.ranks > 1)
+    ends = sum(cluster.seconds(flow, stride_of(flow.axis, layout)) for flow in around)
+    return BlockSeconds(forward, again, sends, ring, vocabulary, ends)
+
+
+def step_time(
+    model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster, simulated: bool = True
+) -> Step:
+    """Raises ScheduleError for a pipeline that cannot be built."""
+    m, p, v = layout.micro_batches, layout.pp, layout.stages_per_rank
+    layers = model.layers / p  # of a rank; that they may not divide shows in the simulation only
+    one = block_seconds(
+        model,
+        moe,
+        cluster,
+        Layout(
+            dp=layout.dp if moe else 1, tp=layout.tp, sequence_parallel=layout.sequence_parallel, ring=layout.ring,
+            ulysses=layout.ulysses, gather_kv=layout.gather_kv, ep=layout.ep, micro_batch=layout.micro_batch,
+            seq_len=layout.seq_len, recompute=layout.recompute, precision=layout.precision, pp=min(p, 2),
+        ),
+    )  # fmt: skip
+    forward, backward, again, vocabulary, ends = one.forward, 2 * one.forward, one.again, one.vocabulary, one.ends
+    sends, ring = one.sends, one.ring
+    block = forward + backward + again + sends["tp"] + sends["all-to-all"] + ring
+    parts = {
+        "products and elementwise": m * layers * (forward + backward) + m * vocabulary,
+        "recomputation": m * layers * again,
+        "tensor parallel": m * (layers * sends["tp"] + ends),
+        "context and experts": m * layers * (sends["all-to-all"] + ring),
+    }
+    message, bubble = 0.0, 0.0
+    if p > 1:
+        width_e = widths(layout.precision).activation
+        handed = Flow("send", "pp", layout.outer_tokens * model.hidden * width_e, p)
+        message = cluster.seconds(handed, stride_of("pp", layout))
+        bubble = bubble_seconds(layout, layers / v * block, vocabulary + ends, message, simulated)
+    parts["pipeline bubble"] = bubble
+    computing = m * layers * (forward + backward + again)
+    exposed, hidden = data_parallel(model, moe, layout, cluster, computing)
+    parts["data parallel"] = exposed
+    states = sum(held(model, moe, layout, p - 1).values()) if simulated else rough_states(model, moe, layout)
+    parts["update"] = cluster.elementwise(2 * states)
+    hidden |= {"ring": m * layers * (sends["ring"] - ring)}
+    active = active_part(model, moe)
+    whole = flops_of(active, layout.global_batch, layout.seq_len)
+    model_flops = 3 * (model.layers * (whole[0] + 2 * whole[1]) + whole[2])
+    return Step(parts, hidden, model_flops)
+
+
+def bubble_seconds(layout: Layout, stage: float, last: float, message: float, simulated: bool) -> float:
+    """How much longer the step takes than the busiest rank computes. `stage`: one micro-batch in one stage, there and
+    back; `last`: what the last stage has to do besides; `message`: from one rank to the next."""
+    p, m, v = layout.pp, layout.micro_batches, layout.stages_per_rank
+    if simulated and p * m * v <= SIMULATED:
+        schedule = schedule_of(layout)
+        f, b, w = stage / 3, stage / 3, stage / 3
+        end = [last / 3 if s == schedule.stages - 1 else 0.0 for s in range(schedule.stages)]
+        times = Times(*([x + e for e in end] for x in (f, b, w)), communication=message)
+        return simulate(schedule, times).makespan - m * (v * stage + last)
+    third = stage / 3  # the formulas of chapter 06's table, for F = B = W
+    way = {"zb-h1": 1, "zb-h2": 0, "zb-v": 0, "auto": 1, "dualpipe": 0.5, "dualpipe-v": 0.5}.get(layout.schedule, 3)
+    if layout.schedule == "naive":
+        way *= m
+    turns = 2 * m * v * message if v > 1 else 0.0  # looped schedules wait for each turn of the loop
+    return (p - 1) * (way * third + 2 * message) + turns
+
+
+def data_parallel(
+    model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster, computing: float
+) -> tuple[float, dict[str, float]]:
+    """Seconds of reducing gradients and gathering weights: those that show, and those behind the computation."""
+    e, psi = widths(layout.precision).weight, rough_parameters(model, moe, layout)
+    stride, N, m = stride_of("data", layout), layout.data, layout.micro_batches
+    if N == 1:
+        return 0.0, {}
+    gradients = Flow("reduce_scatter", "data", psi * e, N)
+    weights = Flow("all_gather", "data", psi * e, N)
+    half, other = cluster.seconds(gradients, stride), cluster.seconds(weights, stride)
+    behind = 2 / 3 * computing / m  # one backward
+    if layout.zero == 3:
+        total, shelter, bare = m * (half + 2 * other), computing, 0.0
+    elif layout.zero == 2:
+        backwards = 1 if layout.pp > 1 else m
+        total, shelter, bare = backwards * half, behind * backwards, other
+    elif layout.zero == 1:
+        total, shelter, bare = half, behind, other
+    else:
+        total, shelter, bare = half + other, behind, 0.0
+    shown = max(0.0, total - shelter)
+    return shown + bare, {"data parallel": total - shown}
+
+
+@lru_cache(maxsize=4096)
+def of_model(model: LlamaConfig, moe: MoEConfig | None, tp: int, ep: int) -> tuple[float, float]:
+    """(elements of a block, elements at both ends together) on one tensor rank."""
+    every = weights_of(model, moe, Layout(tp=tp, ep=ep))
+    block = sum(weight.numel for weight in every if weight.layer == 0)
+    return block, sum(weight.numel for weight in every) - model.layers * block
+
+
+def rough_parameters(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> float:
+    block, ends = of_model(model, moe, layout.tp, layout.ep)
+    return model.layers / layout.pp * block + (ends if layout.pp == 1 else ends / 2)
+
+
+def rough_states(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> float:
+    """Weights, gradients and states of a rank without counting padding."""
+    width, N, z = widths(layout.precision), layout.data, layout.zero
+    psi = rough_parameters(model, moe, layout)
+    each = width.weight / (N if z == 3 else 1) + width.weight / (N if z >= 2 else 1)
+    return psi * (each + (2 * width.state + width.master) / (N if z else 1))

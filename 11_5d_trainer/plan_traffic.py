@@ -1,0 +1,214 @@
+"""The planner's traffic: the bytes that a rank puts on the wire in one step, by what they are for. Exact.
+
+Problem. How long a collective takes depends on three things: its bytes, its group, and what it can hide behind. The
+bytes and the group do not depend on the machine at all, so they can be proved before any speed is guessed.
+
+Idea. A list of `Flow`s: a collective, the axis whose group runs it, its payload, how often per step. From it come
+
+    bytes on the wire, by collective    ring algorithms, as the meter counts them: test_plan.py, to the byte
+    seconds                             plan_time.py, which knows where on the cluster the group lies
+
+                         once a step                             each micro-batch, each layer
+    data (02, 03)        all-reduce G | reduce-scatter, gather   stage 3: gather weights twice, reduce-scatter
+    tensor (04)          shares of norm weights                  4 all-reduces of T H | 10 halves of them
+    context (05)         -                                       K/V around the ring, 8 all-to-alls
+    pipeline (06)        a tied embedding                        one message to each neighbouring stage, F and B
+    expert (07)          counts of all layers                    rows to their experts and back, four times
+    everyone             three numbers: valid tokens, loss, norm of the gradient
+
+Sources of the counts: the docstrings of the chapters' scripts. What recomputation sends again is what lies before the
+last tensor that backward needs: the all-reduce behind an MLP does not run twice, the one behind attention does.
+
+Only the rows of experts are an expectation (an even load); all other numbers do not depend on the data.
+
+Symbols as in plan_memory.py.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import chapters  # noqa: F401  finds the chapters below
+from llama import LlamaConfig
+from moe_layer import MoEConfig
+from pipeline_parallel import layers_of
+from plan_memory import Layout, owners, schedule_of, weights_of, widths
+from schedule_simulator import Action, F, programs
+
+SCALAR = 8  # bytes: the trainer sends counts as int64 and sums of losses as float64
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One kind of message. `payload`: bytes of the whole tensor, or of one message for `send`."""
+
+    collective: str
+    axis: str
+    payload: float
+    ranks: int
+    times: float = 1
+    what: str = ""
+
+    @property
+    def wire(self) -> float:
+        """Bytes that this rank sends (Patarasuk and Yuan 2009: rings)."""
+        # --- exercise 11.4: what each collective sends, for a payload of n bytes on P ranks ---
+        share = (self.ranks - 1) / self.ranks
+        factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share, "send": 1}
+        return self.times * factor[self.collective] * self.payload
+        # --- end exercise ---
+
+
+def flows(
+    model: LlamaConfig,
+    moe: MoEConfig | None,
+    layout: Layout,
+    rank: int = 0,
+    *,
+    p2p_reduce: bool = False,
+    fine: bool = True,
+) -> list[Flow]:
+    """All messages of one step of a rank on pipeline place `rank`.
+
+    p2p_reduce   ZeRO's reduce-scatter is made of sends, as the trainer does on gloo
+    """
+    found = everyone(layout)
+    found += of_gradients(model, moe, layout, rank, p2p_reduce)
+    passes = passes_of(layout, rank) if layout.pp > 1 else {0: layout.micro_batches}
+    stages = schedule_of(layout).stages if layout.pp > 1 else 1
+    for stage, times in passes.items():
+        layers = layers_of(stage, stages, model.layers)
+        found += of_layers(model, moe, layout, len(layers), times)
+        found += of_ends(model, layout, times, layers.start == 0, layers.stop == model.layers)
+    if layout.pp > 1:
+        found += of_pipeline(model, layout, rank)
+    return [flow for flow in found if flow.ranks > 1 and flow.payload and flow.times]
+
+
+def passes_of(layout: Layout, rank: int) -> dict[int, int]:
+    """How many micro-batches go through each stage of a pipeline rank."""
+    return dict(Counter(action.stage for action in schedule_of(layout).actions[rank] if action.kind == F))
+
+
+def everyone(layout: Layout) -> list[Flow]:
+    batch = layout.dp * layout.cp
+    return [
+        Flow("all_reduce", "data", SCALAR, batch, what="valid tokens"),
+        Flow("all_reduce", "world", SCALAR, batch * layout.pp, what="loss"),
+        Flow("all_reduce", "world", SCALAR, layout.ranks, what="norm of the gradient"),
+    ]
+
+
+def of_gradients(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int, p2p_reduce: bool) -> list[Flow]:
+    """Data parallel and ZeRO, and the gradients of which tensor ranks have shares."""
+    e = widths(layout.precision).weight
+    weights, found = weights_of(model, moe, layout, rank), []
+    backwards = 1 if layout.pp > 1 else layout.micro_batches  # that reduce, at stages 2 and 3
+    for owner in owners(weights, layout, e):
+        N = owner.ranks
+        if owner.stage == 0:
+            found += [Flow("all_reduce", "data", numel * e, N, what="gradients") for numel in owner.numels]
+            continue
+        times = backwards if owner.stage >= 2 else 1
+        for shard in owner.shards:
+            if p2p_reduce:
+                found.append(Flow("send", "data", shard * e, N, times * (N - 1), "gradients"))
+            else:
+                found.append(Flow("reduce_scatter", "data", shard * N * e, N, times, "gradients"))
+        if owner.stage < 3:
+            found += [Flow("all_gather", "data", shard * N * e, N, what="new weights") for shard in owner.shards]
+            continue
+        root, *units = owner.shards
+        # --- exercise 11.5: how often does stage 3 gather what, in a step of several micro-batches? ---
+        gathered = root + 2 * sum(units) - units[-1]  # root and last layer stay from forward to backward
+        found.append(Flow("all_gather", "data", gathered * N * e, N, backwards, "weights"))
+        # --- end exercise ---
+    shares = sum(weight.slots for weight in weights)
+    times = 1 if layout.pp > 1 else layout.micro_batches
+    found.append(Flow("all_reduce", "tp", shares * e, layout.tp, times, "shares of gradients"))
+    return found
+
+
+def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: int, times: int) -> list[Flow]:
+    """What blocks send, forward and backward: tensor, context and expert parallel."""
+    c, t, width = model, layout.tp, widths(layout.precision)
+    e, w, T = width.activation, max(width.activation, 4), layout.tokens
+    n, calls = T * c.hidden * e, layers * times
+    again, found = layout.recompute == "full", []
+    halves = 2 if moe is None else 1  # attention and MLP; a mixture of experts is not cut by tensor ranks
+    if layout.sequence_parallel:
+        # Forward g and g*; backward their opposites, and what entered is gathered once more.
+        gathers, scatters = 3 * halves + again * halves, 2 * halves + again
+        found.append(Flow("all_gather", "tp", n, t, calls * gathers, "into products"))
+        found.append(Flow("reduce_scatter", "tp", n, t, calls * scatters, "sums of products"))
+    else:
+        found.append(Flow("all_reduce", "tp", n, t, calls * (2 * halves + again), "sums of products"))
+    # --- exercise 11.6: what the context axis sends in one block, forward, backward and again ---
+    kv_heads = c.kv_heads // min(c.kv_heads, t)
+    once_more = layout.recompute != "none"
+    if layout.ring > 1:
+        R, U = layout.ring, layout.ulysses
+        heads = kv_heads if U == 1 else math.lcm(kv_heads, U) // U
+        kv = 2 * T * U * heads * c.head_dim  # elements of K and V of one rank of the ring
+        if layout.gather_kv:
+            found.append(Flow("all_gather", "ring", kv * R * e, R, calls * (2 + once_more), "K and V"))
+            found.append(Flow("reduce_scatter", "ring", kv * R * w, R, calls, "gradients of K and V"))
+        else:
+            found.append(Flow("send", "ring", kv * e, R, calls * (R - 1) * (2 + once_more), "K and V"))
+            found.append(Flow("send", "ring", kv * w, R, calls * (R - 1), "gradients of K and V"))
+    if layout.ulysses > 1:
+        U = layout.ulysses
+        q, kv = T * c.hidden // t * e, T * math.lcm(kv_heads, U) * c.head_dim * e
+        inputs = q + 2 * kv
+        found.append(Flow("all_to_all", "ulysses", inputs, U, calls * (2 + once_more), "q, k, v by heads"))
+        found.append(Flow("all_to_all", "ulysses", q, U, calls * (2 + again), "out by tokens"))
+    # --- end exercise ---
+    if moe is not None:
+        P, tokens = layout.ep, layout.dp * layout.cp * (t if layout.sequence_parallel else 1)
+        counts = moe.experts * 8
+        if moe.balance:
+            found.append(Flow("all_reduce", "data", counts, tokens, calls, "counts of experts"))
+        found.append(Flow("all_to_all", "ep", P * (moe.experts // P + 1) * 8, P, calls, "counts of rows"))
+        rows = moe.top_k * layout.outer_tokens * c.hidden * e
+        found.append(Flow("all_to_all", "ep", rows, P, calls * (4 + again), "rows of experts"))
+        mirrored = tokens * (2 if layout.mirrored else 1)
+        found.append(Flow("all_reduce", "data", counts * layers, mirrored, 1, "counts of a step"))
+    return found
+
+
+def of_ends(model: LlamaConfig, layout: Layout, times: int, first: bool, last: bool) -> list[Flow]:
+    """Tensor parallel at the embedding, the output layer and the loss."""
+    e = widths(layout.precision).activation
+    T, t, found = layout.tokens, layout.tp, []
+    n = T * model.hidden * e
+    ways = ("reduce_scatter", "all_gather") if layout.sequence_parallel else ("all_reduce",)
+    if first:
+        found += [Flow(way, "tp", n, t, times, "embedding") for way in ways]
+    if last:
+        found += [Flow(way, "tp", n, t, times, "output layer") for way in ways]
+        if layout.sequence_parallel:
+            found.append(Flow("all_gather", "tp", n, t, times, "output layer"))
+        found.append(Flow("all_reduce", "tp", 3 * T * max(e, 4), t, times, "softmax"))
+    return found
+
+
+def of_pipeline(model: LlamaConfig, layout: Layout, rank: int) -> list[Flow]:
+    schedule, width = schedule_of(layout), widths(layout.precision)
+    items = programs(schedule)[rank]
+    sends = sum(not isinstance(item, Action) and item.source == rank for item in items)
+    message = layout.outer_tokens * model.hidden * width.activation
+    found = [Flow("send", "pp", message, layout.pp, sends, "between stages")]
+    stages = {stage for _, stage in schedule.stages_of(rank)}
+    ends = stages & {0, schedule.stages - 1}
+    if model.tied and len(ends) == 1:
+        vocabulary = -(-model.vocab_size // layout.tp) * model.hidden
+        found.append(Flow("all_reduce", "pp", vocabulary * width.weight, 2, 1, "tied embedding"))
+    return found
+
+
+def by_collective(found: list[Flow]) -> dict[str, float]:
+    """Bytes on the wire, as the meter names them."""
+    total: Counter[str] = Counter()
+    for flow in found:
+        total[flow.collective] += flow.wire  # type: ignore[assignment]
+    return {name: value for name, value in total.items() if value}

@@ -1,0 +1,210 @@
+"""One rank at work: its place in the mesh, its part of the model, and one step of training.
+
+micro-batches of this rank, this rank's part of each sequence
+  -> valid tokens of the global batch (one number, all-reduced)
+  for each: loss = sum over its tokens / that number; backward      nothing is sent, except in the last one,
+                                                                    where buckets leave while backward runs
+  (with a pipeline: all of them in the order of the schedule)
+every gradient is now the sum over all ranks that hold the same weights
+norm of the whole gradient, clip, AdamW
+"""
+
+import dataclasses
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import chapters  # noqa: F401  finds the chapters below
+import torch
+import torch.distributed as dist
+from data import Sampler
+from data_parallel import global_valid_tokens
+from engine import Staged, Together, clip_gradients, make_engine
+from hf import read_weights
+from llama import LlamaConfig
+from mesh import Mesh, make_mesh
+from mixed_precision import LossScaler
+from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, my_positions
+from moe_layer import moe_layers, set_loss_scale, update_biases
+from options import Config
+from parts import AUTOCAST, WEIGHTS, end_step, make_parts
+from pipeline_parallel import layers_of
+from single_gpu import adamw
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]  # tokens and labels, [B, S] each
+
+
+class NotFinite(ArithmeticError):
+    """A gradient is NaN or infinite. Says at which step, on which rank, in which parameter."""
+
+
+@dataclasses.dataclass
+class Rank:
+    """What one rank works with."""
+
+    config: Config
+    mesh: Mesh
+    model: Any
+    engine: Together
+    positions: Tensor  # of its tokens in the sequence, [S / cp]
+    device: torch.device
+    pipeline: Staged | None
+    scaler: LossScaler  # of 1, except in fp16
+
+    def mine(self, batch: Batch) -> Batch:
+        """Tokens and labels [B, S] to this rank's part of the sequence [B, S / cp], on its device."""
+        tokens, labels = (x.to(self.device)[:, self.positions] for x in batch)
+        return tokens, labels
+
+    def precision(self) -> Any:
+        low = AUTOCAST.get(self.config.precision)
+        return torch.autocast(self.device.type, low) if low else nullcontext()
+
+    def loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        if self.config.fpdt_chunks:
+            return self.model(tokens, self.positions, labels)
+        with self.precision():
+            return cross_entropy_sum(self.model, self.model(tokens, self.positions), labels)
+
+    def valid_tokens(self, batches: list[Batch]) -> Tensor:
+        """Labels that count, over all micro-batches and all ranks that see other tokens."""
+        return global_valid_tokens(torch.cat([labels.flatten() for _, labels in batches]), self.mesh.groups["batch"])
+
+    def forward_and_backward(self, batches: list[Batch], valid: Tensor) -> Tensor:
+        """Gradients of the loss per token of the global batch, times the loss scale. Returns this rank's loss."""
+        valid = valid / self.scaler.value
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.pipeline:
+            with self.engine.micro_batch(last=True), self.precision():
+                targets = [(labels, valid) for _, labels in batches]
+                total += self.pipeline.step([tokens for tokens, _ in batches], targets)
+            return total * self.scaler.inverse
+        for i, (tokens, labels) in enumerate(batches):
+            with self.engine.micro_batch(last=i == len(batches) - 1):
+                loss = self.loss_sum(tokens, labels) / valid
+                loss.backward()
+            total += loss.detach()
+        return total * self.scaler.inverse
+
+
+def make_rank(
+    config: Config, sizes: LlamaConfig, device: torch.device, optimizer: Any = adamw, start_from: str = ""
+) -> Rank:
+    """Lay out the ranks, build this one's model. `optimizer(model, lr)` makes the optimizer that ZeRO may take over.
+
+    `start_from` names a Hugging Face model to take the first weights from.
+    """
+    schedule = config.pipeline(dist.get_world_size(), sizes.layers)
+    mesh = make_mesh(*config.layout(sizes, dist.get_world_size()), config.timeout)
+    positions = my_positions(config.seq_len, mesh, config.cp_kind, config.fpdt_chunks).to(device)
+    kernels = config.kernels if config.kernels != "auto" else {"cuda": "triton", "cpu": "torch"}[device.type]
+    parts = make_parts(
+        mesh,
+        kernels=kernels,
+        precision=config.precision,
+        cp_kind=config.cp_kind,
+        recompute=config.recompute,
+        device=device,
+    )
+    mine = {(0, 0): range(sizes.layers)}  # (direction, stage) -> layers
+    if schedule:
+        held = schedule.stages_of(mesh.place["pp"])
+        mine = {key: layers_of(key[1], schedule.stages, sizes.layers) for key in held}
+    model: Any = build(
+        sizes,
+        mesh,
+        parts=parts,
+        moe=config.mixture(sizes),
+        fpdt_chunks=config.fpdt_chunks,
+        sequence_parallel=config.sequence_parallel,
+        recompute=config.recompute,
+        seed=config.seed,
+        dtype=weight_dtype(config),
+        device=device,
+        layers=[layer for layers in mine.values() for layer in layers] if schedule else None,
+    )
+    if start_from:
+        whole = read_weights(start_from, held_names(model, mesh))
+        for name, piece in cut_tensors(model, whole, mesh, [name for name, _ in model.named_parameters()]).items():
+            model.get_parameter(name).detach().copy_(piece)
+    built = optimizer(model, config.lr)
+    for group in built.param_groups:
+        if group["weight_decay"]:
+            group["weight_decay"] = config.weight_decay
+    master = torch.float32 if config.precision == "bf16-master" else None
+    engine = make_engine(config.zero, model, built, mesh, int(config.bucket_mib * 2**20), not schedule, master)
+    pipeline = None
+    if schedule:
+        stages = {key: Stage(model, layers, positions) for key, layers in mine.items()}
+        length = len(positions) // (config.tp if config.sequence_parallel else 1)
+        hidden = torch.empty(config.micro_batch, length, sizes.hidden, dtype=weight_dtype(config), device=device)
+        pipeline = Staged(schedule, stages, model, engine, mesh, example=hidden)
+    # The decision to leave a step out is everyone's, since everyone's weights depend on it.
+    fp16 = config.precision == "fp16"
+    scaler = LossScaler(mesh.groups["world"], config.loss_scale if fp16 else 1.0, dynamic=fp16, patience=2**31)
+    return Rank(config, mesh, model, engine, positions, device, pipeline, scaler)
+
+
+def weight_dtype(config: Config) -> torch.dtype:
+    return WEIGHTS.get(config.precision, torch.float32)
+
+
+@torch.no_grad()
+def validate(me: Rank, sampler: Sampler) -> float:
+    """Loss per token over the first `eval_samples` held-out samples, which the data-parallel ranks share out."""
+    dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
+    at_once = me.pipeline.micro_batches if me.pipeline else 1
+    every = sampler.held_out(me.config.eval_samples, me.config.micro_batch, place, dp, at_once)
+    batches = [me.mine(batch) for batch in every]
+    total = torch.zeros((), dtype=torch.float64, device=me.device)
+    if me.pipeline:
+        one = torch.ones((), device=me.device)
+        for some in (batches[i : i + at_once] for i in range(0, len(batches), at_once)):
+            with me.precision():
+                total += me.pipeline.forward_only([t for t, _ in some], [(labels, one) for _, labels in some])
+    else:
+        for tokens, labels in batches:
+            total += me.loss_sum(tokens, labels)
+    dist.all_reduce(total, group=me.mesh.groups["replica"])
+    return (total / me.valid_tokens(batches)).item()
+
+
+def train_step(me: Rank, batches: list[Batch]) -> tuple[float, float]:
+    """One step on the global batch. Returns its loss per token and the norm of its gradient, before clipping.
+
+    If the norm is not finite the weights stay as they are.
+    """
+    batches = [me.mine(batch) for batch in batches]
+    me.engine.zero_grad()
+    share = 1 / len(batches)  # of a micro-batch in the loss that balances experts; all are equally large
+    set_loss_scale(me.model, share * me.scaler.value)
+    loss = me.forward_and_backward(batches, me.valid_tokens(batches))
+    dist.all_reduce(loss, group=me.mesh.groups["replica"])  # to show it: each rank knows the loss of its own tokens
+    norm = clip_gradients(me.engine, me.model, me.mesh, me.config.clip, me.scaler.inverse)
+    if math.isfinite(norm):
+        me.engine.step()
+        end_step(me.model.parts)
+        if moe_layers(me.model):
+            update_biases(me.model, me.mesh.groups["all tokens"])
+    return loss.item(), norm
+
+
+def who_is_not_finite(me: Rank, batches: list[Batch]) -> str:
+    """Name the rank and the parameter that a NaN or infinite gradient came from. Collective.
+
+    After the reduction every rank has it, so the backwards are done once more without one. A NaN travels from a layer
+    to those before it, so of the parameters that have one the last is named.
+    """
+    batches = [me.mine(batch) for batch in batches]
+    me.engine.zero_grad()
+    with me.engine.no_sync():
+        loss = me.forward_and_backward(batches, me.valid_tokens(batches))
+        bad = [name for name, p in me.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    me.engine.zero_grad()
+    here = f"rank {dist.get_rank()}: gradient of {bad[-1]}" if bad else ""
+    if bad and not loss.isfinite():
+        here += ", from a loss that is not finite"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, here)
+    return "; ".join(text for text in everyone if text) or "in the sum over the ranks only"

@@ -1,0 +1,335 @@
+"""Wrong configurations: each ends before any process group is made, in the one line that is written here."""
+
+import json
+import os
+
+import chapters  # noqa: F401  finds the chapters below
+import fits
+import fuzz
+import pytest
+import torch
+import torch.distributed as dist
+import train
+from harness.meter import held_bytes
+from harness.ranks import run_ranks
+from options import Config, UsageError, parse
+from rank import make_rank
+from test_train import TEXT, arguments, text, train_on  # noqa: F401  `text` is a fixture
+
+HF_LLAMA = dict(model_type="llama", vocab_size=100, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
+HF_LLAMA |= dict(num_key_value_heads=2, intermediate_size=24, rms_norm_eps=1e-5)
+
+
+def write_files(folder):
+    """Files and folders with something wrong, which the cases below name."""
+    (folder / "empty.txt").write_text("")
+    (folder / "short.txt").write_text("only a few words")
+    (folder / "odd.bin").write_bytes(b"abc")
+    (folder / "ids.bin").write_bytes(bytes([1, 0] * 5000 + [255, 255]))
+    (folder / "empty.bin").write_bytes(b"")
+    (folder / "folder").mkdir()
+    (folder / "folder.bin").mkdir()
+    (folder / "run").mkdir()
+    (folder / "run" / "log.jsonl").write_text("")
+    (folder / "unfinished" / "checkpoints" / ".writing-000004").mkdir(parents=True)
+    (folder / "half").mkdir()
+    (folder / "half" / "train.bin").write_bytes(bytes(100))
+    models = {
+        "bert": {"model_type": "bert"},
+        "stretched": HF_LLAMA | {"rope_scaling": {"rope_type": "llama3"}},
+        "wide-heads": HF_LLAMA | {"head_dim": 32},
+        "few-sizes": {"model_type": "llama"},
+        "odd-heads": HF_LLAMA | {"num_attention_heads": 3, "hidden_size": 18},
+        "few-tokens": HF_LLAMA,
+    }
+    for name, config in models.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "torn").mkdir()
+    (folder / "torn" / "config.json").write_text("{")
+
+
+# (options, start of the line, ranks); {d} is the folder of these files, {text} a text that is all right.
+OPTIONS = [
+    ("--stepz 3", "unrecognized arguments: --stepz 3; --help lists the options", 1),
+    ("--tp 2 extra", "unrecognized arguments: extra; --help lists the options", 2),
+    ("--tp", "argument --tp: expected one argument; --help lists the options", 1),
+    ("--steps many", "argument --steps: invalid int value: 'many'; --help lists the options", 1),
+    ("--lr fast", "argument --lr: invalid float value: 'fast'; --help lists the options", 1),
+    ("--preset huge", "argument --preset: invalid choice: 'huge' (choose from ", 1),
+    ("--zero 4", "argument --zero: invalid choice: 4 (choose from ", 1),
+    ("--cp-kind star", "argument --cp-kind: invalid choice: 'star' (choose from ", 1),
+    ("--schedule zigzag", "argument --schedule: invalid choice: 'zigzag' (choose from ", 1),
+    ("--recompute some", "argument --recompute: invalid choice: 'some' (choose from ", 1),
+    ("--precision int4", "argument --precision: invalid choice: 'int4' (choose from ", 1),
+    ("--router hash", "argument --router: invalid choice: 'hash' (choose from ", 1),
+    ("--on-nan ignore", "argument --on-nan: invalid choice: 'ignore' (choose from ", 1),
+    ("--micro-batch 0", "--micro-batch 0 must be at least 1", 1),
+    ("--steps -1", "--steps -1 must be at least 1", 1),
+    ("--pp 0", "--pp 0 must be at least 1", 1),
+    ("--ep 0", "--ep 0 must be at least 1", 1),
+    ("--seq-len 0", "--seq-len 0 must be at least 1", 1),
+    ("--keep 0", "--keep 0 must be at least 1", 1),
+    ("--experts -1", "--experts -1 must not be negative", 1),
+    ("--fpdt-chunks -1", "--fpdt-chunks -1 must not be negative", 1),
+    ("--vocab-size -3", "--vocab-size -3 must not be negative", 1),
+    ("--lr nan", "--lr nan must be a positive number", 1),
+    ("--lr 0", "--lr 0.0 must be a positive number", 1),
+    ("--bucket-mib 0", "--bucket-mib 0.0 must be a positive number", 1),
+    ("--loss-scale -2", "--loss-scale -2.0 must be a positive number", 1),
+    ("--timeout inf", "--timeout inf must be a positive number", 1),
+    ("--clip -1", "--clip -1.0 must not be negative", 1),
+    ("--weight-decay nan", "--weight-decay nan must not be negative", 1),
+    ("--min-lr 1", "--min-lr 1 is more than --lr 0.003; use at most that", 1),
+    ("--steps 5 --warmup 9", "--warmup 9 is more than --steps 5; use at most 5", 1),
+    ("--restart", "--restart goes on with the run in --out, which is missing; add --out FOLDER", 1),
+]
+FILES = [
+    ("--data {d}none", "--data {d}none does not exist; give a text file, a folder or a .bin of tokens", 1),
+    ("--data {d}empty.txt", "--data {d}empty.txt has 0 training tokens, too few for one sample of", 1),
+    ("--data {d}short.txt", "--data {d}short.txt has 15 training tokens, too few for one sample of", 1),
+    ("--data {text} --seq-len 20000", "--data {text} has 10554 validation tokens, too few for one sample", 1),
+    ("--data {d}folder", "--data {d}folder holds 0 text files; a folder needs two or more", 1),
+    ("--data {d}folder.bin --vocab-size 9", "--data {d}folder.bin holds 0 text files; a folder needs two or more", 1),
+    ("--data {d}half", "--data {d}half holds train.bin but no val.bin; add it, or name train.bin itself", 1),
+    ("--data {d}ids.bin", "--vocab-size is missing: ids.bin holds token ids; GPT-2's tokenizer has 50257", 1),
+    ("--data {d}odd.bin --vocab-size 9", "--data {d}odd.bin has 3 bytes, not a multiple of 2;", 1),
+    ("--data {d}empty.bin --vocab-size 9", "--data {d}empty.bin has 0 training tokens, too few for", 1),
+    (
+        "--data {d}ids.bin --vocab-size 50257",
+        "--data {d}ids.bin has token id 65535, beyond --vocab-size 50257; use at least 65536",
+        1,
+    ),
+    ("--data {text} --vocab-size 65", "--data {text} has token id 117, beyond --vocab-size 65;", 1),
+    (
+        "--data {d}ids.bin --vocab-size 70000 --tokenizer t",
+        "--tokenizer t reads text, but --data {d}ids.bin is tokens already",
+        1,
+    ),
+    ("--out {d}run", "--out {d}run holds a run already; use --resume {d}run, or another folder", 1),
+    ("--out {d}empty.txt/x", "--out {d}empty.txt/x cannot be written to (Not a directory)", 1),
+    ("--resume {d}none", "--resume {d}none holds no complete checkpoint; give a run folder or a checkpoint in", 1),
+    ("--resume {d}unfinished", "--resume {d}unfinished holds no complete checkpoint; give a run folder", 1),
+    ("--init {d}none", "--init {d}none holds no config.json; give the folder of a Hugging Face Llama or Mixtral", 1),
+    ("--init {d}bert", "--init {d}bert is a 'bert', but only llama and mixtral can be trained here", 1),
+    ("--init {d}stretched", "--init {d}stretched stretches its RoPE (llama3), which is not done here", 1),
+    ("--init {d}wide-heads", "--init {d}wide-heads has heads of 32, not of hidden size / heads, which is not", 1),
+    ("--init {d}few-sizes", "--init {d}few-sizes: config.json has no vocab_size; copy it again", 1),
+    ("--init {d}odd-heads", "--init {d}odd-heads: heads 3 is not a multiple of kv_heads 2", 1),
+    ("--init {d}torn", "--init {d}torn: config.json is not JSON; copy it again", 1),
+    (
+        "--init {d}few-tokens",
+        "--init {d}few-tokens knows 100 tokens and the data has 256; add its --tokenizer",
+        1,
+    ),
+]
+SIZES = [
+    (
+        "--global-batch 30 --micro-batch 8",
+        "--global-batch and --micro-batch: global batch 30 is not a multiple of micro-batch 8 x 4",
+        4,
+    ),
+    ("--global-batch 32", "--global-batch and --micro-batch: global batch 32 is not a multiple", 3),
+    ("--tp 3", "--pp 1 x --tp 3 x --cp 1 does not divide the 4 ranks of this run; the product may be 1, 2, 4", 4),
+    ("--pp 2", "--pp 2 x --tp 1 x --cp 1 does not divide the 1 ranks of this run; the product may be 1", 1),
+    (
+        "--pp 2 --tp 2 --cp 2",
+        "--pp 2 x --tp 2 x --cp 2 does not divide the 12 ranks of this run; the product may be 1, 2, 3, 4, 6, 12",
+        12,
+    ),
+    ("--tp 8", "--tp 8: 8 tensor-parallel ranks do not divide heads 4; use 1, 2, 4 ranks", 8),
+    ("--cp 3 --global-batch 8", "--cp 3 --cp-kind zigzag: a sequence of 128 tokens does not divide", 3),
+    (
+        "--cp 2 --cp-kind ring --seq-len 31",
+        "--cp 2 --cp-kind ring: a sequence of 31 tokens does not divide into the P = 2 parts of the contiguous layout; "
+        "use 30 or 32",
+        2,
+    ),
+    ("--cp 8 --cp-kind ulysses", "--cp 8 --cp-kind ulysses: 4 query heads do not divide among 8", 8),
+    (
+        "--cp 4 --cp-kind ulysses --tp 2",
+        "--cp 4 --cp-kind ulysses: 2 query heads do not divide among 4 ranks of Ulysses; use 1, 2 ranks, or USP",
+        8,
+    ),
+    ("--sequence-parallel", "--sequence-parallel cuts over tensor-parallel ranks, and --tp is 1; use --tp 2", 1),
+    ("--tp 2 --sequence-parallel --seq-len 65", "--tp 2: 2 tensor-parallel ranks do not divide sequence 65", 2),
+    ("--pp 8", "--pp 8 --schedule 1f1b --stages-per-rank 1: 4 layers are too few for 8 stages; use fewer stages", 8),
+    (
+        "--pp 2 --schedule zb-v",
+        "--pp 2 --schedule zb-v --stages-per-rank 1: zb-v: 1 stages per rank; use 2, one on the way down and one on",
+        2,
+    ),
+    (
+        "--pp 2 --stages-per-rank 2",
+        "--pp 2 --schedule 1f1b --stages-per-rank 2: 1f1b: 2 stages per rank; use 1, or one of interleaved, breadth",
+        2,
+    ),
+    (
+        "--pp 2 --schedule interleaved --stages-per-rank 2 --global-batch 24",
+        "--pp 2 --schedule interleaved --stages-per-rank 2: interleaved: 3 micro-batches are no multiple of 2 ranks;",
+        2,
+    ),
+    (
+        "--pp 2 --schedule dualpipe --micro-batch 16",
+        "--pp 2 --schedule dualpipe --stages-per-rank 1: dualpipe: 2 micro-batches for 2 ranks; use an even number of",
+        2,
+    ),
+    (
+        "--pp 3 --schedule dualpipe --global-batch 48",
+        "--pp 3 --schedule dualpipe --stages-per-rank 1: dualpipe: 3 ranks; use an even number, because each rank",
+        3,
+    ),
+    ("--experts 4 --ep 3", "--ep 3 does not divide the 2 ranks of data x context; use 1, 2", 2),
+    ("--experts 4 --ep 2 --tp 2", "--ep 2 does not divide the 1 ranks of data x context; use 1", 2),
+    ("--experts 3 --ep 2", "--experts 3 --top-k 2 --ep 2: experts 3 do not divide among 2 expert-parallel ranks;", 2),
+    ("--experts 4 --top-k 5", "--experts 4 --top-k 5 --ep 1: top-k 5 of 4 experts is impossible; use 1 to 4", 1),
+    ("--fpdt-chunks 3", "--fpdt-chunks 3: 128 tokens do not divide into 3 chunks on 1 ranks; use a multiple of 3", 1),
+    ("--fpdt-chunks 128", "--fpdt-chunks 128: a chunk of a rank has 1 tokens; must be even", 1),
+]
+EXCLUDED = [  # each is fine without the other
+    (
+        "--pp 2 --zero 3",
+        "--zero 3 with --pp: a layer would be gathered again for each micro-batch in flight; use --z",
+        2,
+    ),
+    ("--ep 2", "--ep 2: there are no experts to share out; add --experts 8, or leave it out", 2),
+    ("--experts 4 --bias-speed 0.1", "--experts 4 --top-k 2 --ep 1: bias-speed needs the sigmoid router", 1),
+    ("--precision bf16-master", "--precision bf16-master keeps the fp32 weights in ZeRO's shards; add --zero 1, 2", 1),
+    ("--fpdt-chunks 2 --tp 2", "--fpdt-chunks 2 cannot go with --tp: it runs the backward of a whole dense block", 2),
+    ("--fpdt-chunks 2 --pp 2", "--fpdt-chunks 2 cannot go with --pp: it runs the backward of a whole dense block", 2),
+    ("--fpdt-chunks 2 --experts 4", "--fpdt-chunks 2 cannot go with --experts: it runs the backward of a whole", 1),
+    ("--fpdt-chunks 2 --recompute full", "--fpdt-chunks 2 cannot go with --recompute full: it runs the backward", 1),
+    ("--fpdt-chunks 2 --precision bf16", "--fpdt-chunks 2 cannot go with --precision bf16: it runs the backward", 1),
+    (
+        "--fpdt-chunks 2 --cp 2 --cp-kind ring",
+        "--fpdt-chunks 2 exchanges heads as Ulysses does; use --cp-kind ulysses, not ring",
+        2,
+    ),
+]
+CASES = [*OPTIONS, *FILES, *SIZES, *EXCLUDED]
+
+
+def refusal(words, ranks=1):
+    with pytest.raises(UsageError) as refused:
+        train.prepare(words, ranks)
+    assert not dist.is_initialized()
+    said = str(refused.value)
+    assert "\n" not in said
+    return said
+
+
+def test_bad_input_is_refused_in_one_line_before_any_process_group(tmp_path, text):  # noqa: F811
+    write_files(tmp_path)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(CASES) >= 60
+    for line, start, ranks in CASES:
+        words = [word.format(d=f"{tmp_path}/", text=text) for word in line.split()]
+        words = words if "--data" in words or "--resume" in words else ["--data", text, *words]
+        said, start = refusal(words, ranks), start.format(d=f"{tmp_path}/", text=text)
+        assert said.startswith(start), f"{line}: {said}"
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(text):  # noqa: F811
+    assert refusal(["--device", "cuda"]) == "--device cuda: there is no GPU here; use --device cpu"
+
+
+# ------------------------------------------------------------------------------------- what does not fit a checkpoint
+
+# Of a run with 4 experts, in 8 steps of 8 samples of 16 tokens.
+ANOTHER_RUN = [
+    ("--seq-len 8", "--seq-len 8 does not fit {c}, which was trained with 16; leave it out", 1),
+    ("--global-batch 4", "--global-batch 4 does not fit {c}, which was trained with 8; leave it out", 1),
+    ("--preset small", "--preset small does not fit {c}, which was trained with tiny; leave it out", 1),
+    ("--seed 1", "--seed 1 does not fit {c}, which was trained with 0; leave it out", 1),
+    ("--tied", "--tied True does not fit {c}, which was trained with False; leave it out", 1),
+    ("--tokenizer gpt2", "--tokenizer gpt2 does not fit {c}, which was trained with ; leave it out", 1),
+    ("--vocab-size 50257", "--vocab-size 50257 does not fit {c}, which was trained with 0; leave it out", 1),
+    ("--experts 8", "--experts 8 does not fit {c}, which was trained with 4; leave it out", 1),
+    ("--router sigmoid", "--router sigmoid does not fit {c}, which was trained with softmax; leave it out", 1),
+    ("--precision bf16", "--precision bf16 does not fit {c}, which was trained with fp64; leave it out", 1),
+    ("--data other.txt", "--data other.txt does not fit {c}, which was trained with ", 1),
+    ("--init llama", "--init llama does not fit {c}, which was trained with ; leave it out", 1),
+    ("--out x", "--out x cannot go with --resume: a resumed run goes on in its own folder", 1),
+    ("--ep 3", "--ep 3 does not divide the 2 ranks of data x context; use 1, 2", 2),
+    ("--tp 8 --micro-batch 1", "--tp 8: 8 tensor-parallel ranks do not divide heads 4; use 1, 2, 4 ranks", 8),
+    ("--pp 2 --zero 3", "--zero 3 with --pp: a layer would be gathered again for each micro-batch in flight;", 2),
+]
+
+
+def test_options_that_would_make_it_another_run_are_refused_on_resume(text, tmp_path):  # noqa: F811
+    _, folder = train_on(1, [*arguments(text, experts=4), "--out", str(tmp_path / "run")])
+    newest = f"{folder}/checkpoints/step-000008"
+    for line, start, ranks in ANOTHER_RUN:
+        said = refusal(["--resume", folder, "--steps", "12", *line.split()], ranks)
+        assert said.startswith(start.format(c=newest)), f"{line}: {said}"
+    assert refusal(["--resume", folder]) == f"--steps 8: {newest} has done 8 already; ask for more"
+    assert train.prepare(["--resume", folder, "--steps", "12"], 1).config.steps == 12
+
+
+def test_other_data_under_the_same_name_is_refused_on_resume(tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_text(TEXT)
+    _, folder = train_on(1, [*arguments(str(data)), "--out", str(tmp_path / "run")])
+    data.write_text(TEXT + "one more line\n")
+    said = refusal(["--resume", folder, "--steps", "12"])
+    assert f"was trained on 94,987 tokens, but --data {data} now has 95,000" in said, said
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def held_on_this_rank(words):
+    config = Config(**parse(words))
+    me = make_rank(config, fuzz.SIZES, torch.device("cpu"))
+    fuzz.rank.train_step(me, fuzz.batches(config, fuzz.load_corpus(config), config.micro_batch, 0, 1)[0])
+    inner = [owner.optimizer for owner in me.engine.owners]
+    states = sum(held_bytes([], optimizer).optimizer for optimizer in inner)
+    return held_bytes(me.model).parameters + states
+
+
+@pytest.mark.parametrize("layout", ["", "--tp 2", "--pp 2", "--pp 2 --schedule dualpipe --micro-batch 1"])
+def test_the_estimate_is_the_least_of_what_the_fullest_rank_holds_and_near_it(layout, text):  # noqa: F811
+    words = fuzz.options(text, layout)
+    ranks = 2
+    need = fits.least_bytes(Config(**parse(words)), fuzz.SIZES, ranks)
+    held = max(run_ranks(ranks, held_on_this_rank, words))
+    assert 0.95 * held < need["weights"] + need["AdamW's states"] <= held
+    assert need["gradients"] == need["weights"]
+
+
+def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares():
+    def need(words, ranks):
+        config = Config(**parse(["--global-batch", "128", "--micro-batch", "1", *words.split()]))
+        return fits.least_bytes(config, fuzz.SIZES, ranks)
+
+    whole = need("", 4)
+    assert need("--zero 1", 4)["AdamW's states"] == whole["AdamW's states"] / 4
+    assert need("--zero 2", 4)["gradients"] == whole["gradients"] / 4
+    assert need("--zero 3", 4)["weights"] == whole["weights"] / 4
+    assert need("--zero 1", 4)["weights"] == whole["weights"] == need("--zero 2", 4)["weights"]
+    assert need("--zero 1", 4)["gradients"] == whole["gradients"]
+    assert 0.5 < need("--tp 2", 4)["weights"] / whole["weights"] < 0.51  # norms are not cut
+    assert need("--pp 2", 4)["weights"] < 0.6 * whole["weights"]
+    assert need("--experts 4 --ep 4", 4)["weights"] < 0.6 * need("--experts 4", 4)["weights"]
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "llama3-70b", "mixtral-8x7b"])
+def test_a_model_that_no_rank_can_hold_is_refused_with_the_estimate(preset, text, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(fits, "memory_of_a_rank", lambda device: 16 * 10**9)
+    words = ["--preset", preset, "--data", text, "--device", "cpu"]
+    said = refusal(words)
+    sizes = train.dataclasses.replace(train.PRESETS[preset], vocab_size=256)
+    need = sum(fits.least_bytes(Config(preset=preset), sizes, 1).values()) / 1e9
+    assert said.startswith(f"--preset {preset} needs at least {need:,.1f} GB on a rank (weights "), said
+    assert "which has 16.0 GB; share it out with --tp, --pp, --ep or --zero on more ranks, or take a smaller" in said
+    train.prepare([*words, "--show-mesh"], 1)  # to look at a layout needs no memory
+    train.prepare(["--data", text], 1)
+
+
+def test_the_memory_of_a_rank_is_its_share_of_the_machine(monkeypatch):
+    whole = fits.memory_of_a_rank(torch.device("cpu"))
+    assert 10**8 < whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert fits.memory_of_a_rank(torch.device("cpu")) == whole // 4

@@ -1,0 +1,238 @@
+"""When something goes wrong: the job ends or recovers in bounded time, and goes on to the losses it would have had.
+
+test_train.py has a rank that is killed or stuck from outside, Ctrl-C, and a single damaged checkpoint; `make fuzz` has
+twenty deaths.
+"""
+
+import json
+import math
+import os
+import resource
+import signal
+import time
+
+import chapters  # noqa: F401  finds the chapters below
+import checkpoint
+import fuzz
+import pytest
+import rank
+import torch
+import torch.distributed as dist
+import train
+from harness.ranks import RankFailure, run_ranks
+from train import Stop
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return fuzz.write_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text, tmp_path_factory):
+    """Losses and norms of twelve steps on two ranks, ZeRO stage 1, in which nothing happens."""
+    words = [*fuzz.kill_options(text), "--out", str(tmp_path_factory.mktemp("undisturbed") / "run")]
+    return fuzz.losses(run_ranks(2, fuzz.run, words)[0])
+
+
+def names(folder):
+    return [path.name for path in checkpoint.complete(folder)]
+
+
+# ------------------------------------------------------------------------------------------------ killed and stuck
+
+
+@pytest.mark.parametrize("seed", [1, 2], ids=[fuzz.ENDS[1], fuzz.ENDS[2]])
+def test_a_rank_that_dies_at_a_random_step_ends_the_job_and_the_same_command_recovers(
+    seed, text, undisturbed, tmp_path
+):
+    done = fuzz.kill_and_go_on(seed, text, tmp_path / "run", undisturbed)
+    assert fuzz.ENDS[seed] in done
+
+
+def stuck(words, who, step):
+    """Train; rank `who` falls asleep in a step. Returns the seconds until this rank noticed."""
+    do_step, begin = rank.train_step, []
+
+    def step_or_sleep(*args):
+        begin.append(time.monotonic())
+        if dist.get_rank() == who and len(begin) == step:
+            time.sleep(60)
+        return do_step(*args)
+
+    train.train_step = step_or_sleep
+    try:
+        fuzz.run(words)
+    except RuntimeError as error:
+        raise AssertionError(f"noticed after {time.monotonic() - begin[-1]:.0f} s: {error}") from error
+
+
+def test_a_rank_that_is_stuck_ends_the_others_after_the_timeout(text, tmp_path):
+    words = [*fuzz.options(text, "--pp 2", timeout=3), "--out", str(tmp_path / "run")]
+    with pytest.raises(RankFailure, match=r"noticed after \d s: .*(?i:timed out|timeout)") as failure:
+        run_ranks(2, stuck, words, 1, 3, timeout=50)
+    assert failure.value.ranks == [0]
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def with_a_full_disk(words, who):
+    """Train; from the second checkpoint on the system lets rank `who` write no file of more than 2000 bytes."""
+    save, saves = checkpoint.Saver.save, [0]
+
+    def limited(self, *args):
+        self.finish()
+        saves[0] += 1
+        if dist.get_rank() == who and saves[0] == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        save(self, *args)
+
+    checkpoint.Saver.save = limited
+    fuzz.run(words)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_disk_that_is_full_on_one_rank_ends_all_and_leaves_the_checkpoint_before(who, text, undisturbed, tmp_path):
+    words = [*fuzz.kill_options(text), "--out", str(tmp_path / "run"), "--restart"]
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, with_a_full_disk, words, who)
+    assert failure.value.kind == "raised", failure.value
+    assert "File too large" in str(failure.value) or "CheckpointException" in str(failure.value), failure.value
+    assert names(tmp_path / "run") == ["step-000003"]
+    assert fuzz.losses(run_ranks(2, fuzz.run, words)[0]) == undisturbed
+    assert names(tmp_path / "run") == ["step-000009", "step-000012"]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".writing-*"))
+
+
+def damage(folder, name, file, how):
+    path = folder / "checkpoints" / name / file
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100] if how == "truncated" else whole[:900] + bytes([whole[900] ^ 1]) + whole[901:])
+
+
+def test_of_several_damaged_checkpoints_each_is_passed_over_with_its_reason(text, undisturbed, tmp_path):
+    words = [*fuzz.kill_options(text), "--keep", "9", "--out", str(tmp_path / "run")]
+    run_ranks(2, fuzz.run, words)
+    folder = tmp_path / "run"
+    damage(folder, "step-000012", "__1_0.distcp", "truncated")
+    damage(folder, "step-000009", "__0_0.distcp", "corrupted")
+    (folder / "checkpoints" / "step-000006" / ".metadata").unlink()
+    plans = run_ranks(2, agreed, ["--resume", str(folder)])
+    assert [step for step, _ in plans] == [3, 3]
+    first, second, third = plans[0][1]
+    assert first.startswith("step-000012 is passed over: step-000012/__1_0.distcp has "), first
+    assert second.startswith("step-000009 is passed over: step-000009/__0_0.distcp has not the contents"), second
+    assert third.startswith("step-000006 is passed over: step-000006/.metadata has 0 bytes but was written"), third
+    assert fuzz.losses(run_ranks(2, fuzz.run, ["--resume", str(folder)])[0]) == undisturbed
+
+
+def agreed(words):
+    plan, _ = train.agree(train.prepare(words, dist.get_world_size()))
+    return plan.resume[2].step, plan.messages
+
+
+def test_when_no_checkpoint_is_whole_the_run_ends_in_one_line(text, tmp_path):
+    words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run")]
+    run_ranks(1, fuzz.run, words)
+    damage(tmp_path / "run", "step-000002", "__0_0.distcp", "corrupted")
+    with pytest.raises(
+        RankFailure, match=r"SystemExit: train.py: --resume .*: no checkpoint is whole: step-000002 is "
+    ):
+        run_ranks(1, agreed, ["--resume", str(tmp_path / "run"), "--steps", "4"])
+
+
+# ------------------------------------------------------------------------------------------------ signals
+
+
+def signalled(words, who, step, number):
+    """Train as the command does; the signal reaches rank `who` alone in `step`. Returns the last step and the vote."""
+    do_step, steps, stop = rank.train_step, [0], Stop()
+    before = signal.signal(number, stop)
+
+    def counted(*args):
+        steps[0] += 1
+        if dist.get_rank() == who and steps[0] == step:
+            os.kill(os.getpid(), number)
+        return do_step(*args)
+
+    train.train_step = counted
+    try:
+        plan, folder = train.agree(train.prepare(words, dist.get_world_size()))
+        train.train(plan, folder, stop)
+    finally:
+        train.train_step = do_step
+        signal.signal(number, before)
+    return steps[0], stop.asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_to_one_rank_makes_all_write_a_checkpoint_of_that_step_and_stop(number, text, tmp_path):
+    words = [*fuzz.options(text, "--tp 2", steps=8), "--out", str(tmp_path / "run")]
+    assert run_ranks(2, signalled, words, 1, 5, number) == [(5, False), (5, True)]
+    assert names(tmp_path / "run") == ["step-000005"]
+    logged = [json.loads(line)["step"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert logged == [0, 1, 2, 3, 4, 5]
+
+
+# ------------------------------------------------------------------------------------------------ not a number
+
+
+def poisoned(words, step, layer):
+    """Train; in `step` the loss of the whole run becomes NaN in one layer, on the first rank that holds it."""
+    do_step, make, steps = rank.train_step, train.make_rank, [0]
+    name = f"model.layers.{layer}.input_layernorm.weight"
+
+    def made(*args, **more):
+        me = make(*args, **more)
+        mine = dict(me.model.named_parameters())
+        holders = [None] * dist.get_world_size()
+        dist.all_gather_object(holders, name in mine)
+        if dist.get_rank() == holders.index(True):
+            mine[name].register_hook(lambda g: g * math.nan if steps[0] == step else g)
+        return me
+
+    def counted(*args):
+        steps[0] += 1
+        return do_step(*args)
+
+    train.make_rank, train.train_step = made, counted
+    try:
+        log = fuzz.run(words)
+        return [line["step"] for line in log if "loss" in line and not math.isfinite(line["grad_norm"])]
+    except rank.NotFinite as error:
+        return str(error)
+    finally:
+        train.make_rank, train.train_step = make, do_step
+
+
+LAYOUTS = [  # (layout, the rank that holds layer 3 first, --on-nan)
+    ("--tp 2 --sequence-parallel --zero 1", 0, "stop"),
+    ("--pp 2 --zero 2", 2, "stop"),
+    ("--cp 2 --cp-kind ring --experts 4 --ep 2 --zero 3", 0, "skip"),
+]
+
+
+def poisoned_in_turn(lines):
+    return [poisoned(words, 2, 3) for words in lines]
+
+
+def test_a_gradient_that_is_not_a_number_is_traced_to_its_rank_layer_and_step_in_every_kind_of_layout(text, tmp_path):
+    lines = [
+        [*fuzz.options(text, f"{layout} --micro-batch 1", steps=3), "--on-nan", action, "--out", str(tmp_path / str(i))]
+        for i, (layout, _, action) in enumerate(LAYOUTS)
+    ]
+    for said in run_ranks(4, poisoned_in_turn, lines, timeout=120):
+        for (layout, holder, action), outcome in zip(LAYOUTS, said, strict=True):
+            where = f"step 2: rank {holder}: gradient of model.layers.3.input_layernorm.weight is not finite; the "
+            if action == "stop":
+                assert isinstance(outcome, str) and outcome.startswith(where), f"{layout}: {outcome}"
+            else:
+                assert outcome == [2], f"{layout}: steps {outcome} were left out"
+
+
+def test_weights_after_a_step_that_was_left_out_are_those_before_it(text, tmp_path):
+    words = [*fuzz.options(text, "--zero 2", steps=4, warmup=0, lr=1e-3, min_lr=1e-3), "--on-nan", "skip"]
+    assert run_ranks(2, poisoned, [*words, "--out", str(tmp_path / "run")], 3, 1) == [[3], [3]]
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert torch.tensor([line["val_loss"] for line in logged if "val_loss" in line]).isfinite().all()

@@ -1,0 +1,261 @@
+"""To and from Hugging Face: transformers reads what the trainer wrote, and the trainer starts from what it wrote."""
+
+import json
+import shutil
+import sys
+
+import hf
+import pytest
+import torch
+import torch.nn.functional as F
+import train
+import transformers
+from data import Sampler, load_corpus
+from harness.oracle import assert_same
+from harness.ranks import run_ranks
+from model import alone, full_shapes
+from moe_layer import MoEConfig
+from moe_llama import cut_experts
+from options import Config, UsageError
+from safetensors.torch import load_file, save_file
+from test_train import SMALL, TEXT, arguments, losses, run, train_on
+
+TOKENS = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "numbers.txt"
+    file.write_text(TEXT)
+    return str(file)
+
+
+def read_by_transformers(folder):
+    """In float64. Its norms and softmaxes round to float32 all the same, so 1e-6 is as near as it and ours can be."""
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config._experts_implementation = "eager"
+    options = dict(dtype=torch.float64, attn_implementation="eager", local_files_only=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, **options).eval()
+
+
+def read_by_ours(folder):
+    sizes, (experts, top_k) = hf.read_sizes(str(folder))
+    moe = MoEConfig(sizes.hidden, sizes.intermediate, experts, top_k) if experts else None
+    model = alone(sizes, moe).double()
+    weights = hf.read_weights(str(folder), set(full_shapes(sizes, moe)))
+    model.load_state_dict(cut_experts(model, weights, None), strict=False)
+    return model
+
+
+@torch.no_grad()
+def loss_by_transformers(model, samples):
+    tokens, labels = samples
+    return F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()).item()
+
+
+def new_model(folder, kind="llama", tied=False, **saving):
+    """A folder that transformers wrote, with lively weights."""
+    torch.manual_seed(1)
+    sizes = SIZES | dict(vocab_size=256, tie_word_embeddings=tied, initializer_range=0.3, rope_theta=20000.0)
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    else:
+        config = transformers.LlamaConfig(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(folder, **saving)
+    return str(folder)
+
+
+# ------------------------------------------------------------------------------------------------------------ export
+
+# What is exported does not depend on the layout that trained it, so each kind of model comes from another layout.
+EXPORTS = {
+    "llama": (2, "--tp 2 --sequence-parallel --zero 1"),
+    "tied": (2, "--pp 2 --tied"),
+    "mixtral": (4, "--experts 4 --ep 2 --pp 2 --balance 0"),
+}
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_transformers_gives_the_logits_and_the_validation_loss_of_an_exported_run(kind, text, tmp_path):
+    ranks, layout = EXPORTS[kind]
+    words = [*arguments(text, steps=3, warmup=0, lr=0.1, clip=0, eval_samples=8), *layout.split()]
+    log, folder = train_on(ranks, [*words, "--out", str(tmp_path / "run")], tied=kind == "tied")
+    assert hf.export(folder, str(tmp_path / "out")) == "step-000003"
+    theirs = read_by_transformers(tmp_path / "out")
+    assert type(theirs).__name__ == hf.KINDS["mixtral" if kind == "mixtral" else "llama"]
+    assert theirs.config.tie_word_embeddings == (kind == "tied")
+    with torch.no_grad():
+        assert_same(read_by_ours(tmp_path / "out")(TOKENS), theirs(TOKENS).logits, 1e-6, "logits")
+    held_out = Sampler(load_corpus(Config(data=text, seq_len=16)).val, 16, 256, 0)
+    want = loss_by_transformers(theirs, held_out.samples(list(range(8))))
+    assert_same(log[-1]["val_loss"], want, 1e-6, "validation loss at the end of the run")
+
+
+def test_an_exported_model_has_the_dtype_that_was_asked_for_and_the_command_says_what_it_wrote(
+    text, tmp_path, monkeypatch, capsys
+):
+    _, folder = train_on(1, [*arguments(text, steps=1, warmup=0), "--out", str(tmp_path / "run")])
+    monkeypatch.setattr(sys, "argv", ["hf.py", folder, str(tmp_path / "out"), "--dtype", "bfloat16"])
+    hf.main()
+    assert capsys.readouterr() == (f"step-000001 of {folder} written to {tmp_path / 'out'}\n", "")
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    monkeypatch.setattr(sys, "argv", ["hf.py", str(tmp_path), "x"])
+    with pytest.raises(SystemExit, match="2"):
+        hf.main()
+    said = capsys.readouterr().err
+    assert said.startswith("hf.py: ") and said.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ import
+
+IMPORTS = [
+    ("llama", 1, ""),
+    ("llama", 4, "--tp 2 --pp 2 --zero 1"),
+    ("tied", 2, "--pp 2"),
+    ("tied", 2, "--zero 3"),
+    ("mixtral", 4, "--ep 2 --tp 2"),
+    ("mixtral", 4, "--ep 2 --pp 2 --zero 2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "layout"), IMPORTS, ids=lambda value: str(value))
+def test_a_run_from_a_hugging_face_folder_starts_with_the_losses_of_transformers(kind, ranks, layout, text, tmp_path):
+    folder = new_model(tmp_path / "model", "mixtral" if kind == "mixtral" else "llama", tied=kind == "tied")
+    words = [*arguments(text, steps=2, eval_samples=8), *layout.split(), "--init", folder]
+    log, _ = run_ranks(ranks, run, [*words, "--out", str(tmp_path / "run")], {})[0]
+    theirs, corpus = read_by_transformers(folder), load_corpus(Config(data=text, seq_len=16))
+    held_out, training = (Sampler(tokens, 16, 256, 0) for tokens in (corpus.val, corpus.train))
+    want = loss_by_transformers(theirs, held_out.samples(list(range(8))))
+    assert_same(log[0]["val_loss"], want, 1e-6, "validation loss before the first step")
+    first = [training.window(i) for i in range(8)]
+    assert_same(losses(log)[1][0], loss_by_transformers(theirs, training.samples(first)), 1e-6, "first loss")
+
+
+def test_a_model_in_several_files_is_read_and_comes_back_bit_by_bit(text, tmp_path):
+    folder = new_model(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
+    words = [*arguments(text, steps=1, warmup=0, precision="fp32", lr=1e-30, min_lr=0), "--init", folder]
+    _, run_folder = run_ranks(2, run, [*words, "--tp", "2", "--out", str(tmp_path / "run")], {})[0]
+    hf.export(run_folder, str(tmp_path / "out"))
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    sent = {n: t for file in (tmp_path / "model").glob("*.safetensors") for n, t in load_file(file).items()}
+    assert back.keys() == sent.keys()
+    assert all(torch.equal(back[name], sent[name]) for name in sent)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_folder_goes_through_a_run_with_every_size_it_came_with(kind, text, tmp_path):
+    folder = new_model(tmp_path / "model", kind)
+    words = [*arguments(text, steps=1, warmup=0), "--init", folder, "--out", str(tmp_path / "run")]
+    _, run_folder = run_ranks(1, run, words, {})[0]
+    hf.export(run_folder, str(tmp_path / "out"))
+    assert hf.read_sizes(str(tmp_path / "out")) == hf.read_sizes(folder)
+    assert hf.read_sizes(folder)[0].rope_theta == 20000.0
+
+
+def test_a_run_that_began_with_a_folder_resumes_without_it(text, tmp_path):
+    folder = new_model(tmp_path / "model", "mixtral")
+    # Experts are balanced within a micro-batch of all ranks, so that loss depends on the layout. Here it is left out.
+    words = [*arguments(text, keep=9, balance=0), "--init", folder, "--out", str(tmp_path / "run")]
+    log, run_folder = run_ranks(1, run, words, {})[0]
+    shutil.rmtree(folder)
+    again, _ = run_ranks(2, run, ["--resume", f"{run_folder}/checkpoints/step-000004", "--ep", "2"], {})[0]
+    for step in range(5, 9):
+        assert_same(losses(again)[step][0], losses(log)[step][0], 1e-9, f"loss of step {step}")
+
+
+def changed(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_process_group(text, tmp_path):
+    good = tmp_path / "good"
+    new_model(good)
+    weights = load_file(good / "model.safetensors")
+    words = arguments(text)
+
+    def refusal(name, **changes):
+        folder = tmp_path / name
+        shutil.copytree(good, folder)
+        changed(folder, **changes)
+        if name == "missing":
+            save_file({n: t for n, t in weights.items() if "layers.1.mlp.up" not in n}, folder / "model.safetensors")
+        if name == "other":
+            save_file(weights | {"model.norm.weight": torch.ones(7)}, folder / "model.safetensors")
+        if name == "none":
+            (folder / "model.safetensors").unlink()
+        if name == "cut":
+            file = folder / "model.safetensors"
+            file.write_bytes(file.read_bytes()[:1000])
+        with pytest.raises(UsageError) as error:
+            train.prepare([*words, "--init", str(folder)], 1)
+        assert "\n" not in str(error.value)
+        return str(error.value).removeprefix(f"--init {folder} ")
+
+    up = "model.layers.1.mlp.up_proj.weight"
+    assert refusal("gpt", model_type="gpt2") == "is a 'gpt2', but only llama and mixtral can be trained here"
+    assert refusal("missing") == f"has 1 *.safetensors, and in none of them {up}"
+    assert refusal("none").startswith("has 0 *.safetensors, and in none of them ")
+    assert refusal("other") == "has model.norm.weight of shape [7], but its config.json asks for [32]"
+    assert refusal("deeper", num_hidden_layers=3).startswith("has 1 *.safetensors, and in none of them model.layers.2.")
+    assert refusal("wide", head_dim=16).startswith("has heads of 16, not of hidden size / heads")
+    assert refusal("biased", attention_bias=True).startswith("has biases")
+    assert refusal("gelu", hidden_act="gelu").startswith("uses gelu")
+    assert refusal("long", rope_parameters={"rope_type": "llama3", "factor": 8.0}).startswith("stretches its RoPE")
+    assert refusal("small", vocab_size=65).startswith("knows 65 tokens and the data has 256; add its --tokenizer")
+    assert "cannot be read" in refusal("cut")
+    with pytest.raises(UsageError, match="holds no config.json; give the folder of a Hugging Face Llama or Mixtral"):
+        train.prepare([*words, "--init", str(tmp_path)], 1)
+
+
+# --------------------------------------------------------------------------------------------------------- tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A byte-pair tokenizer of 300 tokens, trained on the test's own text, with a token that begins a document."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet)
+    )
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>").save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_hugging_face_tokenizer_reads_the_text_and_gives_it_back(text, tokenizer, tmp_path):
+    corpus = load_corpus(Config(data=text, tokenizer=tokenizer, seq_len=16))
+    assert corpus.vocab_size == 300 and len(corpus.train) < 0.6 * 0.9 * len(TEXT)
+    assert corpus.decode(corpus.train.tolist()) + corpus.decode(corpus.val.tolist()) == TEXT
+    words = [*arguments(text, tokenizer=tokenizer, steps=4, sample=8), "--out", str(tmp_path / "run")]
+    log, _ = run_ranks(2, run, [*words, "--tp", "2"], SMALL | {"vocab_size": 300})[0]
+    assert abs(log[0]["val_loss"] - torch.tensor(300.0).log().item()) < 0.2
+    prompt = corpus.decode(corpus.val[:16].tolist())
+    assert (tmp_path / "run" / "sample.txt").read_text().startswith(prompt)
+
+
+def test_tokenizers_that_do_not_fit_are_refused_in_one_line(text, tokenizer, tmp_path):
+    ids = tmp_path / "ids.bin"
+    ids.write_bytes(bytes(4000))
+    cases = [
+        (["--data", str(ids), "--vocab-size", "300", "--tokenizer", tokenizer], "reads text, but --data"),
+        (["--data", text, "--tokenizer", str(tmp_path)], "cannot be loaded: "),
+        (["--data", text, "--tokenizer", tokenizer, "--init", new_model(tmp_path / "m")], "--init .* the data has 300"),
+    ]
+    for words, line in cases:
+        with pytest.raises(UsageError, match=line) as error:
+            train.prepare(words, 1)
+        assert "\n" not in str(error.value)

@@ -1,0 +1,210 @@
+"""The planner's bytes, held against the trainer's meter: what is held and sent exactly, what is kept and the peak."""
+
+import dataclasses
+
+import chapters  # noqa: F401  finds the chapters below
+import plan_memory as pm
+import plan_traffic
+import pytest
+from _plan_meter import measured
+from accounting import activations
+from harness.meter import bytes_on_the_wire
+from harness.ranks import run_ranks
+from llama import LLAMA3_8B, LLAMA3_70B, LlamaConfig
+from options import Config
+from zero_memory import bytes_sent
+
+SIZES = LlamaConfig(vocab_size=256, hidden=64, layers=4, heads=8, kv_heads=4, intermediate=192)
+BASE = {"seq_len": 64, "global_batch": 16, "micro_batch": 4, "device": "cpu", "preset": "tiny"}
+SP = {"sequence_parallel": True}
+LAYOUTS = {
+    1: [
+        {},
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"precision": "fp64"},
+        {"micro_batch": 16},
+        {"experts": 4},
+        {"zero": 1, "precision": "bf16-master"},
+    ],
+    2: [
+        {"zero": 1},
+        {"zero": 2},
+        {"zero": 3},
+        {"tp": 2},
+        {"tp": 2, **SP},
+        {"tp": 2, "recompute": "full"},
+        {"tp": 2, "recompute": "full", **SP},
+        {"cp": 2, "cp_kind": "ring"},
+        {"cp": 2, "cp_kind": "ulysses"},
+        {"cp": 2, "cp_kind": "allgather"},
+        {"cp": 2, "cp_kind": "zigzag", "recompute": "full"},
+        {"pp": 2},
+        {"pp": 2, "schedule": "afab"},
+        {"pp": 2, "schedule": "interleaved", "stages_per_rank": 2},
+        {"pp": 2, "recompute": "full"},
+        {"pp": 2, "schedule": "zb-h1"},
+        {"pp": 2, "schedule": "zb-v", "stages_per_rank": 2},
+        {"zero": 1, "bucket_mib": 0.1},
+    ],
+    4: [
+        {"tp": 4, **SP},
+        {"tp": 2, "zero": 2, **SP},
+        {"zero": 3},
+        {"zero": 2, "precision": "bf16-master"},
+        {"zero": 3, "recompute": "full"},
+        {"cp": 4, "cp_kind": "ulysses", "recompute": "selective"},
+        {"cp": 4, "cp_kind": "ring", "recompute": "selective"},
+        {"cp": 4, "cp_kind": "usp", "zero": 3},
+        {"cp": 2, "cp_kind": "zigzag", "tp": 2, "zero": 1},
+        {"pp": 2, "tp": 2, "zero": 1, **SP},
+        {"pp": 4},
+        {"pp": 2, "schedule": "dualpipe", "micro_batch": 2},
+        {"pp": 2, "cp": 2, "cp_kind": "ring", "zero": 2},
+        {"experts": 4, "zero": 1},
+    ],
+}
+HELD = ("weights", "gradients", "optimizer states")
+
+
+def all_of(options, sizes):
+    return [measured(words, sizes) for words in options]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """(name, layout, mixture of experts, what the meter says) for every pipeline place of every layout."""
+    found = []
+    for ranks, layouts in LAYOUTS.items():
+        options = [BASE | layout for layout in layouts]
+        results = run_ranks(ranks, all_of, options, SIZES, timeout=300.0)
+        for i, words in enumerate(options):
+            config = Config(**words)
+            layout, moe = pm.Layout.of(config, SIZES, ranks), config.mixture(SIZES)
+            places = {results[rank][i]["rank"]: results[rank][i] for rank in range(ranks)}
+            name = f"{ranks} ranks {layouts[i]}"
+            found += [(f"{name}, pipeline place {place}", layout, moe, each) for place, each in places.items()]
+    return found
+
+
+def test_weights_gradients_and_optimizer_states_of_38_layouts_are_exact_to_the_byte(rows):
+    for name, layout, moe, meter in rows:
+        assert pm.held(SIZES, moe, layout, meter["rank"]) == {what: meter[what] for what in HELD}, name
+
+
+def test_bytes_sent_are_exact_for_every_collective_of_every_layout(rows):
+    for name, layout, moe, meter in rows:
+        found = plan_traffic.flows(SIZES, moe, layout, meter["rank"], p2p_reduce=True)
+        want = {what: pytest.approx(count, abs=0.5) for what, count in meter["sent"].items()}
+        assert plan_traffic.by_collective(found) == want, name
+
+
+def test_activations_of_every_stage_are_exact_for_dense_models_and_within_3_percent_for_experts(rows):
+    for name, layout, moe, meter in rows:
+        stages = pm.stage_layers(layout, SIZES.layers, meter["rank"])
+        for layers, want in zip(stages, meter["activations"], strict=True):
+            got = sum(pm.activations(SIZES, moe, layout, layers).values())
+            assert got == (pytest.approx(want, rel=0.03) if moe else want), f"{name}, {layers}"
+
+
+def test_the_peak_of_every_layout_is_within_5_percent(rows):
+    for name, layout, moe, meter in rows:
+        got = sum(pm.peak(SIZES, moe, layout, meter["rank"]).values())
+        assert got == pytest.approx(meter["peak"], rel=0.05), name
+
+
+def test_zero_divides_what_the_paper_says_it_divides():
+    """16 bytes per parameter of which stage 1 divides 12, stage 2 14, stage 3 all (1910.02054, figure 1)."""
+    N, total = 64, {}
+    for stage in (0, 1, 2, 3):
+        layout = pm.Layout(dp=N, zero=stage, precision="bf16-master", seq_len=128)
+        total[stage] = sum(pm.held(LLAMA3_8B, None, layout).values())
+    psi = sum(weight.numel for weight in pm.weights_of(LLAMA3_8B, None, pm.Layout()))
+    for stage, each in {0: 16, 1: 4 + 12 / N, 2: 2 + 14 / N, 3: 16 / N}.items():
+        assert total[stage] == pytest.approx(each * psi, rel=1e-4)
+
+
+def test_a_pipeline_of_70_billion_parameters_holds_every_weight_once():
+    layout = pm.Layout(pp=8, tp=8, micro_batches=16, seq_len=8192)
+    every = [weight.numel for rank in range(8) for weight in pm.weights_of(LLAMA3_70B, None, layout, rank)]
+    whole = sum(weight.numel for weight in pm.weights_of(LLAMA3_70B, None, pm.Layout()))
+    norms = (2 * 80 + 1) * 8192  # each tensor rank holds these whole
+    assert 8 * (sum(every) - norms) + norms == whole
+
+
+def test_the_options_of_a_layout_give_the_layout_again():
+    layout = pm.Layout.of(Config(**BASE | {"tp": 2, "zero": 1}), SIZES, 4)
+    words = layout.options().split()
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    again = dataclasses.replace(
+        Config(**BASE), tp=int(given["--tp"]), zero=int(given["--zero"]), precision=given["--precision"]
+    )
+    assert pm.Layout.of(again, SIZES, 4) == layout
+
+
+# ------------------------------------------------------------------- the same formulas as in the chapters, and by hand
+
+
+def test_on_one_rank_activations_are_chapter_01s_formula():
+    for mode in ("none", "selective", "full"):
+        for precision, element in (("fp32", 4), ("bf16-master", 2), ("fp64", 8)):
+            layout = pm.Layout(micro_batch=2, seq_len=32, recompute=mode, precision=precision)
+            want = activations(SIZES, 2, 32, element, "fused", mode)
+            got = sum(pm.activations(SIZES, None, layout, range(SIZES.layers)).values())
+            assert got == sum(want.values()) - want["tokens, labels (int64)"], (mode, precision)
+
+
+def test_ulysses_keeps_the_output_twice_and_a_ring_does_not():
+    base = {"micro_batch": 2, "seq_len": 32}
+    ring, swap = (
+        pm.block_activations(SIZES, None, pm.Layout(**base, **axis)) for axis in ({"ring": 2}, {"ulysses": 2})
+    )
+    assert swap - ring == 2 * 16 * SIZES.hidden * 4
+
+
+def test_buckets_close_as_soon_as_they_are_full_from_the_last_weight_backwards():
+    weights = [pm.Weight(numel, 0) for numel in (7, 3, 2, 4, 1)]
+    assert pm.size_buckets(weights, 5 * 4, 4) == [5, 5, 7]
+    assert pm.size_buckets(weights, 10**9, 4) == [17]
+
+
+def test_padding_is_held_by_every_rank_that_holds_a_shard():
+    owner = pm.Buckets(4, 2, (10, 3))
+    assert owner.shards == [3, 1] and owner.padded == 16
+
+
+def test_tensor_parallel_sends_what_chapter_04_says():
+    t, layers = 4, SIZES.layers
+    for split in (False, True):
+        layout = pm.Layout(tp=t, sequence_parallel=split, micro_batch=2, seq_len=32)
+        n = layout.tokens * SIZES.hidden * 4
+        want = ((8 + 2 * split) * layers + 4 + split) * n * (t - 1) / t + 2 * 3 * layout.tokens * 4 * (t - 1) / t
+        what = ("products", "embedding", "output", "softmax")
+        got = sum(f.wire for f in plan_traffic.flows(SIZES, None, layout) if any(word in f.what for word in what))
+        assert got == pytest.approx(want)
+
+
+def test_zero_sends_what_chapter_03_says_and_stage_3_keeps_the_root_and_the_last_layer():
+    for stage in (0, 1, 2, 3):
+        layout = pm.Layout(dp=4, zero=stage, micro_batches=3, seq_len=32)
+        weights = pm.weights_of(SIZES, None, layout)
+        total = 4 * sum(weight.numel for weight in weights)
+        block = 4 * sum(weight.numel for weight in weights if weight.layer == 0)
+        kept = total - SIZES.layers * block + block
+        what = ("gradients", "weights", "new weights")
+        got = sum(flow.wire for flow in plan_traffic.flows(SIZES, None, layout) if flow.what in what)
+        assert got == bytes_sent(stage, 4, total, kept, 3 if stage >= 2 else 1), stage
+
+
+def test_a_ring_sends_kv_once_forward_and_with_its_gradient_backward():
+    layout = pm.Layout(ring=4, micro_batch=2, seq_len=32)
+    kv = 2 * layout.tokens * SIZES.kv_heads * SIZES.head_dim * 4
+    got = sum(flow.wire for flow in plan_traffic.flows(SIZES, None, layout) if flow.axis == "ring")
+    assert got == SIZES.layers * 3 * 3 * kv
+
+
+def test_the_ring_formulas_of_collectives_are_those_of_the_meter():
+    for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        own = 30 if collective == "all_to_all" else 0
+        want = bytes_on_the_wire(collective, 120, 4, own=own)
+        assert plan_traffic.Flow(collective, "data", 120, 4).wire == want, collective

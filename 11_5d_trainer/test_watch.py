@@ -1,0 +1,209 @@
+"""What the meter says is what was sent, and what was sent is what the chapters' formulas say, to the byte."""
+
+import dataclasses
+import json
+import math
+import sys
+from unittest import mock
+
+import generate
+import pytest
+import rank as rank_module
+import torch
+import torch.distributed as dist
+import train
+import watch
+from data import Sampler, load_corpus
+from harness.meter import communication, held_bytes
+from harness.ranks import run_ranks
+from options import UsageError
+from test_train import SMALL, TEXT, arguments, losses, run, train_on
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "numbers.txt"
+    file.write_text(TEXT)
+    return str(file)
+
+
+LAYOUTS = [
+    (2, ""),
+    (3, "--global-batch 12 --zero 1"),
+    (4, "--zero 2"),
+    (2, "--zero 3"),
+    (2, "--zero 1 --precision bf16-master"),
+    (2, "--tp 2"),
+    (4, "--tp 4 --sequence-parallel"),  # 2 K/V heads on 4 ranks
+    (4, "--tp 2 --sequence-parallel --zero 2"),
+    (4, "--cp 4 --cp-kind ulysses"),  # 2 K/V heads
+    (2, "--cp 2 --cp-kind zigzag --zero 1"),
+    (2, "--cp 2 --cp-kind allgather"),
+    (4, "--cp 4 --cp-kind usp --micro-batch 4"),
+    (2, "--pp 2 --schedule 1f1b --tied"),
+    (4, "--pp 2 --schedule zb-h1 --tp 2 --sequence-parallel"),
+    (4, "--pp 2 --schedule dualpipe --micro-batch 1 --zero 1"),
+    (2, "--pp 2 --schedule zb-v --stages-per-rank 2"),
+    (2, "--experts 4 --ep 2"),
+    (4, "--experts 4 --ep 2 --tp 2 --sequence-parallel --zero 1"),
+    (4, "--experts 4 --ep 2 --pp 2 --capacity 1.0"),
+    (4, "--experts 4 --ep 2 --zero 2 --cp 2 --cp-kind ring"),
+]
+
+
+def one_step(words, sizes):
+    """One step of the trainer under its own meter and under that of the tests."""
+    plan = train.prepare(words, dist.get_world_size())
+    sizes = dataclasses.replace(plan.model, **sizes)
+    me = rank_module.make_rank(plan.config, sizes, torch.device("cpu"))
+    sampler = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0)
+    dp = me.mesh.sizes["dp"]
+    batches = sampler.step(plan.config.micro_batch, plan.config.accumulation(dp), me.mesh.place["dp"], dp)
+    looker = watch.Watch(me, None, first=0)
+    with looker.step(0), communication() as sent:
+        rank_module.train_step(me, batches)
+    mine = looker.ranks[dist.get_rank()]
+    told = held_bytes([*me.model.parameters()]) if plan.config.zero == 0 else None
+    return mine, sent.total, told
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
+def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layout, text):
+    sizes = SMALL | {"layers": 4 if "--pp" in layout else 2, "tied": "--tied" in layout}
+    everyone = run_ranks(ranks, one_step, [*arguments(text, eval_samples=1), *layout.split()], sizes)
+    axes = set()
+    for rank, (mine, total, told) in enumerate(everyone):
+        for what in ("held", "sent"):
+            for kind, (got, want) in mine[what].items():
+                assert math.isclose(got, want, rel_tol=1e-12), (
+                    f"{what} {kind} on rank {rank}: {got:,.2f}, but should be {want:,.2f}"
+                )
+        assert not mine["not counted"]
+        sent = sum(got for got, _ in mine["sent"].values())
+        assert math.isclose(sent, total, rel_tol=1e-12), f"rank {rank}: all axes {sent:,.2f}, the harness {total:,.2f}"
+        axes |= {axis for axis, (got, _) in mine["sent"].items() if got}
+        if told:
+            assert (told.parameters, told.gradients) == (mine["held"]["weights"][0], mine["held"]["gradients"][0])
+    assert "other" not in axes
+    for option, axis in (("--tp", "tp"), ("--pp", "pp"), ("--ep", "ep"), ("ulysses", "ulysses"), ("zigzag", "ring")):
+        assert (option in layout) <= (axis in axes), f"nothing was sent on {axis}"
+
+
+def listened(words):
+    """A run, and what it said."""
+    said: list[str] = []
+    with mock.patch.object(train.Logger, "say", lambda logger, text: said.extend(text.splitlines())):
+        log, _ = run(words, SMALL)
+    return log, said
+
+
+def test_the_table_is_printed_once_with_a_sign_that_both_agree_and_kept_rank_by_rank(text, tmp_path):
+    words = [*arguments(text, steps=3), "--meter", "--tp", "2", "--zero", "1", "--out", str(tmp_path / "run")]
+    _, said = run_ranks(4, listened, words)[0]
+    assert sum(line.startswith("bytes of a rank ") for line in said) == 1
+    rows = [line for line in said if line.startswith(("held ", "sent ")) and "in a step" not in line]
+    assert [line.split()[1] for line in rows] == [
+        *("weights", "gradients", "optimizer", "tp", "batch", "replica", "data", "world")
+    ]
+    assert all(" = " in line for line in rows), rows
+    ranks = json.loads((tmp_path / "run" / "meter.json").read_text())
+    assert len(ranks) == 4 and all(rank["sent"]["tp"][0] > 0 for rank in ranks)
+
+
+@pytest.mark.parametrize("options", ["--recompute full --tp 2", "--precision bf16 --tp 2", "--fpdt-chunks 2 --cp 2"])
+def test_where_no_formula_holds_the_table_says_so_and_still_counts(options, text, tmp_path):
+    words = [*arguments(text, steps=1, warmup=0, cp_kind="ulysses"), "--meter", *options.split()]
+    _, said = run_ranks(2, listened, [*words, "--out", str(tmp_path / "run")])[0]
+    axis = "ulysses" if "cp" in options else "tp"
+    [row] = [line for line in said if line.startswith(f"sent {axis} ")]
+    assert row.split()[-3:-1] == ["no", "formula"] and int(row.split()[-1].replace(",", "")) > 0
+    assert not any("≠" in line for line in said)
+
+
+def test_the_meter_and_the_trace_change_no_loss(text, tmp_path):
+    words = [*arguments(text, steps=4), "--tp", "2"]
+    plain, _ = train_on(2, [*words, "--out", str(tmp_path / "plain")])
+    watched, _ = train_on(2, [*words, "--meter", "--profile", "2", "--out", str(tmp_path / "watched")])
+    assert losses(plain) == losses(watched)
+
+
+def test_a_trace_has_the_products_and_the_collectives_of_the_steps_asked_for(text, tmp_path):
+    words = [*arguments(text, steps=4), "--tp", "2", "--profile", "2", "--out", str(tmp_path / "run")]
+    train_on(2, words)
+    for rank in range(2):
+        events = json.loads((tmp_path / "run" / f"trace-rank{rank}.json").read_text())["traceEvents"]
+        names = [event.get("name", "") for event in events]
+        assert sum(name == "aten::mm" for name in names) > 10
+        assert sum(name == "c10d::allreduce_" for name in names) > 10
+        assert sum(name.startswith("step ") for name in names) == 2
+
+
+def test_a_trace_of_more_steps_than_there_are_ends_with_the_run(text, tmp_path):
+    train_on(1, [*arguments(text, steps=3), "--profile", "9", "--out", str(tmp_path / "run")])
+    assert json.loads((tmp_path / "run" / "trace-rank0.json").read_text())["traceEvents"]
+
+
+def test_a_resumed_run_is_metered_too(text, tmp_path):
+    _, folder = train_on(2, [*arguments(text, keep=9), "--out", str(tmp_path / "run")])
+    _, said = run_ranks(2, listened, ["--resume", f"{folder}/checkpoints/step-000004", "--meter"])[0]
+    rows = [line for line in said if line.startswith(("held ", "sent ")) and "in a step" not in line]
+    assert len(rows) > 5 and all(" = " in line for line in rows)
+
+
+def test_the_summary_tells_loss_speed_memory_and_bytes_per_axis(text, tmp_path):
+    log, said = run_ranks(2, listened, [*arguments(text, steps=3), "--tp", "2", "--out", str(tmp_path / "run")])[0]
+    at = next(i for i, line in enumerate(said) if line.startswith("loss  "))
+    loss, speed, memory, sent, last = said[at : at + 5]
+    assert f"{log[-2]['loss']:.4f} at the last step" in loss
+    assert "tokens/s (median), MFU n/a" in speed and " MiB on the rank with most" in memory
+    # 4 micro-batches: 4 L + 2 all-reduces of [2, 16, 32] in float64, and three numbers for each of 32 tokens.
+    tp = 4 * ((4 * 2 + 2) * 2 * 16 * 32 * 8 + 3 * 32 * 8)
+    assert sent.split(maxsplit=4)[4] == f"tp {tp / 1e6:.2f} MB, world 8 B"
+    assert last.startswith("validation loss ")
+
+
+def test_tensorboard_is_an_extra_and_its_absence_is_told_in_one_line(text, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(
+        UsageError, match=r"^--tensorboard needs tensorboard; pip install tensorboard, or leave it out$"
+    ):
+        train.prepare([*arguments(text), "--tensorboard"], 1)
+
+
+# -------------------------------------------------------------------------------------------------------- generate.py
+
+
+@pytest.mark.parametrize("layout", ["--tp 2 --tied", "--experts 4 --ep 2 --zero 3"])
+def test_a_checkpoint_of_any_layout_is_sampled_as_at_the_end_of_its_run(layout, text, tmp_path):
+    words = [*arguments(text, steps=4, sample=20), *layout.split(), "--out", str(tmp_path / "run")]
+    _, folder = train_on(2, words, tied="--tied" in layout)
+    model, config, name = generate.load_model(folder, "cpu")
+    assert name == "step-000004"
+    tokens = load_corpus(config).val[None, :16].long()
+    generator = torch.Generator().manual_seed(config.seed)
+    again = generate.generate(model, tokens, 20, 0.8, generator)[0].tolist()
+    assert (tmp_path / "run" / "sample.txt").read_text() == bytes(again).decode(errors="replace")
+
+
+def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, tmp_path, monkeypatch, capsys):
+    _, folder = train_on(1, [*arguments(text, steps=1, warmup=0), "--out", str(tmp_path / "run")])
+
+    def said(*words):
+        monkeypatch.setattr(sys, "argv", ["generate.py", *words])
+        try:
+            code = generate.main()
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    code, out, _ = said(folder, "--prompt", "7 times", "--tokens", "5")
+    assert code == 0 and out.startswith("7 times") and len(out) > 12
+    code, _, err = said(str(tmp_path))
+    assert code == 2 and err.startswith("generate.py: run ") and err.count("\n") == 1
+    assert said(folder, "--tokens", "0")[::2] == (2, "generate.py: --tokens 0 must be at least 1\n")
+    assert said(folder, "--prompt", "")[::2] == (
+        2,
+        "generate.py: --prompt is empty; give at least one token to continue\n",
+    )

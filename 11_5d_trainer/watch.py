@@ -1,0 +1,381 @@
+"""What a run costs, and whether that is what the chapters said: bytes held, bytes sent on each axis, traces, the end.
+
+    --meter        after the first step: bytes of this run beside those of the formulas, on the screen and, rank by
+                   rank, in meter.json
+    --profile N    communication and compute of N steps on one time line for each rank, in trace-rank0.json and so on;
+                   open them in ui.perfetto.dev
+    --tensorboard  the numbers of log.jsonl for TensorBoard too
+
+The first step is always counted, for the summary at the end. A dispatch mode sees every communication operator, and
+looks up the group it is for: each axis has groups of its own (mesh.py), so bytes fall to axes by themselves. What a
+collective sends is what its bandwidth-optimal algorithm sends for the tensor it is given, as in chapter 02.
+
+    axis         what is sent                                   where the formula comes from
+    tp           activations within layers, norms' shares       chapter 04: 4 L + 2 collectives, and gathers again
+    ring         keys and values, and their gradients           chapter 05: (P-1)/P KV, and (P-1)/P (KV + dKV)
+    ulysses      heads for tokens, and back                     chapter 05: `sent_per_layer`
+    pp, ends     activations between stages; a tied embedding   chapter 06: n for each border and micro-batch, twice
+    data         gradients, and with ZeRO weights               chapters 02 and 03: `bytes_sent`
+    ep, experts  rows to experts and back; experts' gradients   chapter 07: `bytes_sent`, from the rows that were routed
+    the others   single numbers: counts, losses, norms
+
+There is a formula for fp32, fp64 and bf16-master without recomputation and without FPDT. Elsewhere the table has none
+for the axes on which activations travel: autocast and recomputation decide operator by operator what is sent.
+"""
+
+import json
+import math
+import resource
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import chapters  # noqa: F401  finds the chapters below
+import expert_parallel
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # a dispatch mode imports it; imported while a group is up, it would keep that group alive
+from engine import Replicated
+from mesh import Mesh
+from moe_layer import moe_layers
+from options import UsageError
+from parts import AUTOCAST
+from rank import Rank
+from schedule_simulator import W
+from tensor_parallel import shards
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from ulysses import sent_per_layer
+from zero_memory import bytes_per_parameter, bytes_sent
+
+Bytes = dict[str, float]
+TRAVELLING = ("tp", "ring", "ulysses", "pp", "ep")  # activations do, on these axes
+
+
+# ------------------------------------------------------------------------------------------------------ measured
+
+
+class Wire(TorchDispatchMode):
+    """Bytes that this rank sends, by the name of the mesh's group. `unknown`: operators that could not be counted."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.names = {group.group_name: name for name, group in mesh.groups.items()}
+        self.sent: defaultdict[str, float] = defaultdict(float)
+        self.unknown: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = func.name().partition(".")[0]
+        if operator.startswith("c10d::"):
+            self.count(operator.removeprefix("c10d::"), func, args)
+        elif operator.startswith("_c10d_functional::"):  # nothing in the trainer uses these
+            self.unknown.add(operator)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, operator: str, func: Any, args: Any) -> None:
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        P, rank = group.size(), group.rank()
+
+        def full(tensors: Any) -> int:
+            return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, Tensor))
+
+        if operator == "allreduce_":  # a reduce-scatter and an all-gather
+            sent = 2 * (P - 1) / P * full(args[0])
+        elif operator in ("_allgather_base_", "allgather_"):
+            sent = (P - 1) / P * full(args[0])
+        elif operator == "_reduce_scatter_base_":
+            sent = (P - 1) / P * full(args[1])
+        elif operator == "alltoall_base_":
+            splits = given.get("input_split_sizes") or [1] * P
+            rows = sum(splits)
+            sent = full(args[1]) * (rows - splits[rank]) / max(rows, 1)  # what is for this rank itself stays
+        elif operator == "send":
+            sent = full(args[0])
+        elif operator in ("recv_", "barrier"):
+            sent = 0.0
+        else:
+            self.unknown.add(operator)
+            sent = 0.0
+        self.sent[self.names.get(group.group_name, "other")] += sent
+
+
+@contextmanager
+def routed_rows(model: Any) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """For each call of a layer of experts inside: the rows that this rank sends to each rank, and gets from each."""
+    rows: list[tuple[list[int], list[int]]] = []
+    layers = moe_layers(model)
+    for layer in layers:
+
+        def decide(tape: Any, *given: Any, plain: Callable = layer.decide) -> None:
+            plain(tape, *given)
+            rows.append((tape.plan.send, tape.plan.receive))
+
+        layer.decide = decide  # type: ignore[method-assign]
+    try:
+        yield rows
+    finally:
+        for layer in layers:
+            del layer.decide
+
+
+def held(me: Rank) -> Bytes:
+    """Bytes that stay on this rank between two steps, by what they are for. A storage counts once."""
+    found: dict[str, dict[int, int]] = {"weights": {}, "gradients": {}, "optimizer": {}}
+    tensors: dict[str, list[Any]]
+    for owner in me.engine.owners:
+        if isinstance(owner, Replicated):
+            states = [value for state in owner.optimizer.state.values() for value in state.values()]
+            tensors = {"weights": [*owner.names], "gradients": [p.grad for p in owner.names], "optimizer": states}
+        else:
+            tensors = owner.held()
+            tensors["optimizer"] = tensors.pop("optimizer states")
+        for kind, several in tensors.items():
+            storages = [t.untyped_storage() for t in several if isinstance(t, Tensor) and t.dim()]
+            found[kind] |= {storage._cdata: storage.nbytes() for storage in storages}
+    return {kind: sum(sizes.values()) for kind, sizes in found.items()}
+
+
+# ----------------------------------------------------------------------------------------------------- predicted
+
+
+def held_by_formula(me: Rank) -> Bytes:
+    """Weights, gradients and AdamW's moments: chapter 03's division by the ranks of the group, for each owner."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for owner in me.engine.owners:
+        if isinstance(owner, Replicated):
+            stage, P = 0, 1
+            sizes = [(p.numel(), p.element_size()) for p in owner.names]
+        else:
+            stage, P = owner.stage, dist.get_world_size(owner.group)
+            sizes = [(b.padded, b.params[0].element_size()) for b in owner.buckets]
+        for numel, e in sizes:
+            k = 12 if me.config.precision == "bf16-master" else 2 * e
+            for kind, (states, weight, gradient) in {
+                "weights": (0, e, 0),
+                "gradients": (0, 0, e),
+                "optimizer": (k, 0, 0),
+            }.items():
+                total[kind] += numel * bytes_per_parameter(stage, P, states, weight, gradient)
+    return dict(total)
+
+
+def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[str, float | None]:
+    """Bytes that this rank sends in a step, by axis; None where there is no formula."""
+    c, mesh, sizes, moe = me.config, me.mesh, me.model.config, me.config.mixture(me.model.config)
+    e = next(me.model.parameters()).element_size()
+    wide = max(e, 4)  # of statistics, losses and sums of gradients
+    t, R, U = mesh.sizes["tp"], mesh.sizes["ring"], mesh.sizes["ulysses"]
+    B, S, N, kv = c.micro_batch, c.seq_len, sizes.heads // t, max(sizes.kv_heads // t, 1)  # heads of this rank
+    T = B * S // mesh.cp
+    n = T * sizes.hidden * e  # an activation between layers
+    split = c.sequence_parallel
+    schedule = me.pipeline.pipeline.schedule if me.pipeline else None
+    m = c.accumulation(mesh.sizes["dp"])
+    # What this rank runs: (direction, stage, layers, with the embedding?, with the output layer?, micro-batches)
+    if schedule:
+        counts = Counter(schedule.direction(i) for i in range(m))
+        keys = schedule.stages_of(mesh.place["pp"])
+        work = [(*key, len(stage.layers), stage.first, stage.last, counts[key[0]]) for key, stage in zip(
+            keys, me.pipeline.stages, strict=True)]  # type: ignore[union-attr]  # fmt: skip
+    else:
+        work = [(0, 0, sizes.layers, True, True, m)]
+
+    def all_reduce(group: str, payload: float) -> float:
+        return 2 * payload * (mesh.size(group) - 1) / mesh.size(group)
+
+    sent: defaultdict[str, float] = defaultdict(float)
+    for direction, stage, layers, first, last, micros in work:
+        # Chapter 04. Where an all-reduce is, sequence parallelism has two collectives of half its bytes, and gathers
+        # the input of columns once more for backward. That backward makes both gradients, so a schedule that splits
+        # backward in two runs it twice, with its gather and its reduce-scatter.
+        halves = [4 + split] * layers + ([] if moe else [4 + split] * layers)  # attention, MLP
+        halves += [2] * first + [2 + split] * last  # embedding, output layer
+        each = sum(halves) * n * (t - 1) / t
+        each += all_reduce("tp", 3 * T * wide) * last  # the loss: a maximum, two sums
+        sent["tp"] += micros * each
+        if split and schedule:
+            here = [a for a in schedule.actions[mesh.place["pp"]] if a.kind == W and a.stage == stage]
+            again = sum(schedule.direction(action.micro_batch) == direction for action in here)
+            sent["tp"] += again * 2 * (layers * (1 if moe else 2) + last) * n * (t - 1) / t
+        # Chapter 05, per layer. `sent_per_layer` is about elements of a batch of 1.
+        heads = kv if U == 1 else math.lcm(kv, U) // U  # of keys and values, in a ring behind Ulysses
+        width = sizes.hidden // t
+        swap = sent_per_layer("ulysses", S // R, width, U, N, kv) if U > 1 else 0
+        sent["ulysses"] += micros * layers * B * 2 * swap * e
+        turn = sent_per_layer("ring", S, width // U, R, N // U, heads) if R > 1 else 0
+        sent["ring"] += micros * layers * B * turn * (2 * e + wide)
+        if schedule:  # chapter 06: the activation up, its gradient down
+            row = schedule.placement[direction]
+            up = stage + 1 < len(row) and row[stage + 1] != row[stage]
+            down = stage > 0 and row[stage - 1] != row[stage]
+            sent["pp"] += micros * (up + down) * (n // t if split else n)
+        if moe and moe.balance:  # chapter 07: counts of the experts
+            sent["tokens"] += micros * layers * all_reduce("tokens", 8 * moe.experts)
+        if moe and moe.capacity:
+            P = mesh.size("tokens")
+            sent["tokens"] += micros * layers * 8 * moe.experts * moe.top_k * (P - 1)
+    # Shares of gradients (norms, copies of K/V heads): at every backward, in a pipeline once for each stage.
+    for module, times in [(me.model, m)] if not me.pipeline else [(stage, 1) for stage in me.pipeline.stages]:
+        if t > 1:
+            parts = {name: shard for name, shard in shards(module).items() if shard.partial}
+            numel = sum(shard.pieces * module.get_parameter(name).numel() for name, shard in parts.items())
+            sent["tp"] += times * all_reduce("tp", numel * e)
+    for name in me.model.shared:
+        sent["ends"] += all_reduce("ends", me.model.get_parameter(name).nbytes)
+    # Chapters 02 and 03.
+    for name, owner in zip(("data", "experts"), me.engine.owners, strict=False):
+        plain, kept = isinstance(owner, Replicated), 0
+        whole = sum(p.nbytes for p in owner.names) if plain else sum(b.padded * weight_of(b) for b in owner.buckets)
+        if not plain and owner.stage == 3:  # the last unit and the root stay between forward and backward
+            kept = sum(b.padded * weight_of(b) for unit in (owner.units[-1], owner.root) for b in unit.buckets)
+        stage = 0 if plain else owner.stage
+        sent[name] += bytes_sent(stage, mesh.size(name), whole, kept, 1 if me.pipeline else m)
+    # Chapter 07: what the formula needs of the routing is how many rows there were.
+    if moe:
+        rank, P = dist.get_rank(mesh.groups["ep"]), mesh.size("ep")
+        for send, receive in rows:
+            matrix = [[receive[i] if j == rank else 0 for j in range(P)] for i in range(P)]
+            matrix[rank] = [0 if j == rank else send[j] for j in range(P)]
+            sent["ep"] += expert_parallel.bytes_sent("pairs", matrix, rank, sizes.hidden, moe.experts, e, e)
+        sent["all tokens"] = all_reduce("all tokens", 8 * moe.experts * sum(part[2] for part in work))
+    # One number each: valid tokens, the loss, the norm.
+    for group in ("batch", "replica", "world"):
+        sent[group] = all_reduce(group, 8)
+    unsure: Iterable[str] = ()
+    if c.precision in AUTOCAST or c.recompute != "none" or c.fpdt_chunks:
+        unsure = (*TRAVELLING, "stage", "tokens", "world")
+    return {axis: None if axis in unsure and mesh.size(axis) > 1 else value for axis, value in sent.items()}
+
+
+def weight_of(bucket: Any) -> int:
+    return bucket.params[0].element_size()
+
+
+# -------------------------------------------------------------------------------------------------------- a run
+
+
+class Watch:
+    """Looks at the steps of a run: `with watch.step(step): train_step(...)`. All its methods are collective."""
+
+    def __init__(self, me: Rank, run: Path, first: int) -> None:
+        self.me, self.run, self.first = me, run, first
+        self.ranks: list[dict[str, Any]] = []  # of all ranks: what was held and sent in the first step
+        self.profiler: Any = None
+        self.board = board(run) if me.config.tensorboard and dist.get_rank() == 0 else None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        traced = range(self.first + 1, self.first + 1 + self.me.config.profile)  # after the first, which warms up
+        if step in traced and self.profiler is None:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self.me.device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self.profiler = torch.profiler.profile(activities=activities)
+            self.profiler.start()
+        with ExitStack() as stack:
+            if step == self.first:
+                wire, rows = stack.enter_context(Wire(self.me.mesh)), stack.enter_context(routed_rows(self.me.model))
+            stack.enter_context(torch.profiler.record_function(f"step {step + 1}"))
+            yield
+        if step == self.first:
+            self.gather(wire, rows)
+        if traced and step == traced[-1]:
+            self.end()
+
+    def gather(self, wire: Wire, rows: list[tuple[list[int], list[int]]]) -> None:
+        formula = sent_by_formula(self.me, rows)
+        axes = [axis for axis in self.me.mesh.groups if self.me.mesh.size(axis) > 1 or wire.sent[axis]]
+        mine = {
+            "held": {kind: [size, held_by_formula(self.me)[kind]] for kind, size in held(self.me).items()},
+            "sent": {axis: [wire.sent[axis], formula.get(axis, 0.0)] for axis in [*axes, "other"]},
+            "groups": {axis: self.me.mesh.size(axis) for axis in axes},
+            "not counted": sorted(wire.unknown),
+        }
+        self.ranks = [{}] * dist.get_world_size()
+        dist.all_gather_object(self.ranks, mine)
+
+    def report(self) -> str:
+        """The table of `--meter`; also meter.json, rank by rank. "Measured" is that of the rank with most."""
+        if dist.get_rank() == 0:
+            (self.run / "meter.json").write_text(json.dumps(self.ranks, indent=1) + "\n")
+        lines = [f"{'bytes of a rank':30} {'measured':>15} {'formula':>15} {'all ranks, measured':>20}"]
+        for what in ("held", "sent"):
+            for kind in self.ranks[0][what]:
+                pairs = [rank[what].get(kind, [0, 0]) for rank in self.ranks]
+                most = max(pairs, key=lambda pair: pair[0])
+                if what == "sent" and not most[0] and not most[1]:
+                    continue
+                size = f" (groups of {self.ranks[0]['groups'].get(kind, 1)})" if what == "sent" else ""
+                known = all(want is not None for _, want in pairs)
+                right = known and all(math.isclose(got, want, rel_tol=1e-12) for got, want in pairs)
+                sign = "=" if right else "≠" if known else ""
+                want = f"{most[1]:,.0f}" if known else "no formula"
+                total = sum(got for got, _ in pairs)
+                lines.append(f"{what} {kind + size:25} {most[0]:15,.0f} {sign:1}{want:>14} {total:20,.0f}")
+        if unknown := self.ranks[0]["not counted"]:
+            lines.append(f"not counted: {', '.join(unknown)}")
+        return "\n".join(lines)
+
+    def note(self, line: dict[str, Any]) -> None:
+        """A line of the log, for TensorBoard."""
+        if self.board is not None:
+            for name, value in line.items():
+                if name != "step" and value is not None:
+                    self.board.add_scalar(name, value, line["step"])
+
+    def end(self) -> None:
+        """Write the trace, also if the run was over before its last step."""
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.run / f"trace-rank{dist.get_rank()}.json"))
+            self.profiler = None
+        if self.board is not None:
+            self.board.flush()
+
+    def summary(self, lines: list[dict[str, Any]]) -> str:
+        """The end of a run in words: loss, speed, memory, and what went over the wire on each axis."""
+        peaks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(peaks, peak_memory(self.me.device))
+        steps = [line for line in lines if "loss" in line and line["step"] > self.first + 1] or [lines[-1]]
+        speeds = [line["tokens_per_s"] for line in steps if "tokens_per_s" in line]
+        mfu = [line["mfu"] for line in steps if line.get("mfu") is not None]
+        rows = {
+            "loss": f"{steps[-1].get('loss', math.nan):.4f} at the last step",
+            "speed": f"{statistics.median(speeds):,.0f} tokens/s (median), MFU "
+            + (f"{statistics.median(mfu):.1%}" if mfu else "n/a")
+            if speeds
+            else "n/a",
+            "peak memory": f"{max(peaks) / 2**20:,.0f} MiB on the rank with most"
+            + ("" if self.me.device.type == "cuda" else " (the whole process, Python and torch included)"),
+        }
+        if self.ranks:
+            most = {axis: max(rank["sent"].get(axis, [0])[0] for rank in self.ranks) for axis in self.ranks[0]["sent"]}
+            rows["sent in a step"] = ", ".join(f"{axis} {text(size)}" for axis, size in most.items() if size) or "0"
+        return "\n".join(f"{name:15} {value}" for name, value in rows.items())
+
+
+def text(size: float) -> str:
+    return f"{size / 1e6:,.2f} MB" if size >= 1e4 else f"{size:,.0f} B"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: allocated on the GPU at most; on the CPU, of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def board(run: Path | None) -> Any:
+    """TensorBoard's writer, in the folder of the run. Raises UsageError if it is not installed; None only looks."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError:
+        raise UsageError("--tensorboard needs tensorboard; pip install tensorboard, or leave it out") from None
+    return SummaryWriter(str(run)) if run else None
