@@ -41,9 +41,11 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
@@ -90,6 +92,20 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
 # ------------------------------------------------------------------------------------------------ three versions
 
 
+def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """The method for as long as its object lives: a hook that kept the object alive would do so for good, since the
+    garbage collector cannot see a cycle that runs through autograd's side of a parameter.
+    """
+    reference = WeakMethod(method)
+
+    def call(param: nn.Parameter) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(param)
+
+    return call
+
+
 class NaiveReducer:
     """Version 1: wait for the end of backward, then all-reduce one gradient after the other.
 
@@ -131,7 +147,7 @@ class NaiveReducer:
         self.syncing = True
         self.begin()
         for p in self.names if hooks else ():
-            p.register_post_accumulate_grad_hook(self.start)  # calls start(p): the hook gets the parameter itself
+            p.register_post_accumulate_grad_hook(weakly(self.start))  # calls start(p): a hook gets its parameter
 
     def begin(self) -> None:
         """State of one step, from the first gradient to `finish()`."""
@@ -504,7 +520,7 @@ def main() -> None:
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
     rank, wrong = dist.get_rank(), demo(args, dist.group.WORLD, device)
-    gc.collect()  # hooks and reducer refer to each other and to the group, which must not outlive what follows
+    gc.collect()  # nothing may refer to the group any more, or its threads are still there when Python ends
     dist.destroy_process_group()
     if rank == 0:
         print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")

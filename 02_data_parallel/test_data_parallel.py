@@ -1,9 +1,11 @@
 """The three reducers against one oracle: the unsharded model on the whole global batch, in one process."""
 
+import gc
 import json
 import shutil
 import subprocess
 import sys
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -679,3 +681,18 @@ def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words, monkeypatc
     printed = capsys.readouterr().err
     assert stop.value.code == 2 and printed.count("\n") == 1
     assert all(word in printed for word in ["data_parallel.py: ", *words])
+
+
+def drop_a_reducer():
+    model = nn.Linear(3, 2)
+    reducer = BucketedReducer(model, dist.group.WORLD)
+    model(torch.ones(1, 3)).sum().backward()
+    reducer.finish()
+    reference = weakref.ref(reducer)
+    del model, reducer
+    gc.collect()
+    return reference() is None
+
+
+def test_a_reducer_that_is_no_longer_used_is_freed_with_its_buckets_and_its_group():
+    assert run_ranks(1, drop_a_reducer) == [True]

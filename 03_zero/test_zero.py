@@ -1,8 +1,10 @@
 """Stages 1 and 2 against one oracle: the unsharded model on the whole global batch, in one process."""
 
+import gc
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -613,3 +615,20 @@ def test_the_script_runs_from_a_folder_of_its_own(tmp_path):
 def test_the_model_of_the_tests_has_sizes_that_no_group_divides():
     sizes = [p.numel() for p in deepcopy(awkward()).parameters()]
     assert any(n % 2 for n in sizes) and any(n % 3 for n in sizes) and min(sizes) == 1
+
+
+def drop_an_owner(kind):
+    model = nn.Linear(3, 2)
+    zero = kind(model, torch.optim.AdamW(model.parameters()), dist.group.WORLD)
+    zero.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    zero.step()
+    reference = weakref.ref(zero)
+    del model, zero
+    gc.collect()
+    return reference() is None
+
+
+@pytest.mark.parametrize("kind", [Zero1, Zero2])
+def test_an_owner_that_is_no_longer_used_is_freed_with_its_shards_and_its_group(kind):
+    assert run_ranks(1, drop_an_owner, kind) == [True]

@@ -35,6 +35,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -142,6 +143,20 @@ class Bucket:
 # ----------------------------------------------------------------------------------------------------------- stage 1
 
 
+def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """The method for as long as its object lives: a hook that kept the object alive would do so for good, since the
+    garbage collector cannot see a cycle that runs through autograd's side of a parameter.
+    """
+    reference = WeakMethod(method)
+
+    def call(param: nn.Parameter) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(param)
+
+    return call
+
+
 class Zero1:
     """Stage 1 (P_os): every rank has all gradients, but updates its shard only, and so keeps only its shard's states.
 
@@ -199,7 +214,7 @@ class Zero1:
         self.hold_gradients()
         self.begin()
         for p in self.names if hooks else ():
-            p.register_post_accumulate_grad_hook(self.start)
+            p.register_post_accumulate_grad_hook(weakly(self.start))
 
     def make_buckets(self) -> list[Bucket]:
         """In reverse order of registration, roughly the order in which backward completes gradients."""
