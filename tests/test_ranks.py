@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,3 +143,67 @@ def test_the_pool_works_after_every_kind_of_failure():
         with pytest.raises(RankFailure):
             fail()
         assert [value for _, _, value in run_ranks(2, sum_of_ranks, 1)] == [1.0, 1.0]
+
+
+KEPT = []
+
+
+def make_groups():
+    KEPT.extend(dist.new_group([0, 1]) for _ in range(5))
+    dist.all_reduce(torch.ones(1), group=KEPT[-1])
+
+
+def threads_of_groups():
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    return sum("gloo_runloop" in name for name in names)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc, which only Linux has")
+def test_the_groups_of_a_job_are_gone_in_the_next_though_its_module_kept_them():
+    before = run_ranks(2, threads_of_groups)
+    run_ranks(2, make_groups)
+    assert run_ranks(2, threads_of_groups) == before
+
+
+KILLED = """
+import os, sys, time
+from harness.ranks import run_ranks
+
+def wait_long(folder):
+    open(f"{folder}/{os.getpid()}.rank", "w").close()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    import killed
+    run_ranks(2, killed.wait_long, sys.argv[1], timeout=300)
+"""
+
+
+def test_ranks_end_with_a_test_process_that_is_killed(tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    tests = os.path.dirname(__file__)
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "killed.py", tmp_path], env={**os.environ, "PYTHONPATH": tests}
+    )
+    until(lambda: len(list(tmp_path.glob("*.rank"))) == 2, 120)
+    process.kill()
+    process.wait()
+    ranks = [int(file.stem) for file in tmp_path.glob("*.rank")]
+    until(lambda: not any(map(alive, ranks)), 20)
+
+
+def until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not (status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] == "Z")  # dead, not yet buried

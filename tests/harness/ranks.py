@@ -34,6 +34,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -90,6 +91,7 @@ def _serve(pipe: Connection, stack_file: str) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then ends us
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    threading.Thread(target=_end_with_the_test_process, daemon=True).start()
     preloaded = set(sys.modules)
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -101,10 +103,20 @@ def _serve(pipe: Connection, stack_file: str) -> None:
                 return
             pipe.send_bytes(pickle.dumps(_run_job(*job)))
             pipe.recv_bytes()  # release
-            gc.collect()  # tensors and works in reference cycles still point into the group
+            # Whatever still refers to a group (a work, a cache of a module) keeps its threads: collect, twice.
+            forget_modules(preloaded)
+            gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
-            forget_modules(preloaded)
+            gc.collect()
+
+
+def _end_with_the_test_process() -> None:
+    """A test process that is killed cannot stop its ranks, and one of them may be waiting for others without end."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run_job(
