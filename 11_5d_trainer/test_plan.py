@@ -86,6 +86,18 @@ def test_tensor_parallel_inside_a_node_is_cheaper_than_across_nodes():
     assert across["tensor parallel"] > 1.4 * inside["tensor parallel"]
 
 
+def test_a_ring_hides_behind_the_attention_core_alone():
+    cluster = read_cluster("h100-400g")
+    short, long = (
+        plan_time.block_seconds(LLAMA3_8B, None, cluster, Layout(ring=16, seq_len=length)) for length in (2**17, 2**20)
+    )
+    _, core, _ = plan_time.flops_of(LLAMA3_8B, 1, 2**17)
+    attention = 3 * cluster.product(core / 16, LLAMA3_8B.hidden)  # forward, and backward twice as long
+    assert 0 < attention < short.sends["ring"]
+    assert short.ring == pytest.approx(short.sends["ring"] - attention, rel=1e-12)
+    assert long.sends["ring"] > 0 and long.ring == 0  # the core grows with the square of the length
+
+
 def test_the_bubble_of_the_formula_is_that_of_the_simulator_for_equal_stages():
     cluster = dataclasses.replace(read_cluster("h100-400g"), outside_gb_per_s=1e9, latency_us=1e-9)
     model = dataclasses.replace(LLAMA3_8B, vocab_size=2)
