@@ -47,6 +47,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -307,7 +308,7 @@ def world() -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
     group = dist.group.WORLD
     assert group is not None
     yield group, device
-    gc.collect()  # hooks and optimizer refer to each other and to the group, which must not outlive what follows
+    gc.collect()  # nothing may refer to the group any more, or its threads are still there when Python ends
     dist.destroy_process_group()
 
 

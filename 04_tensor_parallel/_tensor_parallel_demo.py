@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

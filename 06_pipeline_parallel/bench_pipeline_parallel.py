@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.multiprocessing as mp
 from _pipeline_model import Sizes, Stage, make_batch, token_loss_sum
 from harness.report import Ratio, paired, write_result

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _fpdt_demo import Llama, LlamaBlock, dense_attention
 from fpdt import EXPLICIT, FUSED, Kernel, attend, attend_backward, merge
 from fpdt_costs import Hardware, Sizes, model_host_peak, recommend

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
 from fp8 import Fp8Linear
 from fp8_recipes import TABLE, RecipeAdamW, RecipeLinear

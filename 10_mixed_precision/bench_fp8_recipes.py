@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _precision_bench import LR, STEPS, curves
 from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
 from fp8_recipes import TABLE, make

@@ -37,6 +37,7 @@ import chapters  # noqa: F401  finds the chapters below
 import llama
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import activations, forward_flops, parameters, peak_flops, step_flops
 from harness.ceilings import GIB, copy_bandwidth, free_bytes, matmul_rate
 from harness.oracle import error_between

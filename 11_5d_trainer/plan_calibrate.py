@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:

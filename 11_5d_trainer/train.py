@@ -32,6 +32,7 @@ import chapters  # noqa: F401  finds the chapters below
 import checkpoint
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import peak_flops, step_flops
 from data import Corpus, Sampler, load_corpus
 from engine import full_state, load_full_state, whole_model

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "11_5d_trainer"))
 import chapters  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.multiprocessing as mp
 from engine import full_state, whole_model
 from harness.oracle import error_between
