@@ -125,16 +125,19 @@ function onNodes(table, nodes) {
 }
 function send(c, kind, payload, P, stride) {
   if (P === 1) return 0;
-  const share = (P - 1) / P, wire = { all_reduce: 2 * share, half: share, send: 1 }[kind] * payload;
-  const steps = { all_reduce: Math.min(2 * (P - 1), 2 * Math.log2(P)), half: P - 1, send: 1 }[kind];
+  const share = (P - 1) / P, wire = { all_reduce: 2 * share, half: share }[kind] * payload;
+  const steps = { all_reduce: Math.min(2 * (P - 1), 2 * Math.log2(P)), half: P - 1 }[kind];
   const nodes = Math.ceil(((P - 1) * stride + 1) / c.gpus_per_node), crosses = nodes > 1;
   let speed = c.inside_gb_per_s;
-  if (kind === "send") { if ((P - 1) * stride >= c.gpus_per_node) speed = c.outside_gb_per_s; }
-  else if (crosses) {
+  if (crosses) {
     const near = Math.max(1, Math.floor(c.gpus_per_node / stride)), table = c.all_reduce_gb_per_s;
     speed = Math.min(speed, table ? onNodes(table, nodes) * near / c.gpus_per_node : c.outside_gb_per_s * near);
   }
   return wire / (speed * 1e9) + steps * c.latency_us * 1e-6;
+}
+function hop(c, message, P, stride) {
+  const out = Math.min(P - 1, Math.floor((P - 1) * stride / c.gpus_per_node)) / (P - 1);
+  return message * (out / c.outside_gb_per_s + (1 - out) / c.inside_gb_per_s) / 1e9 + c.latency_us * 1e-6;
 }
 function time(m, c, x) {
   const t = x.tp, p = x.pp, T = x.mb * x.seq, H = m.hidden, n = Math.min(H / t, T), D = H / m.heads;
@@ -148,8 +151,9 @@ function time(m, c, x) {
     + send(c, "all_reduce", 3 * T * w, t, 1);
   const vocabulary = 3 * product(c, head, n) + elementwise(c, 6 * T * m.vocab_size / t * 4);
   const layers = m.layers / p, one = forward + backward + again + tp;
-  const message = p > 1 ? send(c, "send", (x.sp ? T / t : T) * H * e, p, t * x.dp) : 0;
-  const bubble = p > 1 ? (p - 1) * (layers / x.v * one + 2 * message) + (x.v > 1 ? 2 * x.m * x.v * message : 0) : 0;
+  const message = p > 1 ? hop(c, (x.sp ? T / t : T) * H * e, p, t * x.dp) : 0;
+  const waits = x.v > 1 ? 2 * (p * x.v - 1) : Math.max(2 * (p - 1), 2 * (p - 1) * x.m / p + 2 * (p - 2));
+  const bubble = p > 1 ? (p - 1) * layers / x.v * one + waits * message : 0;
   const computing = x.m * layers * (forward + backward + again);
   return { "products and elementwise": x.m * layers * (forward + backward) + x.m * vocabulary,
     "recomputation": x.m * layers * again, "tensor parallel": x.m * (layers * tp + around),

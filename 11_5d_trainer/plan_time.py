@@ -19,7 +19,8 @@ Idea. A cluster is a handful of numbers from data sheets, in a file of clusters/
 
 Who hides behind what. The ring behind attention; gradients behind the backward of the last micro-batch (at stages 2
 and 3 of every one), gathered weights behind the blocks; pipeline messages lengthen the way of a micro-batch, and count
-in the bubble. Tensor parallel, all-to-alls, and stage 1's new weights hide behind nothing.
+in the bubble. Tensor parallel, all-to-alls, keys and values that are all gathered before attention begins, and stage
+1's new weights hide behind nothing.
 
 The bubble is that of chapter 06's simulator, or of the formula that the simulator was held against, where the schedule
 is long. Published times and how far off this file is: plan_facts.py.
@@ -96,10 +97,15 @@ class Cluster:
         steps = {"all_reduce": min(2 * (P - 1), 2 * math.log2(P)), "send": 1, "all_to_all": 1}
         latency = steps.get(flow.collective, P - 1) * self.latency_us * 1e-6
         if flow.collective == "send":
-            crosses = stride >= self.gpus_per_node or (P > 1 and (P - 1) * stride >= self.gpus_per_node)
-            speed = self.outside_gb_per_s if crosses else self.inside_gb_per_s
+            speed = self.outside_gb_per_s if (P - 1) * stride >= self.gpus_per_node else self.inside_gb_per_s
             return flow.times * (each / (speed * 1e9) + latency)
         return flow.times * (each / self.bandwidth(P, stride) + latency)
+
+    def hop(self, message: float, ranks: int, stride: int) -> float:
+        """Seconds of a message from one rank of a pipeline to the next, the mean of all: few of them leave a node."""
+        out = min(ranks - 1, (ranks - 1) * stride // self.gpus_per_node) / (ranks - 1)
+        speeds = out / self.outside_gb_per_s + (1 - out) / self.inside_gb_per_s
+        return message * speeds / 1e9 + self.latency_us * 1e-6
 
 
 def measured_on(table: dict[str, float], nodes: int) -> float:
@@ -208,7 +214,8 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
     sends = {"tp": 0.0, "ring": 0.0, "all-to-all": 0.0}
     for flow in of_layers(model, moe, layout, 1, 1):
         if flow.ranks > 1 and flow.what != "counts of a step":
-            kind = {"tp": "tp", "ring": "ring"}.get(flow.axis, "all-to-all")
+            hides = flow.axis == "ring" and not layout.gather_kv
+            kind = "ring" if hides else "tp" if flow.axis == "tp" else "all-to-all"
             sends[kind] += cluster.seconds(flow, stride_of(flow.axis, layout))
     # --- exercise 11.8: what of the ring's time can be seen? ---
     ring = max(0.0, sends["ring"] - 3 * cluster.product(core, width))
@@ -245,11 +252,10 @@ def step_time(
         "tensor parallel": m * (layers * sends["tp"] + ends),
         "context and experts": m * layers * (sends["all-to-all"] + ring),
     }
-    message, bubble = 0.0, 0.0
+    bubble = 0.0
     if p > 1:
         width_e = widths(layout.precision).activation
-        handed = Flow("send", "pp", layout.outer_tokens * model.hidden * width_e, p)
-        message = cluster.seconds(handed, stride_of("pp", layout))
+        message = cluster.hop(layout.outer_tokens * model.hidden * width_e, p, stride_of("pp", layout))
         bubble = bubble_seconds(layout, layers / v * block, vocabulary + ends, message, simulated)
     parts["pipeline bubble"] = bubble
     computing = m * layers * (forward + backward + again)
@@ -275,11 +281,24 @@ def bubble_seconds(layout: Layout, stage: float, last: float, message: float, si
         times = Times(*([x + e for e in end] for x in (f, b, w)), communication=message)
         return simulate(schedule, times).makespan - m * (v * stage + last)
     third = stage / 3  # the formulas of chapter 06's table, for F = B = W
-    way = {"zb-h1": 1, "zb-h2": 0, "zb-v": 0, "auto": 1, "dualpipe": 0.5, "dualpipe-v": 0.5}.get(layout.schedule, 3)
+    way = {"zb-h1": 1, "zb-h2": 1, "zb-v": 1, "auto": 1, "dualpipe": 0.5, "dualpipe-v": 0.5}.get(layout.schedule, 3)
     if layout.schedule == "naive":
         way *= m
-    turns = 2 * m * v * message if v > 1 else 0.0  # looped schedules wait for each turn of the loop
-    return (p - 1) * (way * third + 2 * message) + turns
+    return (p - 1) * way * third + waits(layout) * message
+
+
+def waits(layout: Layout) -> float:
+    """Messages that a step waits for one after the other, where each is short beside a stage: what the simulator finds.
+
+    All fill the pipeline and empty it again. In 1F1B a rank has just p - r micro-batches in flight, none to spare: each
+    way down and up again, 2 (p - 1) messages, is waited for, once in p micro-batches.
+    """
+    p, m, v = layout.pp, layout.micro_batches, layout.stages_per_rank
+    # --- exercise 11.9: which messages does a step of 1F1B wait for? ---
+    steady = max(2 * (p - 1), 2 * (p - 1) * m / p + 2 * (p - 2))
+    # --- end exercise ---
+    other = {"afab": 2 * (p - 1), "naive": 2 * (p - 1) * m, "zb-h1": 4 * (p - 1), "zb-h2": p - 1, "zb-v": 5 * p - 7}
+    return other.get(layout.schedule, 2 * (p * v - 1) if v > 1 else steady)
 
 
 def data_parallel(
