@@ -164,14 +164,17 @@ def compare_on_ranks(layouts: list[list[str]], wants: list[Trace], sizes: LlamaC
             print(f"  same  {dist.get_world_size():2} ranks  {layout}", flush=True)
 
 
-def verify(layouts: Iterable[Layout], data: str, sizes: LlamaConfig = SIZES, show: bool = False) -> None:
-    """Raise RankFailure unless all of them equal one process. Those on equally many ranks share their processes."""
+def verify(layouts: Iterable[Layout], data: str, sizes: LlamaConfig = SIZES, show: bool = False) -> int:
+    """How many layouts equal one process: all, or RankFailure. Those on equally many ranks share their processes."""
+    done = 0
     for ranks, some in itertools.groupby(sorted(layouts, key=lambda one: one.ranks), key=lambda one: one.ranks):
         words = [options(data, one.words) for one in some]
         wants = [oracle(line, ranks, sizes) for line in words]
         for at in range(0, len(words), 25):  # fresh processes now and then
             now = slice(at, at + 25)
             run_ranks(ranks, compare_on_ranks, words[now], wants[now], sizes, show, timeout=120 + 30 * 25)
+        done += len(words)
+    return done
 
 
 def write_tables(layouts: list[Layout], impossible: Refusals) -> None:

@@ -64,16 +64,16 @@ def test_in_the_covering_set_all_kinds_meet_by_twos_and_by_threes_or_are_refused
 
 def test_every_two_kinds_of_parallelism_together_give_the_loss_gradients_and_weights_of_one_process(text):
     layouts, _ = covering(pairs=False, triples=False)
-    assert len(layouts) < 25
-    fuzz.verify(layouts, text)
+    assert fuzz.verify(layouts, text) == len(layouts) < 25
 
 
 def test_all_five_axes_on_sixteen_ranks_give_the_loss_gradients_and_weights_of_one_process(text):
-    fuzz.verify([Layout(16, f"--micro-batch 1 {words}") for words in FULL[:2]], text)  # experts, and dense
+    experts_and_dense = [Layout(16, f"--micro-batch 1 {words}") for words in FULL[:2]]
+    assert fuzz.verify(experts_and_dense, text) == 2
 
 
 def test_six_random_layouts_give_the_loss_gradients_and_weights_of_one_process(text):
-    fuzz.verify(itertools.islice(random_layouts(seed=2026, most=4), 6), text)
+    assert fuzz.verify(itertools.islice(random_layouts(seed=2026, most=4), 6), text) == 6
 
 
 def test_random_layouts_depend_on_the_seed_alone_and_are_all_valid():

@@ -186,18 +186,20 @@ def test_ranks_end_with_a_test_process_that_is_killed(tmp_path):
     process = subprocess.Popen(
         [sys.executable, tmp_path / "killed.py", tmp_path], env={**os.environ, "PYTHONPATH": tests}
     )
-    until(lambda: len(list(tmp_path.glob("*.rank"))) == 2, 120)
+    assert within(120, lambda: len(list(tmp_path.glob("*.rank"))) == 2)
     process.kill()
     process.wait()
     ranks = [int(file.stem) for file in tmp_path.glob("*.rank")]
-    until(lambda: not any(map(alive, ranks)), 20)
+    assert within(20, lambda: not any(map(alive, ranks)))
 
 
-def until(condition, seconds):
+def within(seconds, condition):
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+    while time.monotonic() < deadline:
+        if condition():
+            return True
         time.sleep(0.05)
+    return False
 
 
 def alive(pid):
