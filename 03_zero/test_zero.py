@@ -17,7 +17,7 @@ from harness.meter import communication, held_bytes, peak_memory, storage_bytes
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
 from torch import Tensor, nn
-from zero import ExchangeAndSum, Zero1, Zero2, main
+from zero import ExchangeAndSum, SendToAll, Zero1, Zero2, main
 from zero_memory import IGNORE, Decoder, make_batch, train_step, valid_tokens
 
 STAGES = [1, 2]
@@ -120,11 +120,11 @@ def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(
 
 def traces_by_exchange() -> list[Trace]:
     world = dist.group.WORLD
-    options = {"reduce_scatter": ExchangeAndSum}
+    options = {"reduce_scatter": ExchangeAndSum, "all_gather": SendToAll}
     return [zero_trace(lambda *a, s=s: sharded(s, *a, **options), world, micro_batches=3) for s in STAGES]
 
 
-def test_an_exchange_and_a_sum_is_a_reduce_scatter():
+def test_point_to_point_gives_what_the_collectives_give():
     want = oracle_trace(3, micro_batches=3)
     for rank, results in enumerate(run_ranks(3, traces_by_exchange)):
         for got in results:
@@ -142,6 +142,20 @@ def test_an_exchange_sends_what_a_reduce_scatter_should():
     for rank, (sent, got) in enumerate(run_ranks(3, bytes_of_an_exchange)):
         assert sent == 48 * 2 / 3
         assert got.tolist() == [3.0 * (4 * rank + i) + 3 for i in range(4)]
+
+
+def bytes_sent_to_all() -> tuple[float, Tensor]:
+    rank, flat = dist.get_rank(), torch.zeros(12)
+    flat[4 * rank : 4 * rank + 4] = rank + 1
+    with communication() as sent:
+        SendToAll(flat, flat[4 * rank : 4 * rank + 4], group=dist.group.WORLD, async_op=False)
+    return sent.total, flat
+
+
+def test_sending_to_all_is_an_all_gather_and_sends_what_one_does():
+    for sent, got in run_ranks(3, bytes_sent_to_all):
+        assert sent == 48 * 2 / 3
+        assert got.tolist() == [1.0] * 4 + [2.0] * 4 + [3.0] * 4
 
 
 def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():

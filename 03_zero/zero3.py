@@ -159,7 +159,7 @@ class Zero3(Zero2):
         self.keep, self.prefetching, self.in_backward = keep, prefetch, False
         self.units = [Unit(i, f"unit {i}", unit) for i, unit in enumerate(units)]
         self.root = Unit(len(self.units), "root", module)
-        super().__init__(module, optimizer, group, master=master, **options)  # hooks=, reduce_scatter=
+        super().__init__(module, optimizer, group, master=master, **options)  # hooks=, reduce_scatter=, all_gather=
         for unit in [*self.units, self.root]:
             unit.module.register_forward_pre_hook(partial(self.before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self.after_forward, unit))
@@ -235,7 +235,7 @@ class Zero3(Zero2):
         for flat, shard in zip(unit.flats, unit.shards, strict=True):
             # --- exercise 3.9: give the buffer its bytes back and fill it, without waiting ---
             flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
-            unit.works.append(all_gather(flat, shard, group=self.group, async_op=True))
+            unit.works.append(self.all_gather(flat, shard, group=self.group, async_op=True))
             # --- end exercise ---
 
     def gather(self, unit: Unit) -> None:
