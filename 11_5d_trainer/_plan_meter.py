@@ -1,14 +1,18 @@
 """What the trainer really holds, keeps, climbs to and sends in one step of a layout, on this rank, by the meter."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
+import moe_layer
 import rank as rank_module
 import torch
 import torch.distributed as dist
 from data import Sampler
 from engine import Replicated
+from fpdt_store import DeviceMemory
 from harness.meter import communication, peak_memory, storage_bytes
 from llama import LlamaConfig
 from model import cross_entropy_sum
@@ -17,8 +21,29 @@ from options import Config
 TEXT = torch.arange(20000) * 7919 % 251
 
 
+@contextmanager
+def even_load() -> Iterator[None]:
+    """Routers send token after token round the experts. What a layout sends is then a matter of counting."""
+    routed = moe_layer.route
+
+    def round_robin(logits: torch.Tensor, top_k: int, *rest: Any) -> Any:
+        choices = torch.arange(len(logits) * top_k, device=logits.device) % logits.shape[1]
+        return routed(logits, top_k, *rest[:-1], choices.view(-1, top_k))
+
+    moe_layer.route = round_robin
+    try:
+        yield
+    finally:
+        moe_layer.route = routed
+
+
 def measured(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
-    """Train two steps as the options say; of the second, the bytes. Runs on every rank of the world."""
+    """Train two steps as the options say, experts with an even load; of the second, the bytes. On every rank."""
+    with even_load():
+        return measured_steps(words, sizes)
+
+
+def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
     config = Config(**words)
     config.check()
     config.check_layout(sizes, dist.get_world_size())
@@ -31,11 +56,13 @@ def measured(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
 
     batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
     step()  # makes the optimizer's states
-    result: dict[str, Any] = {"rank": me.mesh.place["pp"], "activations": alive_after_forward(me, batches)}
+    result: dict[str, Any] = {"rank": me.mesh.place["pp"]}
+    result["activations"] = [] if config.fpdt_chunks else alive_after_forward(me, batches)
     result |= held(me)
     me.engine.zero_grad()
     gc.collect()
-    with peak_memory() as memory:
+    meter: Any = DeviceMemory() if config.fpdt_chunks else peak_memory()  # the first leaves out what is on the host
+    with meter as memory:
         step()
     gathered = sum(result[what] for what in ("weights", "gradients", "optimizer states"))
     result["peak"] = gathered + memory.peak

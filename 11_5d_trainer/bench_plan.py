@@ -1,6 +1,7 @@
 """The planner against what was measured: bytes by the trainer's meter, seconds of small layouts on this machine's CPU.
 
     python 11_5d_trainer/bench_plan.py              verifies, measures, writes results/11_plan_*.json and the figures
+    python 11_5d_trainer/bench_plan.py --predict    only what is predicted, without a measurement, and draws
     python 11_5d_trainer/bench_plan.py --figures    only draws
 
 First the bytes: if what is held is not exact, or a peak is off by more than 5 %, it ends with exit code 1 and writes
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "11_5d_trainer"))
 
 import chapters  # noqa: E402, F401  finds the chapters below
+import plan_figures  # noqa: E402
 import plan_memory as pm  # noqa: E402
 import plan_search  # noqa: E402
 import plan_time  # noqa: E402
@@ -112,7 +114,7 @@ def ranking_rows() -> tuple[list[list[Any]], float]:
     return rows, correlation
 
 
-def draw(axes: Any, result: dict[str, Any]) -> None:
+def draw_memory(axes: Any, result: dict[str, Any]) -> None:
     predicted, measured = [row[1] / 1e6 for row in result["rows"]], [row[2] / 1e6 for row in result["rows"]]
     top = max(measured) * 1.05
     axes.plot([0, top], [0, top], color="0.6", linewidth=1)
@@ -121,11 +123,34 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
 
 
 def figures() -> None:
-    write_figure("11_5d_trainer/figures/plan_memory.svg", ["11_plan_memory"], draw)
+    folder = "11_5d_trainer/figures"
+    write_figure(f"{folder}/plan_memory.svg", ["11_plan_memory"], draw_memory)
+    write_figure(f"{folder}/plan_layouts.svg", ["11_plan_layouts"], plan_figures.draw_heatmap, size=(9.5, 6.5))
+    write_figure(f"{folder}/plan_bars.svg", ["11_plan_bars"], plan_figures.draw_bars, shape=(1, 2), size=(11, 4.2))
+
+
+def predictions() -> None:
+    """What needs no measurement: the best layouts by model and nodes, and where bytes and seconds of ten of them go."""
+    cluster = plan_time.read_cluster("h100-400g")
+    batch, seq = 512, 8192
+    note = (
+        f"{cluster.name}, {batch} sequences of {seq} tokens a step. Predicted: nothing here was run on such a cluster."
+    )
+    rows = plan_figures.heatmap_rows(cluster, batch, seq)
+    columns = ["model", "nodes", "layout", "predicted MFU, %", "predicted s"]
+    write_result("11_plan_layouts", "The best layout by model and number of nodes", columns, rows, note)
+    task = plan_search.Task(plan_figures.SIZES["70B"], None, cluster, 64 * cluster.gpus_per_node, batch, seq)
+    rows = plan_figures.bar_rows(task, plan_search.search(task).best)
+    title = "Bytes and seconds of the ten fastest layouts of 70B on 64 nodes"
+    write_result("11_plan_bars", title, ["layout", "unit", "what", "predicted"], rows, note)
 
 
 def main() -> None:
     if "--figures" in sys.argv[1:]:
+        figures()
+        return
+    predictions()
+    if "--predict" in sys.argv[1:]:
         figures()
         return
     memory = memory_rows()

@@ -5,6 +5,7 @@
     python 11_5d_trainer/plan.py --facts                       published measurements, and how far off the planner is
     python 11_5d_trainer/plan.py --calibrate my.json           measure this machine, write a cluster file
     python 11_5d_trainer/plan.py --html plan.html              a page with sliders, for any browser, without a network
+    ... --figure bars.svg                                      bytes and seconds of the ten layouts, drawn
     ... --json                                                 the same answers for a program
 
 The first prints the ten fastest layouts that fit, as options of train.py, with the reason why each beats the next; why
@@ -17,8 +18,8 @@ seconds. What is in it:
     plan_time.py      seconds on a cluster                   two fitted constants: plan_facts.py
     plan_search.py    millions of layouts in seconds
 
-What it does not know: the holes of an allocator beyond a fixed reserve, a slow node, an uneven load of experts, FPDT's
-chunks (it leaves them to chapter 08's own cost model, fpdt_costs.py).
+What it does not know: the holes of an allocator beyond a fixed reserve, a slow node, an uneven load of experts. FPDT's
+chunks are planned by `--explain`, with chapter 08's formulas; the search leaves them out.
 """
 
 import argparse
@@ -31,12 +32,13 @@ from typing import Any, NoReturn
 
 import chapters  # noqa: F401  finds the chapters below
 import plan_facts
+import plan_figures
 from llama import LLAMA3_405B
 from model import EXPERTS, PRESETS
 from moe_layer import MoEConfig
 from options import Config, UsageError
 from options import parse as parse_trainer
-from plan_memory import Layout, peak
+from plan_memory import Layout, fpdt_host, peak
 from plan_search import GB, Candidate, Found, Task, alternatives, because, name, search, three_steps
 from plan_time import read_cluster, step_time
 from plan_traffic import by_collective, flows
@@ -64,6 +66,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--facts", action="store_true", help="compare with published measurements")
     parser.add_argument("--calibrate", metavar="FILE", help="measure this machine and write a cluster file")
     parser.add_argument("--html", metavar="FILE", help="write the interactive page")
+    parser.add_argument("--figure", metavar="FILE", help="draw bytes and seconds of the fastest layouts")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(given)
     if args.model not in MODELS:
@@ -104,8 +107,11 @@ def whole(task: Task) -> str:
 # ----------------------------------------------------------------------------------------------------- three answers
 
 
-def answer(task: Task) -> tuple[list[str], dict[str, Any]]:
-    """The search as text and as data. Raises UsageError if nothing fits, with what is closest."""
+def answer(task: Task, figure: str | None = None) -> tuple[list[str], dict[str, Any]]:
+    """The search as text and as data, and as a figure if a file is named.
+
+    Raises UsageError if nothing fits, with what is closest.
+    """
     begin = time.perf_counter()
     found = search(task)
     seconds = time.perf_counter() - begin
@@ -126,6 +132,9 @@ def answer(task: Task) -> tuple[list[str], dict[str, Any]]:
     lines += [f"  {what}\n{row(task, each)}" for what, each in steps]
     lines += ["", f"{found.counted:,} layouts, {found.timed:,} timed, in {seconds:.1f} s; the others:"]
     lines += [f"  {count:>12,}  {reason}" for reason, count in found.pruned.most_common() if count]
+    if figure:
+        plan_figures.write_bars(Path(figure), plan_figures.bar_rows(task, found.best))
+        lines += ["", f"wrote {figure}"]
     data = {
         "best": [record(task, each) for each in found.best],
         "alternatives": [{"layout": what, "reason": why} for what, why in others],
@@ -182,10 +191,6 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     config = Config(**everything)
     if config.precision == "bf16-master" and not config.zero and "precision" not in words:
         config = dataclasses.replace(config, precision="fp32")
-    if config.fpdt_chunks:
-        raise UsageError(
-            f"--fpdt-chunks {config.fpdt_chunks} is not planned here; 08_fpdt/fpdt_costs.py knows its costs"
-        )
     layout = Layout.of(config, task.model, task.gpus)
     every = [peak(task.model, task.moe, layout, place) for place in sorted({0, layout.pp - 1})]
     fullest = max(every, key=lambda each: sum(each.values()))
@@ -196,12 +201,16 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     lines = [whole(task), name(layout), "", f"bytes on the fullest rank: {total:,} of {room:,.0f}; {verdict}"]
     ranked = sorted(fullest.items(), key=lambda item: -item[1])
     lines += [f"  {size:>20,}  {what}" for what, size in ranked]
-    lines += [f"largest: {ranked[0][0]}", "", "bytes that rank 0 sends in a step"]
+    lines += [f"largest: {ranked[0][0]}"]
+    host = fpdt_host(task.model, layout) if layout.fpdt_chunks else 0
+    if host:
+        lines.append(f"bytes on the host: {host:,} of {task.cluster.host_memory_gb * GB:,.0f} for each GPU")
+    lines += ["", "bytes that rank 0 sends in a step"]
     lines += [f"  {size:>20,.0f}  {what}" for what, size in sorted(sent.items(), key=lambda item: -item[1])]
     lines += ["", f"seconds of a step: {step.seconds:.4f}, MFU {100 * step.mfu(layout, task.cluster):.1f} %"]
     lines += [f"  {seconds:>20.4f}  {what}" for what, seconds in step.parts.items() if seconds]
     lines += [f"  {seconds:>20.4f}  {what}, hidden" for what, seconds in step.hidden.items() if seconds]
-    data = {"layout": dataclasses.asdict(layout), "bytes": fullest, "fits": total <= room, "sent": sent}
+    data = {"layout": dataclasses.asdict(layout), "bytes": fullest, "fits": total <= room, "sent": sent, "host": host}
     return lines, data | {"seconds": step.seconds, "parts": step.parts, "hidden": step.hidden}
 
 
@@ -234,7 +243,7 @@ def main(given: list[str] | None = None) -> int:
             lines, data = facts()
         else:
             task = task_of(args)
-            lines, data = explain(task, args.explain) if args.explain is not None else answer(task)
+            lines, data = explain(task, args.explain) if args.explain is not None else answer(task, args.figure)
     except (UsageError, OSError) as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ were not looked at for it. Each table prints its deviations.
     activation  bytes of a layer in the same paper (equations 2 and 4, table 2)               chapter 01's formula
     playbook    throughput lost from 8 to 16 tensor ranks, and from 8 to 16 pipeline ranks    the clock
     Ulysses     TFLOPs by GPUs and length (2309.14509)                                        chapter 05's cost model
-    FPDT        GB at one and two chunks                                                      chapter 08's formula
+    FPDT        GB at one and two chunks; longest sequences by the number of GPUs             chapter 08's formulas
 
     python 11_5d_trainer/plan.py --facts
 """
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import chapters  # noqa: F401  finds the chapters below
 from accounting import gpt_activations
 from fpdt_costs import paper_table as fpdt_table
-from llama import LlamaConfig
-from plan_memory import Layout
+from llama import LLAMA3_8B, LLAMA3_70B, LlamaConfig
+from plan_memory import Layout, fpdt_host, peak
+from plan_search import GB, RESERVED
 from plan_time import Cluster, read_cluster, step_time
 from plan_traffic import Flow
 from ulysses import Machine, cost_model
@@ -125,6 +126,10 @@ def playbook() -> list[tuple[str, float, float]]:
     Assumed: a Llama of 3B, sequences of 4096, bf16; tensor parallel with sequence parallel and a micro-batch of 4;
     a pipeline of 1F1B with 32 micro-batches of one sequence, and a vocabulary so small that all stages take the same
     time. A large vocabulary would make the last of 16 stages much slower than the others.
+
+    With 32 micro-batches (the playbook says m = 32) the bubble alone loses 1 - (32 + 7) / (32 + 15) = 17.0 %, more than
+    was published. So what is missing is no cost, but something that slowed 8 ranks more than 16, and that the text does
+    not tell. The planner adds what messages cost, of which one in fifteen leaves a node.
     """
     cluster, rows = read_cluster("h100-playbook"), []
     wide = LlamaConfig(128256, 4096, 28, 32, 16, 11008)  # heads that 16 ranks divide
@@ -141,6 +146,50 @@ def playbook() -> list[tuple[str, float, float]]:
         for p in (8, 16)
     ]
     rows.append(("pipeline parallel, 8 to 16 ranks", 0.14, 1 - pipeline[1] / pipeline[0]))
+    return rows
+
+
+@dataclass(frozen=True)
+class Longest:
+    """Sequences that FPDT is reported to train (2408.16978, abstract, and DeepSpeed's blog on Ulysses-Offload).
+
+    Assumed: A100s of 80 GB, four in a node with 1 TB of host memory; Ulysses over all GPUs, ZeRO stage 3, bf16 with
+    master weights, chunks of 64K tokens. The shape of "GPT-30B" is ours. Sequences are tried in steps of 128K tokens;
+    the authors report powers of two and one length between, and do not say that twice as much failed.
+    """
+
+    model: str
+    sizes: LlamaConfig
+    gpus: int
+    tokens: int  # published
+
+
+GPT_30B = LlamaConfig(50304, 7168, 48, 64, 64, 4 * 7168 * 2 // 3)  # a gated MLP of as many weights as GPT's
+LONGEST = (
+    Longest("8B", LLAMA3_8B, 4, 2 * 2**20),
+    Longest("30B", GPT_30B, 16, 3 * 2**20),
+    Longest("70B", LLAMA3_70B, 32, 4 * 2**20),
+)
+
+
+def longest_rows() -> list[tuple[str, int, int, int, str]]:
+    """(model, GPUs, tokens published, tokens that fit, what ends it)."""
+    cluster, step, rows = read_cluster("a100-dgx"), 2**17, []
+    device, host = cluster.memory_gb * GB * (1 - RESERVED), cluster.host_memory_gb * GB
+    for row in LONGEST:
+        tokens, ends = 0, ""
+        while not ends:
+            layout = Layout(
+                ulysses=row.gpus, zero=3, precision="bf16-master", seq_len=tokens + step,
+                fpdt_chunks=(tokens + step) // 2**16,
+            )  # fmt: skip
+            if sum(peak(row.sizes, None, layout).values()) > device:
+                ends = "device"
+            elif fpdt_host(row.sizes, layout) > host:
+                ends = "host"
+            else:
+                tokens += step
+        rows.append((row.model, row.gpus, row.tokens, tokens, ends))
     return rows
 
 
@@ -173,4 +222,10 @@ def tables() -> list[Table]:
     result.append(("Ulysses, TFLOPs per GPU (2309.14509)", ["tokens", "GPUs", "published", "predicted", "off"], swaps))
     fpdt = [[name, f"{two:g}", f"{got:.1f}", percent(got / two - 1)] for name, _, two, got, _ in fpdt_table()]
     result.append(("FPDT, GB at two chunks", ["model", "published", "predicted", "off"], fpdt))
+    far = [
+        [name, f"{gpus}", f"{want:,}", f"{got:,}", percent(got / want - 1), ends]
+        for name, gpus, want, got, ends in longest_rows()
+    ]
+    columns = ["model", "GPUs", "published", "fits", "off", "ends at memory of"]
+    result.append(("FPDT, longest sequences (2408.16978)", columns, far))
     return result

@@ -35,10 +35,12 @@ t tensor, c context, p pipeline ranks; w = max(e, 4) bytes, in which statistics 
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
+from fpdt_costs import Sizes, attention_peak, feed_forward_peak, loss_peak, model_host_peak
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import Config
@@ -197,6 +199,16 @@ def schedule_of(layout: Layout) -> Schedule:
     return built(layout.schedule, layout.pp, layout.micro_batches, layout.stages_per_rank)
 
 
+@lru_cache(maxsize=64)
+def programs_of(name: str, pp: int, micro_batches: int, stages_per_rank: int) -> list[list[Any]]:
+    """Of every rank of a schedule: actions, and messages between them (chapter 06)."""
+    return [list(items) for items in programs(built(name, pp, micro_batches, stages_per_rank))]
+
+
+def program_of(layout: Layout, rank: int) -> list[Any]:
+    return programs_of(layout.schedule, layout.pp, layout.micro_batches, layout.stages_per_rank)[rank]
+
+
 def block_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layer: int) -> list[Weight]:
     """Of one block, in the order in which the module registers them."""
     c, t, split = model, layout.tp, layout.sequence_parallel
@@ -238,6 +250,7 @@ class Buckets:
     ranks: int
     stage: int
     numels: tuple[int, ...]
+    expert: bool = False
 
     @property
     def shards(self) -> list[int]:
@@ -256,7 +269,7 @@ def owners(weights: list[Weight], layout: Layout, element: int) -> list[Buckets]
         stage = min(layout.zero, 2) if experts else layout.zero
         if mine:
             cut = unit_buckets(mine) if stage == 3 else size_buckets(mine, layout.bucket_bytes, element)
-            found.append(Buckets(ranks, stage, tuple(cut)))
+            found.append(Buckets(ranks, stage, tuple(cut), experts))
     return found
 
 
@@ -309,7 +322,7 @@ def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout,
     mode = recompute or layout.recompute
     # --- exercise 11.3: every byte that a block leaves behind, on one rank ---
     if mode == "full":
-        return outer * c.hidden * e
+        return outer * c.hidden * e + (tape_bytes(moe, outer) if moe else 0)
     norms = 2 * outer * (c.hidden * w + 2 * c.hidden * e + w)
     kv_heads = c.kv_heads // min(c.kv_heads, t)  # of this rank
     q, kv = T * c.hidden // t * e, T * kv_heads * c.head_dim * e
@@ -328,8 +341,13 @@ def expert_activations(model: LlamaConfig, moe: MoEConfig, layout: Layout) -> in
     e = widths(layout.precision).activation
     w, T, H, K, E = max(e, 4), layout.outer_tokens, model.hidden, moe.top_k, moe.experts
     rows = K * T
-    router = T * (2 * E * w + 2 * K * w) + rows * 8 * 4  # probabilities and weights; the plan: who goes where, int64
+    router = T * (2 * E + K + 1) * w + 4 * rows * 8 + 4 * E + 20  # probabilities and weights; the plan, int64
     return router + rows * (4 * H + 4 * moe.intermediate) * e + (T * H * (w - e) if w != e else 0)
+
+
+def tape_bytes(moe: MoEConfig, tokens: int) -> int:
+    """What a recomputation must know of the first run: who goes where, three times int64, and counts (chapter 07)."""
+    return 3 * moe.top_k * tokens * 8 + moe.experts * 8 + 8
 
 
 def around(model: LlamaConfig, layout: Layout, first: bool, last: bool) -> Bytes:
@@ -353,6 +371,42 @@ def activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layer
     return kept | around(model, layout, first, last)
 
 
+# ------------------------------------------------------------------------------------------------------------ FPDT
+
+
+def fpdt_sizes(model: LlamaConfig, layout: Layout) -> Sizes:
+    """Attention of one layer and one sequence, as chapter 08 counts it."""
+    e = widths(layout.precision).activation
+    c = model
+    return Sizes(layout.seq_len, layout.cp, layout.fpdt_chunks, c.heads, c.kv_heads, c.head_dim, e)
+
+
+def fpdt_host(model: LlamaConfig, layout: Layout) -> int:
+    """Bytes of host memory at most, on one rank: the input of every layer, and the rest of one (chapter 08)."""
+    return layout.micro_batch * model_host_peak(fpdt_sizes(model, layout), model.hidden, model.layers, "input")
+
+
+def fpdt_working_set(model: LlamaConfig, layout: Layout) -> dict[str, Bytes]:
+    """What is on the device besides weights and their kin, by moment: all of it chapter 08's formulas.
+
+    Of a whole sequence of a rank lie there only what enters and what leaves: a block, its backward, the loss.
+    """
+    c, e, z = model, widths(layout.precision).activation, fpdt_sizes(model, layout)
+    T, w, u = layout.tokens, max(e, 4), layout.fpdt_chunks
+    stream, chunk = T * c.hidden * e, T // u * c.hidden * e
+    block = sum(weight.numel for weight in block_weights(model, None, layout, 0))
+    attention = layout.micro_batch * attention_peak(z, "backward") + chunk
+    # Around the MLP's piece: x in two slots, h, q, the output by tokens and by heads, its gradient; k, v three times.
+    beside = 7 * chunk + layout.micro_batch * 6 * z.letters()[1]
+    backward = max(attention, feed_forward_peak(T // u // 2, c.hidden, c.intermediate, e, "backward") + beside)
+    head = loss_peak(T // u, T, c.hidden, c.vocab_size, e)
+    return {
+        "loss": {"residual stream": 2 * stream, "working set": head},
+        "block": {"residual stream": 2 * stream, "working set": backward, "sums of gradients": block * w},
+        "end": {"residual stream": stream},
+    }
+
+
 # ------------------------------------------------------------------------------------------------------------ peak
 
 
@@ -371,6 +425,8 @@ def working_set(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> By
         block += T * c.hidden * e
     if layout.recompute == "full":  # one block is there again, whole
         block += block_activations(model, moe, layout, "none") - outer * c.hidden * w
+        if moe is not None:  # highest one product later: the rows that go home, and one of the wide ones, are gone
+            block -= wide + rows * c.hidden * e - stream
     return {"loss": loss, "block": block}
 
 
@@ -401,7 +457,12 @@ def passing_weights(
         if owner.stage == 0 and layout.pp > 1:
             for moment in moments:  # until the last micro-batch, gradients are not yet in their buckets
                 add(moment, "gradients outside their buckets", every)
+        if owner.stage == 1 and owner.ranks > 1:
+            add("end", "bucket under way", largest)  # new weights of all ranks, before they are where they belong
         if owner.stage == 2:
+            if layout.recompute == "full" and layout.pp == 1:  # the first block is as high as the last one
+                one = sum(weight.numel for weight in weights if weight.layer == 0 and weight.expert == owner.expert)
+                add("block", "gradients not yet reduced", max(0, largest - one))
             if layout.pp > 1:
                 for moment in ("loss", "block"):
                     add(moment, "gradients not yet reduced", every)
@@ -428,7 +489,13 @@ def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
     weights = weights_of(model, moe, layout, rank)
     stays = held(model, moe, layout, rank)
     stays["tokens and labels"] = layout.micro_batches * 2 * layout.tokens * 8
-    work, passing = working_set(model, moe, layout), passing_weights(model, moe, layout, weights)
+    passing = passing_weights(model, moe, layout, weights)
+    if layout.fpdt_chunks:
+        tables = {"RoPE tables": layout.seq_len // layout.cp * model.head_dim * 4}
+        chunks = fpdt_working_set(model, layout)
+        found = [stays | tables | chunks[moment] | passing[moment] for moment in chunks]
+        return {what: size for what, size in max(found, key=lambda each: sum(each.values())).items() if size}
+    work = working_set(model, moe, layout)
     found = []
     for kept, messages, moment, ends, late in climbs(model, moe, layout, rank):
         now = dict(kept)
@@ -451,11 +518,21 @@ def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
 Climb = tuple[Bytes, int, str, bool, float]
 
 
+def steady(layout: Layout) -> Layout:
+    """With so few micro-batches that memory is as high as ever: rounds of p of them are alike, but for the first and
+    the last few. Where every forward comes before a backward, each micro-batch counts."""
+    if layout.schedule in ("afab", "breadth-first", "naive"):
+        return layout
+    rounds = layout.micro_batches // layout.pp
+    return replace(layout, micro_batches=layout.micro_batches - max(0, rounds - 4) * layout.pp)
+
+
 def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int) -> Iterable[Climb]:
     """The moments of a step at which activations are most: each start of a backward."""
     if layout.pp == 1:
         kept = activations(model, moe, layout, range(model.layers))
         return [(kept, 0, "loss", False, 1.0), (kept, 0, "block", True, 1.0)]
+    layout = steady(layout)
     schedule = schedule_of(layout)
     e = widths(layout.precision).activation
     message = layout.outer_tokens * model.hidden * e
@@ -469,7 +546,7 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
     numels = [(weight.layer, weight.numel) for weight in weights_of(model, moe, layout, rank)]
     every = sum(numel for _, numel in numels)
     found: list[Climb] = []
-    for item in programs(schedule)[rank]:
+    for item in program_of(layout, rank):
         if not isinstance(item, Action):
             if item.source == rank:  # kept until it has left, or is so old that it has
                 sent[item.destination] = min(sent.get(item.destination, 0) + 1, 2 * layout.pp)

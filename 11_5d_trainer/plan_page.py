@@ -90,14 +90,14 @@ function working(m, x) {
   let loss = T * V * w * (x.tp === 1 ? 2 : 1) + T * V * e;
   if (x.sp) { loss = Math.max(loss, 3 * T * H * e + V * H * e + stream); one += T * H * e; }
   if (x.recompute === "full") one += block(m, x, "none") - outer * H * w;
-  return Math.max(loss, one);
+  return [loss, one];
 }
-function parameters(m, x) {
+function inside(m, x) {
   const H = m.hidden, pieces = Math.min(m.kv_heads, x.tp), kv = m.kv_heads * (H / m.heads) / pieces * H;
-  const one = 2 * H + 2 * H * H / x.tp + 2 * kv + 3 * H * m.intermediate / x.tp;
-  const both = Math.ceil(m.vocab_size / x.tp) * H * (m.tied ? 1 : 2) + H;
-  return m.layers / x.pp * one + (x.pp === 1 ? both : both / 2);
+  return 2 * H + 2 * H * H / x.tp + 2 * kv + 3 * H * m.intermediate / x.tp;
 }
+function outside(m, x) { return Math.ceil(m.vocab_size / x.tp) * m.hidden * (m.tied ? 1 : 2) + m.hidden; }
+function parameters(m, x) { return m.layers / x.pp * inside(m, x) + outside(m, x) / (x.pp === 1 ? 1 : 2); }
 function states(m, x) {
   const z = x.zero, N = x.dp, each = W.weight / (z === 3 ? N : 1) + W.weight / (z >= 2 ? N : 1);
   return parameters(m, x) * (each + (2 * W.state + W.master) / (z ? N : 1));
@@ -105,11 +105,12 @@ function states(m, x) {
 function memory(m, x) {
   const p = x.pp, v = x.v, held = states(m, x), one = m.layers / p * block(m, x, x.recompute);
   const flight = p === 1 ? 1 : v > 1 ? Math.min(x.m, ((v - 1) * p + 2 * p - 1) / v) : Math.min(x.m, p);
-  let passing = 0;
-  if (x.zero === 3) passing = 4 * held * x.dp / 16 / Math.max(1, m.layers);
-  if (p > 1 && (x.zero === 0 || x.zero === 2)) passing = held / 8;
-  return { "weights, gradients, states": held, "on the way": passing,
-    "activations": Math.max(one * flight, one + ends(m, x)), "working set": working(m, x) };
+  const late = p > 1 && (x.zero === 0 || x.zero === 2) ? held / 8 : 0, work = working(m, x), at = [0, 1].map(block => ({
+    "weights, gradients, states": held,
+    "on the way": x.zero < 3 ? late : W.weight * (outside(m, x) * (block ? 1.5 : 1) + inside(m, x) * (block ? 2.5 : 1)),
+    "activations": block ? one * flight : one + ends(m, x), "working set": work[block] }));
+  const sum = parts => Object.values(parts).reduce((a, b) => a + b);
+  return sum(at[0]) > sum(at[1]) ? at[0] : at[1];
 }
 
 // ---- time: plan_time.py

@@ -5,11 +5,17 @@ that could have been known before their time was computed.
 
 Idea. A tree, whose branches are cut where no leaf can win; cut leaves are counted by their reason.
 
-    tensor x context x pipeline x data (the product is the number of GPUs)     batch does not divide
-      +- sequence parallel, ZeRO stage, experts                                the states alone do not fit
-           +- schedule, stages per rank                                        more stages than layers
-                +- micro-batch                                                 does not divide the batch
-                     +- recomputation: the least that fits                     more of it would only be slower
+    tensor x ring x Ulysses x pipeline x data, whose product is the number of GPUs; sequence parallel; experts
+     |                                                  the batch, the heads, the sequence do not divide
+     |                                                  the best case is slower than the best so far
+     +- micro-batch                                     the same for this micro-batch; it never fits
+         +- ZeRO stage                                  the trainer refuses it; the states alone do not fit
+             +- schedule, stages per rank               more stages than layers
+                 +- recomputation: the least that fits  more of it would only be slower
+
+The best case of a branch is its time without a bubble, without data parallelism and without recomputation, at its
+largest micro-batch (`least_seconds`). No leaf is faster, so to cut there changes nothing; and as the branches are
+taken in the order of their best cases, most are cut before anyone looks inside.
 
 The leaves that are left are timed with formulas (plan_time.py). The fastest are then asked again, exactly: the peak of
 every pipeline rank by plan_memory.py, the bubble by the simulator of chapter 06. What does not fit exactly goes.
@@ -26,19 +32,25 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import chapters  # noqa: F401  finds the chapters below
 from llama import LlamaConfig
 from moe_layer import MoEConfig
-from plan_memory import Layout, around, block_activations, held, peak, working_set
-from plan_time import Cluster, Step, rough_states, step_time
+from options import Config
+from plan_memory import Layout, around, block_activations, held, kept_for_weights, peak, steady, widths, working_set
+from plan_time import Cluster, Step, least_seconds, of_model, rough_states, step_time
 from schedule_simulator import ScheduleError
 
 GB = 1e9
 RESERVED = 0.08  # of a GPU's memory: the context, the collectives' buffers, holes in the allocator
 RECOMPUTE = ("none", "selective", "full")
-MICRO_BATCHES = (1, 2, 4, 8, 16)
-SCHEDULES = (("afab", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1))
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+ZEROS = (0, 1, 2, 3)
+SCHEDULES = (("afab", 1), ("1f1b", 1), *(("interleaved", v) for v in (2, 3, 4, 5, 6, 8, 10)))
+SCHEDULES += (("breadth-first", 2), ("breadth-first", 4), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2))
+TOO_SLOW = "slower in the best case than those already found"
+NOT_EXACTLY = "looked right, but does not fit exactly"
 
 
 @dataclass(frozen=True)
@@ -84,103 +96,208 @@ def powers(n: int, most: int) -> list[int]:
     return [d for d in (1, 2, 4, 8, 16, 32, 64) if n % d == 0 and d <= most]
 
 
-def grids(task: Task) -> Iterator[tuple[int, int, int, bool]]:
-    """(tp, cp, pp, by Ulysses?) that the model and the number of GPUs allow."""
-    c = task.model
-    for tp in powers(task.gpus, c.heads):
-        if c.heads % tp or c.intermediate % tp or (c.kv_heads % tp and tp % c.kv_heads):
-            continue
+def grids(task: Task) -> Iterator[Layout]:
+    """Every way to share out the GPUs, possible or not."""
+    base = Layout(seq_len=task.seq_len, precision=task.precision)
+    for tp in powers(task.gpus, task.model.heads):
         for cp in powers(task.gpus // tp, 64):
-            if task.seq_len % (2 * cp * tp):
-                continue
             for pp in divisors(task.gpus // tp // cp):
-                if pp > c.layers:
+                if pp > task.model.layers:
                     break
-                yield tp, cp, pp, False
-                if cp > 1 and c.heads // tp % cp == 0:
-                    yield tp, cp, pp, True
+                shape = replace(base, tp=tp, pp=pp, dp=task.gpus // tp // cp // pp)
+                yield from (replace(shape, ring=cp // u, ulysses=u) for u in divisors(cp))
+                if cp > 1:
+                    yield replace(shape, ring=cp, gather_kv=True)
+
+
+def refused(task: Task, shape: Layout) -> str:
+    """Why the trainer would not run any layout of this shape; empty if it would."""
+    c, tp, cp = task.model, shape.tp, shape.cp
+    if c.heads % tp or c.intermediate % tp or (c.kv_heads % tp and tp % c.kv_heads):
+        return "tp does not divide the heads, or the MLP"
+    if task.seq_len % (2 * cp * tp):
+        return "the sequence does not divide by 2 cp tp"
+    if c.heads // tp % shape.ulysses:
+        return "more ranks of Ulysses than heads"
+    if shape.ulysses not in (1, cp) and shape.ulysses != usp(c, tp, cp):
+        return "--cp-kind usp gives Ulysses as many ranks as it can, and the ring the rest"
+    return "the batch does not divide by dp" if task.global_batch % shape.dp else ""
+
+
+@lru_cache
+def usp(model: LlamaConfig, tp: int, cp: int) -> int:
+    return Config(tp=tp, cp=cp, cp_kind="usp").ring_and_ulysses(model)[1]
+
+
+Room = tuple[float, float, float, float]
+
+
+def room(task: Task, layout: Layout) -> Room:
+    """Bytes, by formulas, of: one micro-batch in all blocks of a rank, both ends of the model, what comes and goes at
+    the loss, and in the backward of a block."""
+    layers = task.model.layers / layout.pp
+    blocks = layers * block_activations(task.model, task.moe, layout)
+    ends = sum(around(task.model, layout, True, True).values())
+    work = working_set(task.model, task.moe, layout)
+    return blocks, ends, work["loss"], work["block"]
+
+
+def in_flight(schedule: str, p: int, m: int, v: int) -> float:
+    """Micro-batches of which rank 0 keeps activations (chapter 06's table)."""
+    if p == 1:
+        return 1
+    known = {
+        "afab": m,
+        "breadth-first": m,
+        "interleaved": min(m, ((v - 1) * p + 2 * p - 1) / v),
+        "zb-h2": min(m, 2 * p - 1),
+    }
+    return known.get(schedule, min(m, p))
+
+
+def fills(schedule: str, p: int) -> int:
+    """Micro-batches from which on the formulas of chapter 06's table hold."""
+    return 2 * p - 1 if schedule.startswith("zb-") else p if schedule == "breadth-first" else 1
 
 
 def rough_peak(task: Task, layout: Layout) -> float:
     """Bytes at most on a rank, by formulas: states, activations in flight, and what comes and goes."""
-    p, m, v = layout.pp, layout.micro_batches, layout.stages_per_rank
-    in_flight = {"afab": m, "interleaved": min(m, ((v - 1) * p + 2 * p - 1) / v)}.get(layout.schedule, min(m, p))
-    in_flight = in_flight if p > 1 else 1
-    blocks = task.model.layers / p * block_activations(task.model, task.moe, layout)
-    ends = sum(around(task.model, layout, True, True).values())
-    work = max(working_set(task.model, task.moe, layout).values())
+    return higher(task, layout, stays(task, layout), room(task, layout))
+
+
+def higher(task: Task, layout: Layout, states: tuple[float, float], rooms: Room) -> float:
+    """The higher of two moments: the loss, on the last rank, and the backward of a block, on the first."""
+    blocks, ends, loss, block = rooms
+    if layout.schedule.startswith("zb-"):  # what W waits for
+        blocks += kept_for_weights(task.model, layout, range(1, 2)) * task.model.layers / layout.pp
+    flight = in_flight(layout.schedule, layout.pp, layout.micro_batches, layout.stages_per_rank)
+    return max(states[0] + blocks + ends + loss, states[1] + blocks * flight + block)
+
+
+def stays(task: Task, layout: Layout) -> tuple[float, float]:
+    """Bytes of states by formulas, with weights and gradients that are whole for a while, at the same two moments."""
     states = rough_states(task.model, task.moe, layout)
-    gathered = 0.0
-    if layout.zero == 3:
-        gathered = 4 * states * layout.data / 16 / max(1, task.model.layers)
-    if p > 1 and layout.zero in (0, 2):
-        gathered = states / 8
-    return states + gathered + max(blocks * in_flight, blocks + ends) + work
+    if layout.zero == 3:  # gathered: what is in no layer, and a layer or two; in a block also gradients on their way
+        block, ends = of_model(task.model, task.moe, layout.tp, layout.ep)
+        width = widths(task.precision).weight
+        return states + width * (ends + block), states + width * (1.5 * ends + 2.5 * block)
+    whole = states * (9 / 8 if layout.pp > 1 and layout.zero in (0, 2) else 1)
+    return whole, whole
+
+
+def branches(task: Task, found: Found) -> list[tuple[float, int, Layout, int]]:
+    """(seconds of its best case, its number, shape, how many leaves), from the most promising. Counts the others."""
+    possible: list[tuple[float, int, Layout, int]] = []
+    for grid in grids(task):
+        schedules = len(SCHEDULES) if grid.pp > 1 else 1
+        leaves = len(MICRO_BATCHES) * len(ZEROS) * schedules * len(RECOMPUTE)
+        tokens = grid.dp * grid.cp
+        experts = [e for e in divisors(task.moe.experts) if tokens % e == 0] if task.moe else [1]
+        splits = (False, True) if grid.tp > 1 else (False,)
+        found.counted += len(splits) * len(experts) * leaves
+        if reason := refused(task, grid):
+            found.pruned[reason] += len(splits) * len(experts) * leaves
+            continue
+        batch = task.global_batch // grid.dp
+        wide = max(size for size in MICRO_BATCHES if batch % size == 0)
+        for split in splits:
+            for ep in experts:
+                shape = replace(grid, sequence_parallel=split, ep=ep, micro_batch=wide, micro_batches=batch // wide)
+                least = least_seconds(task.model, task.moe, shape, task.cluster)
+                possible.append((least, len(possible), shape, leaves))
+    return sorted(possible, key=lambda each: each[:2])
 
 
 def search(task: Task, top: int = 10) -> Found:
-    """The fastest layouts that fit. Deterministic."""
+    """The fastest layouts that fit. Deterministic.
+
+    If what the formulas let pass does not fit exactly, they are asked again with less room, for what is smaller.
+    """
+    found = search_once(task, top, 1.0)
+    for share in (0.9, 0.8, 0.65):
+        if len(found.best) >= top or not found.pruned[NOT_EXACTLY]:
+            break
+        more = [each for each in search_once(task, top, share).best if each not in found.best]
+        found.best = sorted(found.best + more, key=lambda each: each.step.seconds)[:top]
+    return found
+
+
+def search_once(task: Task, top: int, share: float) -> Found:
+    """`share`: how much of the memory the formulas may fill."""
+    memory = share * task.memory
     found = Found([], 0, 0, Counter(), None)
     heap: list[tuple[float, int, Layout]] = []
     smallest: tuple[float, Layout] | None = None
-    below = len(MICRO_BATCHES) * len(RECOMPUTE)  # leaves under a schedule
-    for tp, cp, pp, by_heads in grids(task):
-        dp = task.gpus // tp // cp // pp
-        splits = (False, True) if tp > 1 else (False,)
-        zeros = (0, 1, 2) if pp > 1 else (0, 1, 2, 3)
-        experts = [e for e in divisors(task.moe.experts) if dp * cp % e == 0] if task.moe else [1]
-        schedules = SCHEDULES if pp > 1 else (("1f1b", 1),)
-        leaves = len(splits) * len(zeros) * len(experts) * len(schedules) * below
-        found.counted += leaves
-        if task.global_batch % dp:
-            found.pruned["the batch does not divide by dp"] += leaves
+
+    def too_slow(seconds: float) -> bool:
+        return len(heap) == 6 * top and seconds > -heap[0][0]
+
+    def closest(need: float, layout: Layout) -> None:
+        nonlocal smallest
+        if smallest is None or need < smallest[0]:
+            smallest = need, layout
+
+    def try_leaves(at: Layout, states: tuple[float, float], rooms: list[Room]) -> None:
+        """The recomputation modes of one schedule: the first that fits is timed."""
+        for i, each in enumerate(rooms):
+            need = higher(task, at, states, each)
+            if smallest is None or need < smallest[0]:
+                closest(need, replace(at, recompute=RECOMPUTE[i]))
+            if need > memory:
+                found.pruned["does not fit with its activations"] += 1
+                continue
+            layout = replace(at, recompute=RECOMPUTE[i])
+            step = step_time(task.model, task.moe, layout, task.cluster, simulated=False)
+            found.timed += 1
+            entry = (-step.seconds, -found.timed, layout)  # the number breaks ties: layouts have no order
+            (heapq.heappush if len(heap) < 6 * top else heapq.heappushpop)(heap, entry)
+            found.pruned["more recomputation is only slower"] += len(RECOMPUTE) - 1 - i
+            return
+
+    for least, _, shape, leaves in branches(task, found):
+        if too_slow(least):
+            found.pruned[TOO_SLOW] += leaves
             continue
-        for split in splits:
-            for ep in experts:
-                for zero in zeros:
-                    shape = Layout(
-                        dp=dp, tp=tp, pp=pp, zero=zero, ep=ep, sequence_parallel=split, seq_len=task.seq_len,
-                        ring=1 if by_heads else cp, ulysses=cp if by_heads else 1, precision=task.precision,
-                    )  # fmt: skip
-                    states = rough_states(task.model, task.moe, shape)
-                    if states > task.memory and smallest is not None:
-                        found.pruned["weights, gradients and states alone do not fit"] += len(schedules) * below
-                        if states < smallest[0]:
-                            smallest = states, replace(shape, micro_batches=task.global_batch // dp, recompute="full")
-                        continue
-                    for schedule, v in schedules:
-                        if pp * v > task.model.layers:
-                            found.pruned["more stages than layers"] += below
-                            continue
-                        for micro_batch in MICRO_BATCHES:
-                            if task.global_batch // dp % micro_batch:
-                                found.pruned["the batch does not divide by the micro-batch"] += len(RECOMPUTE)
-                                continue
-                            m = task.global_batch // dp // micro_batch
-                            if schedule == "interleaved" and m % pp:
-                                found.pruned["interleaved needs a multiple of pp micro-batches"] += len(RECOMPUTE)
-                                continue
-                            leaf = replace(
-                                shape, schedule=schedule, stages_per_rank=v, micro_batch=micro_batch, micro_batches=m
-                            )
-                            for i, mode in enumerate(RECOMPUTE):
-                                layout = replace(leaf, recompute=mode)
-                                need = rough_peak(task, layout)
-                                if smallest is None or need < smallest[0]:
-                                    smallest = need, layout
-                                if need <= task.memory:
-                                    step = step_time(task.model, task.moe, layout, task.cluster, simulated=False)
-                                    found.timed += 1
-                                    # The counter breaks ties: layouts have no order.
-                                    entry = (-step.seconds, -found.timed, layout)
-                                    (heapq.heappush if len(heap) < 6 * top else heapq.heappushpop)(heap, entry)
-                                    found.pruned["more recomputation is only slower"] += len(RECOMPUTE) - 1 - i
-                                    break
-                                found.pruned["does not fit with its activations"] += 1
-    for _, _, layout in sorted(heap, reverse=True):
+        p, batch = shape.pp, task.global_batch // shape.dp
+        schedules = SCHEDULES if p > 1 else (("1f1b", 1),)
+        for micro_batch in MICRO_BATCHES:
+            m, below = batch // micro_batch, leaves // len(MICRO_BATCHES)
+            if batch % micro_batch:
+                found.pruned["the batch does not divide by the micro-batch"] += below
+                continue
+            at = replace(shape, micro_batch=micro_batch, micro_batches=m)
+            if too_slow(least_seconds(task.model, task.moe, at, task.cluster)):
+                found.pruned[TOO_SLOW] += below
+                continue
+            rooms = [room(task, replace(at, recompute=mode)) for mode in RECOMPUTE]
+            for zero in ZEROS:
+                below = len(schedules) * len(RECOMPUTE)
+                if zero == 3 and p > 1:
+                    found.pruned["--zero 3 with --pp: each micro-batch in flight would gather again"] += below
+                    continue
+                if zero == 0 and task.precision == "bf16-master":
+                    found.pruned["bf16-master keeps its fp32 weights in ZeRO's shards"] += below
+                    continue
+                states = stays(task, cut := replace(at, zero=zero))
+                if states[0] > memory:
+                    found.pruned["weights, gradients and states alone do not fit"] += below
+                    closest(states[0], replace(cut, recompute="full"))
+                    continue
+                for schedule, v in schedules:
+                    if p * v > task.model.layers:
+                        found.pruned["more stages than layers"] += len(RECOMPUTE)
+                    elif schedule == "interleaved" and m % p:
+                        found.pruned["interleaved needs a multiple of pp micro-batches"] += len(RECOMPUTE)
+                    elif m < fills(schedule, p):
+                        found.pruned["too few micro-batches to fill the schedule"] += len(RECOMPUTE)
+                    else:
+                        try_leaves(replace(cut, schedule=schedule, stages_per_rank=v), states, rooms)
+    for seconds, _, layout in sorted(heap, reverse=True):
+        if len(found.best) >= top and -seconds > sorted(each.step.seconds for each in found.best)[top - 1]:
+            break  # a simulated bubble is no shorter than that of the formula
         candidate = exact(task, layout)
         if candidate is None or candidate.peak > task.memory:
-            found.pruned["looked right, but does not fit exactly"] += 1
+            found.pruned[NOT_EXACTLY] += 1
             continue
         found.best.append(candidate)
     found.best = sorted(found.best, key=lambda each: each.step.seconds)[:top]
@@ -193,7 +310,7 @@ def exact(task: Task, layout: Layout) -> Candidate | None:
     """The layout with its largest rank's peak, and the simulated bubble where that is quick."""
     try:
         step = step_time(task.model, task.moe, layout, task.cluster)
-        places = {0, layout.pp - 1} if layout.pp * layout.micro_batches <= 2048 else set()
+        places = {0, layout.pp - 1} if layout.pp * steady(layout).micro_batches <= 2048 else set()
         peaks = [peak(task.model, task.moe, layout, place) for place in sorted(places)]
     except ScheduleError:
         return None
@@ -207,14 +324,22 @@ def exact(task: Task, layout: Layout) -> Candidate | None:
     return Candidate(layout, step, sum(most.values()), max(most, key=lambda what: most[what]))
 
 
+def context_name(layout: Layout) -> str:
+    """Of the context axis: ring, Ulysses, both, or K and V gathered."""
+    if layout.gather_kv:
+        return "g"
+    return "r" if layout.ulysses == 1 else "u" if layout.ring == 1 else f"=r{layout.ring}u{layout.ulysses}"
+
+
 def name(layout: Layout) -> str:
     """One word for each axis that is in use."""
     words = [f"dp{layout.dp}"]
     words += [f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}"] * (layout.tp > 1)
-    words += [f"cp{layout.cp}{'u' if layout.ulysses > 1 else 'r'}"] * (layout.cp > 1)
+    words += [f"cp{layout.cp}{context_name(layout)}"] * (layout.cp > 1)
     words += [f"pp{layout.pp}/{layout.schedule}{layout.stages_per_rank if layout.stages_per_rank > 1 else ''}"] * (
         layout.pp > 1
     )
+    words += [f"fpdt{layout.fpdt_chunks}"] * (layout.fpdt_chunks > 0)
     words += [f"ep{layout.ep}"] * (layout.ep > 1) + [f"zero{layout.zero}"] * (layout.zero > 0)
     return " ".join([*words, f"mb{layout.micro_batch}x{layout.micro_batches}", f"recompute-{layout.recompute}"])
 
@@ -268,14 +393,11 @@ def alternatives(task: Task, best: Candidate) -> list[tuple[str, str]]:
 def three_steps(task: Task) -> list[tuple[str, Candidate]]:
     """Fit, reach the batch, speed up: the way of the playbook. Empty if nothing fits."""
     node, chosen = task.cluster.gpus_per_node, None
-    for tp, cp, pp, by_heads in sorted(grids(task), key=lambda g: (g[0] * g[1] * g[2], g[2], g[1])):
-        dp = task.gpus // tp // cp // pp
-        if tp > node or by_heads or task.global_batch % dp:
+    for grid in sorted(grids(task), key=lambda g: (-g.dp, g.pp, g.cp)):
+        if grid.tp > node or grid.ulysses > 1 or grid.gather_kv or refused(task, grid):
             continue
-        layout = Layout(
-            dp=dp, tp=tp, ring=cp, pp=pp, zero=1, sequence_parallel=tp > 1, recompute="full", seq_len=task.seq_len,
-            micro_batches=task.global_batch // dp, precision=task.precision,
-        )  # fmt: skip
+        count = task.global_batch // grid.dp
+        layout = replace(grid, zero=1, sequence_parallel=grid.tp > 1, recompute="full", micro_batches=count)
         if rough_peak(task, layout) <= task.memory and (fits := exact(task, layout)) and fits.peak <= task.memory:
             chosen = fits
             break

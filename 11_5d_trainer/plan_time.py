@@ -38,10 +38,11 @@ from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
 from accounting import forward_flops
+from fpdt_costs import Hardware, idle_forward, link_bytes, pair_seconds
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import UsageError
-from plan_memory import Layout, block_activations, held, schedule_of, weights_of, widths
+from plan_memory import Layout, block_activations, fpdt_sizes, held, schedule_of, weights_of, widths
 from plan_traffic import Flow, of_ends, of_layers
 from schedule_simulator import Times, simulate
 
@@ -62,6 +63,8 @@ class Cluster:
     outside_gb_per_s: float
     latency_us: float
     source: str
+    host_gb_per_s: float = 25.0  # of a GPU to and from its host: PCIe 4, unless the file says more
+    host_memory_gb: float = 250.0  # for each GPU
     # Measured bus bandwidth of whole nodes, by their number.
     all_reduce_gb_per_s: dict[str, float] | None = field(default=None, hash=False)
     ceiling: float = CEILING
@@ -211,6 +214,8 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
     forward = cluster.product(layer + core, width)
     forward += cluster.elementwise(2 * block_activations(model, moe, layout, "none"))
     again = {"none": 0.0, "selective": cluster.product(core, width), "full": forward}[layout.recompute]
+    if layout.fpdt_chunks:
+        again = forward  # FPDT keeps the input of a block, no more
     sends = {"tp": 0.0, "ring": 0.0, "all-to-all": 0.0}
     for flow in of_layers(model, moe, layout, 1, 1):
         if flow.ranks > 1 and flow.what != "counts of a step":
@@ -227,22 +232,34 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
     return BlockSeconds(forward, again, sends, ring, vocabulary, ends)
 
 
+def one_block(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster) -> BlockSeconds:
+    """Found once for all layouts that differ only in what a block does not feel."""
+    felt = Layout(
+        dp=layout.dp if moe else 1, tp=layout.tp, sequence_parallel=layout.sequence_parallel, ring=layout.ring,
+        ulysses=layout.ulysses, gather_kv=layout.gather_kv, ep=layout.ep, micro_batch=layout.micro_batch,
+        seq_len=layout.seq_len, recompute=layout.recompute, precision=layout.precision, pp=min(layout.pp, 2),
+        fpdt_chunks=layout.fpdt_chunks,
+    )  # fmt: skip
+    return block_seconds(model, moe, cluster, felt)
+
+
+def least_seconds(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster) -> float:
+    """What no schedule, no stage of ZeRO and no recomputation takes away: products, and messages of blocks that show.
+
+    Per token it only falls with the micro-batch: products get wider, and there are fewer latencies.
+    """
+    one = one_block(model, moe, layout, cluster)
+    block = 3 * one.forward + one.sends["tp"] + one.sends["all-to-all"] + one.ring
+    return layout.micro_batches * (model.layers / layout.pp * block + one.vocabulary + one.ends)
+
+
 def step_time(
     model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster, simulated: bool = True
 ) -> Step:
     """Raises ScheduleError for a pipeline that cannot be built."""
     m, p, v = layout.micro_batches, layout.pp, layout.stages_per_rank
     layers = model.layers / p  # of a rank; that they may not divide shows in the simulation only
-    one = block_seconds(
-        model,
-        moe,
-        cluster,
-        Layout(
-            dp=layout.dp if moe else 1, tp=layout.tp, sequence_parallel=layout.sequence_parallel, ring=layout.ring,
-            ulysses=layout.ulysses, gather_kv=layout.gather_kv, ep=layout.ep, micro_batch=layout.micro_batch,
-            seq_len=layout.seq_len, recompute=layout.recompute, precision=layout.precision, pp=min(p, 2),
-        ),
-    )  # fmt: skip
+    one = one_block(model, moe, layout, cluster)
     forward, backward, again, vocabulary, ends = one.forward, 2 * one.forward, one.again, one.vocabulary, one.ends
     sends, ring = one.sends, one.ring
     block = forward + backward + again + sends["tp"] + sends["all-to-all"] + ring
@@ -259,6 +276,8 @@ def step_time(
         bubble = bubble_seconds(layout, layers / v * block, vocabulary + ends, message, simulated)
     parts["pipeline bubble"] = bubble
     computing = m * layers * (forward + backward + again)
+    if layout.fpdt_chunks:
+        parts["link to the host"] = m * layers * fpdt_idle(model, layout, cluster)
     exposed, hidden = data_parallel(model, moe, layout, cluster, computing)
     parts["data parallel"] = exposed
     states = sum(held(model, moe, layout, p - 1).values()) if simulated else rough_states(model, moe, layout)
@@ -268,6 +287,17 @@ def step_time(
     whole = flops_of(active, layout.global_batch, layout.seq_len)
     model_flops = 3 * (model.layers * (whole[0] + 2 * whole[1]) + whole[2])
     return Step(parts, hidden, model_flops)
+
+
+def fpdt_idle(model: LlamaConfig, layout: Layout, cluster: Cluster) -> float:
+    """Seconds that one layer waits for its host, forward, once more, and backward, by chapter 08's formulas."""
+    z, rate = fpdt_sizes(model, layout), cluster.peak_tflops * 1e12 * cluster.ceiling
+    link = Hardware(rate, cluster.host_gb_per_s * 1e9)
+    pair, fetch = pair_seconds(z, link)
+    forward = idle_forward(z.u, pair / 2, pair, fetch)
+    pairs = z.u * z.u / 2  # backward computes a pair in 5/2 of its forward time: five products for two
+    backward = max(0.0, sum(link_bytes(z, "backward")) / link.link - pairs * 2.5 * pair)
+    return layout.micro_batch * (2 * forward + backward)
 
 
 def bubble_seconds(layout: Layout, stage: float, last: float, message: float, simulated: bool) -> float:
@@ -294,10 +324,9 @@ def waits(layout: Layout) -> float:
     way down and up again, 2 (p - 1) messages, is waited for, once in p micro-batches.
     """
     p, m, v = layout.pp, layout.micro_batches, layout.stages_per_rank
-    # --- exercise 11.9: which messages does a step of 1F1B wait for? ---
     steady = max(2 * (p - 1), 2 * (p - 1) * m / p + 2 * (p - 2))
-    # --- end exercise ---
     other = {"afab": 2 * (p - 1), "naive": 2 * (p - 1) * m, "zb-h1": 4 * (p - 1), "zb-h2": p - 1, "zb-v": 5 * p - 7}
+    other["breadth-first"] = 2 * (p - 1) if m > p else 2 * (p * v - 1)
     return other.get(layout.schedule, 2 * (p * v - 1) if v > 1 else steady)
 
 

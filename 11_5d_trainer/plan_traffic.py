@@ -29,11 +29,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 import chapters  # noqa: F401  finds the chapters below
+from fpdt_costs import network_bytes
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from pipeline_parallel import layers_of
-from plan_memory import Layout, owners, schedule_of, weights_of, widths
-from schedule_simulator import Action, F, programs
+from plan_memory import Layout, fpdt_sizes, owners, program_of, schedule_of, weights_of, widths
+from schedule_simulator import Action, F
 
 SCALAR = 8  # bytes: the trainer sends counts as int64 and sums of losses as float64
 
@@ -156,7 +157,11 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
         else:
             found.append(Flow("send", "ring", kv * e, R, calls * (R - 1) * (2 + once_more), "K and V"))
             found.append(Flow("send", "ring", kv * w, R, calls * (R - 1), "gradients of K and V"))
-    if layout.ulysses > 1:
+    if layout.fpdt_chunks and layout.ulysses > 1:  # forward, once more, backward: chunks change nothing
+        sent = layout.micro_batch * network_bytes(fpdt_sizes(model, layout))
+        whole = sent * layout.ulysses / (layout.ulysses - 1)
+        found.append(Flow("all_to_all", "ulysses", whole, layout.ulysses, 3 * calls, "heads of chunks"))
+    elif layout.ulysses > 1:
         U = layout.ulysses
         q, kv = T * c.hidden // t * e, T * math.lcm(kv_heads, U) * c.head_dim * e
         inputs = q + 2 * kv
@@ -170,7 +175,7 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
             found.append(Flow("all_reduce", "data", counts, tokens, calls, "counts of experts"))
         found.append(Flow("all_to_all", "ep", P * (moe.experts // P + 1) * 8, P, calls, "counts of rows"))
         rows = moe.top_k * layout.outer_tokens * c.hidden * e
-        found.append(Flow("all_to_all", "ep", rows, P, calls * (4 + again), "rows of experts"))
+        found.append(Flow("all_to_all", "ep", rows, P, calls * (4 + 2 * again), "rows of experts"))
         mirrored = tokens * (2 if layout.mirrored else 1)
         found.append(Flow("all_reduce", "data", counts * layers, mirrored, 1, "counts of a step"))
     return found
@@ -194,7 +199,7 @@ def of_ends(model: LlamaConfig, layout: Layout, times: int, first: bool, last: b
 
 def of_pipeline(model: LlamaConfig, layout: Layout, rank: int) -> list[Flow]:
     schedule, width = schedule_of(layout), widths(layout.precision)
-    items = programs(schedule)[rank]
+    items = program_of(layout, rank)
     sends = sum(not isinstance(item, Action) and item.source == rank for item in items)
     message = layout.outer_tokens * model.hidden * width.activation
     found = [Flow("send", "pp", message, layout.pp, sends, "between stages")]
