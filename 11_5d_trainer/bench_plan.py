@@ -5,11 +5,14 @@
     python 11_5d_trainer/bench_plan.py --figures    only draws
 
 First the bytes: if what is held is not exact, or a peak is off by more than 5 %, it ends with exit code 1 and writes
-nothing. Then a ranking: layouts of one small model on 4 ranks are timed and put beside the order in which the planner,
-with the rates of clusters/cpu.json, would put them. Times are given as ratios to the fastest.
+nothing. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed, and put beside the order in which the
+planner would put them with the rates that `plan.py --calibrate` measures on so many ranks just before. Times are given
+as ratios to the fastest.
 """
 
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "11_5d_trainer"))
 
 import chapters  # noqa: E402, F401  finds the chapters below
+import plan_facts  # noqa: E402
 import plan_figures  # noqa: E402
 import plan_memory as pm  # noqa: E402
 import plan_search  # noqa: E402
@@ -26,9 +30,13 @@ import plan_time  # noqa: E402
 from harness.figures import write_figure  # noqa: E402
 from harness.ranks import run_ranks  # noqa: E402
 from harness.report import write_result  # noqa: E402
+from llama import LlamaConfig  # noqa: E402
 from options import Config  # noqa: E402
 from test_plan_memory import BASE, HELD, LAYOUTS, SIZES, all_of  # noqa: E402
 
+# Large enough for its products, not the interpreter, to take the time.
+RANKED_SIZES = LlamaConfig(vocab_size=256, hidden=256, layers=4, heads=8, kv_heads=4, intermediate=704)
+RANKED_BASE = BASE | {"seq_len": 128, "global_batch": 16, "micro_batch": 2}
 RANKED = [
     {},
     {"zero": 1},
@@ -94,24 +102,38 @@ def ranks_of(values: list[float]) -> list[int]:
     return [order.index(i) for i in range(len(values))]
 
 
-def ranking_rows() -> tuple[list[list[Any]], float]:
-    """[layout, measured, predicted], each over its fastest, and Spearman's rank correlation."""
-    cluster, P = plan_time.read_cluster("cpu"), 4
-    options = [BASE | layout for layout in RANKED]
-    measured = [max(each) for each in zip(*run_ranks(P, seconds, options, SIZES, timeout=300.0), strict=True)]
-    predicted = []
-    for words in options:
-        layout = pm.Layout.of(Config(**words), SIZES, P)
-        predicted.append(plan_time.step_time(SIZES, None, layout, cluster).seconds)
+def calibrated(ranks: int) -> plan_time.Cluster:
+    """This machine as the planner sees it with so many ranks at work."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/machine.json"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        script = str(ROOT / "11_5d_trainer" / "plan.py")
+        subprocess.run([*launch, script, "--calibrate", file], check=True, stdout=subprocess.DEVNULL)
+        return plan_time.read_cluster(file)
+
+
+def ranking_rows(P: int) -> tuple[list[list[Any]], float]:
+    """[ranks, layout, measured, predicted], both over their fastest, and Spearman's rank correlation."""
+    cluster, options = calibrated(P), [RANKED_BASE | layout for layout in RANKED]
+    each = run_ranks(P, seconds, options, RANKED_SIZES, timeout=300.0)
+    measured = [max(times) for times in zip(*each, strict=True)]
+    layouts = [pm.Layout.of(Config(**words), RANKED_SIZES, P) for words in options]
+    predicted = [plan_time.step_time(RANKED_SIZES, None, layout, cluster).seconds for layout in layouts]
     n = len(RANKED)
     gaps = zip(ranks_of(measured), ranks_of(predicted), strict=True)
     correlation = 1 - 6 * sum((a - b) ** 2 for a, b in gaps) / (n * (n * n - 1))
-    names = [plan_search.name(pm.Layout.of(Config(**words), SIZES, P)) for words in options]
     rows = [
-        [name, round(m / min(measured), 2), round(p / min(predicted), 2)]
-        for name, m, p in sorted(zip(names, measured, predicted, strict=True), key=lambda row: row[1])
+        [P, plan_search.name(layout), round(m / min(measured), 2), round(p / min(predicted), 2)]
+        for layout, m, p in sorted(zip(layouts, measured, predicted, strict=True), key=lambda row: row[1])
     ]
     return rows, correlation
+
+
+def all_facts() -> list[plan_facts.Table]:
+    """The tables of plan.py --facts, those with a published number in each row as one."""
+    *several, activations, fits = plan_facts.tables()
+    rows = [[title, *row] for title, _, rows in several for row in rows]
+    return [("Published numbers", ["source", *several[0][1]], rows), activations, fits]
 
 
 def draw_memory(axes: Any, result: dict[str, Any]) -> None:
@@ -130,7 +152,10 @@ def figures() -> None:
 
 
 def predictions() -> None:
-    """What needs no measurement: the best layouts by model and nodes, and where bytes and seconds of ten of them go."""
+    """What needs no measurement: the best layouts by model and nodes, where bytes and seconds of ten of them go, and
+    what others have published."""
+    for name, (title, columns, rows) in zip(("numbers", "activations", "fits"), all_facts(), strict=True):
+        write_result(f"11_plan_facts_{name}", title, columns, rows, "Assumptions: plan_facts.py.")
     cluster = plan_time.read_cluster("h100-400g")
     batch, seq = 512, 8192
     note = (
@@ -154,13 +179,12 @@ def main() -> None:
         figures()
         return
     memory = memory_rows()
-    ranking, correlation = ranking_rows()
+    (on_4, four), (on_8, eight) = ranking_rows(4), ranking_rows(8)
     columns = ["layout", "predicted peak, bytes", "measured peak, bytes", "off, %"]
     write_result("11_plan_memory", "The planner's peak against the trainer's", columns, memory)
-    note = f"Rank correlation {correlation:.2f}. Ratios of one run on a CPU, to the fastest of the layouts."
-    write_result(
-        "11_plan_ranking", "Order of layouts on 4 CPU ranks", ["layout", "measured", "predicted"], ranking, note
-    )
+    note = f"Rank correlation {four:.2f} on 4 ranks and {eight:.2f} on 8. Ratios of one run, to the fastest layout."
+    columns = ["ranks", "layout", "measured", "predicted"]
+    write_result("11_plan_ranking", "Order of layouts on 4 and 8 CPU ranks", columns, on_4 + on_8, note)
     figures()
     print(note)
 

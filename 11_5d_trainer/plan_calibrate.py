@@ -1,7 +1,8 @@
 """Measure the machine this runs on, and write what was measured as a cluster file for the planner.
 
-Products of two sizes give the two numbers of the planner's rule (peak x n / (n + half)), a copy gives the speed of the
-memory, and, with several ranks, an all-reduce of a large and of a small tensor gives bandwidth and latency.
+Products of five sizes give the two numbers of the planner's rule (peak x n / (n + half)), a copy gives the speed of the
+memory, and, with several ranks, an all-reduce of a large and of a small tensor gives bandwidth and latency. Ranks of
+one CPU share its cores: how much faster is one of them while the others wait?
 
     python 11_5d_trainer/plan.py --calibrate my.json                          one rank: products and copies
     torchrun --nproc_per_node 4 11_5d_trainer/plan.py --calibrate my.json     collectives too; rank 0 writes
@@ -37,24 +38,35 @@ def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 7) 
 
 
 def rates(device: torch.device) -> dict[str, float]:
-    """Products and copies. Two rates r(n) = peak n / (n + half), of a small and a large product, give peak and half."""
+    """Products and copies."""
     gpu = device.type == "cuda"
-    dtype, small, large = (torch.bfloat16, 512, 8192) if gpu else (torch.float32, 32, 512)
+    dtype, sizes = (torch.bfloat16, (512, 1024, 2048, 4096, 8192)) if gpu else (torch.float32, (32, 64, 128, 256, 512))
     measured = {}
-    for n in (small, large):
+    for n in sizes:
         a, b = (torch.randn(4 * n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype))
         measured[n] = 8 * n**3 / seconds_of(partial(torch.matmul, a, b), device)
-    # 1 / r(n) = 1 / peak + (half / peak) / n: a straight line in 1 / n through two points
-    slope = (1 / measured[small] - 1 / measured[large]) / (1 / small - 1 / large)
-    peak = 1 / (1 / measured[large] - slope / large) if slope > 0 else measured[large]
+    peak, half = peak_and_half(measured)
     elements = 2**28 if gpu else 2**22
     source = torch.zeros(elements, device=device)
     copied = seconds_of(lambda: source.clone(), device)
-    return {
-        "peak_tflops": peak / 1e12,
-        "half": max(slope * peak, 1e-3),
-        "memory_gb_per_s": 2 * 4 * elements / copied / 1e9,
-    }
+    return {"peak_tflops": peak / 1e12, "half": half, "memory_gb_per_s": 2 * 4 * elements / copied / 1e9}
+
+
+def peak_and_half(measured: dict[int, float]) -> tuple[float, float]:
+    """The rule r(n) = peak n / (n + half) through measured rates: 1 / r is a straight line in 1 / n.
+
+    Least squares of the relative errors. Where noise, or a cost of starting a product, would put the peak below a rate
+    that was measured, or at infinity, the largest rate is the peak.
+    """
+    x = torch.tensor([[1.0, 1 / n] for n in measured], dtype=torch.float64)
+    r = torch.tensor(list(measured.values()), dtype=torch.float64)
+    a, b = torch.linalg.lstsq(x * r[:, None], torch.ones(len(r), 1, dtype=torch.float64)).solution[:, 0].tolist()
+    top = max(measured.values())
+    if not 1 / (2 * top) <= a <= 1 / top or b <= 0:  # 1 / peak, and half / peak
+        a = 1 / top
+        per_n = r * x[:, 1]
+        b = max(1e-3 * a, float(((1 - a * r) * per_n).sum() / (per_n * per_n).sum()))
+    return 1 / a, b / a
 
 
 def links(device: torch.device) -> tuple[float, float]:
@@ -65,11 +77,23 @@ def links(device: torch.device) -> tuple[float, float]:
     return 2 * (P - 1) / P * large.nbytes / slow / 1e9, fast / (2 * (P - 1)) * 1e6
 
 
+def alone() -> float:
+    """Times faster that a large product is on rank 0 while all other ranks wait. Called by all of them."""
+    a = torch.randn(512, 512)
+    together = seconds_of(partial(torch.matmul, a, a), a.device)
+    dist.barrier()
+    faster = 1.0
+    if dist.get_rank() == 0:
+        faster = max(1.0, together / seconds_of(partial(torch.matmul, a, a), a.device))
+    dist.barrier()
+    return faster
+
+
 def calibrate(path: Path) -> tuple[list[str], dict[str, Any]]:
     """Write the cluster file. Under torchrun all ranks measure, and rank 0 writes."""
     gpu, rank = torch.cuda.is_available(), int(os.environ.get("RANK", "0"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
-    ranks, bandwidth, latency = 1, 1.0, 10.0
+    ranks, bandwidth, latency, faster = 1, 1.0, 10.0, 1.0
     if "RANK" in os.environ:
         if gpu:
             torch.cuda.set_device(device)
@@ -77,6 +101,7 @@ def calibrate(path: Path) -> tuple[list[str], dict[str, Any]]:
         ranks = dist.get_world_size()
         if ranks > 1:
             bandwidth, latency = links(device)
+            faster = 1.0 if gpu else alone()
     found = rates(device)  # with all ranks at once: they share what they will share in training
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory() / ranks
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -90,6 +115,7 @@ def calibrate(path: Path) -> tuple[list[str], dict[str, Any]]:
         "inside_gb_per_s": bandwidth,
         "outside_gb_per_s": bandwidth,
         "latency_us": latency,
+        "alone": faster,
         "source": f"measured on {ranks} rank(s), torch {torch.__version__}"
         + ("" if ranks > 1 else "; links not measured, start it with torchrun"),
     }

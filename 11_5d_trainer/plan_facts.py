@@ -6,7 +6,8 @@ were not looked at for it. Each table prints its deviations.
 
     ZeRO        GB per device of a 7.5B model at each stage (1910.02054, table 1)             chapter 03's formula
     iteration   22B to 1T on A100s, full recomputation | sequence parallel and selective      the clock, on a GPT
-    activation  bytes of a layer in the same paper (equations 2 and 4, table 2)               chapter 01's formula
+    layer       milliseconds of one layer in the same paper (table 4)                         the clock, on a GPT
+    activation  shares of tensor parallel alone, and what fits 80 GB (figures 7 and 1)        the paper's table 2
     playbook    throughput lost from 8 to 16 tensor ranks, and from 8 to 16 pipeline ranks    the clock
     Ulysses     TFLOPs by GPUs and length (2309.14509)                                        chapter 05's cost model
     FPDT        GB at one and two chunks; longest sequences by the number of GPUs             chapter 08's formulas
@@ -28,12 +29,15 @@ from ulysses import Machine, cost_model
 from zero_memory import bytes_per_parameter
 
 Table = tuple[str, list[str], list[list[str]]]
+SEQ, VOCABULARY, TENSOR = 2048, 51200, 8  # of every GPT in 2205.05198
+K = 1024
+BYTES = 18  # of a parameter there: fp16 weights, fp32 gradients, and 12 of Adam's states and master weights
 
 
 @dataclass(frozen=True)
 class Gpt:
-    """A row of tables 3 and 5 of 2205.05198. Sequences of 2048, vocabulary 51200, 8 tensor ranks, as many
-    micro-batches as the global batch allows; `full` and `selective` are the published seconds of an iteration."""
+    """A row of tables 3 and 5 of 2205.05198: as many micro-batches as the global batch allows; `full` and `selective`
+    are the published seconds of an iteration."""
 
     name: str
     hidden: int
@@ -47,6 +51,11 @@ class Gpt:
     full: float
     selective: float
 
+    @property
+    def parameters(self) -> float:
+        """Of one GPU, were they spread evenly."""
+        return (12 * self.layers * self.hidden**2 + VOCABULARY * self.hidden) / self.pp / TENSOR
+
 
 GPTS = (
     Gpt("22B", 6144, 48, 64, 1, 1, 8, 4, 4, 1.42, 1.10),
@@ -56,28 +65,44 @@ GPTS = (
 )
 
 
-def gpt_seconds(g: Gpt, cluster: Cluster, selective: bool) -> float:
-    """An iteration of a GPT with dropout, no data parallelism, by the rules of plan_time.py.
+@dataclass(frozen=True)
+class GptLayer:
+    """Seconds of one micro-batch in one layer of a GPT with dropout on 8 tensor ranks, by the rules of plan_time.py.
 
-    Bytes kept for backward (table 2): of the 34 s b h of a layer, 10 lie outside of the tensor-parallel regions, and
-    5 a s² b are attention's. `selective` means sequence parallel too. Sequence parallel's third all-gather hides
-    behind the gradient of the weights, as the paper says.
+    Sequence parallel's third all-gather hides behind the gradient of the weights, as the paper says.
     """
-    s, V, t, b, h, L, p, v = 2048, 51200, 8, g.micro_batch, g.hidden, g.layers, g.pp, g.chunks
-    width, m = min(h / t, b * s), g.batch // g.micro_batch
+
+    forward: float
+    backward: float
+    again: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.again
+
+
+def gpt_layer(g: Gpt, cluster: Cluster, recompute: str, sequence_parallel: bool) -> GptLayer:
+    s, t, b, h = SEQ, TENSOR, g.micro_batch, g.hidden
+    width = min(h / t, b * s)
     core = 4 * b * s * s * h / t  # flops: no causal half is skipped there
-    attention = 5 * g.heads * b * s * s / t  # bytes kept
-    kept = 10 * s * b * h / (t if selective else 1) + 24 * s * b * h / t + attention
+    attention = 5 * g.heads * b * s * s / t  # bytes kept, of those of a layer
+    kept = b * s * h * kept_factor(g, "none", sequence_parallel)
     work = cluster.product(24 * b * s * h * h / t + core, width) + cluster.elementwise(2 * kept)
     reduce = 2 * cluster.seconds(Flow("all_reduce", "tp", 2 * b * s * h, t), 1)
     forward, backward = work + reduce, 2 * work + reduce
-    again = cluster.product(core, width) + cluster.elementwise(2 * attention) if selective else forward
-    stage = L / p * (forward + backward + again)
-    head = 3 * cluster.product(2 * b * s * h * V / t, width) + cluster.elementwise(24 * b * s * V / t)
+    selective = cluster.product(core, width) + cluster.elementwise(2 * attention)
+    return GptLayer(forward, backward, {"none": 0.0, "selective": selective, "full": forward}[recompute])
+
+
+def gpt_seconds(g: Gpt, cluster: Cluster, selective: bool) -> float:
+    """An iteration without data parallelism. `selective` means sequence parallel too."""
+    s, V, t, b, h, L, p, v = SEQ, VOCABULARY, TENSOR, g.micro_batch, g.hidden, g.layers, g.pp, g.chunks
+    layer = gpt_layer(g, cluster, "selective" if selective else "full", selective)
+    stage, m = L / p * layer.seconds, g.batch // g.micro_batch
+    head = 3 * cluster.product(2 * b * s * h * V / t, min(h / t, b * s)) + cluster.elementwise(24 * b * s * V / t)
     message = cluster.seconds(Flow("send", "pp", 2 * b * s * h / t, p), 64) if p > 1 else 0.0
     turns = 2 * v * message
-    parameters = (12 * L * h * h + V * h) / p / t
-    update = cluster.elementwise(36 * parameters)  # 18 bytes of weights, gradients and states, read and written
+    update = cluster.elementwise(2 * BYTES * g.parameters)  # of weights, gradients and states, read and written
     return m * (stage + head + turns) + (p - 1) / v * (stage + turns) + update
 
 
@@ -100,15 +125,89 @@ def zero_rows() -> list[tuple[int, float, float]]:
     return [(z, want, 7.5 * bytes_per_parameter(z, 64)) for z, want in enumerate(published)]
 
 
-def activation_rows() -> list[tuple[str, float]]:
-    """What is left of a layer's activations with selective recomputation and sequence parallel on 8 tensor ranks, as a
-    share of tensor parallel alone: 34/t against 10 + 24/t + 5 a s / (h t) (2205.05198, table 2 and figure 7)."""
+# (what, recomputation, sequence parallel, forward, backward): milliseconds as published in table 4. The backward of a
+# row contains what is computed again.
+LAYER_22B = (
+    ("nothing recomputed", "none", False, 7.7, 11.9),
+    ("sequence parallel", "none", True, 7.2, 11.8),
+    ("full", "full", False, 7.7, 19.5),
+    ("selective", "selective", False, 7.7, 13.2),
+    ("selective, sequence parallel", "selective", True, 7.2, 13.1),
+)
+
+
+def layer_rows() -> list[tuple[str, float, float]]:
+    """(what, published ms of forward and backward, predicted ms) of one layer of the 22B model."""
+    cluster = read_cluster("a100-dgx")
+    return [
+        (what, forward + backward, 1e3 * gpt_layer(GPTS[0], cluster, recompute, sequence).seconds)
+        for what, recompute, sequence, forward, backward in LAYER_22B
+    ]
+
+
+def kept_factor(g: Gpt, recompute: str, sequence_parallel: bool) -> float:
+    """Bytes that one layer keeps on one of the tensor ranks, over s b h (2205.05198, table 2).
+
+    Of the 34 of a layer, 10 lie outside of the tensor-parallel regions; 5 a s / h are the square matrices of attention.
+    """
+    if recompute == "full":
+        return 2.0
+    square = gpt_activations(g.hidden, 1, g.heads, SEQ, 1) / (SEQ * g.hidden) - 34
+    outside = 10 / TENSOR if sequence_parallel else 10
+    return outside + 24 / TENSOR + (square / TENSOR if recompute == "none" else 0)
+
+
+# (what, recomputation, sequence parallel, what section 6.1 reads off figure 7)
+TECHNIQUES = (
+    ("sequence parallel", "none", True, "nearly half is saved"),
+    ("selective", "selective", False, "nearly half is saved"),
+    ("both", "selective", True, "under 20 %"),
+    ("full", "full", False, "10 %"),
+)
+
+
+def activation_rows() -> list[tuple[str, str, str, float]]:
+    """(model, technique, published, share that is left of what tensor parallel alone keeps in a layer)."""
+    return [
+        (g.name, what, published, kept_factor(g, recompute, sequence) / kept_factor(g, "none", False))
+        for what, recompute, sequence, published in TECHNIQUES
+        for g in GPTS
+    ]
+
+
+def fits_rows() -> list[tuple[str, float, float, float]]:
+    """(model, GB of weights, gradients and states, GB of activations with tensor parallel alone, and with both
+    techniques) on the first pipeline stage, which holds L layers of them, and (p - 1) / p v as many more if stages
+    interleave (section 4.2.3). Figure 1 says: above an A100's 80 GB, all four; with both techniques they fit."""
     rows = []
     for g in GPTS:
-        all_of = gpt_activations(g.hidden, 1, g.heads, 2048, 1) / (2048 * g.hidden)
-        square = all_of - 34
-        rows.append((g.name, (34 / 8) / (10 + 24 / 8 + square / 8)))
+        layers = g.layers * (1 + (g.pp - 1) / (g.pp * g.chunks) * (g.chunks > 1))
+        each = layers * SEQ * g.micro_batch * g.hidden / GB
+        baseline, both = (each * kept_factor(g, *how) for how in (("none", False), ("selective", True)))
+        rows.append((g.name, BYTES * g.parameters / GB, baseline, both))
     return rows
+
+
+def saved_rows() -> list[tuple[str, float, float]]:
+    """(what, published, predicted) of section 5 and of appendix B, in per cent and GiB."""
+    rows = []
+    for g, saved, more in ((GPTS[1], 70.0, 2.7), (GPTS[2], 65.0, 1.6)):
+        square = 5 * g.heads * SEQ / g.hidden
+        rows.append((f"{g.name}: % of the activations that selective saves", saved, 100 * square / (34 + square)))
+        rows.append((f"{g.name}: % of FLOPs that it adds", more, 100 * SEQ / 6 / g.hidden))
+    g = GPTS[2]
+    rows.append(("530B: GiB of outputs that wait for nobody", 2.73, 2 * SEQ * g.micro_batch * g.hidden * g.pp / 2**30))
+    return rows
+
+
+def data_parallel_row() -> tuple[float, float]:
+    """(published, predicted) seconds that 8 replicas add to an iteration of 530B (section 6.3: 37.83 to 39.15 s).
+
+    Nothing hides the all-reduce there. Assumed: gradients of 4 bytes, one GPU of each replica in a node, each with the
+    network card that the paper gives it.
+    """
+    flow = Flow("all_reduce", "data", 4 * GPTS[2].parameters, 8)
+    return 39.15 - 37.83, read_cluster("a100-dgx").seconds(flow, GPTS[2].gpus)
 
 
 LLAMA_3B = LlamaConfig(128256, 3072, 28, 24, 8, 8192, rope_theta=500000.0)
@@ -193,39 +292,46 @@ def longest_rows() -> list[tuple[str, int, int, int, str]]:
     return rows
 
 
+def numbers() -> dict[str, list[tuple[str, float, float]]]:
+    """By source: (what, published, predicted)."""
+    found: dict[str, list[tuple[str, float, float]]] = {}
+    rows = [(f"{name}, {kind}", want, got) for name, kind, want, got, _ in iterations()]
+    found["Seconds of an iteration on A100s (2205.05198, table 5)"] = rows
+    found["Milliseconds of a layer of 22B, forward and backward (2205.05198, table 4)"] = layer_rows()
+    rows = [*saved_rows(), ("530B: s that 8 replicas add", *data_parallel_row())]
+    found["Further numbers of 2205.05198 (sections 5, 6.3, B)"] = rows
+    rows = [(f"stage {stage}", want, got) for stage, want, got in zero_rows()]
+    found["GB of 7.5B parameters on 64 ranks (1910.02054)"] = rows
+    rows = [(what, 100 * want, 100 * got) for what, want, got in playbook()]
+    found["% of the throughput lost from one node to two (playbook)"] = rows
+    rows = [(f"{S:,} tokens, {gpus} GPUs", want, got) for S, gpus, want, got, _ in cost_model(Machine())]
+    found["TFLOPs per GPU of Ulysses (2309.14509)"] = rows
+    rows = [(f"{name}, two chunks", two, got) for name, _, two, got, _ in fpdt_table()]
+    found["GB of FPDT (2408.16978)"] = rows
+    rows = [(f"{name}, {gpus} GPUs, ends at the {ends}'s memory", want / K, got / K)
+            for name, gpus, want, got, ends in longest_rows()]  # fmt: skip
+    found["Thousands (1024) of tokens that fit with FPDT (2408.16978)"] = rows
+    return found
+
+
 def tables() -> list[Table]:
     """Every fact as text: (title, columns, rows)."""
-
-    def percent(x: float) -> str:
-        return f"{100 * x:+.1f} %"
-
-    found = iterations()
-    mean, worst = sum(abs(r[4]) for r in found) / len(found), max(abs(r[4]) for r in found)
-    columns = ["model", "recomputation", "published s", "predicted s", "deviation"]
-    rows = [[name, kind, f"{want:.2f}", f"{got:.2f}", percent(off)] for name, kind, want, got, off in found]
-    rows.append(["mean, worst", "", "", "", f"{100 * mean:.1f} %, {100 * worst:.1f} %"])
-    result: list[Table] = [("Iteration times on A100s (2205.05198, table 5)", columns, rows)]
-    zero = [[f"{z}", f"{want:g}", f"{got:.1f}", percent(got / want - 1)] for z, want, got in zero_rows()]
-    result.append(("GB of 7.5B parameters on 64 ranks (1910.02054)", ["stage", "published", "predicted", "off"], zero))
-    kept = [[name, "a fifth", f"{100 * share:.1f} %"] for name, share in activation_rows()]
-    result.append(
-        ("Activations left by selective + sequence parallel (2205.05198)", ["model", "published", "of tp alone"], kept)
-    )
-    lost = [
-        [what, percent(-want), percent(-got), f"{100 * (want - got):+.1f} points"] for what, want, got in playbook()
+    result: list[Table] = []
+    for title, facts in numbers().items():
+        rows = [[what, f"{want:,g}", f"{got:,.5g}", f"{100 * (got / want - 1):+.1f} %"] for what, want, got in facts]
+        if title.startswith("Seconds of an iteration"):
+            off = [abs(got / want - 1) for _, want, got in facts]
+            rows.append(["mean, worst", "", "", f"{100 * sum(off) / len(off):.1f} %, {100 * max(off):.1f} %"])
+        result.append((title, ["what", "published", "predicted", "off"], rows))
+    kept: dict[str, list[str]] = {}
+    for _, what, published, share in activation_rows():
+        kept.setdefault(what, [what, published]).append(f"{100 * share:.1f} %")
+    columns = ["what is left of tensor parallel's", "published", *(g.name for g in GPTS)]
+    result.append(("Activations of a layer (2205.05198, figure 7)", columns, list(kept.values())))
+    full = [
+        [name, f"{states:.1f}", f"{baseline:.1f}", f"{states + baseline:.0f}", f"{both:.1f}", f"{states + both:.0f}"]
+        for name, states, baseline, both in fits_rows()
     ]
-    result.append(("Throughput lost (playbook)", ["from one node to two", "published", "predicted", "off"], lost))
-    swaps = [
-        [f"{S:,}", f"{gpus}", f"{want:.1f}", f"{got:.1f}", f"{off:+.1f} %"]
-        for S, gpus, want, got, off in cost_model(Machine())
-    ]
-    result.append(("Ulysses, TFLOPs per GPU (2309.14509)", ["tokens", "GPUs", "published", "predicted", "off"], swaps))
-    fpdt = [[name, f"{two:g}", f"{got:.1f}", percent(got / two - 1)] for name, _, two, got, _ in fpdt_table()]
-    result.append(("FPDT, GB at two chunks", ["model", "published", "predicted", "off"], fpdt))
-    far = [
-        [name, f"{gpus}", f"{want:,}", f"{got:,}", percent(got / want - 1), ends]
-        for name, gpus, want, got, ends in longest_rows()
-    ]
-    columns = ["model", "GPUs", "published", "fits", "off", "ends at memory of"]
-    result.append(("FPDT, longest sequences (2408.16978)", columns, far))
+    columns = ["model", "states", "tp alone", "sum (published: > 80)", "both techniques", "sum (published: < 80)"]
+    result.append(("GB on the first stage (2205.05198, figure 1)", columns, full))
     return result

@@ -65,6 +65,7 @@ class Cluster:
     source: str
     host_gb_per_s: float = 25.0  # of a GPU to and from its host: PCIe 4, unless the file says more
     host_memory_gb: float = 250.0  # for each GPU
+    alone: float = 1.0  # times faster that a rank computes while the others wait: more than 1 where ranks share cores
     # Measured bus bandwidth of whole nodes, by their number.
     all_reduce_gb_per_s: dict[str, float] | None = field(default=None, hash=False)
     ceiling: float = CEILING
@@ -273,7 +274,9 @@ def step_time(
     if p > 1:
         width_e = widths(layout.precision).activation
         message = cluster.hop(layout.outer_tokens * model.hidden * width_e, p, stride_of("pp", layout))
-        bubble = bubble_seconds(layout, layers / v * block, vocabulary + ends, message, simulated)
+        waiting = bubble_seconds(layout, layers / v * block, vocabulary + ends, message, simulated)
+        busy = m * (layers * block + vocabulary + ends)
+        bubble = max(0.0, (busy + waiting) / cluster.alone - busy)  # who waits may leave its core to others
     parts["pipeline bubble"] = bubble
     computing = m * layers * (forward + backward + again)
     if layout.fpdt_chunks:
