@@ -42,8 +42,9 @@ train: $(READY)  ## train a mixture of experts on Python's own source text: 8 CP
 train-5d: $(READY)  ## the same on 16 CPU ranks with every axis: data, tensor, context, pipeline and expert parallel
 	OMP_NUM_THREADS=1 $(TORCHRUN) 16 11_5d_trainer/train.py --device cpu $(FIVE) $(ARGS)
 
+# Ranks import the chapters afresh for every test: compiled modules are kept, whatever the shell's settings say.
 test: $(READY)  ## prove it: every test of every chapter, the harness and the trainer
-	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(READY)  ## many layouts of the trainer against one rank, and twenty ranks that die; about 15 minutes

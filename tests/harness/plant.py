@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "profiles", "results", "student", "*.egg-info")
+NOT_COPIED = shutil.ignore_patterns(".*", "*.pyc.*", "runs", "profiles", "results", "student", "*.egg-info")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def all_mistakes(folder: Path = ROOT / "exercises" / "mistakes") -> list[Mistake
 
 
 def copy_repository(to: Path) -> Path:
+    """With the compiled modules, which stay valid, since files keep their times: a copy need not compile all of them."""
     return Path(shutil.copytree(ROOT, to, ignore=NOT_COPIED))
 
 
@@ -76,6 +77,8 @@ def plant(mistake: Mistake, copy: Path) -> None:
     if inside != mistake.exercise:
         raise ValueError(f"mistake {mistake.name}: says exercise {mistake.exercise!r} but lies in {inside!r}")
     script.write_text(text.replace(mistake.old, mistake.new))
+    for compiled in script.parent.glob(f"__pycache__/{script.stem}.*"):
+        compiled.unlink()
 
 
 class Runner:
