@@ -18,8 +18,9 @@ seconds. What is in it:
     plan_time.py      seconds on a cluster                   two fitted constants: plan_facts.py
     plan_search.py    millions of layouts in seconds
 
-What it does not know: the holes of an allocator beyond a fixed reserve, a slow node, an uneven load of experts. FPDT's
-chunks are planned by `--explain`, with chapter 08's formulas; the search leaves them out.
+What it does not know: the holes of an allocator beyond a fixed reserve, a slow node, an uneven load of experts. MFU
+counts the whole square of attention, as papers do; a causal kernel skips half of it, so that with very long sequences
+it passes 100 %.
 """
 
 import argparse

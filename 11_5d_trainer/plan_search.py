@@ -12,6 +12,7 @@ Idea. A tree, whose branches are cut where no leaf can win; cut leaves are count
          +- ZeRO stage                                  the trainer refuses it; the states alone do not fit
              +- schedule, stages per rank               more stages than layers
                  +- recomputation: the least that fits  more of it would only be slower
+                    FPDT: the fewest chunks that fit    the same; its host's memory is too small
 
 The best case of a branch is its time without a bubble, without data parallelism and without recomputation, at its
 largest micro-batch (`least_seconds`). No leaf is faster, so to cut there changes nothing; and as the branches are
@@ -38,13 +39,26 @@ import chapters  # noqa: F401  finds the chapters below
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import Config
-from plan_memory import Layout, around, block_activations, held, kept_for_weights, peak, steady, widths, working_set
+from plan_memory import (
+    Layout,
+    around,
+    block_activations,
+    fpdt_host,
+    fpdt_working_set,
+    held,
+    kept_for_weights,
+    peak,
+    steady,
+    widths,
+    working_set,
+)
 from plan_time import Cluster, Step, least_seconds, of_model, rough_states, step_time
 from schedule_simulator import ScheduleError
 
 GB = 1e9
 RESERVED = 0.08  # of a GPU's memory: the context, the collectives' buffers, holes in the allocator
 RECOMPUTE = ("none", "selective", "full")
+CHUNKS = (2, 4, 8, 16, 32, 64)  # FPDT's, of a rank's tokens
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ZEROS = (0, 1, 2, 3)
 SCHEDULES = (("afab", 1), ("1f1b", 1), *(("interleaved", v) for v in (2, 3, 4, 5, 6, 8, 10)))
@@ -135,11 +149,25 @@ Room = tuple[float, float, float, float]
 def room(task: Task, layout: Layout) -> Room:
     """Bytes, by formulas, of: one micro-batch in all blocks of a rank, both ends of the model, what comes and goes at
     the loss, and in the backward of a block."""
+    if layout.fpdt_chunks:
+        moments = fpdt_working_set(task.model, layout)
+        return 0.0, 0.0, sum(moments["loss"].values()), sum(moments["block"].values())
     layers = task.model.layers / layout.pp
     blocks = layers * block_activations(task.model, task.moe, layout)
     ends = sum(around(task.model, layout, True, True).values())
     work = working_set(task.model, task.moe, layout)
     return blocks, ends, work["loss"], work["block"]
+
+
+def chunkable(task: Task, shape: Layout) -> bool:
+    """Does the trainer run FPDT in this shape? It exchanges heads as Ulysses does, and cuts nothing else of a block."""
+    return shape.tp == shape.pp == shape.ring == 1 and not shape.gather_kv and task.moe is None
+
+
+def modes(task: Task, at: Layout) -> list[Layout]:
+    """What may be done about the activations of this layout, from the fastest to the one that keeps least."""
+    recomputed = [replace(at, recompute=mode) for mode in RECOMPUTE]
+    return recomputed + [replace(at, fpdt_chunks=chunks) for chunks in CHUNKS] * chunkable(task, at)
 
 
 def in_flight(schedule: str, p: int, m: int, v: int) -> float:
@@ -190,7 +218,7 @@ def branches(task: Task, found: Found) -> list[tuple[float, int, Layout, int]]:
     possible: list[tuple[float, int, Layout, int]] = []
     for grid in grids(task):
         schedules = len(SCHEDULES) if grid.pp > 1 else 1
-        leaves = len(MICRO_BATCHES) * len(ZEROS) * schedules * len(RECOMPUTE)
+        leaves = len(MICRO_BATCHES) * len(ZEROS) * schedules * len(modes(task, grid))
         tokens = grid.dp * grid.cp
         experts = [e for e in divisors(task.moe.experts) if tokens % e == 0] if task.moe else [1]
         splits = (False, True) if grid.tp > 1 else (False,)
@@ -237,21 +265,26 @@ def search_once(task: Task, top: int, share: float) -> Found:
         if smallest is None or need < smallest[0]:
             smallest = need, layout
 
-    def try_leaves(at: Layout, states: tuple[float, float], rooms: list[Room]) -> None:
-        """The recomputation modes of one schedule: the first that fits is timed."""
-        for i, each in enumerate(rooms):
-            need = higher(task, at, states, each)
-            if smallest is None or need < smallest[0]:
-                closest(need, replace(at, recompute=RECOMPUTE[i]))
+    def try_leaves(cut: Layout, tried: list[tuple[Layout, Room]], states: tuple[float, float]) -> None:
+        """What can be done about activations, in one schedule and stage of ZeRO: the first that fits is timed."""
+        for i, (mode, each) in enumerate(tried):
+            layout = replace(cut, recompute=mode.recompute, fpdt_chunks=mode.fpdt_chunks)
+            if layout.fpdt_chunks and task.seq_len // layout.cp % (2 * layout.fpdt_chunks):
+                found.pruned["the sequence does not divide into so many chunks"] += 1
+                continue
+            need = higher(task, layout, states, each)
+            closest(need, layout)
             if need > memory:
                 found.pruned["does not fit with its activations"] += 1
                 continue
-            layout = replace(at, recompute=RECOMPUTE[i])
+            if layout.fpdt_chunks and fpdt_host(task.model, layout) > task.cluster.host_memory_gb * GB:
+                found.pruned["FPDT does not fit the host's memory"] += 1
+                continue
             step = step_time(task.model, task.moe, layout, task.cluster, simulated=False)
             found.timed += 1
             entry = (-step.seconds, -found.timed, layout)  # the number breaks ties: layouts have no order
             (heapq.heappush if len(heap) < 6 * top else heapq.heappushpop)(heap, entry)
-            found.pruned["more recomputation is only slower"] += len(RECOMPUTE) - 1 - i
+            found.pruned["more recomputation, or more chunks, is only slower"] += len(tried) - 1 - i
             return
 
     for least, _, shape, leaves in branches(task, found):
@@ -269,9 +302,9 @@ def search_once(task: Task, top: int, share: float) -> Found:
             if too_slow(least_seconds(task.model, task.moe, at, task.cluster)):
                 found.pruned[TOO_SLOW] += below
                 continue
-            rooms = [room(task, replace(at, recompute=mode)) for mode in RECOMPUTE]
+            tried = [(mode, room(task, mode)) for mode in modes(task, at)]
             for zero in ZEROS:
-                below = len(schedules) * len(RECOMPUTE)
+                below = len(schedules) * len(tried)
                 if zero == 3 and p > 1:
                     found.pruned["--zero 3 with --pp: each micro-batch in flight would gather again"] += below
                     continue
@@ -285,13 +318,13 @@ def search_once(task: Task, top: int, share: float) -> Found:
                     continue
                 for schedule, v in schedules:
                     if p * v > task.model.layers:
-                        found.pruned["more stages than layers"] += len(RECOMPUTE)
+                        found.pruned["more stages than layers"] += len(tried)
                     elif schedule == "interleaved" and m % p:
-                        found.pruned["interleaved needs a multiple of pp micro-batches"] += len(RECOMPUTE)
+                        found.pruned["interleaved needs a multiple of pp micro-batches"] += len(tried)
                     elif m < fills(schedule, p):
-                        found.pruned["too few micro-batches to fill the schedule"] += len(RECOMPUTE)
+                        found.pruned["too few micro-batches to fill the schedule"] += len(tried)
                     else:
-                        try_leaves(replace(cut, schedule=schedule, stages_per_rank=v), states, rooms)
+                        try_leaves(replace(cut, schedule=schedule, stages_per_rank=v), tried, states)
     for seconds, _, layout in sorted(heap, reverse=True):
         if len(found.best) >= top and -seconds > sorted(each.step.seconds for each in found.best)[top - 1]:
             break  # a simulated bubble is no shorter than that of the formula

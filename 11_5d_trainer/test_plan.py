@@ -18,7 +18,7 @@ import pytest
 from llama import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from options import Config, UsageError
 from options import parse as parse_trainer
-from plan_memory import Layout
+from plan_memory import Layout, fpdt_host
 from plan_search import Task, exact, search
 from plan_time import read_cluster, step_time
 from plan_traffic import Flow
@@ -216,10 +216,26 @@ def test_no_single_change_of_the_best_layout_that_fits_is_faster():
         assert other.peak > given.memory or other.step.seconds >= best.step.seconds * (1 - 1e-9), change
 
 
-def test_every_layout_is_counted_once_as_timed_or_with_the_reason_why_not():
-    found = search(task(nodes=2, batch=128))
+@pytest.mark.parametrize("given", [task(nodes=2, batch=128), task(cluster="a100-dgx", nodes=1, batch=1, seq=2**21)])
+def test_every_layout_is_counted_once_as_timed_or_with_the_reason_why_not(given):
+    found = search(given)
     reasons = found.pruned - plan_search.Counter({"looked right, but does not fit exactly": 10**9})
     assert found.counted == found.timed + sum(reasons.values())
+
+
+def test_two_million_tokens_on_one_node_fit_with_chunks_on_the_host_alone_and_only_if_the_host_has_room():
+    given = task(cluster="a100-dgx", nodes=1, batch=1, seq=2**21)
+    found = search(given)
+    assert found.best
+    for each in found.best:
+        assert each.layout.fpdt_chunks and each.layout.ulysses == 8, plan_search.name(each.layout)
+        fewer = dataclasses.replace(each.layout, fpdt_chunks=each.layout.fpdt_chunks // 2)
+        assert each.peak <= given.memory < exact(given, fewer).peak, "fewer chunks would do"
+    on_host = fpdt_host(given.model, found.best[0].layout) / 1e9
+    small = dataclasses.replace(given.cluster, host_memory_gb=0.9 * on_host)
+    assert not search(dataclasses.replace(given, cluster=small)).best
+    short = search(task(cluster="a100-dgx", nodes=1, batch=8, seq=2**13))
+    assert not any(each.layout.fpdt_chunks for each in short.best), "what fits without chunks waits for no host"
 
 
 def test_512_nodes_are_searched_in_less_than_10_seconds_of_one_core():
@@ -242,7 +258,9 @@ def test_cutting_branches_by_their_best_case_changes_nothing_but_the_work(monkey
 
 
 def test_the_trainer_would_run_every_layout_that_is_proposed():
-    for given in (task(nodes=2, batch=128), task(nodes=8, batch=8, seq=2**17), task(LLAMA3_70B, nodes=8, batch=256)):
+    long = task(cluster="a100-dgx", nodes=1, batch=1, seq=2**21)
+    others = task(nodes=2, batch=128), task(nodes=8, batch=8, seq=2**17), task(LLAMA3_70B, nodes=8, batch=256)
+    for given in (*others, long):
         for each in search(given).best:
             words = parse_trainer(each.layout.options().split())
             again = Layout.of(Config(seq_len=given.seq_len, **words), given.model, given.gpus)
