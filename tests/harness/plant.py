@@ -59,7 +59,7 @@ def all_mistakes(folder: Path = ROOT / "exercises" / "mistakes") -> list[Mistake
 
 
 def copy_repository(to: Path) -> Path:
-    """With the compiled modules, which stay valid, since files keep their times: a copy need not compile all of them."""
+    """With the compiled modules: files keep their times, so these stay valid, and are not made again in every copy."""
     return Path(shutil.copytree(ROOT, to, ignore=NOT_COPIED))
 
 
