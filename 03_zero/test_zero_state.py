@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness.meter import communication
+from harness.meter import communication, peak_memory
 from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
 from test_zero import awkward, decoder, in_two_groups, mean_loss, whole_batch, with_momentum
 from torch import Tensor
 from zero3 import make_zero
-from zero_memory import IGNORE, make_batch, train_step
-from zero_state import FullState, full_state_dict, load_full_state_dict, main
+from zero_memory import IGNORE, Decoder, make_batch, train_step
+from zero_state import FullState, full_state_dict, gathered_states, load_buckets, load_full_state_dict, main
 
 STAGES = [1, 2, 3]
 
@@ -104,6 +104,56 @@ def bytes_to_save() -> tuple[float, int]:
 def test_saving_sends_each_weight_and_each_moment_once():
     for sent, weights in run_ranks(2, bytes_to_save):
         assert sent == 3 * weights // 2
+
+
+def peak_while_nothing_is_kept(stage: int) -> tuple[int, int, int, int]:
+    model = Decoder(hidden=23, heads=1, layers=10, tied=True).double()
+    options = {} if stage == 3 else {"bucket_bytes": 40_000}
+    zero = make_zero(stage, model, in_two_groups(model), dist.group.WORLD, units=model.layers, **options)
+    train_step(model, zero, make_batch(0, 2)[dist.get_rank()])
+    zero.step()
+    with peak_memory() as memory:
+        kinds = sum(len(state) for states in gathered_states(zero) for state in states.values())
+    sizes = [8 * bucket.padded for bucket in zero.buckets]
+    return memory.peak, max(sizes), sum(sizes), kinds - 3 * len(zero.names)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathering_without_keeping_holds_one_bucket_of_one_kind(stage):
+    for peak, bucket, weights, too_many in run_ranks(2, peak_while_nothing_is_kept, stage):
+        assert not too_many, "not every parameter came with its step and two moments"
+        # My shard, the bucket, its parameters, those of the bucket before; and a buffer or two that gloo still has.
+        assert peak <= 6 * bucket < weights
+
+
+class Asked(dict):
+    """Remembers what was asked for."""
+
+    def __init__(self, of: dict) -> None:
+        super().__init__(of)
+        self.names: list[str] = []
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.names.append(name)
+        return super().__getitem__(name)
+
+
+def asked_for(stage: int, saved: FullState) -> tuple[list[str], list[str]]:
+    model = awkward()
+    options = {} if stage == 3 else {"bucket_bytes": 40_000}
+    zero = make_zero(stage, model, in_two_groups(model), dist.group.WORLD, units=model.layers, **options)
+    weights = Asked(saved["weights"])
+    load_buckets(zero, weights, saved["optimizer"])
+    return weights.names, [zero.names[p] for bucket in zero.buckets for p, _, _ in bucket.pieces()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_loading_asks_once_for_each_tensor_with_elements_in_my_shards_and_for_no_other(stage):
+    saved = run_ranks(1, run, 1, range(1))[0]
+    results = run_ranks(3, asked_for, stage, saved)
+    for asked, mine in results:
+        assert asked == mine and len(set(asked)) == len(asked) < len(saved["optimizer"])
+    assert {name for asked, _ in results for name in asked} == saved["optimizer"].keys()
 
 
 def refusals(saved: FullState) -> list[str]:

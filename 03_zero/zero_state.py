@@ -33,6 +33,7 @@ The last line is PASS, or the script exits with 1 and says which number is off.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -59,10 +60,23 @@ def full_state_dict(zero: Zero1) -> FullState:
     """
     weights = {name: tensor.cpu() for name, tensor in zero.full_weights().items()}
     states: dict[str, dict[str, Any]] = {name: {} for name in zero.names.values()}
+    for some in gathered_states(zero):
+        for name, state in some.items():
+            states[name] |= state
+    return {"weights": weights, "optimizer": states}
+
+
+@torch.no_grad()
+def gathered_states(zero: Zero1) -> Iterator[dict[str, dict[str, Any]]]:
+    """{name: {kind: tensor or counter}} in host memory, for one bucket and one kind of state after the other.
+
+    All ranks of the group go through it to the end, between two steps. Who keeps none of it holds one bucket at most.
+    """
     held = zero.state
     for index, bucket in enumerate(zero.buckets):
         segments = [segment for _, _, segment in zero.segments[index]]
         for kind, value in held[segments[0]].items():
+            states: dict[str, dict[str, Any]] = {zero.names[p]: {} for p in bucket.params}
             # --- exercise 3.12: from slices to whole tensors by name ---
             if per_element(kind):
                 shard = torch.cat([held[segment][kind] for segment in segments])  # [S]
@@ -72,7 +86,7 @@ def full_state_dict(zero: Zero1) -> FullState:
                 for p in bucket.params:
                     states[zero.names[p]][kind] = deepcopy(value)
             # --- end exercise ---
-    return {"weights": weights, "optimizer": states}
+            yield states
 
 
 @torch.no_grad()
@@ -85,15 +99,28 @@ def load_full_state_dict(zero: Zero1, full: FullState) -> None:
     weights, states = full["weights"], full["optimizer"]
     check_full_state(zero, weights, states)
     zero.load_frozen(weights)
+    load_buckets(zero, weights, states)
+
+
+@torch.no_grad()
+def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping[str, Mapping[str, Any]]) -> None:
+    """`load_full_state_dict` without its checks and without frozen weights.
+
+    A tensor is asked for when it is needed and where it has elements in my shard, and is dropped once they are copied:
+    the mappings may read it from a disk. All ranks of the group call it between two steps.
+    """
     for index, bucket in enumerate(zero.buckets):
+        states = {zero.names[p]: everything[zero.names[p]] for p, _, _ in bucket.pieces()}  # all that my shard needs
         # --- exercise 3.13: the optimizer works on the master weights, where there are any ---
         masters = {name: state.get("master", weights[name]) for name, state in states.items()}
         zero.masters[index].copy_(shard_of(zero, index, masters))
         # --- end exercise ---
-        kinds = {kind: value for kind, value in states[zero.names[bucket.params[0]]].items() if kind != "master"}
-        for kind in kinds:
-            if per_element(kind):
+        first, kinds = everything[zero.names[bucket.params[0]]], {}
+        for kind in first:
+            if per_element(kind) and kind != "master":
                 kinds[kind] = shard_of(zero, index, {name: state[kind] for name, state in states.items()})
+            elif kind != "master":
+                kinds[kind] = first[kind]
         for _, where, segment in zero.segments[index]:
             zero.inner[index].state[segment] = {
                 kind: value[where].clone() if per_element(kind) else deepcopy(value) for kind, value in kinds.items()
@@ -103,10 +130,10 @@ def load_full_state_dict(zero: Zero1, full: FullState) -> None:
 
 
 def shard_of(zero: Zero1, index: int, whole: dict[str, Tensor]) -> Tensor:
-    """My shard [S] of a bucket, cut out of whole tensors by name. Padding is zero."""
-    bucket = zero.buckets[index]
-    first = bucket.params[0]
-    shard = torch.zeros(bucket.shard_numel, dtype=whole[zero.names[first]].dtype, device=first.device)
+    """My shard [S] of a bucket, cut out of whole tensors by name: those with elements in it. Padding is zero."""
+    bucket, mine_of = zero.buckets[index], zero.masters[index]
+    dtype = next((tensor.dtype for tensor in whole.values()), mine_of.dtype)  # my shard may be all padding
+    shard = torch.zeros(bucket.shard_numel, dtype=dtype, device=mine_of.device)
     # --- exercise 3.14: from whole tensors by name to my slice of the bucket ---
     for p, mine, theirs in bucket.pieces():
         shard[mine] = whole[zero.names[p]].flatten()[theirs].to(shard.device)
