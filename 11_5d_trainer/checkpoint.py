@@ -6,22 +6,25 @@
     RUN/checkpoints/.writing-000300/       a save that is under way or was interrupted; the next save removes it
 
 Weights and optimizer states are stored whole, by Hugging Face's names, so a checkpoint knows nothing of the layout that
-wrote it and can be loaded in any other.
+wrote it and can be loaded in any other. No rank ever holds all of it: each writes its share (engine.py), and reads one
+tensor at a time.
 """
 
 import json
 import os
 import shutil
-import warnings
 import zlib
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from model import Lazy
 from options import UsageError
 from torch import Tensor
 
@@ -46,13 +49,11 @@ class Saver:
     def __init__(self, run: Path, group: dist.ProcessGroup, keep: int) -> None:
         self.run, self.group, self.keep = run, group, keep
         self.leader = dist.get_rank(group) == 0
-        self.pending: Future | None = None
+        self.background = ThreadPoolExecutor(1)
+        self.pending: Future[Any] | None = None
 
     def save(self, state: dict[str, Any], progress: Progress) -> None:
-        """Begin to write the full state (engine.py). The tensors are copied first; afterwards they may change.
-
-        Where several ranks hand in the same name, one of them writes it.
-        """
+        """Begin to write the shares of all ranks (engine.py), each name from one rank. They belong to the saver now."""
         self.finish()
         writing = self.run / "checkpoints" / f".writing-{progress.step:06d}"
         if self.leader:
@@ -60,9 +61,9 @@ class Saver:
             for leftover in writing.parent.glob(".writing-*"):
                 shutil.rmtree(leftover)
         dist.barrier(self.group)
-        done = dcp.async_save(state, checkpoint_id=writing, process_group=self.group)
-        assert isinstance(done, Future)
-        self.pending = done
+        files = dcp.FileSystemWriter(writing, per_thread_copy_ahead=0)  # there is nothing to fetch from a GPU
+        # Not async_save, which would copy the share once more before it begins.
+        self.pending = self.background.submit(dcp.save, state, storage_writer=files, process_group=self.group)
         self.complete = (writing, progress)
 
     def finish(self) -> None:
@@ -164,30 +165,43 @@ def damage(path: Path, contents: bool = False) -> str:
     return ""
 
 
-def load_weights(path: Path, like: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights alone, on one process."""
-    weights = {
-        name: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype) for name, t in like.items()
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is, on purpose
-        dcp.load({"weights": weights}, checkpoint_id=path, no_dist=True)
-    return weights
+# ------------------------------------------------------------------------------------------------------- reading
 
 
-def load(path: Path, like: dict[str, Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Weights and AdamW's states of the names in `like`, on the CPU; `like` has shapes, floating numbers get `dtype`.
+def reader(path: Path) -> Callable[[str, Sequence[int], torch.dtype], Tensor]:
+    """A function that reads one tensor, by its name in the files, in the shape that it must have. Not collective."""
+    files = dcp.FileSystemReader(path)
+    index = files.read_metadata()  # once: where each of thousands of tensors lies
+    files.set_up_storage_reader(index, is_coordinator=False)
 
-    Weights of less than 32 bits have masters in fp32. Collective; each rank may ask for other names.
+    def read(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner({name: tensor}, index)
+        files.read_data(planner.create_local_plan(), planner).wait()
+        return tensor
+
+    return read
+
+
+def load(path: Path, like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Mapping[str, Any]]:
+    """Weights and AdamW's states: {"weights": {name: tensor}, "optimizer": {name: {kind: tensor}}}, on the CPU.
+
+    Each is read when it is asked for, so every rank asks for what it needs. `like` has names and shapes; floating
+    numbers get `dtype`. Weights of less than 32 bits have masters in fp32.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    kinds = ["exp_avg", "exp_avg_sq"] + (["master"] if wide != dtype else [])
-    weights, optimizer = {}, {}
-    for name, tensor in like.items():
-        weights[name] = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
-        if tensor.is_floating_point():
-            optimizer[name] = {kind: torch.empty(tensor.shape, dtype=wide) for kind in kinds}
-            optimizer[name]["step"] = torch.tensor(0.0)
-    state = {"weights": weights, "optimizer": optimizer}
-    dcp.load(state, checkpoint_id=path, process_group=group)
-    return state
+    read, wide = reader(path), torch.promote_types(dtype, torch.float32)
+    kinds = ["step", "exp_avg", "exp_avg_sq"] + (["master"] if wide != dtype else [])
+    learned = {name: tensor for name, tensor in like.items() if tensor.is_floating_point()}
+
+    def weight(name: str) -> Tensor:
+        return read(f"weights.{name}", like[name].shape, dtype if name in learned else like[name].dtype)
+
+    def states(name: str) -> Mapping[str, Tensor]:
+        return Lazy(kinds, partial(state, name))
+
+    def state(name: str, kind: str) -> Tensor:
+        shape, one = like[name].shape, kind == "step"
+        return read(f"optimizer.{name}.{kind}", [] if one else shape, torch.float32 if one else wide)
+
+    return {"weights": Lazy(like, weight), "optimizer": Lazy(learned, states)}

@@ -11,6 +11,7 @@ hold the same experts; where these differ there are two owners side by side (`To
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
@@ -19,8 +20,8 @@ import torch.distributed as dist
 import zero_state
 from data_parallel import BucketedReducer, broadcast_parameters
 from mesh import Mesh
-from model import cross_entropy_sum, cut_tensors, gather_tensors, ranks_that_hold, state_buffers, whole_names
-from moe_llama import expert_parameters
+from model import Lazy, cross_entropy_sum, cut_tensors, join_pieces, own_names, ranks_that_hold, state_buffers
+from moe_llama import expert_names, expert_parameters
 from parallel_block import sync_replicated_gradients
 from pipeline_parallel import Pipeline
 from schedules import Schedule
@@ -79,16 +80,10 @@ class Replicated:
     def step(self) -> None:
         self.optimizer.step()
 
-    def full_state(self) -> dict[str, Any]:
-        state = {name: dict(self.optimizer.state[p]) for p, name in self.names.items()}
-        return {"weights": {name: p.detach() for p, name in self.names.items()}, "optimizer": state}
-
-    @torch.no_grad()
-    def load_full_state(self, full: dict[str, Any]) -> None:
+    def load(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> None:
         for p, name in self.names.items():
-            p.copy_(full["weights"][name])
-            state = full["optimizer"][name]
-            self.optimizer.state[p] = {k: v if v.dim() == 0 else v.to(p.device) for k, v in state.items()}
+            p.copy_(weights[name])
+            self.optimizer.state[p] = {kind: value.to(p.device) for kind, value in states[name].items()}
 
 
 class Together:
@@ -242,52 +237,112 @@ def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: flo
     return norm.item()
 
 
-def full_state(engine: Together, model: nn.Module, mesh: Mesh) -> dict[str, Any]:
-    """Weights and optimizer states of this rank's layers, whole, by Hugging Face's names: the same whatever the layout.
+# ------------------------------------------------------------------- the state: whole tensors, one after the other
 
-    Collective. Without a pipeline it is the state of the whole model, on every rank.
+
+def own_tensors(owner: Any) -> Iterator[tuple[str, str, Any]]:
+    """(parameter, "weight" or kind of optimizer state, tensor or counter) of an owner, without ZeRO's cuts.
+
+    Collective over its group. With ZeRO one bucket of one kind is there at a time, otherwise nothing new.
     """
-    buffers = {whole_names(model, name)[0]: buffer for name, buffer in state_buffers(model).items()}
-    whole: dict[str, Any] = {"weights": buffers, "optimizer": {}}
+    if isinstance(owner, Replicated):
+        for p, name in owner.names.items():
+            yield name, "weight", p.detach()
+            yield from ((name, kind, value) for kind, value in owner.optimizer.state[p].items())
+        return
+    for index in range(len(owner.buckets)):
+        yield from ((name, "weight", tensor) for name, tensor in owner.whole(index, owner.weight_shard(index)))
+    for states in zero_state.gathered_states(owner):
+        yield from ((name, kind, value) for name, state in states.items() for kind, value in state.items())
+
+
+def whole_tensors(engine: Together, model: Any, mesh: Mesh) -> Iterator[tuple[str, str, Tensor, int]]:
+    """(Hugging Face's name, kind, whole tensor, parts) of everything this rank's layers and experts have to save.
+
+    A tensor is here until the next is asked for. With `parts` of p every p-th data rank has it, and the ranks between
+    have other experts. Collective: the ranks that have the same layers go through it in step.
+    """
+    for name, buffer in state_buffers(model).items():
+        yield own_names(model, name, mesh)[0], "weight", buffer, 1
     for owner in engine.owners:
-        state = owner.full_state() if isinstance(owner, Replicated) else zero_state.full_state_dict(owner)
-        whole["weights"] |= gather_tensors(model, state["weights"], mesh)
-        for kind in sorted({kind for values in state["optimizer"].values() for kind in values}):
-            values = {name: torch.as_tensor(held[kind]) for name, held in state["optimizer"].items()}
-            if kind == "step":  # one number, not one for each element
-                values = {each: value for name, value in values.items() for each in whole_names(model, name)}
-            else:
-                values = gather_tensors(model, values, mesh)
-            for name, tensor in values.items():
-                whole["optimizer"].setdefault(name, {})[kind] = tensor
-    return whole
+        parts = mesh.size("data") // dist.get_world_size(owner.group)
+        for name, kind, value in own_tensors(owner):
+            if name in model.shared and dist.get_rank(mesh.groups["ends"]) > 0:
+                continue  # tied: the first stage has it too
+            names = own_names(model, name, mesh)
+            if not zero_state.per_element(kind):  # one number for all its experts
+                yield from ((each, kind, torch.as_tensor(value), parts) for each in names)
+                continue
+            tensor = join_pieces(model, name, value, mesh)
+            each_its_own = tensor.unbind() if expert_names(model, name) else [tensor]
+            yield from ((each, kind, one, parts) for each, one in zip(names, each_its_own, strict=True))
+
+
+State = dict[str, dict[str, Any]]  # {"weights": {name: tensor}, "optimizer": {name: {kind: tensor}}}
+
+
+@torch.no_grad()
+def share_of_state(engine: Together, model: Any, mesh: Mesh) -> State:
+    """What this rank writes of a checkpoint, in host memory: whole tensors, each on exactly one rank of the world.
+
+    Collective. A rank holds its share, and for a moment the tensor (with ZeRO, the bucket) that comes by. A tensor goes
+    to the rank with the fewest bytes so far, of those that have it; all of them count alike and need no message.
+    """
+    tp, row, column = mesh.sizes["tp"], dist.get_rank(mesh.groups["data"]), dist.get_rank(mesh.groups["tp"])
+    kept: dict[int, list[int]] = {}  # parts -> bytes so far on each rank of this rank's part
+    share: State = {"weights": {}, "optimizer": {}}
+    for name, kind, tensor, parts in whole_tensors(engine, model, mesh):
+        held = kept.setdefault(parts, [0] * (mesh.size("data") // parts * tp))
+        keeper = held.index(min(held))
+        held[keeper] += tensor.nbytes
+        if keeper == row // parts * tp + column:
+            place = share["weights"] if kind == "weight" else share["optimizer"].setdefault(name, {})
+            place[name if kind == "weight" else kind] = tensor.to("cpu", copy=True)  # it may be a view of a larger one
+    return share
+
+
+def full_state(engine: Together, model: Any, mesh: Mesh) -> State:
+    """The shares of all ranks of the world on every one of them: the whole model's state. For tests. Collective."""
+    everyone: list[Any] = [None] * mesh.size("world")
+    dist.all_gather_object(everyone, share_of_state(engine, model, mesh), group=mesh.groups["world"])
+    full: State = {"weights": {}, "optimizer": {}}
+    for share in everyone:
+        full["weights"] |= share["weights"]
+        for name, state in share["optimizer"].items():
+            full["optimizer"].setdefault(name, {}).update(state)
+    return full
 
 
 def whole_model(mine: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Weights of all stages of the pipeline, from those of this rank's; on every rank, in host memory. Collective."""
+    """What all stages of the pipeline have, from what this rank's has; on every rank, in host memory. For tests, which
+    compare gradients. Collective."""
     everyone: list[Any] = [None] * mesh.size("pp")
     dist.all_gather_object(everyone, {name: tensor.cpu() for name, tensor in mine.items()}, group=mesh.groups["pp"])
     return {name: tensor for stage in everyone for name, tensor in stage.items()}
 
 
 @torch.no_grad()
-def load_full_state(engine: Together, model: nn.Module, mesh: Mesh, full: dict[str, Any]) -> None:
-    """Take over what `full_state` gave, in this layout or another one."""
+def load_full_state(engine: Together, model: nn.Module, mesh: Mesh, full: Mapping[str, Mapping[str, Any]]) -> None:
+    """Take over what `full_state` gave, or what checkpoint.py opened, written in this layout or another one.
+
+    Collective. Of `full` a tensor is asked for when its turn comes, cut to this rank's piece, and dropped.
+    """
+    device = next(model.parameters()).device
     for name, buffer in state_buffers(model).items():
-        buffer.copy_(full["weights"][whole_names(model, name)[0]])
+        buffer.copy_(full["weights"][own_names(model, name, mesh)[0]])
+
+    def states(name: str) -> Mapping[str, Tensor]:
+        names = own_names(model, name, mesh)
+
+        def piece(kind: str) -> Tensor:
+            if not zero_state.per_element(kind):
+                return full["optimizer"][names[0]][kind].to(device)  # fused AdamW counts its steps there
+            whole = Lazy(names, lambda each: full["optimizer"][each][kind])
+            return cut_tensors(model, whole, mesh, [name])[name]
+
+        return Lazy(full["optimizer"][names[0]], piece)
+
     for owner in engine.owners:
-        names = {name: whole_names(model, name) for name in owner.names.values()}
-        optimizer: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-        for kind in full["optimizer"][next(iter(full["optimizer"]))]:
-            values = {name: states[kind] for name, states in full["optimizer"].items()}
-            if kind == "step":
-                values = {name: next(values[n] for n in several if n in values) for name, several in names.items()}
-            else:
-                values = cut_tensors(model, values, mesh, list(names))
-            for name, tensor in values.items():
-                optimizer[name][kind] = tensor
-        weights = cut_tensors(model, full["weights"], mesh, list(names))
-        if isinstance(owner, Replicated):
-            owner.load_full_state({"weights": weights, "optimizer": optimizer})
-        else:
-            zero_state.load_full_state_dict(owner, {"weights": weights, "optimizer": optimizer})
+        names = list(owner.names.values())
+        load = owner.load if isinstance(owner, Replicated) else partial(zero_state.load_buckets, owner)
+        load(cut_tensors(model, full["weights"], mesh, names), Lazy(names, states))

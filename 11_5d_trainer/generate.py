@@ -16,28 +16,25 @@ import checkpoint
 import torch
 from data import as_bytes, as_numbers, load_tokenizer
 from llama import Llama, LlamaConfig
-from model import alone, full_shapes
-from moe_llama import cut_experts
+from model import alone, full_shapes, whole_names
 from options import Config, UsageError
 from parts import WEIGHTS
 from single_gpu import generate
-from torch import Tensor
 
 
 def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str]:
     """The whole model of a run's newest checkpoint, its options, and the checkpoint's name."""
     _, path, progress, _ = checkpoint.find(run)
     config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
-    moe = config.mixture(sizes)
-    weights = checkpoint.load_weights(path, full_shapes(sizes, moe), WEIGHTS.get(config.precision, torch.float32))
-    return with_weights(sizes, moe, weights, device), config, path.name
-
-
-def with_weights(sizes: LlamaConfig, moe: Any, weights: dict[str, Tensor], device: torch.device | str) -> Llama:
-    """Chapter 01's model with these whole weights, by Hugging Face's names."""
-    model = alone(sizes, moe, device).to(next(t.dtype for t in weights.values() if t.is_floating_point()))
-    model.load_state_dict(cut_experts(model, weights, None), strict=False)  # a tied head is in there as the embedding
-    return model
+    moe, dtype = config.mixture(sizes), WEIGHTS.get(config.precision, torch.float32)
+    weights = checkpoint.load(path, full_shapes(sizes, moe), dtype)["weights"]
+    model = alone(sizes, moe, device).to(dtype)
+    for name, tensor in model.state_dict().items():
+        names = whole_names(model, name)
+        for each, part in zip(names, tensor if len(names) > 1 else [tensor], strict=True):
+            if each in weights:  # a tied head is in there as the embedding
+                part.copy_(weights[each])  # one is read at a time
+    return model, config, path.name
 
 
 def read_prompt(prompt: str, config: Config) -> tuple[list[int], Any]:

@@ -9,6 +9,7 @@ both, and installed with transformers; without it, `pip install safetensors`.
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ import chapters  # noqa: F401  finds the chapters below
 import checkpoint
 import torch
 from llama import LlamaConfig
-from model import full_shapes
+from model import Lazy, full_shapes
 from moe_layer import MoEConfig
 from options import Config, UsageError
 from parts import WEIGHTS
@@ -102,10 +103,10 @@ def check_weights(folder: str, like: dict[str, Tensor]) -> None:
             raise UsageError(f"--init {folder} has {name} of shape {shape}, but its config.json asks for {want}")
 
 
-def read_weights(folder: str, names: set[str]) -> dict[str, Tensor]:
-    """These tensors, which `check_weights` has seen."""
+def read_weights(folder: str, names: set[str]) -> Mapping[str, Tensor]:
+    """These tensors, which `check_weights` has seen. Each is read when it is asked for."""
     found = open_files(folder)
-    return {name: found[name].get_tensor(name) for name in sorted(names)}
+    return Lazy(sorted(names), lambda name: found[name].get_tensor(name))
 
 
 def config_json(sizes: LlamaConfig, moe: MoEConfig | None, dtype: str) -> dict[str, Any]:
@@ -118,20 +119,46 @@ def config_json(sizes: LlamaConfig, moe: MoEConfig | None, dtype: str) -> dict[s
     return about
 
 
-def export(run: str, folder: str, dtype: torch.dtype | None = None) -> str:
-    """Write the newest whole checkpoint of a run as a Hugging Face model. Returns the checkpoint's name."""
+def in_files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
+    """File -> its tensors: in their order, as many as fit into `most` bytes. Several files are numbered."""
+    groups: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > most:
+            groups.append([])
+        groups[-1].append(name)
+    count = len(groups)
+    if count == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05}-of-{count:05}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: int = 5 * 10**9) -> str:
+    """Write the newest whole checkpoint of a run as a Hugging Face model. Returns the checkpoint's name.
+
+    Large models become several files of at most `file_bytes`; one of them is in memory at a time.
+    """
     _, path, progress, _ = checkpoint.find(run)
     config = Config(**progress.config)
     sizes = LlamaConfig(**progress.sizes)
     moe = config.mixture(sizes)
     if moe and (moe.router != "softmax" or moe.shared):
         raise UsageError(f"{run} has a router {moe.router}; a Mixtral has softmax and no shared experts")
-    weights = checkpoint.load_weights(path, full_shapes(sizes, moe), WEIGHTS.get(config.precision, torch.float32))
-    weights = {name: t.to(dtype or t.dtype).contiguous() for name, t in weights.items()}
+    dtype = dtype or WEIGHTS.get(config.precision, torch.float32)
+    like = full_shapes(sizes, moe)
+    weights = checkpoint.load(path, like, dtype)["weights"]
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
-    safetensors().torch.save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    kind = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    for old in out.glob("model*.safetensors*"):  # of an export before this one: a reader would mix them
+        old.unlink()
+    files = in_files({name: t.numel() * dtype.itemsize for name, t in like.items()}, file_bytes)
+    for file, names in files.items():
+        safetensors().torch.save_file({n: weights[n] for n in names}, out / file, metadata={"format": "pt"})
+    if len(files) > 1:
+        size = sum(t.numel() for t in like.values()) * dtype.itemsize
+        where = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    kind = str(dtype).removeprefix("torch.")
     (out / "config.json").write_text(json.dumps(config_json(sizes, moe, kind), indent=1) + "\n")
     return path.name
 
@@ -144,7 +171,7 @@ class OneLineParser(argparse.ArgumentParser):
 def main() -> None:
     parser = OneLineParser(description="Write the newest checkpoint of a run as a Hugging Face model.")
     parser.add_argument("run", help="folder of a run, or one checkpoint in it")
-    parser.add_argument("folder", help="where to write config.json and model.safetensors")
+    parser.add_argument("folder", help="where to write config.json and *.safetensors")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in the checkpoint")
     args = parser.parse_args()
     try:

@@ -3,6 +3,7 @@
 All of them start from the same weights, drawn by name (chapter 01), so a layout never changes what is trained.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from fpdt_store import Store, machine_for
 from llama import LLAMA3_8B, LLAMA3_70B, Llama, LlamaConfig, Parts, rope_tables
 from mesh import Mesh
 from moe_layer import MoE, MoEConfig, recompute_blocks
-from moe_llama import cut_experts, expert_names, full_name, gather_experts, init_moe
+from moe_llama import expert_names, full_name, gather_experts, init_moe
 from parallel_block import sync_in_backward
 from parallel_llama import ParallelLlama
 from parts import LAYOUTS
@@ -196,6 +197,25 @@ def cross_entropy_sum(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------ whole weights, by Hugging Face's names
 
 
+class Lazy(Mapping[str, Any]):
+    """A dictionary whose values are made when asked for and not kept: who walks through it holds one at a time."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], Any]) -> None:
+        self.names, self.make = {name: name for name in names}, make
+
+    def __getitem__(self, name: str) -> Any:
+        return self.make(self.names[name])  # KeyError for others
+
+    def __contains__(self, name: object) -> bool:  # without making it
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 def whole_names(model: nn.Module, name: str) -> list[str]:
     """Under which names a parameter of a rank is kept: its own, or one for each expert, which are stacked in a rank."""
     return expert_names(model, name) or [full_name(model, name)]
@@ -211,15 +231,18 @@ def full_shapes(sizes: LlamaConfig, moe: MoEConfig | None = None) -> dict[str, T
     return whole
 
 
+def own_names(model: nn.Module, name: str, mesh: Mesh) -> list[str]:
+    """Those of a parameter's `whole_names` that this rank has: of the experts, its own."""
+    names = whole_names(model, name)
+    each = len(names) // mesh.size("ep")
+    first = dist.get_rank(mesh.groups["ep"]) * each
+    return names[first : first + each] if expert_names(model, name) else names
+
+
 def held_names(model: nn.Module, mesh: Mesh) -> set[str]:
     """The whole tensors that a rank needs to take its pieces from."""
-    held = set()
-    for name in [name for name, _ in model.named_parameters()] + list(state_buffers(model)):
-        names, ep = whole_names(model, name), mesh.size("ep")
-        each = len(names) // ep
-        first = dist.get_rank(mesh.groups["ep"]) * each
-        held |= set(names[first : first + each] if len(names) > 1 else names)
-    return held
+    mine = [*dict(model.named_parameters()), *state_buffers(model)]
+    return {whole for name in mine for whole in own_names(model, name, mesh)}
 
 
 def state_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -228,23 +251,37 @@ def state_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def gather_tensors(model: nn.Module, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """From one tensor for each parameter of this rank (the weights, or an optimizer's moments) to whole ones."""
-    if mesh.sizes["tp"] > 1:
-        device = next(model.parameters()).device
-        here = {name: tensor.to(device) for name, tensor in tensors.items()}
-        tensors = parallel_llama.full_state_dict(model, mesh.groups["tp"], here)
-    return gather_experts(model, tensors, mesh.groups["ep"])
+def join_pieces(model: nn.Module, name: str, piece: Tensor, mesh: Mesh) -> Tensor:
+    """From this rank's piece of a parameter (the weight, or an optimizer's moment) to what the tensor group has of it.
 
-
-def cut_tensors(model: nn.Module, whole: dict[str, Tensor], mesh: Mesh, names: list[str]) -> dict[str, Tensor]:
-    """The other way: of whole tensors, this rank's pieces of these parameters."""
-    mine = {name: tensor for name, tensor in cut_experts(model, whole, mesh.groups["ep"]).items() if name in names}
+    Collective over that group. On a GPU pieces meet on the device, and what they make is in host memory.
+    """
     if mesh.sizes["tp"] == 1:
-        return mine
-    held = shards(model)
-    # Contiguous: fused AdamW walks through its states as if they lay in memory like the weight.
-    return {name: held[name].cut(tensor).contiguous() for name, tensor in mine.items()}
+        return piece
+    here = piece.to(next(model.parameters()).device)
+    return parallel_llama.full_state_dict(model, mesh.groups["tp"], {name: here})[name]
+
+
+def gather_tensors(model: nn.Module, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """One tensor for each parameter of this rank, whole, on every rank: for tests, which compare gradients."""
+    joined = {name: join_pieces(model, name, tensor, mesh) for name, tensor in tensors.items()}
+    return gather_experts(model, joined, mesh.groups["ep"])
+
+
+def cut_tensors(
+    model: nn.Module, whole: Mapping[str, Tensor], mesh: Mesh, names: Iterable[str]
+) -> Mapping[str, Tensor]:
+    """The other way: of whole tensors, this rank's pieces of these parameters. Each is cut when it is asked for."""
+    held = shards(model) if mesh.sizes["tp"] > 1 else {}
+
+    def cut(name: str) -> Tensor:
+        mine = [whole[each] for each in own_names(model, name, mesh)]
+        tensor = torch.stack(mine) if expert_names(model, name) else mine[0]
+        # A copy, since a view would keep the whole tensor; packed, since fused AdamW walks through a state as if it
+        # lay in memory like the weight.
+        return held[name].cut(tensor).clone(memory_format=torch.contiguous_format) if held else tensor
+
+    return Lazy(names, cut)
 
 
 def ranks_that_hold(model: Any, mesh: Mesh) -> dict[str, int]:

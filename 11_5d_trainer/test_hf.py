@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import train
 import transformers
 from data import Sampler, load_corpus
+from harness.meter import peak_memory
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
 from model import alone, full_shapes
@@ -95,6 +96,26 @@ def test_transformers_gives_the_logits_and_the_validation_loss_of_an_exported_ru
     held_out = Sampler(load_corpus(Config(data=text, seq_len=16)).val, 16, 256, 0)
     want = loss_by_transformers(theirs, held_out.samples(list(range(8))))
     assert_same(log[-1]["val_loss"], want, 1e-6, "validation loss at the end of the run")
+
+
+def test_a_large_model_is_exported_in_several_files_of_which_one_is_in_memory_at_a_time(text, tmp_path):
+    _, folder = train_on(2, [*arguments(text, steps=1, warmup=0), "--tp", "2", "--out", str(tmp_path / "run")])
+    out, file_bytes = tmp_path / "out", 70_000
+    hf.export(folder, str(out))
+    whole = load_file(out / "model.safetensors")
+    with peak_memory() as memory:
+        hf.export(folder, str(out), file_bytes=file_bytes)  # into the same folder: the one file must go
+    files = {file.name: load_file(file) for file in out.glob("*.safetensors")}
+    assert len(files) > 3 and all(sum(t.nbytes for t in tensors.values()) <= file_bytes for tensors in files.values())
+    sizes = [tensor.nbytes for tensor in whole.values()]
+    assert memory.peak <= file_bytes + max(sizes) < sum(sizes) / 1.5
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    assert index["metadata"]["total_size"] == sum(sizes)
+    again = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
+    with torch.no_grad():
+        assert_same(read_by_transformers(out)(TOKENS).logits, read_by_ours(out)(TOKENS), 1e-6, "logits")
 
 
 def test_an_exported_model_has_the_dtype_that_was_asked_for_and_the_command_says_what_it_wrote(

@@ -35,17 +35,16 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import peak_flops, step_flops
 from data import Corpus, Sampler, load_corpus
-from engine import full_state, load_full_state, whole_model
+from engine import load_full_state, share_of_state
 from fits import check_memory
-from generate import with_weights
+from generate import load_model
 from hf import check_weights, read_sizes
 from llama import LlamaConfig
 from mesh import picture
-from model import PRESETS, full_shapes, held_names
+from model import PRESETS, full_shapes
 from options import Config, UsageError, check_folder, merge, parse
 from rank import NotFinite, Rank, make_rank, train_step, validate, weight_dtype, who_is_not_finite
 from single_gpu import generate
-from torch import Tensor
 from tqdm import tqdm
 from watch import Watch, board
 
@@ -181,9 +180,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     first = 0
     if plan.resume:
         _, path, progress = plan.resume
-        held = held_names(me.model, me.mesh)
-        like = {name: t for name, t in full_shapes(plan.model, config.mixture(plan.model)).items() if name in held}
-        load_full_state(me.engine, me.model, me.mesh, checkpoint.load(path, like, weight_dtype(config), world))
+        like = full_shapes(plan.model, config.mixture(plan.model))
+        load_full_state(me.engine, me.model, me.mesh, checkpoint.load(path, like, weight_dtype(config)))
         first, training.position = progress.step, progress.samples
         me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
         checkpoint.set_aside_later(run, first, world)
@@ -203,7 +201,7 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         options, sizes = dataclasses.asdict(config), dataclasses.asdict(plan.model)
         position, scale = training.position, (me.scaler.value, me.scaler.good)
         progress = checkpoint.Progress(step, position, len(training.tokens), options, sizes, *scale)
-        saver.save(full_state(me.engine, me.model, me.mesh), progress)
+        saver.save(share_of_state(me.engine, me.model, me.mesh), progress)
 
     if first == 0:
         evaluate(0)
@@ -246,10 +244,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     watch.end()
     if stopped:
         return log.lines
-    if config.sample:
-        weights = whole_model(full_state(me.engine, me.model, me.mesh)["weights"], me.mesh)
-        if leader:
-            log.say(sample(weights, plan, run))
+    if config.sample and leader:
+        log.say(sample(plan, run))
     log.say(watch.summary(log.lines))
     validations = [line["val_loss"] for line in log.lines if "val_loss" in line]
     log.say(
@@ -303,10 +299,10 @@ def show_mesh(plan: Plan, world_size: int) -> str:
     return picture(*plan.config.layout(plan.model, world_size))
 
 
-def sample(weights: dict[str, Tensor], plan: Plan, run: Path) -> str:
-    """Continue the first 32 held-out tokens with chapter 01's Llama on this rank alone; also written to sample.txt."""
+def sample(plan: Plan, run: Path) -> str:
+    """Continue the first 32 held-out tokens on this rank alone, from the last checkpoint; also in sample.txt."""
     config, corpus = plan.config, plan.corpus
-    model = with_weights(plan.model, config.mixture(plan.model), weights, plan.device)
+    model, _, _ = load_model(str(run), plan.device)
     prompt = corpus.val[None, : min(32, config.seq_len)].long().to(plan.device)
     generator = torch.Generator().manual_seed(config.seed)
     tokens = generate(model, prompt, config.sample, 0.8, generator)[0].tolist()
