@@ -76,8 +76,9 @@ class Script:
     def tests(self, number: str) -> list[str]:
         """The tests that decide an exercise: "test_collectives.py::test_every_rank_can_be_the_root"."""
         caught = [m.caught_by for m in self.mistakes if m.exercise == number]
+        more = [test for test in self.index.get(number, []) if _claim(test) not in caught]
         whole_file = f"test_{self.name}"  # slow, but right, for an exercise of which nothing is known yet
-        return list(dict.fromkeys([*caught, *self.index.get(number, [])])) or [whole_file]
+        return list(dict.fromkeys([*caught, *more])) or [whole_file]
 
     def mistaken(self, mistake: Mistake) -> str:
         """The chapter's file with the mistake in it."""
@@ -108,6 +109,17 @@ class Chapter:
         section = re.search(rf"{head}.*?(?=^#|\Z)", self.readme, re.MULTILINE | re.DOTALL)
         rows = re.findall(rf"^\| *\**{re.escape(number)}\** *\|.*$", self.readme, re.MULTILINE)
         return "\n".join([*([section[0].strip()] if section else []), *rows])
+
+    def decisive(self, number: str) -> list[str]:
+        """How the names of the tests begin that the README calls decisive: `test_x_...`, `test_y`, or "the same"."""
+        names: list[str] = []
+        for n in self.exercises:
+            cell = self.statement(n).rstrip("| ").rpartition("|")[2].strip()
+            found = re.findall(r"`(test_\w+?)(?:_?\.\.\.)?(?:\[\w+\])?`", cell)
+            names = [*(names if cell.startswith("the same") else []), *found]
+            if n == number:
+                break
+        return names
 
     def level(self, number: str) -> str:
         words = re.findall(r"\b(easy|medium|hard)\b", self.statement(number))
@@ -354,7 +366,7 @@ def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], judge: 
         if not mine:
             continue
         if len(mine) > 1:
-            tests = list(dict.fromkeys(script.tests(number)[0] for number in mine))
+            tests = list(dict.fromkeys((script.index.get(number) or script.tests(number))[0] for number in mine))
             text = fences.splice(script.text, mine)
             outcome = judge.run({script.path: text}, [course.test_path(chapter, test) for test in tests])
             failed = [result.test for result in outcome.results if not result.passed] + unanswered(tests, outcome)
@@ -365,7 +377,7 @@ def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], judge: 
         for mistake in controls(script, mine):
             others = {number: body for number, body in mine.items() if number != mistake.exercise}
             text = fences.splice(script.mistaken(mistake), others)
-            outcome = judge.run({script.path: text}, [course.test_path(chapter, mistake.caught_by)])
+            outcome = judge.run({script.path: text}, [course.test_path(chapter, mistake.caught_by)], enough=1)
             if outcome.foul:
                 return outcome.foul
             if not outcome.ended and (not outcome.results or all(result.passed for result in outcome.results)):
@@ -450,38 +462,61 @@ def _key(number: str) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------- which tests run what
 
 
-def index_of(course: Course, chapter: Chapter, script: Script) -> dict[str, dict[str, list[str]]]:
-    """The index of a script: {"tests": ..., "runs": ...}, as in `Script`. It runs the tests of the script once.
+def index_of(course: Course, chapter: Chapter) -> dict[str, dict[str, dict[str, list[str]]]]:
+    """The index of each script by its name: {"tests": ..., "runs": ...}, as in `Script`. The chapter's tests run once.
 
     Each body gets a first line that leaves a mark in the file system, which works in every process; after each test the
-    judge looks which marks there are.
+    judge looks which marks there are. A compiler for GPUs does not know files, so tests that only compile find no mark.
     """
     limits = Limits(test_seconds=300, test_cpu_seconds=300, hang=60)
-    files = {m.caught_by.partition("::")[0] for m in script.mistakes}
-    own = f"test_{Path(script.name).stem}.py"
-    files |= {own} if f"{chapter.folder}/{own}" in course.files else set()
+    files = {script.name: _test_files(course, chapter, script) for script in chapter.scripts}
     with Judge(course.files, limits) as judge:
         marks = judge.folder / "marks"
-        bodies = {n: fences.rewrite(f.body, partial(_marked, marks / n)) for n, f in script.fences.items()}
-        paths = [course.test_path(chapter, file) for file in sorted(files)]
-        outcome = judge.run({script.path: fences.splice(script.text, bodies)}, paths, marks=True)
+        changes = {}
+        for script in chapter.scripts:
+            bodies = {n: fences.rewrite(f.body, partial(_marked, marks / n)) for n, f in script.fences.items()}
+            changes[script.path] = fences.splice(script.text, bodies)
+        paths = [course.test_path(chapter, file) for file in sorted(set().union(*files.values()))]
+        outcome = judge.run(changes, paths, marks=True)
     if outcome.ended or outcome.foul:
-        raise CourseError(f"{script.path}: {outcome.ended or outcome.foul}")
+        raise CourseError(f"{chapter.folder}: {outcome.ended or outcome.foul}")
     for result in outcome.results:
         if not result.passed:
-            print(f"  {result.test} fails in the chapter as it is: {first_lines(result.message)}", file=sys.stderr)
-    running = {n: sorted((r.seconds, r.test) for r in outcome.results if n in r.touched) for n in script.fences}
-    caught = {m.caught_by for m in script.mistakes}
-    runs = {n: sorted(caught & {w for _, t in tests for w in (t, _claim(t))}) for n, tests in running.items()}
-    return {"tests": {n: _few(tests, caught) for n, tests in running.items()}, "runs": runs}
+            print(f"  left out, it fails with the marks: {result.test}: {first_lines(result.message)}", file=sys.stderr)
+    index = {}
+    for script in chapter.scripts:
+        own = [r for r in outcome.results if r.passed and r.test.partition("::")[0] in files[script.name]]
+        running = {n: sorted((r.seconds, r.test) for r in own if n in r.touched) for n in script.fences}
+        caught = {m.caught_by for m in script.mistakes}
+        runs = {n: sorted(caught & {w for _, t in tests for w in (t, _claim(t))}) for n, tests in running.items()}
+        few = {n: _few(tests, caught, chapter.decisive(n)) for n, tests in running.items()}
+        index[script.name] = {"tests": few, "runs": runs}
+    return index
 
 
-def _few(tests: Sequence[tuple[float, str]], caught: set[str], most: int = 5, seconds: float = 2.0) -> list[str]:
-    """A few quick ones of (seconds, test), one of each claim; those that are known to catch mistakes come first."""
+def _test_files(course: Course, chapter: Chapter, script: Script) -> set[str]:
+    """The files with this script's tests: its own, if it has one, and those that its mistakes name."""
+    own = f"test_{Path(script.name).stem}.py"
+    named = {m.caught_by.partition("::")[0] for m in script.mistakes}
+    return named | ({own} if f"{chapter.folder}/{own}" in course.files else set())
+
+
+def _few(
+    tests: Sequence[tuple[float, str]], caught: set[str], decisive: Sequence[str], most: int = 5, seconds: float = 2.0
+) -> list[str]:
+    """A few quick ones of (seconds, test), one of each claim. Those that the README calls decisive come first and are
+    not left out; then those that are known to catch mistakes."""
     chosen: dict[str, str] = {}
     total = 0.0
-    for _, duration, test in sorted((not {t, _claim(t)} & caught, s, t) for s, t in tests):
-        if not chosen or (len(chosen) < most and total + duration < seconds and _claim(test) not in chosen):
+
+    def rank(test: str) -> int:
+        if test.partition("::")[2].startswith(tuple(decisive)):
+            return 0
+        return 1 if {test, _claim(test)} & caught else 2
+
+    for first, duration, test in sorted((rank(t), s, t) for s, t in tests):
+        fits = len(chosen) < most and total + duration < seconds
+        if (not first or not chosen or fits) and _claim(test) not in chosen:
             chosen[_claim(test)] = test
             total += duration
     return list(chosen.values())

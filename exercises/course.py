@@ -225,13 +225,13 @@ def mistakes(course: Course, names: Sequence[str]) -> bool:
 
 def write_index(course: Course, names: Sequence[str]) -> None:
     for chapter in [course.chapter(name) for name in names] or list(course.chapters.values()):
-        for script in chapter.scripts:
-            path = course.root / "exercises" / "index" / f"{Path(script.name).stem}.toml"
+        for name, tables in index_of(course, chapter).items():
+            path = course.root / "exercises" / "index" / f"{Path(name).stem}.toml"
             path.parent.mkdir(exist_ok=True)
             lines = [
                 f"# Written by `python exercises/course.py index {chapter.folder[:2]}`: which tests run which exercise."
             ]
-            for table, entries in index_of(course, chapter, script).items():
+            for table, entries in tables.items():
                 lines.append(f"\n[{table}]")
                 for number, tests in entries.items():
                     lines += [f'"{number}" = [', *(f"  {json.dumps(test)}," for test in tests), "]"]

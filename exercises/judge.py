@@ -17,8 +17,11 @@ import resource
 import sys
 import time
 import types
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 LONGEST_MESSAGE = 4000  # characters of a failure that are passed on
 TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # what decides whether a test passes
@@ -27,24 +30,42 @@ TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # wh
 class Recorder:
     """A pytest plugin that reports each test and stops the run when going on is of no use."""
 
-    def __init__(self, answer: Any, hang: float, marks: Path | None) -> None:
-        self.answer, self.hang, self.marks = answer, hang, marks
+    def __init__(self, answer: Any, hang: float, enough: int, marks: Path | None) -> None:
+        self.answer, self.hang, self.enough, self.marks = answer, hang, enough, marks
         self.began = 0.0
         self.failures = 0
         self.session: Any = None
+        self.uses: dict[str, list[str]] = {}  # test -> its fixtures
+        self.shared: dict[str, tuple[float, set[str]]] = {}  # fixture of several tests -> seconds, and what it touched
+        self.now: set[str] = set()  # those that the present test has made
 
     def pytest_sessionstart(self, session: Any) -> None:
         self.session = session
 
-    def pytest_collection_finish(self) -> None:
+    def pytest_collection_finish(self, session: Any) -> None:
+        self.uses = {item.nodeid: list(item.fixturenames) for item in session.items}
         ranks = sys.modules.get("harness.ranks")  # imported by the tests that need it
         if ranks is not None:
             ranks.limit_timeouts(self.hang)  # type: ignore[attr-defined]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.began = time.monotonic()
+        self.now.clear()
         for mark in self.marks.iterdir() if self.marks else ():
             mark.unlink()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Any:
+        """A fixture that several tests share is made in the first of them, but each of them, run alone, would pay."""
+        began, before = time.monotonic(), self.touched()
+        result = yield
+        if fixturedef.scope != "function":
+            self.now.add(fixturedef.argname)
+            self.shared[fixturedef.argname] = time.monotonic() - began, self.touched() - before
+        return result
+
+    def touched(self) -> set[str]:
+        return {mark.name for mark in self.marks.iterdir()} if self.marks else set()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         done = report.when == "call" or (report.when == "setup" and not report.passed)
@@ -53,14 +74,17 @@ class Recorder:
             return
         seconds = time.monotonic() - self.began
         passed = report.passed and not hasattr(report, "wasxfail")  # a skipped test has not passed
-        touched = sorted(mark.name for mark in self.marks.iterdir()) if self.marks else []
+        touched = self.touched()
+        for name in set(self.uses.get(report.nodeid, [])) - self.now if self.marks else ():
+            more, marks = self.shared.get(name, (0.0, set()))
+            seconds, touched = seconds + more, touched | marks
         file, _, name = report.nodeid.partition("::")
         test = f"{Path(file).name}::{name}"  # from whichever folder
         outcome = "passed" if passed else "failed"
-        self.answer(test=test, outcome=outcome, message=message_of(report), seconds=seconds, touched=touched)
+        self.answer(test=test, outcome=outcome, message=message_of(report), seconds=seconds, touched=sorted(touched))
         if not passed:
             self.failures += 1
-            if not self.marks and (self.failures == 3 or seconds > 0.5 * self.hang):
+            if not self.marks and (self.failures == self.enough or seconds > 0.5 * self.hang):
                 self.session.shouldstop = "that is enough to know"
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -134,14 +158,16 @@ def main() -> None:
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
 
-    import pytest
-
     if Path("../judge/tests/harness").exists():
         import harness.oracle
-        import harness.ranks  # noqa: F401
+        import harness.ranks
         import torch
 
         torch.set_num_threads(1)
+        # Ranks are forked from a server. With the harness in it, no rank looks for the harness in the copy of the run
+        # that started it, which is gone when a later run needs one more of its modules.
+        forkserver.set_forkserver_preload([*harness.ranks.PRELOAD, "harness.meter", "harness.oracle", "harness.ranks"])
+        forkserver.ensure_running()
     gc.freeze()  # what is imported so far is never garbage: pytest's collections at the end of each run skip it
     search_path = list(sys.path)
     before = tools()
@@ -155,7 +181,7 @@ def main() -> None:
         copy, marks = request["copy"], Path(request["marks"]) if request.get("marks") else None
         os.chdir(copy)
         arguments = ["-p", "no:cacheprovider", "-c", f"{copy}/pyproject.toml", "--rootdir", copy, "--durations=0"]
-        recorder = Recorder(answer, request["hang"], marks)
+        recorder = Recorder(answer, request["hang"], request["enough"], marks)
         pytest.main([*arguments, *(f"{copy}/{test}" for test in request["tests"])], plugins=[recorder])
         sys.path[:] = search_path
         forget(copy)

@@ -78,8 +78,11 @@ class Judge:
 
     # ------------------------------------------------------------------------------------------------ one run
 
-    def run(self, changes: Mapping[str, str], tests: Sequence[str], marks: bool = False) -> Outcome:
-        """Run `tests` (paths from the root of the repository) in a copy in which `changes` replace files."""
+    def run(self, changes: Mapping[str, str], tests: Sequence[str], marks: bool = False, enough: int = 3) -> Outcome:
+        """Run `tests` (paths from the root of the repository) in a copy in which `changes` replace files.
+
+        After `enough` failures the rest is left out.
+        """
         if self.process is None:
             self._start()
         self.count += 1
@@ -89,7 +92,7 @@ class Judge:
         write_files(written, copy)
         nonce = secrets.token_hex(16)
         request = {"nonce": nonce, "copy": str(copy), "tests": list(tests), "hang": self.limits.hang}
-        request["marks"] = str(marked) if marks else ""
+        request |= {"marks": str(marked) if marks else "", "enough": enough}
         outcome = self._converse(json.dumps(request), nonce)
         edited = [name for name, content in written.items() if not _holds(copy / name, content)]
         if edited and not outcome.foul:

@@ -18,11 +18,12 @@ MODULES = {  # whose functions a body may call
     *("math", "itertools", "functools", "operator", "collections", "collections.abc", "contextlib", "dataclasses"),
     *("typing", "copy", "torch", "torch.nn", "torch.nn.functional", "torch.nn.init", "torch.linalg", "torch.autograd"),
     *("torch.autograd.graph", "torch.cuda", "torch.distributed", "torch.distributed.nn", "torch.utils.checkpoint"),
-    *("torch.special", "torch.profiler", "torch.amp"),
+    *("torch.special", "torch.profiler", "torch.amp", "triton", "triton.language", "triton.language.math"),
 }
 NOT_OF_TORCH = {  # they read or write files, load code, or change what other code does
     *("load", "save", "from_file", "ops", "classes", "compile", "script", "import_ir_module", "FileStore", "TCPStore"),
     *("HashStore", "PrefixStore", "export", "use_deterministic_algorithms", "profile", "monitored_barrier"),
+    *("inline_asm_elementwise", "call_extern", "extern_elementwise", "autotune", "heuristics"),  # of Triton
 }
 BUILTINS = {
     *("abs", "all", "any", "bool", "bytes", "callable", "complex", "dict", "divmod", "enumerate", "filter", "float"),
@@ -31,6 +32,8 @@ BUILTINS = {
     *("sorted", "staticmethod", "str", "sum", "super", "tuple", "type", "zip", "Ellipsis", "hasattr"),
     *(name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)),
 }
+TRITON = {"tl": "triton.language", "triton": "triton"}  # what chapter 09's scripts import from their neighbour
+MODULE_NAMES = {"torch", "dist", "nn", "F", "mp", *TRITON, *sys.stdlib_module_names}  # not to be had from a neighbour
 FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_globals", "f_locals", "f_back", "f_builtins")  # ways to other code's variables
 
 
@@ -46,6 +49,7 @@ def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) ->
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 imported |= _imports(node)
     globals_ = {name for s in script.body for name in _bound(s)}
+    neighbours = {a.asname or a.name for s in script.body if isinstance(s, ast.Import) for a in s.names} - set(imported)
     locals_ = {name for s in body for node in ast.walk(s) for name in _bound(node)}
     inside_chain = set()  # names that stand before a dot, where `_attribute` judges them, or before (one argument)
     for statement in body:
@@ -55,6 +59,9 @@ def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) ->
                 inside_chain.add(id(node.value))
             if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
                 inside_chain.add(id(node.func))  # type(x) asks for a class; type(name, bases, members) makes one
+            of_neighbour = isinstance(node, ast.Attribute) and ast.unparse(node.value) in neighbours
+            if of_neighbour and node.attr in MODULE_NAMES and ast.unparse(node) not in allowed:
+                yield line, f"an exercise may not use {ast.unparse(node)}"
             for words, why in _refused(node, imported, globals_, locals_, inside_chain):
                 if words not in allowed:
                     yield line, f"{why} {words}"
@@ -145,10 +152,10 @@ def _module_of(node: ast.expr, imported: dict[str, str]) -> types.ModuleType | N
 def _resolve(path: str) -> object:
     """The module or the module's member called so; None for what is not installed, like a neighbour of the script.
 
-    Only torch and the standard library are ever imported here.
+    Only torch, Triton and the standard library are ever imported here.
     """
     top = path.partition(".")[0]
-    if top != "torch" and top not in sys.stdlib_module_names:
+    if top not in ("torch", "triton") and top not in sys.stdlib_module_names:
         return None
     try:
         return importlib.import_module(path)
@@ -160,7 +167,7 @@ def _resolve(path: str) -> object:
 def _imports(tree: ast.AST) -> dict[str, str]:
     """Name -> dotted path, for the import statements at the top level of a module, or for one such statement.
 
-    Neighbours of the script (`from llama import Llama`) are the chapter's own and not listed.
+    Neighbours of the script (`from llama import Llama`) are the chapter's own and not listed, but for Triton's names.
     """
     names: dict[str, str] = {}
     for node in tree.body if isinstance(tree, ast.Module) else [tree]:
@@ -170,9 +177,10 @@ def _imports(tree: ast.AST) -> dict[str, str]:
                 names[alias.asname or top] = alias.name if alias.asname else top
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                names[alias.asname or alias.name] = f"{node.module or ''}.{alias.name}"
+                path = TRITON.get(alias.name) if node.module == "_interpreter" else None
+                names[alias.asname or alias.name] = path or f"{node.module or ''}.{alias.name}"
     if isinstance(tree, ast.Module):
-        names = {n: p for n, p in names.items() if p.partition(".")[0] in {"torch", *sys.stdlib_module_names}}
+        names = {n: p for n, p in names.items() if p.partition(".")[0] in {"torch", "triton", *sys.stdlib_module_names}}
     return names
 
 

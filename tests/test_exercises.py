@@ -158,9 +158,9 @@ def processes_of(folder):
 # ------------------------------------------------------------------------------------------------- the real chapters
 
 
-@pytest.mark.parametrize("name", ["01", "02"])
-def test_an_untouched_copy_is_not_done_in_every_exercise_and_passed_in_none(name, tmp_path):
-    chapter = REAL.chapter(name)
+@pytest.mark.parametrize("folder", REAL.chapters)
+def test_an_untouched_copy_is_not_done_in_every_exercise_and_passed_in_none(folder, tmp_path):
+    chapter = REAL.chapters[folder]
     tool.start(REAL, chapter, tmp_path / chapter.folder)
     report = check(REAL, chapter, read_submission(chapter, tmp_path / chapter.folder))
     assert [row.status for row in report.rows] == ["not done"] * len(chapter.exercises)
@@ -192,6 +192,19 @@ def test_differently_written_right_solutions_pass_all_together(name, tmp_path, j
     assert report.all_passed, [(row.number, row.status, row.detail) for row in report.rows] + [report.rejected]
 
 
+def test_every_planted_mistake_is_something_that_was_written_and_no_two_are_the_same_program():
+    """An empty body is "not done", and of two that are the same only one could get its hint."""
+    for chapter in REAL.chapters.values():
+        for script in chapter.scripts:
+            bodies: dict[tuple[str, str], str] = {}
+            for mistake in (m for m in script.mistakes if m.exercise):
+                body = script.mistaken_body(mistake)
+                assert not fences.is_stub(script.fences[mistake.exercise], body), mistake.name
+                key = mistake.exercise, fences.normal(body)
+                assert key not in bodies, f"{script.name}: {mistake.name} is {bodies[key]}"
+                bodies[key] = mistake.name
+
+
 SAMPLE = {  # one of each script; `make mistakes` hands in all
     *("eps_outside_the_root", "labels_are_shifted_twice", "tied_embeddings_are_counted_twice"),
     *("chunk_is_added_one_step_too_late", "valid_tokens_of_the_whole_world"),
@@ -210,6 +223,18 @@ def test_planted_mistakes_fail_at_their_exercise_with_their_hint(judge):
     assert seen == SAMPLE
 
 
+@pytest.mark.parametrize("number", ["3.18", "4.12", "5.3", "6.2", "7.6", "8.10", "9.8", "10.11", "11.4"])
+def test_in_each_later_chapter_another_right_solution_passes_and_a_mistake_gets_its_hint(number, judge):
+    chapter = REAL.chapter(number.partition(".")[0])
+    script, _ = chapter.exercises[number]
+    other = next(a for a in script.alternatives if a.exercise == number)
+    report = check(REAL, chapter, Submission({}, {number: other.body.strip("\n")}), [number], judge=judge)
+    assert report.all_passed, [(row.status, row.claim, row.detail) for row in report.rows] + [report.rejected]
+    mistake = next(m for m in script.mistakes if m.exercise == number)
+    (row,) = check(REAL, chapter, Submission({}, {number: script.mistaken_body(mistake)}), [number], judge=judge).rows
+    assert (row.status, row.mistake, row.hint) == ("failed", mistake.name, mistake.hint)
+
+
 def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_hint(judge):
     chapter = REAL.chapter("01")
     body = "return windows[:, :-1].long().contiguous(), (windows[:, 1:] * 3).long().contiguous()"
@@ -218,6 +243,15 @@ def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_
     assert row.claim == "the label of a token is the token that follows it"
     assert row.detail.strip() and "Error" not in row.detail.split()[0]
     assert "exercise 1.5 in 01_single_gpu/README.md" in row.hint and row.mistake == ""
+
+
+def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone():
+    first = "test_zero_memory.py::test_the_demos_counter_of_bytes_agrees_with_the_harness"  # without harness.oracle
+    then = "test_zero.py::test_the_ranks_together_own_each_element_once_and_no_padding[1]"  # which imports it
+    with Judge(REAL.files) as judge:
+        for test in (first, then):
+            outcome = judge.run({}, [f"03_zero/{test}"])
+            assert [result.passed for result in outcome.results] == [True], outcome
 
 
 def test_hostile_code_inside_the_ranks_fails_and_the_exercises_after_it_are_judged():
@@ -270,32 +304,65 @@ def test_screening_has_nothing_against_the_chapters_own_bodies_nor_the_alternati
     chapter = REAL.chapters[folder]
     submission = read_submission(chapter, write_student(chapter, own_bodies(chapter), tmp_path / folder))
     assert submission.refused == {} and submission.warnings == []
+    others = [alternative for script in chapter.scripts for alternative in script.alternatives]
+    while others:  # one of each exercise at a time
+        round_ = {other.exercise: other for other in reversed(others)}
+        bodies = {number: other.body.strip("\n") for number, other in round_.items()}
+        submission = read_submission(chapter, write_student(chapter, bodies, tmp_path / folder))
+        assert submission.refused == {}
+        others = [other for other in others if other not in round_.values()]
+
+
+def exists(chapter, test):
+    file, _, name = REAL.test_path(chapter, test).partition("::")
+    text = REAL.files.get(file, b"").decode()
+    pattern = rf"^def {name.partition('[')[0]}\(" if name else "^def test_"
+    return re.search(pattern, text, re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize("folder", REAL.chapters)
+def test_every_exercise_is_in_the_index_and_all_tests_that_it_names_exist(folder):
+    chapter = REAL.chapters[folder]
     for script in chapter.scripts:
-        for other in script.alternatives:
-            submission = read_submission(
-                chapter, write_student(chapter, {other.exercise: other.body}, tmp_path / folder)
-            )
-            assert submission.refused == {}, other.why
+        assert set(script.index) == set(script.runs) == set(script.fences), f"run: course.py index {folder[:2]}"
+        for number in script.fences:
+            assert script.index[number], f"{number}: no test of the chapter runs it"
+            for test in [*script.tests(number), *script.runs[number]]:
+                assert exists(chapter, test), f"{number}: no {test}; run: course.py index {folder[:2]}"
 
 
-def test_each_exercise_has_tests_that_exist_and_the_index_names_no_other():
-    for chapter in REAL.chapters.values():
-        for script in chapter.scripts:
-            assert not script.index or set(script.index) == set(script.fences), (
-                f"run: course.py index {chapter.folder[:2]}"
-            )
-            for number in script.fences:
-                for test in script.tests(number):
-                    file, _, name = REAL.test_path(chapter, test).partition("::")
-                    text = REAL.files.get(file, b"").decode()
-                    pattern = rf"^def {name.partition('[')[0]}\(" if name else "^def test_"
-                    assert re.search(pattern, text, re.MULTILINE), f"{number}: no {test}"
+@pytest.mark.parametrize("folder", list(REAL.chapters)[1:])  # chapter 01 names no tests
+def test_the_tests_that_a_statement_calls_decisive_are_those_that_grade_the_exercise(folder):
+    chapter = REAL.chapters[folder]
+    for number, (script, _) in chapter.exercises.items():
+        assert chapter.decisive(number), f"{number}: its statement names no test"
+        grading = [test.partition("::")[2] for test in script.tests(number)]
+        for name in chapter.decisive(number):
+            assert any(test.startswith(name) for test in grading), f"{number}: {name} does not grade it: {grading}"
 
 
-def test_the_syllabus_names_every_chapter():
+@pytest.mark.parametrize("folder", REAL.chapters)
+def test_every_chapter_has_right_solutions_that_are_really_written_differently(folder):
+    chapter = REAL.chapters[folder]
+    others = [(script.fences[a.exercise], a) for script in chapter.scripts for a in script.alternatives]
+    assert len({fence.number for fence, _ in others}) >= 3
+    for fence, other in others:
+        assert fences.normal(other.body.strip("\n")) != fences.normal(fence.body), f"{fence.number}: {other.why}"
+
+
+def test_the_ten_weeks_give_every_exercise_once_as_core_or_extra_and_link_every_chapter():
     text = (ROOT / "exercises" / "README.md").read_text()
-    for number in range(1, 12):
-        assert re.search(rf"\b{number:02}\b", text), f"chapter {number:02} is not in the syllabus"
+    assert "to come" not in text
+    weeks = re.findall(r"^\| \d+ \|.*$", text.partition("## Ten weeks")[2], re.MULTILINE)
+    assert len(weeks) == 10
+    given: list[str] = []
+    for week in weeks:
+        for words in week.split(" | ")[3:5]:
+            for chapter, first, last in re.findall(r"\b(\d+)\.(\d+)(?: to \1\.(\d+))?", words):
+                given += [f"{chapter}.{n}" for n in range(int(first), int(last or first) + 1)]
+    assert sorted(given) == sorted(number for chapter in REAL.chapters.values() for number in chapter.exercises)
+    for folder in REAL.chapters:
+        assert f"](../{folder}/README.md)" in "".join(weeks), f"no week for {folder}"
 
 
 # ------------------------------------------------------------------------------------------------ hostile submissions
@@ -536,11 +603,20 @@ def test_the_proof_counts_what_is_rejected_and_names_what_survives(tiny):
         *("torch.nn.functional.torch", "torch.Tensor.sum = 1", "Tensor.sum = 1", "type('T', (Tensor,), {})"),
         *("global x", "class A: pass", "def __eq__(a, b): return True", "x.gi_frame", "__builtins__", "sys.exit()"),
         *("torch.set_default_dtype(x)", "torch.ops", "Path('x').unlink()", "t = type", "lambda: eval('1')"),
+        *(
+            "tl.core.os",
+            "triton.runtime.driver",
+            "triton.compile(x)",
+            "t = tl",
+            "sibling.os",
+            "sibling.torch.load(x)",
+        ),
     ],
 )
 def test_screening_refuses(line):
     script = "import sys\nimport torch\nimport torch.distributed as dist\n"
     script += "from pathlib import Path\nfrom torch import Tensor\n"
+    script += "from _interpreter import tl, triton\nimport sibling\n"
     assert list(screen.objections(fences.parse(line), [], compile(script, "s", "exec", 1024))), line
 
 
@@ -549,6 +625,7 @@ def test_screening_refuses(line):
     [
         *("y = torch.cat([x, x]).sum()", "import math\ny = math.sqrt(2)", "F.linear(x, x)", "dist.all_reduce(x)"),
         *("x.grad = None", "self.count += 1", "print(x)", "raise ValueError('no')", "nn.functional.silu(x)"),
+        *("y = tl.where(x > 0, tl.exp(x), 0.0)", "triton.cdiv(3, 2)", "sibling.helper(x)"),
         *("def helper(a): return a\nhelper(x)", "[y for y in range(3)]", "type(x)", "torch.set_grad_enabled(True)"),
         *(
             "with torch.no_grad():\n    x.add_(1)",
@@ -559,4 +636,5 @@ def test_screening_refuses(line):
 )
 def test_screening_lets_pass_what_a_solution_may_need(line):
     script = "import torch\nimport torch.distributed as dist\nimport torch.nn.functional as F\nfrom torch import nn\n"
+    script += "from _interpreter import tl, triton\nimport sibling\n"
     assert list(screen.objections(fences.parse(line), [], compile(script, "s", "exec", 1024))) == []
