@@ -53,30 +53,28 @@ RANKED = [
 ]
 
 
-def seconds(options: list[dict[str, Any]], sizes: Any) -> list[float]:
-    """Median of five steps of each layout, on this rank."""
+def seconds(words: dict[str, Any], sizes: Any) -> float:
+    """A step's time on this rank: the median of three means of three."""
     import rank as rank_module
     import torch
     import torch.distributed as dist
     from _plan_meter import TEXT
     from data import Sampler
 
-    found = []
-    for words in options:
-        config = Config(**words)
-        me = rank_module.make_rank(config, sizes, torch.device("cpu"))
-        dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
-        sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
-        batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
-        times = []
-        for _ in range(6):
-            dist.barrier()
-            begin = time.perf_counter()
+    config = Config(**words)
+    me = rank_module.make_rank(config, sizes, torch.device("cpu"))
+    dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
+    sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
+    batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
+    times = []
+    for steps in (1, 3, 3, 3):  # the first is not counted
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
             rank_module.train_step(me, batches)
-            dist.barrier()
-            times.append(time.perf_counter() - begin)
-        found.append(sorted(times[1:])[2])
-    return found
+        dist.barrier()
+        times.append((time.perf_counter() - begin) / steps)
+    return sorted(times[1:])[1]
 
 
 def memory_rows() -> list[list[Any]]:
@@ -115,8 +113,8 @@ def calibrated(ranks: int) -> plan_time.Cluster:
 def ranking_rows(P: int) -> tuple[list[list[Any]], float]:
     """[ranks, layout, measured, predicted], both over their fastest, and Spearman's rank correlation."""
     cluster, options = calibrated(P), [RANKED_BASE | layout for layout in RANKED]
-    each = run_ranks(P, seconds, options, RANKED_SIZES, timeout=300.0)
-    measured = [max(times) for times in zip(*each, strict=True)]
+    # One call each: the groups of a layout, and their threads, are gone before the next.
+    measured = [max(run_ranks(P, seconds, words, RANKED_SIZES, timeout=300.0)) for words in options]
     layouts = [pm.Layout.of(Config(**words), RANKED_SIZES, P) for words in options]
     predicted = [plan_time.step_time(RANKED_SIZES, None, layout, cluster).seconds for layout in layouts]
     n = len(RANKED)

@@ -10,7 +10,6 @@ one CPU share its cores: how much faster is one of them while the others wait?
 
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,18 +22,25 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 
 
-def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
-    """Median time of a call, after two to warm up."""
-    times = []
-    for i in range(repeats + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
+def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 0, together: bool = True) -> float:
+    """Mean time of a call, after two to warm up: of so many repeats (collectives), or of a third of a second.
+
+    All ranks begin `together`. Where they share cores, each is interrupted now and then for as long as the others
+    compute: the mean counts that, while a median would see only calls that nobody interrupted.
+    """
+    for _ in range(2):
         work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if together and dist.is_initialized():
+        dist.barrier()
+    begin, count = time.perf_counter(), 0
+    while count < repeats or (not repeats and time.perf_counter() - begin < 1 / 3):
+        work()
+        count += 1
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times += [time.perf_counter() - begin] * (i >= 2)
-    return statistics.median(times)
+    return (time.perf_counter() - begin) / count
 
 
 def rates(device: torch.device) -> dict[str, float]:
@@ -73,7 +79,7 @@ def links(device: torch.device) -> tuple[float, float]:
     """GB/s on the wire of a large all-reduce, and microseconds of a step of a small one."""
     P = dist.get_world_size()
     large, small = torch.zeros(2**26 if device.type == "cuda" else 2**20, device=device), torch.zeros(1, device=device)
-    slow, fast = (seconds_of(partial(dist.all_reduce, x), device) for x in (large, small))
+    slow, fast = (seconds_of(partial(dist.all_reduce, x), device, repeats=10) for x in (large, small))
     return 2 * (P - 1) / P * large.nbytes / slow / 1e9, fast / (2 * (P - 1)) * 1e6
 
 
@@ -84,7 +90,7 @@ def alone() -> float:
     dist.barrier()
     faster = 1.0
     if dist.get_rank() == 0:
-        faster = max(1.0, together / seconds_of(partial(torch.matmul, a, a), a.device))
+        faster = max(1.0, together / seconds_of(partial(torch.matmul, a, a), a.device, together=False))
     dist.barrier()
     return faster
 

@@ -75,6 +75,11 @@ class Cluster:
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
+    @property
+    def hides(self) -> bool:
+        """Do messages cost the computation behind them nothing? Ranks that share cores copy bytes with these too."""
+        return self.alone == 1
+
     def product(self, flops: float, width: float) -> float:
         # --- exercise 11.7: the seconds of matrix products whose smaller side is `width` ---
         return flops / (self.peak_tflops * 1e12 * self.ceiling * width / (width + self.half))
@@ -226,6 +231,7 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
     # --- exercise 11.8: what of the ring's time can be seen? ---
     ring = max(0.0, sends["ring"] - 3 * cluster.product(core, width))
     # --- end exercise ---
+    ring = ring if cluster.hides else sends["ring"]
     vocabulary = 3 * cluster.product(head, width)
     vocabulary += cluster.elementwise(6 * layout.tokens * model.vocab_size / layout.tp * 4)
     around = (flow for flow in of_ends(model, layout, 1, layout.pp == 1, True) if flow.ranks > 1)
@@ -277,6 +283,7 @@ def step_time(
         waiting = bubble_seconds(layout, layers / v * block, vocabulary + ends, message, simulated)
         busy = m * (layers * block + vocabulary + ends)
         bubble = max(0.0, (busy + waiting) / cluster.alone - busy)  # who waits may leave its core to others
+        bubble += 0.0 if cluster.hides else 2 * m * v * message
     parts["pipeline bubble"] = bubble
     computing = m * layers * (forward + backward + again)
     if layout.fpdt_chunks:
@@ -354,7 +361,7 @@ def data_parallel(
         total, shelter, bare = half, behind, other
     else:
         total, shelter, bare = half + other, behind, 0.0
-    shown = max(0.0, total - shelter)
+    shown = max(0.0, total - shelter) if cluster.hides else total
     return shown + bare, {"data parallel": total - shown}
 
 

@@ -405,7 +405,7 @@ def test_the_program_runs_as_a_script_and_answers_in_text():
 def test_where_ranks_share_cores_a_bubble_costs_what_is_left_when_the_others_compute():
     model = LlamaConfig(1024, 256, 8, 8, 8, 704)
     layout = Layout(pp=4, schedule="naive", micro_batches=4, seq_len=512, precision="fp32")
-    own = dataclasses.replace(read_cluster("cpu"), latency_us=1e-9)
+    own = dataclasses.replace(read_cluster("cpu"), latency_us=1e-9, inside_gb_per_s=1e9, outside_gb_per_s=1e9)
     shared = dataclasses.replace(own, alone=2.0)  # four ranks on two cores
     parts = {c.alone: step_time(model, None, layout, c).parts for c in (own, shared)}
     bubbles = {alone: each.pop("pipeline bubble") for alone, each in parts.items()}
@@ -413,7 +413,21 @@ def test_where_ranks_share_cores_a_bubble_costs_what_is_left_when_the_others_com
     busy = sum(seconds for what, seconds in parts[1.0].items() if what != "update")
     # one rank at a time computes, at twice the speed: half of the time that four ranks with cores of their own take
     assert (busy + bubbles[2.0]) == pytest.approx((busy + bubbles[1.0]) / 2)
-    assert step_time(model, None, Layout(pp=2, micro_batches=8), shared).parts["pipeline bubble"] == 0
+    assert step_time(model, None, Layout(pp=2, micro_batches=8), shared).parts["pipeline bubble"] < 1e-6
+    slow = dataclasses.replace(shared, inside_gb_per_s=1.0)  # to send and to receive is work of these cores too
+    sent = 2 * 8 * 128 * 256 * 4 / 1e9  # there and back, 8 micro-batches of 128 tokens
+    parts = step_time(model, None, Layout(pp=2, micro_batches=8), slow).parts
+    assert parts["pipeline bubble"] == pytest.approx(sent, rel=1e-3)
+
+
+def test_where_ranks_share_cores_messages_hide_behind_nothing():
+    own = read_cluster("cpu")
+    shared = dataclasses.replace(own, alone=2.0)
+    model = LlamaConfig(1024, 256, 8, 8, 8, 704)
+    for layout in (Layout(dp=4, zero=3, seq_len=512), Layout(ring=4, seq_len=2048)):
+        free, paid = (step_time(model, None, layout, c) for c in (own, shared))
+        assert sum(free.hidden.values()) > 0 and sum(paid.hidden.values()) == 0
+        assert paid.seconds == pytest.approx(free.seconds + sum(free.hidden.values()))
 
 
 def test_calibration_finds_the_peak_and_the_size_of_half_of_it_and_survives_noise():
