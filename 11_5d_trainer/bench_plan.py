@@ -91,7 +91,7 @@ def memory_rows() -> list[list[Any]]:
             if held != {what: meter[what] for what in HELD} or not abs(got / want - 1) <= 0.05:
                 sys.exit(f"bench_plan.py: {ranks} ranks {layouts[i]}: held {held}, peak {got} against {want}: off")
             name = ", ".join(f"{key} {value}" for key, value in layouts[i].items()) or "plain"
-            rows.append([f"{ranks} ranks: {name}", got, want, round(100 * (got / want - 1), 2)])
+            rows.append([f"{ranks} ranks: {name}", got, want, round(100 * (got / want - 1), 2) or 0.0])
     return rows
 
 

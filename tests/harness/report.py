@@ -114,9 +114,14 @@ def driver_version() -> str:
 
 def environment() -> dict[str, str]:
     """Where, when and with what a result was measured. In a copy without git, COMMIT in the environment names it."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
+    git = ["git", "-C", str(ROOT)]
+    changes = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!*/figures"]
     try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        named, dirty = (
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+            for command in ([*git, "describe", "--always", "--abbrev=10"], changes)
+        )
+        commit = named + ("-dirty" if dirty else "")  # what a benchmark has just written does not count
     except (OSError, subprocess.CalledProcessError):
         commit = os.environ.get("COMMIT") or "unknown (no git checkout)"
     about = {
