@@ -4,18 +4,23 @@ Also what holds for the repository as a whole: the README's map, the Makefile's 
 """
 
 import contextlib
+import gc
 import io
+import multiprocessing
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from harness.plant import ROOT, all_mistakes, copy_repository, plant
-from harness.ranks import run_ranks
+from harness.ranks import PRELOAD, run_ranks
 
 CHAPTERS = sorted(folder for folder in ROOT.glob("[01][0-9]_*") if not folder.name.startswith("11"))
 SCRIPTS = [p for c in CHAPTERS for p in sorted(c.glob("*.py")) if not re.match(r"test_|bench_|_", p.name)]
@@ -44,16 +49,77 @@ def torchrun(ranks):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
 
 
+def forked_rank(pipe, rank, ranks, port, script, said):
+    """What torchrun starts, without its seconds: this process was forked from one that has imported torch."""
+    with open(said, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    torch.set_num_threads(1)
+    os.chdir(script.parent)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
+    sys.argv, sys.path[0:0] = [script.name], [str(script.parent)]
+    code = 0
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    gc.collect()
+    names = {Path(f"/proc/self/task/{t}/comm").read_text().strip() for t in os.listdir("/proc/self/task")}
+    pipe.send((code, "gloo_runloop" in names))
+
+
+def run_forked(script, ranks, timeout=180):
+    """[(exit code, is a thread of a group still alive?, what was said)] of each rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    running, ends = [], []
+    for rank in range(ranks):
+        mine, theirs = context.Pipe()
+        said = script.with_name(f"said-{rank}")
+        process = context.Process(target=forked_rank, args=(theirs, rank, ranks, store.port, script, said))
+        process.start()
+        theirs.close()
+        running.append((process, mine, said))
+    for process, pipe, said in running:
+        try:
+            end = pipe.recv() if pipe.poll(timeout) else ("too slow", False)
+        except EOFError:
+            end = ("died", False)
+        process.kill()
+        process.join()
+        ends.append((*end, said.read_text()))
+    return ends
+
+
+def is_about_one_gpu(script):
+    return script.parent.name[:2] in ("01", "09") and "init_process_group" not in script.read_text()
+
+
+# By the commands of the READMEs the first script of each chapter; the others in ranks that need not import torch again.
+# Where torch is, Triton is too, and too late for the kernels of chapter 10 to ask for its interpreter.
 # With python alone, the scripts of chapters 01 and 02: the later chapters have a test of their own for it.
-ALONE = [(script, "torchrun") for script in SCRIPTS]
+FIRST = [next(script for script in SCRIPTS if script.parent == chapter) for chapter in CHAPTERS]
+FIRST += [script for script in SCRIPTS if script.name == "fp8_kernels.py"]
+ALONE = [(script, "torchrun") for script in FIRST]
 ALONE += [(script, "python") for script in SCRIPTS if script.parent.name < "03"]
+
+
+def copied_alone(script, to):
+    return shutil.copytree(script.parent, to / "alone", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 @pytest.mark.parametrize(("script", "launcher"), ALONE, ids=lambda value: getattr(value, "stem", value))
 def test_a_script_copied_alone_runs_and_ends_with_pass(script, launcher, tmp_path):
-    alone = shutil.copytree(script.parent, tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
-    one_gpu = script.parent.name[:2] in ("01", "09") and "init_process_group" not in script.read_text()
-    ranks = 1 if one_gpu else 2
+    alone = copied_alone(script, tmp_path)
+    ranks = 1 if is_about_one_gpu(script) else 2
     watch = tmp_path / "watch"
     watch.mkdir()
     (watch / "sitecustomize.py").write_text(THREADS_AT_THE_END)
@@ -66,6 +132,15 @@ def test_a_script_copied_alone_runs_and_ends_with_pass(script, launcher, tmp_pat
         reports = [file.read_text() for file in watch.iterdir() if file.suffix != ".py" and file.is_file()]
         assert len(reports) == ranks
         assert not [report for report in reports if "gloo_runloop" in report]
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in FIRST], ids=lambda p: p.stem)
+def test_a_script_copied_alone_passes_on_its_ranks_and_leaves_no_thread_of_a_group_behind(script, tmp_path):
+    ends = run_forked(copied_alone(script, tmp_path) / script.name, 1 if is_about_one_gpu(script) else 2)
+    for rank, (code, alive, said) in enumerate(ends):
+        assert code == 0, f"rank {rank}: {code}\n{said[-4000:]}"
+        assert not alive, f"rank {rank} ends with a thread of a process group"
+    assert ends[0][2].strip().splitlines()[-1] == "PASS", ends[0][2][-2000:]
 
 
 def ends_of_scripts(scripts, option):
@@ -178,9 +253,9 @@ def test_every_script_in_a_readme_command_exists():
     for readme in [ROOT / "README.md", *ROOT.glob("*/README.md")]:
         for command in re.findall(r"(?:python|torchrun|sbatch)[^\n`]*?(\S+\.(?:py|sbatch))", readme.read_text()):
             by_a_student = command.startswith("student/")  # made by `make exercise`
-            assert by_a_student or any((base / command).exists() for base in (ROOT, readme.parent)), (
-                f"{readme}: {command}"
-            )
+            # The course's commands are meant from inside the chapter's folder, and say so.
+            bases = [ROOT, readme.parent, *(CHAPTERS if readme.parent.name == "exercises" else ())]
+            assert by_a_student or any((base / command).exists() for base in bases), f"{readme}: {command}"
 
 
 def test_make_lists_its_targets():
