@@ -4,7 +4,6 @@ Also what holds for the repository as a whole: the README's map, the Makefile's 
 """
 
 import contextlib
-import gc
 import io
 import multiprocessing
 import os
@@ -61,18 +60,17 @@ def forked_rank(pipe, rank, ranks, port, script, said):
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
     sys.argv, sys.path[0:0] = [script.name], [str(script.parent)]
-    code = 0
+    code, alive = 0, {"__name__": "__main__", "__file__": str(script)}  # as when an interpreter ends: still there
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        exec(compile(script.read_text(), str(script), "exec"), alive)
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
-    gc.collect()
-    names = {Path(f"/proc/self/task/{t}/comm").read_text().strip() for t in os.listdir("/proc/self/task")}
-    pipe.send((code, "gloo_runloop" in names))
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    pipe.send((code, any("gloo_runloop" in name for name in names)))
 
 
 def run_forked(script, ranks, timeout=180):
@@ -132,6 +130,25 @@ def test_a_script_copied_alone_runs_and_ends_with_pass(script, launcher, tmp_pat
         reports = [file.read_text() for file in watch.iterdir() if file.suffix != ".py" and file.is_file()]
         assert len(reports) == ranks
         assert not [report for report in reports if "gloo_runloop" in report]
+
+
+KEEPS_ITS_GROUP = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+KEPT = dist.new_group([0, 1])
+dist.all_reduce(torch.ones(1), group=KEPT)
+print("PASS")
+raise SystemExit(3)
+"""
+
+
+def test_a_script_that_keeps_its_group_and_its_exit_code_are_noticed(tmp_path):
+    script = tmp_path / "keeps.py"
+    script.write_text(KEEPS_ITS_GROUP)
+    assert run_forked(script, 2) == [(3, True, "PASS\n")] * 2
+    script.write_text("import os; os._exit(4)")
+    assert [code for code, *_ in run_forked(script, 2)] == ["died"] * 2
 
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in FIRST], ids=lambda p: p.stem)
