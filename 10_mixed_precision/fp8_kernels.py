@@ -37,7 +37,7 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch.distributed as dist
 import triton
@@ -47,6 +47,14 @@ from formats import OF_DTYPE, to_fp8
 from fp8 import TILE, Block, Quantized, amax_of, e4m3, emulated_matmul, expand, scale_of, transpose
 from fp8 import quantize as reference_quantize
 from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+if triton.knobs.runtime.interpret:  # parts of PyTorch may have imported Triton before: then its own functions compile
+    for name, function in list(vars(tl.standard).items()):
+        if isinstance(function, JITFunction):
+            setattr(tl.standard, name, triton.jit(function.fn))
+            if getattr(tl, name, None) is function:
+                setattr(tl, name, getattr(tl.standard, name))
 
 GIVEN, PER_ROW, PER_COLUMN, PER_TILE = 0, 1, 2, 3  # where a program of quantize_kernel gets its scales from
 MODES = {(1, TILE): PER_ROW, (TILE, 1): PER_COLUMN, (TILE, TILE): PER_TILE}

@@ -92,7 +92,7 @@ def in_layout(words: list[str], sizes: LlamaConfig) -> Trace:
         trace.losses.append(rank.train_step(me, step)[0])
         mine = gather_tensors(me.model, me.engine.full_gradients(), me.mesh)
         trace.gradients.append({name: g.clone() for name, g in whole_model(mine, me.mesh).items()})
-    trace.weights = whole_model(full_state(me.engine, me.model, me.mesh)["weights"], me.mesh)
+    trace.weights = full_state(me.engine, me.model, me.mesh)["weights"]
     leave(me.mesh)
     return trace
 

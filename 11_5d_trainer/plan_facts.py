@@ -56,6 +56,11 @@ class Gpt:
         """Of one GPU, were they spread evenly."""
         return (12 * self.layers * self.hidden**2 + VOCABULARY * self.hidden) / self.pp / TENSOR
 
+    @property
+    def square(self) -> float:
+        """5 a s / h: bytes that attention's square matrices keep, over s b h; the rest of a layer keeps 34."""
+        return gpt_activations(self.hidden, 1, self.heads, SEQ, 1) / (SEQ * self.hidden) - 34
+
 
 GPTS = (
     Gpt("22B", 6144, 48, 64, 1, 1, 8, 4, 4, 1.42, 1.10),
@@ -85,12 +90,11 @@ def gpt_layer(g: Gpt, cluster: Cluster, recompute: str, sequence_parallel: bool)
     s, t, b, h = SEQ, TENSOR, g.micro_batch, g.hidden
     width = min(h / t, b * s)
     core = 4 * b * s * s * h / t  # flops: no causal half is skipped there
-    attention = 5 * g.heads * b * s * s / t  # bytes kept, of those of a layer
     kept = b * s * h * kept_factor(g, "none", sequence_parallel)
     work = cluster.product(24 * b * s * h * h / t + core, width) + cluster.elementwise(2 * kept)
     reduce = 2 * cluster.seconds(Flow("all_reduce", "tp", 2 * b * s * h, t), 1)
     forward, backward = work + reduce, 2 * work + reduce
-    selective = cluster.product(core, width) + cluster.elementwise(2 * attention)
+    selective = cluster.product(core, width) + cluster.elementwise(2 * b * s * h * g.square / t)
     return GptLayer(forward, backward, {"none": 0.0, "selective": selective, "full": forward}[recompute])
 
 
@@ -148,13 +152,12 @@ def layer_rows() -> list[tuple[str, float, float]]:
 def kept_factor(g: Gpt, recompute: str, sequence_parallel: bool) -> float:
     """Bytes that one layer keeps on one of the tensor ranks, over s b h (2205.05198, table 2).
 
-    Of the 34 of a layer, 10 lie outside of the tensor-parallel regions; 5 a s / h are the square matrices of attention.
+    Of the 34 of a layer, 10 lie outside of the tensor-parallel regions.
     """
     if recompute == "full":
         return 2.0
-    square = gpt_activations(g.hidden, 1, g.heads, SEQ, 1) / (SEQ * g.hidden) - 34
     outside = 10 / TENSOR if sequence_parallel else 10
-    return outside + 24 / TENSOR + (square / TENSOR if recompute == "none" else 0)
+    return outside + 24 / TENSOR + (g.square / TENSOR if recompute == "none" else 0)
 
 
 # (what, recomputation, sequence parallel, what section 6.1 reads off figure 7)
@@ -192,8 +195,7 @@ def saved_rows() -> list[tuple[str, float, float]]:
     """(what, published, predicted) of section 5 and of appendix B, in per cent and GiB."""
     rows = []
     for g, saved, more in ((GPTS[1], 70.0, 2.7), (GPTS[2], 65.0, 1.6)):
-        square = 5 * g.heads * SEQ / g.hidden
-        rows.append((f"{g.name}: % of the activations that selective saves", saved, 100 * square / (34 + square)))
+        rows.append((f"{g.name}: % of the activations that selective saves", saved, 100 * g.square / (34 + g.square)))
         rows.append((f"{g.name}: % of FLOPs that it adds", more, 100 * SEQ / 6 / g.hidden))
     g = GPTS[2]
     rows.append(("530B: GiB of outputs that wait for nobody", 2.73, 2 * SEQ * g.micro_batch * g.hidden * g.pp / 2**30))
@@ -319,9 +321,8 @@ def tables() -> list[Table]:
     result: list[Table] = []
     for title, facts in numbers().items():
         rows = [[what, f"{want:,g}", f"{got:,.5g}", f"{100 * (got / want - 1):+.1f} %"] for what, want, got in facts]
-        if title.startswith("Seconds of an iteration"):
-            off = [abs(got / want - 1) for _, want, got in facts]
-            rows.append(["mean, worst", "", "", f"{100 * sum(off) / len(off):.1f} %, {100 * max(off):.1f} %"])
+        off = [abs(got / want - 1) for _, want, got in facts]
+        rows.append(["mean, worst", "", "", f"{100 * sum(off) / len(off):.1f} %, {100 * max(off):.1f} %"])
         result.append((title, ["what", "published", "predicted", "off"], rows))
     kept: dict[str, list[str]] = {}
     for _, what, published, share in activation_rows():

@@ -78,7 +78,7 @@ class Cluster:
     @property
     def hides(self) -> bool:
         """Do messages cost the computation behind them nothing? Ranks that share cores copy bytes with these too."""
-        return self.alone == 1
+        return self.alone < 1.2  # measured, so never quite 1
 
     def product(self, flops: float, width: float) -> float:
         # --- exercise 11.7: the seconds of matrix products whose smaller side is `width` ---

@@ -421,7 +421,7 @@ def test_where_ranks_share_cores_a_bubble_costs_what_is_left_when_the_others_com
 
 
 def test_where_ranks_share_cores_messages_hide_behind_nothing():
-    own = read_cluster("cpu")
+    own = dataclasses.replace(read_cluster("cpu"), alone=1.05)  # cores of their own, and noise
     shared = dataclasses.replace(own, alone=2.0)
     model = LlamaConfig(1024, 256, 8, 8, 8, 704)
     for layout in (Layout(dp=4, zero=3, seq_len=512), Layout(ring=4, seq_len=2048)):

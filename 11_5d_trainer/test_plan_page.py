@@ -34,7 +34,7 @@ def browsed(tmp_path_factory):
     """The page as the browser leaves it once its script has run."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if not browser:
-        pytest.skip("no browser here to open the page in: apt-get install chromium")
+        pytest.skip(reason="no browser here to open the page in: apt-get install chromium")
     folder = tmp_path_factory.mktemp("page")
     (folder / "plan.html").write_text(page())
     cases = quote(json.dumps([case | {"seq": 4096} for case in CASES]))

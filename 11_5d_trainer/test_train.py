@@ -99,7 +99,7 @@ def three_sgd_steps(words, sizes=SIZES):
     for step in batches(place):
         parallel.losses.append(rank.train_step(me, step)[0])
         parallel.gradients.append(full_gradients(me))
-    parallel.weights = whole_model(full_state(me.engine, me.model, me.mesh)["weights"], me.mesh)
+    parallel.weights = full_state(me.engine, me.model, me.mesh)["weights"]
     if dist.get_rank() > 1:  # two ranks compare; they hold different pieces of everything
         return
     alone = model.alone(sizes, config.mixture(sizes)).double()
