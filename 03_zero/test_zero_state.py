@@ -13,7 +13,7 @@ from test_zero import awkward, decoder, in_two_groups, mean_loss, whole_batch, w
 from torch import Tensor
 from zero3 import make_zero
 from zero_memory import IGNORE, Decoder, make_batch, train_step
-from zero_state import FullState, full_state_dict, gathered_states, load_buckets, load_full_state_dict, main
+from zero_state import FullState, full_state_dict, gathered_states, load_buckets, load_full_state_dict, main, shard_of
 
 STAGES = [1, 2, 3]
 
@@ -154,6 +154,30 @@ def test_loading_asks_once_for_each_tensor_with_elements_in_my_shards_and_for_no
     for asked, mine in results:
         assert asked == mine and len(set(asked)) == len(asked) < len(saved["optimizer"])
     assert {name for asked, _ in results for name in asked} == saved["optimizer"].keys()
+
+
+def padding_after_loading(stage: int, saved: FullState) -> list[Tensor]:
+    """What lies in my shards of the masters and of a moment besides parameters."""
+    model = awkward()
+    zero = make_zero(stage, model, in_two_groups(model), dist.group.WORLD, units=model.layers)
+    load_full_state_dict(zero, saved)
+    moments = {name: state["exp_avg"] for name, state in saved["optimizer"].items()}
+    found = []
+    for index, bucket in enumerate(zero.buckets):
+        padding = torch.ones(bucket.shard_numel, dtype=torch.bool)
+        for _, mine, _ in bucket.pieces():
+            padding[mine] = False
+        found += [zero.masters[index][padding], shard_of(zero, index, moments)[padding]]
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_padding_of_a_loaded_shard_is_zero(stage):
+    saved = run_ranks(1, run, 1, range(1))[0]
+    found = [padding for rank in run_ranks(3, padding_after_loading, stage, saved) for padding in rank]
+    assert sum(padding.numel() for padding in found), "sizes that three ranks divide show nothing"
+    for padding in found:
+        torch.testing.assert_close(padding, torch.zeros_like(padding), rtol=0, atol=0)
 
 
 def refusals(saved: FullState) -> list[str]:

@@ -15,6 +15,10 @@ import plan_figures
 import plan_search
 import plan_time
 import pytest
+import torch
+import torch.distributed as dist
+from accounting import step_flops
+from harness.ranks import run_ranks
 from llama import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from options import Config, UsageError
 from options import parse as parse_trainer
@@ -111,6 +115,15 @@ def test_a_large_product_reaches_the_ceiling_and_one_of_size_half_reaches_half_o
     peak = cluster.peak_tflops * 1e12 * cluster.ceiling
     assert cluster.product(1e15, 1e9) == pytest.approx(1e15 / peak, rel=1e-6)
     assert cluster.product(1e15, cluster.half) == pytest.approx(2e15 / peak, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["a100-dgx", "h100x8", "v100-dgx2"])
+def test_mfu_is_the_models_flops_over_what_the_clusters_own_peak_could_do(name):
+    cluster, layout = read_cluster(name), Layout(dp=4, micro_batches=3, seq_len=4096)
+    step = step_time(LLAMA3_8B, None, layout, cluster)
+    flops = step_flops(LLAMA3_8B, layout.global_batch, layout.seq_len).model
+    could = step.seconds * 4 * json.loads((plan_time.CLUSTERS / f"{name}.json").read_text())["peak_tflops"] * 1e12
+    assert step.mfu(layout, cluster) == pytest.approx(flops / could)
 
 
 def test_backward_multiplies_twice_for_each_product_of_forward():
@@ -382,6 +395,7 @@ def test_bad_input_is_one_line_that_names_the_option(words, says, capsys):
         ({"memory_gb": -1}, "memory_gb is -1"),
         ({"gpus_per_node": 0}, "gpus_per_node is 0"),
         ({"nodes": 1.5}, "nodes is 1.5"),
+        ({"peak_tflops": float("nan")}, "peak_tflops is nan"),
         ({"peak_tflops": "fast"}, "peak_tflops is 'fast'"),
         ({"memroy": 1}, "'memroy' is unknown"),
     ],
@@ -440,6 +454,23 @@ def test_calibration_finds_the_peak_and_the_size_of_half_of_it_and_survives_nois
         peak, half = plan_calibrate.peak_and_half(rates)
         assert max(rates.values()) <= peak < float("inf"), rates
         assert half > 0
+
+
+def measured_by_two(late):
+    """When this rank arrives, when the first call that counts begins; then bandwidth, latency, alone."""
+    calls, rank = [], dist.get_rank()
+    time.sleep(late * rank)
+    arrived, device = time.monotonic(), torch.device("cpu")
+    plan_calibrate.seconds_of(lambda: calls.append(time.monotonic()), device)
+    return arrived, calls[2], *plan_calibrate.links(device), plan_calibrate.alone()
+
+
+def test_ranks_are_measured_while_all_are_at_work():
+    results = run_ranks(2, measured_by_two, 0.5)
+    latest = max(arrived for arrived, *_ in results)
+    for _, first, bandwidth, latency, alone in results:
+        assert first > latest, "a rank measured while another one had not come yet"
+        assert bandwidth > 0 and latency > 0 and alone >= 1
 
 
 def test_calibration_writes_a_cluster_file_that_the_planner_reads(tmp_path):
