@@ -23,8 +23,8 @@ import chapters  # noqa: F401  finds the chapters below
 import torch
 from llama import IGNORE
 from options import Config, UsageError
-from single_gpu import next_token_pairs
 from torch import Tensor
+from training_step import next_token_pairs
 
 BYTES = {"uint16": 2, "uint32": 4}
 SCAN = 2**22  # tokens looked at in one go

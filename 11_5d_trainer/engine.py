@@ -18,16 +18,16 @@ import chapters  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import zero_state
-from data_parallel import BucketedReducer, broadcast_parameters
+from gradient_reducers import BucketedReducer, broadcast_parameters
 from mesh import Mesh
 from model import Lazy, cross_entropy_sum, cut_tensors, join_pieces, own_names, ranks_that_hold, state_buffers
 from moe_llama import expert_names, expert_parameters
 from parallel_block import sync_replicated_gradients
-from pipeline_parallel import Pipeline
+from pipeline_executor import Pipeline
 from schedules import Schedule
 from torch import Tensor, nn
-from zero import ExchangeAndSum
 from zero3 import make_zero
+from zero_stages import ExchangeAndSum
 
 
 class Replicated:

@@ -14,7 +14,7 @@ from llama import LlamaConfig
 from model import full_shapes
 from options import Config, UsageError
 from parts import WEIGHTS
-from pipeline_parallel import layers_of
+from pipeline_executor import layers_of
 
 
 def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str, float]:

@@ -53,7 +53,7 @@ from model import alone, gather_tensors, state_buffers
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from moe_llama import gather_experts
 from options import Config, parse
-from single_gpu import accumulate
+from training_step import accumulate
 
 
 def write_text(folder: Path) -> str:

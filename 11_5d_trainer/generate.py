@@ -19,7 +19,7 @@ from llama import Llama, LlamaConfig
 from model import alone, full_shapes, whole_names
 from options import Config, UsageError
 from parts import WEIGHTS
-from single_gpu import generate
+from training_step import generate
 
 
 def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str]:

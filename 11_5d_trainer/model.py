@@ -10,13 +10,15 @@ from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
 import llama
+import parallel_linear
 import parallel_llama
-import tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from context_ring import layout_positions
+from context_ulysses import usp_positions
 from fp8 import Fp8Linear
-from fpdt import fpdt_positions
+from fpdt_attention import fpdt_positions
 from fpdt_model import chunked, chunked_loss, fpdt_block
 from fpdt_store import Store, machine_for
 from llama import LLAMA3_8B, LLAMA3_70B, Llama, LlamaConfig, Parts, rope_tables
@@ -24,13 +26,11 @@ from mesh import Mesh
 from moe_layer import MoE, MoEConfig, recompute_blocks
 from moe_llama import expert_names, full_name, gather_experts, init_moe
 from parallel_block import sync_in_backward
+from parallel_linear import TensorParallel, shards
 from parallel_llama import ParallelLlama
 from parts import LAYOUTS
-from ring_attention import layout_positions
 from split_backward import recomputed_once
-from tensor_parallel import TensorParallel, shards
 from torch import Tensor, nn
-from ulysses import usp_positions
 
 PRESETS = {
     # 0.75 M parameters on bytes: learns on two CPU cores while you watch
@@ -128,7 +128,7 @@ def fill(model: Any, sizes: LlamaConfig, seed: int, device: torch.device | str, 
     for buffer in model.buffers():  # counters of the experts
         buffer.zero_()
     if isinstance(model, ParallelLlama):
-        tensor_parallel.init_weights(model, sizes.layers, seed)
+        parallel_linear.init_weights(model, sizes.layers, seed)
     else:
         llama.init_weights(model, seed)
     init_moe(model, sizes.layers, seed)

@@ -14,17 +14,17 @@ from typing import Any, NoReturn
 
 import chapters  # noqa: F401  finds the chapters below
 from accounting import micro_steps
-from fpdt import check_sizes as check_chunks
+from context_ring import check_layout
+from context_ulysses import check_heads, usp_positions
+from fpdt_attention import check_sizes as check_chunks
 from llama import LlamaConfig
 from model import EXPERTS, PRESETS
 from moe_layer import MoEConfig
 from parallel_block import check_sizes
 from parts import AUTOCAST, LAYOUTS, PRECISIONS
-from ring_attention import check_layout
 from routing import ROUTERS
 from schedules import SCHEDULES, Schedule
 from schedules import build as build_schedule
-from ulysses import check_heads, usp_positions
 
 
 class UsageError(ValueError):

@@ -17,12 +17,12 @@ from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
 import torch
+from context_ring import EXPLICIT, allgather_attention, ring_attention
+from context_ulysses import ulysses, usp
 from fp8 import RECIPES, Fp8Linear
 from llama import Parts, recomputed
 from mesh import Mesh
-from mixed_precision import linear as linear_fp16
-from ring_attention import EXPLICIT, allgather_attention, ring_attention
-from ulysses import ulysses, usp
+from precision_policies import linear as linear_fp16
 
 FP8 = {f"fp8-{name}": name for name, recipe in RECIPES.items() if not recipe.history}
 WEIGHTS = {"fp64": torch.float64, "bf16-master": torch.bfloat16}  # else fp32
@@ -39,7 +39,7 @@ def make_parts(
     """The functions for this rank."""
     parts, local, attention = Parts(), EXPLICIT, None
     if kernels == "triton":  # imported here: on a CPU the import turns Triton's interpreter on
-        from flash_attention import TRITON, flash_attention
+        from flash_kernels import TRITON, flash_attention
         from fused import rms_norm, rope, swiglu
         from fused_loss import cross_entropy
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import chapters  # noqa: F401  finds the chapters below
 from accounting import gpt_activations
+from context_ulysses import Machine, cost_model
 from fpdt_costs import paper_table as fpdt_table
 from llama import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from plan_memory import Layout, fpdt_host, peak
 from plan_search import GB, RESERVED
 from plan_time import Cluster, read_cluster, step_time
 from plan_traffic import Flow
-from ulysses import Machine, cost_model
 from zero_memory import bytes_per_parameter
 
 Table = tuple[str, list[str], list[list[str]]]

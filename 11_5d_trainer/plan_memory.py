@@ -45,7 +45,7 @@ from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import Config
 from parts import AUTOCAST
-from pipeline_parallel import layers_of
+from pipeline_executor import layers_of
 from schedule_simulator import BW, Action, B, F, Schedule, W, programs
 from schedules import build as build_schedule
 

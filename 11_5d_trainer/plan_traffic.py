@@ -32,7 +32,7 @@ import chapters  # noqa: F401  finds the chapters below
 from fpdt_costs import network_bytes
 from llama import LlamaConfig
 from moe_layer import MoEConfig
-from pipeline_parallel import layers_of
+from pipeline_executor import layers_of
 from plan_memory import Layout, fpdt_sizes, owners, program_of, schedule_of, weights_of, widths
 from schedule_simulator import Action, F
 

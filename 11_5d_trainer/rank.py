@@ -18,19 +18,19 @@ import chapters  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 from data import Sampler
-from data_parallel import global_valid_tokens
 from engine import Staged, Together, clip_gradients, make_engine
+from gradient_reducers import global_valid_tokens
 from hf import read_weights
 from llama import LlamaConfig
 from mesh import Mesh, make_mesh
-from mixed_precision import LossScaler
 from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, my_positions
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from options import Config
 from parts import AUTOCAST, WEIGHTS, end_step, make_parts
-from pipeline_parallel import layers_of
-from single_gpu import adamw
+from pipeline_executor import layers_of
+from precision_policies import LossScaler
 from torch import Tensor
+from training_step import adamw
 
 Batch = tuple[Tensor, Tensor]  # tokens and labels, [B, S] each
 

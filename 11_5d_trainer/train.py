@@ -44,8 +44,8 @@ from mesh import picture
 from model import PRESETS, full_shapes
 from options import Config, UsageError, check_folder, merge, parse
 from rank import NotFinite, Rank, make_rank, train_step, validate, weight_dtype, who_is_not_finite
-from single_gpu import generate
 from tqdm import tqdm
+from training_step import generate
 from watch import Watch, board
 
 Log = dict[str, Any]

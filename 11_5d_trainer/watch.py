@@ -35,22 +35,22 @@ from pathlib import Path
 from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
-import expert_parallel
+import expert_dispatch
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # a dispatch mode imports it; imported while a group is up, it would keep that group alive
+from context_ulysses import sent_per_layer
 from engine import Replicated
 from mesh import Mesh
 from moe_layer import moe_layers
 from options import UsageError
+from parallel_linear import shards
 from parts import AUTOCAST
 from rank import Rank
 from schedule_simulator import W
-from tensor_parallel import shards
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from ulysses import sent_per_layer
 from zero_memory import bytes_per_parameter, bytes_sent
 
 Bytes = dict[str, float]
@@ -242,7 +242,7 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
         for send, receive in rows:
             matrix = [[receive[i] if j == rank else 0 for j in range(P)] for i in range(P)]
             matrix[rank] = [0 if j == rank else send[j] for j in range(P)]
-            sent["ep"] += expert_parallel.bytes_sent("pairs", matrix, rank, sizes.hidden, moe.experts, e, e)
+            sent["ep"] += expert_dispatch.bytes_sent("pairs", matrix, rank, sizes.hidden, moe.experts, e, e)
         sent["all tokens"] = all_reduce("all tokens", 8 * moe.experts * sum(part[2] for part in work))
     # One number each: valid tokens, the loss, the norm.
     for group in ("batch", "replica", "world"):

@@ -61,7 +61,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Script:
-    path: str  # "02_data_parallel/collectives.py"
+    path: str  # "02_data_parallel/in_depth/collectives.py"
     text: str
     fences: dict[str, Fence]
     mistakes: tuple[Mistake, ...]
@@ -72,6 +72,11 @@ class Script:
     @property
     def name(self) -> str:
         return self.path.split("/")[-1]
+
+    @property
+    def within(self) -> str:
+        """Where it lies in its chapter: "zero.py", "in_depth/zero3.py"."""
+        return self.path.partition("/")[2]
 
     def tests(self, number: str) -> list[str]:
         """The tests that decide an exercise: "test_collectives.py::test_every_rank_can_be_the_root"."""
@@ -134,8 +139,8 @@ class Course:
         self.files = read_files(root, NOT_IN_COPIES)
         self.chapters: dict[str, Chapter] = {}
         for folder in sorted(root.glob("[01][0-9]_*")):
-            scripts = [self._script(path) for path in sorted(folder.glob("*.py"))]
-            scripts = [script for script in scripts if script.fences]
+            paths = [path for floor in ("", "in_depth") for path in sorted((folder / floor).glob("*.py"))]
+            scripts = [script for script in map(self._script, paths) if script.fences]
             if scripts:
                 readme = folder / "README.md"
                 text = readme.read_text() if readme.exists() else ""
@@ -177,8 +182,7 @@ class Course:
     def test_path(self, chapter: Chapter, test: str) -> str:
         """ "test_x.py::test_y" of this chapter (or, for a test that crosses chapters, of another), from the root."""
         file, _, name = test.partition("::")
-        own = f"{chapter.folder}/{file}"
-        found = own if own in self.files else next((f for f in self.files if f.endswith(f"/{file}")), own)
+        found = next((f for f in self.files if f.endswith(f"/{file}")), f"{chapter.folder}/{file}")
         return f"{found}::{name}" if name else found
 
 
@@ -199,7 +203,7 @@ def read_submission(chapter: Chapter, folder: Path, screened: bool = True) -> Su
     """Find the student's bodies. Whatever is wrong with a file concerns only the exercises it is wrong for."""
     submission = Submission({})
     for script in chapter.scripts:
-        path = folder / script.name
+        path = folder / script.within
         try:
             if path.is_symlink() or not path.is_file() or path.stat().st_size > 2**20:
                 raise OSError("is not there" if not path.exists() else "is not a plain file of less than 1 MiB")
@@ -498,7 +502,7 @@ def _test_files(course: Course, chapter: Chapter, script: Script) -> set[str]:
     """The files with this script's tests: its own, if it has one, and those that its mistakes name."""
     own = f"test_{Path(script.name).stem}.py"
     named = {m.caught_by.partition("::")[0] for m in script.mistakes}
-    return named | ({own} if f"{chapter.folder}/{own}" in course.files else set())
+    return named | ({own} if any(f.endswith(f"/{own}") for f in course.files) else set())
 
 
 def _few(

@@ -61,7 +61,7 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
     shutil.copytree(course.root / chapter.folder, folder, ignore=ignore)
     for script in chapter.scripts:
         bodies = {number: fences.stub(fence) for number, fence in script.fences.items()}
-        (folder / script.name).write_text(fences.splice(script.text, bodies), encoding="utf-8")
+        (folder / script.within).write_text(fences.splice(script.text, bodies), encoding="utf-8")
     numbers = list(chapter.exercises)
     return f"{said}{folder}: exercises {numbers[0]} to {numbers[-1]}; the statements are in its README.md"
 
@@ -69,7 +69,7 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
 def reset(chapter: Chapter, number: str, folder: Path) -> str:
     """Put the stub of one exercise back. The file as it was is kept beside it."""
     script, fence = chapter.exercises[number]
-    path = folder / script.name
+    path = folder / script.within
     if not folder.is_dir():
         raise CourseError(f"{folder} does not exist; `start {chapter.folder[:2]}` makes it")
     text = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -1,7 +1,7 @@
 """Run tests of a copy of the repository in a process that is not trusted, within limits of time, memory and more.
 
-    judge = Judge(files, Limits())                # files: {"02_data_parallel/collectives.py": bytes, ...}
-    outcome = judge.run({"02_data_parallel/collectives.py": what the student wrote}, tests)
+    judge = Judge(files, Limits())                # files: {"02_data_parallel/in_depth/collectives.py": bytes, ...}
+    outcome = judge.run({"02_data_parallel/in_depth/collectives.py": what the student wrote}, tests)
 
 Every run gets a fresh copy, written from memory. `judge.py` runs in a session of its own; this side looks at it and at
 all its descendants a few times a second, and when one of the limits is passed, ends all of them. What is left over from

@@ -46,7 +46,8 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.goals import judge
-from harness.report import ROOT, file_name
+from harness.house import ROOT, chapter_of, files, scripts
+from harness.report import file_name
 
 PASSED, FAILED, TOO_SLOW, NOT_RUN, LEFT_OUT = "passed", "failed", "too slow", "not run", "left out"
 
@@ -133,29 +134,40 @@ class Section:
 
 
 # Benchmarks of a folder, the most valuable first; others follow by name. A number: GiB that its sizes need.
-ORDER = ("bench_matmul", "bench_fused", "bench_flash_attention", "bench_fused_loss", "bench_fp8", "bench_fpdt_store")
-MEMORY = {"bench_fused": 30.0, "bench_fused_loss": 60.0, "bench_fpdt": 40.0, "bench_fp8": 30.0, "bench_train_gpu": 8.0}
-LEAST = {"bench_fpdt": 240.0, "bench_flash_attention": 60.0}
-SOURCES = {"bench_matmul", "bench_elu"}  # these also build .cu files
+ORDER = (
+    "bench_matmul_ladder",
+    "bench_fused",
+    "bench_flash_kernels",
+    "bench_fused_loss",
+    "bench_fp8",
+    "bench_fpdt_store",
+)
+MEMORY = {
+    "bench_fused": 30.0,
+    "bench_fused_loss": 60.0,
+    "bench_fpdt_attention": 40.0,
+    "bench_fp8": 30.0,
+    "bench_train_gpu": 8.0,
+}
+LEAST = {"bench_fpdt_attention": 240.0, "bench_flash_kernels": 60.0}
+SOURCES = {"bench_matmul_ladder", "bench_elu"}  # these also build .cu files
 SECTION_OF = {"08": "fpdt", "09": "kernels", "10": "fp8", "11": "train"}
 
 
 def gpu_benchmarks() -> dict[str, list[Path]]:
     """By section, the benchmarks whose docstring says that they are started with --gpu."""
     found: dict[str, list[Path]] = {}
-    for script in sorted(ROOT.glob("[01][0-9]_*/bench_*.py")):
+    for script in files("bench_*.py"):
         if re.search(rf"python \S*\b{script.stem}\.py --gpu", script.read_text()):
-            found.setdefault(SECTION_OF.get(script.parent.name[:2], "layers"), []).append(script)
-    for scripts in found.values():
-        scripts.sort(key=lambda script: (ORDER.index(script.stem) if script.stem in ORDER else len(ORDER), script.stem))
+            found.setdefault(SECTION_OF.get(chapter_of(script).name[:2], "layers"), []).append(script)
+    for benches in found.values():
+        benches.sort(key=lambda script: (ORDER.index(script.stem) if script.stem in ORDER else len(ORDER), script.stem))
     return found
 
 
 def chapter_scripts() -> list[Path]:
     """The scripts of chapters 01 to 10 that one runs: the same that tests/test_folders.py runs on the CPU."""
-    chapters = [folder for folder in sorted(ROOT.glob("[01][0-9]_*")) if not folder.name.startswith("11")]
-    scripts = [script for folder in chapters for script in sorted(folder.glob("*.py"))]
-    return [s for s in scripts if not re.match(r"test_|bench_|_", s.name) and "__main__" in s.read_text()]
+    return [script for script in scripts() if "__main__" in script.read_text()]
 
 
 def relative(script: Path) -> str:
@@ -189,17 +201,17 @@ def ceilings(machine: Machine) -> list[Step]:
 def kernel_tests(machine: Machine) -> list[Step]:
     """The tests of chapter 09 find the GPU themselves. A dry run takes a few: `make test` has them all."""
     few = ["-k", "swiglu"] if machine.dry else []
-    files = sorted(ROOT.glob("09_*/test_*.py"))
-    files = [file for file in files if file.stem == "test_fused"] if machine.dry else files
+    tests = files("test_*.py", ROOT / "09_kernels")
+    tests = [file for file in tests if file.stem == "test_fused"] if machine.dry else tests
     pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    return [Step(relative(file), (*pytest, str(file), *few), needs=("pytest",), gib=2.0) for file in files]
+    return [Step(relative(file), (*pytest, str(file), *few), needs=("pytest",), gib=2.0) for file in tests]
 
 
 def chapters(machine: Machine) -> list[Step]:
-    scripts = chapter_scripts()
+    chosen = chapter_scripts()
     if machine.dry:
-        scripts = [script for script in scripts if script.stem in ("data_parallel", "formats")]
-    return [Step(relative(s), (sys.executable, str(s)), ends_with="PASS", gib=2.0) for s in scripts]
+        chosen = [script for script in chosen if script.stem in ("gradient_reducers", "formats")]
+    return [Step(relative(s), (sys.executable, str(s)), ends_with="PASS", gib=2.0) for s in chosen]
 
 
 def sharing(machine: Machine) -> list[Step]:
@@ -218,14 +230,13 @@ def several(machine: Machine) -> list[Step]:
         return []
     ranks = 2 if machine.gpus < 4 else 4
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks))
-    scripts = [
-        s for s in chapter_scripts() if "02" <= s.parent.name[:2] <= "08" and "init_process_group" in s.read_text()
-    ]
+    chosen = [s for s in chapter_scripts() if "02" <= chapter_of(s).name[:2] <= "08"]
+    chosen = [s for s in chosen if "init_process_group" in s.read_text()]
     if machine.dry:
-        scripts = [script for script in scripts if script.stem == "collectives"]
+        chosen = [script for script in chosen if script.stem == "collectives"]
     return [
         layouts(machine),
-        *(Step(f"torchrun {relative(s)}", (*torchrun, str(s)), ends_with="PASS", gib=2.0) for s in scripts),
+        *(Step(f"torchrun {relative(s)}", (*torchrun, str(s)), ends_with="PASS", gib=2.0) for s in chosen),
     ]
 
 

@@ -16,7 +16,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from harness.plant import ROOT
+from harness.house import ROOT
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import checking
@@ -137,7 +137,9 @@ def write_student(chapter, bodies, folder):
     folder.mkdir(parents=True, exist_ok=True)
     for script in chapter.scripts:
         mine = {n: bodies.get(n, fences.stub(f)) for n, f in script.fences.items()}
-        (folder / script.name).write_text(fences.splice(script.text, mine))
+        path = folder / script.within
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(fences.splice(script.text, mine))
     return folder
 
 
@@ -247,10 +249,10 @@ def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_
 
 def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone():
     first = "test_zero_memory.py::test_the_demos_counter_of_bytes_agrees_with_the_harness"  # without harness.oracle
-    then = "test_zero.py::test_the_ranks_together_own_each_element_once_and_no_padding[1]"  # which imports it
+    then = "test_zero_stages.py::test_the_ranks_together_own_each_element_once_and_no_padding[1]"  # which imports it
     with Judge(REAL.files) as judge:
         for test in (first, then):
-            outcome = judge.run({}, [f"03_zero/{test}"])
+            outcome = judge.run({}, [f"03_zero/in_depth/{test}"])
             assert [result.passed for result in outcome.results] == [True], outcome
 
 

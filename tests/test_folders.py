@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness.plant import ROOT, all_mistakes, copy_repository, plant
+from harness.house import CHAPTERS, ROOT, chapter_of, files, scripts
+from harness.plant import all_mistakes, copy_repository, plant
 from harness.ranks import PRELOAD, run_ranks
 
-CHAPTERS = sorted(folder for folder in ROOT.glob("[01][0-9]_*") if not folder.name.startswith("11"))
-SCRIPTS = [p for c in CHAPTERS for p in sorted(c.glob("*.py")) if not re.match(r"test_|bench_|_", p.name)]
-BENCHMARKS = {p.stem: p for c in CHAPTERS for p in sorted(c.glob("bench_*.py"))}
+SCRIPTS = scripts()
+BENCHMARKS = {p.stem: p for c in CHAPTERS for p in files("bench_*.py", c)}
 
 
 def run(command, folder, timeout=180, **more):
@@ -94,14 +94,14 @@ def run_forked(script, ranks, timeout=180):
 
 
 def is_about_one_gpu(script):
-    return script.parent.name[:2] in ("01", "09") and "init_process_group" not in script.read_text()
+    return chapter_of(script).name[:2] in ("01", "09") and "init_process_group" not in script.read_text()
 
 
 # By the commands of the READMEs the first script of each chapter; the others in ranks that need not import torch again.
 # With python alone, the scripts of chapters 01 and 02: the later chapters have a test of their own for it.
-FIRST = [next(script for script in SCRIPTS if script.parent == chapter) for chapter in CHAPTERS]
+FIRST = [next(script for script in SCRIPTS if chapter_of(script) == chapter) for chapter in CHAPTERS]
 ALONE = [(script, "torchrun") for script in FIRST]
-ALONE += [(script, "python") for script in SCRIPTS if script.parent.name < "03"]
+ALONE += [(script, "python") for script in SCRIPTS if chapter_of(script).name < "03"]
 
 
 def copied_alone(script, to):
@@ -173,9 +173,8 @@ def ends_of_scripts(scripts, option):
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.name)
 def test_an_unknown_option_is_one_line_and_exit_code_2(chapter):
-    scripts = [script for script in SCRIPTS if script.parent == chapter]
-    [ends] = run_ranks(1, ends_of_scripts, scripts, "--no-such-option")
-    for script, (code, said, complained) in zip(scripts, ends, strict=True):
+    [ends] = run_ranks(1, ends_of_scripts, scripts(chapter), "--no-such-option")
+    for script, (code, said, complained) in zip(scripts(chapter), ends, strict=True):
         assert code == 2, script.name
         assert said == "", script.name
         assert len(complained.splitlines()) == 1, (script.name, complained)
@@ -186,45 +185,45 @@ def test_an_unknown_option_is_one_line_and_exit_code_2(chapter):
 SPOILERS = {
     "bench_llama": ("llama", "scores_are_not_scaled"),
     "bench_accounting": ("accounting", "the_input_of_a_linear_layer_is_counted_for_each_reader"),
-    "bench_single_gpu": ("llama", "the_loss_is_a_mean"),
+    "bench_training_step": ("llama", "the_loss_is_a_mean"),
     "bench_collectives": ("collectives", "chunk_is_added_one_step_too_late"),
-    "bench_data_parallel": ("data_parallel", "gradients_are_averaged"),
+    "bench_gradient_reducers": ("gradient_reducers", "gradients_are_averaged"),
     "bench_zero_memory": ("zero_memory", "stage_3_keeps_all_weights"),
-    "bench_zero": ("zero", "average_instead_of_sum"),
-    "bench_zero3": ("zero", "average_instead_of_sum"),
+    "bench_zero_stages": ("zero_stages", "average_instead_of_sum"),
+    "bench_zero3": ("zero_stages", "average_instead_of_sum"),
     "bench_zero_state": ("zero_state", "every_rank_saves_its_own_slice"),
     "bench_zero_r": ("zero_r", "every_rank_keeps_the_first_piece"),
     "bench_zero_buffers": ("zero_buffers", "the_last_partial_buffer_is_never_sent"),
-    "bench_tensor_parallel": ("tensor_parallel", "f_forgets_the_gradients_of_the_other_ranks"),
+    "bench_parallel_linear": ("parallel_linear", "f_forgets_the_gradients_of_the_other_ranks"),
     "bench_parallel_block": ("parallel_block", "norm_weights_are_never_summed"),
     "bench_parallel_llama": ("parallel_llama", "maximum_of_my_own_words"),
     "bench_overlap": ("overlap", "the_sum_ends_at_the_wrong_rank"),
-    "bench_ring_attention": ("ring_attention", "the_merge_forgets_that_lse_is_a_logarithm"),
-    "bench_ulysses": ("ulysses", "tokens_of_the_ranks_are_interleaved"),
+    "bench_context_ring": ("context_ring", "the_merge_forgets_that_lse_is_a_logarithm"),
+    "bench_context_ulysses": ("context_ulysses", "tokens_of_the_ranks_are_interleaved"),
     "bench_schedules": ("schedules", "w_right_after_b"),
     "bench_schedule_simulator": ("schedule_simulator", "a_message_takes_no_time"),
     "bench_schedule_search": ("schedule_search", "the_bound_measures_from_time_zero"),
     "bench_schedule_drawings": ("schedule_drawings", "a_pair_counts_as_one_action"),
     "bench_split_backward": ("split_backward", "the_input_part_computes_the_weights_too"),
-    "bench_pipeline_parallel": ("pipeline_parallel", "gradients_are_divided_by_micro_batches"),
+    "bench_pipeline_executor": ("pipeline_executor", "gradients_are_divided_by_micro_batches"),
     "bench_routing": ("routing", "the_choice_ignores_the_bias"),
-    "bench_expert_parallel": ("expert_parallel", "answers_go_back_in_the_order_of_the_experts"),
+    "bench_expert_dispatch": ("expert_dispatch", "answers_go_back_in_the_order_of_the_experts"),
     "bench_moe_layer": ("moe_layer", "recomputation_without_tapes"),
     "bench_moe_llama": ("moe_llama", "expert_gradients_are_never_reduced"),
-    "bench_fpdt": ("fpdt", "the_merge_forgets_the_old_output"),
+    "bench_fpdt_attention": ("fpdt_attention", "the_merge_forgets_the_old_output"),
     "bench_fpdt_store": ("fpdt_store", "the_fetch_starts_before_the_chunk_is_stored"),
     "bench_fpdt_costs": ("fpdt_costs", "the_head_start_of_a_row_is_forgotten"),
     "bench_fpdt_model": ("fpdt_model", "the_residual_stream_has_no_gradient"),
-    "bench_matmul": ("matmul", "only_the_last_tile_counts"),
+    "bench_matmul_ladder": ("matmul_ladder", "only_the_last_tile_counts"),
     "bench_elu": ("elu", "gradient_forgets_alpha"),
     "bench_fused": ("fused", "mean_over_the_block"),
     "bench_fused_loss": ("fused_loss", "the_old_sum_is_not_rescaled"),
     "bench_fused_adamw": ("fused_adamw", "second_moment_is_not_corrected"),
     "bench_flash_tiles": ("flash_tiles", "the_sum_of_weights_is_not_shrunk"),
-    "bench_flash_attention": ("flash_attention", "dk_is_not_scaled"),
+    "bench_flash_kernels": ("flash_kernels", "dk_is_not_scaled"),
     "bench_flash_attention_hopper": ("flash_attention_hopper", "hidden_scores_are_zero"),
     "bench_formats": ("formats", "digits_are_cut_off"),
-    "bench_mixed_precision": ("mixed_precision", "only_the_last_micro_batch_counts"),
+    "bench_precision_policies": ("precision_policies", "only_the_last_micro_batch_counts"),
     "bench_fp8": ("fp8", "dgrad_gets_the_operand_of_wgrad"),
     "bench_fp8_recipes": ("fp8_recipes", "the_scale_is_made_once"),
     "bench_fp8_kernels": ("fp8_kernels", "amax_of_rows_where_columns_share"),
@@ -238,7 +237,7 @@ def test_every_benchmark_has_a_mistake_that_it_must_notice():
 
 
 # A benchmark takes longer than a test may: each run of the tests tries one of every chapter, RUN_ALL_BENCHMARKS=1 all.
-CHOSEN = [min(c.glob("bench_*.py")).stem for c in CHAPTERS]
+CHOSEN = [min(files("bench_*.py", c)).stem for c in CHAPTERS]
 
 
 @pytest.mark.parametrize("bench", list(BENCHMARKS) if os.environ.get("RUN_ALL_BENCHMARKS") else CHOSEN)
@@ -266,7 +265,8 @@ def test_every_script_in_a_readme_command_exists():
         for command in re.findall(r"(?:python|torchrun|sbatch)[^\n`]*?(\S+\.(?:py|sbatch))", readme.read_text()):
             by_a_student = command.startswith("student/")  # made by `make exercise`
             # The course's commands are meant from inside the chapter's folder, and say so.
-            bases = [ROOT, readme.parent, *(CHAPTERS if readme.parent.name == "exercises" else ())]
+            floors = [chapter / floor for chapter in CHAPTERS for floor in ("", "in_depth")]
+            bases = [ROOT, readme.parent, *(floors if readme.parent.name == "exercises" else ())]
             assert by_a_student or any((base / command).exists() for base in bases), f"{readme}: {command}"
 
 

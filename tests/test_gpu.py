@@ -216,13 +216,13 @@ def test_one_gpu_says_that_the_section_for_several_is_not_run(tmp_path):
     [outcome] = start(tmp_path).section(several, alone=False)
     assert (outcome.status, outcome.reason) == ("not run", "1 GPU; nothing to do for it")
     names = [step.name for step in several.steps(machine(gpus=8))]
-    assert names[0] == "tests/gpu_layouts.py" and any("pipeline_parallel.py" in name for name in names)
+    assert names[0] == "tests/gpu_layouts.py" and any("pipeline_executor.py" in name for name in names)
 
 
 def test_nvcc_and_pytest_are_asked_of_the_steps_that_need_them():
     wants = {step.name: step.needs for s in gpu.SECTIONS for step in s.steps(machine()) if step.needs}
-    assert wants["09_kernels/bench_matmul.py"] == wants["09_kernels/bench_elu.py"] == ("nvcc",)
-    assert wants["09_kernels/test_fused.py"] == ("pytest",)
+    assert wants["09_kernels/in_depth/bench_matmul_ladder.py"] == wants["09_kernels/in_depth/bench_elu.py"] == ("nvcc",)
+    assert wants["09_kernels/in_depth/test_fused.py"] == ("pytest",)
     assert not any(step.needs for step in gpu.chapters(machine()))
 
 

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from harness.plant import ROOT, Mistake, Runner, all_mistakes, copy_repository, plant
+from harness.house import ROOT, scripts
+from harness.plant import Mistake, Runner, all_mistakes, copy_repository, plant
 
 MISTAKES = all_mistakes()
 
@@ -59,8 +60,7 @@ def test_a_mistake_that_no_longer_fits_its_script_is_an_error(tmp_path):
 
 
 def test_every_chapter_script_has_its_mistakes_and_each_has_a_hint_and_a_source():
-    scripts = [p for p in ROOT.glob("[01]*/*.py") if not re.match(r"(test_|bench_|_)", p.name) and p.parent.name < "11"]
-    for script in scripts:
+    for script in scripts():
         mine = [m for m in MISTAKES if ROOT / m.script == script]
         assert len(mine) >= 5, f"{script.name}: {len(mine)} planted mistakes"
         assert all(m.hint and m.source for m in mine)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "01_single_gpu"))
+    sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "01_single_gpu" / "in_depth"))
 
 from harness.report import Ratio, ratio_of, write_result
 

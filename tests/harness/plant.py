@@ -1,7 +1,7 @@
 """Plant a mistake in a copy of the repository and see whether the test that should catch it does.
 
 `exercises/mistakes/SCRIPT.toml` lists mistakes: a few lines of SCRIPT.py, what a student or a real project wrote in
-their place, the test that must turn red, and a hint for whoever made it (`matmul.cu.toml` is about matmul.cu).
+their place, the test that must turn red, and a hint for whoever made it (`elu.cu.toml` is about elu.cu).
 tests/test_mistakes.py plants every one.
 
 A pytest process costs seconds to start, so one `Runner` process runs all of them, one after another, in fresh copies;
@@ -21,7 +21,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from harness.house import ROOT, find
+
 NOT_COPIED = shutil.ignore_patterns(".*", "*.pyc.*", "runs", "profiles", "results", "student", "*.egg-info")
 
 
@@ -40,21 +41,15 @@ class Mistake:
     def test(self) -> str:
         """The test's node id, relative to the repository."""
         file, _, name = self.caught_by.partition("::")
-        found = sorted(ROOT.glob(f"*/{file}"))
-        if len(found) != 1:
-            raise ValueError(f"mistake {self.name}: {len(found)} files are called {file}")
-        return f"{found[0].relative_to(ROOT)}::{name}"
+        return f"{find(file).relative_to(ROOT)}::{name}"
 
 
 def all_mistakes(folder: Path = ROOT / "exercises" / "mistakes") -> list[Mistake]:
     mistakes = []
     for file in sorted(folder.glob("*.toml")):
         name = file.stem if "." in file.stem else f"{file.stem}.py"
-        scripts = [*ROOT.glob(f"[01]*/{name}"), *ROOT.glob(f"tests/harness/{name}")]
-        if len(scripts) != 1:
-            raise ValueError(f"{file.name}: {len(scripts)} scripts are called {name}")
         entries = tomllib.loads(file.read_text())["mistake"]
-        mistakes += [Mistake(scripts[0].relative_to(ROOT), **entry) for entry in entries]
+        mistakes += [Mistake(find(name).relative_to(ROOT), **entry) for entry in entries]
     return mistakes
 
 

@@ -1,0 +1,109 @@
+"""A training step of this chapter against the same model in transformers, with the same AdamW, in the same run.
+
+Verified first: from the same weights and batch, both give the same loss and the same gradients.
+"""
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+import transformers
+from accounting import peak_flops, step_flops, utilization
+from harness.oracle import assert_same, assert_same_named
+from harness.report import paired, write_result
+from llama import Llama, LlamaConfig
+from training_step import adamw, random_batches, stdlib_bytes, train_step
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SIZES = [LlamaConfig(hidden=h, layers=4, heads=4, intermediate=3 * h) for h in (128, 192)]
+SAMPLES, SEQ = 4, 128
+if ON_GPU:
+    SIZES = [LlamaConfig(hidden=h, layers=8, heads=16, kv_heads=4, intermediate=3 * h) for h in (1024, 2048)]
+    SAMPLES, SEQ = 8, 1024
+REPEATS = 15
+
+
+def hugging_face(config: LlamaConfig) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden,
+            intermediate_size=config.intermediate,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            rms_norm_eps=config.norm_eps,
+            rope_theta=config.rope_theta,
+            use_cache=False,
+        )
+    )
+
+
+def measure(config: LlamaConfig, precision: torch.autocast | None) -> tuple:
+    ours, theirs = Llama(config).to(DEVICE), hugging_face(config).to(DEVICE)
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = adamw(ours, 1e-4), adamw(theirs, 1e-4)
+    batch = random_batches(stdlib_bytes(100_000), SAMPLES, SEQ, 1, torch.Generator().manual_seed(0))
+    tokens, labels = (x.to(DEVICE) for x in batch[0])
+
+    def our_step() -> torch.Tensor:
+        return train_step(ours, optimizers[0], [(tokens, labels)], precision)
+
+    def their_step() -> torch.Tensor:
+        optimizers[1].zero_grad(set_to_none=True)
+        with precision or torch.enable_grad():
+            loss = theirs(input_ids=tokens, shift_labels=labels, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimizers[1].step()
+        return loss
+
+    assert_same(our_step(), their_step(), 2e-2 if precision else 1e-5, "loss")
+    if precision is None:  # under bf16 autocast the two round in different places
+        want = {name: p.grad for name, p in theirs.named_parameters()}
+        assert_same_named({name: p.grad for name, p in ours.named_parameters()}, want, 1e-4, "gradient of")
+
+    ratio = paired(our_step, their_step, repeats=REPEATS, warmup=3)
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        our_step().item()  # .item() waits for the device
+        seconds.append(time.perf_counter() - begin)
+    flops = step_flops(config, SAMPLES, SEQ).model
+    peak = peak_flops(torch.cuda.get_device_name()) if ON_GPU else None
+    return ratio, utilization(flops, statistics.median(seconds), peak)
+
+
+def main() -> int:
+    rows = []
+    all_threads = torch.get_num_threads()
+    for config in SIZES:
+        for threads in dict.fromkeys((1, all_threads)) if not ON_GPU else (all_threads,):
+            torch.set_num_threads(threads)
+            precision = torch.autocast("cuda", torch.bfloat16) if ON_GPU else None
+            ratio, mfu = measure(config, precision)
+            size = f"{sum(p.numel() for p in Llama(config).parameters()) / 1e6:.1f}M, hidden {config.hidden}"
+            rows.append([size, "GPU, bf16" if ON_GPU else f"{threads} thread{'s' * (threads > 1)}, fp32", ratio, mfu])
+            print(rows[-1][0], rows[-1][1], ratio, mfu)
+    write_result(
+        "01_single_gpu",
+        f"Seconds of a training step over those of transformers, {SAMPLES} samples of {SEQ} tokens",
+        ["model", "with", "this chapter / transformers", "MFU"],
+        rows,
+        notes=f"Both with AdamW (fused) and clipping; median of {REPEATS} pairs (quartiles). Below 1: this is faster.",
+    )
+    slow = [row for row in rows if row[2].median > 1.05]
+    if slow:
+        print(f"slower than transformers: {slow}", file=sys.stderr)
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

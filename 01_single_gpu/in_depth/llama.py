@@ -1,0 +1,420 @@
+"""Chapter 1, the model: a Llama short enough to read whole, and exact enough to be the oracle for all that follows.
+
+The problem. Ten chapters from now this model runs on many GPUs, cut along five axes. Each cut is judged by one
+question: does it compute the same thing as the model on one device? Here is that model. With the same weights it
+gives the logits of Hugging Face's `LlamaForCausalLM`, and its parameters carry the same names.
+
+The idea. A decoder is a stack of equal blocks on a residual stream x of shape [B, S, H]:
+
+    tokens -> embed_tokens -> x
+                              x = x + o_proj(attention(rope(q), rope(k), v))     q, k, v = projections of norm(x)
+                              x = x + down_proj(silu(gate) * up)                 gate, up = projections of norm(x)
+                              ... L blocks ...
+                              norm -> lm_head -> logits [B, S, V]
+
+    norm:       x / sqrt(mean(x^2) + eps) * weight                                             RMSNorm, 1910.07467
+    rope:       (a, b) -> (a cos t - b sin t, b cos t + a sin t), t = position / theta^(2i/D)  RoPE, 2104.09864
+    attention:  softmax(q k^T / sqrt(D)) v, where G query heads share one key/value head       GQA, 2305.13245
+    MLP:        W_down (silu(W_gate x) * (W_up x))                                             SwiGLU, 2002.05202
+
+Everything a later chapter wants to replace is one function in `Parts` (attention, linear, norm, rope, swiglu,
+cross_entropy) or one argument of `Llama` (feed_forward, recompute).
+
+Recomputation trades FLOPs for bytes:   none       keep what autograd asks for
+                                        selective  forget the inside of attention, compute it again in backward
+                                        full       keep the input of each block, compute the block again in backward
+
+    python llama.py      fused against explicit attention, and what each kind of recomputation keeps; ends with PASS
+
+Shapes: B batch, S sequence, H hidden, N query heads, N_kv key/value heads, G = N / N_kv, D = H / N head dim,
+F intermediate size of the MLP, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+MODES = ("none", "selective", "full")  # of recomputation
+IGNORE = -100  # a label of -100 is no token to be predicted: padding, or a prompt
+
+# ------------------------------------------------------------------------------------------------ configuration
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes that define a Llama. The defaults are the model that training_step.py trains."""
+
+    vocab_size: int = 256
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 344
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "intermediate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not a multiple of heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head dim {self.head_dim} (hidden / heads) must be even: RoPE rotates pairs")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+TINY = LlamaConfig(vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
+LLAMA3_8B = LlamaConfig(128256, 4096, 32, 32, 8, 14336, rope_theta=500000.0)
+LLAMA3_70B = LlamaConfig(128256, 8192, 80, 64, 8, 28672, rope_theta=500000.0)
+LLAMA3_405B = LlamaConfig(128256, 16384, 126, 128, 8, 53248, rope_theta=500000.0)
+
+# ------------------------------------------------------------------- the functions that later chapters replace
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """bf16 and fp16 become fp32, in which sums over many terms are safe; fp32 and fp64 stay what they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension (1910.07467). The mean is taken in fp32 or better."""
+    # --- exercise 1.1: RMSNorm, with the statistics in fp32 whatever the dtype of x ---
+    wide = at_least_fp32(x)
+    inverse_rms = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (wide * inverse_rms).to(x.dtype)
+    # --- end exercise ---
+
+
+def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of every rotation angle, [..., S, D/2], in fp32 whatever the dtype of the model.
+
+    bf16 has 8 bits of mantissa: it cannot tell position 1000 from 1001, and such tables rotate distant tokens alike.
+    `positions` are an argument, because under context parallelism a rank holds a piece of the sequence, not its start.
+    """
+    exponent = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
+    angle = positions[..., None].float() * (1.0 / theta**exponent)
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_i, x_{i+D/2}) of every head by the angle of their position. x [B, S, N, D] -> same shape.
+
+    Pairing i with i + D/2 (not 2i with 2i + 1 as in the paper) is the layout of Hugging Face's Llama weights.
+    """
+    # --- exercise 1.2: rotate each pair by its angle; the product is taken in fp32 ---
+    cos, sin = cos[..., None, :], sin[..., None, :]  # [..., S, D/2] -> [..., S, 1, D/2]: every head turns alike
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    # --- end exercise ---
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """softmax(q kᵀ / sqrt(D)) v by PyTorch's fused kernel. q [B, S, N, D], k and v [B, S, N_kv, D] -> [B, S, N, D].
+
+    With `enable_gqa` the kernel reads each K/V head G times; nobody writes G copies of it to memory.
+    """
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, S, N, D] -> [B, N, S, D]
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+
+
+def attention_math(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """The same by explicit matrix products: the readable reference. It holds the whole [S, S] score matrix.
+
+    Query heads gG .. gG+G-1 share K/V head g. Instead of copying K and V to all N heads, the G query heads of a
+    group become more rows of one matrix product with their K/V head.
+    """
+    B, S, N, D = q.shape
+    kv_heads = k.shape[2]
+    # --- exercise 1.3: grouped-query attention in which K and V are never expanded ---
+    rows = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, S, N_kv, G, D] -> [B, N_kv, G, S, D]
+    rows = rows.reshape(B, kv_heads, -1, D) / math.sqrt(D)  # [B, N_kv, G·S, D]
+    scores = at_least_fp32(rows @ k.permute(0, 2, 3, 1))  # [B, N_kv, G·S, D] @ [B, N_kv, D, S] -> [B, N_kv, G·S, S]
+    scores = scores.view(B, kv_heads, -1, S, S)
+    if causal:  # token i sees tokens 0..i: -inf above the diagonal
+        scores = scores + torch.full((S, S), -math.inf, dtype=scores.dtype, device=q.device).triu(1)
+    weights = scores.softmax(-1).to(v.dtype).view(B, kv_heads, -1, S)
+    out = weights @ v.transpose(1, 2)  # [B, N_kv, G·S, S] @ [B, N_kv, S, D] -> [B, N_kv, G·S, D]
+    return out.view(B, N, S, D).transpose(1, 2)
+    # --- end exercise ---
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up (2002.05202): the gate decides, per element, how much of `up` passes."""
+    return F.silu(gate) * up
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """SUM of -log p(label) over the valid labels, in fp32 or better; logits [B, S, V], labels [B, S].
+
+    A sum, not a mean: only who knows the whole global batch can divide by the right number. No valid label gives 0,
+    where a mean would give 0 / 0 = NaN.
+    """
+    logits = at_least_fp32(logits).flatten(0, -2)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The functions a model is made of. A later chapter replaces one: `Llama(config, replace(Parts(), norm=fused))`."""
+
+    attention: Callable[..., Tensor] = attention  # (q, k, v, *, causal)
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # (x, weight [out, in])
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm  # (x, weight, eps)
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rope  # (x, cos, sin)
+    swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu  # (gate, up)
+    cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # (logits, labels), a sum
+
+
+def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function`, but autograd keeps only its inputs; backward calls it once more to get what is between them.
+
+    Bytes are bought with FLOPs (1604.06174). PyTorch's `checkpoint` also restores the random state for the second
+    call (a dropout must draw the same mask) and stops that call once the last saved tensor has been rebuilt.
+    """
+
+    def run(*args: Tensor, **kwargs) -> Tensor:
+        # --- exercise 1.4: keep the inputs only ---
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        # --- end exercise ---
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------ the model
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ without bias, through `parts.linear`. weight [out, in]."""
+
+    def __init__(self, inputs: int, outputs: int, parts: Parts) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts.linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, config: LlamaConfig, parts: Parts) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden))
+        self.eps, self.parts = config.norm_eps, parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts.norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, parts: Parts) -> None:
+        super().__init__()
+        self.head_dim, self.parts = config.head_dim, parts
+        self.q_proj = Linear(config.hidden, config.hidden, parts)
+        self.k_proj = Linear(config.hidden, config.kv_heads * config.head_dim, parts)
+        self.v_proj = Linear(config.hidden, config.kv_heads * config.head_dim, parts)
+        self.o_proj = Linear(config.hidden, config.hidden, parts)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        # q [B, S, N, D], k and v [B, S, N_kv, D]
+        q, k = self.parts.rope(q, cos, sin), self.parts.rope(k, cos, sin)
+        out = self.parts.attention(q, k, v, causal=True)
+        return self.o_proj(out.flatten(-2))  # [B, S, N, D] -> [B, S, H] -> [B, S, H]
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig, parts: Parts) -> None:
+        super().__init__()
+        self.parts = parts
+        self.gate_proj = Linear(config.hidden, config.intermediate, parts)
+        self.up_proj = Linear(config.hidden, config.intermediate, parts)
+        self.down_proj = Linear(config.intermediate, config.hidden, parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.parts.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, parts: Parts, feed_forward: Callable[..., nn.Module] = MLP) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config, parts)
+        self.self_attn = Attention(config, parts)
+        self.post_attention_layernorm = RMSNorm(config, parts)
+        self.mlp = feed_forward(config, parts)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Tokens [B, S] to the last hidden states [B, S, H]."""
+
+    def __init__(self, config: LlamaConfig, parts: Parts, recompute: str, feed_forward: Callable[..., nn.Module]):
+        super().__init__()
+        self.config, self.recompute = config, recompute
+        if recompute == "selective":  # only the core of attention, as in 2205.05198 section 5
+            parts = replace(parts, attention=recomputed(parts.attention))
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden)
+        self.layers = nn.ModuleList(Block(config, parts, feed_forward) for _ in range(config.layers))
+        self.norm = RMSNorm(config, parts)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)  # one table for all layers
+        x = self.embed_tokens(tokens)  # [B, S] -> [B, S, H]
+        for block in self.layers:
+            x = (recomputed(block) if self.recompute == "full" else block)(x, cos, sin)
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    """A Llama with Hugging Face's parameter names, initialised with seed 0 (see `init_weights`).
+
+    recompute     "none", "selective" (the core of attention) or "full" (every block)
+    feed_forward  makes the second half of a block from (config, parts); a mixture of experts goes here
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        parts: Parts | None = None,
+        recompute: str = "none",
+        feed_forward: Callable[..., nn.Module] = MLP,
+    ) -> None:
+        super().__init__()
+        if recompute not in MODES:
+            raise ValueError(f"recompute {recompute!r} must be one of {', '.join(MODES)}")
+        self.config, self.parts = config, parts or Parts()
+        self.model = Decoder(config, self.parts, recompute, feed_forward)
+        self.lm_head = Linear(config.hidden, config.vocab_size, self.parts)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        init_weights(self, seed=0)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """tokens [B, S] -> logits [B, S, V]. `positions` ([S] or [B, S]) are 0..S-1 unless given."""
+        return self.lm_head(self.model(tokens, positions))
+
+
+def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> Tensor:
+    """The first value of the parameter `name`, in fp32, drawn from (seed, name) alone.
+
+    Because no other parameter's draw comes before it, a rank that holds one layer, or one slice of this weight, can
+    draw the full weight and cut out its piece: every layout starts from the same model.
+    """
+    if len(shape) == 1:
+        return torch.ones(shape)  # the scale of a norm
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    # 2L branches add into the residual stream; with this factor its variance does not grow with depth (GPT-2).
+    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    std = 0.02 / math.sqrt(2 * layers) if residual else 0.02
+    return torch.randn(*shape, generator=generator) * std
+
+
+@torch.no_grad()
+def init_weights(model: Llama, seed: int) -> None:
+    """Set every parameter to its `initial_weight`. Parameters on the meta device have no values and are left alone."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            parameter.copy_(initial_weight(name, parameter.shape, model.config.layers, seed))
+
+
+# ----------------------------------------------------------------------------------------------------------- demo
+
+
+class Report:
+    """A table of what was expected and what was measured; `finish` prints it and gives the exit status."""
+
+    def __init__(self) -> None:
+        self.rows = [("", "expected", "measured")]
+        self.wrong: list[str] = []
+
+    def add(self, what: str, expected: str, measured: str, right: bool = True) -> None:
+        self.rows.append((what, expected, measured))
+        if not right:
+            self.wrong.append(f"{what}: expected {expected}, measured {measured}")
+
+    def finish(self) -> int:
+        widths = [max(len(row[column]) for row in self.rows) for column in range(3)]
+        for row in self.rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        if self.wrong:
+            print("FAIL  " + "; ".join(self.wrong), file=sys.stderr)
+            return 1
+        print("PASS")
+        return 0
+
+
+def kept_for_backward(forward: Callable[[], Tensor], model: nn.Module) -> tuple[Tensor, int]:
+    """What `forward` returns, and the bytes autograd keeps from it: each storage once, the weights left out."""
+    storages = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        result = forward()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return result, sum(storage.nbytes() for at, storage in storages.items() if at not in weights)
+
+
+def next_token_loss(model: Llama, tokens: Tensor) -> Tensor:
+    """Sum over the sequence of -log p(next token); the last token has no next one."""
+    labels = torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE)), dim=1)
+    return model.parts.cross_entropy(model(tokens), labels)
+
+
+def main() -> int:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            print(f"llama.py: {message}", file=sys.stderr)
+            sys.exit(2)
+
+    Parser(description="Hold the explicit attention, the fused one and recomputation against each other.").parse_args()
+    report = Report()
+    config = LlamaConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
+    tokens = torch.randint(config.vocab_size, (2, 96), generator=torch.Generator().manual_seed(0))
+    want: dict[str, Tensor] = {}  # the gradients of the most explicit version, which comes first
+    most = 0
+    for kernel in (attention_math, attention):
+        for mode in MODES:
+            model = Llama(config, replace(Parts(), attention=kernel), recompute=mode).double()
+            loss, kept = kept_for_backward(partial(next_token_loss, model, tokens), model)
+            loss.backward()
+            got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            want = want or got
+            error = max(((got[name] - want[name]).abs().max() / want[name].abs().max()).item() for name in want)
+            report.add(f"gradients: {kernel.__name__}, {mode}", "< 1e-10", f"{error:.1e}", error < 1e-10)
+            if mode == "none":
+                most = kept
+                report.add("  bytes kept for backward", "most", f"{kept:,}")
+            else:
+                report.add("  bytes kept for backward", f"< {most:,}", f"{kept:,}", kept < most)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,303 @@
+"""The training step: accumulation, the profile, the command line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import training_step
+from harness.meter import held_bytes, peak_memory
+from harness.oracle import assert_same, assert_same_trace, sgd_trace
+from training_step import IGNORE, TINY, Llama, LlamaConfig, accumulate
+
+HERE = Path(__file__).parent
+torch.set_num_threads(1)  # on tensors this small a second thread only waits
+
+
+def uneven_batch(valid=(9, 4, 1), samples=2, seq=6):
+    """Micro-batches (tokens, labels) with these numbers of valid labels."""
+    generator = torch.Generator().manual_seed(0)
+    batch = []
+    for count in valid:
+        tokens, labels = (torch.randint(TINY.vocab_size, (samples, seq), generator=generator) for _ in range(2))
+        labels.view(-1)[count:] = IGNORE
+        batch.append((tokens, labels))
+    return batch
+
+
+def whole(batch):
+    return [(torch.cat([tokens for tokens, _ in batch]), torch.cat([labels for _, labels in batch]))]
+
+
+def trace_of(batch):
+    model = Llama(TINY).double()
+    return sgd_trace(dict(model.named_parameters()), lambda step: accumulate(model, batch).item())
+
+
+# ---------------------------------------------------------------------------------------------- accumulation
+
+
+def test_accumulation_equals_one_big_batch_with_uneven_valid_tokens():
+    batch = uneven_batch()
+    assert_same_trace(trace_of(batch), trace_of(whole(batch)))
+
+
+def test_gradients_not_only_the_logged_loss_are_divided():
+    """The oracle here is autograd on the formula itself, so that no shared mistake can cancel."""
+    batch = uneven_batch((12, 12, 12, 12))
+    model = Llama(TINY).double()
+    loss = accumulate(model, batch)
+    got = model.lm_head.weight.grad.clone()
+    (tokens, labels) = whole(batch)[0]
+    mean = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+    (want,) = torch.autograd.grad(mean, [model.lm_head.weight])
+    assert_same(loss, mean, what="loss")
+    assert_same(got, want, what="gradient of lm_head.weight")
+
+
+def test_a_micro_batch_without_valid_tokens_changes_nothing():
+    batch = uneven_batch((9, 0, 4))
+    assert_same_trace(trace_of(batch), trace_of([batch[0], batch[2]]))
+
+
+def test_a_batch_without_any_valid_token_gives_loss_zero_and_gradients_zero():
+    model = Llama(TINY).double()
+    loss = accumulate(model, uneven_batch((0, 0)))
+    assert loss.item() == 0
+    assert all((p.grad == 0).all() for p in model.parameters())
+
+
+def test_accumulation_adds_to_the_gradients_that_are_there():
+    """Whoever calls it twice without zeroing gets the sum: zeroing belongs to the step, not to the accumulation."""
+    model, batch = Llama(TINY).double(), uneven_batch()
+    accumulate(model, batch)
+    once = model.lm_head.weight.grad.clone()
+    accumulate(model, batch)
+    assert_same(model.lm_head.weight.grad, 2 * once, what="gradient")
+
+
+def test_the_activations_of_one_micro_batch_are_alive_at_a_time():
+    def peak(micro_batches):
+        model = Llama(TINY)
+        accumulate(model, uneven_batch((1,)))  # the gradients exist already
+        batch = uneven_batch((12,) * micro_batches)
+        with peak_memory() as memory:
+            loss = accumulate(model, batch)
+        assert not loss.requires_grad
+        return memory.peak
+
+    assert peak(4) < 1.05 * peak(2)
+
+
+def test_accumulation_under_bf16_autocast_keeps_fp32_gradients_and_loss():
+    model = Llama(TINY)
+    loss = accumulate(model, uneven_batch(), torch.autocast("cpu", torch.bfloat16))
+    assert loss.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert_same(loss, accumulate(model, uneven_batch()), tol=2e-2, what="loss")
+
+
+# ------------------------------------------------------------------------------------------------------ data
+
+
+def test_the_label_of_a_token_is_the_token_that_follows_it():
+    data = torch.arange(200, dtype=torch.uint8)
+    for tokens, labels in training_step.random_batches(data, 3, 16, 4, torch.Generator().manual_seed(0)):
+        assert tokens.shape == labels.shape == (3, 16)
+        assert tokens.dtype == labels.dtype == torch.long
+        assert torch.equal(labels, tokens + 1)
+
+
+def test_every_byte_can_be_drawn_and_none_beyond_the_end():
+    data = torch.arange(6, dtype=torch.uint8)  # windows of 5 + 1: only one start fits
+    ((tokens, labels),) = training_step.random_batches(data, 4, 5, 1, torch.Generator().manual_seed(0))
+    assert (tokens == torch.arange(5)).all() and (labels == torch.arange(1, 6)).all()
+
+
+def test_the_standard_library_is_the_same_bytes_every_time():
+    data = training_step.stdlib_bytes(50_000)
+    assert len(data) == 50_000 and data.dtype == torch.uint8
+    assert torch.equal(data[:1000], training_step.stdlib_bytes(1000))
+    assert b"def " in bytes(data.tolist())
+
+
+# -------------------------------------------------------------------------------------------------- training
+
+
+def test_a_training_step_lowers_the_loss_on_its_own_batch():
+    model = Llama(TINY)
+    optimizer = training_step.adamw(model, 1e-2)
+    losses = [training_step.train_step(model, optimizer, uneven_batch()).item() for _ in range(20)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_a_training_step_clips_the_norm_of_all_gradients_together():
+    model = Llama(TINY).double()
+    training_step.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), uneven_batch(), max_norm=1e-3)
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert_same(norm, 1e-3, tol=1e-3, what="norm after clipping")
+
+
+def test_norm_scales_are_not_decayed_and_every_parameter_is_trained_once():
+    model = Llama(LlamaConfig(tied=True))
+    decay = {
+        id(p): group["weight_decay"] for group in training_step.adamw(model, 1e-3).param_groups for p in group["params"]
+    }
+    assert len(decay) == len(list(model.parameters()))
+    assert all((decay[id(p)] > 0) == (p.dim() > 1) for p in model.parameters())
+
+
+def test_the_learning_rate_warms_up_and_comes_down_to_a_tenth():
+    rates = [training_step.learning_rate(step, 100, 1.0) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
+    assert training_step.learning_rate(0, 1, 1.0) == 1.0  # a run of one step
+
+
+def test_generation_keeps_the_prompt_and_is_repeatable():
+    model, prompt = Llama(TINY), torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+    def draw(temperature):
+        return training_step.generate(model, prompt, 5, temperature, torch.Generator().manual_seed(0))
+
+    for temperature in (0.0, 1.0):
+        tokens = draw(temperature)
+        assert tokens.shape == (2, 8) and torch.equal(tokens[:, :3], prompt)
+        assert torch.equal(tokens, draw(temperature))
+    greedy = draw(0.0)
+    assert torch.equal(greedy[:, -1], model(greedy[:, :-1])[:, -1].argmax(-1))
+
+
+# --------------------------------------------------------------------------------------------------- profile
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """Two profiled steps of a model whose weights outweigh its activations: (trace file, timeline, bytes held)."""
+    model = Llama(LlamaConfig(hidden=64, layers=2, heads=4, intermediate=128))
+    optimizer = training_step.adamw(model, 1e-3)
+    batch = training_step.random_batches(training_step.stdlib_bytes(2000), 2, 16, 2, torch.Generator().manual_seed(0))
+    trace = training_step.profile_first_steps(
+        lambda: training_step.train_step(model, optimizer, batch),
+        lambda: model(batch[0][0]),
+        tmp_path_factory.mktemp("profile") / "new folder",
+    )
+    held = held_bytes(model, optimizer)
+    return trace, training_step.memory_timeline(trace, held.parameters, device_type=0), held
+
+
+def test_the_profile_is_a_trace_with_named_ranges_that_chrome_opens(profiled):
+    events = json.loads(profiled[0].read_text())["traceEvents"]
+    names = [e["name"] for e in events if e.get("cat") == "user_annotation" and e["ph"] == "X"]
+    assert names.count("forward") == names.count("backward") == 4  # two steps of two micro-batches
+    assert names.count("optimizer") == 2
+
+
+def test_the_profile_shows_that_step_1_ends_with_the_optimizer_states_and_step_2_adds_none(profiled):
+    _, timeline, held = profiled
+    summary = training_step.phase_summary(timeline)
+    added = [summary[step, "optimizer"][1] - summary[step, "backward"][1] for step in (1, 2)]
+    counters = 4 * 20  # AdamW's step counter, 4 bytes for each of 20 tensors
+    assert held.optimizer <= added[0] <= held.optimizer + 2 * counters
+    assert abs(added[1]) <= 2 * counters
+    peaks = [max(peak for (s, _), (peak, _) in summary.items() if s == step) for step in (1, 2)]
+    assert peaks[1] > peaks[0]
+
+
+def test_the_profile_counts_the_weights_and_ends_with_what_is_really_held(profiled):
+    _, timeline, held = profiled
+    assert timeline[0][3] >= held.parameters
+    end = training_step.phase_summary(timeline)[2, "optimizer"][1]
+    assert held.total <= end <= 1.02 * held.total  # beside them: the batch, the loss, the counters
+
+
+def test_the_figure_is_drawn(profiled, tmp_path):
+    assert training_step.draw_timeline(profiled[1], tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_numbers_are_written_and_a_line_says_what_to_install(profiled, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # import matplotlib.figure now fails
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    trace, _, held = profiled
+    report = training_step.Report()
+    training_step.report_profile(report, trace, held.parameters, torch.device("cpu"))
+    assert "pip install matplotlib" in capsys.readouterr().out
+    lines = trace.with_name("memory.csv").read_text().splitlines()
+    assert lines[0] == "milliseconds,step,phase,bytes" and len(lines) > 100
+    assert report.wrong == []
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def ends_with_one_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        training_step.main()
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("training_step.py: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--global-batch 10", "global batch 10 is not a multiple of micro-batch 4"),
+        ("--hidden 130", "hidden 130 is not a multiple of heads 4"),
+        ("--kv-heads 3", "heads 4 is not a multiple of kv_heads 3"),
+        ("--steps 0", "--steps 0 must be at least 1"),
+        ("--micro-batch 0", "--micro-batch 0 must be at least 1"),
+        ("--steps 1 --profile profiles", "--profile compares step 1 with step 2"),
+        ("--device abacus", "abacus"),
+        ("--recompute some", "--recompute: invalid choice: 'some'"),
+        ("--no-such-option", "--no-such-option"),
+    ],
+)
+def test_a_wrong_option_ends_with_status_2_and_one_line_that_names_it(options, words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["training_step.py", *options.split()])
+    assert words in ends_with_one_line(capsys)
+
+
+def test_under_torchrun_with_two_ranks_it_points_to_chapter_2_from_one_rank(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["training_step.py"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert "02_data_parallel" in ends_with_one_line(capsys)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop:
+        training_step.main()
+    assert stop.value.code == 2 and capsys.readouterr().err == ""
+
+
+def test_copied_alone_it_trains_and_ends_with_pass(tmp_path):
+    for script in ("llama.py", "training_step.py", "accounting.py"):
+        shutil.copy(HERE / script, tmp_path)
+    options = [
+        "--steps",
+        "45",
+        "--hidden",
+        "64",
+        "--layers",
+        "1",
+        "--intermediate",
+        "96",
+        "--seq",
+        "48",
+        "--device",
+        "cpu",
+    ]
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+    run = subprocess.run(
+        [sys.executable, "training_step.py", *options, "--recompute", "full", "--tied"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1] == "PASS"
+    assert "--- sample ---" in run.stdout and "n/a, n/a" in run.stdout

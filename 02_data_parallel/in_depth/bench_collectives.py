@@ -1,0 +1,77 @@
+"""Ring, tree and naive all-reduce against each other and against torch.distributed, for a small and a large message.
+
+    python 02_data_parallel/in_depth/bench_collectives.py
+
+First every version must give the right sum; only then is anything timed. Two predictions stand beside the measurement,
+each for a message so small that only rounds count, or so large that only bytes count:
+
+    own links    every rank has a link of its own, as in a cluster: cost()
+    one link     all messages pass through one link, as through the memory and the few cores of this machine: the
+                 messages, or the bytes, of all ranks together
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+import torch.distributed as dist
+from collectives import all_reduce_naive, all_reduce_ring, all_reduce_tree, cost
+from harness.meter import communication
+from harness.oracle import assert_same
+from harness.ranks import run_ranks
+from harness.report import Ratio, paired, write_result
+
+RANKS = 4
+MESSAGES = {"1 KiB": 2**8, "16 MiB": 2**22}  # elements of float32
+OURS = {"all_reduce_ring": all_reduce_ring, "all_reduce_tree": all_reduce_tree, "all_reduce_naive": all_reduce_naive}
+GLOO = "torch.distributed on gloo"
+
+
+def verify(numel: int) -> dict[str, tuple[int, int]]:
+    """Messages and bytes that this rank sends in each version, once each has given the right sum."""
+    sent_by = {}
+    for name, all_reduce in (OURS | {GLOO: dist.all_reduce}).items():
+        base = torch.arange(numel, dtype=torch.float32) % 97
+        x = base + dist.get_rank()
+        with communication() as sent:
+            all_reduce(x, group=dist.group.WORLD)
+        assert_same(x, base * RANKS + sum(range(RANKS)), 0.0, f"the sum of {numel} elements by {name}", dist.get_rank())
+        sent_by[name] = (sent.calls["send"], sent.sent["send"])
+    return sent_by
+
+
+def measure(numel: int) -> dict[str, Ratio]:
+    """On every rank: seconds of each version over those of the ring."""
+    group, x = dist.group.WORLD, torch.zeros(numel)  # zeros stay zeros, however often they are summed
+    versions = {name: run for name, run in (OURS | {GLOO: dist.all_reduce}).items() if run is not all_reduce_ring}
+    return {
+        name: paired(
+            lambda run=run: run(x, group=group), lambda: all_reduce_ring(x, group), repeats=15, setup=dist.barrier
+        )
+        for name, run in versions.items()
+    }
+
+
+def main() -> None:
+    rows = []
+    sent = {message: run_ranks(RANKS, verify, numel) for message, numel in MESSAGES.items()}
+    for term, (message, numel) in enumerate(MESSAGES.items()):  # term 0: rounds, messages; term 1: volume, bytes
+        total = {name: sum(rank[name][term] for rank in sent[message]) for name in OURS}
+        for name, ratio in run_ranks(RANKS, measure, numel, timeout=300)[0].items():
+            own = cost(name, RANKS)[term] / cost("all_reduce_ring", RANKS)[term] if name in OURS else "-"
+            one = total[name] / total["all_reduce_ring"] if name in OURS else "-"
+            rows.append([message, f"{name} / all_reduce_ring", ratio, one, own])
+    write_result(
+        "02_collectives",
+        f"All-reduce on {RANKS} ranks: seconds over those of the ring",
+        ["message", "versions", "measured: median (quartiles)", "predicted, one link", "predicted, own links"],
+        rows,
+        "The ranks are processes of one machine, so all messages pass through one memory and a few cores. There the "
+        "ring has nothing to gain: it sends as many bytes as the others in all, in more messages.",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,531 @@
+"""Data parallelism: each rank holds the whole model and sees its own part of the batch; the gradients are summed.
+
+Problem. P ranks compute P different gradients. Before the optimizer may step, each needs the sum of all P. Sending them
+after backward is right and slow: the links idle while backward runs, then the processors idle while gradients travel.
+
+Idea. Backward finishes the last layer's gradients first, so they can travel while it works on the layers below. Each
+message pays a start-up time (the dots below), so small gradients share one: they live in flat buffers, the buckets.
+
+    backward     ---h---g---f---e---d---c---b---a
+    naive                                        ···hh···gg···ff···ee···dd···cc···bb···aa| step
+    overlapped       ···hh···gg···ff···ee···dd···cc···bb···aa| step
+    bucketed                 ···hhggff   ···eeddcc···bbaa| step
+
+    rank 0  all weights, all gradients, batch part 0     after finish() the gradients are the same on every rank,
+    rank 1  all weights, all gradients, batch part 1     so equal weights stay equal and are never sent again
+
+Why a sum. The loss is  sum over this rank's tokens / valid tokens in the whole global batch.  The losses of all ranks
+(and all micro-batches) then add up to the loss of the global batch, and so do their gradients. An average over ranks
+of per-rank means would be another number as soon as ranks have different numbers of valid tokens.
+
+Formulas, for P ranks and gradients of G bytes:
+    sent by each rank   2 (P-1)/P G    ring all-reduce: Patarasuk and Yuan 2009
+    held by each rank   G              a gradient is a view of its bucket, so the buckets are no second copy
+    messages            one per parameter, or one per bucket
+The three versions, and accumulation: Li et al. 2020, "PyTorch Distributed" (arXiv 2006.15704), section 3.2.
+
+Run it:
+    python gradient_reducers.py                                               one rank, CPU or GPU
+    torchrun --nproc_per_node 2 gradient_reducers.py --version naive          gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 2 gradient_reducers.py --profile traces         one chrome trace per rank
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from datetime import timedelta
+from pathlib import Path
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Legend of shapes: B batch, S sequence, H hidden, N heads, D head dim, V vocab.
+IGNORE = -100  # a label that is no target: padding, a prompt, another document
+MicroBatch = tuple[Tensor, Tensor]  # tokens and labels, both [B, S]
+
+
+# ------------------------------------------------------------------------------------------- before the first step
+
+
+def device_of(group: dist.ProcessGroup) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
+def global_valid_tokens(labels_or_count: Tensor | int, group: dist.ProcessGroup) -> Tensor:
+    """Number of valid tokens (label != -100) in the whole global batch: the divisor of the loss on every rank.
+
+    Give it this rank's labels, or their count (a number), over *all* micro-batches of the step. The result is a 0-dim
+    int64 tensor, left on its device so that nothing waits for it. It is at least 1: a global batch without a single
+    target then has loss 0, not 0/0.
+    """
+    given = torch.as_tensor(labels_or_count, device=device_of(group))
+    valid = (given != IGNORE).sum() if given.dim() > 0 else given.clone()
+    # --- exercise 2.5: the divisor of the loss is a number of the whole group ---
+    dist.all_reduce(valid, group=group)
+    return valid.clamp(min=1)
+    # --- end exercise ---
+
+
+def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give every rank of the group the parameters and buffers of the group's rank 0, in place.
+
+    Data parallelism only ever sends gradients. Replicas that start from different weights stay different for ever.
+    """
+    # --- exercise 2.6: the same start on every rank ---
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach(), group_src=0, group=group)  # rank 0 of the *group*, whatever its global rank
+    # --- end exercise ---
+
+
+# ------------------------------------------------------------------------------------------------ three versions
+
+
+def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """The method for as long as its object lives: a hook that kept the object alive would do so for good, since the
+    garbage collector cannot see a cycle that runs through autograd's side of a parameter.
+    """
+    reference = WeakMethod(method)
+
+    def call(param: nn.Parameter) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(param)
+
+    return call
+
+
+class NaiveReducer:
+    """Version 1: wait for the end of backward, then all-reduce one gradient after the other.
+
+        reducer = NaiveReducer(model, group)
+        with reducer.no_sync():
+            (loss_of_micro_batch_0 / valid).backward()        # accumulates on this rank, sends nothing
+        (loss_of_micro_batch_1 / valid).backward()
+        reducer.finish()                                      # now every p.grad is the sum over the group
+        optimizer.step(); optimizer.zero_grad()
+
+    A tied parameter is one parameter; a frozen one (`requires_grad=False` when the reducer is made) is left out. A
+    parameter that got no gradient on this rank sends zeros. If it got none on any rank, its gradient ends as zeros;
+    `find_unused=True` spends one small all-reduce to leave it None, as one process would (AdamW decays the weight of
+    a zero gradient and skips a None). With `hooks=False` nothing is automatic: call `start(param)` yourself.
+
+    After a backward that raised, on one rank or on all: `finish()`, which keeps the ranks in step by sending the
+    remaining buckets, then `zero_grad()`. `events` holds the last step: ("ready", parameter's name), ("launch",
+    bucket), ("wait", bucket). In this version and the next, each parameter is its own bucket.
+    """
+
+    def __init__(
+        self,
+        parameters_or_module: nn.Module | Iterable[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        find_unused: bool = False,
+        hooks: bool = True,
+        all_reduce: Callable[..., object] = dist.all_reduce,
+    ):
+        if isinstance(parameters_or_module, nn.Module):
+            named = list(parameters_or_module.named_parameters())
+        else:
+            named = [(f"parameter {i}", p) for i, p in enumerate(parameters_or_module)]
+        self.names = {p: name for name, p in reversed(named) if p.requires_grad}  # the order backward finishes them in
+        self.group, self.find_unused, self.all_reduce = group, find_unused, all_reduce
+        self.buckets = self.make_buckets()
+        self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
+        self.events: list[tuple[str, str | int]] = []
+        self.syncing = True
+        self.begin()
+        for p in self.names if hooks else ():
+            p.register_post_accumulate_grad_hook(weakly(self.start))  # calls start(p): a hook gets its parameter
+
+    def begin(self) -> None:
+        """State of one step, from the first gradient to `finish()`."""
+        self.ready: set[nn.Parameter] = set()  # final on this rank
+        self.unused: set[nn.Parameter] = set()  # sent as zeros
+        self.works: list[dist.Work] = []  # all-reduces under way
+        self.launched = 0  # buckets sent so far; the next one to send
+
+    def make_buckets(self) -> list[list[nn.Parameter]]:
+        return [[p] for p in self.names]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards inside accumulate on this rank and nothing is sent."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def start(self, param: nn.Parameter) -> None:
+        """`param.grad` is final on this rank for this step: what the hook calls, and what you call without hooks."""
+        if param in self.ready:
+            raise RuntimeError(
+                f"the gradient of {self.names[param]!r} became final twice in one step: call finish() after each "
+                "backward that sends (also after one that raised), and run other micro-batches inside no_sync()"
+            )
+        if param.grad is not None:
+            self.adopt(param)
+        if not self.syncing:
+            return
+        if not self.ready:
+            self.events = []
+        self.ready.add(param)
+        self.events.append(("ready", self.names[param]))
+        self.after_ready(param)
+
+    def after_ready(self, param: nn.Parameter) -> None:
+        """Version 1 does nothing while backward runs."""
+
+    def adopt(self, param: nn.Parameter) -> None:
+        """Make sure that `param.grad` can be sent."""
+        if param.grad is None:
+            self.unused.add(param)
+            param.grad = torch.zeros_like(param)
+
+    def message(self, index: int) -> Tensor:
+        """The tensor that travels for this bucket."""
+        grad = self.buckets[index][0].grad
+        assert grad is not None
+        return grad
+
+    def launch(self, index: int) -> None:
+        # --- exercise 2.7: sum the gradients of one bucket over the group ---
+        for p in self.buckets[index]:
+            self.adopt(p)
+        self.events.append(("launch", index))
+        self.launched += 1
+        with record_function(f"all-reduce of bucket {index}"):
+            self.send(self.message(index))
+        # --- end exercise ---
+
+    def send(self, message: Tensor) -> None:
+        self.all_reduce(message, group=self.group)  # a sum: the loss is divided already
+        self.events.append(("wait", self.launched - 1))
+
+    def finish(self) -> None:
+        """Send what is unsent, wait for all, leave summed gradients in `p.grad`. Once per step, on every rank."""
+        if not self.ready:
+            self.events = []
+        while self.launched < len(self.buckets):
+            self.launch(self.launched)
+        for index, work in enumerate(self.works):
+            with record_function(f"wait for bucket {index}"):
+                work.wait()
+            self.events.append(("wait", index))
+        if self.find_unused:
+            used = torch.tensor([p not in self.unused for p in self.names], device=device_of(self.group)).byte()
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
+            for p, used_somewhere in zip(self.names, used.tolist(), strict=True):
+                if not used_somewhere:
+                    p.grad = None
+        self.begin()
+
+
+class OverlappedReducer(NaiveReducer):
+    """Version 2: an asynchronous all-reduce starts as soon as a gradient is final, while backward goes on.
+
+    Collectives are matched by order alone. Two ranks may finish gradients in different orders (one did not use a
+    parameter, say), so a bucket leaves only after all buckets before it have left: in index order on every rank.
+    """
+
+    def after_ready(self, param: nn.Parameter) -> None:
+        # --- exercise 2.8: launch while backward runs, in the same order on every rank ---
+        self.missing[self.bucket_of[param]] -= 1
+        while self.launched < len(self.buckets) and self.missing[self.launched] == 0:
+            self.launch(self.launched)
+        # --- end exercise ---
+
+    def begin(self) -> None:
+        super().begin()
+        self.missing = [len(bucket) for bucket in self.buckets]  # gradients each bucket still waits for
+
+    def send(self, message: Tensor) -> None:
+        self.works.append(dist.all_reduce(message, group=self.group, async_op=True))
+
+
+class BucketedReducer(OverlappedReducer):
+    """Version 3: gradients live in a few flat buffers, and each buffer is one message.
+
+    `p.grad` becomes a view of its bucket during the first backward, so nothing is copied back after the all-reduce and
+    gradients take G bytes, not 2 G. `zero_grad(set_to_none=False)` keeps the views and autograd accumulates straight
+    into the bucket; after `set_to_none=True` autograd makes a new tensor per parameter and the hook copies it in.
+    """
+
+    def __init__(
+        self,
+        parameters_or_module: nn.Module | Iterable[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        bucket_bytes: int = 25 * 2**20,
+        find_unused: bool = False,
+        hooks: bool = True,
+    ):
+        self.bucket_bytes = bucket_bytes
+        super().__init__(parameters_or_module, group, find_unused=find_unused, hooks=hooks)
+        self.flats: list[Tensor] = []  # one flat buffer per bucket
+        self.views: dict[nn.Parameter, Tensor] = {}  # where each gradient lives in them
+        for bucket in self.buckets:
+            sizes = [p.numel() for p in bucket]
+            self.flats.append(torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device))
+            for p, piece in zip(bucket, self.flats[-1].split(sizes), strict=True):
+                self.views[p] = piece.view_as(p)
+
+    def make_buckets(self) -> list[list[nn.Parameter]]:
+        """A bucket per device and dtype is filled in reverse order of registration, until it holds `bucket_bytes`."""
+        # --- exercise 2.9: buckets in the order in which backward completes them ---
+        full: list[list[nn.Parameter]] = []
+        filling: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+        for p in self.names:  # already in reverse order of registration
+            bucket = filling.setdefault((p.device, p.dtype), [])
+            bucket.append(p)
+            if sum(q.nbytes for q in bucket) >= self.bucket_bytes:
+                full.append(filling.pop((p.device, p.dtype)))
+        position = {p: i for i, p in enumerate(self.names)}
+        return sorted([*full, *filling.values()], key=lambda bucket: position[bucket[-1]])
+        # --- end exercise ---
+
+    def adopt(self, param: nn.Parameter) -> None:
+        """Make `param.grad` the parameter's view of its bucket."""
+        view = self.views[param]
+        if param.grad is view:
+            return
+        if param.grad is None:
+            self.unused.add(param)
+            view.zero_()  # the bucket still holds the last step's sum
+        else:
+            view.copy_(param.grad)
+        param.grad = view
+
+    def message(self, index: int) -> Tensor:
+        return self.flats[index]
+
+
+VERSIONS = {"naive": NaiveReducer, "overlapped": OverlappedReducer, "bucketed": BucketedReducer}
+
+
+def train_step(model: nn.Module, reducer: NaiveReducer, micro_batches: list[MicroBatch]) -> Tensor:
+    """Forward and backward over this rank's micro-batches. Returns the loss of the global batch, and leaves in each
+    `p.grad` the gradient of that loss: (sum over all valid tokens of all ranks) / (their number)."""
+    valid = global_valid_tokens(torch.cat([labels.flatten() for _, labels in micro_batches]), reducer.group)
+    parts = []
+    for i, (tokens, labels) in enumerate(micro_batches):
+        last = i == len(micro_batches) - 1
+        with nullcontext() if last else reducer.no_sync():
+            loss = token_loss_sum(model, tokens, labels) / valid
+            with record_function("backward"):
+                loss.backward()
+        parts.append(loss.detach())
+    reducer.finish()
+    total = torch.stack(parts).sum()
+    dist.all_reduce(total, group=reducer.group)  # only to show it: each rank knows its own part of the loss
+    return total
+
+
+# ---------------------------------------------------------------------------------------------- a model and its text
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 of [B, N, S, D]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))  # [B, N, S, D] -> [B, S, H]
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """A small decoder with tied embedding and head, and a buffer of sinusoidal positions."""
+
+    def __init__(self, vocab: int = 256, hidden: int = 64, heads: int = 4, layers: int = 2, sequence: int = 64):
+        super().__init__()
+        angle = torch.arange(sequence)[:, None] * torch.logspace(0, -4, hidden // 2)[None]
+        self.register_buffer("positions", torch.cat([angle.sin(), angle.cos()], dim=-1))
+        self.embed = nn.Embedding(vocab, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        self.head.weight = self.embed.weight  # one parameter with two uses: its gradient is reduced once
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]  # [B, S] -> [B, S, H]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # [B, S, V]
+
+
+def token_loss_sum(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Sum, not mean, of the cross entropy over valid tokens: exactly 0, never NaN, when there is none."""
+    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def make_batch(step: int, ranks: int, micro_batches: int = 2) -> list[list[MicroBatch]]:
+    """The global batch of one step, as [rank][micro-batch]: bytes of the standard library's own source.
+
+    Rank r keeps (P-r)/P of its labels as targets, and the last rank has none at all in its first micro-batch.
+    """
+    rows, length = 2, 64  # B and S of one micro-batch
+    data = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8).long()
+    count = ranks * micro_batches * rows
+    starts = (torch.arange(count) + step * count) * length % (len(data) - length - 1)
+    text = data[starts[:, None] + torch.arange(length + 1)].unflatten(0, (ranks, micro_batches, rows))
+    tokens, labels = text[..., :-1], text[..., 1:].clone()  # [rank, micro-batch, B, S]
+    for rank in range(ranks):
+        labels[rank, ..., length * (ranks - rank) // ranks :] = IGNORE
+    if count > rows:
+        labels[-1, 0] = IGNORE
+    return [list(zip(*part, strict=True)) for part in zip(tokens, labels, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+class WireCounter(TorchDispatchMode):
+    """Counts this rank's all-reduces and the bytes it puts on the wire, as torch.distributed is asked for them."""
+
+    def __init__(self, ranks: int):
+        super().__init__()
+        self.ranks, self.all_reduces, self.bytes = ranks, 0, 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and func._opname in ("allreduce_", "send"):
+            reduces, payload = func._opname == "allreduce_", sum(tensor.nbytes for tensor in args[0])
+            self.all_reduces += reduces
+            self.bytes += payload * 2 * (self.ranks - 1) / self.ranks if reduces else payload  # the ring algorithm's
+        return func(*args, **(kwargs or {}))
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = OneLineParser(description="Data parallelism in three versions.", allow_abbrev=False)
+    parser.add_argument("--version", choices=VERSIONS, default="bucketed")
+    parser.add_argument("--all-reduce", choices=["torch", "ring"], default="torch", help="ring: that of collectives.py")
+    parser.add_argument("--bucket-kib", type=int, default=256, help="size of a bucket")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a chrome trace of one step per rank to DIR")
+    args = parser.parse_args()
+    if args.bucket_kib < 1:
+        parser.error(f"--bucket-kib {args.bucket_kib} is too small; use 1 or more")
+    if args.all_reduce == "ring" and args.version != "naive":
+        parser.error(f"--all-reduce ring blocks, so --version {args.version} cannot overlap it; use --version naive")
+    if args.profile and args.profile.exists() and not args.profile.is_dir():
+        parser.error(f"--profile {args.profile} is a file; name a folder")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if 0 < gpus < local:
+        parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
+    return args
+
+
+def make_reducer(args: argparse.Namespace, model: nn.Module, group: dist.ProcessGroup) -> NaiveReducer:
+    if args.version == "bucketed":
+        return BucketedReducer(model, group, bucket_bytes=args.bucket_kib * 1024)
+    if args.all_reduce == "ring":
+        from collectives import all_reduce_ring
+
+        return NaiveReducer(model, group, all_reduce=all_reduce_ring)
+    return VERSIONS[args.version](model, group)
+
+
+def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Three steps beside the oracle; prints the table on rank 0 and returns what is wrong."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(rank)  # on purpose: every rank draws other weights, and broadcast_parameters heals it
+    model = Decoder().to(device, torch.float64)
+    broadcast_parameters(model, group)
+    oracle = deepcopy(model)  # the unsharded model, which sees the whole global batch on one rank
+    reducer, counter = make_reducer(args, model, group), WireCounter(ranks)
+    watched = {0: counter}
+    if args.profile:  # open the file in https://ui.perfetto.dev or chrome://tracing
+        args.profile.mkdir(parents=True, exist_ok=True)
+        file = str(args.profile / f"rank{rank}.json")
+        watched[2] = profile(on_trace_ready=lambda trace: trace.export_chrome_trace(file))
+    errors: list[float] = []
+
+    def compare(got: Tensor, want: Tensor) -> None:
+        errors.append(((got - want).abs().max() / want.abs().max()).item())
+
+    for step in range(3):
+        batch = [[(x.to(device), y.to(device)) for x, y in part] for part in make_batch(step, ranks)]
+        model.zero_grad()
+        oracle.zero_grad()
+        with watched.get(step, nullcontext()):
+            loss = train_step(model, reducer, batch[rank])
+        tokens, labels = (torch.cat([pair[i] for part in batch for pair in part]) for i in (0, 1))
+        want = token_loss_sum(oracle, tokens, labels) / (labels != IGNORE).sum()
+        want.backward()
+        compare(loss, want.detach())
+        for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+            compare(p.grad, q.grad)
+            p.data -= 0.1 * p.grad  # plain SGD: it forgives no wrong scale, as Adam would
+            q.data -= 0.1 * q.grad
+            compare(p.data, q.data)
+
+    sent = torch.tensor(counter.bytes, dtype=torch.float64, device=device)
+    dist.all_reduce(sent, group=group)  # a whole number over all ranks, also when P does not divide every tensor
+    storages = [p.grad.untyped_storage() for p in reducer.names]
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    gradients = sum(p.nbytes for p in reducer.names)
+    messages = len(reducer.buckets) if args.all_reduce == "torch" else 0  # the ring is made of sends
+    last_ready = max(i for i, (what, _) in enumerate(reducer.events) if what == "ready")
+    early = sum(what == "launch" for what, _ in reducer.events[:last_ready])
+    least = int(args.version != "naive" and len(reducer.buckets) > 1)
+    to_send = 2 * (ranks - 1) * (gradients + 2 * 8)
+    rows = [  # what, predicted, measured, is it right? The two scalars are the loss and its divisor, 8 bytes each.
+        ("largest error against the oracle", "<= 1e-10", f"{max(errors):.1e}", all(e <= 1e-10 for e in errors)),
+        ("all-reduces: buckets + 2 scalars", messages + 2, counter.all_reduces, messages + 2 == counter.all_reduces),
+        ("bytes sent by all ranks, 2 (P-1) G", to_send, round(sent.item()), to_send == round(sent.item())),
+        ("bytes held for gradients, G", gradients, held, gradients == held),
+        ("buckets sent before backward ended", f">= {least}", early, early >= least),
+    ]
+    if rank == 0:
+        print(f"{args.version} data parallel on {ranks} rank(s), {device.type}; valid tokens by rank:", end=" ")
+        print(*(sum((labels != IGNORE).sum().item() for _, labels in part) for part in batch))
+        print("the last backward began with", *(f"{what} {name}," for what, name in reducer.events[:8]), "...")
+        print(f"{'':36}{'predicted':>12}{'measured':>12}")
+        for what, predicted, measured, _ in rows:
+            print(f"{what:36}{predicted:>12}{measured:>12}")
+    wrong: list[list[str]] = [[]] * ranks
+    dist.all_gather_object(wrong, [f"rank {rank}: {what}" for what, _, _, right in rows if not right], group=group)
+    return [line for lines in wrong for line in lines]
+
+
+def main() -> None:
+    args = parse_arguments()
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
+    rank, wrong = dist.get_rank(), demo(args, dist.group.WORLD, device)
+    gc.collect()  # nothing may refer to the group any more, or its threads are still there when Python ends
+    dist.destroy_process_group()
+    if rank == 0:
+        print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

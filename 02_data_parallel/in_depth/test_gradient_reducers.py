@@ -1,0 +1,698 @@
+"""The three reducers against one oracle: the unsharded model on the whole global batch, in one process."""
+
+import gc
+import json
+import shutil
+import subprocess
+import sys
+import weakref
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gradient_reducers import (
+    IGNORE,
+    VERSIONS,
+    BucketedReducer,
+    Decoder,
+    NaiveReducer,
+    broadcast_parameters,
+    demo,
+    global_valid_tokens,
+    make_batch,
+    parse_arguments,
+    train_step,
+)
+from harness.meter import communication, held_bytes, peak_memory
+from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.ranks import run_ranks
+from torch import Tensor, nn
+
+LIMIT = 20.0  # seconds until a run that hangs is a failure
+
+
+def decoder(seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder(hidden=16, heads=2, layers=2).double()
+
+
+def reducer_of(version: str, model: nn.Module, group: dist.ProcessGroup, **options) -> NaiveReducer:
+    if version == "bucketed":
+        options.setdefault("bucket_bytes", 16 * 1024)
+    return VERSIONS[version](model, group, **options)
+
+
+def mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """The oracle's own loss: PyTorch's mean over valid tokens, not the sum and division of the script."""
+    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+
+
+def oracle_trace(ranks: int, seed: int = 0, first_step: int = 0, micro_batches: int = 2) -> Trace:
+    model = decoder(seed)
+
+    def backward(step: int) -> float:
+        parts = [pair for part in make_batch(first_step + step, ranks, micro_batches) for pair in part]
+        loss = mean_loss(model, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+        loss.backward()
+        return loss.item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def replica_trace(
+    version: str, group: dist.ProcessGroup, seed: int = 0, first_step: int = 0, micro_batches: int = 2, **options
+) -> Trace:
+    model = decoder(seed)
+    reducer = reducer_of(version, model, group, **options)
+
+    def backward(step: int) -> float:
+        batch = make_batch(first_step + step, dist.get_world_size(group), micro_batches)
+        return train_step(model, reducer, batch[dist.get_rank(group)]).item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def launches(reducer: NaiveReducer) -> list[int]:
+    return [bucket for what, bucket in reducer.events if what == "launch"]
+
+
+# ------------------------------------------------------------------------------------------------- the one oracle
+
+
+def all_versions_traces() -> dict[str, Trace]:
+    return {version: replica_trace(version, dist.group.WORLD) for version in VERSIONS}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
+    want = oracle_trace(ranks)
+    for rank, traces in enumerate(run_ranks(ranks, all_versions_traces, timeout=LIMIT)):
+        for got in traces.values():
+            assert_same_trace(got, want, rank=rank)
+
+
+def two_replicas() -> dict[str, Trace]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    return {v: replica_trace(v, groups[mine], seed=mine, first_step=3 * mine) for v in VERSIONS}
+
+
+def test_two_slices_of_the_world_train_two_models_at_the_same_time():
+    want = [oracle_trace(2, seed=mine, first_step=3 * mine) for mine in (0, 1)]
+    for rank, traces in enumerate(run_ranks(4, two_replicas, timeout=LIMIT)):
+        for got in traces.values():
+            assert_same_trace(got, want[rank % 2], rank=rank)
+
+
+def halves_of_each_sequence() -> dict[str, dict[str, Tensor | None]]:
+    data_groups = [dist.new_group([0]), dist.new_group([1])]
+    context = dist.new_group([0, 1])
+    rank = dist.get_rank()
+    assert dist.get_world_size(data_groups[rank]) == 1  # one data-parallel replica, whose sequences two ranks share
+    tokens, labels = make_batch(0, ranks=1)[0][1]
+    half = slice(32 * rank, 32 * rank + 32)
+    results = {}
+    for version in VERSIONS:
+        model = token_wise()
+        reducer = reducer_of(version, model, context)
+        train_step(model, reducer, [(tokens[:, half], labels[:, half])])
+        results[version] = gradients(model)
+    return results
+
+
+def token_wise() -> nn.Module:
+    """A model without attention, so that half a sequence needs nothing of the other half."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 256)).double()
+
+
+def test_a_context_group_is_reduced_although_the_data_group_has_one_rank():
+    model = token_wise()
+    mean_loss(model, *make_batch(0, ranks=1)[0][1]).backward()
+    for rank, results in enumerate(run_ranks(2, halves_of_each_sequence, timeout=LIMIT)):
+        for version, got in results.items():
+            assert_same_named(got, gradients(model), what=f"{version}, gradient of", rank=rank)
+
+
+def beside_torch() -> tuple[dict, dict]:
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    tokens, labels = make_batch(0, ranks)[dist.get_rank()][1]
+    valid = global_valid_tokens(labels, group)
+    theirs = nn.parallel.DistributedDataParallel(decoder())
+    (ranks * F.cross_entropy(theirs(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / valid).backward()
+    ours = decoder()
+    train_step(ours, reducer_of("bucketed", ours, group), [(tokens, labels)])
+    return gradients(ours), gradients(theirs.module)
+
+
+def test_the_sum_is_the_average_of_torch_ddp_times_the_number_of_ranks():
+    for rank, (ours, theirs) in enumerate(run_ranks(3, beside_torch, timeout=LIMIT)):
+        assert_same_named(ours, theirs, what="gradient of", rank=rank)
+
+
+# --------------------------------------------------------------------------------------- the loss is a sum over tokens
+
+
+def step_of_three_micro_batches(version: str = "bucketed") -> tuple[float, dict, bool]:
+    model = decoder()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    batch = make_batch(0, dist.get_world_size(), micro_batches=3)[dist.get_rank()]
+    loss = train_step(model, reducer_of(version, model, dist.group.WORLD), batch)
+    untouched = all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    return loss.item(), gradients(model), untouched
+
+
+def test_gradients_are_those_of_the_loss_that_is_logged():
+    want = oracle_trace(2, micro_batches=3)
+    for rank, (loss, got, _) in enumerate(run_ranks(2, step_of_three_micro_batches, timeout=LIMIT)):
+        assert_same(loss, want.losses[0], what="the loss", rank=rank)
+        assert_same_named(got, want.gradients[0], what="gradient of", rank=rank)
+
+
+def test_reduction_changes_gradients_and_never_weights():
+    for version in VERSIONS:
+        assert all(untouched for _, _, untouched in run_ranks(2, step_of_three_micro_batches, version, timeout=LIMIT))
+
+
+def uneven_ranks() -> tuple[float, dict]:
+    """Rank 0 has 128 valid tokens, rank 1 has 5, and rank 2 none at all."""
+    model, rank = decoder(), dist.get_rank()
+    loss = train_step(model, reducer_of("bucketed", model, dist.group.WORLD), [uneven_batch()[rank]])
+    return loss.item(), gradients(model)
+
+
+def uneven_batch() -> list[tuple[Tensor, Tensor]]:
+    batch = [part[1] for part in make_batch(0, ranks=3)]
+    tokens, labels = torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])
+    labels[0] = tokens[0].roll(-1, dims=-1)
+    labels[1:] = IGNORE
+    labels[1, 0, :5] = tokens[1, 0, 1:6]
+    return list(zip(tokens, labels, strict=True))
+
+
+def test_every_token_weighs_the_same_on_ranks_with_different_numbers_of_them():
+    model = decoder()
+    loss = mean_loss(model, *(torch.cat(tensors) for tensors in zip(*uneven_batch(), strict=True)))
+    loss.backward()
+    for rank, (got_loss, got) in enumerate(run_ranks(3, uneven_ranks, timeout=LIMIT)):
+        assert_same(got_loss, loss.item(), what="the loss", rank=rank)
+        assert_same_named(got, gradients(model), what="gradient of", rank=rank)
+
+
+def test_a_rank_without_a_valid_token_gives_no_nan():
+    for loss, got in run_ranks(3, uneven_ranks, timeout=LIMIT):
+        assert loss == loss
+        assert all(g is not None and not g.isnan().any() for g in got.values())
+
+
+def no_targets_anywhere() -> tuple[float, dict]:
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    model = decoder()
+    loss = train_step(model, reducer_of("bucketed", model, dist.group.WORLD), [(tokens, torch.full((1, 8), IGNORE))])
+    return loss.item(), gradients(model)
+
+
+def test_a_global_batch_without_a_valid_token_has_loss_and_gradients_zero():
+    for loss, got in run_ranks(2, no_targets_anywhere, timeout=LIMIT):
+        assert loss == 0 and all(g is not None and not g.any() for g in got.values())
+
+
+def counts() -> tuple[int, int, int]:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    labels = torch.tensor([[rank, IGNORE, 7], [IGNORE, IGNORE, 0]])[: 2 if rank == 2 else 1]
+    valid = [global_valid_tokens(labels, dist.group.WORLD), global_valid_tokens(10 + rank, dist.group.WORLD)]
+    return *(int(v) for v in valid), int(global_valid_tokens(labels, groups[rank % 2]))
+
+
+def test_valid_tokens_are_counted_over_the_given_group():
+    assert run_ranks(3, counts, timeout=LIMIT) == [(7, 33, 5), (7, 33, 2), (7, 33, 5)]
+
+
+# ------------------------------------------------------------------------------------------------- the first weights
+
+
+def broadcast_in_a_slice() -> tuple[dict, dict]:
+    rank = dist.get_rank()
+    model = decoder(seed=rank)
+    model.positions += rank
+    model.register_buffer("mask", torch.tensor([rank % 2 == 0, True]))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    slices = [dist.new_group([0]), dist.new_group([3, 1]), dist.new_group([2])]
+    broadcast_parameters(model, slices[0 if rank == 0 else 2 if rank == 2 else 1])
+    return before, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_different_first_weights_and_buffers_are_healed_by_the_broadcast():
+    befores, afters = zip(*run_ranks(4, broadcast_in_a_slice, timeout=LIMIT), strict=True)
+    for name in ("positions", "blocks.0.qkv.weight"):
+        assert not torch.equal(befores[1][name], befores[3][name]), "the ranks must differ before, or nothing is shown"
+    root = 1 if all(torch.equal(afters[1][k], befores[1][k]) for k in befores[1]) else 3  # torch sorts a group's ranks
+    for rank in (1, 3):
+        assert_same_named(afters[rank], befores[root], tol=0, what="after the broadcast,", rank=rank)
+    for rank in (0, 2):
+        assert_same_named(afters[rank], befores[rank], tol=0, what="outside the slice,", rank=rank)
+
+
+# ----------------------------------------------------------------------------------- bytes and messages, to the byte
+
+
+def one_step_sent(version: str, micro_batches: int) -> tuple[dict, dict, int, int]:
+    model = decoder()
+    reducer = reducer_of(version, model, dist.group.WORLD)
+    batch = make_batch(0, dist.get_world_size(), micro_batches)[dist.get_rank()]
+    with communication() as sent:
+        for i, (tokens, labels) in enumerate(batch):
+            with reducer.no_sync() if i < len(batch) - 1 else nullcontext():
+                F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum").backward()
+        reducer.finish()
+    return dict(sent.calls), dict(sent.sent), len(reducer.buckets), sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_bytes_sent_equal_two_times_p_minus_one_over_p_of_the_gradients(ranks):
+    for version in VERSIONS:
+        for _, sent, _, size in run_ranks(ranks, one_step_sent, version, 1, timeout=LIMIT):
+            assert sent.keys() == {"all_reduce"}
+            assert_same(float(sent["all_reduce"]), 2 * (ranks - 1) / ranks * size, tol=1e-15, what=f"{version}, bytes")
+
+
+def test_the_number_of_collectives_is_the_number_of_buckets_however_many_micro_batches():
+    for version, buckets in {"naive": 14, "overlapped": 14, "bucketed": 4}.items():
+        for micro_batches in (1, 3):
+            for calls, _, made, _ in run_ranks(2, one_step_sent, version, micro_batches, timeout=LIMIT):
+                assert calls == {"all_reduce": made} and made == buckets
+
+
+def step_collectives() -> tuple[int, int]:
+    model = decoder()
+    reducer = reducer_of("bucketed", model, dist.group.WORLD)
+    with communication() as sent:
+        train_step(model, reducer, make_batch(0, dist.get_world_size(), 3)[dist.get_rank()])
+    return sent.calls["all_reduce"], len(reducer.buckets)
+
+
+def test_an_accumulated_step_sends_every_bucket_once():
+    for calls, buckets in run_ranks(2, step_collectives, timeout=LIMIT):
+        assert calls == buckets + 2  # and two scalars: the divisor and the loss
+
+
+def ring_of_sends() -> tuple[dict, float, int]:
+    from collectives import all_reduce_ring
+
+    model = decoder()
+    reducer = NaiveReducer(model, dist.group.WORLD, all_reduce=all_reduce_ring)
+    tokens, labels = make_batch(0, dist.get_world_size())[dist.get_rank()][1]
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+    with communication() as sent:
+        (loss / 100).backward()
+        reducer.finish()
+    assert sent.calls["all_reduce"] == 0
+    return gradients(model), sent.sent["send"], sum(p.nbytes for p in model.parameters())
+
+
+def test_the_ring_of_the_sister_script_puts_exactly_those_bytes_on_the_wire():
+    results = run_ranks(3, ring_of_sends, timeout=LIMIT)
+    model = decoder()
+    for part in make_batch(0, 3):
+        tokens, labels = part[1]
+        (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / 100).backward()
+    for rank, (got, _, _) in enumerate(results):
+        assert_same_named(got, gradients(model), what="gradient of", rank=rank)
+    assert sum(sent for _, sent, _ in results) == 2 * (3 - 1) * results[0][2]
+
+
+def memory_of_a_step(set_to_none: bool) -> tuple[int, int, int]:
+    model = decoder()
+    tokens, labels = make_batch(0, dist.get_world_size())[dist.get_rank()][1]
+    with peak_memory() as memory:
+        reducer = reducer_of("bucketed", model, dist.group.WORLD)
+        for _ in range(2):
+            model.zero_grad(set_to_none=set_to_none)
+            with reducer.no_sync():
+                mean_loss(model, tokens, labels.clamp(min=0)).backward()
+            mean_loss(model, tokens, labels.clamp(min=0)).backward()
+            reducer.finish()
+    return held_bytes(model).gradients, memory.current, sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_buckets_are_the_gradients_and_nothing_is_held_twice(set_to_none):
+    for held, alive, size in run_ranks(2, memory_of_a_step, set_to_none, timeout=LIMIT):
+        assert held == size, "bytes of the storages behind p.grad"
+        assert alive == size, "bytes of all tensors that a reducer and two steps leave alive"
+
+
+# --------------------------------------------------------------------------------------------------------- overlap
+
+
+def events_of_a_step(version: str) -> tuple[list, int]:
+    model = decoder()
+    reducer = reducer_of(version, model, dist.group.WORLD)
+    train_step(model, reducer, make_batch(0, dist.get_world_size(), 3)[dist.get_rank()])
+    return reducer.events, len(reducer.buckets)
+
+
+@pytest.mark.parametrize("version", ["overlapped", "bucketed"])
+def test_the_first_bucket_leaves_before_the_last_gradient_is_ready(version):
+    for events, buckets in run_ranks(2, events_of_a_step, version, timeout=LIMIT):
+        whats = [what for what, _ in events]
+        assert "ready" in whats, "the last micro-batch announces its gradients as they become final"
+        last_ready = len(whats) - 1 - whats[::-1].index("ready")
+        assert whats.index("launch") < last_ready < whats.index("wait"), events
+        assert whats[:last_ready].count("launch") == buckets - 1, "all buckets but the last leave during backward"
+        assert sorted(name for what, name in events if what == "ready") == sorted(dict(decoder().named_parameters()))
+
+
+def test_the_naive_version_sends_nothing_before_backward_has_ended():
+    for events, buckets in run_ranks(2, events_of_a_step, "naive", timeout=LIMIT):
+        assert [what for what, _ in events] == ["ready"] * buckets + ["launch", "wait"] * buckets
+
+
+def ready_in_two_orders(version: str) -> tuple[list[int], dict]:
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    parameters = [nn.Parameter(torch.zeros(n)) for n in [7] * 4]  # all of a size: no collective can notice a swap
+    options = {"bucket_bytes": 28} if version == "bucketed" else {}
+    reducer = VERSIONS[version](parameters, dist.group.WORLD, hooks=False, **options)
+    for i, p in enumerate(parameters):
+        p.grad = torch.full_like(p, 10.0**i * (rank + 1))
+    for p in parameters if rank == 0 else reversed(parameters):
+        reducer.start(p)
+    reducer.finish()
+    return launches(reducer), {str(i): p.grad for i, p in enumerate(parameters)}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_buckets_leave_in_index_order_whatever_order_gradients_become_ready_in(version):
+    want = {str(i): torch.full((7,), 10.0**i * 3) for i in range(4)}
+    for rank, (order, got) in enumerate(run_ranks(2, ready_in_two_orders, version, timeout=LIMIT)):
+        assert order == [0, 1, 2, 3]
+        assert_same_named(got, want, tol=0, what="gradient", rank=rank)
+
+
+# --------------------------------------------------------------------- buckets, and parameters that are not like others
+
+
+class Odd(nn.Module):
+    """A tied pair, a frozen parameter, two branches of which a rank may use one, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6, bias=False)
+        self.frozen = nn.Linear(6, 6)
+        self.branches = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.nobody = nn.Linear(6, 5)
+        self.last = nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.double()
+
+    def forward(self, x: Tensor, branches: list[int]) -> Tensor:
+        x = self.frozen(self.first(x)).tanh()
+        return self.last(x + sum(self.branches[b](x) for b in branches)).square().sum()
+
+
+def data_of(rank: int) -> Tensor:
+    return torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def odd_step(version: str, find_unused: bool, used: list[list[list[int]]], steps: int = 2) -> tuple[dict, dict, list]:
+    """`used[rank][micro-batch]` are the branches used there. Several steps, so that stale buckets would show."""
+    model = Odd()
+    options = {"bucket_bytes": 700} if version == "bucketed" else {}
+    reducer = VERSIONS[version](model, dist.group.WORLD, find_unused=find_unused, **options)
+    mine = used[dist.get_rank()]
+    for step in range(steps):
+        model.zero_grad()
+        if step == 0:  # everything is used once, so that a bucket has something stale in it
+            (model(data_of(9), [0, 1]) + model.nobody(data_of(9)).sum()).backward()
+            reducer.finish()
+            model.zero_grad()
+        with communication() as sent:
+            for i, branches in enumerate(mine):
+                with reducer.no_sync() if i < len(mine) - 1 else nullcontext():
+                    model(data_of(10 * i + dist.get_rank()), branches).backward()
+            reducer.finish()
+    return gradients(model), dict(sent.calls), [list(reducer.names.values()), len(reducer.buckets)]
+
+
+def odd_oracle(used: list[list[list[int]]]) -> dict[str, Tensor | None]:
+    model = Odd()
+    for rank, mine in enumerate(used):
+        for i, branches in enumerate(mine):
+            model(data_of(10 * i + rank), branches).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_parameter_that_one_rank_did_not_use_gets_the_sum_of_the_others_on_every_rank(version):
+    used = [[[0]], [[1]]]
+    want = odd_oracle(used)
+    for rank, (got, calls, (_, buckets)) in enumerate(run_ranks(2, odd_step, version, False, used, timeout=LIMIT)):
+        named = {name: g for name, g in want.items() if "nobody" not in name}
+        assert_same_named({name: got[name] for name in named}, named, what="gradient of", rank=rank)
+        assert calls == {"all_reduce": buckets}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_parameter_nobody_used_ends_with_zeros_or_with_find_unused_with_none(version):
+    used = [[[0]], [[1]]]
+    for got, _, _ in run_ranks(2, odd_step, version, False, used, timeout=LIMIT):
+        assert not got["nobody.weight"].any() and not got["nobody.bias"].any()
+    want = odd_oracle(used)
+    assert want["nobody.weight"] is None
+    for rank, (got, calls, (_, buckets)) in enumerate(run_ranks(2, odd_step, version, True, used, timeout=LIMIT)):
+        assert_same_named(got, want, what="gradient of", rank=rank)
+        assert calls == {"all_reduce": buckets + 1}, "one more for the flags"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced(version):
+    used = [[[0, 1], []], [[1], []]]
+    want = odd_oracle(used)
+    for rank, (got, _, _) in enumerate(run_ranks(2, odd_step, version, True, used, timeout=LIMIT)):
+        assert_same_named(got, want, what="gradient of", rank=rank)
+
+
+def test_a_tied_parameter_is_reduced_once_and_a_frozen_one_never():
+    for got, _, (names, _) in run_ranks(2, odd_step, "bucketed", False, [[[0]], [[1]]], timeout=LIMIT):
+        assert names.count("first.weight") == 1 and "last.weight" not in names
+        assert not any("frozen" in name for name in names)
+        assert got["frozen.weight"] is None
+
+
+def buckets_of(sizes: list[tuple[int, torch.dtype]], bucket_bytes: int) -> tuple[list[list[int]], list[bool]]:
+    parameters = [nn.Parameter(torch.ones(n, dtype=dtype)) for n, dtype in sizes]
+    reducer = BucketedReducer(parameters, dist.group.WORLD, bucket_bytes=bucket_bytes)
+    position = {p: i for i, p in enumerate(parameters)}
+    flat_is_whole = [
+        f.numel() == sum(p.numel() for p in b) for f, b in zip(reducer.flats, reducer.buckets, strict=True)
+    ]
+    return [[position[p] for p in bucket] for bucket in reducer.buckets], flat_is_whole
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bucket_bytes", "want"),
+    [
+        ([4, 4, 4, 4], 32, [[3, 2], [1, 0]]),
+        ([4, 4, 4, 4], 33, [[3, 2, 1], [0]]),
+        ([1, 100, 1, 1], 16, [[3, 2, 1], [0]]),  # one parameter alone is larger than a bucket
+        ([4, 1, 4], 1, [[2], [1], [0]]),
+        ([3, 1, 2], 10**6, [[2, 1, 0]]),
+    ],
+)
+def test_buckets_fill_in_reverse_order_until_they_hold_their_size(sizes, bucket_bytes, want):
+    for buckets, whole in run_ranks(1, buckets_of, [(n, torch.float32) for n in sizes], bucket_bytes, timeout=LIMIT):
+        assert buckets == want and all(whole)
+
+
+def test_each_dtype_has_its_own_buckets_in_the_order_backward_completes_them():
+    half, full = torch.bfloat16, torch.float32
+    sizes = [(4, half), (4, full), (4, half), (4, full), (4, full)]
+    for buckets, _ in run_ranks(1, buckets_of, sizes, 32, timeout=LIMIT):
+        assert buckets == [[4, 3], [1], [2, 0]]  # bucket [2, 0] was begun before [1], but is complete after it
+
+
+# ---------------------------------------------------------------------------------------------- more than one step
+
+
+def zero_grads_in_turn() -> tuple[Trace, bool]:
+    model = decoder()
+    reducer = reducer_of("bucketed", model, dist.group.WORLD)
+    trace, views = Trace(), True
+    for step in range(3):
+        batch = make_batch(step, dist.get_world_size())[dist.get_rank()]
+        trace.losses.append(train_step(model, reducer, batch).item())
+        trace.gradients.append(gradients(model))
+        views = views and all(p.grad is reducer.views[p] for p in model.parameters())
+        for p in model.parameters():
+            p.data -= 0.1 * p.grad
+        model.zero_grad(set_to_none=step == 1)
+    trace.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return trace, views
+
+
+def test_zero_grad_to_zero_and_to_none_both_work():
+    want = oracle_trace(2)
+    for rank, (got, views) in enumerate(run_ranks(2, zero_grads_in_turn, timeout=LIMIT)):
+        assert_same_trace(got, want, rank=rank)
+        assert views
+
+
+def forget_to_finish(version: str, inside_no_sync: bool) -> str:
+    model = decoder()
+    reducer = reducer_of(version, model, dist.group.WORLD)
+    tokens, labels = make_batch(0, dist.get_world_size())[dist.get_rank()][1]
+    mean_loss(model, tokens, labels.clamp(min=0)).backward()
+    message = ""
+    try:
+        with reducer.no_sync() if inside_no_sync else nullcontext():
+            mean_loss(model, tokens, labels.clamp(min=0)).backward()
+    except RuntimeError as error:
+        message = str(error)
+    reducer.finish()
+    return message
+
+
+@pytest.mark.parametrize("inside_no_sync", [False, True])
+def test_a_second_backward_before_finish_is_an_error_that_names_the_remedy(inside_no_sync):
+    for version in VERSIONS:
+        for message in run_ranks(2, forget_to_finish, version, inside_no_sync, timeout=LIMIT):
+            assert "norm.weight" in message and "finish()" in message and "no_sync()" in message
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise MemoryError("as if out of memory")
+
+
+def one_rank_raises(version: str) -> tuple[int, Trace, int]:
+    model = decoder()
+    reducer = reducer_of(version, model, dist.group.WORLD)
+    hook = None
+    if dist.get_rank() == 1:
+        hook = model.blocks[0].register_forward_hook(lambda module, args, out: RaisesInBackward.apply(out))
+    tokens, labels = make_batch(0, dist.get_world_size())[dist.get_rank()][1]
+    raised = 0
+    for context in (reducer.no_sync(), nullcontext()):
+        try:
+            with context:
+                mean_loss(model, tokens, labels.clamp(min=0)).backward()
+        except MemoryError:
+            raised += 1
+    reducer.finish()
+    if hook is not None:
+        hook.remove()
+
+    def backward(step: int) -> float:
+        return train_step(model, reducer, make_batch(step, dist.get_world_size())[dist.get_rank()]).item()
+
+    trace = sgd_trace(dict(model.named_parameters()), backward)
+    return raised, trace, sum(what == "ready" for what, _ in reducer.events)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_training_goes_on_after_a_backward_that_raised_on_one_rank(version):
+    want = oracle_trace(2)
+    results = run_ranks(2, one_rank_raises, version, timeout=LIMIT)
+    assert [raised for raised, _, _ in results] == [0, 2]
+    for rank, (_, got, ready) in enumerate(results):
+        assert ready == len(got.weights), f"rank {rank}: the hooks announce every gradient, as before"
+        assert_same_trace(got, want, rank=rank)
+
+
+def explicit_starts(version: str) -> tuple[list, dict]:
+    model = decoder()
+    reducer = reducer_of(version, model, dist.group.WORLD, hooks=False)
+    tokens, labels = make_batch(0, dist.get_world_size())[dist.get_rank()][1]
+    (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / 100).backward()
+    assert reducer.events == [], "without hooks nothing happens by itself"
+    for p in reversed(list(model.parameters())):
+        reducer.start(p)
+    launched_before_finish = launches(reducer)
+    reducer.finish()
+    return launched_before_finish, gradients(model)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_without_hooks_start_says_which_gradient_is_final(version):
+    model = decoder()
+    for part in make_batch(0, 2):
+        tokens, labels = part[1]
+        (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / 100).backward()
+    for rank, (early, got) in enumerate(run_ranks(2, explicit_starts, version, timeout=LIMIT)):
+        assert_same_named(got, gradients(model), what="gradient of", rank=rank)
+        assert bool(early) == (version != "naive")
+
+
+# ------------------------------------------------------------------------------------------------------- the script
+
+
+def run_demo(argv: list[str]) -> list[str]:
+    sys.argv = ["gradient_reducers.py", *argv]
+    return demo(parse_arguments(), dist.group.WORLD, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("argv", [["--version", "naive", "--all-reduce", "ring"], ["--version", "overlapped"], []])
+def test_the_demo_finds_nothing_wrong(argv):
+    assert run_ranks(2, run_demo, argv, timeout=LIMIT) == [[], []]
+
+
+def test_copied_alone_the_script_passes_and_its_trace_shows_a_bucket_inside_backward(tmp_path):
+    shutil.copy(Path(__file__).with_name("gradient_reducers.py"), tmp_path)
+    command = [sys.executable, "gradient_reducers.py", "--profile", "traces"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "PASS"
+    events = json.loads((tmp_path / "traces/rank0.json").read_text())["traceEvents"]
+    spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation"}
+    backward, bucket = spans["backward"], spans["all-reduce of bucket 0"]
+    assert backward[0] < bucket[0] and bucket[1] < backward[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--version", "fast"], ["--version", "'fast'", "bucketed"]),
+        (["--bucket-kib", "0"], ["--bucket-kib", "0", "1 or more"]),
+        (["--all-reduce", "ring"], ["--all-reduce", "bucketed", "--version naive"]),
+        (["--profile", __file__], ["--profile", __file__, "folder"]),
+        (["--workers", "3"], ["--workers"]),
+    ],
+)
+def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gradient_reducers.py", *argv])
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments()
+    printed = capsys.readouterr().err
+    assert stop.value.code == 2 and printed.count("\n") == 1
+    assert all(word in printed for word in ["gradient_reducers.py: ", *words])
+
+
+def drop_a_reducer():
+    model = nn.Linear(3, 2)
+    reducer = BucketedReducer(model, dist.group.WORLD)
+    model(torch.ones(1, 3)).sum().backward()
+    reducer.finish()
+    reference = weakref.ref(reducer)
+    del model, reducer
+    gc.collect()
+    return reference() is None
+
+
+def test_a_reducer_that_is_no_longer_used_is_freed_with_its_buckets_and_its_group():
+    assert run_ranks(1, drop_a_reducer) == [True]

@@ -1,0 +1,540 @@
+"""Stage 3 against the oracle of the other stages; and that weights are really not there when nobody uses them."""
+
+import gc
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.meter import communication, peak_memory, storage_bytes
+from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace
+from harness.ranks import run_ranks
+from test_zero_stages import (
+    awkward,
+    decoder,
+    distance,
+    in_full_precision,
+    in_two_groups,
+    loss_without_an_mlp,
+    mean_loss,
+    oracle_trace,
+    sgd,
+    sharded_steps,
+    unsharded_mixed_steps,
+    unsharded_steps,
+    whole_batch,
+    with_momentum,
+    zero_trace,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zero3 import Dropped, Zero3, main, make_zero
+from zero_memory import IGNORE, Decoder, make_batch, token_loss_sum, train_step, valid_tokens
+
+
+def zero3(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, **options) -> Zero3:
+    return Zero3(model, optimizer, group, units=model.layers, **options)
+
+
+# ------------------------------------------------------------------------------------------------- the one oracle
+
+
+def trace(build: Callable[..., nn.Module] = decoder, micro_batches: int = 2, **options) -> Trace:
+    return zero_trace(lambda *a: zero3(*a, **options), dist.group.WORLD, build, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
+    want = oracle_trace(ranks)
+    for rank, got in enumerate(run_ranks(ranks, trace)):
+        assert_same_trace(got, want, rank=rank)
+
+
+@pytest.mark.parametrize("options", [{"keep": False}, {"prefetch": False}])
+def test_results_do_not_depend_on_what_is_kept_or_prefetched(options):
+    want = oracle_trace(2)
+    for rank, got in enumerate(run_ranks(2, trace, **options)):
+        assert_same_trace(got, want, rank=rank)
+
+
+def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
+    want = oracle_trace(3, awkward, micro_batches=3)
+    for rank, got in enumerate(run_ranks(3, trace, awkward, 3)):
+        assert_same_trace(got, want, rank=rank)
+
+
+def two_slices() -> Trace:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    return zero_trace(zero3, groups[mine], seed=mine)
+
+
+def test_two_slices_of_the_world_train_two_models_at_the_same_time():
+    want = [oracle_trace(2, seed=mine) for mine in (0, 1)]
+    for rank, got in enumerate(run_ranks(4, two_slices)):
+        assert_same_trace(got, want[rank % 2], rank=rank)
+
+
+class Recomputing(Decoder):
+    """Every block is computed again in backward."""
+
+    reentrant = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+class RecomputingOldWay(Recomputing):
+    reentrant = True
+
+
+class Looping(Decoder):
+    """The stack of layers is used twice, with the same weights."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def of_kind(kind: type[Decoder]) -> Callable[[int], nn.Module]:
+    def build(seed: int = 0) -> nn.Module:
+        model = decoder(seed)
+        model.__class__ = kind
+        return model
+
+    return build
+
+
+def trace_of_kind(kind: type[Decoder]) -> tuple[Trace, int]:
+    with communication() as sent:
+        got = trace(of_kind(kind))
+    return got, sent.calls["all_gather"]
+
+
+@pytest.mark.parametrize("kind", [Recomputing, RecomputingOldWay])
+def test_recomputation_finds_the_weights_gathered_and_gathers_nothing_twice(kind):
+    want = oracle_trace(2)
+    plain = run_ranks(2, trace_of_kind, Decoder)[0][1]
+    for rank, (got, gathers) in enumerate(run_ranks(2, trace_of_kind, kind)):
+        assert_same_trace(got, want, rank=rank)
+        # Under the old kind autograd sees no backward coming while it does forward, so the last unit is not kept.
+        assert gathers == plain + (0 if kind is Recomputing else 3 * 2)
+
+
+def test_a_unit_may_be_used_twice_in_a_forward():
+    want = oracle_trace(2, of_kind(Looping))
+    for rank, (got, _) in enumerate(run_ranks(2, trace_of_kind, Looping)):
+        assert_same_trace(got, want, rank=rank)
+
+
+@pytest.mark.parametrize("optimizer_of", [in_two_groups, with_momentum])
+def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(optimizer_of):
+    model = awkward()
+    norms = unsharded_steps(optimizer_of(model), model, 3, max_norm=0.5)
+    want = {name: p.detach() for name, p in model.named_parameters()}
+    for rank, (got_norms, got) in enumerate(run_ranks(3, clipped_steps, optimizer_of)):
+        assert_same(torch.tensor(got_norms), torch.tensor(norms), 1e-9, "gradient norm", rank)
+        assert_same_named(got, want, 1e-9, "weight", rank)
+
+
+def clipped_steps(optimizer_of: Callable) -> tuple[list[float], dict[str, Tensor]]:
+    return sharded_steps(zero3, optimizer_of, awkward(), 0.5)
+
+
+def mixed_steps() -> dict[str, Tensor]:
+    model, rank, ranks = decoder(dtype=torch.bfloat16), dist.get_rank(), dist.get_world_size()
+    zero = zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-2), dist.group.WORLD, master=torch.float32)
+    for step in range(3):
+        train_step(model, zero, make_batch(step, ranks, 1)[rank])
+        zero.step()
+    return zero.full_weights()
+
+
+def test_bf16_with_master_weights_is_bit_equal_to_the_unsharded_run_where_the_order_of_sums_is():
+    want = unsharded_mixed_steps(2)
+    for got in run_ranks(2, mixed_steps):
+        for name in want:
+            assert torch.equal(got[name], want[name]), name
+
+
+def test_bf16_on_four_ranks_is_as_near_to_full_precision_as_the_unsharded_bf16_run():
+    exact = in_full_precision(4)
+    own = distance(unsharded_mixed_steps(4), exact)
+    for got in run_ranks(4, mixed_steps):
+        assert distance(got, exact) <= 1.2 * own
+
+
+# ------------------------------------------------------------------------------------ unused parameters, accumulation
+
+
+class Skipping(Decoder):
+    """Leaves the second half of layer 1 out when told to: its parameters then get no gradient on this rank."""
+
+    skip = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.layers[1].down.register_forward_hook(lambda *_: None)
+        x = self.layers[0](self.embed(tokens))
+        block = self.layers[1]
+        if self.skip:
+            block.forward = lambda x: x + block.out(block.norm1(x))
+        elif "forward" in block.__dict__:
+            del block.__dict__["forward"]
+        return self.head(self.norm(block(x)))
+
+
+def skipping_decoder() -> Skipping:
+    model = decoder()
+    model.__class__ = Skipping
+    return model
+
+
+def each_rank_skips_differently() -> tuple[dict[str, Tensor], list[str]]:
+    model, rank = skipping_decoder(), dist.get_rank()
+    zero = zero3(model, sgd(model), dist.group.WORLD)
+    batch = make_batch(0, dist.get_world_size(), 2)[rank]
+    valid = valid_tokens(batch, dist.group.WORLD)
+    zero.zero_grad()
+    with communication() as sent:
+        for i, (x, y) in enumerate(batch):
+            model.skip = (rank + i) % 2 == 1
+            with zero.micro_batch(last=i == 1):
+                (token_loss_sum(model, x, y) / valid).backward()
+    return zero.full_gradients(), [name for name, _, _ in sent.events]
+
+
+def test_ranks_that_use_different_parameters_still_call_the_same_collectives_in_the_same_order():
+    model = skipping_decoder()
+    batch = make_batch(0, 3, 2)
+    valid = sum((y != IGNORE).sum() for part in batch for _, y in part)
+    for rank, part in enumerate(batch):
+        for i, (x, y) in enumerate(part):
+            model.skip = (rank + i) % 2 == 1
+            (token_loss_sum(model, x, y) / valid).backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    results = run_ranks(3, each_rank_skips_differently)
+    for rank, (got, calls) in enumerate(results):
+        assert_same_named(got, want, what="gradient of", rank=rank)
+        assert calls == results[0][1]
+
+
+def accumulated_without_sending() -> tuple[dict[str, Tensor], int, int]:
+    model, rank = decoder(), dist.get_rank()
+    zero = zero3(model, sgd(model), dist.group.WORLD)
+    batch = make_batch(0, dist.get_world_size(), 3)[rank]
+    valid = valid_tokens(batch, dist.group.WORLD)
+    zero.zero_grad()
+    with communication() as sent:
+        with zero.no_sync():
+            for x, y in batch[:2]:
+                (token_loss_sum(model, x, y) / valid).backward()
+        held = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
+        with zero.micro_batch(last=True):
+            (token_loss_sum(model, *batch[2]) / valid).backward()
+    return zero.full_gradients(), held, sent.calls["reduce_scatter"]
+
+
+def test_no_sync_reduces_once_and_costs_whole_gradients():
+    model = decoder()
+    mean_loss(model, *whole_batch(0, 2, 3)).backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    for rank, (got, held, reductions) in enumerate(run_ranks(2, accumulated_without_sending)):
+        assert_same_named(got, want, what="gradient of", rank=rank)
+        assert held == 8 * sum(p.numel() for p in model.parameters())
+        assert reductions == 3  # two layers and the root, once
+
+
+# --------------------------------------------------------------------------------------------------- bytes, exactly
+
+
+def padded_units(model: Decoder, ranks: int) -> list[int]:
+    """Elements of each layer and, last, of what is in no layer; each padded."""
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
+    units = [*layers, sum(p.numel() for p in model.parameters()) - sum(layers)]
+    return [-(-n // ranks) * ranks for n in units]
+
+
+def bytes_of_a_step(keep: bool = True, checkpointed: bool = False) -> dict[str, float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batch = make_batch(0, ranks)[rank]
+    with peak_memory() as memory:
+        model = decoder(dtype=torch.bfloat16)
+        if checkpointed:
+            model.__class__ = Recomputing
+        optimizer = torch.optim.AdamW(model.parameters())
+        zero = zero3(model, optimizer, dist.group.WORLD, master=torch.float32, keep=keep)
+        with communication() as sent:
+            train_step(model, zero, batch)
+            zero.step()
+        dist.barrier()
+        time.sleep(0.2)  # gloo's threads may hold on to a buffer a little longer than its collective
+        gc.collect()
+        counters = sum(v.nbytes for state in zero.state.values() for v in state.values() if v.dim() == 0)
+        alive = memory.current - counters
+    return {
+        "alive": alive,
+        "full": storage_bytes(model.parameters()),
+        "reduce_scatter": sent.sent["reduce_scatter"],
+        "all_gather": sent.sent["all_gather"],
+        "gathers": sent.calls["all_gather"],
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_bytes_held_equal_sixteen_psi_over_n_exactly(ranks):
+    psi = sum(padded_units(decoder(), ranks))
+    for rank, got in enumerate(run_ranks(ranks, bytes_of_a_step)):
+        assert got["alive"] == 16 * psi // ranks, f"rank {rank}: {got}"
+        assert got["full"] == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_bytes_sent_equal_three_times_the_weights_and_less_for_what_is_kept(ranks):
+    units = padded_units(decoder(), ranks)
+    each = [2 * n * (ranks - 1) // ranks for n in units]
+    for keep in (False, True):
+        for got in run_ranks(ranks, bytes_of_a_step, keep):  # two micro-batches
+            assert got["reduce_scatter"] == 2 * sum(each)
+            assert got["all_gather"] == 2 * (2 * sum(each) - keep * (each[-2] + each[-1]))
+
+
+def test_recomputation_sends_no_byte_more():
+    plain, again = run_ranks(2, bytes_of_a_step)[0], run_ranks(2, bytes_of_a_step, checkpointed=True)[0]
+    assert plain == again
+
+
+SIZES = {"vocab": 16, "hidden": 96, "heads": 2, "layers": 6}
+
+
+def peak_of_a_step(prefetch: bool) -> tuple[int, int]:
+    """(peak beyond what is held, activations of one token) of forward and backward."""
+    torch.manual_seed(0)
+    model = Decoder(**SIZES)
+    token = torch.zeros(1, 1, dtype=torch.long)
+    with peak_memory() as activations:
+        mean_loss(model, token, token)
+    zero = zero3(model, sgd(model), dist.group.WORLD, prefetch=prefetch)
+    peaks = []
+    for _ in range(3):  # gloo's threads may give buffers back late
+        zero.zero_grad()
+        with peak_memory() as memory, zero.micro_batch(last=True):
+            mean_loss(model, token, token).backward()
+        peaks.append(memory.peak)
+    return min(peaks), activations.peak
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_at_the_peak_there_are_two_units_and_the_root_and_as_much_of_gradients(prefetch):
+    torch.manual_seed(0)
+    model = Decoder(**SIZES)
+    *units, root = (4 * n for n in padded_units(model, 2))
+    largest = max(4 * p.numel() for p in model.parameters())
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    for got, activations in run_ranks(2, peak_of_a_step, prefetch):
+        weights = root + (2 if prefetch else 1) * units[0]
+        gradients = root + 2 * units[0] + 2 * largest  # a buffer that fills, one on its way, what autograd makes
+        assert got <= weights + gradients + 3 * activations
+        assert got < whole + 3 * activations  # not even the weights alone are ever all there, or their gradients
+
+
+def weights_after(what: str) -> int:
+    """Bytes of gathered weights after forward, with autograd's saved tensors alive."""
+    model = decoder()
+    zero = zero3(model, sgd(model), dist.group.WORLD)
+    tokens, labels = whole_batch(0, 1)
+    if what == "inference":
+        with torch.no_grad():
+            mean_loss(model, tokens, labels)
+    else:
+        loss = mean_loss(model, tokens, labels)  # noqa: F841 - it keeps the graph alive
+    return storage_bytes(flat for unit in [*zero.units, zero.root] for flat in unit.flats)
+
+
+def test_autograd_keeps_no_dropped_weight_alive():
+    *units, root = padded_units(decoder(), 2)
+    assert run_ranks(2, weights_after, "forward") == [8 * (units[-1] + root)] * 2  # what was kept on purpose
+    assert run_ranks(2, weights_after, "inference") == [0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------- order of events
+
+
+def events_of_a_step(checkpointed: bool = False) -> list[tuple[str, str]]:
+    torch.manual_seed(0)
+    model = (Recomputing if checkpointed else Decoder)(hidden=16, heads=2, layers=4)
+    zero = zero3(model, sgd(model), dist.group.WORLD)
+    train_step(model, zero, make_batch(0, dist.get_world_size(), 1)[dist.get_rank()])
+    return [event for event in zero.events if event[0] != "ready"]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_next_unit_is_requested_before_this_one_computes_in_forward_and_in_backward(checkpointed):
+    for events in run_ranks(2, events_of_a_step, checkpointed):
+        turn = events.index(("backward", "root"))
+        forward, backward = events[:turn], events[turn:]
+        for n in range(3):
+            assert forward.index(("gather", f"unit {n + 1}")) < forward.index(("forward", f"unit {n}"))
+            assert backward.index(("gather", f"unit {n}")) < backward.index(("backward", f"unit {n + 1}"))
+            assert backward.index(("wait", f"unit {n}")) > backward.index(("backward done", f"unit {n + 1}"))
+        assert ("gather", "unit 3") not in backward  # the last unit was kept
+        for n in range(4):
+            assert backward.index(("drop", f"unit {n}")) > backward.index(("backward done", f"unit {n}"))
+
+
+def test_at_no_time_are_more_than_two_units_gathered_and_gradients_leave_during_backward():
+    for events in run_ranks(2, events_of_a_step):
+        gathered: set[str] = set()
+        for what, who in events:
+            if who != "root" and what == "gather":
+                gathered.add(who)
+            if what == "drop":
+                gathered.discard(who)
+            assert len(gathered) <= 2, events
+        reductions = [i for i, (what, _) in enumerate(events) if what == "reduce"]
+        assert reductions[0] < events.index(("backward", "unit 2"))
+        assert len(reductions) == 5
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+class Outside(nn.Module):
+    """Uses a weight of its layer 0 after the layer has run."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.layers[1](self.layers[0](x)), self.layers[0].weight)
+
+
+def with_ignored(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """One layer's two matrices are someone else's."""
+    model, rank = decoder(), dist.get_rank()
+    theirs = list(model.layers[0].up.parameters())
+    mine = [p for p in model.parameters() if all(p is not other for other in theirs)]
+    options = {"units": model.layers} if stage == 3 else {}
+    group, own = dist.group.WORLD, torch.optim.SGD(mine, lr=0.1)
+    zero = make_zero(stage, model, own, group, ignored=theirs, **options)
+    train_step(model, zero, make_batch(0, 2, 1)[rank])
+    raw = {"layers.0.up.weight": theirs[0].grad}
+    return zero.full_gradients(), raw, len(zero.full_weights())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_ignored_parameter_is_left_to_its_owner(stage):
+    model = decoder()
+    mean_loss(model, *whole_batch(0, 2, 1)).backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    results = run_ranks(2, with_ignored, stage)
+    name = "layers.0.up.weight"
+    assert_same(sum(raw[name] for _, raw, _ in results), want.pop(name), what="two local gradients together")
+    for rank, (gradients, _, held) in enumerate(results):
+        assert_same_named(gradients, want, what="gradient of", rank=rank)
+        assert held == len(want)
+
+
+def use_outside() -> None:
+    model = Outside()
+    zero3(model, sgd(model), dist.group.WORLD)
+    model(torch.ones(2, 4))
+
+
+def test_a_parameter_used_outside_its_unit_is_an_error_that_names_it():
+    with pytest.raises(
+        AssertionError, match=r"linear\(\) needs parameter 'layers.0.weight' of unit 0 outside its unit"
+    ):
+        run_ranks(1, use_outside)
+
+
+def shared_between_units() -> str:
+    messages = []
+    for share in ("between units", "with the root"):
+        model = decoder()
+        if share == "between units":
+            model.layers[1].up.weight = model.layers[0].up.weight
+        else:
+            model.extra = nn.Linear(23, 92, bias=False, dtype=torch.float64)
+            model.extra.weight = model.layers[0].up.weight
+        try:
+            zero3(model, sgd(model), dist.group.WORLD)
+        except ValueError as error:
+            messages.append(str(error))
+    return "\n".join(messages)
+
+
+def test_a_parameter_of_two_units_is_refused_by_name():
+    first, second = run_ranks(1, shared_between_units)[0].splitlines()
+    assert "'layers.0.up.weight'" in first and "unit 0" in first and "unit 1" in first
+    assert "'layers.0.up.weight'" in second and "'extra'" in second
+
+
+def what_may_be_asked() -> tuple[tuple[int, ...], bool, bool]:
+    model = decoder()
+    zero3(model, sgd(model), dist.group.WORLD)
+    weight = model.layers[0].up.weight
+    return tuple(weight.shape), weight.requires_grad, isinstance(weight, Dropped) and weight.grad is None
+
+
+def test_a_dropped_parameter_still_has_shape_and_name_but_no_values():
+    assert run_ranks(1, what_may_be_asked)[0] == ((92, 23), True, True)
+    with pytest.raises(AssertionError, match="layers.1.down.weight"):
+        run_ranks(1, look_at_values)
+
+
+def look_at_values() -> None:
+    model = decoder()
+    zero3(model, sgd(model), dist.group.WORLD)
+    model.layers[1].down.weight.sum()
+
+
+def bad_stage() -> None:
+    model = decoder()
+    make_zero(4, model, sgd(model), dist.group.WORLD)
+
+
+def test_a_stage_that_does_not_exist_is_refused():
+    with pytest.raises(AssertionError, match="ZeRO stage 4 does not exist; use 1, 2 or 3"):
+        run_ranks(1, bad_stage)
+
+
+def late_gradient() -> None:
+    model = decoder()
+    zero = zero3(model, sgd(model), dist.group.WORLD)
+    x, y = whole_batch(0, 1)
+    zero.zero_grad()
+    loss_without_an_mlp(model, x, y, 0).backward()
+
+
+def test_calling_parts_of_the_model_without_the_root_names_the_missing_parameter():
+    with pytest.raises(AssertionError, match="'embed.weight' of root"):
+        run_ranks(1, late_gradient)
+
+
+def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zero3.py", "--stage", "3"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and len(lines) == 1 and "--stage" in lines[0]
+
+
+def test_the_script_runs_from_a_folder_of_its_own(tmp_path):
+    here = Path(__file__).parent
+    for name in ("zero_stages.py", "zero3.py", "zero_memory.py"):
+        shutil.copy(here / name, tmp_path)
+    result = subprocess.run([sys.executable, "zero3.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "PASS"

@@ -1,0 +1,470 @@
+"""ZeRO-R, part one: activation checkpoints partitioned over the tensor-parallel group (P_a), or moved to the host.
+
+Problem. Recomputation keeps one activation per layer, the layer's input x. In tensor parallelism all ranks of the group
+compute with the same x, so each of them keeps the same checkpoint: N copies of L layers of B S H elements.
+
+Idea, P_a. Keep 1/N of x on each rank. Before backward recomputes a layer, all-gather x. Nothing else changes:
+
+    forward   x --> [layer] --> y      rank r keeps   |  |x r|     |     1/N of x
+    backward  all-gather x --> [layer] once more --> gradients
+
+Idea, P_a+cpu. Backward needs a checkpoint long after forward made it: meanwhile it can be in host memory. Copies travel
+beside the computation, and backward fetches the checkpoint of layer l-1 while it recomputes layer l.
+
+    compute      | layer 0 | layer 1 | layer 2 |   | layer 2 back | layer 1 back | layer 0 back |
+    copies                 | 0 out   | 1 out   | 2 out | 2 in, 1 in | 0 in                            in this order
+
+Formulas, for a message of M = B S H elements, N ranks, L layers (1910.02054, sections 6.1 and 8):
+    kept on a rank     replicated L M        P_a  L M / N        P_a+cpu  0, with L M / N in host memory
+    sent per layer     tensor parallelism: 2 all-reduces in forward, in recomputation, in backward:  12 M (N-1)/N
+                       P_a: one all-gather more:  M (N-1)/N, that is 1/12 of it, below 10 %
+    copied per layer   P_a+cpu: M / N to the host and M / N back
+
+The tensor-parallel layer below is the smallest that has this traffic (chapter 04 explains it): each rank has some heads
+and some columns of the MLP, f and g are the two operators that make their sum right (Megatron-LM, 1909.08053).
+
+Run it:
+    python zero_r.py                                         one rank, CPU or GPU
+    torchrun --nproc_per_node 2 zero_r.py                    gloo on CPU, nccl on GPU; 1, 2, 3, 4, 6 or 12 ranks
+    python zero_r.py --table                                 configurations C1 to C5 of the paper, by formula
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from zero_buffers import Arena
+from zero_memory import (
+    GB,
+    Block,
+    Decoder,
+    OneLineParser,
+    Row,
+    WireCounter,
+    bytes_per_parameter,
+    error,
+    make_batch,
+    report,
+    table,
+    token_loss_sum,
+    world,
+)
+from zero_stages import all_gather
+
+# Shapes: B batch, S sequence, H hidden, D head dim. N is the number of tensor-parallel ranks.
+HEADS = 12
+
+# ------------------------------------------------------------------------------------------ where a checkpoint is kept
+
+
+class Replicated:
+    """The version to beat: each rank keeps all of x.
+
+    A keeper's `keep(x)` returns a tensor that autograd holds until backward, or None, and what else `restore` needs.
+    """
+
+    def keep(self, x: Tensor) -> tuple[Tensor | None, Any]:
+        return x, None
+
+    def restore(self, tensor: Tensor | None, rest: Any) -> Tensor:
+        assert tensor is not None
+        return tensor
+
+
+class Partitioned:
+    """P_a: each rank of the group keeps 1/N of x, which is the same on all of them, and all-gathers it in backward.
+
+    With an `arena`, the pieces go there (M_D, zero_buffers.py); call `arena.reset()` after each backward.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, arena: Arena | None = None):
+        self.group, self.arena = group, arena
+
+    def piece(self, x: Tensor) -> Tensor:
+        """My 1/N of x, [ceil(x.numel() / N)], with zeros at the end where N does not divide."""
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        # --- exercise 3.19: keep my part, and nothing that keeps the rest alive ---
+        flat = x.detach().flatten()
+        size = -(-flat.numel() // ranks)
+        mine = flat[rank * size : (rank + 1) * size]
+        if mine.numel() < size:
+            mine = F.pad(mine, (0, size - mine.numel()))
+        return self.arena.hold(mine) if self.arena else mine.clone()  # a view would keep all of x
+        # --- end exercise ---
+
+    def gather(self, piece: Tensor, shape: torch.Size) -> Tensor:
+        """x again, from the pieces of all ranks."""
+        # --- exercise 3.20: all pieces, without the padding ---
+        flat = piece.new_empty(piece.numel() * dist.get_world_size(self.group))
+        all_gather(flat, piece, group=self.group)
+        return flat[: shape.numel()].view(shape)
+        # --- end exercise ---
+
+    def keep(self, x: Tensor) -> tuple[Tensor | None, Any]:
+        return self.piece(x), x.shape
+
+    def restore(self, tensor: Tensor | None, rest: Any) -> Tensor:
+        assert tensor is not None
+        return self.gather(tensor, rest)
+
+
+class CopyEngine:
+    """Copies tensors one after the other, beside the computation: a CUDA stream of its own, or on CPU a thread."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.thread = None if self.stream else ThreadPoolExecutor(max_workers=1)
+
+    def copy(self, to: Tensor, source: Tensor) -> Callable[[], Any]:
+        """Start a copy and return a function that waits for it. `source` must be left alone until then."""
+        if self.thread is not None:
+            return self.thread.submit(self.work, to, source).result
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream())  # the source must have been computed
+        with torch.cuda.stream(self.stream):
+            self.work(to, source)
+            done = self.stream.record_event()
+        for tensor in (to, source):
+            if tensor.is_cuda:
+                tensor.record_stream(self.stream)  # its memory is not to be given away before the copy is done
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def work(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source, non_blocking=True)
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A checkpoint that is in slot `slot` of the host's buffer, or on its way there or back."""
+
+    slot: int
+    shape: torch.Size
+    piece: Tensor | None  # on the device, until it has been copied
+    wait_out: Callable[[], Any]
+    wait_in: Callable[[], Any] | None = None
+    back: Tensor | None = None
+
+
+class Offloaded(Partitioned):
+    """P_a+cpu: the pieces live in a buffer of host memory, of `slots` pieces of `numel` elements each.
+
+    On a GPU the buffer is pinned, so that copies run beside kernels. All checkpoints of a forward fit, or ValueError.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, slots: int, numel: int, dtype: torch.dtype, device: torch.device | None = None
+    ):
+        super().__init__(group)
+        self.device = device or torch.device("cpu")
+        self.host = torch.empty(slots, numel, dtype=dtype, pin_memory=self.device.type == "cuda")
+        self.free = list(range(slots))
+        self.engine = CopyEngine(self.device)
+        self.order: list[Ticket] = []  # as forward made them; backward takes them from the end
+        self.events: list[tuple[str, int]] = []
+
+    def keep(self, x: Tensor) -> tuple[Tensor | None, Any]:
+        if not self.free:
+            raise ValueError(f"host buffer of {len(self.host)} checkpoints is full; give it one slot for each layer")
+        piece, slot = self.piece(x), self.free.pop()
+        for last in self.order[-1:]:  # its copy has had a layer's time: let its source go
+            last.wait_out()
+            last.piece = None
+        self.events.append(("out", slot))
+        ticket = Ticket(slot, x.shape, piece, self.engine.copy(self.host[slot][: piece.numel()], piece))
+        self.order.append(ticket)
+        return None, ticket
+
+    def fetch(self, ticket: Ticket) -> None:
+        """Start the way back."""
+        if ticket.wait_in is None:
+            # --- exercise 3.21: not before the way out has ended; and the slot is busy until the way back has ---
+            ticket.wait_out()
+            numel = -(-ticket.shape.numel() // dist.get_world_size(self.group))
+            ticket.piece, ticket.back = None, torch.empty(numel, dtype=self.host.dtype, device=self.device)
+            ticket.wait_in = self.engine.copy(ticket.back, self.host[ticket.slot][:numel])
+            # --- end exercise ---
+            self.events.append(("in", ticket.slot))
+
+    def restore(self, tensor: Tensor | None, rest: Any) -> Tensor:
+        ticket: Ticket = rest
+        at = self.order.index(ticket)
+        self.fetch(ticket)
+        if at > 0:
+            self.fetch(self.order[at - 1])  # backward wants it next
+        assert ticket.wait_in is not None and ticket.back is not None
+        ticket.wait_in()
+        self.order.remove(ticket)
+        self.free.append(ticket.slot)
+        return self.gather(ticket.back, ticket.shape)
+
+
+# -------------------------------------------------------------------------------------------------- recomputing a layer
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: Callable[[Tensor], Tensor], keeper: Any, x: Tensor) -> Tensor:
+        ctx.layer, ctx.keeper = layer, keeper
+        ctx.random = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+        y = layer(x)  # inside forward() autograd records nothing: no activation of the layer is kept
+        tensor, ctx.rest = keeper.keep(x)
+        ctx.save_for_backward(tensor)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.keeper.restore(*ctx.saved_tensors, ctx.rest).detach().requires_grad_()
+        # --- exercise 3.22: the layer once more, with the random numbers of the first time, and backward through it ---
+        with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
+            torch.set_rng_state(ctx.random[0])
+            if x.is_cuda:
+                torch.cuda.set_rng_state(ctx.random[1], x.device)
+            y = ctx.layer(x)
+        torch.autograd.backward(y, gradients[0])  # adds to the .grad of the layer's weights on its way
+        # --- end exercise ---
+        return None, None, x.grad
+
+
+def recompute(layer: Callable[[Tensor], Tensor], x: Tensor, keeper: Any) -> Tensor:
+    """layer(x), of which only x is kept for backward, in the way of `keeper`.
+
+    ValueError if x requires no gradient while gradients are being recorded: backward would never come by, and the
+    weights of the layer would silently get no gradient.
+    """
+    if not torch.is_grad_enabled():
+        return layer(x)
+    if not x.requires_grad:
+        raise ValueError("the input of a recomputed layer must require a gradient, or its weights get none")
+    return _Recompute.apply(layer, keeper, x)
+
+
+# ---------------------------------------------------------------------------------------- a tensor-parallel transformer
+
+
+class _ToParallel(torch.autograd.Function):
+    """f: nothing in forward; in backward the sum over the ranks, each of which used its part of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _FromParallel(torch.autograd.Function):
+    """g: in forward the sum of the ranks' partial results; nothing in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+def my_part(name: str, tensor: Tensor, heads: int, rank: int, ranks: int) -> Tensor:
+    """The part of a full weight of `Block`, or of its gradient, that belongs to this rank; norms are whole."""
+    if name == "qkv":
+        by_head = tensor.view(3, heads, -1, tensor.shape[1])  # [3 H, H] -> [3, heads, D, H]
+        return by_head.chunk(ranks, dim=1)[rank].reshape(-1, tensor.shape[1])
+    if name == "up":
+        return tensor.chunk(ranks, dim=0)[rank]
+    if name in ("out", "down"):
+        return tensor.chunk(ranks, dim=1)[rank]
+    return tensor
+
+
+class ParallelBlock(nn.Module):
+    """`Block` over the ranks of a group: some heads and some columns of the MLP each. x is [B, S, H] on all of them."""
+
+    def __init__(self, block: Block, group: dist.ProcessGroup):
+        super().__init__()
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.heads = block.heads // self.ranks
+        for name, layer in block.named_children():
+            part = my_part(name, layer.weight.detach(), block.heads, self.rank, self.ranks)
+            self.register_parameter(name, nn.Parameter(part.clone()))
+
+    def norm(self, x: Tensor, weight: Any) -> Tensor:
+        return _ToParallel.apply(F.rms_norm(x, weight.shape, weight), self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(self.norm(x, self.norm1), self.qkv)  # [B, S, H] -> [B, S, 3 H/N]
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in h.chunk(3, -1))  # 3 of [B, heads/N, S, D]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)  # [B, S, H/N]
+        x = x + _FromParallel.apply(F.linear(mixed, self.out), self.group)  # partial sums -> all_reduce -> [B, S, H]
+        h = F.silu(F.linear(self.norm(x, self.norm2), self.up))  # [B, S, 4 H/N]
+        return x + _FromParallel.apply(F.linear(h, self.down), self.group)
+
+
+class ParallelDecoder(nn.Module):
+    """`Decoder` with parallel blocks, recomputed with a keeper. Embedding, norm and head are whole on every rank."""
+
+    def __init__(self, full: Decoder, group: dist.ProcessGroup, keeper: Any):
+        super().__init__()
+        self.embed, self.norm, self.head = full.embed, full.norm, full.head
+        self.layers = nn.ModuleList(ParallelBlock(layer, group) for layer in full.layers)
+        self.keeper = keeper
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = recompute(layer, x, self.keeper)
+        return self.head(self.norm(x))
+
+
+# ------------------------------------------------------------------------------ the configurations C1 to C5, by formula
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A row of the paper's table 3; C_B and M_D are part of each."""
+
+    stage: int
+    partitioned: bool = False
+    offloaded: bool = False
+
+    def states(self, parameters: float, tensor: int, data: int) -> float:
+        """Bytes of weights, gradients and optimizer states on a rank of `tensor` times `data`."""
+        return parameters / tensor * bytes_per_parameter(self.stage, data)
+
+    def checkpoints(self, layers: int, message: int, tensor: int) -> float:
+        """Bytes of 16-bit checkpoints on the device, for B S H = `message`."""
+        # --- exercise 3.23: what do P_a and P_a+cpu leave on the device? ---
+        if self.offloaded:
+            return 0.0
+        return 2.0 * layers * message / (tensor if self.partitioned else 1)
+        # --- end exercise ---
+
+
+CONFIGURATIONS = {
+    "C1": Configuration(1),
+    "C2": Configuration(1, partitioned=True),
+    "C3": Configuration(2),
+    "C4": Configuration(2, partitioned=True),
+    "C5": Configuration(2, partitioned=True, offloaded=True),
+}
+
+
+def configuration_table(hidden: int, batch: int, sequence: int, tensor: int, data: int, memory: float) -> list[str]:
+    """C1 to C5: bytes of a 100-layer model per rank, and how many layers, hence parameters, fill `memory` bytes."""
+    rows: dict[str, list[str]] = {}
+    for name, c in CONFIGURATIONS.items():
+        layers, per_layer, message = 100, 12 * hidden**2, batch * sequence * hidden
+        states, kept = c.states(layers * per_layer, tensor, data), c.checkpoints(layers, message, tensor)
+        deepest = int(memory // (c.states(per_layer, tensor, data) + c.checkpoints(1, message, tensor)))
+        parts = f"P_os{'+g' * (c.stage == 2)}{' P_a' * c.partitioned}{'+cpu' * c.offloaded}"
+        rows[f"{name}  {parts}"] = [
+            *(f"{value / GB:.2f}" for value in (states, kept, states + kept)),
+            f"{deepest * per_layer / 1e9:.0f}B",
+        ]
+    title = (
+        f"GB per rank: 100 layers of H = {hidden}, batch {batch}, sequence {sequence}, {tensor} tensor-parallel x "
+        f"{data} data-parallel ranks; and the largest model of such layers in {memory / GB:g} GB"
+    )
+    return table(title, ("states", "checkpoints", "sum", "largest"), rows)
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def run_once(keeper: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[float, int, float]:
+    """One step beside the unsharded model: (largest error, bytes that autograd keeps of the layers, bytes sent)."""
+    torch.manual_seed(0)
+    oracle = Decoder(heads=HEADS).to(device, torch.float64)
+    torch.manual_seed(0)
+    model = ParallelDecoder(Decoder(heads=HEADS).to(device, torch.float64), group, keeper)
+    tokens, labels = (t.to(device) for t in make_batch(0, 1, 1, rows=2)[0][0])
+    want = token_loss_sum(oracle, tokens, labels)
+    want.backward()
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with WireCounter(group) as wire:
+        x = model.embed(tokens)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            for layer in model.layers:
+                x = recompute(layer, x, keeper)
+        kept = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        saved.clear()
+        loss = token_loss_sum(lambda _: model.head(model.norm(x)), tokens, labels)  # type: ignore[arg-type]
+        loss.backward()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    worst = max(error(loss.detach(), want.detach()), error(model.embed.weight.grad, oracle.embed.weight.grad))
+    for mine, full in zip(model.layers, oracle.layers, strict=True):
+        for name, whole in full.named_children():
+            part = my_part(name, whole.weight.grad, HEADS, rank, ranks)
+            worst = max(worst, error(mine.get_parameter(name).grad, part))
+    return worst, kept, wire.bytes
+
+
+def main() -> None:
+    parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--table", action="store_true", help="print the configurations C1 to C5 and stop")
+    args = parser.parse_checked()
+    if args.table:
+        print("\n".join(configuration_table(8192, 16, 1024, 16, 8, 32 * GB)))
+        print("PASS")
+        return
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if HEADS % ranks:
+        parser.error(f"--nproc_per_node {ranks} does not divide {HEADS} attention heads; use 1, 2, 3, 4, 6 or 12")
+    rows: list[Row] = []
+    with world() as (group, device):
+        layers, message = 3, 2 * 24 * 48 * 8  # of the demo: L, and bytes of x [B, S, H] in float64
+        piece = -(-message // 8 // ranks) * 8
+        traffic = 12 * layers * message * (ranks - 1) / ranks
+        extra = layers * message * (ranks - 1) / ranks
+        arena = Arena(layers * piece // 8, torch.float64, device)
+        offloaded = Offloaded(group, layers, piece // 8, torch.float64, device)
+        for name, keeper, keeps, sends in (
+            ("replicated", Replicated(), layers * message, traffic),
+            ("P_a", Partitioned(group), layers * piece, traffic + extra),
+            ("P_a and M_D", Partitioned(group, arena), layers * piece, traffic + extra),
+            ("P_a+cpu", offloaded, 0, traffic + extra),
+        ):
+            worst, kept, sent = run_once(keeper, group, device)
+            rows += [
+                (f"{name}: largest error (float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10),
+                (f"{name}: bytes kept of {layers} layers", keeps, kept, keeps == kept),
+                (f"{name}: bytes sent", f"{sends:.0f}", f"{sent:.0f}", abs(sends - sent) < 1e-6),
+            ]
+        rows.append(
+            (
+                "P_a+cpu: bytes in host memory",
+                layers * piece,
+                offloaded.host.nbytes,
+                layers * piece == offloaded.host.nbytes,
+            )
+        )
+        if ranks > 1:
+            rows.append(("P_a: traffic added", "1/12 < 10 %", f"{extra / traffic:.2%}", extra < 0.1 * traffic))
+        if dist.get_rank(group) == 0:
+            print(f"activation checkpoints on {ranks} {device.type} rank(s)")
+        right = report(rows, group)
+    sys.exit(0 if right else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,589 @@
+"""ZeRO stages 1 and 2: data parallelism in which a rank keeps optimizer states and gradients for its shard only.
+
+Problem. In data parallelism all N ranks hold the same weights, the same summed gradients and the same optimizer states.
+With Adam in mixed precision that is 16 bytes per parameter on each rank, 12 of them states (see zero_memory.py).
+
+Idea. An element needs one rank that updates it, not N. Lay the parameters end to end, cut the line into N equal
+shards, and let rank r own shard r. An all-reduce is a reduce-scatter followed by an all-gather; stop in the middle:
+
+    gradients  --reduce-scatter-->  my shard of the sum  --update-->  my shard of the weights  --all-gather-->  weights
+
+    held by rank 1 of 4     weights            gradients          master weights, momentum, variance
+    stage 0                 ################   ################   ################   everything (chapter 02)
+    stage 1  (P_os)         ################   ################   ----####--------   the states of my shard
+    stage 2  (P_os+g)       ################   ----####--------   ----####--------   gradients leave at once
+    stage 3  (P_os+g+p)     ----####--------   ----####--------   ----####--------   zero3.py
+
+Formulas, for Psi parameters, K bytes of optimizer state each, weights and gradients of 2 bytes
+(Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.1, 5.2 and 7.1):
+    stage 1   holds (2 + 2) Psi + K Psi / N    sends 2 (2 Psi) (N-1)/N, as much as plain data parallelism
+    stage 2   holds 2 Psi + (2 + K) Psi / N    sends the same; (2 Psi) (N-1)/N more for each further micro-batch
+Psi includes padding: each bucket of parameters is filled up with fewer than N zeros, so that N equal shards cover it.
+Only for a moment: stage 2 holds one bucket of gradients complete and one on its way; mixed precision turns one
+bucket's shard of gradients into fp32 at a time.
+
+Run it:
+    python zero_stages.py                                            one rank, CPU or GPU
+    torchrun --nproc_per_node 2 zero_stages.py --stage 2             gloo on CPU, nccl on GPU
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from zero_memory import (
+    OneLineParser,
+    Row,
+    bytes_per_parameter,
+    bytes_sent,
+    error_against_the_unsharded_model,
+    measure,
+    report,
+    world,
+)
+
+# N is the number of ranks, S the elements of a shard; model tensors are [B, S, H] (batch, sequence, hidden) as always.
+# An update that looks at one element at a time does not notice that it is given a slice of a parameter.
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
+# torch 2.13 gave these two collectives new names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ExchangeAndSum:
+    """A reduce-scatter as an exchange and a sum on this rank: the same bytes, and (N-1)/N of a buffer while it lasts.
+
+    For gloo, which has no reduce-scatter of its own: it does a whole all-reduce and copies my part out, which sends
+    twice (N-1)/N n. Give it as `reduce_scatter=` where that matters. The call and `wait()` are those of a collective.
+    """
+
+    def __init__(self, out: Tensor, flat: Tensor, *, group: dist.ProcessGroup, async_op: bool):
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        slices = flat.view(ranks, -1)  # [N, S]: slice r is what rank r sums
+        self.out, self.mine = out, slices[rank]
+        self.arrived = flat.new_empty(ranks - 1, self.mine.numel())  # my own slice need not travel
+        others = [other for other in range(ranks) if other != rank]
+        self.works = [
+            work
+            for other, buffer in zip(others, self.arrived, strict=True)
+            for work in (
+                dist.isend(slices[other], group=group, group_dst=other),
+                dist.irecv(buffer, group=group, group_src=other),
+            )
+        ]
+        if not async_op:
+            self.wait()
+
+    def wait(self) -> None:
+        while self.works:
+            self.works.pop().wait()
+        torch.add(self.mine, self.arrived.sum(0), out=self.out)  # in place, as in a bucket, or elsewhere
+
+
+class SendToAll:
+    """An all-gather as one message to each other rank: the same bytes as a ring's, in one step instead of N - 1.
+
+    For gloo, whose ring waits N - 1 times for a neighbour. Give it as `all_gather=`.
+    """
+
+    def __init__(self, flat: Tensor, mine: Tensor, *, group: dist.ProcessGroup, async_op: bool):
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        slices = flat.view(ranks, -1)  # [N, S]; mine is slices[rank] already
+        self.works = [
+            work
+            for other in range(ranks)
+            if other != rank
+            for work in (
+                dist.isend(mine, group=group, group_dst=other),
+                dist.irecv(slices[other], group=group, group_src=other),
+            )
+        ]
+        if not async_op:
+            self.wait()
+
+    def wait(self) -> None:
+        while self.works:
+            self.works.pop().wait()
+
+
+# ----------------------------------------------------------------------------------------------- parameters in a line
+
+
+class Bucket:
+    """Parameters of one dtype and device, end to end in a flat buffer that N equal shards cover exactly.
+
+    | a a a a a | b b b | c c | - - |        N = 4 ranks, 10 elements: shards of S = 3, padded to 12
+    | rank 0 | rank 1 | rank 2 | rank 3 |    a shard does not care where a parameter ends
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup):
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.params = params
+        self.numel = sum(p.numel() for p in params)
+        # --- exercise 3.4: equal shards, also when N does not divide the number of elements ---
+        self.shard_numel = -(-self.numel // ranks)  # rounded up
+        self.padded = self.shard_numel * ranks
+        self.mine = slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        # --- end exercise ---
+        self.begin: dict[nn.Parameter, int] = {}  # where each parameter begins
+        for p in params:
+            self.begin[p] = sum(q.numel() for q in self.begin)
+
+    def zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.params[0].dtype, device=self.params[0].device)
+
+    def view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
+        """The part of a flat buffer [padded] that belongs to `param`, in its shape."""
+        return flat[self.begin[param] : self.begin[param] + param.numel()].view(param.shape)
+
+    def pieces(self) -> Iterator[tuple[nn.Parameter, slice, slice]]:
+        """For each parameter with elements in my shard: the parameter, where in my shard, which of its elements."""
+        for p in self.params:
+            first, last = max(self.begin[p], self.mine.start), min(self.begin[p] + p.numel(), self.mine.stop)
+            if first < last:
+                in_param = slice(first - self.begin[p], last - self.begin[p])
+                yield p, slice(first - self.mine.start, last - self.mine.start), in_param
+
+    def flatten(self, group: dist.ProcessGroup) -> Tensor:
+        """Move the parameters into a flat buffer, of which they become views, with the values of the group's rank 0.
+
+        Without the broadcast, ranks that started from different weights would each contribute a slice of another model.
+        """
+        flat = self.zeros(self.padded)
+        for p in self.params:
+            self.view(flat, p).copy_(p.detach())
+            p.data = self.view(flat, p)
+        dist.broadcast(flat, group_src=0, group=group)
+        return flat
+
+
+# ----------------------------------------------------------------------------------------------------------- stage 1
+
+
+def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """The method for as long as its object lives: a hook that kept the object alive would do so for good, since the
+    garbage collector cannot see a cycle that runs through autograd's side of a parameter.
+    """
+    reference = WeakMethod(method)
+
+    def call(param: nn.Parameter) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(param)
+
+    return call
+
+
+class Zero1:
+    """Stage 1 (P_os): every rank has all gradients, but updates its shard only, and so keeps only its shard's states.
+
+        optimizer = torch.optim.AdamW(groups_of_parameters, lr=1e-3)       # an ordinary optimizer, not used yet
+        zero = Zero1(model, optimizer, group, master=torch.float32)        # takes over its class and its groups
+        zero.zero_grad()
+        for i, (tokens, labels) in enumerate(micro_batches):
+            with zero.micro_batch(last=i == len(micro_batches) - 1):
+                (loss_sum(model(tokens), labels) / valid_tokens_of_the_global_batch).backward()
+        norm = zero.clip_grad_norm(1.0)
+        zero.param_groups[0]["lr"] = 3e-4                                  # as with any optimizer
+        zero.step()
+
+    Gradients are summed over the group, not averaged: the loss is divided by the global number of tokens already.
+    `master=torch.float32` keeps, for a bf16 model, the shard's weights in fp32; the optimizer works on these.
+    A frozen parameter stays as it is, a tied one counts once. A trainable parameter that got no gradient on any rank
+    has gradient zero (torch's optimizers would leave it alone; here its weight decays and its momentum fades).
+
+    With `hooks=False` nothing is automatic: call `start(param)` when `param.grad` is final for this step. Parameters
+    in `ignored` belong to someone else: experts, say, which only some ranks of the group hold alike.
+    `events` records what happened since `zero_grad()`, in order. All ranks of the group must make the same calls.
+    """
+
+    stage = 1
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        *,
+        master: torch.dtype | None = None,
+        bucket_bytes: int = 25 * 2**20,
+        hooks: bool = True,
+        reduce_scatter: Callable[..., Any] = reduce_scatter,
+        all_gather: Callable[..., Any] = all_gather,
+        ignored: Collection[nn.Parameter] = (),
+    ):
+        self.module, self.group, self.bucket_bytes = module, group, bucket_bytes
+        self.reduce_scatter, self.all_gather = reduce_scatter, all_gather  # or ExchangeAndSum, SendToAll
+        left_out = set(ignored)
+        self.everything = {p: name for name, p in module.named_parameters() if p not in left_out}
+        self.names = {p: name for p, name in self.everything.items() if p.requires_grad}
+        check_optimizer(optimizer, self.names)
+        self.param_groups = optimizer.param_groups
+        self.group_of = {p: i for i, options in enumerate(self.param_groups) for p in options["params"]}
+        self.hooks, self.syncing, self.finished = hooks, True, False
+        self.events: list[tuple[str, Any]] = []
+        self.buckets = self.make_buckets()
+        self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket.params}
+        self.hold_weights()
+        # The optimizer's own copy of my shard. Without `master` it is no copy: it is my part of the weights.
+        self.masters = [self.weight_shard(i).to(master or b.params[0].dtype) for i, b in enumerate(self.buckets)]
+        self.segments = [self.cut(i) for i in range(len(self.buckets))]
+        self.inner = [self.make_inner(type(optimizer), segments) for segments in self.segments]
+        self.hold_gradients()
+        self.begin()
+        for p in self.names if hooks else ():
+            p.register_post_accumulate_grad_hook(weakly(self.start))
+
+    def make_buckets(self) -> list[Bucket]:
+        """In reverse order of registration, roughly the order in which backward completes gradients."""
+        full: list[list[nn.Parameter]] = []
+        filling: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+        for p in reversed(self.names):
+            bucket = filling.setdefault((p.device, p.dtype), [])
+            bucket.append(p)
+            if sum(q.nbytes for q in bucket) >= self.bucket_bytes:
+                full.append(filling.pop((p.device, p.dtype)))
+        # Inside a bucket the optimizer's groups lie together, so that my shard has at most one run of each.
+        return [Bucket(sorted(b, key=self.group_of.__getitem__), self.group) for b in [*full, *filling.values()]]
+
+    def cut(self, index: int) -> list[tuple[int, slice, nn.Parameter]]:
+        """My shard of a bucket as runs of one group each: (group, where in the shard, a view for the optimizer)."""
+        runs: list[tuple[int, slice]] = []
+        for p, where, _ in self.buckets[index].pieces():
+            if runs and runs[-1][0] == self.group_of[p]:
+                runs[-1] = (runs[-1][0], slice(runs[-1][1].start, where.stop))
+            else:
+                runs.append((self.group_of[p], where))
+        # Padding goes with the last run: zeros with gradient zero stay zeros under every elementwise update.
+        last, where = runs[-1] if runs else (0, slice(0, 0))
+        runs[-1:] = [(last, slice(where.start, self.buckets[index].shard_numel))]
+        return [(g, where, nn.Parameter(self.masters[index][where])) for g, where in runs]
+
+    def make_inner(
+        self, kind: Callable[..., torch.optim.Optimizer], segments: list[tuple[int, slice, nn.Parameter]]
+    ) -> torch.optim.Optimizer:
+        """An optimizer of its own for each bucket, so that one bucket can be updated while another one travels."""
+        return kind([{**self.param_groups[g], "params": [segment]} for g, _, segment in segments])
+
+    def hold_weights(self) -> None:
+        self.flats = [bucket.flatten(self.group) for bucket in self.buckets]
+
+    def weight_shard(self, index: int) -> Tensor:
+        return self.flats[index][self.buckets[index].mine]
+
+    def hold_gradients(self) -> None:
+        self.gradients = [bucket.zeros(bucket.padded) for bucket in self.buckets]
+        self.views = {p: self.buckets[i].view(self.gradients[i], p) for p, i in self.bucket_of.items()}
+
+    def gradient_shard(self, index: int) -> Tensor:
+        """My shard of the summed gradient, after `finish()`. It is a view: changes count."""
+        return self.gradients[index][self.buckets[index].mine]
+
+    # ---- gradients
+
+    def begin(self) -> None:
+        """State of one backward that sends."""
+        self.ready: set[nn.Parameter] = set()
+        self.launched: list[int] = []
+        self.works: list[tuple[int, Tensor, dist.Work]] = []  # reductions under way: bucket, buffer, handle
+
+    def zero_grad(self) -> None:
+        for p in self.names:
+            p.grad = self.views[p]  # autograd then adds straight into the buffer
+        for flat in self.gradients:
+            flat.zero_()
+        self.finished, self.events = False, []
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards inside accumulate on this rank; nothing is sent. At stage 1 it costs no memory."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch. Stage 1 accumulates locally and reduces the last time."""
+        with nullcontext() if last else self.no_sync():
+            yield
+        if last:
+            self.finish()
+
+    def start(self, param: nn.Parameter) -> None:
+        """`param.grad` is final on this rank. The hook calls this; without hooks, you do."""
+        if not self.syncing:
+            return
+        if param in self.ready or (self.stage == 1 and self.finished):
+            raise RuntimeError(
+                f"the gradient of {self.names[param]!r} became final twice: call finish() after each backward that "
+                "sends, and at stage 1 run all micro-batches but the last inside no_sync()"
+            )
+        self.events.append(("ready", self.names[param]))
+        self.ready.add(param)
+        self.after_ready()
+
+    def after_ready(self) -> None:
+        """Buckets leave while backward goes on, in the same order on every rank, whatever the order of gradients."""
+        while (index := len(self.launched)) < len(self.buckets) and self.ready.issuperset(self.buckets[index].params):
+            self.launch(index)
+
+    def fill(self, index: int) -> Tensor:
+        """The gradients of a bucket as one flat buffer [padded]; zeros where there is none."""
+        for p in self.buckets[index].params:
+            view = self.views[p]
+            if p.grad is None:  # someone called model.zero_grad(), and no backward came this way
+                view.zero_()
+            elif p.grad is not view:
+                view.copy_(p.grad)
+            p.grad = view
+        return self.gradients[index]
+
+    def launch(self, index: int) -> None:
+        """Start the reduction of a bucket. What did not become final in this backward goes as it is, or as zero."""
+        mine, flat = self.buckets[index].mine, self.fill(index)
+        # --- exercise 3.5: sum over the group, and receive only my shard of the sum, in place ---
+        work = self.reduce_scatter(flat[mine], flat, group=self.group, async_op=True)
+        # --- end exercise ---
+        self.works.append((index, flat, work))
+        self.launched.append(index)
+        if len(self.works) > 2:  # two on the way keep the links busy; more of them would only hold more buffers
+            self.retire()
+        self.events.append(("reduce", index))
+
+    def retire(self) -> None:
+        """Wait for the oldest reduction."""
+        _, _, work = self.works.pop(0)
+        work.wait()
+
+    def finish(self) -> None:
+        """After each backward that sends, on every rank: send what is unsent and wait for all of it."""
+        for index in range(len(self.buckets)):
+            if index not in self.launched:
+                self.launch(index)
+        while self.works:
+            self.retire()
+        self.finished = True
+        self.begin()
+
+    # ---- norm, update
+
+    def gradient_pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """(parameter's name, the part of its summed gradient that this rank owns).
+
+        Together the ranks have each element once, and no padding: sum the squares over the group for the norm.
+        """
+        for index, bucket in enumerate(self.buckets):
+            for p, where, _ in bucket.pieces():
+                yield self.names[p], self.gradient_shard(index)[where]
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Norm over all gradients of the model, the same on all ranks. Above `max_norm`, scale them to it.
+
+        Same result as `torch.nn.utils.clip_grad_norm_` on the unsharded gradients.
+        """
+        # --- exercise 3.6: the norm of a vector of which I hold one shard ---
+        squares = torch.zeros((), dtype=torch.float64, device=self.buckets[0].params[0].device)
+        for _, piece in self.gradient_pieces():
+            squares += torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2
+        dist.all_reduce(squares, group=self.group)
+        norm = squares.sqrt()
+        # --- end exercise ---
+        self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: Tensor | float) -> None:
+        for index in range(len(self.buckets)):
+            self.gradient_shard(index).mul_(factor)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update my shard bucket by bucket; each bucket's all-gather travels while the next bucket is updated."""
+        works: list[Any] = []
+        # --- exercise 3.7: update slice by slice, and let the slices travel meanwhile ---
+        for index in range(len(self.buckets)):
+            self.update(index)
+            works += self.publish(index)
+        for work in works:
+            work.wait()
+        # --- end exercise ---
+
+    def update(self, index: int) -> None:
+        gradient = self.gradient_shard(index).to(self.masters[index].dtype)  # a copy in mixed precision: one bucket's
+        for options, (g, where, segment) in zip(self.inner[index].param_groups, self.segments[index], strict=True):
+            options.update((key, value) for key, value in self.param_groups[g].items() if key != "params")
+            segment.grad = gradient[where]
+        self.inner[index].step()
+        for _, _, segment in self.segments[index]:
+            segment.grad = None
+        self.events.append(("update", index))
+
+    def publish(self, index: int) -> list[Any]:
+        """Start to give my updated shard to everyone, into the flat buffer that the parameters are views of."""
+        mine = self.weight_shard(index)
+        mine.copy_(self.masters[index])  # rounds to the model's dtype; without `master` they are the same memory
+        self.events.append(("gather", index))
+        return [self.all_gather(self.flats[index], mine, group=self.group, async_op=True)]
+
+    # ---- what is held, and whole tensors again
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Optimizer states of my shard, by segment, master weights included where they are a copy."""
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        for index, inner in enumerate(self.inner):
+            copied = self.masters[index].dtype != self.buckets[index].params[0].dtype
+            for _, _, segment in self.segments[index]:
+                states[segment] = {**inner.state.get(segment, {}), **({"master": segment.data} if copied else {})}
+        return states
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """Every tensor that stays on this rank between two steps."""
+        states = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return {"weights": [*self.everything], "gradients": self.gradients, "optimizer states": states}
+
+    def whole(self, index: int, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """All-gather the shards [S] of a bucket and cut them into parameters."""
+        bucket = self.buckets[index]
+        flat = shard.new_empty(bucket.padded)
+        all_gather(flat, shard, group=self.group)
+        for p in bucket.params:
+            yield self.names[p], bucket.view(flat, p).clone()
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The summed gradient of each trainable parameter, whole, on every rank: for tests, not for training."""
+        return dict(pair for i in range(len(self.buckets)) for pair in self.whole(i, self.gradient_shard(i)))
+
+    def load_frozen(self, weights: dict[str, Tensor]) -> None:
+        """Take the weights of those parameters that are not trained, by name."""
+        for p, name in self.everything.items():
+            if p not in self.names:
+                p.copy_(weights[name])
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Each parameter, whole, on every rank. The optimizer's states come with it in zero_state.py."""
+        weights = {name: p.detach().clone() for p, name in self.everything.items() if p not in self.names}
+        return weights | dict(pair for i in range(len(self.buckets)) for pair in self.whole(i, self.weight_shard(i)))
+
+
+# ----------------------------------------------------------------------------------------------------------- stage 2
+
+
+class Zero2(Zero1):
+    """Stage 2 (P_os+g): one new idea. A gradient that is not in my shard is somebody else's: send it and forget it.
+
+    A buffer exists only on the way: while one bucket is being reduced, backward makes the gradients of the next. Each
+    micro-batch is reduced and *added* to the shard. `no_sync()` saves those reductions and costs what this stage has
+    won: the whole gradients stay on the rank until a backward that sends.
+    """
+
+    stage = 2
+
+    def hold_gradients(self) -> None:
+        self.gradients = [bucket.zeros(bucket.shard_numel) for bucket in self.buckets]
+
+    def gradient_shard(self, index: int) -> Tensor:
+        return self.gradients[index]
+
+    def zero_grad(self) -> None:
+        for p in self.names:
+            p.grad = None
+        for shard in self.gradients:
+            shard.zero_()
+        self.events = []
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch: each is reduced at once, so nothing whole has to be kept."""
+        yield
+        self.finish()
+
+    def fill(self, index: int) -> Tensor:
+        """The gradients move from the parameters into a new buffer, once the one before has been reduced."""
+        while self.works:
+            self.retire()
+        bucket = self.buckets[index]
+        flat = bucket.zeros(bucket.padded)
+        for p in bucket.params:
+            if p.grad is not None:
+                bucket.view(flat, p).copy_(p.grad)
+                p.grad = None
+        return flat
+
+    def retire(self) -> None:
+        index, flat, work = self.works.pop(0)
+        # --- exercise 3.8: keep my shard of this micro-batch, together with those of the earlier ones ---
+        work.wait()
+        self.gradients[index].add_(flat[self.buckets[index].mine])
+        # --- end exercise ---
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> None:
+    """ValueError, naming the parameter, if this optimizer cannot be sharded or is not over exactly these parameters."""
+    kind = type(optimizer).__name__
+    mine = {p for options in optimizer.param_groups for p in options["params"]}
+    first = next(iter(names.values()), None)
+    if first is None:
+        raise ValueError("the module has no trainable parameter; set requires_grad on at least one")
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(known.__name__ for known in ELEMENTWISE)
+        raise ValueError(f"{kind} may look at whole tensors, but a shard holds only a slice of {first!r}; use {known}")
+    if optimizer.state:
+        raise ValueError(f"{kind} has states already (of {first!r}, say); give a new one, then load_full_state_dict()")
+    for option in ("differentiable", "capturable"):
+        if any(options.get(option) for options in optimizer.param_groups):
+            raise ValueError(f"{kind}({option}=True) cannot be honoured for shards of {first!r}; leave it out")
+    for p, name in names.items():
+        if p not in mine:
+            raise ValueError(f"{kind} does not have the parameter {name!r}; add it to a group, or freeze it")
+    for p in mine:
+        if p.requires_grad and p not in names:
+            raise ValueError(f"{kind} has a parameter of shape {list(p.shape)} that is not in the module; take it out")
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def demo(stage: int, make: Callable[..., Zero1], group: dist.ProcessGroup, device: torch.device) -> list[Row]:
+    """Rows of the table for one stage: three steps beside the oracle, then the bytes of a mixed-precision step."""
+    ranks = dist.get_world_size(group)
+    worst = error_against_the_unsharded_model(make, group, device)
+    held, psi, kept, sent = measure(stage, group, device)
+    must_hold, must_send = round(psi * bytes_per_parameter(stage, ranks)), bytes_sent(stage, ranks, 2 * psi, kept)
+    return [
+        ("largest error against the oracle (SGD, float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10),
+        (f"bytes held, bf16 and AdamW, Psi = {psi:,}", must_hold, held, must_hold == held),
+        ("bytes sent in a step", f"{must_send:.0f}", f"{sent:.0f}", abs(must_send - sent) < 1e-6),
+    ]
+
+
+def main() -> None:
+    parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--stage", type=int, choices=[1, 2], default=2, help="stage 3 is in zero3.py")
+    args = parser.parse_checked()
+    kind = {1: Zero1, 2: Zero2}[args.stage]
+    with world() as (group, device):
+        rows = demo(args.stage, partial(kind, bucket_bytes=2**17), group, device)
+        if dist.get_rank(group) == 0:
+            print(f"stage {args.stage} on {dist.get_world_size(group)} {device.type} rank(s)")
+        right = report(rows, group)
+    sys.exit(0 if right else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The full state of a sharded run: gathered by name, and loaded at another stage or another number of ranks.
+
+Problem. After ZeRO no rank has a whole optimizer state, and the shards are slices of buckets that mean something only
+at this number of ranks and this stage. A checkpoint of shards would tie the rest of the training to today's machines.
+
+Idea. Give the state the form it would have had without ZeRO: one whole tensor for each parameter and kind, under the
+parameter's name. To save, gather a bucket, cut it into parameters, forget the padding. To load, go the other way:
+
+    shard of rank 0   | exp_avg: a a a a |
+    shard of rank 1   | exp_avg: a b b - |   --all-gather-->   | a a a a a b b - |   --cut-->   a: [5]   b: [2]
+                                                                       padding ^ is forgotten
+
+    a: [5]   b: [2]   --lay out, at 4 ranks-->   | a a | a a | a b | b - |   --each its own-->   rank 2:  | a b |
+
+    {"weights":   {"layers.0.up.weight": tensor, ...},
+     "optimizer": {"layers.0.up.weight": {"step": 7, "exp_avg": tensor, "exp_avg_sq": tensor, "master": tensor}, ...}}
+
+The weights of a bf16 model are not enough: they are rounded. "master" holds the fp32 weights that the optimizer works
+on; without it, resuming would round every weight and lose all the small updates that have not yet become visible.
+
+Formulas, for a bucket of n padded elements of e bytes and N ranks:
+    sent      (N-1)/N n e for each kind of state and for the weights; loading sends nothing at stage 3, and one
+              all-gather of the weights at stages 1 and 2
+    memory    one gathered bucket at a time on the device, the whole state in host memory
+Learning rates and the like are options of a run, not its state, and are not saved here.
+
+Run it:
+    python zero_state.py                                     one rank, CPU or GPU
+    torchrun --nproc_per_node 4 zero_state.py                train on 4 ranks at stage 3, go on with 2 at stage 1
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from zero3 import make_zero
+from zero_memory import IGNORE, Decoder, OneLineParser, Row, error, make_batch, report, train_step, world
+from zero_stages import Zero1
+
+FullState = dict[str, dict[str, Any]]
+
+
+def per_element(kind: str) -> bool:
+    """Is there one number of this kind for each element of a parameter? `step` is a counter, the same for all."""
+    return kind != "step"  # its tensor has no dimension, but neither have the moments of a scalar parameter
+
+
+@torch.no_grad()
+def full_state_dict(zero: Zero1) -> FullState:
+    """{"weights": {name: tensor}, "optimizer": {name: {kind: tensor or counter}}} in host memory, on every rank.
+
+    All ranks of the group call it between two steps. Nothing in it depends on the number of ranks or on the stage.
+    """
+    weights = {name: tensor.cpu() for name, tensor in zero.full_weights().items()}
+    states: dict[str, dict[str, Any]] = {name: {} for name in zero.names.values()}
+    for some in gathered_states(zero):
+        for name, state in some.items():
+            states[name] |= state
+    return {"weights": weights, "optimizer": states}
+
+
+@torch.no_grad()
+def gathered_states(zero: Zero1) -> Iterator[dict[str, dict[str, Any]]]:
+    """{name: {kind: tensor or counter}} in host memory, for one bucket and one kind of state after the other.
+
+    All ranks of the group go through it to the end, between two steps. Who keeps none of it holds one bucket at most.
+    """
+    held = zero.state
+    for index, bucket in enumerate(zero.buckets):
+        segments = [segment for _, _, segment in zero.segments[index]]
+        for kind, value in held[segments[0]].items():
+            states: dict[str, dict[str, Any]] = {zero.names[p]: {} for p in bucket.params}
+            # --- exercise 3.12: from slices to whole tensors by name ---
+            if per_element(kind):
+                shard = torch.cat([held[segment][kind] for segment in segments])  # [S]
+                for name, tensor in zero.whole(index, shard):
+                    states[name][kind] = tensor.cpu()
+            else:
+                for p in bucket.params:
+                    states[zero.names[p]][kind] = deepcopy(value)
+            # --- end exercise ---
+            yield states
+
+
+@torch.no_grad()
+def load_full_state_dict(zero: Zero1, full: FullState) -> None:
+    """Take over weights and optimizer states, saved at any number of ranks and any stage.
+
+    All ranks of the group call it between two steps, each with the same state. Raises ValueError, naming a parameter,
+    if the state is that of another model, before anything has changed.
+    """
+    weights, states = full["weights"], full["optimizer"]
+    check_full_state(zero, weights, states)
+    zero.load_frozen(weights)
+    load_buckets(zero, weights, states)
+
+
+@torch.no_grad()
+def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping[str, Mapping[str, Any]]) -> None:
+    """`load_full_state_dict` without its checks and without frozen weights.
+
+    A tensor is asked for when it is needed and where it has elements in my shard, and is dropped once they are copied:
+    the mappings may read it from a disk. All ranks of the group call it between two steps.
+    """
+    for index, bucket in enumerate(zero.buckets):
+        states = {zero.names[p]: everything[zero.names[p]] for p, _, _ in bucket.pieces()}  # all that my shard needs
+        # --- exercise 3.13: the optimizer works on the master weights, where there are any ---
+        masters = {name: state.get("master", weights[name]) for name, state in states.items()}
+        zero.masters[index].copy_(shard_of(zero, index, masters))
+        # --- end exercise ---
+        first, kinds = everything[zero.names[bucket.params[0]]], {}
+        for kind in first:
+            if per_element(kind) and kind != "master":
+                kinds[kind] = shard_of(zero, index, {name: state[kind] for name, state in states.items()})
+            elif kind != "master":
+                kinds[kind] = first[kind]
+        for _, where, segment in zero.segments[index]:
+            zero.inner[index].state[segment] = {
+                kind: value[where].clone() if per_element(kind) else deepcopy(value) for kind, value in kinds.items()
+            }
+        for work in zero.publish(index):
+            work.wait()
+
+
+def shard_of(zero: Zero1, index: int, whole: dict[str, Tensor]) -> Tensor:
+    """My shard [S] of a bucket, cut out of whole tensors by name: those with elements in it. Padding is zero."""
+    bucket, mine_of = zero.buckets[index], zero.masters[index]
+    dtype = next((tensor.dtype for tensor in whole.values()), mine_of.dtype)  # my shard may be all padding
+    shard = torch.zeros(bucket.shard_numel, dtype=dtype, device=mine_of.device)
+    # --- exercise 3.14: from whole tensors by name to my slice of the bucket ---
+    for p, mine, theirs in bucket.pieces():
+        shard[mine] = whole[zero.names[p]].flatten()[theirs].to(shard.device)
+    # --- end exercise ---
+    return shard
+
+
+def check_full_state(zero: Zero1, weights: dict[str, Tensor], states: dict[str, dict[str, Any]]) -> None:
+    """ValueError, naming the parameter, if this is the state of another model."""
+    named = {name: p for p, name in zero.everything.items()}
+    for name, p in named.items():
+        if name not in weights:
+            raise ValueError(f"the state has no weight {name!r}: it is that of another model")
+        if weights[name].shape != p.shape:
+            raise ValueError(
+                f"weight {name!r} has shape {list(weights[name].shape)} in the state, {list(p.shape)} here"
+            )
+    for name in weights:
+        if name not in named:
+            raise ValueError(f"the state has a weight {name!r}, which this model does not have")
+    first = next(iter(zero.names.values()))
+    for name, p in zip(zero.names.values(), zero.names, strict=True):
+        if name not in states or states[name].keys() != states[first].keys():
+            kinds, expected = sorted(states.get(name, {})), sorted(states[first])
+            raise ValueError(f"the state has {kinds} for {name!r} but {expected} for {first!r}; one step updates all")
+        for kind, value in states[name].items():
+            if per_element(kind):
+                if value.shape != p.shape:
+                    raise ValueError(f"{kind} of {name!r} has shape {list(value.shape)}, the weight {list(p.shape)}")
+            elif float(value) != float(states[first][kind]):
+                raise ValueError(
+                    f"{kind} is {float(value):g} for {name!r}, {float(states[first][kind]):g} for {first!r}"
+                )
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def trained(group: dist.ProcessGroup, stage: int, steps: range, device: torch.device, state: FullState | None) -> Any:
+    """A sharded model after these steps of a run whose global batches are the same for every number of ranks."""
+    torch.manual_seed(0)
+    model = Decoder(tied=True).to(device, torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = make_zero(stage, model, optimizer, group, units=model.layers)
+    if state:
+        load_full_state_dict(zero, state)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for step in steps:
+        samples = make_batch(step, 1, micro_batches=4)[0]
+        nothing = (samples[0][0], torch.full_like(samples[0][1], IGNORE))  # all ranks need as many micro-batches
+        mine = [*samples, *[nothing] * (-len(samples) % ranks)][rank::ranks]
+        train_step(model, zero, [(x.to(device), y.to(device)) for x, y in mine])
+        zero.step()
+    return zero
+
+
+def main() -> None:
+    OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False).parse_checked()
+    rows: list[Row] = []
+    with world() as (group, device):
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        straight = full_state_dict(trained(group, 2, range(4), device, None))
+        saved = full_state_dict(trained(group, 3, range(2), device, None))
+        half = max(ranks // 2, 1)
+        few = dist.new_group(list(range(half)))
+        if rank < half:
+            resumed = full_state_dict(trained(few, 1, range(2, 4), device, saved))
+            worst = max(
+                error(got[kind], want[kind])
+                for got, want in (
+                    (resumed["weights"], straight["weights"]),
+                    *((resumed["optimizer"][name], state) for name, state in straight["optimizer"].items()),
+                )
+                for kind in want
+            )
+            what = f"4 steps; or 2, save, load on {half} rank(s), 2 more"
+            rows.append((what, "<= 1e-10", f"{worst:.1e}", worst <= 1e-10))
+        names = len(saved["optimizer"])
+        numbers = sum(t.numel() for t in saved["weights"].values())
+        moments = sum(s["exp_avg"].numel() for s in saved["optimizer"].values())
+        rows.append((f"momentum saved for {names} parameters", numbers, moments, numbers == moments))
+        if rank == 0:
+            print(f"saved at stage 3 on {ranks} {device.type} rank(s), loaded at stage 1 on {half}")
+        right = report(rows, group)
+    sys.exit(0 if right else 1)
+
+
+if __name__ == "__main__":
+    main()

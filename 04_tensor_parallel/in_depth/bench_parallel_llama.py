@@ -1,0 +1,78 @@
+"""The vocabulary-parallel loss against torch's loss_parallel, and against gathered logits: 4 ranks, one run.
+
+    python 04_tensor_parallel/in_depth/bench_parallel_llama.py              4 processes on CPU (gloo), or 4 GPUs (nccl)
+
+First losses and gradients of the logits are compared; only then is anything timed. A step is loss and backward.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _tensor_parallel_bench import RANKS, must_be_same, peak_of_both, run, sent_by_both
+from harness.report import paired, write_result
+from parallel_llama import vocab_parallel_cross_entropy
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+TOKENS = 512
+
+
+def gathered(logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
+    """What the chapter avoids: all logits on every rank, and a gradient of which a rank uses its own words."""
+    pieces = [torch.empty_like(logits) for _ in range(RANKS)]
+    dist.all_gather(pieces, logits.detach())
+    pieces[dist.get_rank()] = logits
+    return F.cross_entropy(torch.cat(pieces, -1), labels, reduction="sum")
+
+
+def worker(device: torch.device) -> None:
+    group, rows = dist.group.WORLD, []
+    mesh = init_device_mesh(device.type, (RANKS,))
+
+    def by_torch(logits: Tensor, labels: Tensor, vocab: int) -> None:
+        with loss_parallel():
+            F.cross_entropy(DTensor.from_local(logits, mesh, [Shard(1)]), labels, reduction="sum").backward()
+
+    def by_gathering(logits: Tensor, labels: Tensor, vocab: int) -> None:
+        gathered(logits, labels, vocab).backward()
+
+    def by_us(logits: Tensor, labels: Tensor, vocab: int) -> None:
+        vocab_parallel_cross_entropy(logits, labels, vocab, group).backward()
+
+    for vocab in (1024, 16384):
+        generator = torch.Generator().manual_seed(0)
+        full = torch.randn(TOKENS, vocab, generator=generator).to(device)
+        labels = torch.randint(vocab, (TOKENS,), generator=generator).to(device)
+        logits = full.chunk(RANKS, 1)[dist.get_rank()].clone().requires_grad_()
+
+        def step(fn, logits=logits, labels=labels, vocab=vocab) -> None:
+            logits.grad = None
+            fn(logits, labels, vocab)
+
+        seen = {}
+        for fn in (by_torch, by_us, by_gathering):
+            step(fn)
+            gradient = logits.grad.clone()
+            with sent_by_both() as wire, peak_of_both() as memory:
+                step(fn)
+            seen[fn] = gradient, wire.total, memory.peak
+        for fn in (by_us, by_gathering):
+            must_be_same(seen[fn][0], seen[by_torch][0], f"{fn.__name__}: the gradient of the logits")
+        for fn, name in ((by_us, "vocab_parallel_cross_entropy"), (by_gathering, "gathered logits")):
+            ratio = paired(lambda f=fn: step(f), lambda: step(by_torch), repeats=11, setup=dist.barrier)
+            rows.append([vocab, name, seen[fn][1], seen[by_torch][1], seen[fn][2], seen[by_torch][2], ratio])
+    if dist.get_rank() == 0:
+        columns = ["V", "loss", "bytes sent", "torch's", "peak bytes", "torch's", "seconds / torch's (quartiles)"]
+        title = f"The loss of a cut vocabulary against torch's loss_parallel, {RANKS} ranks, {TOKENS} tokens"
+        write_result("04_parallel_llama", title, columns, rows, "Peak: bytes allocated at once beyond the logits.")
+
+
+if __name__ == "__main__":
+    run(worker)

@@ -1,0 +1,398 @@
+"""Tensor and sequence parallelism, the time: some of the waiting hides behind matrix products.
+
+Problem. Data parallelism sends gradients that nobody needs until the step ends. Here the very next operation needs
+what is sent: a norm cannot start before f* has arrived. So each block waits four times, on every rank.
+
+Idea 1: backward has two products, dx = dy W and dW = dyᵀ x, and only dx is sent. Send it first, then compute dW. With
+sequence parallel there is a second pair: x must be gathered again for dW, and not for dx.
+
+    simple       | dx | all-reduce dx ... | dW |        | gather x | dx | dW | reduce-scatter dx |
+    overlapped   | dx | dW ............. |              | dx ..... | dW .............. |
+                      | all-reduce dx .. |              | gather x | reduce-scatter dx |
+
+Idea 2: cut the collective into the t - 1 steps of a ring, and the product into t chunks of S/t tokens. Products of a
+gathered x start with the chunk that is there; sums of products pass on one chunk while they compute the next (Wang et
+al. 2023, "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023, pages 93-106).
+
+    all-gather, then product: rank 1 of 4      | x1 W | x0 W | x3 W | x2 W |       computes
+                                               | x0   | x3   | x2   |              receives from rank 0, meanwhile
+    product, then reduce-scatter: rank 1 of 4  | y0 W | y3 W | y2 W | y1 W |       adds what arrived, sends it to rank 2
+                                                      | c0   | c3   | c2   |       and keeps the sum of chunk 1
+
+Domino (2409.15241) goes on from here: it cuts the batch, and hides one half's all-reduces behind the other's products.
+
+Formulas, n = B S H e bytes. The ring sends what the collective sent: t - 1 chunks of n/t bytes.
+    time of an all-reduce by a ring      2(t-1) (α + n/t β), β of its slowest link      Thakur et al. 2005
+
+Run it:
+    python overlap.py                                                           one rank, CPU or GPU
+    torchrun --nproc_per_node 4 overlap.py                                      gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 2 overlap.py --nic-gbs 100 --latency-us 5         another cluster
+The demo compares all versions, shows the order of events, and prints what a block of Llama 3 70B would take on 1 to 32
+GPUs of a cluster: why tensor parallelism stays in a node. The last line is PASS, or it exits with 1 and a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _tensor_parallel_demo import OneLineParser, Report, Wire, launch, tokens_of_text
+from parallel_block import Config, ParallelBlock, Parts, check_sizes, rope_tables
+from parallel_linear import (
+    Columns,
+    Shard,
+    TensorParallel,
+    all_gather,
+    all_gather_single,
+    column_gather_again,
+    column_simple,
+    init_weights,
+    initial_weight,
+    reduce_scatter_single,
+    row_simple,
+    under_autocast,
+)
+from torch import Tensor
+
+# Legend of shapes: B batch, S sequence, H hidden, t ranks of the tensor group. S/t is S sharded over that group.
+Log = Callable[[str], object]  # is told what happens, in order
+
+
+def silent(event: str) -> None:
+    pass
+
+
+def only_plain(linear: Callable, version: str) -> None:
+    if linear is not F.linear:
+        raise ValueError(
+            f"{version} takes the product apart, so linear must be F.linear; use column_simple, row_simple"
+        )
+
+
+# -------------------------------------------------------------------------------------- 1: the order of two products
+
+
+class Overlapped(torch.autograd.Function):
+    """Column-parallel products of one x. Backward sends the gradient of x while it computes those of the weights."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp: TensorParallel, log: Log, *weights: Tensor) -> Columns:
+        ctx.tp, ctx.log = tp, log
+        ctx.save_for_backward(x, *weights)
+        whole = all_gather(x, tp.group) if tp.sequence_parallel else x
+        return tuple(F.linear(whole, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, *weights = ctx.saved_tensors
+        tp, log, group = ctx.tp, ctx.log, ctx.tp.group
+
+        def dx_of_this_rank() -> Tensor:
+            log("product dx")
+            return sum(dy @ weight for dy, weight in zip(grads, weights, strict=True))  # [B, S, out/t] -> [B, S, H]
+
+        def dw_of(whole: Tensor) -> list[Tensor]:
+            log("product dW")
+            return [dy.flatten(0, 1).T @ whole.flatten(0, 1) for dy in grads]  # [out/t, B S] @ [B S, H]
+
+        # --- exercise 4.11: what is sent must be under way while something else is computed ---
+        if not tp.sequence_parallel:
+            dx = dx_of_this_rank()
+            log("start all-reduce")
+            sending = dist.all_reduce(dx, group=group, async_op=True)
+            dw = dw_of(x)
+            log("wait all-reduce")
+            sending.wait()
+            return dx, None, None, *dw
+        pieces = x.new_empty(tp.size, *x.shape)  # [t, B, S/t, H]
+        log("start all-gather")
+        gathering = all_gather_single(pieces.flatten(0, 1), x.contiguous(), group=group, async_op=True)
+        dx = dx_of_this_rank()
+        to_send = dx.unflatten(1, (tp.size, -1)).movedim(1, 0).contiguous()  # [B, S, H] -> [t, B, S/t, H]
+        log("wait all-gather")
+        gathering.wait()
+        dx = torch.empty_like(x)
+        log("start reduce-scatter")
+        sending = reduce_scatter_single(dx, to_send.flatten(0, 1), group=group, async_op=True)
+        dw = dw_of(pieces.movedim(0, 1).flatten(1, 2))
+        log("wait reduce-scatter")
+        sending.wait()
+        return dx, None, None, *dw
+        # --- end exercise ---
+
+
+def column_overlapped(
+    x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable, log: Log = silent
+) -> Columns:
+    """Version 3, for `TensorParallel(column=...)`: version 2 with communication beside the products of backward."""
+    only_plain(linear, "column_overlapped")
+    x, *weights = under_autocast(x, *weights)
+    return Overlapped.apply(x, tp, log, *weights)
+
+
+# ----------------------------------------------------------------------------------------------------- 2: the ring
+
+
+def exchange(outgoing: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
+    """Start to send to the next rank and to receive as much from the one before; together, so no rank waits first."""
+    me, ranks, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(outgoing)
+    send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % ranks)
+    receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=(me - 1) % ranks)
+    return incoming, dist.batch_isend_irecv([send, receive])
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup, log: Log = silent) -> Iterator[tuple[int, Tensor]]:
+    """Yield (rank, its x) for every rank, this one first; the next x travels while the caller works on what it got."""
+    me, ranks, x = dist.get_rank(group), dist.get_world_size(group), x.contiguous()
+    # --- exercise 4.12: an all-gather in t - 1 steps, one chunk ahead of the products ---
+    for step in range(ranks):
+        more = step < ranks - 1
+        if more:
+            log("start chunk")
+            incoming, works = exchange(x, group)
+        yield (me - step) % ranks, x
+        if more:
+            log("wait chunk")
+            for work in works:
+                work.wait()
+            x = incoming
+    # --- end exercise ---
+
+
+def scattered(product: Callable[[int], Tensor], group: dist.ProcessGroup, log: Log = silent) -> Tensor:
+    """The sum over ranks of product(this rank), where product(c) is a rank's share of what rank c shall have.
+
+    The sum of chunk c starts behind rank c and ends there: each rank adds its share and passes it on.
+    """
+    me, ranks = dist.get_rank(group), dist.get_world_size(group)
+    incoming, works = torch.empty(0), []  # the sum that is on its way to this rank
+    # --- exercise 4.13: a reduce-scatter in t - 1 steps; the next product is computed while the last sum travels ---
+    for step in range(ranks):
+        share = product((me - 1 - step) % ranks)
+        if step > 0:
+            log("wait chunk")
+            for work in works:
+                work.wait()
+            share += incoming
+        if step < ranks - 1:
+            log("start chunk")
+            incoming, works = exchange(share.contiguous(), group)
+    return share
+    # --- end exercise ---
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.flatten(0, 1).T @ x.flatten(0, 1)  # [B, S, out], [B, S, in] -> [out, in]
+
+
+class RingColumn(torch.autograd.Function):
+    """g and column-parallel products, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp: TensorParallel, log: Log, *weights: Tensor) -> Columns:
+        ctx.tp, ctx.log = tp, log
+        ctx.save_for_backward(x, *weights)
+        B, chunk, _ = x.shape
+        outputs = [x.new_empty(B, tp.size, chunk, weight.shape[0]) for weight in weights]
+        for owner, tokens in gathered(x, tp.group, log):
+            log("product y")
+            for output, weight in zip(outputs, weights, strict=True):
+                output[:, owner] = F.linear(tokens, weight)  # [B, S/t, H] -> [B, S/t, out/t]
+        return tuple(output.flatten(1, 2) for output in outputs)  # [B, t, S/t, out/t] -> [B, S, out/t]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, *weights = ctx.saved_tensors
+        chunks = [dy.unflatten(1, (ctx.tp.size, -1)) for dy in grads]  # [B, t, S/t, out/t]
+
+        def share(c: int) -> Tensor:
+            ctx.log("product dx")
+            return sum(dy[:, c] @ weight for dy, weight in zip(chunks, weights, strict=True))
+
+        dx = scattered(share, ctx.tp.group, ctx.log)
+        dw = [torch.zeros_like(weight) for weight in weights]
+        for owner, tokens in gathered(x, ctx.tp.group, ctx.log):
+            ctx.log("product dW")
+            for total, dy in zip(dw, chunks, strict=True):
+                total += weight_gradient(dy[:, owner], tokens)
+        return dx, None, None, *dw
+
+
+class RingRow(torch.autograd.Function):
+    """A row-parallel product and g*, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, weight: Tensor, tp: TensorParallel, log: Log) -> Tensor:
+        ctx.tp, ctx.log = tp, log
+        ctx.save_for_backward(y, weight)
+        chunks = y.unflatten(1, (tp.size, -1))  # [B, t, S/t, in/t]
+
+        def share(c: int) -> Tensor:
+            log("product z")
+            return F.linear(chunks[:, c], weight)
+
+        return scattered(share, tp.group, log)  # [B, S/t, out]
+
+    @staticmethod
+    def backward(ctx, dz: Tensor):
+        y, weight = ctx.saved_tensors
+        chunks = y.unflatten(1, (ctx.tp.size, -1))
+        dy, dw = torch.empty_like(chunks), torch.zeros_like(weight)
+        for owner, tokens in gathered(dz, ctx.tp.group, ctx.log):
+            ctx.log("product dy and dW")
+            dy[:, owner] = tokens @ weight
+            dw += weight_gradient(tokens, chunks[:, owner])
+        return dy.flatten(1, 2), dw, None, None
+
+
+def column_ring(
+    x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable, log: Log = silent
+) -> Columns:
+    """Version 4, with sequence parallel only (without it, x is there already): all-gather -> product."""
+    only_plain(linear, "column_ring")
+    if not tp.sequence_parallel:
+        raise ValueError("column_ring gathers a sharded sequence; use sequence_parallel=True or column_overlapped")
+    x, *weights = under_autocast(x, *weights)
+    return RingColumn.apply(x, tp, log, *weights)
+
+
+def row_ring(x: Tensor, weight: Tensor, tp: TensorParallel, linear: Callable, log: Log = silent) -> Tensor:
+    """Version 4, with sequence parallel only: product -> reduce-scatter."""
+    only_plain(linear, "row_ring")
+    if not tp.sequence_parallel:
+        raise ValueError("row_ring leaves a sharded sequence; use sequence_parallel=True or row_simple")
+    if x.shape[1] % tp.size:
+        raise ValueError(f"sequence of {x.shape[1]} on {tp.size} ranks; use a multiple of {tp.size}")
+    x, weight = under_autocast(x, weight)
+    return RingRow.apply(x, weight, tp, log)
+
+
+VERSIONS: dict[str, tuple[Callable[..., Columns], Callable[..., Tensor]]] = {
+    "simple": (column_simple, row_simple),
+    "gather-again": (column_gather_again, row_simple),
+    "overlapped": (column_overlapped, row_simple),
+    "ring": (column_ring, row_ring),
+}
+
+# ------------------------------------------------------------------------------------------- why it stays in a node
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Bandwidths in bytes/s each way, per GPU; `flops` are those that products reach, not the data sheet's."""
+
+    gpus_per_node: int
+    inside: float
+    nic: float
+    latency: float
+    flops: float
+
+
+def block_time(config: Config, tokens: int, sequence: int, t: int, cluster: Cluster, rings: str) -> tuple[float, float]:
+    """Seconds of products and of communication of one block, forward and backward, on t ranks, in bf16, not overlapped.
+
+    `rings`: "one", whose slowest link all bytes must cross, or "many", one through each NIC of a node.
+    """
+    H, kv = config.hidden, config.kv_heads * config.hidden // config.heads
+    products = 2 * tokens * (2 * H * H + 2 * H * kv + 3 * H * config.intermediate)  # a product is 2 flops per weight
+    attention = 2 * tokens * sequence * H  # q kᵀ and weights v, half of them masked
+    compute = 3 * (products + attention) / t / cluster.flops  # backward is two products for one of forward
+    across = cluster.nic * (cluster.gpus_per_node if rings == "many" else 1)
+    bandwidth = cluster.inside if t <= cluster.gpus_per_node else min(cluster.inside, across)
+    n = 2 * tokens * H
+    return compute, 4 * 2 * (t - 1) * (cluster.latency + n / t / bandwidth)
+
+
+def print_cost_table(cluster: Cluster, tokens: int) -> None:
+    llama_70b = Config(hidden=8192, heads=64, kv_heads=8, intermediate=28672)
+    print(f"one block of Llama 3 70B, {tokens} tokens, forward and backward: milliseconds, by the formulas")
+    print(f"{'ranks':>7}{'products':>10}{'sending, one ring':>20}{'in all':>8}{'a ring per NIC':>17}{'in all':>8}")
+    for t in (1, 2, 4, 8, 16, 32):
+        cells = []
+        for rings in ("one", "many"):
+            compute, send = (1e3 * seconds for seconds in block_time(llama_70b, tokens, tokens, t, cluster, rings))
+            cells += [send, compute + send]
+        crosses = "  leaves the node" if t > cluster.gpus_per_node else ""
+        print(f"{t:>7}{compute:>10.2f}{cells[0]:>20.2f}{cells[1]:>8.2f}{cells[2]:>17.2f}{cells[3]:>8.2f}{crosses}")
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Every version of a block beside the simple one."""
+    B, S, t = 2, args.sequence, dist.get_world_size(group)
+    report = Report(group)
+    table = initial_weight("embed.weight", (256, config.hidden), 1, seed=0)
+    x = F.embedding(tokens_of_text(B, S), table).to(device, torch.float64)
+    cos, sin = rope_tables(torch.arange(S, device=device), config.hidden // config.heads, config.rope_theta)
+    n = x.nbytes
+    for sequence in (False, True):
+        want: list[Tensor] = []
+        for version, (column, row) in VERSIONS.items():
+            if version == "ring" and not sequence:
+                continue
+            events: list[str] = []
+            if column in (column_overlapped, column_ring):
+                column = partial(column, log=events.append)
+            tp = TensorParallel(group, sequence, column=column, row=row)
+            block = ParallelBlock(config, tp, Parts())
+            init_weights(block, layers=1, seed=0)
+            block.to(device, torch.float64)
+            my_x = Shard(S, 1, t if sequence else 1, tp.rank if sequence else 0).cut(x).clone().requires_grad_()
+            with Wire(t) as wire:
+                z = block(my_x, cos, sin)
+                forward_events = len(events)
+                z.backward(z.detach())
+            got = [z.detach(), my_x.grad, *(p.grad for p in block.parameters())]
+            want = want or got
+            for a, b in zip(got, want, strict=True):
+                report.compare(a, b)
+            report.title(f"{t} rank(s), tensor parallel{' and sequence parallel' * sequence}, {version}")
+            report.add_errors("largest difference from the simple version", 1e-12)
+            again = 2 * (sequence and version != "simple")
+            report.add("bytes sent by a rank", (8 + again) * (t - 1) * n // t, wire.bytes)
+            if events and t > 1:
+                backward = events[forward_events:]
+                first = next((i for i, e in enumerate(backward) if e.startswith("start")), 0)
+                waits = next((i for i, e in enumerate(backward) if i > first and e.startswith("wait")), len(backward))
+                hidden = [e for e in backward[first:waits] if e.startswith("product")]
+                report.add("products between first start and its wait", ">= 1", len(hidden), len(hidden) >= 1)
+    if report.rank == 0:
+        cluster = Cluster(
+            args.gpus_per_node, args.nvlink_gbs * 1e9, args.nic_gbs * 1e9, args.latency_us * 1e-6, args.tflops * 1e12
+        )
+        print_cost_table(cluster, args.tokens)
+    return report.finish()
+
+
+def main() -> None:
+    parser = OneLineParser(description="Tensor parallelism that waits less.", allow_abbrev=False)
+    parser.add_argument("--sequence", type=int, default=48)
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--nvlink-gbs", type=float, default=450, help="GB/s each way per GPU inside a node")
+    parser.add_argument("--nic-gbs", type=float, default=50, help="GB/s each way per GPU between nodes")
+    parser.add_argument("--latency-us", type=float, default=10, help="microseconds per step of a ring")
+    parser.add_argument("--tflops", type=float, default=400, help="TFLOP/s that products reach")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro-batch, for the cost table")
+    args = parser.parse_args()
+    for option in ("gpus_per_node", "nvlink_gbs", "nic_gbs", "latency_us", "tflops", "tokens", "sequence"):
+        if not getattr(args, option) > 0:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} must be more than 0")
+    config = Config()
+    try:
+        check_sizes(config, int(os.environ.get("WORLD_SIZE", "1")), args.sequence)
+    except ValueError as error:
+        parser.error(str(error))
+    launch(lambda group, device: demo(args, config, group, device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,451 @@
+"""Tensor and sequence parallelism, one transformer block: heads, norms, dropout, and what autograd keeps.
+
+Problem. With tensor parallelism alone, what lies outside the matrix products is whole on every rank: all t ranks
+normalise the same tokens, and keep the same bytes for backward. And attention has heads, between which alone its
+matrices may be cut, and few key/value heads: there may be fewer of them than ranks.
+
+Idea. Outside the products nothing mixes tokens, so there each rank may take S/t of them: the all-reduce splits into a
+reduce-scatter before and an all-gather behind, and costs the same (2205.05198, section 4.2.2). Inside, heads are the
+columns to cut by: attention mixes tokens but no heads.
+
+    whole, or S/t                 N/t heads                     whole, or S/t              F/t columns
+    x -> norm -> f or g -> q, k, v, attention, o -> f* or g* -> drop, +, norm -> f or g -> MLP -> f* or g* -> drop, +
+
+    who holds what, 4 ranks                  rank 0      rank 1      rank 2      rank 3
+    query heads, N = 8                       0, 1        2, 3        4, 5        6, 7
+    key/value heads, N_kv = 4                0           1           2           3
+    key/value heads, N_kv = 2                0           0           1           1        a copy for every rank that
+    tokens of x, S = 8, sequence parallel    0, 1        2, 3        4, 5        6, 7     needs it: gradients are summed
+
+Gradients that are shares. Two ranks with the same key/value head use it for different query heads; with sequence
+parallel, ranks with the same norm weight see different tokens. `sync_replicated_gradients` adds up their shares.
+
+Formulas for a block: n = B S H elements of e bytes; h = 1/t with sequence parallel, 1 without. What is kept is counted
+as in 2205.05198, section 4.1, but for RMSNorm, SwiGLU, grouped heads and fused attention.
+    sent                        8 (t-1)/t n e  as 4 all-reduces, or as 4 all-gathers and 4 reduce-scatters, and then
+                                2 (t-1)/t n e  in 2 more all-gathers, of what sequence parallel did not keep
+    kept outside the products   (6 n + 2 B S) e h                     see `kept_bytes`; + 2 n h with dropout
+    kept inside                 (2 n + 2 B S D N_kv + 4 B S F + B S N) e / t     or 1 of N_kv heads, if t > N_kv
+
+Run it:
+    python parallel_block.py                                                     one rank, CPU or GPU
+    torchrun --nproc_per_node 4 parallel_block.py --kv-heads 2                   more ranks than key/value heads
+    torchrun --nproc_per_node 2 parallel_block.py --dropout 0.1                  gloo on CPU, nccl on GPU
+Each runs with and without sequence parallel. The last line is PASS, or it exits with 1 and says which number is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _tensor_parallel_demo import OneLineParser, Report, Wire, kept_for_backward, launch, tokens_of_text
+from parallel_linear import (
+    ColumnParallelLinear,
+    ParallelMLP,
+    RowParallelLinear,
+    Shard,
+    TensorParallel,
+    cannot_divide,
+    init_weights,
+    initial_weight,
+    shards,
+    swiglu,
+)
+from torch import Tensor, nn
+
+# Legend of shapes: B batch, S sequence, H hidden, N query heads, N_kv key/value heads, G = N / N_kv, D head dim,
+# F intermediate size, t ranks of the tensor group. S/t is S sharded over that group.
+
+# ------------------------------------------------------------------------------------ what is the same on one device
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a Llama. Anything with these attributes will do where a `config` is asked for."""
+
+    vocab_size: int = 256
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 8
+    kv_heads: int = 2
+    intermediate: int = 128
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of each position's rotation angles, [S, D/2], in fp32 whatever the model's dtype."""
+    exponent = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
+    angle = positions[..., None].float() * (1.0 / theta**exponent)
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[..., None, :], sin[..., None, :]  # every head turns alike
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """PyTorch's fused attention. q [B, S, N, D], k and v [B, S, N_kv, D] -> [B, S, N, D]; any N that N_kv divides."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The functions that other chapters replace, and that know nothing of ranks."""
+
+    attention: Callable[..., Tensor] = attention  # (q, k, v, *, causal)
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # (x, weight [out, in])
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm  # (x, weight, eps)
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rope  # (x, cos, sin)
+    swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu  # (gate, up)
+
+
+# ---------------------------------------------------------------------------------------------------------- dropout
+
+# Whole activations need the same mask on every rank, or the copies of the residual stream drift apart. Sharded ones
+# need another mask on each, or the same positions of every shard are dropped together (1909.08053, appendix).
+# Both come from PyTorch's default CPU stream, which every rank of a tensor group must seed alike (and other replicas
+# otherwise): each call draws a key from it, and a mask from (key, stream). torch.utils.checkpoint restores the default
+# stream, so a recomputation gets the same keys, and the same masks.
+
+
+def new_key() -> int:
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
+def drop_with(x: Tensor, p: float, key: int, stream: int) -> Tensor:
+    generator = torch.Generator(x.device).manual_seed(key + stream)
+    dropped = torch.rand(x.shape, generator=generator, device=x.device) < p
+    return x.masked_fill(dropped, 0.0) / (1 - p)  # autograd keeps the mask: a byte per element
+
+
+def dropout(x: Tensor, p: float, tp: TensorParallel, sharded: bool) -> Tensor:
+    """Zero a share p of x and scale the rest. `sharded`: the ranks hold different parts of one activation."""
+    # --- exercise 4.5: one mask for all, or one for each rank ---
+    return drop_with(x, p, new_key(), stream=1 + tp.rank if sharded else 0)
+    # --- end exercise ---
+
+
+def attention_with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, drop: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Attention by explicit products, with dropout on the weights: a fused kernel draws its masks from a stream of its
+    own. It keeps [S, S] for every head: the 5 a s² b bytes of 2205.05198, 2 (weights) + 1 (mask) + 2 (dropped)."""
+    B, S, N, D = q.shape
+    rows = q.unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)  # [B, S, N, D] -> [B, N_kv, G, S, D]
+    rows = rows.flatten(2, 3) / math.sqrt(D)  # [B, N_kv, G S, D]
+    scores = (rows @ k.permute(0, 2, 3, 1)).view(B, N, S, S)
+    if causal:
+        scores = scores + torch.full((S, S), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    weights = drop(scores.softmax(-1)).view(B, k.shape[2], -1, S)  # [B, N_kv, G S, S]
+    return (weights @ v.transpose(1, 2)).view(B, N, S, D).transpose(1, 2)
+
+
+# ----------------------------------------------------------------------------------------- gradients that are shares
+
+
+def sum_over_holders(grads: list[Tensor], held: list[Shard], group: dist.ProcessGroup) -> list[Tensor]:
+    """For each gradient, its sum over the ranks that hold the same piece: one all-reduce for all of them.
+
+    Each piece has a slot of its own in the message, zero on the ranks that do not hold it. So the ranks of one
+    key/value head need no process group of their own.
+    """
+    # --- exercise 4.6: sum shares of the same piece, and only those ---
+    slots = [
+        torch.zeros(shard.pieces, grad.numel(), dtype=grad.dtype, device=grad.device)
+        for grad, shard in zip(grads, held, strict=True)
+    ]
+    for slot, grad, shard in zip(slots, grads, held, strict=True):
+        slot[shard.index] = grad.flatten()
+    message = torch.cat([slot.flatten() for slot in slots])
+    dist.all_reduce(message, group=group)
+    parts = message.split([slot.numel() for slot in slots])
+    return [p.view(s.pieces, -1)[s.index].view_as(grad) for p, s, grad in zip(parts, held, grads, strict=True)]
+    # --- end exercise ---
+
+
+def sync_replicated_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """After the last backward of a step: make partial gradients whole. Before or after the sum over data ranks.
+
+    These are the weights of norms under sequence parallel (each rank saw S/t tokens), and K and V when there are more
+    ranks than key/value heads (each rank saw its own query heads). A sum, not a mean: the shares make up one gradient.
+    """
+    found = [(model.get_parameter(name), shard) for name, shard in shards(model).items() if shard.partial]
+    found = [(p, shard) for p, shard in found if p.grad is not None]
+    if found:
+        whole = sum_over_holders([p.grad for p, _ in found], [shard for _, shard in found], group)
+        for (p, _), grad in zip(found, whole, strict=True):
+            p.grad.copy_(grad)  # in place: the gradient may live in somebody's bucket
+
+
+def sync_in_backward(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """The same by a hook on each of these parameters, once: every backward then leaves whole gradients, at the price
+    of an all-reduce per parameter. For those who take gradients away as soon as they are there, such as ZeRO."""
+    for name, shard in shards(model).items():
+        if shard.partial:
+            model.get_parameter(name).register_hook(partial(summed_by_hook, shard=shard, group=group))
+
+
+def summed_by_hook(grad: Tensor, shard: Shard, group: dist.ProcessGroup) -> Tensor:
+    return sum_over_holders([grad], [shard], group)[0]
+
+
+# -------------------------------------------------------------------------------------------------------- the block
+
+
+class Norm(nn.Module):
+    """RMSNorm with a whole weight on every rank; with sequence parallel each rank applies it to other tokens."""
+
+    def __init__(self, config: Config, tp: TensorParallel, parts: Parts):
+        super().__init__()
+        self.eps, self.norm = config.norm_eps, parts.norm
+        self.shard = Shard(config.hidden, 0, 1, 0, partial=tp.sequence_parallel)
+        self.weight = nn.Parameter(torch.ones(config.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x, self.weight, self.eps)
+
+
+class ParallelAttention(nn.Module):
+    """Each rank computes N/t query heads, and the key/value heads that they need: N_kv/t, or one that others hold too.
+    Counted from the first of its own, query head i still uses key/value head i // G: `parts.attention` sees no cut."""
+
+    def __init__(self, config: Config, tp: TensorParallel, parts: Parts, p: float = 0.0):
+        super().__init__()
+        check_sizes(config, tp.size)
+        self.tp, self.parts, self.p, self.head_dim = tp, parts, p, config.hidden // config.heads
+        kv_width = config.kv_heads * self.head_dim
+        # --- exercise 4.7: which key/value heads does a rank hold, also when there are fewer of them than ranks? ---
+        pieces = min(config.kv_heads, tp.size)
+        self.q_proj = ColumnParallelLinear(config.hidden, config.hidden, tp, parts.linear)
+        self.k_proj = ColumnParallelLinear(config.hidden, kv_width, tp, parts.linear, pieces)
+        self.v_proj = ColumnParallelLinear(config.hidden, kv_width, tp, parts.linear, pieces)
+        # --- end exercise ---
+        self.o_proj = RowParallelLinear(config.hidden, config.hidden, tp, parts.linear)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
+        q, k, v = self.tp.column(x, weights, self.tp, self.parts.linear)  # one collective for the three
+        # [B, S, H/t] -> [B, S, N/t, D]; k and v [B, S, N_kv/t, D]
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        q, k = self.parts.rope(q, cos, sin), self.parts.rope(k, cos, sin)
+        core = self.parts.attention
+        if self.p and self.training:  # heads are sharded, with sequence parallel and without
+            core = partial(attention_with_dropout, drop=partial(dropout, p=self.p, tp=self.tp, sharded=True))
+        return self.o_proj(core(q, k, v, causal=True).flatten(-2))  # [B, S, N/t, D] -> [B, S, H/t] -> [B, S, H], or S/t
+
+
+def parallel_mlp(config: Config, tp: TensorParallel, parts: Parts) -> nn.Module:
+    return ParallelMLP(config.hidden, config.intermediate, tp, parts.linear, parts.swiglu)
+
+
+class ParallelBlock(nn.Module):
+    """x is [B, S, H] on every rank, or with sequence parallel this rank's [B, S/t, H]; so is the result.
+
+    cos and sin belong to all S tokens. `feed_forward` makes the second half; p is the rate of dropout on attention
+    weights and on what enters the residual stream.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tp: TensorParallel,
+        parts: Parts,
+        feed_forward: Callable[..., nn.Module] = parallel_mlp,
+        p: float = 0.0,
+    ):
+        super().__init__()
+        self.tp, self.p = tp, p
+        self.input_layernorm = Norm(config, tp, parts)
+        self.self_attn = ParallelAttention(config, tp, parts, p)
+        self.post_attention_layernorm = Norm(config, tp, parts)
+        self.mlp = feed_forward(config, tp, parts)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.drop(self.self_attn(self.input_layernorm(x), cos, sin))
+        return x + self.drop(self.mlp(self.post_attention_layernorm(x)))
+
+    def drop(self, x: Tensor) -> Tensor:
+        if not (self.p and self.training):
+            return x
+        return dropout(x, self.p, self.tp, sharded=self.tp.sequence_parallel)
+
+
+def check_sizes(config: Config, ranks: int, sequence: int = 0) -> None:
+    """ValueError in one line that says what would divide. `sequence`: its length, if ranks hold S/t tokens."""
+    if config.hidden % config.heads or config.hidden // config.heads % 2:
+        least = 2 * config.heads
+        raise ValueError(
+            f"hidden {config.hidden} is no even number per head of {config.heads}; use a multiple of {least}"
+        )
+    if config.heads % config.kv_heads:
+        fitting = ", ".join(str(n) for n in range(1, config.heads + 1) if config.heads % n == 0)
+        raise ValueError(f"kv-heads {config.kv_heads} do not divide {config.heads} heads; use {fitting}")
+    if config.kv_heads % ranks and ranks % config.kv_heads and config.heads % ranks == 0:
+        fitting = ", ".join(
+            str(n) for n in range(1, config.heads + 1) if config.heads % n == 0 and (n % ranks == 0 or ranks % n == 0)
+        )
+        raise ValueError(
+            f"kv-heads {config.kv_heads} and {ranks} ranks: one must divide the other; use {fitting} kv-heads"
+        )
+    for what, size in (("heads", config.heads), ("intermediate size", config.intermediate), ("sequence", sequence)):
+        if problem := cannot_divide(ranks, what, size):
+            raise ValueError(problem)
+
+
+def kept_bytes(
+    config: Config, B: int, S: int, tp: TensorParallel, e: int, dropout: bool = False, gather_again: bool = True
+) -> dict[str, int]:
+    """Bytes that autograd keeps of one block on one rank, by what they are: the count of 2205.05198, section 4.1.
+
+    e is 4 or 8, the bytes of an element (below fp32 a norm also keeps a copy in fp32). RoPE tables and weights are no
+    activations and are left out. Add up the values for the total.
+    """
+    n, t, heads = B * S * config.hidden, tp.size, config.heads // tp.size
+    h = t if tp.sequence_parallel else 1  # what the region outside the products is divided by
+    kv = max(config.kv_heads // t, 1) * (config.hidden // config.heads)
+    kept = {
+        "norms: their inputs, normalised inputs, 1/rms": (4 * n + 2 * B * S) // h * e,
+        "inputs of q, k, v and of gate, up": 2 * n * e // (h if gather_again else 1),
+        "masks of dropout outside the products": 2 * n // h * dropout,
+        "q, k, v and the output of attention": (2 * n // t + 2 * B * S * kv) * e,
+        "log-sum-exp of attention": B * S * heads * e * (not dropout),
+        "weights of attention: as they were, mask, dropped": B * S * S * heads * (2 * e + 1) * dropout,
+        "gate, silu(gate), up, their product": 4 * B * S * config.intermediate // t * e,
+    }
+    return {what: size for what, size in kept.items() if size}
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def reference_block(
+    x: Tensor, w: dict[str, Tensor], config: Config, cos: Tensor, sin: Tensor, drops: Callable | None = None
+) -> Tensor:
+    """The oracle: the same block on one device, without anything of the above that a rank could get wrong.
+    `drops(y, dim)` drops what t ranks together would drop from a y that they shard in dimension `dim`."""
+    drops = drops or (lambda y, dim: y)
+    S, groups = x.shape[1], config.heads // config.kv_heads
+    norm = rms_norm(x, w["input_layernorm.weight"], config.norm_eps)
+    q, k, v = (
+        F.linear(norm, w[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, cos.shape[-1] * 2)) for name in "qkv"
+    )
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    k, v = (y.repeat_interleave(groups, dim=2) for y in (k, v))  # [B, S, N_kv, D] -> [B, S, N, D]
+    scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool, device=x.device).triu(1), -math.inf)
+    mixed = torch.einsum("bnst,btnd->bsnd", drops(scores.softmax(-1), 1), v)
+    x = x + drops(F.linear(mixed.flatten(-2), w["self_attn.o_proj.weight"]), -2)
+    norm = rms_norm(x, w["post_attention_layernorm.weight"], config.norm_eps)
+    inner = swiglu(F.linear(norm, w["mlp.gate_proj.weight"]), F.linear(norm, w["mlp.up_proj.weight"]))
+    return x + drops(F.linear(inner, w["mlp.down_proj.weight"]), -2)
+
+
+def drops_of_all_ranks(p: float, ranks: int, sequence_parallel: bool) -> Callable[[Tensor, int], Tensor]:
+    """What the masks of all ranks amount to on one device, for `reference_block`."""
+
+    def drops(y: Tensor, dim: int) -> Tensor:
+        key, sharded = new_key(), dim == 1 or sequence_parallel  # dim 1 are the heads, dim -2 the tokens
+        if not p:
+            return y
+        if not sharded:
+            return drop_with(y, p, key, 0)
+        return torch.cat([drop_with(piece, p, key, 1 + r) for r, piece in enumerate(y.chunk(ranks, dim))], dim)
+
+    return drops
+
+
+def block_weights(config: Config, like: Tensor) -> dict[str, Tensor]:
+    """The full weights of a block by name, on the device and in the dtype of `like`."""
+    H, F_, kv = config.hidden, config.intermediate, config.kv_heads * config.hidden // config.heads
+    shapes = {f"self_attn.{n}_proj.weight": (out, H) for n, out in (("q", H), ("k", kv), ("v", kv), ("o", H))}
+    shapes |= {"mlp.gate_proj.weight": (F_, H), "mlp.up_proj.weight": (F_, H), "mlp.down_proj.weight": (H, F_)}
+    norms = {f"{name}_layernorm.weight": (H,) for name in ("input", "post_attention")}
+    full = {name: initial_weight(name, shape, 1, seed=0) for name, shape in (shapes | norms).items()}
+    return {name: value.to(like).requires_grad_() for name, value in full.items()}
+
+
+def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """One block beside the oracle, with and without sequence parallel."""
+    B, S, t = 2, args.sequence, dist.get_world_size(group)
+    report, table = Report(group), initial_weight("embed.weight", (256, config.hidden), 1, seed=0)
+    x = F.embedding(tokens_of_text(B, S), table).to(device, torch.float64)
+    cos, sin = rope_tables(torch.arange(S, device=device), config.hidden // config.heads, config.rope_theta)
+    n = x.nbytes
+    for sequence in (False, True):
+        tp = TensorParallel(group, sequence)
+        block = ParallelBlock(config, tp, Parts(), p=args.dropout)
+        init_weights(block, layers=1, seed=0)
+        block.to(device, torch.float64)
+        mine = Shard(S, 1, t if sequence else 1, tp.rank if sequence else 0).cut  # [B, S/t, H] of [B, S, H]
+
+        w, want_x = block_weights(config, x), x.clone().requires_grad_()
+        torch.manual_seed(0)  # the default stream, alike on all ranks and here
+        want = reference_block(want_x, w, config, cos, sin, drops_of_all_ranks(args.dropout, t, sequence))
+        want.backward(want.detach())
+        my_x = mine(x).clone().requires_grad_()
+        torch.manual_seed(0)
+        leave_out = [*block.parameters(), cos, sin]
+        with Wire(t) as forward:
+            z, kept = kept_for_backward(lambda block=block, my_x=my_x: block(my_x, cos, sin), leave_out)
+        with Wire(t) as backward:
+            z.backward(mine(want.detach()))
+        sync_replicated_gradients(block, group)
+        report.compare(z, mine(want))
+        report.compare(my_x.grad, mine(want_x.grad))
+        for name, shard in shards(block).items():
+            report.compare(block.get_parameter(name).grad, shard.cut(w[name].grad))
+
+        report.title(f"{t} rank(s), tensor parallel{' and sequence parallel' * sequence}, dropout {args.dropout}")
+        report.add_errors("largest error against the oracle")
+        plan = {"all-gather": (2, 4), "reduce-scatter": (2, 2)} if sequence else {"all-reduce": (2, 2)}
+        for name, counts in plan.items():
+            report.add(f"{name}s in forward, backward", counts, (forward.calls[name], backward.calls[name]))
+        report.add("bytes sent by a rank", (8 + 2 * sequence) * (t - 1) * n // t, forward.bytes + backward.bytes)
+        parts = kept_bytes(config, B, S, tp, x.element_size(), dropout=args.dropout > 0)
+        report.add("bytes kept for backward", sum(parts.values()), kept)
+    return report.finish()
+
+
+def main() -> None:
+    parser = OneLineParser(description="A transformer block on several ranks.", allow_abbrev=False)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--intermediate", type=int, default=128)
+    parser.add_argument("--sequence", type=int, default=48)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    args = parser.parse_args()
+    if not 0 <= args.dropout < 1:
+        parser.error(f"--dropout {args.dropout} is no rate; use 0 or more, and less than 1")
+    for option in ("hidden", "heads", "kv_heads", "intermediate", "sequence"):
+        if not 1 <= getattr(args, option) <= 4096:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} is not in 1 .. 4096")
+    config = Config(hidden=args.hidden, heads=args.heads, kv_heads=args.kv_heads, intermediate=args.intermediate)
+    try:
+        check_sizes(config, int(os.environ.get("WORLD_SIZE", "1")), args.sequence)
+    except ValueError as error:
+        parser.error(str(error))
+    launch(lambda group, device: demo(args, config, group, device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+"""Tensor parallelism, the idea: a matrix product on t ranks, each of which holds 1/t of the matrix.
+
+Problem. A layer may be too large for one device, or too slow on it. So cut the matrices, not the batch.
+
+Idea. Two identities of block matrices are enough. By columns, x [A1 A2] = [x A1, x A2]: each rank makes some columns of
+the output and needs all of x. By rows, [y1 y2] [B1; B2] = y1 B1 + y2 B2: each rank needs its columns of y, and the
+partial products are summed. One after the other, with something elementwise between, they need nothing in between:
+
+    x -> f -> A, cut by columns -> silu(gate) * up -> B, cut by rows -> f* -> z
+
+    rank 0    x    x A1 = y1      y1 B1, a partial z      f* sums the partial z of all ranks; in backward, f sums
+    rank 1    x    x A2 = y2      y2 B2, a partial z      the partial gradients of x
+
+          forward          backward
+    f     nothing          all-reduce        tensor parallel: x and z are whole on every rank (1909.08053, section 3)
+    f*    all-reduce       nothing
+    g     all-gather       reduce-scatter    sequence parallel: of x and z, each rank holds S/t of the tokens
+    g*    reduce-scatter   all-gather        (2205.05198, section 4.2.2)
+
+    who holds what             x, z           y             A (nn.Linear: [F, H])   B (nn.Linear: [H, F])
+    tensor parallel            [B, S, H]      [B, S, F/t]   [F/t, H]                [H, F/t]
+    with sequence parallel     [B, S/t, H]    [B, S, F/t]   [F/t, H]                [H, F/t]
+
+Formulas, for an x of n bytes. An all-reduce is a reduce-scatter and an all-gather, so the two send the same:
+    sent, tensor parallel      2 all-reduces, one each way                         2 · 2(t-1)/t n
+    with sequence parallel     an all-gather and a reduce-scatter each way         4 ·  (t-1)/t n
+                               + an all-gather of the x that was not kept               (t-1)/t n
+    weights, gradients         1/t of the matrices
+    kept for backward          x (x/t with sequence parallel) and 4 tensors like y
+
+Run it:
+    python parallel_linear.py                                              one rank, CPU or GPU
+    torchrun --nproc_per_node 4 parallel_linear.py                         gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 2 parallel_linear.py --column simple         keeps all of x
+Each runs with and without sequence parallel. The last line is PASS, or it exits with 1 and says which number is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _tensor_parallel_demo import OneLineParser, Report, Wire, kept_for_backward, launch, tokens_of_text
+from torch import Tensor, nn
+
+# Legend of shapes: B batch, S sequence, H hidden, F intermediate size, t ranks of the tensor group. S/t is S sharded
+# over that group. Weights are [out, in], as nn.Linear has them: cutting the paper's A by columns cuts dim 0.
+Columns = tuple[Tensor, ...]
+all_gather_single = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # its name before torch 2.13
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# -------------------------------------------------------------------------------------- the conjugate operators
+
+
+def same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the group. x keeps its values: the residual stream or autograd may hold on to them."""
+    total = x.clone(memory_format=torch.contiguous_format)  # the collective writes into what it is given: `total`
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S/t, H] -> all-gather -> [B, S, H], in the order of the ranks."""
+    pieces = x.new_empty(dist.get_world_size(group), *x.shape)  # [t, B, S/t, H]: the collective stacks in front
+    all_gather_single(pieces.flatten(0, 1), x.contiguous(), group=group)
+    return pieces.movedim(0, 1).flatten(1, 2)  # a copy if B > 1; Megatron keeps S in front of B to save it
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S, H] on each rank -> reduce-scatter -> this rank's [B, S/t, H] of the sum."""
+    ranks = dist.get_world_size(group)
+    if x.shape[1] % ranks:
+        raise ValueError(f"sequence of {x.shape[1]} on {ranks} sequence-parallel ranks; use a multiple of {ranks}")
+    pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0).contiguous()  # [t, B, S/t, H]
+    mine = torch.empty_like(pieces[0])
+    reduce_scatter_single(mine, pieces.flatten(0, 1), group=group)
+    return mine
+
+
+class Conjugate(torch.autograd.Function):
+    """One collective in forward and, as its derivative, another in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, forward: Callable, backward: Callable) -> Tensor:
+        ctx.group, ctx.send_back = group, backward
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return ctx.send_back(grad, ctx.group), None, None, None
+
+
+def pair_of(operator: str) -> tuple[Callable, Callable]:
+    """What an operator does in forward, and in backward."""
+    # --- exercise 4.1: which collective in forward, which in backward? ---
+    return {
+        "f": (same, all_reduce),  # x enters t products, so its gradient is the sum of t gradients
+        "f*": (all_reduce, same),  # z is the sum of t shares, and what moves z by dz moves each share by dz
+        "g": (all_gather, reduce_scatter),  # f, for an x of which each rank holds S/t tokens
+        "g*": (reduce_scatter, all_gather),  # f*, for a z of which each rank shall have S/t tokens
+    }[operator]
+    # --- end exercise ---
+
+
+def f(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S, H] -> [B, S, H]"""
+    return Conjugate.apply(x, group, *pair_of("f"))
+
+
+def f_star(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A share of [B, S, H] -> [B, S, H]"""
+    return Conjugate.apply(x, group, *pair_of("f*"))
+
+
+def g(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S/t, H] -> [B, S, H]"""
+    return Conjugate.apply(x, group, *pair_of("g"))
+
+
+def g_star(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A share of [B, S, H] -> [B, S/t, H]"""
+    return Conjugate.apply(x, group, *pair_of("g*"))
+
+
+# ----------------------------------------------------------------------------------- column and row parallel products
+
+
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast would make of the inputs of a product. Done before communication, it also halves the bytes."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
+
+
+def column_simple(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable) -> Columns:
+    """Version 1: operators around `linear`. One x for all weights (q, k and v): autograd sums their gradients of x
+    first, and f or g sends them once. With sequence parallel, autograd keeps the gathered x: S tokens on each rank."""
+    (x,) = under_autocast(x)
+    # --- exercise 4.2: one collective for several products of the same input ---
+    whole = g(x, tp.group) if tp.sequence_parallel else f(x, tp.group)
+    return tuple(linear(whole, weight) for weight in weights)
+    # --- end exercise ---
+
+
+class GatherAgain(torch.autograd.Function):
+    """g and the products in one step, so that backward may keep the shard of x and gather it again."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> Columns:
+        # --- exercise 4.3: keep S/t tokens for backward, not S ---
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        whole = all_gather(x, group)  # [B, S/t, H] -> [B, S, H], dropped when this function returns
+        return tuple(F.linear(whole, weight) for weight in weights)
+        # --- end exercise ---
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, *weights = ctx.saved_tensors
+        whole = all_gather(x, ctx.group)
+        dx = sum(dy @ weight for dy, weight in zip(grads, weights, strict=True))  # [B, S, H], this rank's share
+        dw = [dy.flatten(0, 1).T @ whole.flatten(0, 1) for dy in grads]  # [out/t, B S] @ [B S, H]
+        return reduce_scatter(dx, ctx.group), None, *dw
+
+
+def column_gather_again(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable) -> Columns:
+    """Version 2: with sequence parallel, one more all-gather in backward, and every tensor that is kept has S/t tokens
+    (2205.05198, section 4.2.2). A `linear` of one's own decides itself what it keeps: version 1 serves it."""
+    if not tp.sequence_parallel or linear is not F.linear:
+        return column_simple(x, weights, tp, linear)
+    x, *weights = under_autocast(x, *weights)
+    return GatherAgain.apply(x, tp.group, *weights)
+
+
+def row_simple(x: Tensor, weight: Tensor, tp: TensorParallel, linear: Callable) -> Tensor:
+    """[B, S, in/t] times this rank's columns of W [out, in/t], summed over ranks -> [B, S, out] or [B, S/t, out]."""
+    part = linear(x, weight)
+    return g_star(part, tp.group) if tp.sequence_parallel else f_star(part, tp.group)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a layer is split: over which group, with or without sequence parallel, by which versions of the products."""
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool = False
+    column: Callable[..., Columns] = column_gather_again  # (x, weights, tp, linear)
+    row: Callable[..., Tensor] = row_simple  # (x, weight, tp, linear)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+
+COLUMNS = {"simple": column_simple, "gather-again": column_gather_again}
+
+# ------------------------------------------------------------------------------------------- who holds which piece
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank holds of a weight that is `size` long in dimension `dim`: piece `index` of `pieces`.
+
+    With fewer pieces than ranks, several ranks hold the same piece. If `partial`, each of them computes only its own
+    share of that piece's gradient (parallel_block.py sums these).
+    """
+
+    size: int
+    dim: int
+    pieces: int
+    index: int
+    partial: bool = False
+
+    @property
+    def length(self) -> int:
+        return -(-self.size // self.pieces)  # rounded up: the last pieces may end in padding
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's piece of the full tensor; padding is zero."""
+        missing = list(full.shape)
+        missing[self.dim] = self.length * self.pieces - self.size
+        full = torch.cat((full, full.new_zeros(missing)), self.dim) if missing[self.dim] else full
+        return full.narrow(self.dim, self.index * self.length, self.length)
+
+    def full_shape(self, piece: Tensor) -> list[int]:
+        shape = list(piece.shape)
+        shape[self.dim] = self.size
+        return shape
+
+
+def shards(model: nn.Module) -> dict[str, Shard]:
+    """Parameter name -> what this rank holds of it. In this chapter each module has one parameter, `weight`."""
+    return {f"{name}.weight".lstrip("."): m.shard for name, m in model.named_modules() if hasattr(m, "shard")}
+
+
+def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> Tensor:
+    """The first value of the *full* parameter `name`, from (seed, name) alone, as in chapter 01."""
+    if len(shape) == 1:
+        return torch.ones(*shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return torch.randn(*shape, generator=generator) * (0.02 / math.sqrt(2 * layers) if residual else 0.02)
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, layers: int, seed: int) -> None:
+    """Start from the same model whatever t is. A draw of the shard's own shape would differ with t, and with the same
+    seed on all ranks it would be worse: t copies of the same columns, whose gradients stay equal for ever."""
+    held = shards(model)
+    for name, p in model.named_parameters():
+        # --- exercise 4.4: draw the whole weight, keep a piece ---
+        full = initial_weight(name, held[name].full_shape(p), layers, seed)
+        p.copy_(held[name].cut(full))
+        # --- end exercise ---
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Give each parameter this rank's piece of the full tensor of its name."""
+    for name, shard in shards(model).items():
+        model.get_parameter(name).copy_(shard.cut(state[name]))
+
+
+# ------------------------------------------------------------------------------------------------------ the layers
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x Wᵀ, [B, S, in] (or [B, S/t, in]) -> [B, S, out/t]. With `pieces` < t some ranks hold the same columns."""
+
+    def __init__(
+        self, inputs: int, outputs: int, tp: TensorParallel, linear: Callable = F.linear, pieces: int | None = None
+    ):
+        super().__init__()
+        pieces = pieces or tp.size
+        self.tp, self.linear = tp, linear
+        self.shard = Shard(outputs, 0, pieces, tp.rank * pieces // tp.size, partial=pieces < tp.size)
+        self.weight = nn.Parameter(torch.empty(self.shard.length, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tp.column(x, [self.weight], self.tp, self.linear)[0]
+
+
+class RowParallelLinear(nn.Module):
+    """y = x Wᵀ, [B, S, in/t] -> [B, S, out] (or [B, S/t, out])."""
+
+    def __init__(self, inputs: int, outputs: int, tp: TensorParallel, linear: Callable = F.linear):
+        super().__init__()
+        self.tp, self.linear = tp, linear
+        self.shard = Shard(inputs, 1, tp.size, tp.rank)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs // tp.size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tp.row(x, self.weight, self.tp, self.linear)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+class ParallelMLP(nn.Module):
+    """W_down (silu(W_gate x) * (W_up x)). Gate and up are cut alike, so column i of both is on the same rank."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, tp: TensorParallel, linear: Callable = F.linear, act: Callable = swiglu
+    ):
+        super().__init__()
+        if problem := cannot_divide(tp.size, "intermediate size", intermediate):
+            raise ValueError(problem)
+        self.tp, self.linear, self.act = tp, linear, act
+        self.gate_proj = ColumnParallelLinear(hidden, intermediate, tp, linear)
+        self.up_proj = ColumnParallelLinear(hidden, intermediate, tp, linear)
+        self.down_proj = RowParallelLinear(intermediate, hidden, tp, linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.tp.column(x, [self.gate_proj.weight, self.up_proj.weight], self.tp, self.linear)
+        return self.down_proj(self.act(gate, up))  # [B, S, F/t] -> [B, S, H] or [B, S/t, H]
+
+
+def cannot_divide(ranks: int, what: str, size: int) -> str:
+    """What is wrong and what would be right, in one line; empty if `ranks` divides `size`."""
+    if size % ranks == 0:
+        return ""
+    fitting = ", ".join(str(d) for d in range(1, min(size, 128) + 1) if size % d == 0)
+    return f"{ranks} tensor-parallel ranks do not divide {what} {size}; use {fitting} ranks, or a multiple of {ranks}"
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """One MLP beside the oracle, with and without sequence parallel."""
+    B, S, H, F_, t = 2, args.sequence, args.hidden, args.intermediate, dist.get_world_size(group)
+    report = Report(group)
+    x = F.embedding(tokens_of_text(B, S), initial_weight("embed.weight", (256, H), 1, seed=0)).to(device, torch.float64)
+    want_x = x.clone().requires_grad_()
+    shapes = {"gate_proj.weight": (F_, H), "up_proj.weight": (F_, H), "down_proj.weight": (H, F_)}
+    w = {n: initial_weight(n, shape, 1, seed=0).to(x).requires_grad_() for n, shape in shapes.items()}
+    hidden = swiglu(F.linear(want_x, w["gate_proj.weight"]), F.linear(want_x, w["up_proj.weight"]))
+    want = F.linear(hidden, w["down_proj.weight"])  # the oracle: the MLP on one device
+    (want * want.detach()).sum().backward()  # some gradient that differs from element to element
+
+    for sequence in (False, True):
+        tp = TensorParallel(group, sequence, column=COLUMNS[args.column])
+        mlp = ParallelMLP(H, F_, tp)
+        init_weights(mlp, layers=1, seed=0)
+        mlp.to(device, torch.float64)
+        mine = Shard(S, 1, t if sequence else 1, tp.rank if sequence else 0).cut  # [B, S/t, H] of [B, S, H]
+        my_x = mine(x).clone().requires_grad_()
+        with Wire(t) as wire:
+            z, kept = kept_for_backward(lambda mlp=mlp, my_x=my_x: mlp(my_x), list(mlp.parameters()))
+            z.backward(mine(want.detach()))
+        report.compare(z, mine(want))
+        report.compare(my_x.grad, mine(want_x.grad))
+        for name, shard in shards(mlp).items():
+            report.compare(mlp.get_parameter(name).grad, shard.cut(w[name].grad))
+
+        n, e = x.nbytes, x.element_size()
+        again = int(sequence and args.column != "simple")
+        collectives = {"all-gather": 2 + again, "reduce-scatter": 2} if sequence else {"all-reduce": 2}
+        report.title(f"{t} rank(s), tensor parallel{' + sequence parallel' * sequence}, column: {args.column}")
+        report.add_errors("largest error against the oracle")
+        for name, count in collectives.items():
+            report.add(f"calls of {name}", count, wire.calls[name])
+        report.add("bytes sent by a rank", (4 + again) * (t - 1) * n // t, wire.bytes)
+        report.add("bytes of weights, 3 H F / t", 3 * H * F_ * e // t, sum(p.nbytes for p in mlp.parameters()))
+        report.add("bytes kept for backward", n // (t if again else 1) + 4 * B * S * F_ * e // t, kept)
+    return report.finish()
+
+
+def main() -> None:
+    parser = OneLineParser(description="An MLP on several ranks.", allow_abbrev=False)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--intermediate", type=int, default=128)
+    parser.add_argument("--sequence", type=int, default=48)
+    parser.add_argument("--column", choices=COLUMNS, default="gather-again")
+    args = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    for option, limit in (("hidden", 4096), ("intermediate", 16384), ("sequence", 4096)):
+        if not 1 <= getattr(args, option) <= limit:
+            parser.error(f"--{option} {getattr(args, option)} is not in 1 .. {limit}")
+    for option in ("intermediate", "sequence"):
+        if problem := cannot_divide(ranks, f"--{option}", getattr(args, option)):
+            parser.error(problem)
+    launch(lambda group, device: demo(args, group, device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""The versions that wait less: the same numbers, the same bytes, and an order of events that hides something."""
+
+import random
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest import mock
+
+import overlap
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.meter import communication, saved_activations
+from harness.oracle import assert_same_named
+from harness.ranks import run_ranks
+from overlap import VERSIONS, Cluster, block_time, column_overlapped, column_ring, gathered, row_ring, scattered
+from parallel_block import Config, ParallelBlock, Parts, block_weights, rope_tables, sync_replicated_gradients
+from parallel_linear import Shard, TensorParallel, load_full_state_dict, reduce_scatter
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+S = 8
+SMALL = Config(hidden=32, heads=8, kv_heads=2, intermediate=24)
+COS, SIN = rope_tables(torch.arange(S), SMALL.hidden // SMALL.heads, SMALL.rope_theta)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def run_block(version: str, group: dist.ProcessGroup, sequence: bool, rows: int = 2) -> dict[str, Tensor]:
+    """Output, gradient of x, and all gradients of weights."""
+    column, row = VERSIONS[version]
+    tp = TensorParallel(group, sequence, column=column, row=row)
+    block = ParallelBlock(SMALL, tp, Parts()).double()
+    load_full_state_dict(block, block_weights(SMALL, numbers(1)))
+    mine = Shard(S, 1, tp.size, tp.rank).cut if sequence else (lambda y: y)
+    x = mine(numbers(rows, S, SMALL.hidden)).clone().requires_grad_()
+    z = block(x, COS, SIN)
+    z.backward(mine(numbers(rows, S, SMALL.hidden, seed=1)))
+    sync_replicated_gradients(block, group)
+    return {"z": z.detach(), "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+
+
+def available(sequence: bool) -> list[str]:
+    return [version for version in VERSIONS if sequence or version != "ring"]
+
+
+# ----------------------------------------------------------------------------------------------------- the same numbers
+
+
+def all_versions(rows: int) -> None:
+    for sequence in (False, True):
+        want = run_block("simple", dist.group.WORLD, sequence, rows)
+        for version in available(sequence):
+            got = run_block(version, dist.group.WORLD, sequence, rows)
+            assert_same_named(got, want, 1e-12, f"{version}, sequence parallel {sequence},", dist.get_rank())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_version_equals_the_simple_one_to_1e_12(ranks, rows):
+    run_ranks(ranks, all_versions, rows)
+
+
+def slices() -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[dist.get_rank() % 2]
+    for sequence in (False, True):
+        want = run_block("simple", group, sequence)
+        for version in available(sequence):
+            assert_same_named(run_block(version, group, sequence), want, 1e-12, version, dist.get_rank())
+
+
+def test_the_ring_of_a_slice_runs_over_the_ranks_of_the_slice():
+    run_ranks(4, slices)
+
+
+def three_ranks() -> tuple[list[int], float, float]:
+    group, me = dist.group.WORLD, dist.get_rank()
+    x = numbers(2, 4, 5, seed=me)
+    chunks = dict(gathered(x, group))
+    gather_error = max((chunks[rank] - numbers(2, 4, 5, seed=rank)).abs().max().item() for rank in range(3))
+    parts = numbers(2, 12, 5, seed=10 + me)
+    got = scattered(lambda c: parts[:, 4 * c : 4 * c + 4].clone(), group)
+    return list(chunks), gather_error, (got - reduce_scatter(parts, group)).abs().max().item()
+
+
+def test_the_ring_brings_its_own_chunk_first_and_then_those_of_the_ranks_before_it():
+    for rank, (order, gather_error, scatter_error) in enumerate(run_ranks(3, three_ranks)):
+        assert order == [rank, (rank - 1) % 3, (rank - 2) % 3]
+        assert gather_error == 0 and scatter_error < 1e-14
+
+
+def late_ranks() -> None:
+    real, noise = overlap.exchange, random.Random(dist.get_rank())
+
+    def late(outgoing, group):
+        time.sleep(0.02 * noise.random() * dist.get_rank())
+        return real(outgoing, group)
+
+    overlap.exchange = late
+    want = run_block("simple", dist.group.WORLD, True)
+    for _ in range(3):
+        assert_same_named(run_block("ring", dist.group.WORLD, True), want, 1e-12, rank=dist.get_rank())
+
+
+def test_ranks_that_are_late_change_nothing_and_hang_nothing():
+    run_ranks(4, late_ranks, timeout=60)
+
+
+def under_bf16() -> tuple[torch.dtype, torch.dtype]:
+    tp = TensorParallel(dist.group.WORLD, True, *VERSIONS["ring"])
+    block = ParallelBlock(SMALL, tp, Parts())
+    load_full_state_dict(block, block_weights(SMALL, numbers(1)))
+    with torch.autocast("cpu", torch.bfloat16):
+        z = block(numbers(2, S // tp.size, SMALL.hidden).float(), COS, SIN)
+    z.sum().backward()
+    return z.dtype, block.mlp.up_proj.weight.grad.dtype
+
+
+def test_the_ring_works_under_autocast():
+    assert run_ranks(2, under_bf16) == [(torch.float32, torch.float32)] * 2
+
+
+# ------------------------------------------------------------------------------------------------------ the same bytes
+
+
+def bytes_of(version: str) -> tuple[dict[str, int], float, int]:
+    tp = TensorParallel(dist.group.WORLD, True, *VERSIONS[version])
+    block = ParallelBlock(SMALL, tp, Parts()).double()
+    load_full_state_dict(block, block_weights(SMALL, numbers(1)))
+    x = numbers(2, S // tp.size, SMALL.hidden).requires_grad_()
+    with communication() as sent, saved_activations(exclude=[*block.parameters(), COS, SIN]) as saved:
+        block(x, COS, SIN).sum().backward()
+    return dict(sent.calls), sent.total, saved.bytes
+
+
+def test_all_versions_that_gather_again_send_and_keep_the_same_bytes():
+    n = 2 * S * SMALL.hidden * 8
+    for version in ("gather-again", "overlapped", "ring"):
+        want_kept = run_ranks(4, bytes_of, "gather-again")[0][2]
+        for calls, sent, kept in run_ranks(4, bytes_of, version):
+            assert sent == 10 * 3 * n // 4
+            assert kept == want_kept
+            if version == "ring":  # 10 rings of 3 steps
+                assert calls == {"send": 30, "recv": 30}
+
+
+# ------------------------------------------------------------------------------------------------- the order of events
+
+
+class Order(TorchDispatchMode):
+    """What torch is really asked for, in order: collectives when they start, when they are waited for, and products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.events.append(func._opname.strip("_"))
+        elif func._opname in ("mm", "bmm", "addmm"):
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+class Watched:
+    """A handle of something under way that notes when it is waited for."""
+
+    def __init__(self, work: dist.Work, events: list[str]):
+        self.work, self.events = work, events
+
+    def wait(self) -> None:
+        self.events.append("wait")
+        self.work.wait()
+
+
+def watch(function, events: list[str]):
+    def watched(*args, **kwargs):
+        result = function(*args, **kwargs)
+        if isinstance(result, list):
+            return [Watched(work, events) for work in result]
+        return Watched(result, events) if kwargs.get("async_op") else result
+
+    return watched
+
+
+@contextmanager
+def watching(events: list[str]) -> Iterator[None]:
+    with ExitStack() as patches:
+        places = [(dist, "all_reduce"), (dist, "batch_isend_irecv")]
+        for place, name in [*places, (overlap, "all_gather_single"), (overlap, "reduce_scatter_single")]:
+            patches.enter_context(mock.patch.object(place, name, watch(getattr(place, name), events)))
+        yield
+
+
+def order_of_column(version: str, sequence: bool) -> tuple[list[str], list[str]]:
+    """Events of one column-parallel product of two weights, in forward and in backward."""
+    tp = TensorParallel(dist.group.WORLD, sequence)
+    x = numbers(1, S // (tp.size if sequence else 1), 6).requires_grad_()
+    weights = [numbers(4, 6).requires_grad_(), numbers(4, 6).requires_grad_()]
+    with Order() as forward, watching(forward.events):
+        outputs = VERSIONS[version][0](x, weights, tp, F.linear)
+    with Order() as backward, watching(backward.events):
+        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    return forward.events, backward.events
+
+
+def test_the_input_gradient_is_sent_before_the_weight_gradients_and_waited_for_after_them():
+    for _, events in run_ranks(2, order_of_column, "overlapped", False):
+        assert events == ["product", "product", "allreduce", "product", "product", "wait"]
+    for _, events in run_ranks(2, order_of_column, "simple", False):
+        assert events[-1] == "allreduce", "autograd finishes all products first: nothing is hidden"
+
+
+def test_with_sequence_parallel_both_collectives_of_backward_run_beside_products():
+    products = ["product", "product"]
+    for _, events in run_ranks(2, order_of_column, "overlapped", True):
+        assert events == ["allgather_base", *products, "wait", "reduce_scatter_base", *products, "wait"]
+
+
+def test_in_the_ring_every_chunk_travels_while_the_one_before_is_multiplied():
+    sending = {"send", "recv", "recv_any_source"}
+    for forward, _ in run_ranks(4, order_of_column, "ring", True):
+        steps = [event for event in forward if event not in sending]
+        assert steps == [*["product", "product", "wait", "wait"] * 3, "product", "product"]
+        for step in range(3):  # each step has begun to send and receive before its products
+            position = [i for i, event in enumerate(forward) if event == "product"][2 * step]
+            assert sum(event in sending for event in forward[:position]) == 2 * (step + 1)
+
+
+# ---------------------------------------------------------------------------------------------------- seams and limits
+
+
+def refusals() -> list[str]:
+    x, weight, messages = numbers(1, 4, 6), numbers(4, 6), []
+    plain, split = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
+    for call in (
+        lambda: column_overlapped(x, [weight], plain, lambda x, w: F.linear(x, w)),
+        lambda: column_ring(x, [weight], plain, F.linear),
+        lambda: row_ring(x, weight, plain, F.linear),
+        lambda: row_ring(numbers(1, 3, 6), weight, split, F.linear),
+    ):
+        try:
+            call()
+            messages.append("no error")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_a_version_cannot_do_it_refuses_with_the_one_that_can():
+    linear, column, row, uneven = run_ranks(2, refusals)[0]
+    assert "use column_simple" in linear and "column_overlapped" in column and "row_simple" in row
+    assert uneven.endswith("use a multiple of 2")
+
+
+CLUSTER = Cluster(gpus_per_node=8, inside=450e9, nic=50e9, latency=10e-6, flops=400e12)
+LLAMA_70B = Config(hidden=8192, heads=64, kv_heads=8, intermediate=28672)
+
+
+def test_leaving_the_node_costs_more_than_the_second_node_computes():
+    def total(t: int, rings: str) -> float:
+        return sum(block_time(LLAMA_70B, 8192, 8192, t, CLUSTER, rings))
+
+    assert total(2, "one") > total(4, "one") > total(8, "one")
+    assert total(16, "one") > total(8, "one"), "16 ranks are slower than 8 when a NIC is in the ring"
+    assert total(8, "many") / total(16, "many") < 1.7, "even with all NICs, twice the GPUs are far from twice as fast"
+
+
+def test_inside_a_node_the_time_is_that_of_four_ring_all_reduces():
+    compute, sending = block_time(LLAMA_70B, 8192, 8192, 8, CLUSTER, "one")
+    n = 8192 * 8192 * 2
+    assert sending == pytest.approx(4 * (14 * 10e-6 + 2 * 7 / 8 * n / 450e9))
+    weights = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672
+    assert compute == pytest.approx(3 * 2 * 8192 * (weights + 8192 * 8192) / 8 / 400e12)
+    assert block_time(LLAMA_70B, 8192, 8192, 1, CLUSTER, "many")[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--nic-gbs", "0"], "--nic-gbs 0.0"), (["--sequence", "9"], "sequence 9"), (["--nic", "3"], "--nic")],
+)
+def test_bad_input_ends_in_one_line_before_any_process_group(options, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["overlap.py", *options])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "init_process_group", partial(pytest.fail, "a process group was started"))
+    with pytest.raises(SystemExit) as stop:
+        overlap.main()
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert words in message and message.count("\n") == 1
+
+
+def run_demo() -> list[str]:
+    args = Namespace(
+        sequence=8, gpus_per_node=8, nvlink_gbs=450.0, nic_gbs=50.0, latency_us=10.0, tflops=400.0, tokens=8192
+    )
+    return overlap.demo(args, SMALL, dist.group.WORLD, torch.device("cpu"))
+
+
+def test_the_demo_finds_nothing_wrong():
+    assert run_ranks(4, run_demo) == [[]] * 4

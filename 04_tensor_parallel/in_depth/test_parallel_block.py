@@ -1,0 +1,399 @@
+"""One block with all its regions, against one device: every layout, every number of key/value heads, every mask."""
+
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from functools import partial
+
+import parallel_block
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.meter import communication, saved_activations
+from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.ranks import run_ranks
+from parallel_block import (
+    Config,
+    ParallelBlock,
+    Parts,
+    attention,
+    block_weights,
+    check_sizes,
+    dropout,
+    drops_of_all_ranks,
+    kept_bytes,
+    reference_block,
+    rope_tables,
+    sync_in_backward,
+    sync_replicated_gradients,
+)
+from parallel_linear import Shard, TensorParallel, load_full_state_dict, shards
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+B, S = 2, 8
+SMALL = Config(hidden=32, heads=8, kv_heads=4, intermediate=24)
+COS, SIN = rope_tables(torch.arange(S), SMALL.hidden // SMALL.heads, SMALL.rope_theta)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def piece(x: Tensor, tp: TensorParallel) -> Tensor:
+    return Shard(x.shape[1], 1, tp.size, tp.rank).cut(x) if tp.sequence_parallel else x
+
+
+def oracle_trace(config: Config, p: float, ranks: int, sequence: bool) -> Trace:
+    w = {name: nn.Parameter(value.detach()) for name, value in block_weights(config, numbers(1)).items()}
+
+    def backward(step: int) -> float:
+        torch.manual_seed(step)
+        x, target = numbers(B, S, config.hidden, seed=step), numbers(B, S, config.hidden, seed=50 + step)
+        z = reference_block(x, w, config, COS, SIN, drops_of_all_ranks(p, ranks, sequence))
+        loss = (z - target).square().sum() / (B * S)
+        loss.backward()
+        return loss.item()
+
+    return sgd_trace(w, backward)
+
+
+def make_block(config: Config, tp: TensorParallel, p: float = 0.0, parts: Parts | None = None) -> ParallelBlock:
+    block = ParallelBlock(config, tp, parts or Parts(), p=p).double()
+    load_full_state_dict(block, block_weights(config, numbers(1)))
+    return block
+
+
+def block_loss(block: ParallelBlock, step: int = 0, wrap=lambda block: block) -> Tensor:
+    tp, H = block.tp, block.input_layernorm.weight.shape[0]
+    torch.manual_seed(step)
+    x, target = numbers(B, S, H, seed=step), numbers(B, S, H, seed=50 + step)
+    return (wrap(block)(piece(x, tp), COS, SIN) - piece(target, tp)).square().sum() / (B * S)
+
+
+def block_trace(config: Config, p: float, tp: TensorParallel) -> Trace:
+    block = make_block(config, tp, p)
+
+    def backward(step: int) -> float:
+        loss = block_loss(block, step)
+        loss.backward()
+        sync_replicated_gradients(block, tp.group)
+        total = loss.detach().clone()
+        if tp.sequence_parallel:
+            dist.all_reduce(total, group=tp.group)
+        return total.item()
+
+    return sgd_trace(dict(block.named_parameters()), backward)
+
+
+def compare_with_oracle(config: Config, p: float, tp: TensorParallel) -> None:
+    want, held = oracle_trace(config, p, tp.size, tp.sequence_parallel), shards(make_block(config, tp))
+
+    def cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: held[name].cut(value) for name, value in tensors.items()}
+
+    want = Trace(want.losses, [cut(step) for step in want.gradients], cut(want.weights))
+    assert_same_trace(block_trace(config, p, tp), want, rank=tp.rank)
+
+
+# ------------------------------------------------------------------------------------------------- the one oracle
+
+
+def all_layouts(kv_heads: int) -> None:
+    config = replace(SMALL, kv_heads=kv_heads)
+    for p in (0.0, 0.3):
+        for sequence in (False, True):
+            compare_with_oracle(config, p, TensorParallel(dist.group.WORLD, sequence))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks, kv_heads):
+    run_ranks(ranks, all_layouts, kv_heads)
+
+
+def test_eight_ranks_with_one_head_each_and_two_key_value_heads_equal_one_device():
+    run_ranks(8, all_layouts, 2)
+
+
+def slices(kv_heads: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for sequence in (False, True):
+        tp = TensorParallel(groups[dist.get_rank() % 2], sequence)
+        compare_with_oracle(replace(SMALL, kv_heads=kv_heads), 0.3, tp)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_a_slice_of_the_world_is_a_tensor_group_like_any_other(kv_heads):
+    run_ranks(4, slices, kv_heads)
+
+
+# -------------------------------------------------------------------------------------------- gradients that are shares
+
+
+def shares(kv_heads: int, sequence: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], int]:
+    tp = TensorParallel(dist.group.WORLD, sequence)
+    config = replace(SMALL, kv_heads=kv_heads)
+    block = make_block(config, tp)
+    block_loss(block).backward()
+    before = {name: p.grad.clone() for name, p in block.named_parameters()}
+    with communication() as sent:
+        sync_replicated_gradients(block, tp.group)
+    hooked = make_block(config, tp)
+    sync_in_backward(hooked, tp.group)
+    block_loss(hooked).backward()
+    by_hook = {name: p.grad for name, p in hooked.named_parameters()}
+    return before, {name: p.grad for name, p in block.named_parameters()}, by_hook, sent.calls["all_reduce"]
+
+
+def test_norm_weights_in_a_sequence_parallel_region_are_summed_not_averaged():
+    results = run_ranks(4, shares, 4, True)
+    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        parts = [before[name] for before, *_ in results]
+        assert not torch.allclose(parts[0], parts[1]), "each rank has a share of its own"
+        for rank, (_, after, _, calls) in enumerate(results):
+            assert_same(after[name], sum(parts), what=name, rank=rank)
+            assert calls == 1, "one message for all of them"
+
+
+def test_gradients_of_shared_key_value_heads_are_summed_over_those_who_hold_the_same_head():
+    for kv_heads, holders in ((1, [[0, 1, 2, 3]]), (2, [[0, 1], [2, 3]])):
+        results = run_ranks(4, shares, kv_heads, False)
+        for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+            for ranks in holders:
+                for rank in ranks:
+                    want = sum(results[other][0][name] for other in ranks)
+                    assert_same(results[rank][1][name], want, what=name, rank=rank)
+
+
+def test_what_is_whole_already_is_not_summed_again():
+    for before, after, _, calls in run_ranks(4, shares, 4, False):
+        assert calls == 0
+        assert_same_named(after, before, 0.0)
+
+
+def test_the_hook_version_leaves_the_same_gradients_after_every_backward():
+    for rank, (_, after, by_hook, _) in enumerate(run_ranks(4, shares, 2, True)):
+        assert_same_named(by_hook, after, rank=rank)
+
+
+def two_micro_batches() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    tp, totals = TensorParallel(dist.group.WORLD, True), []
+    for hook in (False, True):
+        block = make_block(replace(SMALL, kv_heads=1), tp)
+        if hook:
+            sync_in_backward(block, tp.group)
+        for step in range(2):
+            block_loss(block, step).backward()
+        if not hook:
+            sync_replicated_gradients(block, tp.group)
+        totals.append({name: p.grad for name, p in block.named_parameters()})
+    return totals[0], totals[1]
+
+
+def test_shares_accumulate_over_micro_batches_before_one_sum():
+    for rank, (after, by_hook) in enumerate(run_ranks(2, two_micro_batches)):
+        assert_same_named(by_hook, after, rank=rank)
+
+
+# ----------------------------------------------------------------------------------------------- bytes on the wire
+
+
+def wire(sequence: bool, kv_heads: int) -> tuple:
+    tp = TensorParallel(dist.group.WORLD, sequence)
+    block = make_block(replace(SMALL, kv_heads=kv_heads), tp)
+    x = piece(numbers(B, S, SMALL.hidden), tp).clone().requires_grad_()  # as in the middle of a model
+    with communication() as forward:
+        z = block(x, COS, SIN)
+    with communication() as backward:
+        z.sum().backward()
+    return forward.calls, backward.calls, forward.total, backward.total
+
+
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 4), (4, 4), (4, 1)])
+def test_two_all_reduces_each_way_or_as_many_bytes_in_two_all_gathers_and_two_reduce_scatters(ranks, kv_heads):
+    n = B * S * SMALL.hidden * 8
+    each_way = 2 * 2 * (ranks - 1) * n // ranks
+    for forward, backward, sent, sent_back in run_ranks(ranks, wire, False, kv_heads):
+        assert forward == backward == {"all_reduce": 2}
+        assert sent == sent_back == each_way
+    for forward, backward, sent, sent_back in run_ranks(ranks, wire, True, kv_heads):
+        assert forward == {"all_gather": 2, "reduce_scatter": 2}
+        assert backward == {"all_gather": 2 + 2, "reduce_scatter": 2}, "two of the four gather x again"
+        assert sent == each_way
+        assert sent_back == each_way + 2 * (ranks - 1) * n // ranks
+
+
+# ------------------------------------------------------------------------------------------- what is kept for backward
+
+
+def kept(sequence: bool, kv_heads: int, p: float) -> tuple[int, int, list[int]]:
+    tp = TensorParallel(dist.group.WORLD, sequence)
+    config = replace(SMALL, kv_heads=kv_heads)
+    block = make_block(config, tp, p)
+    x = piece(numbers(B, S, SMALL.hidden), tp).clone().requires_grad_()
+    torch.manual_seed(0)
+    with saved_activations(exclude=[*block.parameters(), COS, SIN]) as saved:
+        block(x, COS, SIN)
+    return saved.bytes, sum(kept_bytes(config, B, S, tp, 8, p > 0).values()), sorted(saved.storages.values())
+
+
+def kept_in_all_layouts(p: float) -> list[tuple[str, int, int]]:
+    layouts = [(sequence, kv_heads) for sequence in (False, True) for kv_heads in (1, 4)]
+    where = f"{dist.get_world_size()} ranks, sequence parallel {{}}, {{}} key/value heads"
+    return [(where.format(*layout), *kept(*layout, p)[:2]) for layout in layouts]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_bytes_kept_for_backward_are_those_of_the_formula(p):
+    for ranks in (1, 2, 4):
+        for rank, layouts in enumerate(run_ranks(ranks, kept_in_all_layouts, p)):
+            for where, measured, predicted in layouts:
+                assert measured == predicted, f"{where}, rank {rank}: {measured} bytes, but should be {predicted}"
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_with_sequence_parallel_every_kept_tensor_is_a_quarter_on_four_ranks(p):
+    ((_, _, whole),) = run_ranks(1, kept, False, 4, p)
+    for _, _, parts in run_ranks(4, kept, True, 4, p):
+        assert [4 * size for size in parts] == whole
+    for _, _, parts in run_ranks(4, kept, False, 4, p):
+        assert sum(parts) * 4 > 1.5 * sum(whole), "without it, what lies outside the products stays whole"
+
+
+# ---------------------------------------------------------------------------------------------------------- dropout
+
+
+def masks() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tp, ones = TensorParallel(dist.group.WORLD), torch.ones(64, 64)
+    torch.manual_seed(0)
+    replicated, sharded = dropout(ones, 0.25, tp, sharded=False), dropout(ones, 0.25, tp, sharded=True)
+    return replicated, sharded, dropout(ones, 0.25, tp, sharded=True), torch.randint(10**6, (4,))
+
+
+def test_replicated_activations_get_one_mask_and_sharded_ones_a_mask_per_rank():
+    results = run_ranks(4, masks)
+    for rank in range(1, 4):
+        assert torch.equal(results[rank][0], results[0][0]), f"rank {rank} drops other elements of the same activation"
+        assert not torch.equal(results[rank][1], results[0][1]), f"rank {rank} drops what rank 0 drops in its own shard"
+        assert torch.equal(results[rank][3], results[0][3]), "the default stream must stay alike on all ranks"
+    for replicated, first, second, _ in results:
+        assert not torch.equal(first, second) and not torch.equal(replicated, first)
+        for mask in (replicated, first):
+            assert_same(mask.unique(), torch.tensor([0.0, 1 / 0.75]), 1e-6, what="values of the mask")
+            assert abs(mask.mean().item() - 1) < 0.05
+
+
+def recomputed_gradients(sequence: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    tp, results = TensorParallel(dist.group.WORLD, sequence), []
+
+    def wrap(block):
+        return partial(checkpoint, block, use_reentrant=False)
+
+    for wrapped in (False, True):
+        block = make_block(SMALL, tp, p=0.3)
+        loss = block_loss(block, wrap=wrap) if wrapped else block_loss(block)
+        torch.rand(3)  # something else draws in between
+        loss.backward()
+        results.append({name: p.grad for name, p in block.named_parameters()})
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_recomputed_block_draws_the_masks_of_its_forward(sequence):
+    for rank, (kept_all, again) in enumerate(run_ranks(2, recomputed_gradients, sequence)):
+        assert_same_named(again, kept_all, 1e-14, "gradient of", rank)
+
+
+def evaluated() -> float:
+    block = make_block(SMALL, TensorParallel(dist.group.WORLD), p=0.5).eval()
+    return (
+        (block(numbers(B, S, 32), COS, SIN) - make_block(SMALL, block.tp)(numbers(B, S, 32), COS, SIN))
+        .abs()
+        .max()
+        .item()
+    )
+
+
+def test_nothing_is_dropped_in_evaluation():
+    assert run_ranks(2, evaluated) == [0.0, 0.0]
+
+
+# ------------------------------------------------------------------------------------------------ seams and bad input
+
+
+def own_attention() -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
+    seen = []
+
+    def watching(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        seen.extend((tuple(q.shape), tuple(k.shape)))
+        return attention(q, k, v, causal=causal)
+
+    tp = TensorParallel(dist.group.WORLD, True)
+    x = piece(numbers(B, S, SMALL.hidden), tp)
+    blocks = [make_block(replace(SMALL, kv_heads=2), tp, parts=parts) for parts in (Parts(watching), Parts())]
+    return seen, *(block(x, COS, SIN).detach() for block in blocks)
+
+
+def test_attention_is_an_argument_and_sees_the_heads_of_its_rank_with_key_value_heads_not_expanded():
+    for seen, got, want in run_ranks(4, own_attention):
+        assert seen == [(B, S, 2, 4), (B, S, 1, 4)]
+        assert_same(got, want)
+
+
+def test_the_reference_agrees_with_pytorchs_attention():
+    w = block_weights(SMALL, numbers(1))
+    q = numbers(B, S, 8, 4)
+    k, v = numbers(B, S, 8, 4, seed=1), numbers(B, S, 8, 4, seed=2)
+    want = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True).transpose(1, 2)
+    assert_same(attention(q, k, v, causal=True), want)
+    assert reference_block(numbers(B, S, 32), w, SMALL, COS, SIN).shape == (B, S, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "sequence", "words"),
+    [
+        ({}, 3, 0, "3 tensor-parallel ranks do not divide heads 8; use 1, 2, 4, 8 ranks"),
+        ({"heads": 12, "hidden": 48, "kv_heads": 4}, 6, 0, "kv-heads 4 and 6 ranks"),
+        ({"intermediate": 26}, 4, 0, "do not divide intermediate size 26; use 1, 2, 13, 26 ranks"),
+        ({"hidden": 36}, 2, 0, "hidden 36"),
+        ({"kv_heads": 3}, 2, 0, "kv-heads 3 do not divide 8 heads; use 1, 2, 4, 8"),
+        ({}, 4, 10, "do not divide sequence 10; use 1, 2, 5, 10 ranks, or a multiple of 4"),
+    ],
+)
+def test_sizes_that_cannot_be_divided_are_named_with_what_would_do(change, ranks, sequence, words):
+    with pytest.raises(ValueError) as error:
+        check_sizes(replace(SMALL, **change), ranks, sequence)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "words"),
+    [
+        (["--heads", "6", "--hidden", "60", "--kv-heads", "3"], 2, "kv-heads 3 and 2 ranks"),
+        (["--dropout", "1"], 1, "--dropout 1.0"),
+        (["--kv-heads", "0"], 1, "--kv-heads 0"),
+        (["--sequence", "9"], 2, "sequence 9"),
+        (["--colour", "red"], 1, "--colour"),
+    ],
+)
+def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parallel_block.py", *options])
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(dist, "init_process_group", partial(pytest.fail, "a process group was started"))
+    with pytest.raises(SystemExit) as stop:
+        parallel_block.main()
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert words in message and message.count("\n") == 1
+
+
+def run_demo(p: float) -> list[str]:
+    config = Config(hidden=32, heads=4, kv_heads=2, intermediate=16)
+    return parallel_block.demo(Namespace(sequence=8, dropout=p), config, dist.group.WORLD, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_the_demo_finds_nothing_wrong_with_more_ranks_than_key_value_heads(p):
+    assert run_ranks(4, run_demo, p) == [[]] * 4

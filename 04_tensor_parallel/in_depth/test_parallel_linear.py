@@ -1,0 +1,377 @@
+"""The matrix identities, their operators and the MLP made of them, against one device."""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import parallel_linear
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.meter import communication, held_bytes, saved_activations
+from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
+from harness.ranks import run_ranks
+from parallel_linear import (
+    COLUMNS,
+    ColumnParallelLinear,
+    ParallelMLP,
+    RowParallelLinear,
+    Shard,
+    TensorParallel,
+    all_gather,
+    all_reduce,
+    f,
+    f_star,
+    g,
+    g_star,
+    init_weights,
+    initial_weight,
+    load_full_state_dict,
+    reduce_scatter,
+    shards,
+)
+from torch import Tensor
+
+B, S, H, F_ = 2, 12, 6, 24
+SHAPES = {"gate_proj.weight": (F_, H), "up_proj.weight": (F_, H), "down_proj.weight": (H, F_)}
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def full_weights() -> dict[str, Tensor]:
+    return {name: initial_weight(name, shape, 1, seed=0).double() for name, shape in SHAPES.items()}
+
+
+def piece(x: Tensor, tp: TensorParallel) -> Tensor:
+    """This rank's tokens."""
+    return Shard(x.shape[1], 1, tp.size, tp.rank).cut(x) if tp.sequence_parallel else x
+
+
+# ---------------------------------------------------------------------------------------------------- the operators
+
+
+def operators() -> dict[str, tuple[Tensor, Tensor]]:
+    """Output and gradient of each operator. Inputs and outgoing gradients differ on every rank."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    results = {}
+    for operator in (f, f_star, g, g_star):
+        x = numbers(B, S, H, seed=rank).requires_grad_()
+        y = operator(x, group)
+        y.backward(numbers(*y.shape, seed=100 + rank))
+        results[operator.__name__] = (y.detach(), x.grad)
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_each_operator_and_its_conjugate_move_what_the_paper_says(ranks):
+    xs = [numbers(B, S, H, seed=rank) for rank in range(ranks)]
+
+    def grads(length: int) -> list[Tensor]:
+        return [numbers(B, length, H, seed=100 + rank) for rank in range(ranks)]
+
+    for rank, got in enumerate(run_ranks(ranks, operators)):
+        chunk = Shard(S, 1, ranks, rank).cut
+        my_gradient = Shard(S * ranks, 1, ranks, rank).cut
+        want = {
+            "f": (xs[rank], sum(grads(S))),
+            "f_star": (sum(xs), grads(S)[rank]),
+            "g": (torch.cat(xs, 1), my_gradient(sum(grads(S * ranks)))),
+            "g_star": (chunk(sum(xs)), torch.cat(grads(S // ranks), 1)),
+        }
+        for name, pair in want.items():
+            for what, a, b in zip(("output", "gradient"), got[name], pair, strict=True):
+                assert_same(a, b, what=f"{what} of {name}", rank=rank)
+
+
+def sums_of_a_tensor_with_gaps() -> tuple[Tensor, Tensor, Tensor]:
+    x = numbers(4, 6, 2, seed=dist.get_rank()).transpose(0, 1)
+    before = x.clone()
+    return all_reduce(x, dist.group.WORLD), x - before, reduce_scatter(x, dist.group.WORLD)
+
+
+def test_all_reduce_returns_the_sum_of_a_tensor_with_gaps_and_leaves_its_input_alone():
+    want = sum(numbers(4, 6, 2, seed=rank).transpose(0, 1) for rank in range(2))
+    for rank, (got, change, scattered) in enumerate(run_ranks(2, sums_of_a_tensor_with_gaps)):
+        assert_same(got, want, what="the sum", rank=rank)
+        assert not change.any(), f"rank {rank}: the input was overwritten"
+        assert_same(scattered, want.chunk(2, 1)[rank], what="the scattered sum", rank=rank)
+
+
+def gather_and_scatter_back() -> Tensor:
+    x = numbers(B, 5, H, seed=dist.get_rank())
+    whole = all_gather(x, dist.group.WORLD)
+    return reduce_scatter(whole, dist.group.WORLD) / dist.get_world_size() - x
+
+
+def test_gathered_tokens_are_in_the_order_of_the_ranks_for_every_row_of_the_batch():
+    for difference in run_ranks(4, gather_and_scatter_back):
+        assert difference.abs().max() < 1e-14
+
+
+def uneven_sequence(column: str) -> str:
+    tp = TensorParallel(dist.group.WORLD, True, column=COLUMNS[column])
+    mlp = ParallelMLP(H, F_, tp).double()
+    try:
+        reduce_scatter(numbers(B, 7, H), tp.group)
+    except ValueError as error:
+        assert mlp is not None
+        return str(error)
+    return ""
+
+
+def test_a_sequence_that_does_not_divide_is_refused_with_what_would():
+    assert run_ranks(2, uneven_sequence, "simple")[0].endswith("use a multiple of 2")
+
+
+# ----------------------------------------------------------------------------------------------------- the MLP
+
+
+def oracle_trace(seed: int = 0) -> Trace:
+    w = {name: torch.nn.Parameter(value) for name, value in full_weights().items()}
+
+    def backward(step: int) -> float:
+        x, target = numbers(B, S, H, seed=10 * seed + step), numbers(B, S, H, seed=50 + step)
+        hidden = F.silu(F.linear(x, w["gate_proj.weight"])) * F.linear(x, w["up_proj.weight"])
+        loss = (F.linear(hidden, w["down_proj.weight"]) - target).square().sum() / (B * S)
+        loss.backward()
+        return loss.item()
+
+    return sgd_trace(w, backward)
+
+
+def mlp_trace(tp: TensorParallel, seed: int = 0) -> Trace:
+    mlp = ParallelMLP(H, F_, tp).double()
+    load_full_state_dict(mlp, full_weights())
+
+    def backward(step: int) -> float:
+        x, target = numbers(B, S, H, seed=10 * seed + step), numbers(B, S, H, seed=50 + step)
+        loss = (mlp(piece(x, tp)) - piece(target, tp)).square().sum() / (B * S)
+        loss.backward()
+        total = loss.detach().clone()
+        if tp.sequence_parallel:  # each rank has the loss of its own tokens
+            dist.all_reduce(total, group=tp.group)
+        return total.item()
+
+    return sgd_trace(dict(mlp.named_parameters()), backward)
+
+
+def cut_trace(trace: Trace, ranks: int, rank: int) -> Trace:
+    """What this rank should have of the oracle's trace."""
+    dims = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
+    cut = {name: Shard(F_, dim, ranks, rank).cut for name, dim in dims.items()}
+    gradients = [{name: cut[name](value) for name, value in step.items()} for step in trace.gradients]
+    return Trace(trace.losses, gradients, {name: cut[name](value) for name, value in trace.weights.items()})
+
+
+def all_mlp_traces() -> list[Trace]:
+    group = dist.group.WORLD
+    return [mlp_trace(TensorParallel(group, sp, column=c)) for sp in (False, True) for c in COLUMNS.values()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_mlp_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks):
+    want = oracle_trace()
+    for rank, traces in enumerate(run_ranks(ranks, all_mlp_traces)):
+        for got in traces:
+            assert_same_trace(got, cut_trace(want, ranks, rank), rank=rank)
+
+
+def two_mlps() -> list[Trace]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    return [mlp_trace(TensorParallel(groups[mine], sp), seed=mine) for sp in (False, True)]
+
+
+def test_two_slices_of_the_world_train_two_models_at_the_same_time():
+    for rank, traces in enumerate(run_ranks(4, two_mlps)):
+        want = oracle_trace(seed=rank % 2)
+        for got in traces:
+            assert_same_trace(got, cut_trace(want, 2, rank // 2), rank=rank)
+
+
+def measured_mlp(version: str, sequence: bool) -> tuple:
+    tp = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[version])
+    mlp = ParallelMLP(H, F_, tp).double()
+    init_weights(mlp, 1, 0)
+    x = piece(numbers(B, S, H), tp).clone().requires_grad_()
+    with communication() as forward, saved_activations(exclude=mlp.parameters()) as saved:
+        z = mlp(x)
+    with communication() as backward:
+        z.sum().backward()
+    held = held_bytes(mlp)
+    return forward.calls, backward.calls, forward.total + backward.total, saved.bytes, held.parameters, held.gradients
+
+
+def test_both_layouts_send_the_bytes_of_the_formula_and_sequence_parallel_one_all_gather_more():
+    n, t = B * S * H * 8, 4
+    for version, again in (("simple", 0), ("gather-again", 1)):
+        plain = run_ranks(t, measured_mlp, version, False)[1]
+        split = run_ranks(t, measured_mlp, version, True)[1]
+        assert plain[0] == {"all_reduce": 1} and plain[1] == {"all_reduce": 1}
+        assert split[0] == {"all_gather": 1, "reduce_scatter": 1}
+        assert split[1] == {"all_gather": 1 + again, "reduce_scatter": 1}
+        assert plain[2] == 4 * (t - 1) * n // t
+        assert split[2] == plain[2] + again * (t - 1) * n // t
+
+
+def test_a_rank_holds_and_keeps_a_share_of_weights_gradients_and_activations():
+    n, inner, weights, t = B * S * H * 8, 4 * B * S * F_ * 8, 3 * H * F_ * 8, 4
+    for version, sequence, want in (
+        ("simple", False, n + inner // t),
+        ("simple", True, n + inner // t),  # the gathered x
+        ("gather-again", True, n // t + inner // t),
+    ):
+        for *_, kept, parameters, gradients in run_ranks(t, measured_mlp, version, sequence):
+            assert kept == want, f"{version}: {kept} bytes kept for backward, but should be {want}"
+            assert parameters == gradients == weights // t
+
+
+# ------------------------------------------------------------------------------------------------ pieces and weights
+
+
+def test_a_cut_that_does_not_divide_is_padded_with_zeros():
+    full = numbers(5, 3)
+    pieces = [Shard(5, 0, 4, i).cut(full) for i in range(4)]
+    assert all(p.shape == (2, 3) for p in pieces)
+    assert_same(torch.cat(pieces)[:5], full)
+    assert not torch.cat(pieces)[5:].any()
+    assert_same(torch.cat([Shard(3, 1, 2, i).cut(full) for i in range(2)], 1)[:, :3], full)
+
+
+def first_weights() -> dict[str, Tensor]:
+    mlp = ParallelMLP(H, F_, TensorParallel(dist.group.WORLD))
+    init_weights(mlp, 1, 0)
+    assert set(shards(mlp)) == set(SHAPES)
+    return {name: p.detach() for name, p in mlp.named_parameters()}
+
+
+def test_every_degree_starts_from_the_same_model_and_no_two_ranks_hold_the_same_columns():
+    want = {name: initial_weight(name, shape, 1, 0) for name, shape in SHAPES.items()}
+    for ranks in (1, 2, 4):
+        pieces = run_ranks(ranks, first_weights)
+        for name, full in want.items():
+            whole = torch.cat([p[name] for p in pieces], dim=1 if name.startswith("down") else 0)
+            assert_same(whole, full, 0.0, what=f"{name} put together from {ranks} ranks")
+
+
+def seams() -> tuple[int, Tensor, Tensor]:
+    calls = []
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        calls.append(weight.shape)
+        return F.linear(x, weight)
+
+    results = []
+    for own in (linear, F.linear):
+        tp = TensorParallel(dist.group.WORLD, True)
+        mlp = ParallelMLP(H, F_, tp, own).double()
+        load_full_state_dict(mlp, full_weights())
+        results.append(mlp(piece(numbers(B, S, H), tp)).detach())
+    return len(calls), *results
+
+
+def test_a_linear_of_ones_own_is_used_for_every_product():
+    for count, got, want in run_ranks(2, seams):
+        assert count == 3
+        assert_same(got, want)
+
+
+def under_bf16() -> tuple[list[torch.dtype], float, float]:
+    full = {name: value.float() for name, value in full_weights().items()}
+    dtypes, errors = [], []
+    for sequence in (False, True):
+        tp = TensorParallel(dist.group.WORLD, sequence)
+        grads = []
+        for low in (True, False):
+            mlp = ParallelMLP(H, F_, tp)
+            load_full_state_dict(mlp, full)
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                z = mlp(piece(numbers(B, S, H).float(), tp))
+            z.float().square().sum().backward()
+            dtypes += [p.grad.dtype for p in mlp.parameters()]
+            grads.append(mlp.gate_proj.weight.grad)
+        errors.append(((grads[0] - grads[1]).abs().max() / grads[1].abs().max()).item())
+    return dtypes, *errors
+
+
+def test_under_autocast_gradients_are_fp32_and_as_near_as_bf16_can_be():
+    for dtypes, *errors in run_ranks(2, under_bf16):
+        assert set(dtypes) == {torch.float32}
+        assert all(0 < error < 0.05 for error in errors), errors
+
+
+def linear_alone() -> tuple[Tensor, Tensor]:
+    tp = TensorParallel(dist.group.WORLD)
+    column, row = ColumnParallelLinear(H, 8, tp).double(), RowParallelLinear(8, H, tp).double()
+    load_full_state_dict(column, {"weight": numbers(8, H)})
+    load_full_state_dict(row, {"weight": numbers(H, 8)})
+    y = column(numbers(B, S, H))
+    return y.detach(), row(y).detach()
+
+
+def test_column_then_row_is_two_products():
+    outputs = run_ranks(2, linear_alone)
+    want = F.linear(numbers(B, S, H), numbers(8, H))
+    assert_same(torch.cat([y for y, _ in outputs], -1), want, what="column-parallel output")
+    for rank, (_, z) in enumerate(outputs):
+        assert_same(z, F.linear(want, numbers(H, 8)), what="row-parallel output", rank=rank)
+
+
+# ------------------------------------------------------------------------------------------------------- the script
+
+
+def run_main(monkeypatch, *options: str, ranks: int = 1) -> None:
+    monkeypatch.setattr(sys, "argv", ["parallel_linear.py", *options])
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(dist, "init_process_group", partial(pytest.fail, "a process group was started"))
+    parallel_linear.main()
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "words"),
+    [
+        (["--intermediate", "100"], 8, "--intermediate 100; use 1, 2, 4, 5, 10, 20, 25, 50, 100 ranks"),
+        (["--sequence", "9"], 2, "2 tensor-parallel ranks do not divide --sequence 9"),
+        (["--hidden", "0"], 1, "--hidden 0"),
+        (["--column", "ring"], 1, "--column"),
+        (["--colum", "simple"], 1, "--colum"),
+    ],
+)
+def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, words, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_main(monkeypatch, *options, ranks=ranks)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert words in message and message.count("\n") == 1
+
+
+def test_the_folder_alone_passes_as_scripts(tmp_path):
+    for file in Path(parallel_linear.__file__).parent.glob("*.py"):
+        if not file.name.startswith(("test_", "bench_")):
+            shutil.copy(file, tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    pipes = dict(cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    scripts = ["parallel_llama.py", "overlap.py"]  # between them they import all of the folder
+    running = [subprocess.Popen([sys.executable, script], **pipes) for script in scripts]
+    for script, process in zip(scripts, running, strict=True):
+        out, errors = process.communicate(timeout=120)
+        assert process.returncode == 0 and not errors, f"{script}: {errors}"
+        assert out.splitlines()[-1] == "PASS"
+
+
+def run_demo(column: str) -> list[str]:
+    import argparse
+
+    args = argparse.Namespace(hidden=16, intermediate=24, sequence=24, column=column)
+    return parallel_linear.demo(args, dist.group.WORLD, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_the_demo_finds_nothing_wrong_on_three_ranks(column):
+    assert run_ranks(3, run_demo, column) == [[], [], []]

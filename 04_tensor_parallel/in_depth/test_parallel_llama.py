@@ -1,0 +1,414 @@
+"""The whole model with its vocabulary in pieces, against one device, and against chapter 01's model."""
+
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import parallel_llama
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.meter import communication, held_bytes, peak_memory
+from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.ranks import run_ranks
+from parallel_block import Config, drops_of_all_ranks, sync_replicated_gradients
+from parallel_linear import Shard, TensorParallel, initial_weight, load_full_state_dict, shards
+from parallel_llama import (
+    IGNORE,
+    ParallelLlama,
+    VocabParallelEmbedding,
+    full_state_dict,
+    recomputed,
+    reference_logits,
+    squared_gradient_norm,
+    vocab_parallel_cross_entropy,
+    weights_per_rank,
+)
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "01_single_gpu" / "in_depth"))
+
+B, S = 2, 8
+SMALL = Config(vocab_size=13, hidden=16, layers=2, heads=4, kv_heads=2, intermediate=24)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def batch(step: int, vocab: int = SMALL.vocab_size) -> tuple[Tensor, Tensor]:
+    text = torch.randint(vocab, (B, S + 1), generator=torch.Generator().manual_seed(step))
+    tokens, labels = text[:, :-1], text[:, 1:].clone()
+    labels[0, : S // 2] = IGNORE
+    return tokens, labels
+
+
+def full_weights(config: Config) -> dict[str, Tensor]:
+    """Names and shapes from chapter 01's model, values from this chapter's rule: both must agree on both."""
+    import llama
+
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads")}
+    model = llama.Llama(llama.LlamaConfig(**sizes, intermediate=config.intermediate, tied=config.tied)).double()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def oracle_trace(config: Config, w: dict[str, Tensor], p: float, ranks: int, sequence: bool) -> Trace:
+    weights = {name: nn.Parameter(value.clone()) for name, value in w.items()}
+
+    def backward(step: int) -> float:
+        torch.manual_seed(step)
+        tokens, labels = batch(step, config.vocab_size)
+        drops = drops_of_all_ranks(p, ranks, sequence) if p else None
+        logits = reference_logits(weights, tokens, config, drops)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        return loss.item()
+
+    return sgd_trace(weights, backward)
+
+
+def model_trace(model: ParallelLlama) -> Trace:
+    def backward(step: int) -> float:
+        torch.manual_seed(step)
+        tokens, labels = batch(step, model.config.vocab_size)
+        loss = model.cross_entropy(model(tokens), labels) / (labels != IGNORE).sum()
+        loss.backward()
+        sync_replicated_gradients(model, model.tp.group)
+        return loss.item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def compare_with_oracle(config: Config, w: dict[str, Tensor], p: float, tp: TensorParallel) -> None:
+    want = oracle_trace(config, w, p, tp.size, tp.sequence_parallel)
+    for wrap in (lambda block: block, recomputed):
+        model = ParallelLlama(config, tp, wrap=wrap, p=p).double()
+        held = shards(model)
+
+        def cut(tensors: dict[str, Tensor], held=held) -> dict[str, Tensor]:
+            return {name: held[name].cut(value) for name, value in tensors.items()}
+
+        mine = Trace(want.losses, [cut(step) for step in want.gradients], cut(want.weights))
+        assert_same_trace(model_trace(model), mine, rank=tp.rank)
+
+
+# ------------------------------------------------------------------------------------------------------ the one oracle
+
+
+def all_layouts(config: Config, w: dict[str, Tensor]) -> None:
+    for p in (0.0, 0.2):
+        for sequence in (False, True):
+            compare_with_oracle(config, w, p, TensorParallel(dist.group.WORLD, sequence))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks):
+    run_ranks(ranks, all_layouts, SMALL, full_weights(SMALL))
+
+
+def test_eight_ranks_with_two_key_value_heads_and_a_rank_of_nothing_but_padding_equal_one_device():
+    config = replace(SMALL, heads=8, vocab_size=9, layers=1)  # two words a rank: ranks 5, 6 and 7 hold none
+    run_ranks(8, all_layouts, config, full_weights(config))
+
+
+def two_models(w: dict[str, Tensor]) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    compare_with_oracle(SMALL, w, 0.2, TensorParallel(groups[dist.get_rank() % 2], True))
+
+
+def test_two_slices_of_the_world_train_two_models_at_the_same_time():
+    run_ranks(4, two_models, full_weights(SMALL))
+
+
+def chapter_01(config: Config) -> tuple[float, dict[str, Tensor]]:
+    import llama
+
+    fields = {name: getattr(config, name) for name in llama.LlamaConfig.__dataclass_fields__}
+    model = llama.Llama(llama.LlamaConfig(**fields)).double()
+    tokens, labels = batch(0)
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def loss_and_full_gradients(config: Config, sequence: bool) -> tuple[float, dict[str, Tensor]]:
+    tp = TensorParallel(dist.group.WORLD, sequence)
+    model = ParallelLlama(config, tp).double()
+    tokens, labels = batch(0)
+    loss = model.cross_entropy(model(tokens), labels) / (labels != IGNORE).sum()
+    loss.backward()
+    sync_replicated_gradients(model, tp.group)
+    gradients = {name: model.get_parameter(name).grad for name in shards(model)}
+    return loss.item(), full_state_dict(model, tp.group, gradients)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_it_is_chapter_01s_model_with_the_same_names_weights_loss_and_gradients(ranks, tied):
+    config = replace(SMALL, tied=tied)
+    loss, gradients = chapter_01(config)
+    for sequence in (False, True):
+        for rank, (got, got_gradients) in enumerate(run_ranks(ranks, loss_and_full_gradients, config, sequence)):
+            assert_same(got, loss, what="loss", rank=rank)
+            if tied:  # one parameter under two names
+                assert_same(got_gradients.pop("lm_head.weight"), gradients["model.embed_tokens.weight"], rank=rank)
+            assert_same_named(got_gradients, gradients, what="gradient of", rank=rank)
+
+
+def gradient_norm(config: Config, sequence: bool) -> float:
+    tp = TensorParallel(dist.group.WORLD, sequence)
+    model = ParallelLlama(config, tp).double()
+    tokens, labels = batch(0)
+    (model.cross_entropy(model(tokens), labels) / (labels != IGNORE).sum()).backward()
+    sync_replicated_gradients(model, tp.group)
+    return squared_gradient_norm(model, tp.group).item()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradient_norm_counts_whole_cut_and_shared_parameters_once(tied):
+    config = replace(SMALL, tied=tied)
+    want = sum(gradient.square().sum().item() for gradient in chapter_01(config)[1].values())
+    for sequence in (False, True):
+        for rank, got in enumerate(run_ranks(4, gradient_norm, config, sequence)):
+            assert_same(got, want, what="squared norm", rank=rank)
+
+
+def with_chapter_01s_parts() -> tuple[float, dict[str, Tensor]]:
+    import llama
+
+    tp = TensorParallel(dist.group.WORLD, True)
+    config = llama.LlamaConfig(**{name: getattr(SMALL, name) for name in llama.LlamaConfig.__dataclass_fields__})
+    parts = llama.Parts(attention=llama.recomputed(llama.attention_math))
+    model = ParallelLlama(config, tp, parts, wrap=llama.recomputed).double()
+    tokens, labels = batch(0)
+    loss = model.cross_entropy(model(tokens), labels) / (labels != IGNORE).sum()
+    loss.backward()
+    sync_replicated_gradients(model, tp.group)
+    gradients = {name: model.get_parameter(name).grad for name in shards(model)}
+    return loss.item(), full_state_dict(model, tp.group, gradients)
+
+
+def test_it_takes_chapter_01s_config_parts_and_recomputation():
+    loss, gradients = chapter_01(SMALL)
+    for rank, (got, got_gradients) in enumerate(run_ranks(4, with_chapter_01s_parts)):
+        assert_same(got, loss, what="loss", rank=rank)
+        assert_same_named(got_gradients, gradients, what="gradient of", rank=rank)
+
+
+# -------------------------------------------------------------------------------------------- embedding and the loss
+
+
+def embedded(vocab: int) -> list[tuple[Tensor, Tensor]]:
+    results, (tokens, _) = [], batch(0, vocab)
+    for sequence in (False, True):
+        tp = TensorParallel(dist.group.WORLD, sequence)
+        layer = VocabParallelEmbedding(vocab, 6, tp).double()
+        load_full_state_dict(layer, {"weight": numbers(vocab, 6)})
+        x = layer(tokens)
+        mine = Shard(S, 1, tp.size, tp.rank).cut if sequence else (lambda y: y)
+        x.backward(mine(numbers(B, S, 6, seed=1)))
+        results.append((x.detach(), full_state_dict(layer, tp.group, {"weight": layer.weight.grad})["weight"]))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_token_is_looked_up_once_over_all_ranks(ranks):
+    table = numbers(13, 6).requires_grad_()
+    want = F.embedding(batch(0, 13)[0], table)
+    want.backward(numbers(B, S, 6, seed=1))
+    for rank, (whole, split) in enumerate(run_ranks(ranks, embedded, 13)):
+        assert_same(whole[0], want, what="embedding", rank=rank)
+        assert_same(split[0], want.chunk(ranks, 1)[rank], what="embedding of its tokens", rank=rank)
+        for _, gradient in (whole, split):
+            assert_same(gradient, table.grad, what="gradient of the table", rank=rank)
+
+
+def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    shard = Shard(logits.shape[-1], 0, dist.get_world_size(), dist.get_rank())
+    padded = Shard(logits.shape[-1], 2, shard.pieces, shard.index).cut(logits)
+    mine = padded.clone()
+    mine[..., max(0, logits.shape[-1] - shard.index * shard.length) :] = 5.0  # logits of words that do not exist
+    before = mine.clone()
+    mine.requires_grad_()
+    loss = vocab_parallel_cross_entropy(mine, labels, logits.shape[-1], dist.group.WORLD)
+    (loss / 3).backward()
+    return loss.detach(), mine.grad, mine.detach() - before
+
+
+@pytest.mark.parametrize("vocab", [5, 8, 13])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_loss_and_gradient_of_logits_equal_those_of_the_whole_vocabulary_without_padding(ranks, vocab):
+    logits, labels = 3 * numbers(B, S, vocab), batch(0, vocab)[1]
+    whole = logits.clone().requires_grad_()
+    want = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    (want / 3).backward()
+    for rank, (loss, gradient, change) in enumerate(run_ranks(ranks, losses, logits, labels)):
+        assert_same(loss, want, what="loss", rank=rank)
+        words = Shard(vocab, 2, ranks, rank).cut
+        assert_same(gradient, words(whole.grad), what="gradient of the logits, 0 for padding", rank=rank)
+        assert not change.any(), "logits were overwritten"
+
+
+def test_huge_logits_and_no_label_at_all_give_numbers():
+    labels = batch(0, 8)[1]
+    for loss, gradient, _ in run_ranks(2, losses, 1e4 * numbers(B, S, 8), labels):
+        assert loss.isfinite() and gradient.isfinite().all()
+    for loss, gradient, _ in run_ranks(2, losses, numbers(B, S, 8), torch.full_like(labels, IGNORE)):
+        assert loss == 0 and not gradient.any()
+
+
+def low_precision_loss() -> tuple[torch.dtype, torch.dtype, float, float]:
+    logits, labels = numbers(B, S, 8).bfloat16(), batch(0, 8)[1]
+    mine = logits.chunk(2, -1)[dist.get_rank()].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(mine, labels, 8, dist.group.WORLD)
+    loss.backward()
+    want = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return loss.dtype, mine.grad.dtype, loss.item(), want.item()
+
+
+def test_the_loss_of_bf16_logits_is_summed_in_fp32():
+    for loss_type, gradient_type, loss, want in run_ranks(2, low_precision_loss):
+        assert (loss_type, gradient_type) == (torch.float32, torch.bfloat16)
+        assert_same(loss, want, 1e-6)
+
+
+def gathered_logits() -> str:
+    try:
+        vocab_parallel_cross_entropy(numbers(B, S, 8), batch(0, 8)[1], 8, dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_gathered_logits_are_refused_because_their_loss_would_be_too_large_by_log_t():
+    assert run_ranks(2, gathered_logits)[0] == "logits of 8 words, but a rank holds 4; do not gather them"
+
+
+def largest_tensor_of_the_loss() -> tuple[int, int]:
+    vocab = 4096
+    logits = torch.zeros(1, 16, vocab // 4, requires_grad=True)
+    with communication() as sent, peak_memory() as memory:
+        vocab_parallel_cross_entropy(logits, batch(0, vocab)[1].flatten()[None], vocab, dist.group.WORLD).backward()
+    assert sent.calls == {"all_reduce": 2} and sent.payload["all_reduce"] == 3 * 16 * 4
+    return memory.peak, logits.nbytes
+
+
+def test_logits_are_never_gathered():
+    for peak, mine in run_ranks(4, largest_tensor_of_the_loss):
+        assert peak < 4 * mine, f"{peak} bytes for logits of {mine}: all of them would be {4 * mine}"
+
+
+def padded_rows() -> tuple[Tensor, Tensor]:
+    model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD)).double()
+    model_trace(model)
+    used = SMALL.vocab_size - model.lm_head.shard.index * model.lm_head.shard.length
+    return model.lm_head.weight.detach()[max(used, 0) :], model.model.embed_tokens.weight.detach()[max(used, 0) :]
+
+
+def test_padding_of_the_vocabulary_stays_zero_after_training():
+    rows = run_ranks(4, padded_rows)  # 13 words on 4 ranks are 4, 4, 4, 1 and three rows of padding
+    assert [len(head) for head, _ in rows] == [0, 0, 0, 3]
+    assert not rows[3][0].any() and not rows[3][1].any()
+
+
+# -------------------------------------------------------------------------------------- state dict, weights and bytes
+
+
+def trained_state(sequence: bool) -> tuple[dict[str, Tensor], float]:
+    model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, sequence)).double()
+    model_trace(model)
+    tokens, labels = batch(7)
+    return full_state_dict(model, model.tp.group), model.cross_entropy(model(tokens), labels).item()
+
+
+def loss_of_loaded(state: dict[str, Tensor], sequence: bool) -> tuple[float, dict[str, Tensor]]:
+    model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, sequence)).double()
+    load_full_state_dict(model, state)
+    tokens, labels = batch(7)
+    return model.cross_entropy(model(tokens), labels).item(), full_state_dict(model, model.tp.group)
+
+
+def test_a_state_dict_saved_on_four_ranks_loads_on_two_and_on_one():
+    (state, loss), *others = run_ranks(4, trained_state, True)
+    assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in full_weights(SMALL).items()}
+    for rank, (other, _) in enumerate(others, 1):
+        assert_same_named(other, state, 0.0, rank=rank)
+    for ranks, sequence in ((2, True), (1, False)):
+        for rank, (got, again) in enumerate(run_ranks(ranks, loss_of_loaded, state, sequence)):
+            assert_same(got, loss, what="loss", rank=rank)
+            assert_same_named(again, state, 0.0, rank=rank)
+
+
+def test_the_state_dict_loads_into_chapter_01s_model():
+    import llama
+
+    (state, loss), *_ = run_ranks(2, trained_state, False)
+    fields = {name: getattr(SMALL, name) for name in llama.LlamaConfig.__dataclass_fields__}
+    model = llama.Llama(llama.LlamaConfig(**fields)).double()
+    model.load_state_dict(state)
+    tokens, labels = batch(7)
+    assert_same(llama.cross_entropy(model(tokens), labels).item(), loss, what="loss")
+
+
+def step_of_model(sequence: bool, kv_heads: int) -> tuple[int, int, float, dict[str, int]]:
+    config = replace(SMALL, kv_heads=kv_heads)
+    model = ParallelLlama(config, TensorParallel(dist.group.WORLD, sequence)).double()
+    tokens, labels = batch(0)
+    with communication() as sent:
+        model.cross_entropy(model(tokens), labels).backward()
+    return held_bytes(model).parameters, weights_per_rank(config, model.tp.size) * 8, sent.total, dict(sent.calls)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_weights_held_and_bytes_sent_are_those_of_the_formulas(kv_heads):
+    n, T, L = B * S * SMALL.hidden * 8, B * S * 8, SMALL.layers
+    for sequence in (False, True):
+        for held, predicted, sent, calls in run_ranks(4, step_of_model, sequence, kv_heads):
+            assert held == predicted
+            assert sent == ((8 + 2 * sequence) * L + 4 + sequence) * 3 * n // 4 + 2 * 3 * T * 3 // 4
+            # L blocks; embedding, lm_head and its second gather; two all-reduces of the loss
+            split = {"all_gather": 6 * L + 3, "reduce_scatter": 4 * L + 2, "all_reduce": 2}
+            assert calls == (split if sequence else {"all_reduce": 4 * L + 2 + 2})
+
+
+def test_the_seed_and_the_name_decide_a_weight():
+    a = initial_weight("model.layers.0.mlp.up_proj.weight", (4, 4), 2, seed=0)
+    assert not torch.equal(a, initial_weight("model.layers.0.mlp.up_proj.weight", (4, 4), 2, seed=1))
+    assert not torch.equal(a, initial_weight("model.layers.0.mlp.gate_proj.weight", (4, 4), 2, seed=0))
+
+
+# ------------------------------------------------------------------------------------------------------- the script
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "words"),
+    [
+        (["--heads", "6", "--hidden", "60"], 1, "kv-heads 4 do not divide 6 heads"),
+        ([], 3, "do not divide heads 8"),
+        (["--vocab", "0"], 1, "--vocab 0"),
+        (["--dropout", "-0.1"], 1, "--dropout -0.1"),
+        (["--recomput"], 1, "--recomput"),
+    ],
+)
+def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parallel_llama.py", *options])
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(dist, "init_process_group", partial(pytest.fail, "a process group was started"))
+    with pytest.raises(SystemExit) as stop:
+        parallel_llama.main()
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert words in message and message.count("\n") == 1
+
+
+def run_demo(recompute: bool) -> list[str]:
+    args = Namespace(sequence=8, dropout=0.1 * recompute, recompute=recompute)
+    return parallel_llama.demo(args, SMALL, dist.group.WORLD, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_demo_finds_nothing_wrong_with_a_vocabulary_that_does_not_divide(recompute):
+    assert run_ranks(4, run_demo, recompute) == [[]] * 4

@@ -1,0 +1,403 @@
+"""Context parallelism II: Ulysses, which swaps a share of the sequence for a share of the heads; and Ulysses x ring.
+
+Problem. In ring attention every rank sees all keys and values pass, so what it sends grows with the sequence, and the
+local attention must know which block it is looking at. A sliding window, a block-sparse pattern or cross attention
+would each need a ring of its own.
+
+Idea. Attention heads do not know of each other. Between the projections every rank has some tokens and all heads; one
+all-to-all turns this into all tokens and some heads. Any attention kernel for one device does the rest, unchanged, and
+a second all-to-all brings the output back.
+
+    before            q, k, v  [B, S/P, N, D]            after             [B, S, N/P, D]
+              heads    0    1    2    3                          heads     0    1    2    3
+      tokens 0..3    | rank 0            |               tokens 0..3     | r | r | r | r |
+      tokens 4..7    | rank 1            |  all-to-all   tokens 4..7     | a | a | a | a |
+      tokens 8..11   | rank 2            |  ---------->  tokens 8..11    | n | n | n | n |
+      tokens 12..15  | rank 3            |               tokens 12..15   | 0 | 1 | 2 | 3 |
+
+What a rank sends per layer and forward pass, in elements (M = S·H, batch 1; backward the same). The paper's form, left,
+counts whole messages; (P-1)/P of that really leaves the rank:
+    Ulysses, N K/V heads     4M/P                                       2309.14509, section 3.2
+    Ulysses, N_kv K/V heads  (2 + 2 lcm(N_kv, P)/N) M/P                 fewer K/V heads than ranks: as many copies
+    Megatron's sequence par. 4M                                         as there are ranks that need them, no more
+    ring attention           2 (P-1)/P · N_kv/N · M                     constant in P too, not falling
+If sequence and ranks grow together, M/P stays the same: Ulysses sends as much as before, the others ever more.
+
+The limit: N heads are enough for N ranks. USP (2405.07719) puts the ranks in a rectangle, Ulysses along its rows and a
+ring along its columns: P = R · U with U <= N. The all-to-all stays inside a node, the ring crosses nodes.
+
+Run it:
+    python context_ulysses.py                                                     one rank, CPU or GPU
+    torchrun --nproc_per_node 4 context_ulysses.py                                gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 2 context_ulysses.py --version ulysses --attention window
+    python context_ulysses.py --cost-model                                        predicted times beside the paper's
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+import argparse
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from context_ring import (
+    EXPLICIT,
+    LAYOUTS,
+    Attention,
+    LocalAttention,
+    Model,
+    OneLineParser,
+    Wire,
+    add_model_options,
+    against_oracle,
+    check_inputs,
+    check_layout,
+    check_model_options,
+    dense_attention,
+    layout_positions,
+    ring_attention,
+    run,
+    train_step,
+)
+from torch import Tensor
+
+# Legend of shapes: B batch, S sequence, H hidden, N query heads, N_kv key/value heads, D head dim; S/P is S sharded
+# over the group. USP: R ranks in the ring, U ranks in the all-to-all, P = R · U.
+
+# --------------------------------------------------------------------------------------- from tokens to heads and back
+
+
+def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Some tokens of all heads -> all tokens of some heads: [B, S/P, N, D] -> [B, S, N/P, D]. Not differentiable."""
+    P = group.size()
+    # --- exercise 5.7: one all-to-all, and the sequence in its right order ---
+    pieces = x.unflatten(2, (P, -1)).permute(2, 0, 1, 3, 4).contiguous()  # [P, B, S/P, N/P, D]: piece r is for rank r
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=group)  # [P, B, S/P, N/P, D]: piece r is of rank r's tokens
+    return received.permute(1, 0, 2, 3, 4).flatten(1, 2)  # -> [B, P, S/P, N/P, D] -> [B, S, N/P, D]
+    # --- end exercise ---
+
+
+def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The way back: all tokens of some heads -> some tokens of all heads, [B, S, N/P, D] -> [B, S/P, N, D]."""
+    P = group.size()
+    # --- exercise 5.8: the inverse ---
+    pieces = x.unflatten(1, (P, -1)).permute(1, 0, 2, 3, 4).contiguous()  # [P, B, S/P, N/P, D]: piece r is for rank r
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=group)  # [P, B, S/P, N/P, D]: piece r is of rank r's heads
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)  # -> [B, S/P, P, N/P, D] -> [B, S/P, N, D]
+    # --- end exercise ---
+
+
+class Swap(torch.autograd.Function):
+    """`there(x)`, with `back` for the gradient. An all-to-all only moves elements, so its transpose is its inverse: the
+    gradient of an element goes back to where the element came from, unscaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Callable, back: Callable) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple:
+        return ctx.back(dx, ctx.group), None, None, None
+
+
+def copy_kv_heads(x: Tensor, P: int) -> Tensor:
+    """K or V with as few heads as P ranks can share out: [B, S/P, N_kv, D] -> [B, S/P, lcm(N_kv, P), D].
+
+    Rank r gets query heads r·N/P to (r+1)·N/P - 1 and needs the K/V heads that these share. If P divides N_kv, they are
+    N_kv/P heads, and nothing is copied. If not, a K/V head is needed on several ranks, and lcm(N_kv, P)/N_kv copies of
+    it serve them, however many query heads there are. In backward the gradients of the copies are summed.
+    """
+    # --- exercise 5.9: K/V heads for more ranks than there are K/V heads ---
+    copies = math.lcm(x.shape[2], P) // x.shape[2]
+    return x if copies == 1 else x.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
+    # --- end exercise ---
+
+
+def check_heads(heads: int, P: int) -> None:
+    """ValueError unless P ranks can share out the query heads."""
+    if heads % P:
+        fits = ", ".join(str(p) for p in range(1, heads + 1) if heads % p == 0)
+        raise ValueError(f"{heads} query heads do not divide among {P} ranks of Ulysses; use {fits} ranks, or USP")
+
+
+def ulysses(group: dist.ProcessGroup, attention: Attention = dense_attention) -> Attention:
+    """A drop-in for `attention(q, k, v, *, causal)` of a model whose tokens lie over `group`, contiguous.
+
+    `attention` is any attention on one device; it meets whole sequences and some of the heads.
+    """
+
+    def parallel(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        """q [B, S/P, N, D], k and v [B, S_kv/P, N_kv, D] -> [B, S/P, N, D]."""
+        P = group.size()
+        check_inputs(q, k, v, causal, "contiguous")
+        check_heads(q.shape[2], P)
+        k, v = copy_kv_heads(k, P), copy_kv_heads(v, P)
+        q, k, v = (Swap.apply(x, group, to_heads, to_tokens) for x in (q, k, v))  # [B, S, N/P, D]
+        out = attention(q, k, v, causal=causal)
+        return Swap.apply(out, group, to_tokens, to_heads)  # [B, S, N/P, D] -> [B, S/P, N, D]
+
+    return parallel
+
+
+# ----------------------------------------------------------------------------------------------- Ulysses x ring: USP
+
+
+def usp(
+    ulysses_group: dist.ProcessGroup,
+    ring_group: dist.ProcessGroup,
+    layout: str = "zigzag",
+    local: LocalAttention = EXPLICIT,
+) -> Attention:
+    """Ulysses whose local attention is a ring: what the all-to-all puts together is one shard of the ring's layout."""
+    # --- exercise 5.10: one line ---
+    return ulysses(ulysses_group, ring_attention(ring_group, layout, local))
+    # --- end exercise ---
+
+
+def usp_positions(layout: str, S: int, ring_rank: int, R: int, ulysses_rank: int, U: int) -> Tensor:
+    """Positions of the tokens of one rank: int64 [S/(R·U)].
+
+    The sequence is laid out over the ring first, and each shard is then cut in U runs: the all-to-all puts the runs
+    one after another, and what the ring then finds must be its own layout.
+    """
+    check_layout(layout, S, R)
+    if S // R % U:
+        raise ValueError(
+            f"{S // R} tokens of a ring rank do not divide among {U} ranks of Ulysses; use a multiple of {U}"
+        )
+    return layout_positions(layout, S, ring_rank, R).chunk(U)[ulysses_rank]
+
+
+def usp_groups(P: int, U: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's (Ulysses group, ring group) in a world of P = R · U ranks: rank = ring_rank · U + ulysses_rank, so
+    that Ulysses, which sends more, is among neighbours."""
+    grid = torch.arange(P).view(-1, U)
+    mine: list = [None, None]
+    for axis, groups in enumerate((grid.tolist(), grid.T.tolist())):
+        for ranks in groups:  # every rank makes every group, in the same order
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                mine[axis] = group
+    return mine[0], mine[1]
+
+
+# --------------------------------------------------------------------------- attention of other kinds, for one device
+
+
+def masked(sees: Callable[[Tensor, Tensor], Tensor]) -> Attention:
+    """Attention in which query i sees key j if `sees(i, j)`, and j <= i if causal. It knows nothing of ranks."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        i, j = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+        mask = sees(i[:, None], j[None]) & ((i[:, None] >= j[None]) if causal else True)  # [S, S_kv]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, N, D] -> [B, N, S, D]
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+    return attention
+
+
+def sliding_window(width: int) -> Attention:
+    """Query i sees keys i - width + 1 to i + width - 1."""
+    return masked(lambda i, j: (i - j).abs() < width)
+
+
+def block_sparse(block: int, stride: int) -> Attention:
+    """Query i sees its own block of keys, and every `stride`-th block of all (after Child et al. 2019, 1904.10509)."""
+    return masked(lambda i, j: (i // block == j // block) | (j // block % stride == 0))
+
+
+def every_other_key(attention: Attention) -> Attention:
+    """Cross attention, to a sequence half as long: the even tokens. There is no causal order between two sequences."""
+    return lambda q, k, v, *, causal: attention(q, k[:, ::2], v[:, ::2], causal=False)
+
+
+KINDS: dict[str, Attention] = {
+    "causal": dense_attention,
+    "full": dense_attention,
+    "window": sliding_window(10),
+    "sparse": block_sparse(4, 3),
+    "cross": dense_attention,
+}
+
+# ------------------------------------------------------------------------------------------------ what it costs: bytes
+
+
+def sent_per_layer(kind: str, S: int, H: int, P: int, N: int, N_kv: int) -> int:
+    """Elements that each rank sends in the forward pass of one layer (batch 1), exactly; backward sends as many.
+
+    ulysses   4 all-to-alls                                     q and out of N heads, k and v of lcm(N_kv, P)
+    megatron  2 all-gathers and 2 reduce-scatters of [S, H]     tensor + sequence parallel (2205.05198)
+    ring      P - 1 blocks of K and V                           its backward also sends dK and dV, in fp32
+    """
+    per_head = S * H // N
+    if kind == "ulysses":
+        return (2 * N + 2 * math.lcm(N_kv, P)) * per_head * (P - 1) // P // P
+    return {"megatron": 4 * N, "ring": 2 * N_kv}[kind] * per_head * (P - 1) // P
+
+
+# ------------------------------------------------------------------------------------------------- what it costs: time
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The assumptions behind `step_seconds`. The paper (2309.14509, section 4) gives a 7-billion GPT, up to 256 A100
+    GPUs, sequence lengths, seconds and TFLOPs; the rest is ours.
+
+    - The shape of the model is GPT-3's at 6.7 billion, and the global batch is 8 sequences: with them the formula for
+      FLOPs below gives, from the published seconds, the published TFLOPs to 0.3 %.
+    - 8 data-parallel replicas with one sequence each, hence P = GPUs / 8 ranks of Ulysses: at most 32, one per head.
+    - Nodes of 8 GPUs, so that 8 ranks of Ulysses stay inside a node; there a rank sends at 300 GB/s (NVLink).
+    - bf16. Per layer 12 all-to-alls: 4 forward, 4 in the recomputed forward, 4 backward. Nothing hides them.
+    - ZeRO's collectives hide behind the computation.
+    - Two numbers are calibrated on strong scaling: the one rate of all FLOPs on its row of 64 GPUs, and the bandwidth
+      out of a node, per GPU, on its row of 256. The other three rows are predictions.
+    """
+
+    layers: int = 32
+    hidden: int = 4096
+    vocab: int = 50257
+    batch: int = 8
+    node: int = 8
+    inside: float = 300e9  # bytes/s
+    outside: float = 5.34e9  # bytes/s, calibrated
+    flops_per_second: float = 166.2e12  # calibrated
+
+
+# (tokens, GPUs, TFLOPs per GPU): strong scaling has the first three rows, weak scaling the second and the last two.
+PAPER = ((131072, 64, 165.5), (131072, 128, 157.4), (131072, 256, 136.1), (65536, 64, 161.4), (262144, 256, 147.4))
+
+
+def step_flops(S: int, machine: Machine) -> float:
+    """FLOPs of one step, the recomputed forward included (Narayanan et al. 2021, 2104.04473, equation 3)."""
+    L, h, V = machine.layers, machine.hidden, machine.vocab
+    return 96 * machine.batch * S * L * h**2 * (1 + S / (6 * h) + V / (16 * L * h))
+
+
+def step_seconds(S: int, gpus: int, machine: Machine) -> dict[str, float]:
+    """Seconds of one step, by what they are spent on."""
+    P = gpus // machine.batch
+    message = 2 * S * machine.hidden / P  # bytes of one all-to-all on one rank, S·H/P elements of bf16
+    near, far = min(P, machine.node) - 1, max(P - machine.node, 0)  # other ranks inside the node, and outside
+    swap = message / P * (near / machine.inside + far / machine.outside)
+    return {
+        "compute": step_flops(S, machine) / gpus / machine.flops_per_second,
+        "all-to-all": 12 * machine.layers * swap,
+    }
+
+
+def cost_model(machine: Machine) -> list[tuple[int, int, float, float, float]]:
+    """(tokens, GPUs, the paper's TFLOPs per GPU, predicted TFLOPs, deviation in %)."""
+    rows = []
+    for S, gpus, published in PAPER:
+        predicted = step_flops(S, machine) / gpus / sum(step_seconds(S, gpus, machine).values()) / 1e12
+        deviation = round(100 * (predicted / published - 1), 1) + 0.0  # no -0.0
+        rows.append((S, gpus, published, predicted, deviation))
+    return rows
+
+
+def print_cost_model(machine: Machine) -> None:
+    print(inspect.getdoc(Machine), end="\n\n")
+    print(f"{'tokens':>8} {'GPUs':>5} {'paper':>7} {'model':>7} {'deviation':>10}   seconds")
+    for S, gpus, published, predicted, deviation in cost_model(machine):
+        parts = ", ".join(f"{what} {seconds:.2f}" for what, seconds in step_seconds(S, gpus, machine).items())
+        print(f"{S:8} {gpus:5} {published:7.1f} {predicted:7.1f} {deviation:+9.1f}%   {parts}")
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = OneLineParser(description="Ulysses, and Ulysses x ring.", allow_abbrev=False)
+    parser.add_argument("--version", choices=["all", "ulysses", "usp"], default="all")
+    parser.add_argument("--attention", choices=["all", *KINDS], default="all")
+    parser.add_argument("--ulysses-size", type=int, default=0, help="U, ranks per all-to-all in USP; default 2 if even")
+    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="of the ring in USP; default %(default)s")
+    parser.add_argument("--cost-model", action="store_true", help="only print predicted and published TFLOPs")
+    add_model_options(parser)
+    args, P = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
+    check_model_options(parser, args)
+    args.ulysses_size = args.ulysses_size or (2 if P % 2 == 0 else 1)
+    U = args.ulysses_size
+    if args.version == "usp" and args.attention in ("window", "sparse"):
+        parser.error(f"--attention {args.attention} does not fit the blocks of a ring; use --version ulysses")
+    if U < 1 or P % U:
+        parser.error(f"--ulysses-size {U} does not divide {P} ranks; use a divisor")
+    try:
+        if args.version != "usp":
+            check_heads(args.heads, P)
+        check_heads(args.heads, U)
+    except ValueError as error:
+        parser.error(f"--heads {args.heads}: {error}")
+    try:
+        check_layout("contiguous", args.seq, P)
+        usp_positions(args.layout, args.seq, 0, P // U, 0, U)
+        if args.seq // P % 2:
+            raise ValueError(f"{args.seq // P} tokens on a rank cannot be halved; use a multiple of {2 * P}")
+    except ValueError as error:
+        parser.error(f"--seq {args.seq}: {error}")
+    return args
+
+
+def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Every asked version and kind beside the oracle; prints the table on rank 0 and returns what is wrong."""
+    rank, P, S, U = dist.get_rank(group), dist.get_world_size(group), args.seq, args.ulysses_size
+    R = P // U
+    ulysses_group, ring_group = usp_groups(P, U)
+    dtype, tolerance = (torch.float64, 1e-10) if args.dtype == "float64" else (torch.float32, 1e-5)
+    wrong: list[str] = []
+    if rank == 0:
+        print(f"{P} rank(s) on {device.type}, USP {R} x {U}, {S} tokens, {args.heads}/{args.kv_heads} heads")
+        print(f"{'':16} {'error':>8} {'bytes sent':>11} {'predicted':>11}")
+    for version in ("ulysses", "usp") if args.version == "all" else (args.version,):
+        for kind, local in KINDS.items():
+            if args.attention not in ("all", kind) or (version == "usp" and kind in ("window", "sparse")):
+                continue
+            torch.manual_seed(0)
+            model = Model(args.heads, args.kv_heads, causal=kind in ("causal", "window", "sparse")).to(device, dtype)
+            if version == "ulysses":
+                attention, positions = ulysses(group, local), layout_positions("contiguous", S, rank, P)
+            else:
+                attention = usp(ulysses_group, ring_group, args.layout)
+                positions = usp_positions(args.layout, S, rank // U, R, rank % U, U)
+            swap, keys = (P if version == "ulysses" else U), S // 2 if kind == "cross" else S
+            if kind == "cross":
+                attention, local = every_other_key(attention), every_other_key(local)
+            step = partial(train_step, positions=positions.to(device), attention=attention, group=group)
+            with Wire(swap) as wire:
+                error = against_oracle(deepcopy(model), step, S, local)
+            # Elements of one head's dim of 2 sequences: q and out, k and v swapped; then the ring. Backward the same
+            # again, in which the ring sends K and V as well as their gradients.
+            kv_heads = math.lcm(args.kv_heads, swap)
+            swapped = (2 * args.heads * S + 2 * kv_heads * keys) // P * (swap - 1) // swap
+            ringed = 2 * (kv_heads // U) * keys * (R - 1) // R if version == "usp" else 0
+            predicted = (2 * swapped + 3 * ringed) * 2 * model.head_dim * dtype.itemsize
+            found: list = [None] * P
+            dist.all_gather_object(found, (error, wire.bytes // 3), group=group)  # bytes of one step
+            errors, sent = zip(*found, strict=True)
+            name = f"{version} {kind}"
+            if rank == 0:
+                print(f"{name:16} {max(errors):8.1e} {max(sent):11} {predicted:11}")
+            wrong += [f"{name}: rank {r} off by {e:.1e}" for r, e in enumerate(errors) if not e <= tolerance]
+            wrong += [f"{name}: sent {sent}, predicted {predicted}"] * (set(sent) != {predicted})
+    return wrong
+
+
+if __name__ == "__main__":
+    arguments = parse_arguments()
+    if arguments.cost_model:
+        print_cost_model(Machine())
+        print("PASS")
+        sys.exit(0)
+    sys.exit(run(arguments, demo))

@@ -1,0 +1,619 @@
+"""All-gather and ring attention against one oracle: the same model on the whole sequence, in one process."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+from unittest.mock import patch
+
+import context_ring as script
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from context_ring import (
+    EXPLICIT,
+    LAYOUTS,
+    VERSIONS,
+    LocalAttention,
+    Model,
+    block_of,
+    counting,
+    demo,
+    dense_attention,
+    explicit_backward,
+    explicit_forward,
+    layout_positions,
+    merge,
+    next_token_labels,
+    pairs_of,
+    parse_arguments,
+    shard_sequence,
+    text,
+    train_step,
+    unshard,
+)
+from harness.meter import communication, peak_memory, saved_activations
+from harness.oracle import Trace, assert_same, assert_same_trace, error_between, sgd_trace
+from harness.ranks import run_ranks
+from torch import Tensor
+
+CHAPTERS = Path(__file__).resolve().parents[2]
+HEADS = [(8, 8), (8, 2), (8, 1)]  # query heads, key/value heads
+NAMES = ("out", "dq", "dk", "dv")
+S = 48  # tokens of a test's sequence: it divides into 2P chunks for 1, 2, 3 and 4 ranks
+CASES = [(version, layout) for version in VERSIONS for layout in LAYOUTS]
+
+
+def model_of(heads: tuple[int, int], dtype: torch.dtype = torch.float64, seed: int = 0, causal: bool = True) -> Model:
+    torch.manual_seed(seed)
+    return Model(*heads, head_dim=4, vocab=128, causal=causal).to(dtype)
+
+
+@cache
+def oracle_trace(heads: tuple[int, int], dtype=torch.float64, seed: int = 0, causal: bool = True) -> Trace:
+    """The unsharded model with PyTorch's attention and PyTorch's mean loss: not the sum and division of the script."""
+    model = model_of(heads, dtype, seed, causal)
+
+    def backward(step: int) -> float:
+        tokens = text(2, S, seed + step)
+        logits = model(tokens, torch.arange(S), dense_attention)[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        return loss.item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def context_trace(version, layout, heads, group, dtype=torch.float64, seed=0, causal=True, local=EXPLICIT) -> Trace:
+    model = model_of(heads, dtype, seed, causal)
+    positions = layout_positions(layout, S, group.rank(), group.size())
+    attention = VERSIONS[version](group, layout, local)
+
+    def backward(step: int) -> float:
+        return train_step(model, text(2, S, seed + step), positions, attention, group).item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+# ------------------------------------------------------------------------------------------------- the one oracle
+
+
+def traces_of(heads: list, dtype: torch.dtype = torch.float64, causal: bool = True) -> list[Trace]:
+    group = dist.group.WORLD
+    return [context_trace(v, lay, h, group, dtype, causal=causal) for h in heads for v, lay in CASES]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_loss_every_gradient_and_weights_equal_the_unsharded_block(ranks):
+    heads = HEADS if ranks in (1, 4) else HEADS[1:2]
+    want = [oracle_trace(h) for h in heads for _ in CASES]
+    for rank, traces in enumerate(run_ranks(ranks, traces_of, heads)):
+        for got, expected in zip(traces, want, strict=True):
+            assert_same_trace(got, expected, rank=rank)
+
+
+def test_attention_without_a_causal_order_is_exact_too():
+    want = oracle_trace(HEADS[1], causal=False)
+    for rank, traces in enumerate(run_ranks(2, traces_of, HEADS[1:2], causal=False)):
+        for got in traces:
+            assert_same_trace(got, want, rank=rank)
+
+
+def test_float32_agrees_to_five_digits():
+    want = oracle_trace(HEADS[1], torch.float32)
+    for rank, traces in enumerate(run_ranks(4, traces_of, HEADS[1:2], torch.float32)):
+        for got in traces:
+            assert_same_trace(got, want, tol=1e-5, rank=rank)
+
+
+def two_slices() -> list[Trace]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    return [context_trace(version, layout, HEADS[1], groups[mine], seed=mine) for version, layout in CASES]
+
+
+def test_two_slices_of_the_world_train_two_models_at_the_same_time():
+    want = [oracle_trace(HEADS[1], seed=seed) for seed in (0, 1)]
+    for rank, traces in enumerate(run_ranks(4, two_slices)):
+        for got in traces:
+            assert_same_trace(got, want[rank % 2], rank=rank)
+
+
+def chapter_one_and_two() -> Trace:
+    """The trainer's way: chapter 1's model, chapter 2's reducer, data parallel 1 or 2 and context parallel 2."""
+    sys.path[:0] = [str(CHAPTERS / "01_single_gpu" / "in_depth"), str(CHAPTERS / "02_data_parallel" / "in_depth")]
+    from dataclasses import replace
+
+    from gradient_reducers import BucketedReducer, global_valid_tokens
+    from llama import TINY, Llama, Parts
+
+    world = dist.get_world_size()
+    data_rank, rank = divmod(dist.get_rank(), 2)
+    contexts = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
+    attention = script.ring_attention(contexts[data_rank], "zigzag")
+    model = Llama(TINY, replace(Parts(), attention=attention), recompute="selective").double()
+    reducer = BucketedReducer(model, dist.group.WORLD)  # data x context
+
+    def backward(step: int) -> float:
+        tokens = text(2, S, step).remainder(64).chunk(world // 2)[data_rank]
+        labels = shard_sequence(next_token_labels(tokens), "zigzag", rank, 2)
+        positions = layout_positions("zigzag", S, rank, 2)
+        valid = global_valid_tokens(labels, dist.group.WORLD)
+        loss = model.parts.cross_entropy(model(tokens[:, positions], positions), labels) / valid
+        loss.backward()
+        reducer.finish()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_chapter_1s_model_and_chapter_2s_reducer_take_it_as_it_is_also_with_one_data_rank(ranks):
+    sys.path[:0] = [str(CHAPTERS / "01_single_gpu" / "in_depth")]
+    from llama import TINY, Llama
+
+    model = Llama(TINY).double()
+
+    def backward(step: int) -> float:
+        tokens = text(2, S, step).remainder(64)
+        loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        return loss.item()
+
+    want = sgd_trace(dict(model.named_parameters()), backward)
+    for rank, got in enumerate(run_ranks(ranks, chapter_one_and_two)):
+        assert_same_trace(got, want, rank=rank)
+
+
+# ---------------------------------------------------------------------------------------------------- low precision
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+    return out.transpose(1, 2), lse
+
+
+def flash_backward(dout, q, k, v, out, lse, *, causal: bool) -> tuple[Tensor, ...]:
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return tuple(x.transpose(1, 2) for x in kernel(dout, q, k, v, out, lse.contiguous(), 0.0, causal))
+
+
+FLASH = LocalAttention(flash_forward, flash_backward)  # PyTorch's kernel, 8 K/V heads for 8 query heads
+
+
+def random_qkv(heads: tuple[int, int], length: int = S, scale: float = 1.0) -> list[Tensor]:
+    """q, k, v of the whole sequence, and the gradient of the output, float64 [2, S, heads, 4]."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, length, n, 4) for n in (heads[0], heads[1], heads[1], heads[0])]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) * scale for shape in shapes]
+
+
+def results_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv of causal attention."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, causal=True)
+    out.backward(dout)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def attention_results(heads: tuple[int, int], dtype: torch.dtype, local: str, scale: float = 1.0) -> list:
+    """For every version and layout: this rank's part of out, dq, dk, dv."""
+    group = dist.group.WORLD
+    results = []
+    for version, layout in CASES:
+        attention = VERSIONS[version](group, layout, {"explicit": EXPLICIT, "flash": FLASH}[local])
+        shards = [shard_sequence(x.to(dtype), layout, group.rank(), group.size()) for x in random_qkv(heads, 48, scale)]
+        results.append(results_of(attention, *shards))
+    return results
+
+
+def whole(results: list[list[list[Tensor]]], case: int) -> list[Tensor]:
+    layout = CASES[case][1]
+    return [unshard([results[rank][case][i] for rank in range(len(results))], layout) for i in range(4)]
+
+
+@pytest.mark.parametrize("local", ["explicit", "flash"])
+def test_bfloat16_errs_at_most_two_and_a_half_times_as_much_as_dense_bfloat16_attention(local):
+    given = random_qkv((8, 8))
+    exact = results_of(dense_attention, *(x.bfloat16().double() for x in given))
+    dense = results_of(dense_attention, *(x.bfloat16() for x in given))
+    results = run_ranks(4, attention_results, (8, 8), torch.bfloat16, local)
+    for case in range(len(CASES)):
+        for name, got, low, want in zip(NAMES, whole(results, case), dense, exact, strict=True):
+            assert got.dtype == torch.bfloat16
+            ours, theirs = error_between(got, want), error_between(low, want)
+            assert ours <= 2.5 * theirs, f"{CASES[case]} {name}: error {ours:.2e}, dense bf16 {theirs:.2e}"
+
+
+def test_another_local_attention_plugs_in_and_is_exact():
+    exact = results_of(dense_attention, *random_qkv((8, 8)))
+    results = run_ranks(2, attention_results, (8, 8), torch.float64, "flash")
+    for case in range(len(CASES)):
+        for name, got, want in zip(NAMES, whole(results, case), exact, strict=True):
+            assert_same(got, want, what=f"{CASES[case]} {name}")
+
+
+def test_scores_of_several_hundred_do_not_overflow():
+    exact = results_of(dense_attention, *random_qkv((8, 2), scale=30.0))
+    results = run_ranks(2, attention_results, (8, 2), torch.float64, "explicit", 30.0)
+    for case in range(len(CASES)):
+        for name, got, want in zip(NAMES, whole(results, case), exact, strict=True):
+            assert_same(got, want, what=f"{CASES[case]} {name}")
+
+
+def test_positions_1000_and_1001_are_rotated_differently_in_bfloat16():
+    x, model = torch.ones(1, 2, 1, 64), Model(1, 1, head_dim=64)
+    low = model.rope(x.bfloat16(), torch.tensor([1000, 1001]))
+    assert low.dtype == torch.bfloat16
+    assert_same(low, model.rope(x, torch.tensor([1000, 1001])), 1e-2, "what RoPE makes of bf16")
+
+
+# ---------------------------------------------------------------------------------------------------- merge and blocks
+
+
+def parts_and_whole(dtype: torch.dtype, scale: float) -> tuple[tuple, tuple]:
+    """Attention of 5 queries to 3 and to 4 keys, and to all 7 of them."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 4, 8, generator=generator, dtype=torch.float64).to(dtype) for n in (5, 7, 7))
+    q = q * scale
+    left = explicit_forward(q, k[:, :3], v[:, :3], causal=False)
+    right = explicit_forward(q, k[:, 3:], v[:, 3:], causal=False)
+    return (*left, *right), explicit_forward(q, k, v, causal=False)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_two_partial_softmaxes_merge_into_the_softmax_of_all_keys(scale):
+    parts, want = parts_and_whole(torch.float64, scale)
+    got = merge(*parts)
+    assert_same(got[0], want[0], what="out")
+    assert_same(got[1], want[1], what="lse")
+
+
+def test_a_merge_of_bfloat16_parts_is_computed_in_float32():
+    parts, want = parts_and_whole(torch.float32, 1.0)
+    low = [x.bfloat16() for x in parts]
+    out, lse = merge(low[0], parts[1], low[2], parts[3])
+    assert out.dtype == lse.dtype == torch.float32
+    exact, _ = merge(low[0].double(), parts[1].double(), low[2].double(), parts[3].double())
+    assert_same(out, exact, 1e-6, "out")
+    assert_same(lse, want[1], 1e-6, "lse")
+
+
+def test_rows_that_saw_no_key_merge_without_a_nan():
+    out, lse = explicit_forward(*(x.float() for x in random_qkv((4, 4), 3)[:3]), causal=True)
+    nothing = torch.zeros_like(out), torch.full_like(lse, -math.inf)
+    for got in (merge(*nothing, out, lse), merge(out, lse, *nothing)):
+        assert_same(got[0], out, 1e-6, "out")
+        assert_same(got[1], lse, 1e-6, "lse")
+    none = merge(*nothing, *nothing)
+    assert torch.equal(none[0], nothing[0]) and torch.equal(none[1], nothing[1])
+
+
+def test_the_backward_of_the_readable_attention_is_autograds():
+    q, k, v, dout = random_qkv((4, 2), 6)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = explicit_forward(*leaves, causal=True)
+    out.backward(dout)
+    gradients = explicit_backward(dout, q, k, v, out.detach(), lse.detach(), causal=True)
+    for name, got, leaf in zip(("dq", "dk", "dv"), gradients, leaves, strict=True):
+        assert_same(got, leaf.grad, what=name)
+
+
+@pytest.mark.parametrize(("layout", "P"), list(product(LAYOUTS, [1, 2, 3, 4, 5])))
+def test_every_token_has_one_rank_and_unshard_inverts_shard(layout, P):
+    x = torch.randn(2, 20 * P, 3)
+    positions = [layout_positions(layout, 20 * P, rank, P) for rank in range(P)]
+    assert sorted(torch.cat(positions).tolist()) == list(range(20 * P))
+    assert all(torch.equal(p, p.sort().values) and len(p) == 20 for p in positions)
+    assert torch.equal(unshard([shard_sequence(x, layout, rank, P) for rank in range(P)], layout), x)
+
+
+def mask_of_blocks(layout: str, length: int, P: int) -> Tensor:
+    """How often each (query, key) pair of the whole sequence is computed, by the blocks of all ranks."""
+    where = [layout_positions(layout, length * P, rank, P) for rank in range(P)]
+    computed = torch.zeros(length * P, length * P, dtype=torch.int)
+    for rank, owner in product(range(P), range(P)):
+        block = block_of(layout, rank, owner, length, causal=True)
+        if block is not None:
+            rows, columns = where[rank][block.rows], where[owner][block.columns]
+            shape = torch.ones(len(rows), len(columns), dtype=torch.int)
+            if block.causal:
+                assert len(rows) == len(columns), "the triangle of a kernel is that of a square"
+                shape = shape.tril()
+            computed[rows[:, None], columns[None]] += shape
+    return computed
+
+
+@pytest.mark.parametrize(("layout", "P"), list(product(LAYOUTS, [1, 2, 3, 4])))
+def test_the_blocks_of_all_ranks_hold_every_causal_pair_once_and_no_other(layout, P):
+    for length in (2, 6):
+        causal = torch.ones(length * P, length * P, dtype=torch.int).tril()
+        assert torch.equal(mask_of_blocks(layout, length, P), causal)
+
+
+def test_striped_works_with_one_token_per_rank():
+    assert torch.equal(mask_of_blocks("striped", 1, 3), torch.ones(3, 3, dtype=torch.int).tril())
+
+
+# ------------------------------------------------------------------------------------------------- work, bytes, memory
+
+
+def counted_pairs() -> list[int]:
+    group, results = dist.group.WORLD, []
+    for version, layout in CASES:
+        count = [0]
+        attention = VERSIONS[version](group, layout, counting(EXPLICIT, count))
+        attention(*(shard_sequence(x, layout, group.rank(), 4) for x in random_qkv((2, 1))[:3]), causal=True)
+        results.append(count[0])
+    return results
+
+
+def test_zigzag_computes_the_same_pairs_on_every_rank_and_contiguous_is_as_unbalanced_as_predicted():
+    results = run_ranks(4, counted_pairs)
+    for case, (_, layout) in enumerate(CASES):
+        pairs = [results[rank][case] for rank in range(4)]
+        assert sum(pairs) == S * (S + 1) // 2, "no pair is computed twice, and none that is masked"
+        assert pairs == [pairs_of(layout, S, rank, 4, True) for rank in range(4)]
+        if layout == "zigzag":
+            assert len(set(pairs)) == 1
+        if layout == "contiguous":
+            assert pairs == [78, 78 + 144, 78 + 288, 78 + 432]
+        if layout == "striped":
+            assert max(pairs) - min(pairs) == 3 * S // 4
+
+
+def sent_bytes(heads: tuple[int, int], dtype: torch.dtype) -> list:
+    group, results = dist.group.WORLD, []
+    for version, layout in CASES:
+        attention = VERSIONS[version](group, layout)
+        shards = [shard_sequence(x.to(dtype), layout, group.rank(), group.size()) for x in random_qkv(heads)]
+        q, k, v = (x.requires_grad_() for x in shards[:3])
+        with communication() as forward:
+            out = attention(q, k, v, causal=True)
+        with communication() as backward:
+            out.backward(shards[3])
+        results.append([(dict(c.sent), dict(c.calls), c.total) for c in (forward, backward)])
+    return results
+
+
+@pytest.mark.parametrize(
+    ("P", "heads", "dtype"), [(2, (8, 8), "float64"), (3, (8, 2), "float32"), (4, (8, 1), "bfloat16")]
+)
+def test_bytes_sent_equal_the_formula_with_kv_heads_unexpanded_and_gradients_in_fp32(P, heads, dtype):
+    dtype = getattr(torch, dtype)
+    elements = 2 * 2 * S * heads[1] * 4  # K and V of B = 2 sequences
+    kv, dkv = elements * dtype.itemsize, elements * max(4, dtype.itemsize)
+    for results in run_ranks(P, sent_bytes, heads, dtype):
+        for (version, _), (forward, backward) in zip(CASES, results, strict=True):
+            assert forward[2] == (P - 1) * kv // P
+            assert backward[2] == (P - 1) * (kv + dkv) // P
+            if version == "ring":
+                assert forward[1] == {"send": P - 1, "recv": P - 1}, "P - 1 rounds of one message"
+                assert backward[1] == {"send": 2 * (P - 1), "recv": 2 * (P - 1)}
+            else:
+                assert forward[1] == {"all_gather": 1}
+                assert backward[0] == {"all_gather": (P - 1) * kv // P, "reduce_scatter": (P - 1) * dkv // P}
+
+
+def one_rank_sends_nothing() -> list[float]:
+    return [sum(part[2] for part in case) for case in sent_bytes((2, 1), torch.float32)]
+
+
+def test_a_group_of_one_rank_sends_nothing():
+    assert set(run_ranks(1, one_rank_sends_nothing)[0]) == {0}
+
+
+def no_work(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """A local attention that needs no memory beyond its results, so that the peak is that of the K/V."""
+    return q.new_zeros(q.shape), q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+
+
+def no_work_backward(dout, q, k, v, out, lse, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+
+
+def peaks() -> dict[str, tuple[int, int, int]]:
+    """Peak bytes of forward and of backward, and the bytes saved between them, of each version."""
+    group, results = dist.group.WORLD, {}
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(1, 64, 1, 8, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, 64, 1, 8, generator=generator) for _ in range(2))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    for version in VERSIONS:
+        attention = VERSIONS[version](group, "contiguous", LocalAttention(no_work, no_work_backward))
+        forward, backward = [], []
+        for _ in range(3):  # gloo's threads may release a buffer late: the smallest of three counts
+            with saved_activations() as saved, peak_memory() as memory:
+                out = attention(q, k, v, causal=False)
+            forward.append(memory.peak)
+            with peak_memory() as memory:
+                out.backward(dout)
+            backward.append(memory.peak)
+        results[version] = min(forward), min(backward), saved.bytes
+    return results
+
+
+def test_the_ring_holds_two_blocks_where_all_gather_holds_all_and_both_save_only_their_own():
+    P, shard = 4, 64 * 8 * 4  # bytes of one rank's q, k, v or out; a block is K and V
+    for results in run_ranks(P, peaks):
+        for version in VERSIONS:
+            assert results[version][2] == 4 * shard + 64 * 4, f"{version} saves q, k, v, out and the LSE of its tokens"
+        block = 2 * shard
+        # Forward: own copy + all P blocks, against the block in use and the one that arrives.
+        assert results["allgather"][0] - results["ring"][0] == (P + 1 - 2) * block
+        # Backward: K/V as before; and own part + P contributions + result, against own part, own sum, what travels and
+        # what arrives. With two ranks it is the same; from there the difference grows by two blocks a rank.
+        assert results["allgather"][1] - results["ring"][1] == ((P + 1 + P + 1) - (2 + 4)) * block
+
+
+# ------------------------------------------------------------------------------------------------------------- overlap
+
+
+class Recorded:
+    def __init__(self, work, events: list, what: str):
+        self.work, self.events, self.what = work, events, what
+
+    def wait(self):
+        self.events.append(("wait", self.what))
+        return self.work.wait()
+
+
+def order_of_events(layout: str) -> tuple[list, list]:
+    """What really happens on this rank, seen from outside: messages posted, blocks computed, waits."""
+    events: list[tuple[str, str]] = []
+    plain = dist.batch_isend_irecv
+    k_bytes = 2 * 2 * S // dist.get_world_size() * 1 * 4 * 4  # bf16 K and V; their gradients are twice as large
+
+    def batch(messages):
+        what = "K/V" if messages[0].tensor.nbytes == k_bytes // 2 else "dK/dV"
+        kinds = sorted(message.op.__name__ for message in messages)
+        assert kinds == ["irecv", "isend"], "a round posts its send and its receive together"
+        events.append(("post", what))
+        return [Recorded(work, events, what) for work in plain(messages)]
+
+    def forward(*args, **kwargs):
+        events.append(("compute", ""))
+        return explicit_forward(*args, **kwargs)
+
+    def backward(*args, **kwargs):
+        events.append(("compute", ""))
+        return explicit_backward(*args, **kwargs)
+
+    group = dist.group.WORLD
+    attention = script.ring_attention(group, layout, LocalAttention(forward, backward))
+    shards = [shard_sequence(x.bfloat16(), layout, group.rank(), group.size()) for x in random_qkv((2, 1))]
+    q, k, v = (x.requires_grad_() for x in shards[:3])
+    dist.batch_isend_irecv = batch
+    try:
+        out = attention(q, k, v, causal=True)
+        in_forward = list(events)
+        events.clear()
+        out.backward(shards[3])
+    finally:
+        dist.batch_isend_irecv = plain
+    return in_forward, events
+
+
+def under_way(events: list, what: str) -> list[int]:
+    """At each computation: how many rounds of messages `what` are posted and not waited for."""
+    posted, waits, counts = 0, 0, []
+    for event, kind in events:
+        posted += event == "post" and kind == what
+        waits += event == "wait" and kind == what
+        if event == "compute":
+            counts.append(posted - waits // 2)  # a round has two works
+    return counts
+
+
+def test_each_block_is_computed_while_the_next_is_on_its_way():
+    for forward, backward in run_ranks(4, order_of_events, "zigzag"):
+        assert forward[0] == ("post", "K/V"), "the first message leaves before the first computation"
+        assert under_way(forward, "K/V") == [1, 1, 1, 0]
+        assert under_way(backward, "K/V") == [1, 1, 1, 0]
+        assert under_way(backward, "dK/dV") == [0, 0, 1, 1], "a gradient travels while the next block is computed"
+
+
+def test_masked_blocks_are_not_computed_but_travel_on():
+    results = run_ranks(4, order_of_events, "contiguous")
+    for rank, (forward, backward) in enumerate(results):
+        for events in (forward, backward):
+            assert sum(event == "compute" for event, _ in events) == rank + 1
+            assert sum(event == ("post", "K/V") for event in events) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def error_of(q_shape, k_shape, dtype=torch.float32, causal=True, layout="zigzag", v_shape=None) -> str:
+    attention = script.ring_attention(dist.group.WORLD, layout)
+    q, k, v = (torch.zeros(shape).to(dtype) for shape in (q_shape, k_shape, v_shape or k_shape))
+    try:
+        attention(q, k, v, causal=causal)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def errors() -> list[str]:
+    return [
+        error_of((1, 8, 4, 4), (1, 16, 4, 4)),
+        error_of((1, 8, 4, 4), (1, 8, 4, 4), dtype=torch.float8_e4m3fn),
+        error_of((1, 8, 4, 4), (1, 8, 3, 4)),
+        error_of((1, 7, 4, 4), (1, 7, 4, 4)),
+        error_of((1, 8, 4, 4), (1, 8, 4, 4), v_shape=(1, 8, 4, 2)),
+        error_of((1, 8, 4, 4), (1, 16, 4, 4), causal=False),
+    ]
+
+
+def test_what_a_ring_cannot_do_is_said_in_one_line():
+    cross, fp8, heads, odd, shapes, allowed = run_ranks(1, errors)[0]
+    assert "8 queries" in cross and "16 keys" in cross and "cross attention" in cross and "causal=False" in cross
+    assert "float8_e4m3fn" in fp8 and "bfloat16" in fp8
+    assert "4 query heads" in heads and "3 K/V heads" in heads
+    assert "7 tokens" in odd and "zigzag" in odd and "even" in odd
+    assert "[1, 8, 4, 2]" in shapes
+    assert all("\n" not in message for message in (cross, fp8, heads, odd, shapes))
+    assert allowed == "", "cross attention without a causal order is fine"
+
+
+@pytest.mark.parametrize(("layout", "near"), [("zigzag", "96 or 104"), ("striped", "96 or 100")])
+def test_a_sequence_that_does_not_divide_is_refused_with_the_next_ones_that_do(layout, near):
+    with pytest.raises(ValueError, match=near) as error:
+        layout_positions(layout, 98 if layout == "zigzag" else 97, 0, 4)
+    assert layout in str(error.value) and "\n" not in str(error.value)
+
+
+# ----------------------------------------------------------------------------------------------------------- the script
+
+
+def run_demo(argv: list[str]) -> list[str]:
+    sys.argv = ["context_ring.py", *argv]
+    with patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
+        args = parse_arguments()
+    return demo(args, dist.group.WORLD, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "argv", [["--attention", "full", "--layout", "zigzag"], ["--kv-heads", "1", "--dtype", "float32"]]
+)
+def test_the_demo_finds_nothing_wrong(argv):
+    assert run_ranks(2, run_demo, argv) == [[], []]
+
+
+def test_copied_alone_the_script_passes(tmp_path):
+    shutil.copy(Path(__file__).with_name("context_ring.py"), tmp_path)
+    command = [sys.executable, "context_ring.py", "--version", "ring", "--layout", "zigzag"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "PASS" and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--seq", "100"], ["--seq 100", "2P = 8", "zigzag", "96 or 104"]),
+        (["--seq", "0", "--layout", "striped"], ["--seq 0", "use 4"]),
+        (["--kv-heads", "3"], ["--kv-heads 3", "--heads 4", "divisor"]),
+        (["--dtype", "float8_e4m3fn"], ["--dtype", "float8_e4m3fn", "float32"]),
+        (["--attention", "cross"], ["--attention", "cross", "causal", "full"]),
+        (["--workers", "3"], ["--workers"]),
+    ],
+)
+def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["context_ring.py", *argv])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments()
+    printed = capsys.readouterr().err
+    assert stop.value.code == 2 and printed.count("\n") == 1
+    assert all(word in printed for word in ["context_ring.py: ", *words]), printed

@@ -1,0 +1,466 @@
+"""Ulysses and Ulysses x ring against one oracle: the same model on the whole sequence, in one process."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from context_ring import LAYOUTS, Model, dense_attention, layout_positions, shard_sequence, text, train_step
+from context_ulysses import (
+    KINDS,
+    PAPER,
+    Machine,
+    block_sparse,
+    copy_kv_heads,
+    cost_model,
+    demo,
+    every_other_key,
+    masked,
+    parse_arguments,
+    print_cost_model,
+    sent_per_layer,
+    sliding_window,
+    step_flops,
+    step_seconds,
+    to_heads,
+    to_tokens,
+    ulysses,
+    usp,
+    usp_groups,
+    usp_positions,
+)
+from harness.meter import communication, saved_activations
+from harness.oracle import Trace, assert_same_trace, error_between, sgd_trace
+from harness.ranks import run_ranks
+from torch import Tensor
+
+HEADS = [(8, 8), (8, 2), (8, 1)]  # query heads, key/value heads
+S = 48  # tokens of a test's sequence
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def model_of(heads: tuple[int, int], kind: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model(*heads, head_dim=4, vocab=128, causal=kind in ("causal", "window", "sparse")).to(dtype)
+
+
+def oracle_attention(kind: str) -> Callable[..., Tensor]:
+    """Each kind written out once more, with a mask made by a loop over pairs."""
+
+    def seen(i: int, j: int) -> bool:
+        return {
+            "causal": j <= i,
+            "full": True,
+            "window": i - 10 < j <= i,
+            "sparse": j <= i and (i // 4 == j // 4 or j // 4 % 3 == 0),
+            "cross": j % 2 == 0,
+        }[kind]
+
+    mask = torch.tensor([[seen(i, j) for j in range(S)] for i in range(S)])
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return attention
+
+
+@cache
+def oracle_trace(heads: tuple[int, int], kind: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Trace:
+    model, attention = model_of(heads, kind, dtype, seed), oracle_attention(kind)
+
+    def backward(step: int) -> float:
+        tokens = text(2, S, seed + step)
+        logits = model(tokens, torch.arange(S), attention)[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        return loss.item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def trace_of(attention, positions, group, heads, kind, dtype=torch.float64, seed: int = 0) -> Trace:
+    model = model_of(heads, kind, dtype, seed)
+    attention = every_other_key(attention) if kind == "cross" else attention
+
+    def backward(step: int) -> float:
+        return train_step(model, text(2, S, seed + step), positions, attention, group).item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def ulysses_trace(group, heads, kind, dtype=torch.float64, seed: int = 0) -> Trace:
+    positions = layout_positions("contiguous", S, group.rank(), group.size())
+    return trace_of(ulysses(group, KINDS[kind]), positions, group, heads, kind, dtype, seed)
+
+
+# ------------------------------------------------------------------------------------------------------- the one oracle
+
+CASES = [(heads, kind) for heads in HEADS for kind in KINDS if kind == "causal" or heads == (8, 2)]
+
+
+def ulysses_traces(dtype: torch.dtype = torch.float64) -> list[Trace]:
+    return [ulysses_trace(dist.group.WORLD, heads, kind, dtype) for heads, kind in CASES]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "tol"),
+    [(1, "float64", 1e-10), (2, "float64", 1e-10), (4, "float64", 1e-10), (4, "float32", 1e-5)],
+)
+def test_loss_every_gradient_and_weights_equal_the_unsharded_block_for_every_kind_of_attention(ranks, dtype, tol):
+    dtype = getattr(torch, dtype)
+    want = [oracle_trace(heads, kind, dtype) for heads, kind in CASES]
+    for rank, traces in enumerate(run_ranks(ranks, ulysses_traces, dtype)):
+        for got, expected in zip(traces, want, strict=True):
+            assert_same_trace(got, expected, tol, rank=rank)
+
+
+def odd_kv_heads() -> Trace:
+    return ulysses_trace(dist.group.WORLD, (6, 3), "causal")
+
+
+def test_kv_heads_that_neither_divide_the_ranks_nor_are_divided_by_them_work():
+    for rank, got in enumerate(run_ranks(2, odd_kv_heads)):
+        assert_same_trace(got, oracle_trace((6, 3), "causal"), rank=rank)
+
+
+def two_slices() -> Trace:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    return ulysses_trace(groups[mine], (8, 2), "causal", seed=mine)
+
+
+def test_two_slices_of_the_world_train_two_models_at_the_same_time():
+    for rank, got in enumerate(run_ranks(4, two_slices)):
+        assert_same_trace(got, oracle_trace((8, 2), "causal", seed=rank % 2), rank=rank)
+
+
+USP_CASES = [((8, 8), "causal"), ((8, 2), "causal"), ((8, 1), "causal"), ((2, 1), "causal"), ((8, 2), "full")]
+
+
+def usp_traces(U: int) -> list[Trace]:
+    P, rank = dist.get_world_size(), dist.get_rank()
+    ulysses_group, ring_group = usp_groups(P, U)
+    results = []
+    for layout in LAYOUTS:
+        positions = usp_positions(layout, S, rank // U, P // U, rank % U, U)
+        attention = usp(ulysses_group, ring_group, layout)
+        results += [trace_of(attention, positions, dist.group.WORLD, *case) for case in USP_CASES]
+        assert (ulysses_group.size(), ring_group.size()) == (U, P // U)
+    return results
+
+
+def test_ulysses_times_ring_on_2_by_2_ranks_is_exact_in_every_layout_also_with_fewer_heads_than_ranks():
+    want = [oracle_trace(*case) for _ in LAYOUTS for case in USP_CASES]
+    for rank, traces in enumerate(run_ranks(4, usp_traces, 2)):
+        for got, expected in zip(traces, want, strict=True):
+            assert_same_trace(got, expected, rank=rank)
+
+
+@pytest.mark.parametrize(("ranks", "U"), [(1, 1), (2, 1), (2, 2)])
+def test_a_rectangle_of_one_row_or_one_column_is_the_plain_version(ranks, U):
+    want = [oracle_trace(*case) for _ in LAYOUTS for case in USP_CASES]
+    for rank, traces in enumerate(run_ranks(ranks, usp_traces, U)):
+        for got, expected in zip(traces, want, strict=True):
+            assert_same_trace(got, expected, rank=rank)
+
+
+def test_every_token_has_one_rank_in_usp():
+    for layout in LAYOUTS:
+        positions = [usp_positions(layout, 48, r, 3, u, 2) for r in range(3) for u in range(2)]
+        assert sorted(torch.cat(positions).tolist()) == list(range(48))
+
+
+# --------------------------------------------------------------------------------------------------------- the swap
+
+
+def there_and_back() -> tuple[Tensor, bool]:
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
+    x = torch.randn(2, 12, 6, 5, generator=generator)
+    mine = shard_sequence(x, "contiguous", group.rank(), 3)
+    heads = to_heads(mine, group)
+    return heads, torch.equal(to_tokens(heads, group), mine)
+
+
+def test_all_tokens_of_some_heads_arrive_in_order_and_the_way_back_is_the_inverse():
+    x = torch.randn(2, 12, 6, 5, generator=torch.Generator().manual_seed(0))
+    for rank, (heads, inverse) in enumerate(run_ranks(3, there_and_back)):
+        assert torch.equal(heads, x[:, :, 2 * rank : 2 * rank + 2]), f"rank {rank}"
+        assert inverse, f"rank {rank}"
+
+
+def test_kv_heads_are_copied_for_the_ranks_that_need_them_and_not_for_the_query_heads():
+    for kv_heads, P, want in [(8, 4, 8), (2, 4, 4), (1, 4, 4), (3, 2, 6), (2, 1, 2), (8, 8, 8)]:
+        assert copy_kv_heads(torch.zeros(1, 2, kv_heads, 3), P).shape[2] == want
+    x = torch.arange(2.0).view(1, 1, 2, 1)
+    assert copy_kv_heads(x, 4).flatten().tolist() == [0, 0, 1, 1], "neighbouring query heads share a K/V head"
+
+
+def random_qkv(heads: tuple[int, int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, S, n, 4, generator=generator, dtype=torch.float64) for n in (*heads, heads[1], heads[0])]
+
+
+def results_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, causal=True)
+    out.backward(dout)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def bfloat16_results(heads: tuple[int, int], which: str) -> list[Tensor]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    if which == "ulysses":
+        attention, where = ulysses(group), layout_positions("contiguous", S, rank, 4)
+    else:
+        attention, where = usp(*usp_groups(4, 2)), usp_positions("zigzag", S, rank // 2, 2, rank % 2, 2)
+    return [*results_of(attention, *(x.bfloat16()[:, where] for x in random_qkv(heads))), where]
+
+
+@pytest.mark.parametrize("which", ["ulysses", "usp"])
+def test_bfloat16_errs_at_most_two_and_a_half_times_as_much_as_dense_bfloat16_attention(which):
+    for heads in HEADS:
+        given = random_qkv(heads)
+        exact = results_of(dense_attention, *(x.bfloat16().double() for x in given))
+        dense = results_of(dense_attention, *(x.bfloat16() for x in given))
+        results = run_ranks(4, bfloat16_results, heads, which)
+        order = torch.cat([where for *_, where in results]).argsort()
+        for i, name in enumerate(NAMES):
+            got = torch.cat([result[i] for result in results], 1)[:, order]
+            ours, theirs = error_between(got, exact[i]), error_between(dense[i], exact[i])
+            assert ours <= 2.5 * theirs, f"{heads} {name}: error {ours:.2e}, dense bf16 {theirs:.2e}"
+
+
+# -------------------------------------------------------------------------------------------------- kinds of attention
+
+
+def test_each_kind_sees_what_its_name_says():
+    eye = torch.eye(12).view(1, 12, 1, 12)
+
+    def seen(attention: Callable[..., Tensor], causal: bool) -> Tensor:
+        """Which keys have a weight: the values are unit vectors, so the output is the row of weights."""
+        return attention(torch.ones_like(eye), torch.zeros_like(eye), eye, causal=causal)[0, :, 0] > 0
+
+    i, j = torch.arange(12)[:, None], torch.arange(12)[None]
+    assert torch.equal(seen(sliding_window(3), True), (i - j >= 0) & (i - j < 3))
+    assert torch.equal(seen(sliding_window(3), False), (i - j).abs() < 3)
+    assert torch.equal(seen(block_sparse(2, 3), False), (i // 2 == j // 2) | (j // 2 == 0) | (j // 2 == 3))
+    assert torch.equal(seen(masked(lambda i, j: j == 0), True), (j == 0).expand(12, 12))
+
+
+# ----------------------------------------------------------------------------------------------- what it costs: bytes
+
+
+def sent_by_ulysses(heads: tuple[int, int], length: int) -> tuple[dict, dict, dict]:
+    P = dist.get_world_size()
+    q, k, v = (torch.ones(1, length // P, n, 4, requires_grad=True) for n in (*heads, heads[1]))
+    with communication() as forward:
+        out = ulysses(dist.group.WORLD)(q, k, v, causal=True)
+    with communication() as backward:
+        out.sum().backward()
+    return dict(forward.sent), dict(backward.sent), dict(forward.calls)
+
+
+@pytest.mark.parametrize(("P", "heads"), [(2, (8, 8)), (4, (8, 8)), (4, (8, 2)), (4, (8, 1)), (4, (4, 4)), (2, (6, 3))])
+def test_four_all_to_alls_send_exactly_the_formula_and_backward_the_same(P, heads):
+    N, N_kv = heads
+    hidden = 4 * N
+    for forward, backward, calls in run_ranks(P, sent_by_ulysses, heads, S):
+        want = 4 * sent_per_layer("ulysses", S, hidden, P, N, N_kv)  # float32
+        assert calls == {"all_to_all": 4}
+        assert forward == backward == {"all_to_all": want}
+        if N_kv == N:
+            assert want == 4 * (4 * S * hidden / P) * (P - 1) / P, "the paper's 4 N h / P, less what stays"
+
+
+def sent_by_megatron(length: int) -> float:
+    """The collectives of one layer's forward under tensor and sequence parallelism, on [S, H] of float32."""
+    P = dist.get_world_size()
+    whole, part = torch.zeros(length, 32), torch.zeros(length // P, 32)
+    with communication() as sent:
+        for _ in ("attention", "mlp"):
+            dist.all_gather(list(whole.chunk(P)), part)
+            dist.reduce_scatter(part, list(whole.chunk(P)))
+    return sent.total
+
+
+def sent_by_ring(length: int) -> float:
+    from context_ring import ring_attention
+
+    x = torch.zeros(1, length // dist.get_world_size(), 8, 4)
+    with communication() as sent:
+        ring_attention(dist.group.WORLD)(x, x, x, causal=True)
+    return sent.total
+
+
+def test_as_sequence_and_ranks_grow_together_ulysses_stays_below_its_constant_and_the_others_grow_linearly():
+    sent = {}
+    for P in (2, 4):
+        length = 16 * P
+        sent["ulysses", P] = run_ranks(P, sent_by_ulysses, (8, 8), length)[0][0]["all_to_all"]
+        sent["megatron", P] = run_ranks(P, sent_by_megatron, length)[0]
+        sent["ring", P] = run_ranks(P, sent_by_ring, length)[0]
+        for kind in ("ulysses", "megatron", "ring"):
+            assert sent[kind, P] == 4 * sent_per_layer(kind, length, 32, P, 8, 8), f"{kind} on {P} ranks"
+    far = {
+        kind: [sent_per_layer(kind, 16 * P, 32, P, 64, 64) for P in (32, 64)]
+        for kind in ("ulysses", "megatron", "ring")
+    }
+    first, second = (elements / (4 * 16 * 32) for elements in far["ulysses"])
+    assert first > 0.95 and first < second < 1
+    assert far["megatron"][1] / far["megatron"][0] == pytest.approx(2 * (63 / 64) / (31 / 32))
+    assert far["ring"][1] / far["ring"][0] == pytest.approx(2 * (63 / 64) / (31 / 32))
+
+
+def sent_by_usp() -> tuple[dict, dict]:
+    x = torch.ones(1, S // 4, 8, 4, requires_grad=True)
+    attention = usp(*usp_groups(4, 2))
+    with communication() as forward:
+        out = attention(x, x, x, causal=True)
+    with communication() as backward:
+        out.sum().backward()
+    return dict(forward.sent), dict(backward.sent)
+
+
+def test_usp_sends_a_quarter_of_the_heads_round_half_the_ring():
+    U = R = 2
+    P = U * R
+    message = S // P * 32 * 4  # bytes of q, k, v or out on one rank
+    kv = 2 * message  # after the all-to-all: twice the tokens, half the heads
+    for forward, backward in run_ranks(4, sent_by_usp):
+        assert forward == {"all_to_all": 4 * message // U, "send": (R - 1) * kv, "recv": 0}
+        assert backward == {"all_to_all": 4 * message // U, "send": 2 * (R - 1) * kv, "recv": 0}
+
+
+def saved_by_ulysses() -> int:
+    q, k, v = (torch.ones(1, S // 4, 8, 4, requires_grad=True) for _ in range(3))
+    with saved_activations() as saved:
+        ulysses(dist.group.WORLD)(q, k, v, causal=True)
+    return saved.bytes
+
+
+def test_a_rank_saves_no_more_than_its_share():
+    share = S // 4 * 8 * 4 * 4
+    for saved in run_ranks(4, saved_by_ulysses):
+        assert 4 * share <= saved <= 4 * share + S * 2 * 4 + 64, "q, k, v, out of S tokens and N/P heads, the LSE"
+
+
+# ------------------------------------------------------------------------------------------------ what it costs: time
+
+
+def test_the_flops_formula_and_the_published_seconds_give_the_published_tflops():
+    for tokens, gpus, seconds, tflops in [
+        (131072, 64, 32.432, 165.53),
+        (131072, 128, 17.0525, 157.41),
+        (131072, 256, 9.8867, 136.09),
+    ]:
+        assert step_flops(tokens, Machine()) / gpus / seconds / 1e12 == pytest.approx(tflops, rel=3e-3)
+
+
+def test_the_cost_model_meets_its_two_calibrated_rows_and_predicts_the_other_three_within_9_percent():
+    rows = cost_model(Machine())
+    assert [(tokens, gpus, published) for tokens, gpus, published, _, _ in rows] == list(PAPER)
+    deviations = [abs(deviation) for *_, deviation in rows]
+    assert deviations[0] < 0.5 and deviations[2] < 0.5, "the calibrated rows"
+    assert max(deviations) < 9
+    predicted = {(tokens, gpus): tflops for tokens, gpus, _, tflops, _ in rows}
+    assert predicted[131072, 64] > predicted[131072, 128] > predicted[131072, 256], "strong scaling loses"
+    assert predicted[65536, 64] > predicted[262144, 256], "weak scaling loses too"
+
+
+def test_a_network_twice_as_slow_costs_time_only_where_messages_leave_the_node():
+    fast, slow = Machine(), replace(Machine(), outside=Machine().outside / 2)
+    inside, outside = (65536, 64), (131072, 128)  # 8 ranks of Ulysses, one node; and 16, two nodes
+    assert step_seconds(*inside, fast)["all-to-all"] == step_seconds(*inside, slow)["all-to-all"]
+    assert step_seconds(*outside, fast)["all-to-all"] < step_seconds(*outside, slow)["all-to-all"]
+    assert step_seconds(*outside, fast)["compute"] == step_seconds(*outside, slow)["compute"]
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def errors() -> list[str]:
+    x = torch.zeros(1, 4, 3, 4)
+    messages = []
+    for call in (
+        lambda: ulysses(dist.group.WORLD)(x, x, x, causal=True),
+        lambda: ulysses(dist.group.WORLD)(x[:, :, :2], x[:, :2, :2], x[:, :2, :2], causal=True),
+        lambda: ulysses(dist.group.WORLD)(*(x[:, :, :2].to(torch.float8_e5m2) for _ in range(3)), causal=False),
+        lambda: usp(dist.group.WORLD, dist.group.WORLD)(x[:, :, :2], x[:, :2, :2], x[:, :2, :2], causal=True),
+    ):
+        try:
+            call()
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_ulysses_cannot_do_is_said_in_one_line():
+    for heads, cross, fp8, ring in run_ranks(2, errors):
+        assert "3 query heads" in heads and "2 ranks" in heads and "use 1, 3 ranks, or USP" in heads
+        assert "cross attention" in cross and "causal=False" in cross
+        assert "cross attention" in ring and "causal=False" in ring
+        assert "float8_e5m2" in fp8
+        assert all("\n" not in message for message in (heads, cross, fp8, ring))
+
+
+# ----------------------------------------------------------------------------------------------------------- the script
+
+
+def run_demo(argv: list[str]) -> list[str]:
+    sys.argv = ["context_ulysses.py", *argv]
+    with patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
+        args = parse_arguments()
+    return demo(args, dist.group.WORLD, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("argv", [["--version", "ulysses", "--attention", "window"], ["--dtype", "float32"]])
+def test_the_demo_finds_nothing_wrong(argv):
+    assert run_ranks(2, run_demo, argv) == [[], []]
+
+
+def test_the_folder_copied_alone_runs(tmp_path):
+    for name in ("context_ring.py", "context_ulysses.py"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
+    command = [sys.executable, "context_ulysses.py", "--attention", "causal"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "PASS" and done.stderr == ""
+
+
+def test_the_cost_model_is_printed_with_its_assumptions_and_its_deviations(capsys):
+    print_cost_model(Machine())
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("assumptions", "calibrated", "deviation", "165.5", "147.4", "-8.3%"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--heads", "6"], ["--heads 6", "4 ranks", "USP"]),
+        (["--seq", "98"], ["--seq 98", "P = 4", "96 or 100"]),
+        (["--seq", "100"], ["--seq 100", "25 tokens", "multiple of 8"]),
+        (["--version", "usp", "--attention", "window"], ["--attention window", "ring", "--version ulysses"]),
+        (["--ulysses-size", "3"], ["--ulysses-size 3", "4 ranks"]),
+        (["--kv-heads", "3"], ["--kv-heads 3", "--heads 4"]),
+        (["--workers", "3"], ["--workers"]),
+    ],
+)
+def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["context_ulysses.py", *argv])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments()
+    printed = capsys.readouterr().err
+    assert stop.value.code == 2 and printed.count("\n") == 1
+    assert all(word in printed for word in ["context_ulysses.py: ", *words]), printed

@@ -1,0 +1,543 @@
+"""Pipeline parallelism: one executor that runs any schedule, because the schedule is data.
+
+Problem. A model too large for one GPU is cut into stages, one behind the other: stage 0 has the first layers, the last
+stage the loss. Each rank must know, at any moment, which micro-batch to work on, what to wait for and what to send.
+
+Idea. A schedule (schedules.py) lists the actions of each rank; `programs` puts the messages between them, in an order
+that cannot deadlock. Then the executor is a loop over a list:
+
+    rank 0   F0 >  F1 >  > BW0    > BW1          >   a message: the activation goes right, its gradient comes back left
+    rank 1      > F0 BW0 >  > F1 BW1 >               time goes to the right
+
+    F    take the input, run the stage, hand on the output (on the last stage: the loss), keep the graph
+    BW   take the gradient of the output, run backward, hand on the gradient of the input, let the graph go
+    B    the same for the input alone; the graph stays      W    the weights' gradients; the graph goes (split_backward)
+
+Who holds what, on p ranks: 1/p of the layers, and between an F and its last W the activations of that stage and
+micro-batch. Each rank counts them while it runs, and the count equals that of `simulate`.
+
+Why no division. The loss is  sum over tokens / valid tokens in the whole global batch,  so the losses of the m
+micro-batches add up to the loss, and their gradients, which autograd adds into `.grad`, to its gradient. A stage never
+sees m. (An engine that divides only the loss it prints has gradients m times too large: torchtitan #1733.)
+
+Formulas, n bytes of activations between two stages, v stages on each rank, m micro-batches:
+    sent by all ranks    2 m n (v p - 1)      forward and backward over each border between stages; nothing between two
+                                              stages on one rank, so 2 m n (2p - 2) for the V-shapes (ZB-V, DualPipeV)
+    bubble, activations  what `simulate` says: arXiv 1811.06965, 2104.04473, 2401.10241, 2405.15362, 2412.19437
+    sent besides         G bytes by each rank of DualPipe (G: gradients of its two stages), one tied weight by both ends
+
+Run it:
+    python pipeline_executor.py                                                      one rank, CPU or GPU
+    torchrun --nproc_per_node 2 pipeline_executor.py --schedule zb-h1                gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 pipeline_executor.py --schedule interleaved --stages-per-rank 2 --micro-batches 8
+Three steps of SGD beside the model in one piece. The last line is PASS, or the script exits with 1 and says which
+number is off.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+from _pipeline_model import IGNORE, OneLineParser, SentBytes, Sizes, Stage, make_batch, token_loss_sum
+from schedule_simulator import BW, Action, B, F, Message, Program, Schedule, ScheduleError, W, check, programs, simulate
+from schedules import FOLDED, LOOPED, SCHEDULES, build
+from split_backward import WeightPart, backward_for_input
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+# Legend of shapes: B batch, S sequence, H hidden; p ranks, m micro-batches. The executor itself looks at no dimension.
+Result = tuple[str, int, int]  # (F: activation, or B: gradient; the stage that made it; micro-batch)
+
+
+def layers_of(stage: int, stages: int, layers: int) -> range:
+    """Which layers a stage holds. If it does not divide, stages in the middle get one more, because the ends have the
+    embedding and the head to carry besides. Raises ValueError for fewer layers than stages."""
+    if layers < stages:
+        raise ValueError(f"{layers} layers are fewer than {stages} stages; use at least one layer for each stage")
+    # --- exercise 6.9: contiguous, every layer once, sizes that differ by at most one ---
+    few, more = divmod(layers, stages)
+    first_long = (stages - more + 1) // 2  # so many short stages come before the long ones
+    start = stage * few + min(max(stage - first_long, 0), more)
+    return range(start, start + few + (first_long <= stage < first_long + more))
+    # --- end exercise ---
+
+
+# ------------------------------------------------------------------------------------------------------- messages
+
+
+class Mailbox:
+    """The messages of one rank in one step: sends that nobody waits for, receives that are posted early.
+
+    Messages between two ranks are matched by their order alone (nccl has no tags), so both sides must start them in the
+    same order. It is that of the program: `reach` starts what is next in line with that peer, and never something else.
+    """
+
+    def __init__(self, program: Iterable[Action | Message], rank: int, group: dist.ProcessGroup, example: Tensor):
+        self.rank, self.group, self.example = rank, group, example
+        self.here: dict[Result, Tensor] = {}  # made on this rank, and not yet taken or sent
+        self.coming: dict[Result, tuple[dist.Work, Tensor, int]] = {}  # receives under way, and from whom
+        self.going: dict[int, deque[tuple[dist.Work, Tensor]]] = {}  # sends under way, to each peer
+        self.line: dict[int, deque[Message]] = {}  # not yet started, with each peer
+        for item in program:
+            if isinstance(item, Message):
+                self.line.setdefault(self.peer(item), deque()).append(item)
+                self.going.setdefault(self.peer(item), deque())
+
+    def peer(self, message: Message) -> int:
+        return message.destination if message.source == self.rank else message.source
+
+    def put(self, result: Result, tensor: Tensor) -> None:
+        self.here[result] = tensor
+
+    def take(self, result: Result) -> Tensor:
+        """Wait for a result. It was made here, or its receive is under way: its message comes before its use."""
+        if result in self.here:
+            return self.here.pop(result)
+        work, tensor, _ = self.coming.pop(result)
+        work.wait()
+        return tensor
+
+    def reach(self, message: Message) -> None:
+        """The program has come to this message: start it, unless it was started early."""
+        line = self.line[self.peer(message)]
+        if line and line[0] == message:
+            self.start(line.popleft())
+
+    def start_early(self) -> None:
+        """Start the next receive from each peer before it is needed, if it is the next in line and none is under way.
+
+        The sender then finds its receiver ready. One ahead is enough for that; each costs a buffer.
+        """
+        # --- exercise 6.10: receives ahead of the program, without leaving the line ---
+        under_way = {peer for _, _, peer in self.coming.values()}
+        for peer, line in self.line.items():
+            if line and line[0].destination == self.rank and peer not in under_way:
+                self.start(line.popleft())
+        # --- end exercise ---
+
+    def start(self, message: Message) -> None:
+        result, peer = (message.kind, message.stage, message.micro_batch), self.peer(message)
+        if message.source == self.rank:
+            tensor = self.here.pop(result)
+            going = self.going[peer]
+            going.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))  # hold it until it has left
+            if len(going) > 2 * self.group.size():  # so old that it has left, or may be waited for: see `programs`
+                going.popleft()[0].wait()
+        else:
+            tensor = torch.empty_like(self.example)
+            self.coming[result] = dist.irecv(tensor, group=self.group, group_src=peer), tensor, peer
+
+    def finish(self) -> None:
+        for going in self.going.values():
+            while going:
+                going.popleft()[0].wait()
+
+
+# ------------------------------------------------------------------------------------------------------- executor
+
+
+@dataclass
+class Held:
+    """What a rank keeps of one micro-batch in one stage, from its F until its BW or W."""
+
+    output: GradientEdge | None  # the output's place in the graph: its numbers may go once they are sent
+    inputs: list[GradientEdge]  # the places at which B stops
+    x: Tensor | None  # the input, whose `.grad` BW fills
+    grad: Tensor | None  # of the loss with respect to itself: 1. None where the gradient comes from the stage above
+    weights: WeightPart | None = None  # from B until W
+
+
+class Pipeline:
+    """Runs a schedule on a group; `step` leaves the gradients of all micro-batches, summed, in `.grad`.
+
+    schedule        of schedules.py, or any other that its checker accepts
+    stages          {(direction, stage): module} for schedule.stages_of(my rank). A stage makes one tensor of one: the
+                    first of `inputs[m]`, the others of what the stage before returned. Each gets `**extras[m]` too
+    group           its rank r is rank r of the schedule
+    loss            (output of the last stage, targets[m]) -> one number: a SUM over tokens, divided by the valid tokens
+                    of the whole global batch. The losses of the micro-batches are added up, and so are their gradients
+    example         a tensor like each that stages hand on: its shape, dtype and device count
+    on_stage_done   called with a stage's module as soon as the gradients of its weights are complete on this rank,
+                    often with more actions to come: the moment to start their reduction over data-parallel ranks
+
+    Stages may recompute, and may contain collectives such as those of tensor parallelism: all ranks of such a group run
+    the same actions in the same order. Raises ValueError (a ScheduleError for a schedule that the checker rejects).
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: dict[tuple[int, int], nn.Module],
+        group: dist.ProcessGroup,
+        *,
+        loss: Callable[[Tensor, Any], Tensor],
+        example: Tensor,
+        on_stage_done: Callable[[nn.Module], None] | None = None,
+    ):
+        check(schedule)
+        if group.size() != schedule.ranks:
+            raise ValueError(f"{schedule.name} for {schedule.ranks} ranks cannot run on a group of {group.size()}")
+        self.schedule, self.stages, self.group, self.rank = schedule, stages, group, group.rank()
+        if set(stages) != set(schedule.stages_of(self.rank)):
+            raise ValueError(f"rank {self.rank} has stages {schedule.stages_of(self.rank)}, not {sorted(stages)}")
+        self.loss, self.example, self.on_stage_done = loss, example, on_stage_done
+        self.program = programs(schedule)[self.rank]
+        self.splits = any(action.kind == W for action in schedule.actions[self.rank])
+        # --- exercise 6.15: after which action are the gradients of a stage's weights complete on this rank? ---
+        last: dict[tuple[int, int], Action] = {}
+        for action in schedule.actions[self.rank]:
+            if action.kind in (W, BW):  # a later one takes the place of an earlier one
+                last[schedule.direction(action.micro_batch), action.stage] = action
+        self.completing = set(last.values())
+        # --- end exercise ---
+        self.peak = 0  # of the latest step: the most pairs of stage and micro-batch held at once,
+        self.timeline: list[tuple[Action, float, float]] = []  # and each action's start and end on the host's clock
+        self.meet()
+
+    def meet(self) -> None:
+        """Exchange one small message with each peer, and compare the examples.
+
+        The first message between two ranks opens a connection, for which nccl lets both wait. So all ranks go through
+        their pairs in one common order, (0, 1), (0, 2), (1, 2) ...: the lowest pair still open can always go on.
+        """
+        mine = torch.zeros(9, dtype=torch.int64)
+        for i, size in enumerate([self.example.element_size(), *self.example.shape][:9]):
+            mine[i] = size
+        mine = mine.to(self.example.device)
+        for peer in sorted({m.source + m.destination - self.rank for m in self.program if isinstance(m, Message)}):
+            if not torch.equal(mine, theirs := exchange(mine, peer, self.group)):
+                raise ValueError(
+                    f"example: rank {self.rank} has {mine.tolist()} (bytes of an element, shape), rank {peer} "
+                    f"{theirs.tolist()}; stages must hand on tensors of one shape and dtype"
+                )
+
+    def step(
+        self, inputs: Sequence, targets: Sequence, extras: Sequence[dict] | None = None, *, broadcast=False
+    ) -> Tensor:
+        """Forward and backward of all micro-batches; m inputs, m targets, m dictionaries of extras.
+
+        Returns the loss on ranks with a last stage (in DualPipe on both, each with its half), 0 on the others; with
+        `broadcast` the whole loss on all. `inputs` are read only where a first stage is, `targets` where a last one is.
+        """
+        return self.run(self.program, inputs, targets, extras, broadcast)
+
+    @torch.no_grad()
+    def forward_only(
+        self, inputs: Sequence, targets: Sequence, extras: Sequence[dict] | None = None, *, broadcast=False
+    ) -> Tensor:
+        """The loss as `step` returns it, without gradients: the forwards of the same schedule, in their order."""
+        return self.run([item for item in self.program if item.kind == F], inputs, targets, extras, broadcast)
+
+    def run(self, program: Program, inputs: Sequence, targets: Sequence, extras, broadcast: bool) -> Tensor:
+        self.mail = Mailbox(program, self.rank, self.group, self.example)
+        self.inputs, self.targets, self.extras = inputs, targets, extras or [{}] * self.schedule.micro_batches
+        self.held: dict[tuple[int, int], Held] = {}  # by stage and micro-batch
+        self.total = torch.zeros((), dtype=torch.float64, device=self.example.device)
+        self.peak, self.timeline = 0, []
+        do = {F: self.forward, BW: self.backward, B: self.backward_for_input, W: self.backward_for_weights}
+        for item in program:
+            if isinstance(item, Message):
+                self.mail.reach(item)
+                continue
+            given = self.wait_for(item)
+            self.mail.start_early()  # what comes next can travel while we work
+            begin = time.perf_counter()
+            do[item.kind](item, given)
+            self.timeline.append((item, begin, time.perf_counter()))
+        self.mail.finish()
+        if broadcast:
+            dist.all_reduce(self.total, group=self.group)
+        return self.total
+
+    def wait_for(self, action: Action) -> Any:
+        """What must be there before the action starts: an input, a gradient, or nothing."""
+        stage, m = action.stage, action.micro_batch
+        if action.kind == F:
+            return self.inputs[m] if stage == 0 else self.mail.take((F, stage - 1, m))
+        if action.kind == W or stage == self.schedule.stages - 1:
+            return None
+        return self.mail.take((B, stage + 1, m))
+
+    def forward(self, action: Action, x: Any) -> None:
+        stage, m = action.stage, action.micro_batch
+        module = self.stages[self.schedule.direction(m), stage]
+        inputs: list[GradientEdge] = []
+        # --- exercise 6.16: the input as the start of a graph, the output on its way, and only the rest kept ---
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x = x.detach().requires_grad_(torch.is_grad_enabled() and (stage > 0 or self.splits))
+            output = module(x, **self.extras[m])
+            if x.requires_grad:
+                inputs.append(get_gradient_edge(x))
+        else:  # tokens have no gradient: B stops at the first activation made from them
+            with first_activation(module, inputs) if self.splits else nullcontext():
+                output = module(x, **self.extras[m])
+        last = stage == self.schedule.stages - 1
+        if last:
+            output = self.loss(output, self.targets[m])
+            self.total += output.detach()
+        else:
+            self.check_output(output, stage)
+            self.mail.put((F, stage, m), output.detach().contiguous())
+        if torch.is_grad_enabled():
+            place = get_gradient_edge(output) if output.requires_grad else None
+            leaf = x if isinstance(x, Tensor) and x.requires_grad else None
+            self.held[stage, m] = Held(place, inputs, leaf, torch.ones_like(output) if last else None)
+        # --- end exercise ---
+        self.peak = max(self.peak, len(self.held))
+
+    def check_output(self, output: Any, stage: int) -> None:
+        if describe(output) != describe(self.example):
+            raise ValueError(
+                f"stage {stage} returned {describe(output)} where stages hand on {describe(self.example)}; "
+                "every stage but the last must return a tensor like `example`"
+            )
+
+    def backward(self, action: Action, grad: Tensor | None) -> None:
+        """BW: gradients of input and weights in one run of autograd."""
+        held = self.held[action.stage, action.micro_batch]
+        if held.output is not None:
+            torch.autograd.backward([held.output], [grad if held.grad is None else held.grad])
+        self.hand_down(action, None if held.x is None else held.x.grad)
+        self.let_go(action)
+
+    def backward_for_input(self, action: Action, grad: Tensor | None) -> None:
+        held = self.held[action.stage, action.micro_batch]
+        found: list[Tensor | None] = [None]
+        if held.output is not None:
+            grad = grad if held.grad is None else held.grad
+            found, held.weights = backward_for_input(held.output, grad, held.inputs)
+        held.output, held.inputs = None, []  # from here on the part for W alone keeps the graph
+        self.hand_down(action, found[0] if found else None)
+
+    def backward_for_weights(self, action: Action, _: None) -> None:
+        part = self.held[action.stage, action.micro_batch].weights
+        if part is not None:
+            part.run()
+        self.let_go(action)
+
+    def hand_down(self, action: Action, grad: Tensor | None) -> None:
+        """The gradient of the input is that of the output of the stage below, which waits for it, if only for zeros."""
+        if action.stage > 0:
+            grad = torch.zeros_like(self.example) if grad is None else grad.contiguous()
+            self.mail.put((B, action.stage, action.micro_batch), grad)
+
+    def let_go(self, action: Action) -> None:
+        """The schedule says that these activations may go, and perhaps that their stage is through."""
+        del self.held[action.stage, action.micro_batch]
+        if action in self.completing and self.on_stage_done is not None:
+            self.on_stage_done(self.stages[self.schedule.direction(action.micro_batch), action.stage])
+
+
+def describe(value: Any) -> str:
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+@contextmanager
+def first_activation(module: nn.Module, found: list[GradientEdge]) -> Iterator[None]:
+    """Put into `found` the place of the first activation: what the first submodule to do so makes of integers."""
+
+    def hook(_, args, output) -> None:
+        integers = any(isinstance(x, Tensor) and not x.is_floating_point() for x in args)
+        if not found and integers and isinstance(output, Tensor) and output.requires_grad:
+            found.append(get_gradient_edge(output))
+
+    handles = [part.register_forward_hook(hook) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --------------------------------------------------------------------------------- weights that exist more than once
+
+
+def exchange(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
+    """Give the peer my tensor and return its own of the same shape. Both start the two messages in the same order."""
+    theirs = torch.empty_like(tensor)
+    send = partial(dist.isend, tensor, group=group, group_dst=peer)
+    receive = partial(dist.irecv, theirs, group=group, group_src=peer)
+    for work in [start() for start in ((send, receive) if group.rank() < peer else (receive, send))]:
+        work.wait()
+    return theirs
+
+
+def set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        if p.grad is None:
+            p.grad = torch.empty_like(p)
+        p.grad.copy_(piece.view_as(p))  # in place: it may be a view of a bucket
+
+
+def flat_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One after the other; zeros for None."""
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+
+
+def sum_mirrored(schedule: Schedule, stages: dict[tuple[int, int], nn.Module], group: dist.ProcessGroup) -> None:
+    """DualPipe holds each stage twice, on a pair of ranks, and each copy has seen half of the micro-batches: sum them.
+
+    After `step`, before the optimizer. One message of G bytes each way; a + b and b + a are the same bits, so copies
+    stay equal. All other schedules: nothing to do. A sum over other ranks (data parallel) may come before or after it.
+    """
+    if len(schedule.placement) == 1:
+        return
+    (partner,) = {schedule.placement[1 - direction][stage] for direction, stage in stages}
+    # --- exercise 6.17: both ranks add the same pairs of gradients, so they must list them in the same order ---
+    by_stage = sorted(stages, key=lambda key: key[1])  # (direction, stage): here the directions differ, the stages not
+    parameters = [p for key in by_stage for p in stages[key].parameters() if p.requires_grad]
+    flat = flat_gradients(parameters)
+    set_gradients(parameters, flat + exchange(flat, partner, group))
+    # --- end exercise ---
+
+
+def sum_tied(schedule: Schedule, copies: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of a weight that the first and the last stage share (embedding and head), on both.
+
+    copies: those of this rank, none, one or two, with equal values. In a V-shape both ends lie on one rank. In DualPipe
+    each of the two ranks has both ends too, and `sum_mirrored` must come first. A sum over other ranks may come before
+    or after this one, if it leaves whole gradients; a reduce-scatter (ZeRO) must come after, for it takes them apart.
+    """
+    ends = {rank for row in schedule.placement for rank in (row[0], row[-1])}
+    if group.rank() not in ends:
+        return
+    # --- exercise 6.18: each end's part counts once ---
+    total = flat_gradients(copies[:1])
+    for copy in copies[1:]:
+        total = total + flat_gradients([copy])
+    if len(ends) == 2 and len(schedule.placement) == 1:
+        (partner,) = ends - {group.rank()}
+        total = total + exchange(total, partner, group)
+    for copy in copies:
+        set_gradients([copy], total)
+    # --- end exercise ---
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def parse_arguments() -> tuple[argparse.Namespace, Schedule]:
+    parser = OneLineParser(description="Run any pipeline schedule beside the whole model.", allow_abbrev=False)
+    parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--stages-per-rank", type=int, default=None, help="default: what the schedule needs")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--untied", action="store_true", help="embedding and head are two weights")
+    args = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    per_rank = args.stages_per_rank or (2 if args.schedule in (*LOOPED, *FOLDED) else 1)
+    try:
+        schedule = build(args.schedule, ranks, args.micro_batches, per_rank)
+    except ScheduleError as error:
+        parser.error(f"--schedule {args.schedule}: {error}")
+    if args.layers < schedule.stages:
+        parser.error(
+            f"--layers {args.layers} is fewer than the {schedule.stages} stages; use {schedule.stages} or more"
+        )
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if 0 < gpus < local:
+        parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
+    return args, schedule
+
+
+def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Three steps beside the oracle; prints the table on rank 0 and returns what is wrong."""
+    rank, m, tied, double = group.rank(), schedule.micro_batches, not args.untied, torch.float64
+    sizes = Sizes(layers=args.layers)
+
+    def make(stage: int, stages: int) -> Stage:
+        layers = layers_of(stage, stages, sizes.layers)
+        return Stage(sizes, layers, first=stage == 0, last=stage == stages - 1, tied=tied).to(device, double)
+
+    stages = {(d, s): make(s, schedule.stages) for d, s in schedule.stages_of(rank)}
+    oracle = make(0, 1)
+    copies = [w for key in sorted(stages) for w in stages[key].tied_weights()] if tied else []
+    tokens, labels = make_batch(0, m)
+    valid = (labels != IGNORE).sum().item()  # of all micro-batches
+    example = torch.empty(*tokens.shape[1:], sizes.hidden, dtype=double, device=device)  # [B, S, H]
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        return token_loss_sum(logits, labels) / valid
+
+    pipeline = Pipeline(schedule, stages, group, loss=loss_of, example=example)
+    extras = [{"positions": torch.arange(tokens.shape[-1], device=device)}] * m
+    errors, sent = [0.0], SentBytes()
+
+    def compare(got: Tensor, want: Tensor) -> None:
+        errors.append(((got - want).abs().max() / want.abs().max()).item())
+
+    for step in range(3):
+        tokens, labels = (x.to(device) for x in make_batch(step, m))
+        valid = (labels != IGNORE).sum().item()
+        for module in (oracle, *stages.values()):
+            module.zero_grad()
+        with sent if step == 0 else nullcontext():
+            loss = pipeline.step(tokens, labels, extras, broadcast=True)
+        sum_mirrored(schedule, stages, group)
+        if tied:
+            sum_tied(schedule, copies, group)
+        want = sum(loss_of(oracle(x, **extras[0]), y) for x, y in zip(tokens, labels, strict=True))
+        want.backward()
+        compare(loss, want.detach())
+        whole = dict(oracle.named_parameters(remove_duplicate=False))
+        for module in stages.values():
+            for name, p in module.named_parameters():
+                compare(p.grad, whole[name].grad)
+                p.data -= 0.1 * p.grad  # plain SGD: it forgives no wrong scale, as Adam would
+                compare(p.data, whole[name].data - 0.1 * whole[name].grad)
+        for p in oracle.parameters():
+            p.data -= 0.1 * p.grad
+
+    timeline = simulate(schedule)
+    messages = sum(isinstance(x, Message) and x.source == rank for x in pipeline.program)
+    mine = (max(errors), pipeline.peak, timeline.peak_activations[rank], sent.bytes, messages * example.nbytes)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    error = max(row[0] for row in everyone)
+    measured, predicted = [[row[i] for row in everyone] for i in (1, 3)], [[row[i] for row in everyone] for i in (2, 4)]
+    rows = [  # what, predicted, measured, is it right?
+        ("largest error against the oracle", "<= 1e-10", f"{error:.1e}", all(row[0] <= 1e-10 for row in everyone)),
+        ("activations held at most, by rank", predicted[0], measured[0], predicted[0] == measured[0]),
+        ("bytes sent in a step, by rank", predicted[1], measured[1], predicted[1] == measured[1]),
+    ]
+    if rank == 0:
+        print(
+            f"{schedule.name} on {schedule.ranks} rank(s), {device.type}; {schedule.stages} stages, {m} micro-batches;",
+            end=" ",
+        )
+        print(f"bubble / work with F = B = W: {timeline.bubble_ratio:.3f}")
+        for what, want, got, _ in [("", "predicted", "measured", True), *rows]:
+            print(f"{what:36}{want!s:>36}{got!s:>36}")
+    return [what for what, _, _, right in rows if not right]
+
+
+def main() -> None:
+    args, schedule = parse_arguments()
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
+    rank, wrong = dist.get_rank(), demo(args, schedule, dist.group.WORLD, device)
+    gc.collect()
+    dist.destroy_process_group()
+    if rank == 0:
+        print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

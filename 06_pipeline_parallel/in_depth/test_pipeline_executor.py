@@ -1,0 +1,757 @@
+"""The executor: every schedule gives the gradients of the whole model, holds what `simulate` says, and never hangs."""
+
+import random
+import sys
+import time
+import weakref
+from dataclasses import replace
+from functools import cache, partial, partialmethod
+
+import pytest
+import torch
+import torch.distributed as dist
+from _pipeline_model import IGNORE, Sizes, Stage, make_batch, token_loss_sum
+from harness.meter import communication
+from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
+from harness.ranks import RankFailure, run_ranks
+from pipeline_executor import Mailbox, Pipeline, layers_of, parse_arguments, sum_mirrored, sum_tied
+from schedule_simulator import Action, Message, ScheduleError, Times, check, simulate
+from schedules import FOLDED, LOOPED, SCHEDULES, build
+from split_backward import flops, recomputed_once
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+LENGTH, HIDDEN = 8, 8
+POSITIONS = torch.arange(LENGTH)
+DOUBLE = torch.float64
+
+
+def v_of(name):
+    return 2 if name in (*LOOPED, *FOLDED) else 1
+
+
+# --------------------------------------------------------------------------------------- training beside the oracle
+
+
+def make_stage(sizes, stage, stages, tied):
+    layers = layers_of(stage, stages, sizes.layers)
+    return Stage(sizes, layers, first=stage == 0, last=stage == stages - 1, tied=tied).double()
+
+
+def global_batch(step, m, parts):
+    """Tokens and labels [part][micro-batch, B, S], and the valid tokens of the whole global batch."""
+    tokens, labels = make_batch(step, m * parts, rows=1, length=LENGTH)
+    return tokens.unflatten(0, (parts, m)), labels.unflatten(0, (parts, m)), (labels != IGNORE).sum().item()
+
+
+@cache
+def oracle(sizes, m, parts, tied, steps):
+    """The whole model in one piece, the whole global batch at once."""
+    model = make_stage(sizes, 0, 1, tied)
+
+    def backward(step):
+        tokens, labels, valid = global_batch(step, m, parts)
+        loss = token_loss_sum(model(tokens.flatten(0, 2), POSITIONS), labels.flatten(0, 2)) / valid
+        loss.backward()
+        return loss.item()
+
+    trace = sgd_trace(dict(model.named_parameters()), backward, steps=steps)
+    if tied:  # one weight under two names
+        for named in (*trace.gradients, trace.weights):
+            named["head.weight"] = named["embed.weight"]
+    return trace
+
+
+def select(named, key):
+    """The entries of one stage, under the names they have in the whole model."""
+    return {name: value for (at, name), value in named.items() if at == key}
+
+
+def train_beside_the_oracle(schedule, group, *, tied=True, steps=1, wrap=None, data_group=None):
+    """Loss, every gradient (raw, at every step) and the weights of each stage must be the whole model's."""
+    m, rank, sizes = schedule.micro_batches, group.rank(), Sizes(hidden=HIDDEN, layers=schedule.stages + 1)
+    part, parts = (0, 1) if data_group is None else (data_group.rank(), data_group.size())
+    stages = {(d, s): make_stage(sizes, s, schedule.stages, tied) for d, s in schedule.stages_of(rank)}
+    copies = [w for key in sorted(stages) for w in stages[key].tied_weights()] if tied else []
+    valid, works = 0, []
+    for module in stages.values():
+        module.wrap = wrap or module.wrap
+
+    def start_reduction(module):  # as the trainer does it: in the middle of the step
+        works.extend(dist.all_reduce(p.grad, group=data_group, async_op=True) for p in module.parameters())
+
+    pipeline = Pipeline(
+        schedule,
+        stages,
+        group,
+        loss=lambda logits, labels: token_loss_sum(logits, labels) / valid,
+        example=torch.empty(1, LENGTH, HIDDEN, dtype=DOUBLE),
+        on_stage_done=start_reduction if data_group is not None else None,
+    )
+
+    def backward(step):
+        nonlocal valid
+        tokens, labels, valid = global_batch(step, m, parts)
+        loss = pipeline.step(tokens[part], labels[part], [{"positions": POSITIONS}] * m, broadcast=True)
+        while works:
+            works.pop().wait()
+        sum_mirrored(schedule, stages, group)
+        if tied:
+            sum_tied(schedule, copies, group)
+        if data_group is not None:
+            dist.all_reduce(loss, group=data_group)
+        return loss.item()
+
+    parameters = {(key, name): p for key, module in stages.items() for name, p in module.named_parameters()}
+    got, want = sgd_trace(parameters, backward, steps=steps), oracle(sizes, m, parts, tied, steps)
+    for key in stages:
+        mine = Trace(got.losses, [select(step, key) for step in got.gradients], select(got.weights, key))
+        theirs = [{name: step[name] for name in mine.weights} for step in want.gradients]
+        assert_same_trace(mine, Trace(want.losses, theirs, {n: want.weights[n] for n in mine.weights}), rank=rank)
+    assert pipeline.peak == simulate(schedule).peak_activations[rank], (schedule.name, m, pipeline.peak)
+    assert not (pipeline.held or pipeline.mail.here or pipeline.mail.coming), "a step must leave nothing behind"
+    return pipeline
+
+
+def train_all(cases):
+    """Each case (name, m, v, tied, steps) that the schedule allows; returns those that ran."""
+    ran = []
+    for name, m, v, tied, steps in cases:
+        try:
+            schedule = build(name, dist.get_world_size(), m, v)
+        except ScheduleError:
+            continue
+        train_beside_the_oracle(schedule, dist.group.WORLD, tied=tied, steps=steps)
+        ran.append((name, m, v))
+    return ran
+
+
+def must_run(name, p, m):
+    return {
+        "dualpipe": p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
+        "dualpipe-v": m >= 2 * p,
+        "interleaved": m % p == 0,
+    }.get(name, True)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_every_schedule_gives_the_gradients_of_the_whole_model(p):
+    counts = sorted({1, max(1, p - 1), p, 2 * p, 4 * p + 1} if p < 4 else {1, 3, 4, 8})
+    cases = [(name, m, v_of(name), True, 3 if m == 2 * p else 1) for name in SCHEDULES for m in counts]
+    ran = run_ranks(p, train_all, cases, timeout=180)[0]
+    assert ran == [(name, m, v) for name, m, v, _, _ in cases if must_run(name, p, m)]
+
+
+def test_many_micro_batches_three_stages_a_rank_and_untied_weights():
+    cases = [(name, 17, v_of(name), True, 1) for name in ("1f1b", "llama3", "zb-v", "dualpipe-v")]
+    cases += [(name, m, 3, False, 1) for name, m in (("interleaved", 8), ("breadth-first", 4), ("llama3", 6))]
+    assert len(run_ranks(4, train_all, cases, timeout=180)[0]) == 7
+
+
+def test_eight_ranks():
+    cases = [("1f1b", 8, 1, True, 1), ("dualpipe", 16, 1, True, 1)]
+    assert len(run_ranks(8, train_all, cases, timeout=180)[0]) == 2
+
+
+def two_by_two():
+    """Four ranks as 2 x 2: pipelines (0, 2) and (1, 3), whose ranks are not contiguous; other axis (0, 1), (2, 3)."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
+    rank = dist.get_rank()
+    return groups[rank % 2], groups[2 + rank // 2]
+
+
+def with_data_parallel(cases):
+    group, data_group = two_by_two()
+    for name, m in cases:
+        train_beside_the_oracle(build(name, 2, m, v_of(name)), group, data_group=data_group, steps=3)
+
+
+def test_with_data_parallel_gradients_are_those_of_all_micro_batches_of_all_replicas():
+    run_ranks(4, with_data_parallel, [("1f1b", 3), ("zb-v", 4), ("interleaved", 2), ("dualpipe", 4)])
+
+
+def with_recomputation():
+    plain = partial(checkpoint, use_reentrant=False)
+    for wrap in (recomputed_once, lambda block: partial(plain, block)):
+        for name in ("1f1b", "zb-h1"):
+            train_beside_the_oracle(build(name, 2, 4), dist.group.WORLD, wrap=wrap)
+
+
+def test_blocks_may_be_recomputed_in_two_ways():
+    run_ranks(2, with_recomputation)
+
+
+class Copied(torch.autograd.Function):
+    """f of Megatron-LM: the input of column-parallel weights; its gradient is a sum over the tensor group."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class Summed(torch.autograd.Function):
+    """g: the output of row-parallel weights is a sum over the tensor group."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class ParallelMLP(nn.Module):
+    def __init__(self, stage, group, whole=False):
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        up = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator, dtype=DOUBLE)
+        pieces = (0, 1) if whole else (group.rank(), 2)
+        start, size = pieces[0] * 2 * HIDDEN // pieces[1], 2 * HIDDEN // pieces[1]
+        self.up = nn.Parameter(up[:, start : start + size].clone())
+        self.down = nn.Parameter(up.t()[start : start + size].clone() / HIDDEN)
+        self.group = None if whole else group
+
+    def forward(self, x):
+        if self.group is None:
+            return x + torch.tanh(x @ self.up) @ self.down
+        return x + Summed.apply(torch.tanh(Copied.apply(x, self.group) @ self.up) @ self.down, self.group)
+
+
+def with_tensor_parallel(names):
+    group, tensor_group = two_by_two()
+    for name in names:
+        schedule = build(name, 2, 4, v_of(name))
+        stages = {(d, s): ParallelMLP(s, tensor_group) for d, s in schedule.stages_of(group.rank())}
+        x = torch.randn(4, 3, HIDDEN, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+        pipeline = Pipeline(schedule, stages, group, loss=lambda y, _: (y**2).sum(), example=x[0])
+        loss = pipeline.step(x, [None] * 4, broadcast=True)
+        whole = nn.Sequential(*(ParallelMLP(s, tensor_group, whole=True) for s in range(schedule.stages)))
+        want = (whole(x) ** 2).sum()
+        want.backward()
+        assert_same(loss, want.detach(), what="loss")
+        for (_, s), module in stages.items():
+            columns = slice(tensor_group.rank() * HIDDEN, (tensor_group.rank() + 1) * HIDDEN)
+            assert_same(module.up.grad, whole[s].up.grad[:, columns], what=f"up of stage {s}", rank=dist.get_rank())
+            assert_same(module.down.grad, whole[s].down.grad[columns], what=f"down of stage {s}", rank=dist.get_rank())
+
+
+def test_stages_may_hold_collectives_in_forward_and_backward():
+    run_ranks(4, with_tensor_parallel, ["1f1b", "zb-h1", "zb-v"])
+
+
+# ----------------------------------------------------------------------------------------- weights that exist twice
+
+
+def copies_of_dualpipe():
+    schedule, group = build("dualpipe", 4, 8), dist.group.WORLD
+    rank, sizes = group.rank(), Sizes(hidden=HIDDEN, layers=4)
+    stages = {(d, s): make_stage(sizes, s, 4, False) for d, s in schedule.stages_of(rank)}
+    example = torch.empty(1, LENGTH, HIDDEN, dtype=DOUBLE)
+    tokens, labels, _ = global_batch(0, 8, 1)
+    pipeline = Pipeline(schedule, stages, group, loss=token_loss_sum, example=example)
+    pipeline.step(tokens[0], labels[0], [{"positions": POSITIONS}] * 8)
+    before = {s: [p.grad.clone() for p in stages[d, s].parameters()] for d, s in stages}
+    with communication() as sent:
+        sum_mirrored(schedule, stages, group)
+    gradients = sum(p.grad.nbytes for module in stages.values() for p in module.parameters())
+    assert sent.payload["send"] == gradients, "one message with the gradients of both stages"
+    return before, {s: [p.grad for p in stages[d, s].parameters()] for d, s in stages}
+
+
+def test_mirrored_copies_differ_before_they_are_summed_and_not_in_one_bit_after():
+    by_rank = run_ranks(4, copies_of_dualpipe)
+    for rank in (0, 1):
+        for stage, gradients in by_rank[rank][0].items():
+            pairs = zip(gradients, by_rank[3 - rank][0][stage], strict=True)
+            assert any((a - b).abs().max() > 1e-3 for a, b in pairs), "each copy has seen other micro-batches"
+            for a, b in zip(by_rank[rank][1][stage], by_rank[3 - rank][1][stage], strict=True):
+                assert torch.equal(a, b)
+
+
+def tied_by_hand():
+    one_way, v, both = build("1f1b", 3, 3), build("zb-v", 3, 5, 2), build("dualpipe", 2, 4)
+    two_ranks = dist.new_group([0, 2])
+    rank, got = dist.get_rank(), []
+    for schedule, group, held in (
+        (one_way, dist.group.WORLD, {0: [1.0], 1: [], 2: [10.0]}),
+        (v, dist.group.WORLD, {0: [1.0, 10.0], 1: [], 2: []}),
+        (both, two_ranks, {0: [1.0, 10.0], 2: [10.0, 1.0]}),  # after sum_mirrored: both ranks have both
+        (one_way, dist.group.WORLD, {0: [1.0], 1: [], 2: [None]}),  # an end that got no gradient
+    ):
+        copies = [nn.Parameter(torch.zeros(2)) for _ in held.get(rank, [])]
+        for copy, value in zip(copies, held.get(rank, []), strict=True):
+            copy.grad = None if value is None else torch.full((2,), value)
+        if rank in held:
+            sum_tied(schedule, copies, group)
+        got.append([copy.grad.tolist() for copy in copies])
+    return got
+
+
+def test_a_tied_weight_gets_the_gradient_of_both_its_ends_once():
+    first, middle, last = run_ranks(3, tied_by_hand)
+    eleven = [11.0, 11.0]
+    assert first == [[eleven], [eleven, eleven], [eleven, eleven], [[1.0, 1.0]]]
+    assert middle == [[], [], [], []]
+    assert last == [[eleven], [], [eleven, eleven], [[1.0, 1.0]]]
+
+
+# ------------------------------------------------------------------------------------------------------- small stages
+
+
+class Sleep(torch.autograd.Function):
+    """Nothing, slowly. `seconds()` is asked again at each use."""
+
+    @staticmethod
+    def forward(ctx, x, in_forward, in_backward):
+        ctx.seconds = in_backward
+        time.sleep(in_forward())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds())
+        return grad, None, None
+
+
+def never():
+    return 0.0
+
+
+class Sleepy(nn.Module):
+    """Sleeps f in F, b in B and w in W: what lies between the weight and its first use runs in W only."""
+
+    def __init__(self, f, b, w):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 1.1, dtype=DOUBLE))
+        self.f, self.b, self.w = f, b, w
+
+    def forward(self, x):
+        return Sleep.apply(x, self.f, self.b) * Sleep.apply(self.weight, never, self.w)
+
+
+def run_sleepy(schedule, group, seconds):
+    """One step; `seconds(stage)` gives the three functions f, b, w. Returns the pipeline and its gradients."""
+    stages = {(d, s): Sleepy(*seconds(s)) for d, s in schedule.stages_of(group.rank())}
+    x = torch.arange(1.0, 2 * schedule.micro_batches + 1, dtype=DOUBLE).view(-1, 2)
+    pipeline = Pipeline(schedule, stages, group, loss=lambda y, _: y.sum(), example=x[0])
+    dist.barrier(group)
+    pipeline.step(x, [None] * len(x))
+    return pipeline, [stages[key].weight.grad for key in sorted(stages)]
+
+
+def random_delays(runs):
+    """The same steps as without delays, to the bit, whatever the timing."""
+    rank, group, wanted = dist.get_rank(), dist.group.WORLD, {}
+    names = list(SCHEDULES)
+    chance = random.Random(rank)
+
+    def delay():
+        return chance.choice((0.0, 0.0, 0.0005, 0.002))
+
+    for run in range(runs):
+        name = names[run % len(names)]
+        schedule = build(name, 4, 8 if "dual" in name else 4, v_of(name))
+        if name not in wanted:
+            wanted[name] = run_sleepy(schedule, group, lambda _: (never,) * 3)[1]
+        got = run_sleepy(schedule, group, lambda _: (delay,) * 3)[1]
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted[name], strict=True)), (name, run)
+    return runs
+
+
+def test_two_hundred_runs_with_random_delays_on_all_ranks_neither_hang_nor_differ():
+    assert run_ranks(4, random_delays, 200, timeout=240) == [200] * 4
+
+
+def timed(name, m, f, b, w):
+    schedule = build(name, 4, m, v_of(name))
+
+    def seconds(stage):
+        return [partial(float, times[stage % len(times)]) for times in (f, b, w)]
+
+    pipeline, _ = run_sleepy(schedule, dist.group.WORLD, seconds)
+    return pipeline.timeline[0][1], pipeline.timeline[-1][2]
+
+
+@pytest.mark.parametrize(("name", "m"), [("afab", 4), ("1f1b", 4), ("zb-h1", 4), ("zb-v", 3)])
+def test_a_step_of_stages_that_sleep_takes_the_simulated_time(name, m):
+    measured = []
+    for attempt in range(5):
+        # Another process may take the core away: it matters less the longer the stages sleep. A wrong order stays slow.
+        unit = 0.03 * 2**attempt
+        f, b, w = [unit, 1.5 * unit, unit, unit], [unit, 2 * unit, unit, unit], [unit]  # rank 1's stages cost more
+        schedule = build(name, 4, m, v_of(name))
+        times = [[t[s % len(t)] for s in range(schedule.stages)] for t in (f, b, w)]
+        predicted = simulate(schedule, Times(*times)).makespan
+        spans = run_ranks(4, timed, name, m, f, b, w)
+        measured.append((max(end for _, end in spans) - min(start for start, _ in spans)) / predicted)
+        if abs(measured[-1] - 1) <= 0.05:
+            return
+    raise AssertionError(f"{name}: measured over predicted time, with longer and longer stages: {measured}")
+
+
+def swapped(seeds):
+    """A schedule with two actions of a rank swapped is rejected, or runs and gives the same gradients."""
+    group, ran = dist.group.WORLD, 0
+    plain = build("zb-h1", 2, 4)
+    want = run_sleepy(plain, group, lambda _: (never,) * 3)[1]
+    for seed in range(seeds):
+        chance = random.Random(seed)  # the same on all ranks
+        rows = [list(row) for row in plain.actions]
+        row = chance.choice(rows)
+        i, j = chance.sample(range(len(row)), 2)
+        row[i], row[j] = row[j], row[i]
+        changed = replace(plain, actions=tuple(map(tuple, rows)))
+        try:
+            check(changed)
+        except ScheduleError:
+            with pytest.raises(ScheduleError):
+                Pipeline(changed, {}, group, loss=torch.sum, example=torch.empty(2))
+            continue
+        ran += 1
+        for a, b in zip(run_sleepy(changed, group, lambda _: (never,) * 3)[1], want, strict=True):
+            assert_same(a, b, what=f"weight's gradient after swap {seed}")
+    return ran
+
+
+def test_a_schedule_with_two_actions_swapped_is_rejected_or_gives_the_same_gradients():
+    assert 5 <= run_ranks(2, swapped, 60)[0] < 60
+
+
+def operations():
+    """Floating-point operations of each B and each W of this rank."""
+    schedule, rank, counts = build("zb-h1", 2, 3), dist.get_rank(), {"B": set(), "W": set()}
+    stages = {(0, rank): make_stage(Sizes(hidden=HIDDEN, layers=4), rank, 2, True)}
+    tokens, labels = (both[0] for both in global_batch(0, 3, 1)[:2])
+    example = torch.empty(1, LENGTH, HIDDEN, dtype=DOUBLE)
+    pipeline = Pipeline(schedule, stages, dist.group.WORLD, loss=token_loss_sum, example=example)
+
+    def counted(action, given, do):
+        counts[action.kind].add(flops(lambda: do(action, given))[0])
+
+    pipeline.backward_for_input = partial(counted, do=pipeline.backward_for_input)
+    pipeline.backward_for_weights = partial(counted, do=pipeline.backward_for_weights)
+    pipeline.step(tokens, labels, [{"positions": POSITIONS}] * 3)
+    return counts["B"], counts["W"]
+
+
+def test_the_two_parts_cost_the_same_on_every_stage_although_tokens_have_no_gradient():
+    linear = 2 * (2 * LENGTH * HIDDEN * 12 * HIDDEN)  # two layers of 12 H² weights; attention is not counted on CPU
+    head = 2 * LENGTH * HIDDEN * 256
+    assert run_ranks(2, operations) == [({linear}, {linear}), ({linear + head}, {linear + head})]
+
+
+# ------------------------------------------------------------------------------------------ memory, messages, order
+
+
+class Boxes(nn.Module):
+    """A module that counts the bytes which its graph keeps alive, in `bytes[0]`, and the most there were, in `[1]`."""
+
+    def __init__(self, inner, count):
+        super().__init__()
+        self.inner, self.count = inner, count
+
+    def forward(self, x):
+        class Box:
+            def __init__(self, tensor):
+                self.tensor = tensor
+
+        def pack(tensor):
+            if isinstance(tensor, nn.Parameter) or (
+                tensor._base is not None and isinstance(tensor._base, nn.Parameter)
+            ):
+                return tensor
+            box = Box(tensor.detach())  # an output with its graph would hold itself
+            self.count[0] += tensor.nbytes
+            self.count[1] = max(self.count)
+            weakref.finalize(box, self.freed, tensor.nbytes)
+            return box
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: getattr(box, "tensor", box)):
+            return self.inner(x)
+
+    def freed(self, size):
+        self.count[0] -= size
+
+
+def live_bytes(cases):
+    found = []
+    for name, m in cases:
+        schedule, count = build(name, 4, m, v_of(name)), [0, 0]
+        stages = {}
+        for key in schedule.stages_of(dist.get_rank()):
+            inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+            stages[key] = Boxes(inner, count)
+        x = torch.randn(m, 3, 8, dtype=DOUBLE)
+        pipeline = Pipeline(schedule, stages, dist.group.WORLD, loss=lambda y, _: y.sum(), example=x[0])
+        pipeline.step(x, [None] * m)
+        assert count[0] == 0, "all graphs are gone after a step"
+        one = 3 * x[0].nbytes  # what each of the three modules keeps: a linear layer its input, tanh its output
+        found.append((name, count[1] / one, pipeline.peak))
+    return found
+
+
+def test_bytes_of_live_activations_peak_where_the_simulator_says():
+    cases = [(name, 8) for name in SCHEDULES]
+    for rank, found in enumerate(run_ranks(4, live_bytes, cases)):
+        for (name, m), (_, by_bytes, by_count) in zip(cases, found, strict=True):
+            predicted = simulate(build(name, 4, m, v_of(name))).peak_activations[rank]
+            assert (by_bytes, by_count) == (predicted, predicted), f"{name}, rank {rank}"
+
+
+def started(cases):
+    """The messages of this rank, its F and its BW, in the order in which it starts them."""
+    events, plain_start, plain = [], Mailbox.start, {name: getattr(Pipeline, name) for name in ("forward", "backward")}
+
+    def start(mail, message):
+        events.append(message)
+        plain_start(mail, message)
+
+    def work(pipeline, action, given, name):
+        events.append(action)
+        plain[name](pipeline, action, given)
+
+    Mailbox.start = start
+    for name in plain:
+        setattr(Pipeline, name, partialmethod(work, name=name))
+    try:
+        result = []
+        for name, m in cases:
+            events.clear()
+            schedule = build(name, 4, m, v_of(name))
+            run_sleepy(schedule, dist.group.WORLD, lambda _: (never,) * 3)
+            result.append(list(events))
+    finally:
+        Mailbox.start = plain_start
+        for name, method in plain.items():
+            setattr(Pipeline, name, method)
+    return result
+
+
+def test_both_ends_of_a_pair_start_their_messages_in_the_same_order_and_none_is_forgotten():
+    cases = [(name, 8) for name in SCHEDULES]
+    by_rank = run_ranks(4, started, cases)
+    for case, (name, m) in enumerate(cases):
+        lists = [[e for e in events[case] if isinstance(e, Message)] for events in by_rank]
+        for a in range(4):
+            for b in range(a):
+                between = [[e for e in lists[rank] if {e.source, e.destination} == {a, b}] for rank in (a, b)]
+                assert between[0] == between[1], f"{name}: ranks {a} and {b}"
+        borders = (7 if v_of(name) == 2 else 3) - (name in FOLDED)  # the turning point of a V lies on one rank
+        assert sum(len(messages) for messages in lists) == 2 * 2 * m * borders, f"{name}: each message, at both ends"
+
+
+def test_the_next_receive_is_posted_before_the_work_that_comes_before_its_use():
+    events = run_ranks(4, started, [("afab", 4)])[0][0]
+    for m in range(1, 4):
+        before = events.index(Action("BW", 0, m - 1))
+        assert events.index(Message("B", 1, m, 1, 0)) < before, f"gradient {m} could not arrive during the work before"
+
+
+def sent_bytes():
+    """Bytes of the steps' sends, without those of `meet`."""
+    found = []
+    for name in SCHEDULES:
+        schedule = build(name, 4, 8, v_of(name))
+        stages = {key: nn.Linear(4, 4, bias=False) for key in schedule.stages_of(dist.get_rank())}
+        x = torch.ones(8, 3, 4)
+        pipeline = Pipeline(schedule, stages, dist.group.WORLD, loss=lambda y, _: y.sum(), example=x[0])
+        with communication() as sent:
+            pipeline.step(x, [None] * 8)
+        found.append(sent.sent["send"])
+    return found
+
+
+def test_bytes_sent_are_two_per_border_and_micro_batch_and_none_within_a_rank():
+    totals = [sum(column) for column in zip(*run_ranks(4, sent_bytes), strict=True)]
+    for name, total in zip(SCHEDULES, totals, strict=True):
+        borders = {1: 4 - 1, 2: 2 * 4 - 1}[v_of(name)] - (name in FOLDED)
+        assert total == 2 * 8 * borders * (3 * 4 * 4), name
+
+
+def overlap():
+    """After how many actions each stage was done, and how many there are."""
+    schedule, rank, done = build("breadth-first", 2, 4, 2), dist.get_rank(), []
+    stages = {(d, s): Sleepy(never, never, never) for d, s in schedule.stages_of(rank)}
+    x = torch.ones(4, 2, dtype=DOUBLE)
+
+    def on_done(module):
+        done.append((len(pipeline.timeline), module, module.weight.grad.clone()))
+
+    pipeline = Pipeline(
+        schedule, stages, dist.group.WORLD, loss=lambda y, _: y.sum(), example=x[0], on_stage_done=on_done
+    )
+    pipeline.step(x, [None] * 4)
+    assert [module for _, module, _ in done] == [stages[0, rank + 2], stages[0, rank]]
+    assert all(torch.equal(module.weight.grad, then) for _, module, then in done)
+    return [at for at, _, _ in done], len(schedule.actions[rank])
+
+
+def test_a_stage_is_reported_done_once_when_its_gradient_is_final_and_others_still_work():
+    for (first, last), actions in run_ranks(2, overlap):
+        assert last == actions - 1, "called inside the last action"
+        assert first == actions - 1 - 4, "the four backwards of the other stage are still to come"
+
+
+# ---------------------------------------------------------------------------------------------- what stages may return
+
+
+class Returns(nn.Module):
+    """A stage whose output is a view, not contiguous, its input itself, or independent of its input."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.full((4,), 0.5, dtype=DOUBLE))
+
+    def forward(self, x):
+        return {
+            "a view of a larger tensor": lambda: torch.cat((x * self.weight, x))[: len(x)],
+            "not contiguous": lambda: (x.t().contiguous() * self.weight[:, None]).t(),
+            "the input": lambda: x,
+            "a view of the input": lambda: x.reshape(-1).view(x.shape),
+            "weights alone": lambda: self.weight.expand_as(x) * 2,
+        }[self.how]()
+
+
+HOW = ["a view of a larger tensor", "not contiguous", "the input", "a view of the input", "weights alone"]
+
+
+def odd_outputs(how):
+    for first, second in [(a, how[(i + k) % 5]) for i, a in enumerate(how) for k in (0, 2)]:
+        for name in ("1f1b", "zb-h1"):
+            schedule, rank = build(name, 3, 3), dist.get_rank()
+            kinds = [first, second, "a view of a larger tensor"]
+            whole = nn.Sequential(*map(Returns, kinds))
+            x = torch.arange(24.0, dtype=DOUBLE).view(3, 2, 4)
+            mine = Returns(kinds[rank])
+            pipeline = Pipeline(
+                schedule, {(0, rank): mine}, dist.group.WORLD, loss=lambda y, _: (y**2).sum(), example=x[0]
+            )
+            pipeline.step(list(x), [None] * 3)
+            sum((whole(part) ** 2).sum() for part in x).backward()
+            got, want = mine.weight.grad, whole[rank].weight.grad
+            if want is None and got is not None:  # a stage above ignores its input, so the gradient sent down is zero
+                want = torch.zeros_like(got)
+            assert_same(got, want, what=f"{name}: {kinds}, weight", rank=rank)
+
+
+def test_stage_outputs_may_be_views_or_not_contiguous_or_the_input_itself():
+    run_ranks(3, odd_outputs, HOW)
+
+
+def validate():
+    results = []
+    for name in ("1f1b", "zb-v", "dualpipe"):
+        schedule, group = build(name, 2, 4, v_of(name)), dist.group.WORLD
+        sizes = Sizes(hidden=HIDDEN, layers=schedule.stages)
+        stages = {(d, s): make_stage(sizes, s, schedule.stages, True) for d, s in schedule.stages_of(group.rank())}
+        tokens, labels = (both[0] for both in global_batch(0, 4, 1)[:2])
+        example = torch.empty(1, LENGTH, HIDDEN, dtype=DOUBLE)
+        pipeline = Pipeline(schedule, stages, group, loss=token_loss_sum, example=example)
+        extras = [{"positions": POSITIONS}] * 4
+        without = pipeline.forward_only(tokens, labels, extras, broadcast=True)
+        assert pipeline.peak == 0
+        assert all(p.grad is None for module in stages.values() for p in module.parameters())
+        mine = pipeline.step(tokens, labels, extras)
+        results.append((without.item(), pipeline.step(tokens, labels, extras, broadcast=True).item(), mine.item()))
+    return results
+
+
+def test_forward_only_gives_the_same_loss_and_keeps_nothing():
+    first, second = run_ranks(2, validate)
+    for i in range(3):
+        without, with_backward, mine = first[i]
+        assert without == with_backward == second[i][0]
+        assert_same(mine + second[i][2], without, what="sum of what the ranks return")
+    assert first[0][2] == 0 and second[1][2] == 0, "0 where there is no last stage"
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def wrong_shape():
+    schedule, rank = build("1f1b", 2, 2), dist.get_rank()
+    module = nn.Linear(4, 3 if rank == 0 else 4)
+    pipeline = Pipeline(
+        schedule, {(0, rank): module}, dist.group.WORLD, loss=lambda y, _: y.sum(), example=torch.ones(2, 4)
+    )
+    pipeline.step([torch.ones(2, 4)] * 2, [None] * 2)
+
+
+def test_a_stage_of_the_wrong_shape_ends_all_ranks_in_one_line_that_names_the_rule():
+    with pytest.raises(RankFailure, match=r"stage 0 returned \[2, 3\] torch.float32 where stages hand on \[2, 4\]"):
+        run_ranks(2, wrong_shape)
+
+
+def refusals():
+    group, two = dist.group.WORLD, build("1f1b", 2, 2)
+    one = build("1f1b", 1, 2)
+    row = one.actions[0]
+    broken = replace(one, actions=((row[1], row[0], *row[2:]),))
+    for schedule, stages, words in (
+        (two, {(0, 0): nn.Identity()}, "1f1b for 2 ranks cannot run on a group of 1"),
+        (one, {}, r"rank 0 has stages \[\(0, 0\)\], not \[\]"),
+        (broken, {(0, 0): nn.Identity()}, "which it needs"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Pipeline(schedule, stages, group, loss=torch.sum, example=torch.ones(2))
+
+
+def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_sent():
+    run_ranks(1, refusals)
+
+
+def different_examples():
+    schedule, rank = build("1f1b", 2, 2), dist.get_rank()
+    with pytest.raises(ValueError, match="stages must hand on tensors of one shape and dtype"):
+        Pipeline(
+            schedule, {(0, rank): nn.Identity()}, dist.group.WORLD, loss=torch.sum, example=torch.ones(2, 4 + rank)
+        )
+
+
+def test_ranks_that_expect_different_shapes_find_out_at_once():
+    run_ranks(2, different_examples)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "words"),
+    [
+        (4, "--layers 3", "--layers 3 is fewer than the 4 stages; use 4 or more"),
+        (3, "--schedule dualpipe", "--schedule dualpipe: dualpipe: 3 ranks"),
+        (4, "--schedule dualpipe --micro-batches 6", "dualpipe: 6 micro-batches for 4 ranks; use"),
+        (2, "--schedule zigzag", "--schedule zigzag"),
+        (2, "--speed 9", "--speed"),
+    ],
+)
+def test_bad_options_end_in_one_line_before_any_group_is_made(ranks, options, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipeline_executor.py", *options.split()])
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments()
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1
+    assert captured.err.startswith("pipeline_executor.py: ") and words in captured.err
+
+
+def test_layers_are_contiguous_all_there_and_never_differ_by_more_than_one():
+    for stages in range(1, 9):
+        for layers in range(stages, 20):
+            cut = [layers_of(s, stages, layers) for s in range(stages)]
+            assert [layer for part in cut for layer in part] == list(range(layers))
+            sizes = [len(part) for part in cut]
+            assert max(sizes) - min(sizes) <= 1
+            if layers % stages and stages > 2 and layers % stages <= stages - 2:
+                assert sizes[0] == sizes[-1] == min(sizes), "the ends have the embedding and the head besides"
+    with pytest.raises(ValueError, match="3 layers are fewer than 4 stages"):
+        layers_of(0, 4, 3)

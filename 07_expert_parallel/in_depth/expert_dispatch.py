@@ -1,0 +1,366 @@
+"""Expert parallelism II, dispatch: every token travels to where its experts live, and back, and none is lost.
+
+Problem. The experts of a layer are too many for one device. Cut them up: each of P ranks holds E/P experts, whole. Now
+the tokens of a rank want experts of all ranks, and nobody knows beforehand how many will want to go where.
+
+Idea. Sort the tokens by expert, and they are sorted by rank too. Tell every rank how many to expect; send them, in one
+all-to-all with uneven splits; let each expert work on what has arrived; send the results the same way back.
+
+    E = 4, K = 1, P = 2       rank 0: experts 0, 1        rank 1: experts 2, 3
+    tokens want               a→2  b→0  c→2  d→1          p→0  q→3  r→0  s→0
+    permute                   b0 d1 | a2 c2               p0 r0 s0 | q3
+    all-to-all of counts      sends 1 1 | 2 0             sends 3 0 | 0 1
+    all-to-all of tokens      b0 d1  p0 r0 s0             a2 c2  q3
+    sort by expert, compute   b p r s → 0,  d → 1         a c → 2,  q → 3
+    and all the way back      a b c d                     p q r s          · weight, summed over the K of each token
+
+Versions:   everywhere   every token to every rank: what an all-gather and a reduce-scatter would send. No counting.
+            pairs        a row for each (token, expert): the drawing above; GShard (2006.16668), Megatron-Core
+            once         a row for each (token, rank): two experts of a token on one rank share the row, and the rank
+                         adds their outputs up before it answers; with a router limited to M ranks, at most M rows
+
+Formulas. n rows leave this rank and m rows arrive from others, of H elements and e bytes:
+    forward        n H e out, m H e for the answers; backward the same again      (gradients retrace the way)
+    everywhere     n = (P-1) T        pairs: n about K T (P-1)/P        once: n <= M T
+    weights        3 H F E/P elements of experts on a rank, instead of 3 H F E
+
+Who sums which gradient. An expert has seen tokens of all ranks of its expert group: their gradients arrived through the
+all-to-all, already added. So it is summed over the ranks that hold the same expert, and over no others.
+
+Run it:
+    python expert_dispatch.py                                             one rank, CPU or GPU
+    torchrun --nproc_per_node 4 expert_dispatch.py --version once         gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 2 expert_dispatch.py --compute padded --capacity 1.0
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _moe_demo import OneLineParser, Report, Wire, check_gpus, launch, text
+from routing import ROUTERS, Group, check_routing, expert_counts, route, router_logits, within_capacity
+from torch import Tensor
+
+# Legend of shapes: B batch, S sequence, H hidden, F intermediate size of one expert, T = B S tokens of this rank,
+# E experts, K experts per token, P ranks of the expert group; n rows that this rank sends, n' that it receives.
+Compute = Callable[[Tensor, list[int]], Tensor]  # (rows [n', H], sorted by expert; how many each has) -> [n', H]
+
+# ------------------------------------------------------------------------------------ the experts: three computations
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def experts_loop(
+    x: Tensor, counts: list[int], w1: Tensor, w3: Tensor, w2: Tensor, linear: Callable = F.linear, act=swiglu
+) -> Tensor:
+    """One expert after the other. x [n', H] sorted by expert, w1 and w3 [E/P, F, H], w2 [E/P, H, F] -> [n', H].
+
+    An expert without tokens is computed too, on zero rows: that costs nothing, and gives it a gradient of zero. If a
+    rank skipped all of its experts, its backward would have no path to the all-to-all that the other ranks wait in.
+    """
+    # --- exercise 7.8: every expert on its own rows, those without rows too ---
+    shares = zip(x.split(counts), w1, w3, w2, strict=True)
+    return torch.cat([linear(act(linear(rows, gate), linear(rows, up)), down) for rows, gate, up, down in shares])
+    # --- end exercise ---
+
+
+def experts_padded(
+    x: Tensor, counts: list[int], w1: Tensor, w3: Tensor, w2: Tensor, linear: Callable = F.linear, act=swiglu
+) -> Tensor:
+    """All experts in one batched product: each gets as many slots as the busiest needs, and the rest is padding."""
+    C = max(counts)
+    # --- exercise 7.9: rows into slots, three batched products, rows out of slots ---
+    slot = torch.cat([torch.arange(e * C, e * C + n, device=x.device) for e, n in enumerate(counts)])  # [n']
+    slots = (
+        x.new_zeros(len(counts) * C, x.shape[1]).index_copy(0, slot, x).view(len(counts), C, x.shape[1])
+    )  # [E/P, C, H]
+    hidden = act(slots @ w1.transpose(1, 2), slots @ w3.transpose(1, 2))  # [E/P, C, H] @ [E/P, H, F]
+    return (hidden @ w2.transpose(1, 2)).flatten(0, 1)[slot]  # [E/P, C, H] -> [n', H]
+    # --- end exercise ---
+
+
+def experts_grouped(
+    x: Tensor, counts: list[int], w1: Tensor, w3: Tensor, w2: Tensor, linear: Callable = F.linear, act=swiglu
+) -> Tensor:
+    """One kernel that walks through groups of rows of any size: no loop and no padding (MegaBlocks, 2211.15841).
+
+    torch's takes fp32, bf16 and fp16, and rows that are multiples of 16 bytes.
+    """
+    if x.dtype == torch.float64 or any(size * x.element_size() % 16 for size in w1.shape[1:]):
+        raise ValueError(f"grouped products need no float64, and rows of 16 bytes: {x.dtype}, {list(w1.shape[1:])}")
+    product = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)  # [E/P], where each expert's rows end
+    mm = partial(product, offs=ends)
+    hidden = act(mm(x, w1.transpose(1, 2)), mm(x, w3.transpose(1, 2)))  # [n', H] -> [n', F]
+    return mm(hidden, w2.transpose(1, 2))
+
+
+COMPUTES = {"loop": experts_loop, "padded": experts_padded, "grouped": experts_grouped}
+
+# ---------------------------------------------------------------------------------------- rows to other ranks and back
+
+
+def size_of(group: Group) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def check_experts(E: int, P: int) -> None:
+    """ValueError in one line unless P ranks can share out E experts."""
+    if E % P:
+        fits = ", ".join(str(p) for p in range(1, E + 1) if E % p == 0)
+        raise ValueError(f"experts {E} do not divide among {P} expert-parallel ranks; use {fits} ranks")
+
+
+def global_rank(group: Group, rank: int) -> int:
+    return dist.get_global_rank(group, rank) if group is not None else rank
+
+
+def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    """The first send[0] rows of x go to rank 0 of the group, the next send[1] to rank 1, ...: [n, ...] -> [n', ...]."""
+    if size_of(group) == 1:
+        return x
+    received = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), receive, send, group=group)
+    return received
+
+
+class Exchange(torch.autograd.Function):
+    """`exchange_rows` with a gradient. Rows are moved and not changed, so their gradients are moved back, unscaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return exchange_rows(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        # --- exercise 7.10: gradients retrace the way of the rows ---
+        return exchange_rows(dy, ctx.receive, ctx.send, ctx.group), None, None, None
+        # --- end exercise ---
+
+
+class RouterError(ValueError):
+    """Router logits that are no numbers, with layer and rank; raised on all ranks of the expert group alike."""
+
+
+@dataclass
+class Plan:
+    """What is decided once for each call of the layer, and reused if the call is recomputed."""
+
+    E: int
+    experts: Tensor  # [T, K]
+    kept: Tensor | None  # [T, K] bool, which choices have not been dropped; None: all
+    rows: Tensor  # [n] what this rank sends, by receiver: flat (token, choice), or token
+    to: Tensor  # [n] the receiver of each row
+    send: list[int]  # [P] rows for each rank
+    receive: list[int]  # [P] rows from each rank
+    arrived: list[list[int]]  # [P][E/P] version pairs: rows from each rank for each expert here
+
+
+def make_plan(
+    version: str, experts: Tensor, kept: Tensor | None, E: int, group: Group, bad: Tensor | None = None, what: str = ""
+) -> Plan:
+    """Count what goes where, and exchange the counts: one small all-to-all, and one wait for the device.
+
+    bad: 0-dim, how many tokens have logits that are no numbers. It travels with the counts, so that every rank ends
+    with the same line, at the same time, rather than one with an error and the others in a timeout. what: whose logits.
+    """
+    P, T = size_of(group), len(experts)
+    bad = experts.new_zeros(()) if bad is None else bad
+    if version == "pairs":
+        # --- exercise 7.11: permute: the pairs that travel, sorted by expert and so by rank ---
+        rows = experts.flatten().argsort(stable=True)  # [T K] flat pairs t·K + k; within an expert in token order
+        rows = rows if kept is None else rows[kept.flatten()[rows]]
+        by_expert = experts.flatten()[rows]  # [n]
+        to, mine = by_expert // (E // P), expert_counts(by_expert, E).view(P, -1)  # [n], [P, E/P]
+        # --- end exercise ---
+    else:
+        used = torch.ones_like(experts, dtype=torch.bool) if kept is None else kept
+        wanted = torch.zeros(T, P, dtype=torch.int64, device=experts.device)
+        wanted.scatter_add_(1, experts // (E // P), used.long())  # how many experts of each rank a token wants
+        wanted = wanted > 0 if version == "once" else torch.ones_like(wanted)
+        to, rows = wanted.T.nonzero(as_tuple=True)  # [n] by rank, then by token
+        mine = wanted.sum(0)[:, None]  # [P, 1]
+    message = torch.cat((mine, bad.expand(P, 1)), 1)
+    theirs = exchange_rows(message, [1] * P, [1] * P, group)  # [P, E/P + 1] or [P, 2]: row r is from rank r
+    message, theirs = torch.stack((message, theirs)).tolist()
+    ill = [f"{row[-1]} tokens on rank {global_rank(group, rank)}" for rank, row in enumerate(theirs) if row[-1]]
+    if ill:
+        raise RouterError(f"router logits of {what} are not finite: {', '.join(ill)}")
+    send, receive = [sum(row[:-1]) for row in message], [sum(row[:-1]) for row in theirs]
+    return Plan(E, experts, kept, rows, to, send, receive, [row[:-1] for row in theirs])
+
+
+def dispatch_pairs(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, group: Group) -> Tensor:
+    """x [T, H], weights [T, K] -> [T, H]. The weighted sum is taken at home."""
+    K, per_rank = weights.shape[1], len(plan.arrived[0])
+    # --- exercise 7.12: there, compute, and back, each row to its place ---
+    rows = Exchange.apply(x[plan.rows // K], plan.send, plan.receive, group)  # [n, H] -> [n', H]: by rank, then expert
+    arrived = torch.tensor(plan.arrived, device=x.device)  # [P, E/P]
+    expert = torch.arange(per_rank, device=x.device).repeat(len(arrived)).repeat_interleave(arrived.flatten())  # [n']
+    order = expert.argsort(stable=True)  # [n'] by expert, then rank
+    y = compute(rows[order], [sum(column) for column in zip(*plan.arrived, strict=True)])
+    y = torch.zeros_like(y).index_copy(0, order, y)  # back into the order of arrival
+    y = Exchange.apply(y, plan.receive, plan.send, group)  # [n', H] -> [n, H]
+    pairs = y.new_zeros(weights.numel(), y.shape[1]).index_copy(0, plan.rows, y)  # [T K, H]; dropped pairs stay zero
+    return (pairs.unflatten(0, (-1, K)) * weights[..., None].to(y.dtype)).sum(1)  # [T, K, H] -> [T, H]
+    # --- end exercise ---
+
+
+def dispatch_rows(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, group: Group) -> Tensor:
+    """The same for versions everywhere and once. The weights travel along, and the sum is taken where the experts are.
+
+    What travels is a table [n, E/P] of the weights for the receiver's experts, with -1 for "not this one": a weight is
+    never negative, but it can be 0 and still have a gradient.
+    """
+    P, E = size_of(group), plan.E
+    weights = weights if plan.kept is None else weights.masked_fill(~plan.kept, -1)
+    table = weights.new_full((len(x), E), -1).scatter(1, plan.experts, weights)  # [T, E]
+    # --- exercise 7.13: rows and weights there, one sum per row back ---
+    table = table.unflatten(1, (P, -1))[plan.rows, plan.to]  # [T, P, E/P] -> [n, E/P]
+    rows = Exchange.apply(x[plan.rows], plan.send, plan.receive, group)  # [n, H] -> [n', H]
+    table = Exchange.apply(table, plan.send, plan.receive, group)  # [n, E/P] -> [n', E/P]
+    expert, row = (table >= 0).T.nonzero(as_tuple=True)  # the pairs that meet here, by expert
+    y = compute(rows[row], expert_counts(expert, E // P).tolist())
+    y = y * table[row, expert, None].to(y.dtype)
+    y = y.new_zeros(len(rows), y.shape[1]).index_add(0, row, y)  # [n', H]: the experts of this rank added up
+    y = Exchange.apply(y, plan.receive, plan.send, group)  # [n', H] -> [n, H]
+    return y.new_zeros(len(x), y.shape[1]).index_add(0, plan.rows, y)  # [n, H] -> [T, H]: the ranks added up
+    # --- end exercise ---
+
+
+DISPATCH = {"everywhere": dispatch_rows, "pairs": dispatch_pairs, "once": dispatch_rows}
+
+
+def reference(x: Tensor, weights: Tensor, plan: Plan, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+    """Every expert computes every token, and most is multiplied by 0: E/K times the work, and hard to get wrong."""
+    weights = weights if plan.kept is None else weights * plan.kept
+    share = weights.new_zeros(len(x), plan.E).scatter(1, plan.experts, weights)  # [T, E]
+    every = torch.stack(
+        [F.linear(swiglu(F.linear(x, g), F.linear(x, u)), d) for g, u, d in zip(w1, w3, w2, strict=True)]
+    )
+    return (every * share.T[..., None]).sum(0)  # [E, T, H] -> [T, H]
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def rows_that_leave(version: str, experts: Tensor, used: Tensor, E: int, P: int, rank: int) -> list[int]:
+    """Rows that `rank` of P sends to each rank (to itself 0), from its tokens' choices alone: the formula's n."""
+    owner = experts // (E // P)  # [T, K]
+    if version == "everywhere":
+        rows = [len(experts)] * P
+    elif version == "pairs":
+        rows = [int(((owner == r) & used).sum()) for r in range(P)]
+    else:
+        rows = [int(((owner == r) & used).any(1).sum()) for r in range(P)]
+    return [n if r != rank else 0 for r, n in enumerate(rows)]
+
+
+def bytes_sent(version: str, rows: list[list[int]], rank: int, H: int, E: int, e: int, e_weight: int) -> int:
+    """Bytes that leave `rank` in all-to-alls, forward and backward. rows[i][j]: rows from rank i to rank j, i != j."""
+    P = len(rows)
+    n, m = sum(rows[rank]), sum(row[rank] for row in rows)
+    counts = (P - 1) * 8 * ((E // P if version == "pairs" else 1) + 1)  # int64, forward only
+    tables = 0 if version == "pairs" else (n + m) * E // P * e_weight  # the weights, and in backward their gradients
+    return 2 * (n + m) * H * e + tables + counts
+
+
+def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """One layer on P ranks, each with its own text, beside one process that has all tokens and all experts."""
+    rank, P, E, K = dist.get_rank(group), size_of(group), args.experts, args.top_k
+    H, F_ = args.hidden, args.intermediate
+    report, T, dtype = Report(group), args.tokens, torch.float32 if args.compute == "grouped" else torch.float64
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embed": (256, H), "gate": (E, H), "w1": (E, F_, H), "w3": (E, F_, H), "w2": (E, H, F_)}
+    full = {n: torch.randn(*s, generator=generator, dtype=dtype).to(device) / s[-1] ** 0.5 for n, s in shapes.items()}
+    inputs = F.rms_norm(full.pop("embed")[text(1, P * T)[0].to(device)], (H,))  # [P·T, H]
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.clone().requires_grad_()
+
+    def choose(x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        routing = route(router_logits(x, gate), K, args.router, None, args.nodes, args.max_nodes)
+        return routing.experts, routing.weights
+
+    def drop(experts: Tensor, among: Group) -> Tensor | None:
+        return within_capacity(experts, E, args.capacity, among) if args.capacity else None
+
+    want, want_x = {name: leaf(value) for name, value in full.items()}, leaf(inputs)
+    experts, weights = choose(want_x, want["gate"])
+    plan = make_plan("pairs", experts, drop(experts, None), E, None)
+    all_kept = plan.kept
+    want_y = reference(want_x, weights, plan, want["w1"], want["w3"], want["w2"])
+    (want_y * want_y.detach().cos()).sum().backward()  # some gradient that differs from element to element
+
+    here, local = slice(rank * T, (rank + 1) * T), slice(rank * E // P, (rank + 1) * E // P)
+    mine, my_x = {n: leaf(v if n == "gate" else v[local]) for n, v in full.items()}, leaf(inputs[here])
+    with Wire() as wire:
+        my_experts, my_weights = choose(my_x, mine["gate"])
+        plan = make_plan(args.version, my_experts, drop(my_experts, group), E, group)
+        compute = partial(COMPUTES[args.compute], w1=mine["w1"], w3=mine["w3"], w2=mine["w2"])
+        y = DISPATCH[args.version](my_x, my_weights, plan, compute, group)
+        (y * y.detach().cos()).sum().backward()
+    dist.all_reduce(mine["gate"].grad, group=group)  # the router is on every rank, and saw other tokens on each
+    report.compare(y, want_y[here])
+    report.compare(my_x.grad, want_x.grad[here])
+    for name, value in mine.items():  # an expert is on one rank, where all of its tokens have been: nothing to sum
+        report.compare(value.grad, want[name].grad if name == "gate" else want[name].grad[local])
+
+    kept = torch.ones_like(experts, dtype=torch.bool) if all_kept is None else all_kept
+    of_ranks = zip(experts.split(T), kept.split(T), strict=True)
+    rows = [rows_that_leave(args.version, theirs, k, E, P, r) for r, (theirs, k) in enumerate(of_ranks)]
+    report.title(f"{P} rank(s) with {T} tokens, {K} of {E} experts, version {args.version}, compute {args.compute}")
+    report.add_errors("largest error of outputs and gradients", 1e-10 if dtype == torch.float64 else 1e-5)
+    e = inputs.element_size()
+    report.add("rows that leave this rank", sum(rows[rank]), sum(plan.send) - plan.send[rank])
+    sent = bytes_sent(args.version, rows, rank, H, E, e, e)
+    report.add("bytes sent in all-to-alls, forward and backward", sent, wire.bytes)
+    held = sum(value.nbytes for name, value in mine.items() if name != "gate")
+    report.add("bytes of experts on this rank, 3 H F E/P", 3 * H * F_ * E // P * e, held)
+    return report.finish()
+
+
+def main() -> None:
+    parser = OneLineParser(description="Dispatch of tokens to experts on other ranks.", allow_abbrev=False)
+    parser.add_argument("--version", choices=DISPATCH, default="pairs")
+    parser.add_argument("--compute", choices=COMPUTES, default="loop")
+    parser.add_argument("--router", choices=ROUTERS, default="softmax")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that the experts lie on")
+    parser.add_argument("--max-nodes", type=int, default=1, help="nodes that a token may use")
+    parser.add_argument("--capacity", type=float, default=None, help="capacity factor; without it nothing is dropped")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--intermediate", type=int, default=96, help="of one expert")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each rank")
+    args = parser.parse_args()
+    parser.check_range(args, experts=(1, 1024), top_k=(1, 1024), nodes=(1, 1024), tokens=(1, 4096))
+    parser.check_range(args, hidden=(4, 4096), intermediate=(4, 4096))
+    try:
+        check_routing(args.experts, args.top_k, args.router, args.nodes, args.max_nodes)
+        check_experts(args.experts, int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        parser.error(f"--{error}")
+    if args.capacity is not None and not 0 < args.capacity < math.inf:
+        parser.error(f"--capacity {args.capacity} leaves no room; use a positive number")
+    if args.compute == "grouped" and (args.hidden % 4 or args.intermediate % 4):
+        parser.error("--compute grouped needs --hidden and --intermediate that are multiples of 4")
+    check_gpus(parser)
+    launch(lambda group, device: demo(args, group, device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,417 @@
+"""Expert parallelism III, the layer: a feed-forward half of a block that balances itself and can be recomputed.
+
+Problem. Routing and dispatch are functions. In a model they meet three things made for ordinary layers: a loss that is
+computed at the end of the network, recomputation that runs a layer twice, and a step of many micro-batches.
+
+Idea.
+  1. The balance loss is attached to the layer's output. Forward: nothing happens to the output. Backward: as the
+     gradient of the output passes by, the balance loss gets its own, a number. So no one has to carry the loss to the
+     end of the network: not the block, not a pipeline stage, not the training loop.
+
+         x -> router -> dispatch -> y --AttachLoss--> y          dL/dy <---------------- dL/dy
+                   \\-> balance loss ---/                         scale -> balance loss -> router
+
+  2. A recomputed layer does not choose again. Its input may differ in the last digit, two experts may swap places, and
+     then the gradient belongs to another network than the output. So the first call writes its plan on a tape, and the
+     recomputation of that very call reads it: however many micro-batches are under way, each has its own tape.
+  3. What is counted is counted in the first call only, and summed over micro-batches and ranks, as integers.
+
+The scale. The loss of a step is a sum over its tokens, divided by their number, and so is the balance loss: a
+micro-batch of n_i tokens (of all ranks) has f_e from its own choices and counts n_i / (n_1 + ... + n_m), that is 1/m if
+all are equal. "Global" hence means: over the ranks, for each micro-batch.
+
+Who sums what over which ranks, when tokens are spread over data and context ranks, and t tensor ranks
+                                 replicated [B, S, H]           sequence parallel [B, S/t, H]
+    counts (count_group)         data x context                 data x context x tensor
+    gradient of the router       data x context                 data x context, and tensor: each has a share
+    gradient of an expert        data x context / P             data x context / P, and tensor
+    bias (update_biases)         data x context                 data x context x tensor
+
+Run it:
+    python moe_layer.py                                                   one rank, CPU or GPU
+    torchrun --nproc_per_node 4 moe_layer.py --recompute                  gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 2 moe_layer.py --router sigmoid --version once
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _moe_demo import OneLineParser, Report, check_gpus, launch, text
+from expert_dispatch import COMPUTES, DISPATCH, Plan, check_experts, make_plan, reference, size_of, swiglu
+from routing import (
+    ROUTERS,
+    Group,
+    balance_loss,
+    bias_step,
+    check_routing,
+    expert_counts,
+    group_sum,
+    route,
+    router_logits,
+    within_capacity,
+    z_loss,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# Legend of shapes: B batch, S sequence, H hidden, F intermediate size of one expert, T = B S tokens of this rank,
+# E experts, K experts per token, P ranks of the expert group, t tensor ranks.
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts. DeepSeekMoE's fine-grained experts are many `experts` with a small `intermediate`; its
+    shared experts, which all tokens use, are `shared` of them side by side: one MLP, `shared` times as wide."""
+
+    hidden: int = 64
+    intermediate: int = 96  # of one expert
+    experts: int = 8
+    top_k: int = 2
+    shared: int = 0
+    router: str = "softmax"
+    nodes: int = 1  # a token uses experts on at most max_nodes of them
+    max_nodes: int = 1
+    capacity: float | None = None  # None: dropless
+    balance: float = 0.0  # factor of the balance loss
+    z: float = 0.0  # factor of the z-loss
+    bias_speed: float = 0.0  # size of a step of the bias; 0: no bias
+
+    def check(self, P: int) -> None:
+        """ValueError in one line unless P ranks can hold this layer."""
+        check_routing(self.experts, self.top_k, self.router, self.nodes, self.max_nodes)
+        check_experts(self.experts, P)
+        if self.bias_speed and self.router != "sigmoid":
+            raise ValueError("bias-speed needs the sigmoid router: its scores are independent, so a bias can shift one")
+
+
+# -------------------------------------------------------------------------------------------------------- the layer
+
+
+class AttachLoss(torch.autograd.Function):
+    """y, unchanged; but backward also sends `scale` into `loss`, as if scale · loss had been added to the total."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        # --- exercise 7.14: the gradient of y passes, and the loss gets its own ---
+        return dy, torch.tensor(ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+        # --- end exercise ---
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Says to tensor parallelism (chapter 04) that each of its ranks holds this weight whole: piece 0 of 1. `partial`:
+    the ranks see different tokens (sequence parallel), so the gradient of each is a share, to be summed."""
+
+    size: int
+    partial: bool
+    dim: int = 0
+    pieces: int = 1
+    index: int = 0
+
+    def cut(self, full: Tensor) -> Tensor:
+        return full
+
+    def full_shape(self, piece: Tensor) -> list[int]:
+        return list(piece.shape)
+
+
+class Weight(nn.Module):
+    def __init__(self, *shape: int, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(*shape))
+        self.shard = Whole(shape[0], sequence_parallel)
+
+
+@dataclass
+class Tape:
+    """What one call of the layer leaves for its recomputation: where its tokens went, and the counts of its losses."""
+
+    plan: Plan | None = None
+    counts: Tensor | None = None
+
+
+class MoE(nn.Module):
+    """[B, S, H] -> [B, S, H]: the feed-forward half of a block. Other tokens on each rank of `group`.
+
+    group        holds the experts, E/P on each rank: a slice of data x context ranks; None: this process holds all
+    count_group  whose tokens the losses and the capacity are about (table above); None: this process
+    version, compute    of expert_dispatch.py
+    parts        something with functions `linear` and `swiglu` to use instead of torch's
+    sequence_parallel   tensor ranks hold different tokens, [B, S/t, H]; if not, each does the same with the same ones
+    loss_scale   an attribute: what the next call counts for in its step (see "The scale"), times whatever else the
+                 loss is multiplied with. `set_loss_scale` sets it for all layers of a model.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: Group,
+        count_group: Group,
+        *,
+        version: str = "pairs",
+        compute: str = "loop",
+        parts: Any = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        config.check(size_of(group))
+        self.config, self.group, self.count_group = config, group, count_group
+        self.version, self.compute, self.parts = version, COMPUTES[compute], parts
+        self.name = "an MoE layer"  # for error messages
+        H, F_, mine = config.hidden, config.intermediate, config.experts // size_of(group)
+        weight = partial(Weight, sequence_parallel=sequence_parallel)
+        self.gate = weight(config.experts, H)
+        self.experts = nn.ModuleDict({"w1": weight(mine, F_, H), "w3": weight(mine, F_, H), "w2": weight(mine, H, F_)})
+        if config.shared:
+            wide = config.shared * F_
+            sizes = {"gate_proj": (wide, H), "up_proj": (wide, H), "down_proj": (H, wide)}
+            self.shared_experts = nn.ModuleDict({name: weight(*shape) for name, shape in sizes.items()})
+        # The bias as a whole number of steps: exact on all ranks, and no `.to(bfloat16)` can round it.
+        self.register_buffer("bias_steps", torch.zeros(config.experts, dtype=torch.int64), bool(config.bias_speed))
+        self.register_buffer("step_counts", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
+        self.loss_scale = 1.0
+        self.losses: dict[str, Tensor] = {}  # this rank's shares since they were last taken
+        self.tape: Tape | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        c, tape, shape = self.config, self.tape or Tape(), x.shape
+        x = x.flatten(0, -2)  # [B, S, H] -> [T, H]
+        logits = router_logits(x, self.gate.weight)  # [T, E]
+        bias = c.bias_speed * self.bias_steps if c.bias_speed else None
+        again = tape.plan.experts if tape.plan else None
+        routing = route(logits, c.top_k, c.router, bias, c.nodes, c.max_nodes, again)
+        if tape.plan is None:
+            self.decide(tape, logits, routing.experts)
+        linear, act = getattr(self.parts, "linear", F.linear), getattr(self.parts, "swiglu", swiglu)
+        h, w1, w3, w2 = under_autocast(x, *(self.experts[name].weight for name in ("w1", "w3", "w2")))
+        compute = partial(self.compute, w1=w1, w3=w3, w2=w2, linear=linear, act=act)
+        y = DISPATCH[self.version](h, routing.weights, tape.plan, compute, self.group)  # [T, H]
+        if c.shared:
+            gate, up, down = (self.shared_experts[n].weight for n in ("gate_proj", "up_proj", "down_proj"))
+            y = y + linear(act(linear(h, gate), linear(h, up)), down)
+        if self.training and torch.is_grad_enabled() and (c.balance or c.z):
+            y = self.attach_losses(y, routing.probabilities, logits, tape.counts)
+        return y.view(shape)
+
+    @torch.no_grad()
+    def decide(self, tape: Tape, logits: Tensor, experts: Tensor) -> None:
+        """All that is decided by counting, once per call; here are the layer's collectives besides the all-to-alls."""
+        c = self.config
+        if recomputing():
+            raise RuntimeError(f"{self.name} is recomputed without its routing; wrap its block in `recomputed`")
+        tape.counts = expert_counts(experts, c.experts)
+        if self.training:
+            self.step_counts += tape.counts
+        if c.balance or c.z:
+            tape.counts = group_sum(tape.counts, self.count_group)
+        kept = within_capacity(experts, c.experts, c.capacity, self.count_group) if c.capacity else None
+        bad = (~logits.isfinite()).any(1).sum()
+        tape.plan = make_plan(self.version, experts, kept, c.experts, self.group, bad, self.name)
+
+    def attach_losses(self, y: Tensor, probabilities: Tensor, logits: Tensor, counts: Tensor) -> Tensor:
+        K = self.config.top_k
+        losses = {"balance": balance_loss(probabilities, counts, K), "z": z_loss(logits, counts, K)}
+        if not recomputing():  # they are for the log, in which a call shall appear once
+            for name, loss in losses.items():
+                self.losses[name] = self.losses.get(name, 0.0) + self.loss_scale * loss.detach()
+        total = self.config.balance * losses["balance"] + self.config.z * losses["z"]
+        return AttachLoss.apply(y, total, self.loss_scale)
+
+
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast would make of the inputs of a product. Done before they are sent, it also halves the bytes."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
+
+
+# ---------------------------------------------------------------------------------------------------- recomputation
+
+
+def recomputing() -> bool:
+    """Is a backward pass running? Then a forward pass is a recomputation. (torch.utils.checkpoint asks the same.)"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def moe_layers(module: nn.Module) -> list[MoE]:
+    return [m for m in module.modules() if isinstance(m, MoE)]
+
+
+class UseTapes:
+    """While this lasts, the layers write on these tapes if they are empty, and do as they say if they are not.
+
+    It may be entered again: a backward in two parts (chapter 06) recomputes twice.
+    """
+
+    def __init__(self, layers: Sequence[MoE], tapes: Sequence[Tape]) -> None:
+        self.layers, self.tapes = layers, tapes
+
+    def __enter__(self) -> None:
+        for layer, tape in zip(self.layers, self.tapes, strict=True):
+            layer.tape = tape
+
+    def __exit__(self, *error: object) -> None:  # also by exception: checkpoint stops when it has what it needs
+        for layer in self.layers:
+            layer.tape = None
+
+
+def recomputed(block: nn.Module, call: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+    """`block`, but autograd keeps its inputs only; backward runs it again, with the routing of the first run.
+
+    The tapes belong to the call, not to the layer. A queue in the layer would do if backward passes came in the order
+    of the forward passes, and fail under a pipeline schedule with another order.
+    """
+    layers = moe_layers(block)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        # --- exercise 7.15: one set of tapes for both runs of this call ---
+        tapes = [Tape() for _ in layers]
+        contexts = lambda: (UseTapes(layers, tapes), UseTapes(layers, tapes))  # noqa: E731  (forward, recomputation)
+        return checkpoint(call or block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # --- end exercise ---
+
+    return run
+
+
+def recompute_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Make each block recompute itself, whoever calls it."""
+    for block in blocks:
+        block.forward = recomputed(block, block.forward)  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------------------------- once per step, for a model
+
+
+def set_loss_scale(model: nn.Module, scale: float) -> None:
+    """What the coming micro-batch counts for: its share of the step's tokens, 1/m if there are m equal ones."""
+    for layer in moe_layers(model):
+        layer.loss_scale = scale
+
+
+def take_losses(model: nn.Module, group: Group) -> dict[str, float]:
+    """For the log: balance loss and z-loss since the last call, summed over layers and over `group`, which is the count
+    group. Not multiplied by the factors of the configuration; 1 per layer is an even load. Collective."""
+    layers = [layer for layer in moe_layers(model) if layer.losses]
+    if not layers:
+        return {}
+    total = torch.stack([torch.stack([layer.losses["balance"], layer.losses["z"]]) for layer in layers]).sum(0)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    for layer in layers:
+        layer.losses = {}
+    return dict(zip(("balance", "z"), total.tolist(), strict=True))
+
+
+@torch.no_grad()
+def update_biases(model: nn.Module, group: Group) -> Tensor:
+    """After the last micro-batch of a step: move each bias by a step. `group`: all ranks that hold tokens of the step.
+
+    Returns how often each expert was chosen, int64 [layers, E], and starts to count anew. One message for all layers.
+    """
+    layers = moe_layers(model)
+    # --- exercise 7.16: counts of all micro-batches and ranks, then one step ---
+    counts = group_sum(torch.stack([layer.step_counts for layer in layers]), group)
+    for layer, count in zip(layers, counts, strict=True):
+        if layer.config.bias_speed:
+            layer.bias_steps += bias_step(count)
+        layer.step_counts.zero_()
+    # --- end exercise ---
+    return counts
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def plain_loss(x: Tensor, w: dict[str, Tensor], c: MoEConfig, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The oracle for one micro-batch [T, H] of all ranks: its output, balance loss (added up in the open), counts."""
+    logits = router_logits(x, w["gate"])
+    routing = route(logits, c.top_k, c.router, c.bias_speed * steps if c.bias_speed else None)
+    counts = expert_counts(routing.experts, c.experts)
+    plan = make_plan("pairs", routing.experts, None, c.experts, None)
+    y = reference(x, routing.weights, plan, w["w1"], w["w3"], w["w2"])
+    y = y + F.linear(swiglu(F.linear(x, w["gate_proj"]), F.linear(x, w["up_proj"])), w["down_proj"])
+    extra = c.balance * balance_loss(routing.probabilities, counts, c.top_k) + c.z * z_loss(logits, counts, c.top_k)
+    return y, extra, counts
+
+
+def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Two steps of two micro-batches, each rank with its own text, beside one process that has all of it."""
+    rank, P, T, m = dist.get_rank(group), size_of(group), 64, 2
+    speed = 0.01 if args.router == "sigmoid" else 0.0
+    c = MoEConfig(32, 48, args.experts, args.top_k, 1, args.router, balance=0.1, z=0.01, bias_speed=speed)
+    layer = MoE(c, group, group, version=args.version).to(device, torch.float64)
+    run = recomputed(layer) if args.recompute else layer
+    generator, full = torch.Generator().manual_seed(0), {}
+    named = {name.split(".")[-2]: (name, p) for name, p in layer.named_parameters()}
+    E, local = c.experts, slice(rank * c.experts // P, (rank + 1) * c.experts // P)
+    for name, (_, p) in named.items():
+        shape = (E, *p.shape[1:]) if name in ("w1", "w2", "w3") else p.shape
+        full[name] = torch.randn(*shape, generator=generator, dtype=torch.float64).to(device) / shape[-1] ** 0.5
+        p.data.copy_(full[name][local] if name in ("w1", "w2", "w3") else full[name])
+    table = torch.randn(256, c.hidden, generator=generator, dtype=torch.float64).to(device)
+    steps, report = torch.zeros(E, dtype=torch.int64, device=device), Report(group)
+    for step in range(2):
+        batch = F.rms_norm(table[text(m, P * T, start=step * m * P * T).to(device)], (c.hidden,))  # [m, P·T, H]
+        want = {name: value.clone().requires_grad_() for name, value in full.items()}
+        counts = torch.zeros_like(steps)
+        for x in batch:
+            y, extra, count = plain_loss(x, want, c, steps)
+            ((y * y.detach().cos()).sum() / batch[..., 0].numel() + extra / m).backward()
+            counts += count
+        layer.zero_grad()
+        set_loss_scale(layer, 1 / m)
+        for x in batch:
+            y = run(x[rank * T : (rank + 1) * T].clone().requires_grad_())
+            ((y * y.detach().cos()).sum() / batch[..., 0].numel()).backward()
+        for name, (_, p) in named.items():
+            if name not in ("w1", "w2", "w3"):  # experts are where all of their tokens came
+                dist.all_reduce(p.grad, group=group)
+            report.compare(p.grad, want[name].grad[local] if name in ("w1", "w2", "w3") else want[name].grad)
+        logged = take_losses(layer, group)
+        seen = update_biases(layer, group)[0]
+        steps += bias_step(counts) if speed else 0
+        report.title(
+            f"step {step}: {P} rank(s), {m} micro-batches, {args.router} router{', recomputed' * args.recompute}"
+        )
+        report.add_errors("largest error of gradients, the balance loss's included")
+        report.add("choices that the layer and one process count differently", 0, int((seen - counts).abs().sum()))
+        report.add("biases that differ after the update", 0, int((layer.bias_steps != steps).sum()))
+        report.add("balance loss (1 is even)", ">= 0", f"{logged['balance']:.4f}", logged["balance"] >= 0)
+    return report.finish()
+
+
+def main() -> None:
+    parser = OneLineParser(description="A mixture-of-experts layer.", allow_abbrev=False)
+    parser.add_argument("--router", choices=ROUTERS, default="softmax")
+    parser.add_argument("--version", choices=DISPATCH, default="pairs")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--recompute", action="store_true", help="run the layer again in backward")
+    args = parser.parse_args()
+    parser.check_range(args, experts=(1, 1024), top_k=(1, 1024))
+    try:
+        MoEConfig(experts=args.experts, top_k=args.top_k).check(int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        parser.error(f"--{error}")
+    check_gpus(parser)
+    launch(lambda group, device: demo(args, group, device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Dispatch and experts: every version and every computation against all experts on all tokens, and the bytes."""
+
+import sys
+from functools import cache, partial
+
+import expert_dispatch
+import pytest
+import torch
+import torch.distributed as dist
+from expert_dispatch import (
+    COMPUTES,
+    DISPATCH,
+    RouterError,
+    bytes_sent,
+    check_experts,
+    experts_grouped,
+    experts_loop,
+    make_plan,
+    reference,
+    rows_that_leave,
+)
+from harness.meter import communication
+from harness.oracle import assert_same_named
+from harness.ranks import run_ranks
+from routing import route, within_capacity
+from torch import Tensor
+
+H, F_ = 12, 8
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------------- three computations
+
+
+@pytest.mark.parametrize("compute", ["loop", "padded", "grouped"])
+@pytest.mark.parametrize("counts", [[3, 5, 2], [0, 7, 0], [4, 0, 0], [0, 0, 0], [1, 1, 1]])
+def test_each_computation_gives_every_row_its_expert_and_an_expert_without_rows_a_gradient_of_zero(compute, counts):
+    dtype, tol = (torch.float32, 1e-5) if compute == "grouped" else (torch.float64, 1e-12)
+    x = random(sum(counts), H, dtype=dtype).requires_grad_()
+    w = {
+        n: random(3, *s, seed=1 + i, dtype=dtype)
+        for i, (n, s) in enumerate([("w1", (F_, H)), ("w3", (F_, H)), ("w2", (H, F_))])
+    }
+    w = {name: value.requires_grad_() for name, value in w.items()}
+    up = random(sum(counts), H, seed=9, dtype=dtype)
+    y = COMPUTES[compute](x, counts, **w)
+    y.backward(up)
+    got = {"y": y.detach(), "x": x.grad, **{name: value.grad for name, value in w.items()}}
+    rows, want_y = x.detach().clone().requires_grad_(), []
+    clean = {name: value.detach().clone().requires_grad_() for name, value in w.items()}
+    for i, e in enumerate(e for e, n in enumerate(counts) for _ in range(n)):
+        gate = clean["w1"][e] @ rows[i]
+        want_y.append(clean["w2"][e] @ (gate * gate.sigmoid() * (clean["w3"][e] @ rows[i])))
+    want_y = torch.stack(want_y) if want_y else rows * 0 + sum(v.sum() * 0 for v in clean.values())
+    want_y.backward(up)
+    want = {"y": want_y.detach(), "x": rows.grad, **{name: value.grad for name, value in clean.items()}}
+    assert_same_named(got, want, tol)
+    for e, n in enumerate(counts):
+        assert n or all(not value.grad[e].any() for value in w.values()), f"expert {e} had no rows"
+
+
+def test_grouped_products_say_what_they_cannot_do():
+    x, w = random(4, H), random(2, F_, H)
+    with pytest.raises(ValueError, match="grouped products need no float64"):
+        experts_grouped(x, [2, 2], w, w, w.transpose(1, 2))
+    with pytest.raises(ValueError, match="rows of 16 bytes"):
+        experts_grouped(x[:, :3].float(), [2, 2], *(random(2, 8, 3).float(),) * 2, random(2, 3, 8).float())
+
+
+# ------------------------------------------------------------------------------------------- dispatch: the one oracle
+
+# (name, tokens of each rank by world size, experts, top-k, capacity, bias on the logits)
+SIZES = {1: [17], 2: [11, 6], 3: [5, 9, 3], 4: [6, 0, 9, 2]}
+CASES = {
+    "dropless": (12, 3, None, {}),
+    "all experts": (12, 12, None, {}),
+    "capacity": (12, 3, 0.8, {}),
+    "experts 0 to 5 get nothing, so some ranks receive no token": (12, 2, None, dict.fromkeys(range(6), -1e4)),
+    "top 1": (12, 1, None, {}),
+}
+
+
+def problem(case: str, tokens: int) -> dict:
+    E, _, _, bias = CASES[case]
+    logits = random(tokens, E, seed=3)
+    for expert, value in bias.items():
+        logits[:, expert] += value
+    shapes = {"w1": (E, F_, H), "w3": (E, F_, H), "w2": (E, H, F_)}
+    tensors = {name: random(*shape, seed=5 + i) / 2 for i, (name, shape) in enumerate(shapes.items())}
+    return {"x": random(tokens, H, seed=4), "logits": logits, "up": random(tokens, H, seed=8)} | tensors
+
+
+@cache
+def one_process(case: str, tokens: int) -> dict[str, Tensor]:
+    E, K, capacity, _ = CASES[case]
+    p = {name: value.requires_grad_(name != "up") for name, value in problem(case, tokens).items()}
+    routing = route(p["logits"], K)
+    kept = within_capacity(routing.experts, E, capacity, None) if capacity else None
+    y = reference(
+        p["x"], routing.weights, make_plan("pairs", routing.experts, kept, E, None), p["w1"], p["w3"], p["w2"]
+    )
+    y.backward(p["up"])
+    return {"y": y.detach()} | {name: value.grad for name, value in p.items() if name != "up"}
+
+
+def on_ranks(version: str, group: dist.ProcessGroup | None, case: str, sizes: list[int], compute: str) -> dict:
+    E, K, capacity, _ = CASES[case]
+    rank, P = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    p = problem(case, sum(sizes))
+    local = {name: value.split(sizes)[rank] for name, value in p.items() if name in ("x", "logits", "up")}
+    local |= {name: p[name].chunk(P)[rank] for name in ("w1", "w3", "w2")}
+    local = {name: value.clone().requires_grad_(name != "up") for name, value in local.items()}
+    with communication() as sent:
+        routing = route(local["logits"], K)
+        kept = within_capacity(routing.experts, E, capacity, group) if capacity else None
+        plan = make_plan(version, routing.experts, kept, E, group)
+        experts = partial(COMPUTES[compute], w1=local["w1"], w3=local["w3"], w2=local["w2"])
+        y = DISPATCH[version](local["x"], routing.weights, plan, experts, group)
+        y.backward(local["up"])
+    got = {"y": y.detach()} | {name: value.grad for name, value in local.items() if name != "up"}
+    return {"got": got, "bytes": sent.sent["all_to_all"], "experts": routing.experts, "kept": kept}
+
+
+def all_cases(sizes: list[int]) -> dict:
+    group = dist.group.WORLD
+    runs = [(case, version, "loop") for case in CASES for version in DISPATCH]
+    runs += [(case, version, "padded") for case in list(CASES)[2:4] for version in DISPATCH]
+    return {run: on_ranks(run[1], group, run[0], sizes, run[2]) for run in runs}
+
+
+@cache
+def results_of(P: int) -> list[dict]:
+    return run_ranks(P, all_cases, SIZES[P])
+
+
+def check(results: list[dict], case: str, sizes: list[int], what: str) -> None:
+    want, P = one_process(case, sum(sizes)), len(sizes)
+    for rank, result in enumerate(results):
+        split = {n: v.split(sizes)[rank] if n in ("y", "x", "logits") else v.chunk(P)[rank] for n, v in want.items()}
+        assert_same_named(result["got"], split, 1e-11, what, rank)
+
+
+@pytest.mark.parametrize("P", SIZES)
+def test_outputs_and_every_gradient_equal_all_experts_on_all_tokens_however_uneven_the_ranks(P):
+    results = results_of(P)
+    for case, version, compute in results[0]:
+        check([r[case, version, compute] for r in results], case, SIZES[P], f"{version}, {compute}, {case}:")
+
+
+@pytest.mark.parametrize("P", [2, 3, 4])
+def test_bytes_sent_in_all_to_alls_equal_the_formula_from_the_routed_counts(P):
+    results = results_of(P)
+    for case, version, compute in results[0]:
+        E = CASES[case][0]
+        mine = [r[case, version, compute] for r in results]
+        used = [torch.ones_like(r["experts"]).bool() if r["kept"] is None else r["kept"] for r in mine]
+        rows = [
+            rows_that_leave(version, r["experts"], u, E, P, i) for i, (r, u) in enumerate(zip(mine, used, strict=True))
+        ]
+        for rank, result in enumerate(mine):
+            want = bytes_sent(version, rows, rank, H, E, 8, 8)
+            assert result["bytes"] == want, f"{version}, {case}, rank {rank}: {result['bytes']} bytes, not {want}"
+
+
+def test_dropped_tokens_do_not_travel():
+    [dropped, dropless] = (
+        [r[case, "pairs", "loop"]["bytes"] for r in results_of(2)] for case in ("capacity", "dropless")
+    )
+    assert sum(dropped) < sum(dropless)
+
+
+def test_one_process_without_a_group_sends_nothing():
+    for version in DISPATCH:
+        result = on_ranks(version, None, "dropless", [17], "loop")
+        check([result], "dropless", [17], version)
+        assert result["bytes"] == 0
+
+
+def two_slices() -> dict:
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    mine = dist.get_rank() % 2
+    return {
+        version: on_ranks(version, groups[mine], "dropless", [[11, 6], [9, 8]][mine], "loop") for version in DISPATCH
+    }
+
+
+def test_two_slices_of_the_world_exchange_among_themselves():
+    results = run_ranks(4, two_slices)
+    for version in DISPATCH:
+        for sizes, ranks in (([11, 6], (0, 2)), ([9, 8], (1, 3))):
+            check([results[r][version] for r in ranks], "dropless", sizes, version)
+
+
+# ----------------------------------------------------------------------------------------------- rows of version once
+
+
+def test_once_sends_a_token_once_to_each_rank_and_node_limited_routing_bounds_how_often():
+    logits = random(400, 16)
+    free, limited = route(logits, 4).experts, route(logits, 4, "softmax", None, 4, 2).experts
+    used = torch.ones_like(free).bool()
+    rows = {
+        name: sum(rows_that_leave(version, experts, used, 16, 4, 0))
+        for name, version, experts in (
+            ("pairs", "pairs", free),
+            ("once", "once", free),
+            ("limited", "once", limited),
+            ("everywhere", "everywhere", free),
+        )
+    }
+    assert rows["everywhere"] == 3 * 400
+    assert rows["limited"] < rows["once"] < min(rows["pairs"], rows["everywhere"])
+    assert rows["limited"] <= 2 * 400
+
+
+def weightless(P: int) -> Tensor:
+    """Gradient of a weight that is exactly zero: its expert was chosen, and would be worth more than nothing."""
+    weights = torch.tensor([[1.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    plan = make_plan("once", torch.tensor([[0, 2]]), None, 4, dist.group.WORLD)
+    w = random(4 // P, F_, H)
+    compute = lambda rows, counts: experts_loop(rows, counts, w, w, w.transpose(1, 2).contiguous())  # noqa: E731
+    DISPATCH["once"](random(1, H), weights, plan, compute, dist.group.WORLD).sum().backward()
+    return weights.grad
+
+
+def test_a_chosen_expert_of_weight_zero_still_gives_its_weight_a_gradient():
+    for rank, grad in enumerate(run_ranks(2, weightless, 2)):
+        assert grad.abs().min() > 1e-3, f"rank {rank}: {grad}"
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def one_ill_rank() -> str:
+    bad = torch.tensor(3 if dist.get_rank() == 1 else 0)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    try:
+        make_plan("pairs", torch.zeros(5, 2, dtype=torch.int64), None, 4, groups[dist.get_rank() % 2], bad, "layer 7")
+    except RouterError as error:
+        return str(error)
+    return "none"
+
+
+def test_logits_that_are_no_numbers_end_all_ranks_of_the_group_with_the_same_line():
+    want = "router logits of layer 7 are not finite: 3 tokens on rank 1"
+    assert run_ranks(4, one_ill_rank) == ["none", want, "none", want]
+
+
+def test_experts_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="experts 6 do not divide among 4 expert-parallel ranks; use 1, 2, 3, 6 ranks"):
+        check_experts(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--top-k 9", "top-k 9 of 8 experts is impossible"),
+        ("--nodes 3", "nodes 3 do not divide 8 experts"),
+        ("--capacity -1", "--capacity -1.0 leaves no room"),
+        ("--compute grouped --hidden 10", "--compute grouped needs --hidden"),
+        ("--version never", "--version"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_option_and_remedy(options, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["expert_dispatch.py", *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        expert_dispatch.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said and len(said.splitlines()) == 1, said
+
+
+def test_the_world_must_divide_the_experts(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["expert_dispatch.py", "--experts", "6", "--top-k", "2"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit):
+        expert_dispatch.main()
+    assert "--experts 6 do not divide among 4 expert-parallel ranks" in capsys.readouterr().err

@@ -1,0 +1,303 @@
+"""The layer: against a token-by-token mixture whose losses are added in the open; recomputed, accumulated, in bf16."""
+
+import sys
+from dataclasses import replace
+from functools import cache
+from unittest.mock import patch
+
+import moe_layer
+import pytest
+import torch
+import torch.distributed as dist
+from _slow_moe import SlowMoE
+from expert_dispatch import RouterError
+from harness.meter import communication, saved_activations
+from harness.oracle import assert_same, assert_same_named, error_between
+from harness.ranks import run_ranks
+from moe_layer import MoE, MoEConfig, moe_layers, recomputed, set_loss_scale, take_losses, update_biases
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+SMALL = MoEConfig(16, 8, experts=4, top_k=2, balance=0.2, z=0.05)
+CONFIGS = {
+    "softmax, both losses": SMALL,
+    "sigmoid, bias, shared experts": replace(SMALL, router="sigmoid", bias_speed=0.05, shared=2, balance=0.0, z=0.0),
+    "sigmoid, balance loss": replace(SMALL, router="sigmoid", z=0.0),
+    "capacity": replace(SMALL, capacity=0.75),
+    "2 of 4 nodes": replace(SMALL, experts=8, top_k=4, nodes=4, max_nodes=2),
+}
+SIZES = {1: [8], 2: [7, 1], 4: [2, 0, 5, 1]}  # tokens of each rank in a micro-batch
+MICRO_BATCHES, STEPS = 2, 2
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def lively(layer: nn.Module, experts: int, rank: int = 0, P: int = 1) -> nn.Module:
+    """Weights large enough for every mistake to show, the same whatever P is."""
+    layer.double()
+    for i, (name, p) in enumerate(sorted(layer.named_parameters())):
+        stacked = name.startswith("experts.")
+        full = random(experts if stacked else p.shape[0], *p.shape[1:], seed=i) / p.shape[-1] ** 0.5
+        p.data.copy_(full.chunk(P)[rank] if stacked else 2 * full)
+    return layer
+
+
+def inputs(step: int, micro_batch: int) -> Tensor:
+    return random(8, SMALL.hidden, seed=100 + 10 * step + micro_batch)
+
+
+def gradients_of(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+
+@cache
+def one_process(case: str) -> list[dict]:
+    """Of each step: gradients, that of the first micro-batch's x, the sum of losses, counts, and biases after it."""
+    c = CONFIGS[case]
+    slow, steps = lively(SlowMoE(c), c.experts), []
+    for step in range(STEPS):
+        slow.zero_grad()
+        slow.counts.zero_()
+        extra, dx = 0.0, []
+        for i in range(MICRO_BATCHES):
+            x = inputs(step, i).requires_grad_()
+            y = slow(x)
+            ((y * y.detach().cos()).sum() / 16 + slow.extra / MICRO_BATCHES).backward()
+            extra += slow.extra.item() / MICRO_BATCHES
+            dx.append(x.grad)
+        if c.bias_speed:
+            slow.steps += torch.sign(slow.counts.double().mean() - slow.counts).long()
+        steps.append(
+            {
+                "gradients": gradients_of(slow),
+                "dx": dx[0],
+                "extra": extra,
+                "counts": slow.counts.clone(),
+                "steps": slow.steps.clone(),
+            }
+        )
+    return steps
+
+
+def on_ranks(case: str, version: str, recompute: bool, group: dist.ProcessGroup | None) -> list[dict]:
+    c = CONFIGS[case]
+    rank, P = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    layer = lively(MoE(c, group, group, version=version), c.experts, rank, P)
+    run, steps = recomputed(layer) if recompute else layer, []
+    for step in range(STEPS):
+        layer.zero_grad()
+        set_loss_scale(layer, 1 / MICRO_BATCHES)
+        dx = []
+        for i in range(MICRO_BATCHES):
+            x = inputs(step, i).split(SIZES[P])[rank].clone().requires_grad_()
+            y = run(x[None])  # [1, T, H]
+            ((y * y.detach().cos()).sum() / 16).backward()
+            dx.append(x.grad)
+        for name, p in layer.named_parameters():
+            if group and not name.startswith("experts."):
+                dist.all_reduce(p.grad, group=group)
+        losses = take_losses(layer, group)
+        extra = c.balance * losses.get("balance", 0.0) + c.z * losses.get("z", 0.0)
+        counts = update_biases(layer, group)[0]
+        steps.append(
+            {
+                "gradients": gradients_of(layer),
+                "dx": dx[0],
+                "extra": extra,
+                "counts": counts,
+                "steps": layer.bias_steps.clone(),
+            }
+        )
+    return steps
+
+
+def all_cases() -> dict:
+    runs = [(case, version, False) for case in CONFIGS for version in ("pairs", "once")]
+    runs += [(case, "pairs", True) for case in CONFIGS]
+    return {run: on_ranks(*run, dist.group.WORLD) for run in runs}
+
+
+def check(results: list[list[dict]], case: str, what: str) -> None:
+    P = len(results)
+    for rank, steps in enumerate(results):
+        for step, (got, want) in enumerate(zip(steps, one_process(case), strict=True)):
+            local = {n: g.chunk(P)[rank] if n.startswith("experts.") else g for n, g in want["gradients"].items()}
+            where = f"{what}, step {step}"
+            assert_same_named(got["gradients"], local, 1e-10, f"{where}, gradient of", rank)
+            assert_same(got["dx"], want["dx"].split(SIZES[P])[rank], 1e-10, f"{where}, gradient of x", rank)
+            assert_same(got["extra"], want["extra"], 1e-10, f"{where}, logged losses", rank)
+            assert torch.equal(got["counts"], want["counts"]), f"{where}, counts on rank {rank}: {got['counts']}"
+            assert torch.equal(got["steps"], want["steps"]), f"{where}, biases on rank {rank}: {got['steps']}"
+
+
+@pytest.mark.parametrize("P", SIZES)
+def test_gradients_losses_counts_and_biases_equal_a_token_by_token_mixture_over_micro_batches(P):
+    results = run_ranks(P, all_cases)
+    for run in results[0]:
+        check([r[run] for r in results], run[0], f"{run}")
+
+
+def test_a_process_without_a_group_is_a_whole_layer():
+    for case in CONFIGS:
+        check([on_ranks(case, "pairs", False, None)], case, case)
+
+
+# ----------------------------------------------------------------------------------------------------- the balance loss
+
+
+def test_an_attached_loss_changes_no_output_and_needs_none_to_carry_it():
+    layers = [lively(MoE(c, None, None), 4) for c in (SMALL, replace(SMALL, balance=0.0, z=0.0))]
+    x = random(8, 16)
+    assert torch.equal(layers[0](x), layers[1](x))
+    layers[0](x.requires_grad_()).sum().mul(0.0).backward()  # nothing but the attached losses gives a gradient
+    assert layers[0].gate.weight.grad.abs().max() > 1e-3
+    assert not layers[0].experts["w1"].weight.grad.any()
+
+
+def test_no_loss_is_counted_in_evaluation_or_without_gradients():
+    layer = lively(MoE(SMALL, None, None), 4)
+    with torch.no_grad():
+        layer(random(8, 16))
+    layer.eval()
+    layer(random(8, 16))
+    assert layer.losses == {} and take_losses(layer, None) == {}
+
+
+# ------------------------------------------------------------------------------------------------------ recomputation
+
+
+class Flipping:
+    """The router's logits, with two experts in a tie that another last digit decides at each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        self.calls += 1
+        return x @ gate.T + 1e-13 * (-1) ** self.calls * torch.tensor([1.0, -1.0, 0.0, 0.0]).double()
+
+
+def with_a_flipping_router(wrap) -> tuple[dict, list]:
+    layer = lively(MoE(replace(SMALL, top_k=1), None, None), 4)
+    layer.gate.weight.data[1] = layer.gate.weight.data[0]
+    router, x = Flipping(), random(8, 16).requires_grad_()
+    with patch.object(moe_layer, "router_logits", router):
+        y = wrap(nn.Sequential(layer, nn.SiLU()))(x)  # something behind it, or recomputation would end inside it
+        (y * y.detach().cos()).sum().backward()
+    return gradients_of(layer) | {"x": x.grad}, [router.calls, layer.step_counts.sum().item(), layer.losses]
+
+
+def test_recomputation_reuses_the_routing_of_the_first_call_even_if_the_router_would_choose_again():
+    want, (calls, counted, losses) = with_a_flipping_router(lambda layer: layer)
+    got, (calls_again, counted_again, losses_again) = with_a_flipping_router(recomputed)
+    assert (calls, calls_again) == (1, 2), "the layer was not recomputed"
+    assert_same_named(got, want, 1e-10, "gradient of")
+    assert counted_again == counted == 8, "a recomputed call is counted once"
+    assert_same_named(losses_again, losses, 1e-10, "logged loss")
+
+
+def test_recomputation_without_the_routing_is_refused_and_not_silently_wrong():
+    with pytest.raises(RuntimeError, match="recomputed without its routing; wrap its block in `recomputed`"):
+        with_a_flipping_router(lambda layer: lambda x: checkpoint(layer, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_micro_batches_may_go_backward_in_any_order(order):
+    def run(recompute: bool) -> dict:
+        layer = lively(MoE(SMALL, None, None), 4)
+        call = recomputed(layer) if recompute else layer
+        ys = [call(random(8, 16, seed=seed).requires_grad_()) for seed in range(3)]
+        for i in order:
+            (ys[i] * ys[i].detach().cos()).sum().backward()
+        return gradients_of(layer)
+
+    assert_same_named(run(True), run(False), 1e-10, "gradient of")
+
+
+def test_a_recomputed_layer_keeps_its_input_and_no_activations_and_sends_its_counts_once():
+    layer, x = lively(MoE(SMALL, None, None), 4), random(8, 16).requires_grad_()
+    with saved_activations(exclude=layer.parameters()) as plain:
+        layer(x)
+    with saved_activations(exclude=layer.parameters()) as kept:
+        recomputed(layer)(x)
+    assert kept.bytes <= x.nbytes < plain.bytes / 4
+
+
+def collectives(recompute: bool) -> dict:
+    layer = lively(MoE(SMALL, dist.group.WORLD, dist.group.WORLD), 4, dist.get_rank(), 2)
+    with communication() as sent:
+        y = (recomputed(layer) if recompute else layer)(random(8, 16).requires_grad_())
+        y.sum().backward()
+    return dict(sent.calls)
+
+
+def test_the_recomputed_call_repeats_the_all_to_alls_of_tokens_and_no_other_collective():
+    [plain, *_], [again, *_] = run_ranks(2, collectives, False), run_ranks(2, collectives, True)
+    assert plain == {"all_to_all": 5, "all_reduce": 1}  # counts; tokens and answers, twice; counts of the losses
+    assert again["all_reduce"] == 1 and again["all_to_all"] <= 7
+
+
+# ---------------------------------------------------------------------------------------------------------- precision
+
+
+def test_the_bias_is_exact_in_bf16_saved_with_the_weights_and_counts_are_not():
+    c = CONFIGS["sigmoid, bias, shared experts"]
+    layer = lively(MoE(c, None, None), 4)
+    layer.bias_steps += torch.tensor([1, -257, 300, 0])
+    layer.to(torch.bfloat16)
+    assert layer.bias_steps.tolist() == [1, -257, 300, 0]
+    state = layer.state_dict()
+    assert "bias_steps" in state and "step_counts" not in state
+    assert "bias_steps" not in MoE(SMALL, None, None).state_dict()
+
+
+def autocast_bytes() -> tuple:
+    layer = lively(MoE(SMALL, dist.group.WORLD, dist.group.WORLD), 4, dist.get_rank(), 2).float()
+    x = random(8, 16).float().requires_grad_()
+    outs = []
+    for enabled in (False, True):
+        with communication() as sent, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = layer(x)
+        outs.append((y, sent.sent["all_to_all"], sent.payload["all_to_all"]))
+    outs[1][0].float().sum().backward()
+    return outs[0][0].detach(), outs[1][0].detach(), outs[0][1], outs[1][1], layer.gate.weight.grad.dtype, x.grad
+
+
+def test_under_autocast_tokens_travel_in_bf16_and_the_router_stays_in_float32():
+    for rank, (full, half, sent, sent_half, gate, dx) in enumerate(run_ranks(2, autocast_bytes)):
+        counts = 8 * 3  # of the message with the counts, which is int64
+        assert sent_half - counts == (sent - counts) / 2, f"rank {rank}"
+        assert error_between(half, full) < 0.03 and half.dtype == torch.bfloat16
+        assert gate == torch.float32 and dx.isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_logits_that_are_no_numbers_are_named_with_their_layer():
+    block = nn.Sequential(MoE(SMALL, None, None))
+    moe_layers(block)[0].name = "model.layers.3.mlp"
+    x = random(8, 16)
+    x[2, 5] = float("nan")
+    with pytest.raises(RouterError, match="router logits of model.layers.3.mlp are not finite: 1 tokens on rank 0"):
+        block.double()(x)
+
+
+def test_a_bias_needs_the_sigmoid_router():
+    with pytest.raises(ValueError, match="bias-speed needs the sigmoid router"):
+        MoE(replace(SMALL, bias_speed=0.1), None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("--top-k 9", "--top-k 9 of 8 experts"), ("--experts 3 --top-k 2", "--experts 3 do not divide among 2")],
+)
+def test_bad_input_is_one_line_that_names_option_and_remedy(options, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["moe_layer.py", *options.split()])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        moe_layer.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said and len(said.splitlines()) == 1, said

@@ -1,0 +1,353 @@
+"""How far FPDT goes on one GPU: `python bench_fpdt_attention.py --gpu`. With --dry it runs on the CPU, tiny.
+
+1. Verify. Every kernel against explicit attention, and a model in chunks against the whole one, both in bf16 and both
+   judged by float32. What is wrong ends the program before anything is timed or written.
+2. Measure what the link and attention reach, and take the chunk that fpdt_costs.py recommends for it.
+3. One step (forward, loss, backward) at growing lengths, three ways: FPDT; each block recomputed; each block recomputed
+   with its input offloaded. All three have the loss in pieces, so that the difference is the block. A length takes as
+   many layers as its time allows, at full width; bytes of the others (weights, gradients, AdamW in fp32: 16 bytes a
+   parameter) are held meanwhile, and MFU is that of the layers which ran.
+4. The longest sequence. Memory alone decides it, so attention sees only a part of the keys: allocations and copies are
+   those of a real step, the numbers are not. Inputs of the layers that do not run are held on the device; with offload
+   only as many as find room beside the working memory, and the rest must be free on the host.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+from _fpdt_demo import Llama, LlamaBlock, dense_attention
+from fpdt_attention import EXPLICIT, FUSED, Kernel, attend, attend_backward, merge
+from fpdt_costs import Hardware, Sizes, model_host_peak, recommend
+from fpdt_model import chunked_loss, fpdt_block, loss_sum, use_fpdt
+from fpdt_store import DeviceMemory, Store, available_host_memory, machine_for
+from harness.oracle import error_between
+from harness.report import write_result
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+aten = torch.ops.aten
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}  # dense bf16 FLOP/s, by the data sheets
+WAYS = ("FPDT", "recomputed", "recomputed, input offloaded")
+
+
+@dataclass(frozen=True)
+class Plan:
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    layers: int
+    lengths: tuple[int, ...]  # of the table
+    longest: int  # where the search ends
+    seconds: float  # for one step of the table
+    memory: float  # for attention
+    kernel_tokens: int  # a chunk of the kernels' check and timing
+
+
+REAL = Plan(2048, 32, 8, 8192, 128256, 16, (2**16, 2**17, 2**18, 2**19), 2**22, 5.0, 6e9, 2**14)  # 1.2 billion
+TINY = Plan(64, 4, 2, 128, 256, 3, (256, 512), 1024, 5.0, 2e5, 64)
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+    return out, lse.view(q.shape[:3])
+
+
+def cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # for a dropout of 0
+    rest = (seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal)
+    return aten._scaled_dot_product_cudnn_attention_backward(dout, q, k, v, out, lse[..., None], *rest)
+
+
+def a_part_of(kernel: Kernel) -> Kernel:
+    """The same tensors for a fraction of the work: attention to the first keys only. For memory, not for numbers."""
+
+    def fewer(k: Tensor) -> Tensor:
+        return k[:, :, : max(k.shape[2] // 32, 1)].contiguous()
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+        return kernel.forward(q, fewer(k), fewer(v), False)
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
+        dq, dk, dv = kernel.backward(dout, q, fewer(k), fewer(v), out, lse, False)
+        whole = [torch.zeros_like(k), torch.zeros_like(v)]
+        for to, some in zip(whole, (dk, dv), strict=True):
+            to[:, :, : some.shape[2]] = some
+        return dq, *whole
+
+    return Kernel(forward, backward)
+
+
+def first_keys(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """The same for attention in one piece."""
+    few = max(k.shape[1] // 32, 1)
+    return dense_attention(q, k[:, :few], v[:, :few], causal=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- verify
+
+
+def kernel_errors(kernel: Kernel, c: int, device: torch.device, dtype: torch.dtype) -> list[float]:
+    """Errors of out, dq, dk, dv of two chunks, merged through a common log-sum-exp, against float32."""
+    found = []
+    make = torch.Generator().manual_seed(0)
+    q, k, v, k0, v0, dout = (torch.randn(1, c, n, 64, generator=make).to(device) for n in (4, 2, 2, 2, 2, 4))
+    for use, kind in ((EXPLICIT, torch.float32), (kernel, dtype)):
+        a = [x.to(kind) for x in (q, k, v, k0, v0, dout)]
+        out, lse = attend(use, *a[:3], causal=True)
+        merge(out, lse, *attend(use, a[0], a[3], a[4], causal=False))
+        dq, *dkv = (torch.zeros_like(x) for x in (q, k, v, k0, v0))
+        given = (a[5], a[0], out.to(kind), lse)
+        attend_backward(use, (dq, *dkv[:2]), given, a[1], a[2], causal=True)
+        attend_backward(use, (dq, *dkv[2:]), given, a[3], a[4], causal=False)
+        found.append([out, dq, *dkv])
+    return [error_between(x.float(), want) for want, x in zip(*found, strict=True)]
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds, after one run to warm up."""
+    for _ in range(2):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def choose_kernel(plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple[str, Kernel, float]:
+    """The fastest kernel that is right, and its FLOP/s forward."""
+    candidates = {"FlashAttention-2": FUSED}
+    if device.type == "cuda":
+        candidates["cuDNN"] = Kernel(cudnn_forward, cudnn_backward)
+    right: dict[str, tuple[float, Kernel]] = {}
+    c, D = plan.kernel_tokens, plan.hidden // plan.heads
+    x = [torch.randn(1, plan.kv_heads, c, D, device=device, dtype=dtype) for _ in range(3)]
+    for name, kernel in candidates.items():
+        try:
+            errors = kernel_errors(kernel, min(c, 1024), device, dtype)
+            if not max(errors) < 0.03:
+                print(f"{name} is wrong: errors {errors}")
+                continue
+            right[name] = (timed(lambda kernel=kernel: kernel.forward(*x, False), device), kernel)
+        except RuntimeError as error:
+            print(f"{name} cannot be used: {str(error).splitlines()[0]}")
+    if not right:
+        sys.exit("no attention kernel gives the right numbers")
+    name = min(right, key=lambda name: right[name][0])
+    return name, right[name][1], 4 * c * c * plan.kv_heads * D / right[name][0]
+
+
+def verify_model(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> None:
+    """Gradients of a model in chunks are as near to float32's as those of the whole model in the same precision."""
+    sizes = dict(hidden=256, heads=4, kv_heads=2, intermediate=256)
+    tokens = torch.randint(256, (1, 513), generator=torch.Generator().manual_seed(0)).to(device)
+    tokens, labels, positions = tokens[:, :-1], tokens[:, 1:], torch.arange(512, device=device)
+    grads = {}
+    for what, kind in (("exact", torch.float32), ("whole", dtype), ("chunks", dtype)):
+        model = Llama(**sizes).to(device, kind)
+        if what == "chunks":
+            use_fpdt(model, 4, dist.group.WORLD, Store(machine_for(device)), kernel=kernel)
+            loss = loss_sum(model, tokens, labels, positions, 4)
+        else:
+            loss = model.loss_sum(tokens, labels, positions)
+        (loss / 512).backward()
+        grads[what] = {name: p.grad.float() for name, p in model.named_parameters()}
+    for name, want in grads["exact"].items():
+        whole, chunks = (error_between(grads[what][name], want) for what in ("whole", "chunks"))
+        if not chunks <= 2 * whole + 1e-3:
+            sys.exit(f"gradient of {name}: error {chunks:.1e} in chunks, {whole:.1e} without")
+
+
+def link_speed(device: torch.device) -> float:
+    """Bytes/s from the host, pinned."""
+    host = machine_for(device).host_empty(torch.Size([2**28 if device.type == "cuda" else 2**20]), torch.uint8)
+    there = torch.empty_like(host, device=device)
+    return host.nbytes / timed(lambda: there.copy_(host, non_blocking=True), device)
+
+
+# ------------------------------------------------------------------------------------------------------------- measure
+
+
+def flops(plan: Plan, S: int, layers: int) -> float:
+    """Of one step, forward and backward, nothing counted twice; of attention the half that is not masked."""
+    block = 2 * plan.hidden**2 * (1 + plan.kv_heads / plan.heads) + 3 * plan.hidden * plan.intermediate
+    return 3 * (layers * (2 * block * S + 2 * S * S * plan.hidden) + 2 * S * plan.hidden * plan.vocab)
+
+
+def step(
+    plan: Plan,
+    way: str,
+    S: int,
+    layers: int,
+    u: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: Kernel,
+    rehearse: bool = False,
+) -> tuple[float, int]:
+    """Seconds of one forward and backward, and the peak of the device in bytes, others' bytes included. To rehearse is
+    to try the memory only, with a part of attention, untimed."""
+    cuda = device.type == "cuda"
+    blocks = [
+        LlamaBlock(plan.hidden, plan.heads, plan.kv_heads, plan.intermediate).to(device, dtype) for _ in range(layers)
+    ]
+    head = (torch.randn(plan.vocab, plan.hidden, device=device, dtype=dtype) * 0.02).requires_grad_()
+    parameters = sum(p.numel() for p in blocks[0].parameters()) * plan.layers + plan.vocab * plan.hidden
+    ran = sum(p.numel() for block in blocks for p in block.parameters()) + head.numel()
+    # 16 bytes a parameter in all; of those that ran, weights and gradients are there anyway
+    others = 16 * parameters - 2 * dtype.itemsize * ran
+    positions = torch.arange(S, device=device)
+    angles = positions[:, None].float() / 10000 ** (torch.arange(0, plan.hidden // plan.heads, 2, device=device) / 64)
+    cos, sin = angles.cos(), angles.sin()
+    labels = torch.randint(plan.vocab, (1, S), device=device)
+    pieces = max(S // 8192, 1)
+    store = Store(machine_for(device), host_limit=available_host_memory() if cuda else None)
+    x_bytes = S * plan.hidden * dtype.itemsize
+    waiting = (plan.layers - layers) * x_bytes  # inputs of the layers that do not run
+    if way == "recomputed":
+        others += waiting
+    elif cuda:
+        working = (
+            6 * x_bytes + plan.memory + 4 * head.nbytes + 2**32
+        )  # x, y, dy, dx, two of the loss; attention; the rest
+        room = torch.cuda.get_device_properties(device).total_memory - others - 2 * ran * dtype.itemsize - working
+        on_device = min(waiting, max(0, int(room // x_bytes)) * x_bytes)
+        z = Sizes(S, 1, u, plan.heads, plan.kv_heads, plan.hidden // plan.heads)
+        on_host = waiting - on_device + (model_host_peak(z, plan.hidden, layers, "input") if way == "FPDT" else 0)
+        if on_host > 0.95 * available_host_memory():
+            raise MemoryError(f"the host would need {on_host / 1e9:.0f} GB")
+        others += on_device
+    if rehearse:
+        kernel = a_part_of(kernel)
+        for block in blocks:
+            block.self_attn.parts.attention = first_keys
+
+    def run(block: LlamaBlock, x: Tensor) -> Tensor:
+        if way == "FPDT":
+            finer = max(S // u // 8192, 1)
+            return fpdt_block(block, u, dist.group.WORLD, store, finer=finer, kernel=kernel)(x, cos, sin)
+        offload = torch.autograd.graph.save_on_cpu(pin_memory=cuda) if "offloaded" in way else contextlib.nullcontext()
+        with offload:
+            return checkpoint(block, x, cos, sin, use_reentrant=False)
+
+    def once() -> None:
+        x = torch.zeros(1, S, plan.hidden, device=device, dtype=dtype).normal_().requires_grad_()
+        y = x
+        for block in blocks:
+            y = run(block, y)
+        (chunked_loss(y, head, labels, pieces) / S).backward()
+        for p in (head, *(p for block in blocks for p in block.parameters())):
+            p.grad = None
+
+    meter = DeviceMemory() if not cuda else contextlib.nullcontext()
+    ballast = [torch.empty(others, dtype=torch.uint8, device=device)]
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    with meter:
+        if rehearse:
+            once()
+            synchronize(device)
+        seconds = float("nan") if rehearse else timed(once, device)
+    ballast.clear()
+    return seconds, torch.cuda.max_memory_allocated(device) if cuda else meter.peak + others
+
+
+def free(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        with contextlib.suppress(AttributeError):
+            torch._C._host_emptyCache()  # pinned memory as well
+
+
+def chunks_for(plan: Plan, S: int, h: Hardware) -> int:
+    best, _ = recommend(Sizes(S, 1, 1, plan.heads, plan.kv_heads, plan.hidden // plan.heads), h, plan.memory)
+    return best.u if best else S // 64
+
+
+def measure(dry: bool, out: Path | None) -> int:
+    if not dry and not torch.cuda.is_available():
+        print(
+            "bench_fpdt_attention.py: --gpu needs a GPU and there is none; add --dry --out DIR to try it on the CPU",
+            file=sys.stderr,
+        )
+        return 2
+    if dry and out is None:
+        print("bench_fpdt_attention.py: --dry writes nothing to results/; say where with --out DIR", file=sys.stderr)
+        return 2
+    plan, device = (TINY, torch.device("cpu")) if dry else (REAL, torch.device("cuda", 0))
+    dtype = torch.float32 if dry else torch.bfloat16
+    dist.init_process_group(
+        "gloo" if dry else "nccl",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        **({} if dry else {"device_id": device}),
+    )
+    begun = time.perf_counter()
+    name, kernel, reached = choose_kernel(plan, device, dtype)
+    verify_model(kernel, device, dtype)
+    h = Hardware(flops=reached, link=link_speed(device))
+    peak_flops = None if dry else next((f for key, f in PEAKS.items() if key in torch.cuda.get_device_name()), None)
+    rows, longest = [], []
+    for S in plan.lengths:
+        for way in WAYS:
+            # 4.5/3 of the counted work is done: forward twice, and backward is 2.5 forwards
+            one = 1.5 * (flops(plan, S, 1)) / reached
+            layers = max(1, min(plan.layers, int(plan.seconds / 2 / one)))
+            try:
+                seconds, peak = step(plan, way, S, layers, chunks_for(plan, S, h), device, dtype, kernel)
+                rate = flops(plan, S, layers) / seconds
+                mfu = f"{rate / peak_flops:.1%}" if peak_flops else "n/a"
+                rows.append([S, way, layers, S // chunks_for(plan, S, h), round(seconds, 3), mfu, round(peak / 1e9, 3)])
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                rows.append([S, way, layers, "", "out of memory", "", type(error).__name__])
+            free(device)
+    for way in WAYS:
+        S, fits, why = plan.lengths[-1], 0, "the search ends here"
+        while plan.longest >= S and time.perf_counter() - begun < 270:
+            try:
+                _, peak = step(plan, way, S, 1, chunks_for(plan, S, h), device, dtype, kernel, True)
+                fits, last = S, peak
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                why = f"{type(error).__name__} at {S:,}"
+                break
+            finally:
+                free(device)
+            S *= 2
+        longest.append([way, fits, round(last / 1e9, 3) if fits else "", why])
+    dist.destroy_process_group()
+    z = Sizes(plan.lengths[-1], 1, 1, plan.heads, plan.kv_heads, plan.hidden // plan.heads)
+    where = f"{name}, {reached / 1e12:.3g} TFLOP/s forward; link {h.link / 1e9:.3g} GB/s. "
+    write_result(
+        "08_fpdt_gpu",
+        f"One step of a Llama of hidden size {plan.hidden} and {plan.layers} layers; those that did not run are held",
+        ["tokens", "way", "layers that ran", "tokens of a chunk", "seconds", "MFU", "peak, GB"],
+        rows,
+        where + "MFU counts the half of attention that is not masked, and recomputation not at all. Host memory of all "
+        f"layers at {plan.lengths[-1]:,} tokens: {model_host_peak(z, plan.hidden, plan.layers, 'input') / 1e9:.3g} GB.",
+        folder=out,
+    )
+    write_result(
+        "08_fpdt_longest",
+        "The longest sequence whose step fits, memory of all layers held",
+        ["way", "tokens", "peak, GB", "ended by"],
+        longest,
+        where
+        + "One layer runs, with the allocations and copies of a real step; its attention sees a part of the keys.",
+        folder=out,
+    )
+    return 0

@@ -1,0 +1,381 @@
+"""FPDT III: what chunks cost. Bytes on the device, on the host and on the way, idle time, and the size of a chunk.
+
+Problem. More chunks mean less memory, and more and smaller copies. How many are right, and can one know beforehand?
+
+Idea. Everything that FPDT does can be counted in advance. A rank has n = N/P query heads and n_kv key/value heads;
+chunks have c = S/u tokens, the batch is 1, an element has e bytes and one of a sum w >= 4:
+
+    Q = c n D e    one chunk of q̂, of the output or of its gradient        K = c n_kv D e   one chunk of k̂ or v̂
+    Q_w, K_w       the same in fp32                                         L = c n w        its log-sum-exp
+
+    device, forward     Q + 4K + 2 (Q_w + L) + a group's output             q̂, two slots of k̂ v̂, two outputs to merge
+    device, backward    4K + 2 (3Q + L + Q_w) + 2K_w + Q + ...              two slots of everything, sums of dk̂ dv̂, dq_j
+    link, forward       stored (u-1) 2K;  fetched u(u-1)/2 2K
+    link, backward      stored uQ + r Q_w;  fetched 2uK + u(u+1)/2 (3Q + L) + r Q_w,  r = u(u-1)/2 - 1 (0 if u = 1)
+    network             (2N + 2 lcm(N_kv, P)) S D e (P-1)/P²  forward, the same backward: chunks change nothing
+The first two are multiples of c: they fall as 1/u, and if S and u double they stay.
+
+Time. A pair of chunks takes t = 4 c² n D / (FLOP/s), the fetch of its keys and values f = 2 c n_kv D e / (bytes/s).
+t grows with c², f with c: from  c* = e (FLOP/s) n_kv / (2 n (bytes/s))  on, a fetch hides behind a
+computation. Below it, each row of chunks waits for its link; `idle_forward` says for how long, exactly.
+
+    row i    | project, own chunk: a |  t  |idle|  t  |idle|  t  |         f > t: (f - t) for each pair, less what the
+    fetch    |      f      |      f      |      f      |                    head start during `a` and two slots hide
+
+Sources: FPDT 2408.16978, sections 3 to 5. The formulas are ours; tests hold them against meters and a simulation.
+
+Run it:
+    python fpdt_costs.py                                        idle time, predicted and simulated; which chunk to take
+    python fpdt_costs.py --seq 2097152 --memory-gb 4 --link-gb 25
+    python fpdt_costs.py --paper                                the paper's memory table, recomputed
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from fpdt_store import Buffer, CpuMachine, OneLineParser, Op, Prefetch, Store
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One attention layer on P ranks, in u chunks; batch 1."""
+
+    S: int
+    P: int
+    u: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    e: int = 2
+
+    def with_chunks(self, u: int) -> "Sizes":
+        return replace(self, u=u)
+
+    @property
+    def c(self) -> int:
+        return self.S // self.u
+
+    @property
+    def n(self) -> int:
+        return self.heads // self.P
+
+    @property
+    def n_kv(self) -> int:
+        return math.lcm(self.kv_heads, self.P) // self.P
+
+    def letters(self) -> tuple[int, int, int, int, int]:
+        """Q, K, L, Q_w, K_w of the docstring, in bytes."""
+        w = max(self.e, 4)
+        Q, K = self.c * self.n * self.head_dim, self.c * self.n_kv * self.head_dim
+        return Q * self.e, K * self.e, self.c * self.n * w, Q * w, K * w
+
+
+def attention_peak(z: Sizes, way: str) -> int:
+    """Bytes on the device at most, "forward" or "backward", besides what goes in and comes out for all tokens.
+
+    Counted phase by phase; the peak is that of the largest. `moved` is 1 if an all-to-all needs a second copy.
+    """
+    Q, K, L, Q_w, K_w = z.letters()
+    G, moved, u = z.n // z.n_kv, int(z.P > 1), z.u
+    cast = int(Q_w != Q)
+    if way == "forward":
+        before = 4 * K if u > 2 else 0  # slots that a row finds when it begins
+        slots = before if u != 2 else 2 * K
+        one = Q_w + L + (Q + L) // G  # attention of a pair, and the kernel's own result for one group of heads
+        # --- exercise 8.8: the phases of a row of the forward pass ---
+        phases = [
+            before + max(Q + moved * Q, Q + 2 * K + moved * K),  # all-to-all of q, k, v
+            before + Q + 2 * K + one,  # attention of the chunk to itself
+            slots + Q + Q_w + L + max(one, Q_w + 3 * L) if u > 1 else 0,  # to an earlier one; merging with two lse
+            slots + Q + Q_w + L + cast * Q,  # back to the model's precision
+            slots + 2 * Q + moved * Q,  # all-to-all of the output
+        ]
+        # --- end exercise ---
+        return max(phases)
+    sets = min(2, u)
+    slots = sets * (2 * K + 3 * Q + L) + (2 * Q_w if u > 2 else 0)
+    new_dq = Q_w if u < 3 else 0  # else it is summed in its slot
+    waiting = Q if u > 1 else 0  # dq_j, which is complete before dk_j and dv_j are
+    kernel = Q // G + 2 * K + (L // G if G > 1 else 0)
+    phases = [
+        slots + 2 * K_w + new_dq + waiting + kernel,
+        slots + 2 * K_w + new_dq + Q + max(moved, cast) * Q,
+        slots + 2 * K_w + Q + 2 * K + max(moved, cast) * K,
+    ]
+    return max(phases)
+
+
+def feed_forward_peak(t: int, H: int, F: int, e: int, way: str) -> int:
+    """Bytes at most while t tokens go through norm, SwiGLU MLP and residual, besides what goes in and comes out, and
+    besides the sums of weight gradients. For e >= 4 (below, casts of the norm come on top) and F >= H.
+
+    forward     gate, silu(gate) and up, and one of [t, H]
+    backward    these, their product and the gradients of two; three of [t, H], 1/rms; one weight's share of gradient
+    """
+    return t * e * (H + 3 * F) if way == "forward" else t * e * (6 * F + 3 * H + 1) + H * F * e
+
+
+def loss_peak(t: int, T: int, H: int, V: int, e: int) -> int:
+    """Bytes at most of `chunked_loss` for T tokens of this rank, t at a time: gradients of hidden states and weight,
+    logits of t tokens, one share of the weight's gradient, and per token a label, a bit and two numbers; the loss."""
+    w = max(e, 4)
+    logits = t * V * (w + (e if w != e else 0))
+    return T * H * e + V * H * (w + e) + logits + t * (9 + 2 * w) + w
+
+
+def link_bytes(z: Sizes, what: str) -> tuple[int, int]:
+    """(device to host, host to device) of one layer's attention. `what`: "forward"; "forward, kept" if backward is to
+    find q̂, k̂, v̂, the output and the log-sum-exp on the host; "backward"."""
+    Q, K, L, Q_w, _ = z.letters()
+    u = z.u
+    earlier = u * (u - 1) // 2  # pairs of a chunk and one before it
+    # --- exercise 8.9: bytes over the link ---
+    if what == "forward":
+        return (u - 1) * 2 * K, earlier * 2 * K
+    if what == "forward, kept":
+        return u * (2 * Q + 2 * K + L), earlier * 2 * K
+    again = max(earlier - 1, 0)  # sums of dq̂ that leave and come back; the last one stays
+    return u * Q + again * Q_w, u * 2 * K + (earlier + u) * (3 * Q + L) + again * Q_w
+    # --- end exercise ---
+
+
+def host_peak(z: Sizes) -> int:
+    """Bytes on the host at most, for one layer: kept q̂ k̂ v̂ ô lse, the gradient of ô, and sums of dq̂."""
+    Q, K, L, Q_w, _ = z.letters()
+    return z.u * (3 * Q + 2 * K + L) + ((z.u - 1) * Q_w if z.u > 2 else 0)
+
+
+def network_bytes(z: Sizes) -> int:
+    """Bytes that a rank sends for one layer's attention, forward; backward sends as many. Whatever u is."""
+    heads = 2 * z.heads + 2 * math.lcm(z.kv_heads, z.P)
+    return heads * z.S * z.head_dim * z.e * (z.P - 1) // z.P**2
+
+
+def block_link_bytes(z: Sizes, H: int, keep: str) -> tuple[int, int]:
+    """(device to host, host to device) of one block, forward and backward, on one rank."""
+    x = z.S // z.P * H * z.e
+    kept, back = link_bytes(z, "forward, kept"), link_bytes(z, "backward")
+    if keep == "attention":  # backward reads x twice, and ô once more
+        return kept[0] + back[0] + x, kept[1] + back[1] + 2 * x + z.u * z.letters()[0]
+    once = link_bytes(z, "forward")
+    return once[0] + kept[0] + back[0] + x, once[1] + kept[1] + back[1] + 2 * x
+
+
+def model_host_peak(z: Sizes, H: int, layers: int, keep: str) -> int:
+    """Bytes on the host at most, on one rank: x of every layer, and the rest of one layer, or of all."""
+    x, (Q, K, L, _, _) = z.S // z.P * H * z.e, z.letters()
+    kept = z.u * (2 * Q + 2 * K + L)  # of one layer
+    return layers * x + host_peak(z) + (layers - 1) * (kept if keep == "attention" else 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+
+def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> list[tuple[float, float]]:
+    """Start and end of each operation, if each stream does one at a time, in order, and each waits for its events."""
+    ends: dict[str, list[float]] = {}
+    times = []
+    for op in ops:
+        # --- exercise 8.10: when can it start? ---
+        start = max((ends[stream][tick - 1] for stream, tick in op.after.items() if tick), default=0.0)
+        # --- end exercise ---
+        ends.setdefault(op.stream, []).append(start + seconds(op))
+        times.append((start, ends[op.stream][-1]))
+    return times
+
+
+def idle_time(ops: Sequence[Op], seconds: Callable[[Op], float]) -> float:
+    """Time in which the computation waits, up to its end."""
+    spans = [span for op, span in zip(ops, simulate(ops, seconds), strict=True) if op.stream == "compute"]
+    return max(end for _, end in spans) - sum(end - start for start, end in spans)
+
+
+def record_forward(u: int) -> list[Op]:
+    """The operations of FPDT's forward pass with empty hands: chunks of one element. A test holds them against what
+    fpdt_attention.py really does."""
+    machine = CpuMachine()
+    store, kv = Store(machine), [[torch.zeros(1), torch.zeros(1)] for _ in range(u)]
+    hosts: list[list[Buffer]] = []
+    pairs = [(i, j) for i in range(u) for j in range(i)]
+    earlier = Prefetch(store, pairs, lambda ij: hosts[ij[1]], torch.device("cpu"))
+    for i in range(u):
+        store.compute("project")
+        if i < u - 1:
+            hosts.append([store.offload(x) for x in kv[i]])
+        store.compute("attend", 1)
+        for _ in range(i):
+            store.compute("attend", 2, reads=earlier.take())
+            earlier.done()
+        store.compute("finish")
+    return machine.ops
+
+
+def idle_forward(u: int, a: float, t: float, f: float) -> float:
+    """Seconds that the computation waits in a forward pass.
+
+    a   one row's own work: finish a row, project the next, attend to the chunk itself
+    t   attend to one earlier chunk
+    f   fetch the k̂ and v̂ of one chunk. To store k̂ must take no longer than a and the chunk's attention to itself
+
+    The first fetch is exposed: its slots are made when they are needed. Row i >= 2; T is the end of the row before.
+    - The row's first fetch began with the last pair of the row before, and arrives at T + f - t. If the others follow
+      without a gap, the last of i arrives at T + i f - t. Without waiting its pair would begin at T + a + (i - 1) t:
+      the row is late by i (f - t) - a.
+    - But if `a` is long, both slots fill while it lasts, and the third fetch must wait for the end of the first pair.
+      From there the last pair is i - 2 fetches and as many pairs away: late by (i - 2) (f - t).
+    """
+    # --- exercise 8.11: the closed form ---
+    rows = [max(0.0, (i - 2) * (f - t), i * (f - t) - a) for i in range(2, u)]
+    return (f if u > 1 else 0.0) + sum(rows)
+    # --- end exercise ---
+
+
+# -------------------------------------------------------------------------------------------------- how large a chunk?
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a computation and a copy reach, not what a data sheet promises: bench_fpdt_attention.py --gpu measures."""
+
+    flops: float = 400e12  # FLOP/s of attention, one GPU
+    link: float = 50e9  # bytes/s between host and device, of this GPU's share
+    start: float = 20e-6  # seconds to start a kernel or a copy
+
+
+def smallest_hidden_chunk(z: Sizes, h: Hardware) -> float:
+    """c*: tokens from which on the fetch of a pair hides behind its computation, starting costs left out."""
+    return z.e * h.flops * z.n_kv / (2 * z.n * h.link)
+
+
+def pair_seconds(z: Sizes, h: Hardware) -> tuple[float, float]:
+    """(compute one pair of chunks, fetch its keys and values), forward."""
+    t = 4 * z.c**2 * z.n * z.head_dim / h.flops + h.start
+    f = 2 * z.c * z.n_kv * z.head_dim * z.e / h.link + 2 * h.start
+    return t, f
+
+
+def forward_seconds(z: Sizes, h: Hardware) -> float:
+    """Attention of one layer forward, without projections."""
+    t, f = pair_seconds(z, h)
+    own = t / 2 + 4 * h.start
+    return z.u * own + z.u * (z.u - 1) // 2 * t + idle_forward(z.u, own, t, f)
+
+
+def recommend(z: Sizes, h: Hardware, memory: float) -> tuple[Sizes | None, list[tuple[Sizes, float, int]]]:
+    """The fastest number of chunks whose backward fits in `memory` bytes, among powers of two; and all of them with
+    seconds and bytes. Within 1 % of the fastest, fewer bytes win."""
+    rows, u = [], 1
+    while z.S % (u * z.P) == 0 and z.S // u >= 64 * z.P:
+        now = z.with_chunks(u)
+        rows.append((now, forward_seconds(now, h), max(attention_peak(now, way) for way in ("forward", "backward"))))
+        u *= 2
+    fitting = [row for row in rows if row[2] <= memory]
+    if not fitting:
+        return None, rows
+    fastest = min(seconds for _, seconds, _ in fitting)
+    return [row for row in fitting if row[1] <= 1.01 * fastest][-1][0], rows
+
+
+# ---------------------------------------------------------------------------------------------------- the paper's table
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """A row of what FPDT reports for two chunks (2408.16978): 27 GB become 18, and 61 become 45.
+
+    Our assumptions, since a table of totals does not say what is in them:
+    - 256K tokens on each GPU, bf16, no grouped-query heads; hidden sizes 2560 and 4096 (GPTs of 2.7 and 6.7 billion).
+    - What is cut into chunks is the backward of attention, without slots: q, k, v, the output, its gradient, dq, dk
+      and dv are 8 tensors of [tokens, hidden], and the all-to-alls of dq, dk and dv send from and receive into 6 more.
+    - All else (weights, optimizer, residual stream, checkpoints) does not change with u: F. So M(u) = F + A/u, and the
+      second column follows from the first.
+    """
+
+    model: str
+    hidden: int
+    one: float  # GB, not chunked
+    two: float  # GB, two chunks
+
+
+PAPER = (PaperRow("2.7B", 2560, 27, 18), PaperRow("6.7B", 4096, 61, 45))
+
+
+def paper_table() -> list[tuple[str, float, float, float, float]]:
+    """(model, GB at one chunk, at two as published, at two by the formula, tensors of [S, H] that would be exact)."""
+    unit = 2 * 256 * 1024 / 1e9  # GB of one tensor [S, 1] in bf16
+    rows = []
+    for row in PAPER:
+        A = 14 * unit * row.hidden
+        rows.append((row.model, row.one, row.two, row.one - A / 2, 2 * (row.one - row.two) / (unit * row.hidden)))
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------------- demo
+
+
+def main() -> int:
+    parser = OneLineParser(description="What chunks cost, and how large they should be.", allow_abbrev=False)
+    parser.add_argument("--seq", type=int, default=524288)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--memory-gb", type=float, default=2.0, help="for attention; default %(default)s")
+    parser.add_argument("--tflops", type=float, default=400.0, help="that attention reaches; default %(default)s")
+    parser.add_argument("--link-gb", type=float, default=50.0, help="GB/s from host to device; default %(default)s")
+    parser.add_argument("--paper", action="store_true", help="only the paper's memory table")
+    args = parser.parse_args()
+    for option in ("seq", "heads", "kv_heads", "head_dim", "memory_gb", "tflops", "link_gb"):
+        if getattr(args, option) <= 0:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} must be more than 0")
+    if args.heads % args.kv_heads:
+        parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
+    z = Sizes(args.seq, 1, 1, args.heads, args.kv_heads, args.head_dim)
+    h = Hardware(args.tflops * 1e12, args.link_gb * 1e9)
+    best, rows = recommend(z, h, args.memory_gb * 1e9)
+    if best is None:
+        least = min((row[2] for row in rows), default=0) / 1e9
+        parser.error(f"--memory-gb {args.memory_gb} is too little for {args.seq} tokens; use {least:.3g} or more")
+    if os.environ.get("RANK", "0") != "0":  # nothing here needs a second rank
+        return 0
+    if args.paper:
+        print(inspect.getdoc(PaperRow), end="\n\n")
+        print(f"{'model':8}{'u = 1':>8}{'u = 2':>8}{'formula':>9}   tensors that would be exact")
+        for model, one, two, formula, exact in paper_table():
+            print(f"{model:8}{one:8.0f}{two:8.0f}{formula:9.1f}   {exact:.1f}")
+        print("PASS")
+        return 0
+    wrong = []
+    print("idle time of a forward pass of 8 chunks, in units of a pair of chunks; a row's own work takes 1.2")
+    print(f"{'fetch':>8}{'closed form':>13}{'simulated':>11}")
+    for f in (0.25, 0.75, 1.25, 2.0, 3.0):
+        costs = {"project": 0.5, "finish": 0.2, "fetch": f / 2, "offload": f / 2}
+        predicted = idle_forward(8, 1.2, 1.0, f)
+
+        def seconds(op: Op, costs: dict[str, float] = costs) -> float:
+            return costs.get(op.name, op.amount / 2)
+
+        got = idle_time(record_forward(8), seconds)
+        print(f"{f:8.2f}{predicted:13.2f}{got:11.2f}")
+        if not abs(predicted - got) < 1e-9:
+            wrong.append(f"idle time at fetch {f}: predicted {predicted}, simulated {got}")
+    print(f"\n{args.seq:,} tokens, {args.heads}/{args.kv_heads} heads of {args.head_dim}, bf16; attention of one layer")
+    print(f"{'chunks':>8}{'tokens':>9}{'pair, ms':>10}{'fetch, ms':>11}{'forward, s':>12}{'peak, GB':>10}")
+    for now, forward, peak in rows:
+        t, f = pair_seconds(now, h)
+        mark = "  <- recommended" if now == best else ""
+        print(f"{now.u:8}{now.c:9,}{1e3 * t:10.3f}{1e3 * f:11.3f}{forward:12.3f}{peak / 1e9:10.2f}{mark}")
+    print(f"a fetch hides behind its pair from {smallest_hidden_chunk(z, h):,.0f} tokens on")
+    print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

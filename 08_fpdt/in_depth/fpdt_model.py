@@ -1,0 +1,474 @@
+"""FPDT IV: the whole model in chunks. Projections, feed-forward, loss, checkpoints; what remains is weights and stream.
+
+Problem. Attention in chunks (fpdt_attention.py) leaves the rest of a block as it was: q, k, v of all tokens, an MLP 3
+to 4 times as wide as the model, and logits [S, V], which at a million tokens and V = 128256 are 256 GB in bf16.
+
+Idea. Everything but attention looks at one token at a time, so it can be done for a few tokens at a time, and done
+again in backward (Mini-Sequence Transformer, 2407.15892). One autograd node is a whole block:
+
+    forward, chunk i    x_i -> norm, q k v -> attention to chunks 0..i -> output projection -> norm, MLP in finer pieces
+                        keep: x_i, on the host                          (and with keep="attention": q̂ k̂ v̂ ô lse)
+    backward
+      1  forward again, chunk by chunk; at its end, while h_i = x_i + attention is there, back through the MLP and the
+         output projection: dô_i goes to the host
+      2  nested loop of fpdt_attention.py; with dq_j, dk_j, dv_j home, back through projections, norm: dx_j is complete
+
+    loss    for a few tokens: logits, softmax, d hidden, d weight, all in forward: logits are made once and not kept
+
+A node returns each weight's gradient once, the sum over all chunks, taken in fp32: hooks of data parallelism or ZeRO
+see an ordinary parameter. The loss of a rank is a sum over its tokens divided by the valid tokens of the whole batch:
+gradients are *summed* over the ranks of the sequence, together with those of data parallelism.
+
+Device memory, T = S/P tokens on a rank: x and y (in backward dy, dx), 2 T H e, is all that grows with T; what is
+inside a block falls with u. Host memory: T H e per layer, and q̂ k̂ v̂ ô dô dq̂ of one layer (or of each that keeps them).
+
+Run it:
+    python fpdt_model.py                                       three steps beside the oracle, one rank
+    torchrun --nproc_per_node 2 fpdt_model.py --chunks 4       gloo on CPU, nccl on GPU
+    python fpdt_model.py --watch                               64k tokens, where the dense model runs out of memory
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _fpdt_demo import Llama, batch, check_ranks_and_heads, run, three_steps
+from fpdt_attention import (
+    ChunkedAttention,
+    Kernel,
+    check_sizes,
+    copy_kv_heads,
+    fpdt_positions,
+    to_heads,
+    to_tokens,
+    wide,
+)
+from fpdt_costs import Sizes, block_link_bytes, model_host_peak
+from fpdt_store import Buffer, CpuMachine, DeviceMemory, OneLineParser, Prefetch, Store, check_host, machine_for
+from torch import Tensor, nn
+from torch.func import functional_call
+
+# Legend of shapes: B batch, T = S/P tokens of a rank, H hidden, N query heads, D head dim, F intermediate size, V
+# vocabulary; u chunks, s = T/u tokens of a chunk on a rank.
+IGNORE = -100  # a label that is no target
+
+# ---------------------------------------------------------------------------------------- gradients, a piece at a time
+
+
+class Pieces(nn.Module):
+    """The parts of a Llama block that look at one token at a time. It owns nothing: `block` has Hugging Face's names
+    (input_layernorm, self_attn.q_proj ..., post_attention_layernorm, mlp), self_attn.parts.rope, self_attn.head_dim."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block: Any = block
+
+    def forward(self, what: str, *args: Any) -> Any:
+        return getattr(self, what)(*args)
+
+    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor, P: int) -> tuple[Tensor, Tensor, Tensor]:
+        a, x = self.block.self_attn, self.block.input_layernorm(x)
+        q, k, v = (proj(x).unflatten(-1, (-1, a.head_dim)) for proj in (a.q_proj, a.k_proj, a.v_proj))
+        q, k = a.parts.rope(q, cos, sin), a.parts.rope(k, cos, sin)
+        return q, copy_kv_heads(k, P), copy_kv_heads(v, P)  # [B, s, heads, D]
+
+    def finish(self, x: Tensor, out: Tensor) -> Tensor:
+        return x + self.block.self_attn.o_proj(out.flatten(-2))  # [B, s, N, D] -> [B, s, H]
+
+    def feed_forward(self, h: Tensor) -> Tensor:
+        return h + self.block.mlp(self.block.post_attention_layernorm(h))
+
+
+class Gradients:
+    """Runs a module's forward a piece at a time, and sums the gradients of its parameters over the pieces.
+
+    It differentiates copies of the parameters that share their memory. So hooks of the real ones do not see the
+    pieces; they see the sum, once, when the autograd node that owns this object returns it.
+    """
+
+    def __init__(self, module: nn.Module, trained: bool) -> None:
+        self.module = module
+        self.leaves = {name: p.detach() for name, p in module.named_parameters()}
+        self.sums: dict[str, Tensor] = {}
+        if trained:
+            wanted = [name for name, p in module.named_parameters() if p.requires_grad]
+            self.leaves |= {name: self.leaves[name].requires_grad_() for name in wanted}
+            self.sums = {n: torch.zeros_like(self.leaves[n], dtype=wide(self.leaves[n].dtype)) for n in wanted}
+
+    def call(self, *args: Any) -> Any:
+        return functional_call(self.module, self.leaves, args)
+
+    def back(self, outputs: Sequence[Tensor], douts: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Gradients of the inputs; those of the parameters go into the sums."""
+        # --- exercise 8.12: one piece's share of every gradient ---
+        (*dinputs,) = torch.autograd.grad(
+            outputs, [*inputs, *(self.leaves[n] for n in self.sums)], douts, allow_unused=True
+        )
+        for total, share in zip(self.sums.values(), dinputs[len(inputs) :], strict=True):
+            if share is not None:
+                total += share
+        return dinputs[: len(inputs)]
+        # --- end exercise ---
+
+    def result(self) -> list[Tensor | None]:
+        """In the order of the module's parameters; None for a frozen one."""
+        return [self.sums[n].to(p.dtype) if n in self.sums else None for n, p in self.module.named_parameters()]
+
+
+class Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, chunks: int, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.module, ctx.chunks = module, chunks
+        ctx.save_for_backward(x)
+        run, y = Gradients(module, trained=False), torch.empty_like(x)
+        for rows, out in zip(x.chunk(chunks, 1), y.chunk(chunks, 1), strict=True):
+            out.copy_(run.call(rows))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        run, dx = Gradients(ctx.module, trained=True), torch.empty_like(x)
+        for rows, dout, into in zip(*(t.chunk(ctx.chunks, 1) for t in (x, dy, dx)), strict=True):
+            rows = rows.detach().requires_grad_()
+            with torch.enable_grad():
+                out = run.call(rows)
+            into.copy_(*run.back([out], [dout], [rows]))
+            del out
+        return None, None, dx, *run.result()
+
+
+def chunked(module: nn.Module, chunks: int) -> Callable[[Tensor], Tensor]:
+    """`module`, which looks at one token at a time, for [B, T, H] -> [B, T, H] in pieces; keeps its input only."""
+    return lambda x: Chunked.apply(module, chunks, x, *module.parameters())
+
+
+# -------------------------------------------------------------------------------------------------------- a block
+
+
+@dataclass(frozen=True)
+class FPDT:
+    """How a block is run."""
+
+    pieces: Pieces
+    core: ChunkedAttention
+    finer: int  # pieces of a chunk in the feed-forward
+    keep: str  # "input" or "attention"
+    inputs: Store  # where x waits
+
+    def rows(self, x: Tensor, i: int) -> Tensor:
+        """Chunk i of [B, T, ...]."""
+        s = x.shape[1] // self.core.u
+        return x[:, i * s : (i + 1) * s]
+
+    def tables(self, cos: Tensor, sin: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """RoPE's tables [..., T, D/2] of chunk i."""
+        s = cos.shape[-2] // self.core.u
+        return cos[..., i * s : (i + 1) * s, :], sin[..., i * s : (i + 1) * s, :]
+
+
+class Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, fpdt: FPDT, *parameters: Tensor) -> Tensor:
+        store, group, y = fpdt.core.store, fpdt.core.group, torch.empty_like(x)
+        run, trained = Gradients(fpdt.pieces, trained=False), any(ctx.needs_input_grad)
+
+        def source(i: int) -> tuple[Tensor, Tensor, Tensor]:
+            return run.call("qkv", fpdt.rows(x, i), *fpdt.tables(cos, sin, i), group.size())
+
+        def sink(i: int, out: Tensor) -> None:
+            h = run.call("finish", fpdt.rows(x, i), out)
+            del out
+            for piece, into in zip(h.chunk(fpdt.finer, 1), fpdt.rows(y, i).chunk(fpdt.finer, 1), strict=True):
+                into.copy_(run.call("feed_forward", piece))
+
+        keep = trained and fpdt.keep == "attention"
+        kept = fpdt.core.forward(source, sink, x.device, keep)
+        ctx.fpdt, ctx.kept, ctx.shape, ctx.tables = fpdt, kept if keep else None, x.shape, (cos, sin)
+        ctx.x = [fpdt.inputs.offload(fpdt.rows(x, i).contiguous()) for i in range(fpdt.core.u)] if trained else []
+        for buffer in [] if keep else kept.buffers():
+            store.drop(buffer)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        fpdt, core, store, group = ctx.fpdt, ctx.fpdt.core, ctx.fpdt.core.store, ctx.fpdt.core.group
+        run, dx, device = Gradients(fpdt.pieces, trained=True), torch.empty_like(dy), dy.device
+        away: list[Buffer] = []  # dô_i
+        held: list[Tensor] = []
+
+        def source(i: int) -> tuple[Tensor, Tensor, Tensor]:
+            held[:] = [slot.data for slot in inputs.take()]
+            return run.call("qkv", held[0].detach(), *fpdt.tables(*ctx.tables, i), group.size())
+
+        def sink(i: int, out: Tensor) -> None:
+            """Step 1: back from y_i to x_i (past attention) and to the output of attention."""
+            out.requires_grad_()
+            with torch.enable_grad():
+                h = run.call("finish", held[0], out)
+            # --- exercise 8.13: back through the feed-forward, a piece at a time ---
+            dh = fpdt.rows(dx, i)  # the residual stream: the gradient of h_i is the first part of that of x_i
+            for piece, dout, into in zip(*(t.chunk(fpdt.finer, 1) for t in (h, fpdt.rows(dy, i), dh)), strict=True):
+                piece = piece.detach().requires_grad_()
+                with torch.enable_grad():
+                    y = run.call("feed_forward", piece)
+                into.copy_(*run.back([y], [dout], [piece]))
+                del y
+            # --- end exercise ---
+            (dout,) = run.back([h], [dh], [out])
+            inputs.done()
+            store.compute("back")
+            away.append(store.offload(to_heads(dout, group)))
+
+        def home(j: int, *dqkv: Tensor) -> None:
+            """Step 2: back through the projections and the norm of chunk j."""
+            x = inputs.take()[0].data.detach().requires_grad_()
+            with torch.enable_grad():
+                qkv = run.call("qkv", x, *fpdt.tables(*ctx.tables, j), group.size())
+            fpdt.rows(dx, j).add_(*run.back(qkv, dqkv, [x]))
+            inputs.done()
+
+        def every_input() -> Prefetch:
+            return Prefetch(fpdt.inputs, range(core.u), lambda i: [ctx.x[i]], device)
+
+        inputs, kept = every_input(), ctx.kept
+        if kept is None:
+            with torch.no_grad():
+                kept = core.forward(lambda i: untracked(source, i), sink, device, keep=True)
+        else:
+            outputs = Prefetch(store, range(core.u), lambda i: [kept.out[i]], device)
+            for i in range(core.u):
+                held[:] = [slot.data for slot in inputs.take()]
+                out = to_tokens(outputs.take()[0].data, group)
+                outputs.done()
+                sink(i, out)
+                del out
+            del outputs
+        held.clear()
+        inputs = every_input()
+        core.backward(kept, away, home, device)
+        for buffer in ctx.x:
+            fpdt.inputs.drop(buffer)
+        ctx.x, ctx.kept = [], None
+        return dx, None, None, None, *run.result()
+
+
+def untracked(source: Callable[[int], Sequence[Tensor]], i: int) -> list[Tensor]:
+    """Without autograd, whatever the parameters' copies want."""
+    with torch.no_grad():
+        return list(source(i))
+
+
+def fpdt_block(
+    block: nn.Module, chunks: int, group: dist.ProcessGroup, store: Store, *,
+    finer: int = 2, keep: str = "input", kernel: Kernel | None = None, inputs: Store | None = None,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+    """In place of `block(x, cos, sin)` of a Llama whose tokens lie as `fpdt_positions` says: x [B, T, H] -> [B, T, H].
+
+    keep    "input": x alone waits on the host, and backward computes attention once more; "attention": its inputs and
+            outputs wait there too, (2 + 2 N_kv/N) more tensors of x's size, and backward is shorter by one attention
+    finer   pieces of a chunk in the feed-forward
+    inputs  another store for x, such as one on the device, for layers whose inputs fit there
+    """
+    if keep not in ("input", "attention"):
+        raise ValueError(f"keep {keep!r} must be input or attention")
+    fpdt = FPDT(Pieces(block), ChunkedAttention(group, chunks, store, kernel), finer, keep, inputs or store)
+
+    def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        T = x.shape[1]
+        if T % chunks or T // chunks % finer:
+            raise ValueError(f"{T} tokens of a rank do not divide into {chunks} chunks of {finer} pieces")
+        return Block.apply(x, cos, sin, fpdt, *fpdt.pieces.parameters())
+
+    return run
+
+
+def use_fpdt(model: nn.Module, chunks: int, group: dist.ProcessGroup, store: Store, **options: Any) -> nn.Module:
+    """Run every layer of a Llama, chapter 1's or one with its names, by `fpdt_block`. Its state dict stays the same."""
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.forward = fpdt_block(layer, chunks, group, store, **options)
+    return model
+
+
+# ----------------------------------------------------------------------------------------------------------- the loss
+
+
+class ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int) -> Tensor:
+        trained = hidden.requires_grad or weight.requires_grad
+        h_all, labels = hidden.flatten(0, -2), labels.flatten()
+        total = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
+        dh_all = torch.empty_like(h_all) if trained else None
+        dweight = torch.zeros_like(weight, dtype=total.dtype) if trained else None
+        size = -(-h_all.shape[0] // chunks)
+        for at in range(0, h_all.shape[0], size):
+            h, label = h_all[at : at + size], labels[at : at + size, None]
+            valid = label != IGNORE
+            label = label.masked_fill(~valid, 0)
+            logits = (h @ weight.T).to(total.dtype)  # [t, V]: the only logits there are
+            # --- exercise 8.14: loss and gradient from a few tokens' logits, in their own memory ---
+            logits -= logits.amax(-1, keepdim=True)
+            at_label = logits.gather(-1, label)
+            sums = logits.exp_().sum(-1, keepdim=True)
+            total += (sums.log() - at_label).masked_fill_(~valid, 0).sum()
+            if dh_all is not None and dweight is not None:
+                logits *= valid / sums  # softmax, or zero where no target is
+                logits.scatter_add_(-1, label, -valid.to(logits.dtype))
+                dlogits = logits.to(h.dtype)
+                torch.mm(dlogits, weight, out=dh_all[at : at + size])
+                dweight += dlogits.T @ h
+                del dlogits
+            # --- end exercise ---
+            del logits
+        ctx.save_for_backward(dh_all, dweight)
+        ctx.shape, ctx.dtype = hidden.shape, weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        dh, dweight = ctx.saved_tensors
+        # In place: nobody needs the unscaled ones.
+        return dh.mul_(grad).view(ctx.shape), dweight.mul_(grad).to(ctx.dtype), None, None
+
+
+def chunked_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int) -> Tensor:
+    """SUM of -log p(label) over the valid labels: hidden [B, T, H], weight [V, H], labels [B, T] with -100 for none.
+
+    Logits of T/chunks tokens exist at a time. Divide by the number of valid tokens of the whole global batch.
+    """
+    return ChunkedLoss.apply(hidden, weight, labels, chunks)
+
+
+def loss_sum(model: Any, tokens: Tensor, labels: Tensor, positions: Tensor, chunks: int) -> Tensor:
+    """Sum of the losses of this rank's tokens, of a Llama whose layers run by `use_fpdt`. Final norm and loss go in
+    `chunks` pieces as well."""
+    x = model.model(tokens, positions)
+    return chunked_loss(chunked(model.model.norm, chunks)(x), model.lm_head.weight, labels, chunks)
+
+
+# --------------------------------------------------------------------------------------------------------------- demo
+
+
+def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Three steps in 1, 2, 4 ... chunks beside the oracle; bytes on the host and over the link."""
+    P, S, H, layers, dtype = group.size(), args.seq, 8 * args.heads, 2, torch.float64
+    sizes = dict(hidden=H, layers=layers, heads=args.heads, kv_heads=args.kv_heads, intermediate=2 * H)
+    positions = torch.arange(S, device=device)
+    oracle = Llama(**sizes).to(device, dtype)
+
+    def whole(step: int) -> tuple[Tensor, Tensor]:
+        tokens, labels = (t.to(device) for t in batch(S, 256, step))
+        return oracle.loss_sum(tokens, labels, positions), (labels != IGNORE).sum()
+
+    want, wrong = three_steps(oracle, whole, None), []
+    if group.rank() == 0:
+        print(f"{P} rank(s) on {device.type}, {S} tokens, {layers} layers, {args.heads}/{args.kv_heads} heads, float64")
+        titles = f"{'link':>10} {'predicted':>10} {'host':>10} {'predicted':>10}"
+        print(f"{'chunks':>6} {'keep':>10} {'error':>8}   bytes: {titles}")
+    for u in [2**n for n in range(args.chunks.bit_length()) if 2**n <= args.chunks]:
+        for keep in ("input", "attention"):
+            store = Store(machine_for(device))
+            model = use_fpdt(Llama(**sizes).to(device, dtype), u, group, store, keep=keep)
+            mine = fpdt_positions(S, group.rank(), P, u)
+
+            def share(step: int, model: Any = model, mine: Tensor = mine, u: int = u) -> tuple[Tensor, Tensor]:
+                tokens, labels = (t.to(device) for t in batch(S, 256, step))
+                return loss_sum(model, tokens[:, mine], labels[:, mine], mine.to(device), u), (labels != IGNORE).sum()
+
+            got = three_steps(model, share, group)
+            error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want, strict=True))
+            z = Sizes(S, P, u, args.heads, args.kv_heads, 8, e=8)
+            counted = [
+                (
+                    "bytes over the link",
+                    store.offloaded + store.fetched,
+                    3 * layers * sum(block_link_bytes(z, H, keep)),
+                ),
+                ("bytes on the host", store.host_peak, model_host_peak(z, H, layers, keep)),
+            ]
+            found: list = [None] * P
+            dist.all_gather_object(found, (error, counted), group=group)
+            for r, (off, numbers) in enumerate(found):
+                wrong += [f"{u} chunks, rank {r}: error {off:.1e}"] * (not off <= 1e-10)
+                wrong += [f"{u} chunks, rank {r}: {w} {a:,}, predicted {b:,}" for w, a, b in numbers if a != b]
+            if group.rank() == 0:
+                line = " ".join(f"{number:10,}" for _, *both in counted for number in both)
+                print(f"{u:6} {keep:>10} {max(off for off, _ in found):8.1e}          {line}")
+    return wrong
+
+
+class Watched(CpuMachine):
+    """A machine with a progress bar: its unit is a (query, key) pair of one head."""
+
+    def __init__(self, bar: Any) -> None:
+        super().__init__()
+        self.bar = bar
+
+    def launch(self, stream: str, name: str, amount: float, reads: Any = (), writes: Any = ()) -> None:
+        super().launch(stream, name, amount, reads, writes)
+        self.bar.update(amount if stream == "compute" else 0)
+
+
+def watch(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """One step on a long sequence, on a device that has `--budget-mb` megabytes for activations."""
+    from tqdm import tqdm
+
+    torch.set_num_threads(
+        1
+    )  # the CPU's fused backward shares out heads; with one at a time a second thread is in the way
+    S, u, limit = args.seq, args.chunks, args.budget_mb * 10**6
+    tokens, labels = batch(S, 256, 0)
+    losses = {}
+    for name in ("dense", f"FPDT, {u} chunks"):
+        model = Llama(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=96)
+        memory = DeviceMemory(limit)
+        pairs = 3 * S * (S + 1) / 2  # forward, forward again, backward
+        try:
+            with memory, tqdm(total=pairs, unit_scale=True, unit=" pairs", desc=name, mininterval=1) as bar:
+                if name == "dense":
+                    loss = model.loss_sum(tokens, labels, torch.arange(S))
+                else:
+                    use_fpdt(model, u, group, Store(Watched(bar)), finer=4)
+                    loss = loss_sum(model, tokens, labels, fpdt_positions(S, 0, 1, u), 4 * u)
+                (loss / (labels != IGNORE).sum()).backward()
+                losses[name] = loss.item() / int((labels != IGNORE).sum())
+            print(f"{name:18} loss {losses[name]:.4f}, peak {memory.peak / 1e6:.1f} of {args.budget_mb} MB")
+        except MemoryError as error:
+            print(f"{name:18} out of memory: {error}")
+    fits = list(losses) == [f"FPDT, {u} chunks"]
+    return [] if fits else [f"within {args.budget_mb} MB only FPDT should run, but {list(losses) or 'nothing'} did"]
+
+
+def main() -> int:
+    parser = OneLineParser(description="A Llama in chunks.", allow_abbrev=False)
+    parser.add_argument("--watch", action="store_true", help="one step of 65536 tokens under a memory budget")
+    parser.add_argument("--seq", type=int, help="tokens of the whole sequence; default 128, or 65536 to watch")
+    parser.add_argument("--chunks", type=int, help="default 4 (1, 2 and 4 are shown), or 32 to watch")
+    parser.add_argument("--budget-mb", type=int, default=60, help="of the device, to watch; default %(default)s")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    args = parser.parse_args()
+    args.seq, args.chunks = args.seq or (65536 if args.watch else 128), args.chunks or (32 if args.watch else 4)
+    check_ranks_and_heads(parser, args)
+    P = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.watch and P > 1:
+        parser.error(f"--watch on {P} ranks is one rank too many; start it with python")
+    z = Sizes(args.seq, P, 1, args.heads, args.kv_heads, 8, e=8)
+    try:
+        check_sizes(args.seq, P * (4 if args.watch else 2), args.chunks, args.heads * 2 * P)
+        check_sizes(args.seq, P, args.chunks, args.heads)
+        check_host(P * model_host_peak(z, 8 * args.heads, 2, "attention"))
+    except ValueError as error:
+        parser.error(f"--seq {args.seq} --chunks {args.chunks} --heads {args.heads}: {error}")
+    return run(args, watch if args.watch else demo)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

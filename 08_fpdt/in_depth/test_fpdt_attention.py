@@ -1,0 +1,398 @@
+"""Attention in chunks against one oracle: dense attention over the whole sequence, in one process."""
+
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fpdt_attention import (
+    EXPLICIT,
+    FUSED,
+    ChunkedAttention,
+    attend,
+    check_sizes,
+    fpdt_attention,
+    fpdt_positions,
+    main,
+    merge,
+    to_heads,
+    to_tokens,
+)
+from fpdt_costs import Sizes, attention_peak, host_peak, link_bytes, network_bytes, record_forward
+from fpdt_store import CpuMachine, Race, Store
+from harness.meter import communication, peak_memory
+from harness.oracle import assert_same, error_between
+from harness.ranks import run_ranks
+from test_fpdt_store import Forgetful
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "05_context_parallel" / "in_depth"))
+
+S, D = 64, 4
+HEADS = [(8, 8), (8, 2), (4, 1)]  # query heads, key/value heads
+NAMES = ("out", "dq", "dk", "dv")
+CPU = torch.device("cpu")
+
+
+def tensors(heads: tuple[int, int], B: int = 1, length: int = S, dtype=torch.float64, seed: int = 0) -> list[Tensor]:
+    """q, k, v and the weight of each output in the loss."""
+    make = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(B, length, n, D, generator=make, dtype=torch.float64).to(dtype)
+        for n in (*heads, heads[1], heads[0])
+    ]
+
+
+def gradients(attention, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, causal=True)
+    (out * weight).sum().backward()
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Attention once more, from its definition: every query a row of its own."""
+    G, rows = q.shape[2] // k.shape[2], []
+    k, v = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2)
+    for i in range(q.shape[1]):
+        scores = torch.einsum("bnd,bsnd->bns", q[:, i], k[:, : i + 1]) / q.shape[-1] ** 0.5
+        rows.append(torch.einsum("bns,bsnd->bnd", scores.softmax(-1), v[:, : i + 1]))
+    return torch.stack(rows, 1)
+
+
+@cache
+def oracle(heads: tuple[int, int], B: int = 1, seed: int = 0) -> list[Tensor]:
+    return gradients(written_out, *tensors(heads, B, seed=seed))
+
+
+# ------------------------------------------------------------------------------------------------------- the one oracle
+
+CASES = [(heads, u, 1) for heads in HEADS for u in (1, 2, 4, 8)] + [((8, 2), 4, 2), ((8, 8), 16, 1)]
+
+
+def in_chunks(group, heads, u, B=1, kernel=None, seed=0) -> list[Tensor]:
+    mine = fpdt_positions(S, group.rank(), group.size(), u)
+    x = [t[:, mine] for t in tensors(heads, B, seed=seed)]
+    return gradients(fpdt_attention(group, u, Store(CpuMachine()), kernel), *x)
+
+
+def all_cases(kernel_name: str) -> list[list[Tensor]]:
+    kernel = {"fused": None, "explicit": EXPLICIT}[kernel_name]
+    return [in_chunks(dist.group.WORLD, *case, kernel) for case in CASES]
+
+
+@pytest.mark.parametrize(("ranks", "kernel"), [(1, "fused"), (1, "explicit"), (2, "fused"), (4, "fused")])
+def test_output_and_every_gradient_equal_dense_attention_for_any_chunks_ranks_and_heads(ranks, kernel):
+    for rank, cases in enumerate(run_ranks(ranks, all_cases, kernel)):
+        for (heads, u, B), got in zip(CASES, cases, strict=True):
+            mine = fpdt_positions(S, rank, ranks, u)
+            for name, x, want in zip(NAMES, got, oracle(heads, B), strict=True):
+                assert_same(x, want[:, mine], what=f"{name}, {heads} heads in {u} chunks", rank=rank)
+
+
+def beside_ulysses() -> bool:
+    from context_ulysses import ulysses
+
+    group = dist.group.WORLD
+    x = [t.chunk(2, 1)[group.rank()] for t in tensors((8, 2))]
+    got = in_chunks(group, (8, 2), 1)
+    return all(error_between(a, b) < 1e-12 for a, b in zip(got, gradients(ulysses(group), *x), strict=True))
+
+
+def test_one_chunk_is_the_ulysses_of_chapter_5():
+    assert run_ranks(2, beside_ulysses) == [True, True]
+
+
+def two_slices() -> list[Tensor]:
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    which = dist.get_rank() % 2
+    return [torch.tensor(dist.get_rank(groups[which])), *in_chunks(groups[which], (8, 2), 4, seed=which)]
+
+
+def test_two_slices_of_the_world_work_at_the_same_time():
+    for rank, (place, *got) in enumerate(run_ranks(4, two_slices)):
+        mine = fpdt_positions(S, int(place), 2, 4)
+        for name, x, want in zip(NAMES, got, oracle((8, 2), seed=rank % 2), strict=True):
+            assert_same(x, want[:, mine], what=name, rank=rank)
+
+
+def test_chunk_i_of_all_ranks_is_a_contiguous_piece_and_every_token_has_one_rank():
+    assert fpdt_positions(16, 1, 2, 4).tolist() == [2, 3, 6, 7, 10, 11, 14, 15]
+    for P, u in ((1, 4), (2, 4), (3, 2), (4, 1)):
+        by_rank = torch.stack([fpdt_positions(48, r, P, u).view(u, -1) for r in range(P)])  # [P, u, s]
+        for i in range(u):
+            assert by_rank[:, i].flatten().tolist() == list(range(i * 48 // u, (i + 1) * 48 // u)), (P, u, i)
+
+
+def alone(work, *args):
+    """`work(group, *args)` on one rank."""
+    [result] = run_ranks(1, work, *args)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------- the numbers
+
+
+def test_two_partial_softmaxes_merge_without_overflow_whatever_the_size_of_the_scores():
+    for scale in (1.0, 3e2):
+        q, k, v, _ = tensors((2, 2), length=12)
+        q, query = q * scale, 12
+        bias_free = [attend(EXPLICIT, q, k[:, a:b], v[:, a:b], causal=False) for a, b in ((0, 5), (5, query))]
+        (out, lse), (more, more_lse) = bias_free
+        merge(out, lse, more, more_lse)
+        want, want_lse = attend(EXPLICIT, q, k, v, causal=False)
+        assert_same(out, want, what=f"out at scale {scale}")
+        assert_same(lse, want_lse, what=f"lse at scale {scale}")
+
+
+def test_the_fused_kernel_gives_what_the_explicit_one_does():
+    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in tensors((2, 2), length=8))
+    for causal in (True, False):
+        out, lse = EXPLICIT.forward(q, k, v, causal)
+        for name, got, want in zip(("out", "lse"), FUSED.forward(q, k, v, causal), (out, lse), strict=True):
+            assert_same(got, want, what=name)
+        given = (dout, q, k, v, out, lse, causal)
+        for name, got, want in zip(NAMES[1:], FUSED.backward(*given), EXPLICIT.backward(*given), strict=True):
+            assert_same(got, want, what=name)
+
+
+def low_precision() -> list[float]:
+    """Errors of dq, dk, dv against float64: one chunk, then sixteen."""
+    group, want = dist.group.WORLD, gradients(written_out, *tensors((4, 1)))
+    errors = []
+    for u in (1, 16):
+        attention = fpdt_attention(group, u, Store(CpuMachine()), EXPLICIT)
+        got = gradients(attention, *tensors((4, 1), dtype=torch.bfloat16))
+        errors.append([error_between(g.double(), w) for g, w in zip(got, want, strict=True)])
+    return errors
+
+
+def test_in_bf16_sixteen_chunks_are_as_exact_as_one_because_sums_are_in_fp32():
+    [[one, many]] = run_ranks(1, low_precision)
+    for name, a, b in zip(NAMES, one, many, strict=True):
+        assert b <= 1.5 * a, f"{name}: error {b:.1e} in 16 chunks, {a:.1e} in one"
+
+
+def there_and_back() -> bool:
+    x = torch.randn(2, 4, 6, 3)
+    group = dist.group.WORLD
+    return torch.equal(to_tokens(to_heads(x, group), group), x) and to_heads(x, group).shape == (2, 12, 2, 3)
+
+
+def test_to_tokens_is_the_inverse_of_to_heads():
+    assert run_ranks(3, there_and_back) == [True] * 3
+
+
+# ------------------------------------------------------------------------------------------------------ bytes, exactly
+
+
+def measured(sizes: Sizes) -> dict[str, int]:
+    """Bytes of one forward and backward of this rank, and peaks of the device as the least of some runs."""
+    group, make = dist.group.WORLD, torch.Generator().manual_seed(0)
+    T, e = sizes.S // sizes.P, {4: torch.float32, 8: torch.float64}[sizes.e]
+    widths = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
+    *qkv, dout = [torch.randn(1, T, n, sizes.head_dim, generator=make, dtype=e) for n in widths]
+    grads, s = [torch.empty_like(x) for x in qkv], T // sizes.u
+    found: dict[str, int] = {}
+    for run in range(20):
+        if run and all(found[way] <= attention_peak(sizes, way) for way in ("forward", "backward")):
+            break  # gloo may free a message late: the least counts
+        store = Store(CpuMachine())
+        core, out = ChunkedAttention(group, sizes.u, store), torch.empty_like(dout)
+
+        def put(i: int, chunk: Tensor, out: Tensor = out) -> None:
+            out[:, i * s : (i + 1) * s] = chunk
+
+        def put_grads(i: int, *chunks: Tensor) -> None:
+            for grad, chunk in zip(grads, chunks, strict=True):
+                grad[:, i * s : (i + 1) * s] = chunk
+
+        with communication() as sent, peak_memory() as forward:
+            kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in qkv], put, CPU, keep=True)
+        link = store.offloaded, store.fetched
+        with communication() as sent_back:
+            away = [store.offload(to_heads(chunk, group)) for chunk in dout.split(s, 1)]
+            with peak_memory() as backward:
+                core.backward(kept, away, put_grads, CPU)
+        now = dict(forward=forward.peak, backward=backward.peak, network=sent.total, network_back=sent_back.total)
+        now |= dict(out=link[0], back=link[1], out2=store.offloaded - link[0], back2=store.fetched - link[1])
+        now |= dict(host=store.host_peak, left=store.host_bytes)
+        found = {name: min(value, found.get(name, value)) for name, value in now.items()}
+        for way in ("forward", "backward"):
+            least = torch.tensor(found[way])
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)  # so that all ranks stop together
+            found[way] = int(least)
+    return found
+
+
+def measured_all(cases: list[Sizes]) -> list[dict[str, int]]:
+    return [measured(z) for z in cases]
+
+
+def sizes_for(P: int) -> list[Sizes]:
+    base = [Sizes(64, P, 1, 8, 8, 4, 8), Sizes(128, P, 1, 8, 2, 8, 4), Sizes(64, P, 1, 16, 4, 2, 8)]
+    return [z.with_chunks(u) for z in base for u in (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize("P", [1, 2])
+def test_bytes_on_the_device_the_host_the_link_and_the_network_equal_the_formulas(P):
+    cases = sizes_for(P)
+    by_rank = run_ranks(P, measured_all, cases, timeout=120)
+    for n, z in enumerate(cases):
+        for rank, numbers in enumerate(cases[n] for cases in by_rank):
+            assert (numbers["out"], numbers["back"]) == link_bytes(z, "forward, kept"), z
+            assert (numbers["out2"], numbers["back2"]) == link_bytes(z, "backward"), z
+            assert numbers["network"] == numbers["network_back"] == network_bytes(z), z
+            assert (numbers["host"], numbers["left"]) == (host_peak(z), 0), f"{z}, rank {rank}"
+        for way in ("forward", "backward"):  # gloo may free a message late, on some ranks: the least counts
+            assert min(numbers[n][way] for numbers in by_rank) == attention_peak(z, way), f"{z}: peak of {way}"
+
+
+def test_device_memory_falls_as_1_over_u_and_stays_when_sequence_and_chunks_double():
+    z = Sizes(S=2**20, P=4, u=4, heads=32, kv_heads=8, head_dim=128)
+    for way in ("forward", "backward"):
+        peaks = [attention_peak(z.with_chunks(u), way) for u in (4, 8, 16, 32, 64)]
+        assert all(a == 2 * b for a, b in pairwise(peaks))
+        double = Sizes(S=2**21, P=4, u=8, heads=32, kv_heads=8, head_dim=128)
+        assert attention_peak(double, way) == attention_peak(z, way)
+
+
+def without_keeping(u: int) -> tuple[int, int, int]:
+    z, store = Sizes(64, 1, u, 4, 2, 4, 8), Store(CpuMachine())
+    q, k, v, _ = tensors((4, 2))
+    s = S // u
+    core = ChunkedAttention(dist.group.WORLD, u, store)
+    kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], lambda i, out: None, CPU, keep=False)
+    assert (store.offloaded, store.fetched) == link_bytes(z, "forward")
+    for buffer in kept.buffers():
+        store.drop(buffer)
+    return store.offloaded, len(kept.k), store.host_bytes
+
+
+def test_what_no_later_chunk_asks_for_is_not_offloaded():
+    assert alone(without_keeping, 1) == (0, 0, 0)
+    assert alone(without_keeping, 4)[1] == 3
+
+
+# ------------------------------------------------------------------------------------------------------ who waits whom
+
+
+def operations(u: int, keep: bool) -> list:
+    machine = CpuMachine()
+    q, k, v, _ = tensors((4, 2))
+    s, core = S // u, ChunkedAttention(dist.group.WORLD, u, Store(machine))
+    core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], lambda i, out: None, CPU, keep)
+    return machine.ops
+
+
+def test_the_recorded_schedule_is_the_one_whose_idle_time_is_known():
+    for u in (1, 2, 3, 6):
+        if S % u == 0:
+            got, want = alone(operations, u, False), record_forward(u)
+            assert [(o.stream, o.name, o.after) for o in got] == [(o.stream, o.name, o.after) for o in want], u
+
+
+def test_the_fetch_of_the_next_chunk_is_issued_before_the_computation_of_this_one_ends():
+    ops = alone(operations, 4, True)
+    attends = [n for n, op in enumerate(ops) if op.name == "attend"]
+    fetches = [op for op in ops if op.stream == "fetch"][::2]  # k̂ of each pair
+    pairs = [(i, j) for i in range(4) for j in range(i)]
+    compute = [n for n, op in enumerate(ops) if op.stream == "compute"]
+    rank_of = {n: compute.index(n) for n in attends}
+    earlier = [n for i, n in zip([0, 1, 1, 2, 2, 2, 3, 3, 3, 3], attends, strict=True) if (i, n) != (0, attends[0])]
+    pair_ops = [n for n in earlier if ops[n].amount == 16 * 16]
+    assert len(pair_ops) == len(pairs) == len(fetches)
+    for n, fetch in enumerate(fetches[1:], 1):
+        this = rank_of[pair_ops[n - 1]]
+        assert fetch.after["compute"] <= this, f"fetch {n} waits for the computation it should run beside"
+        assert ops.index(fetch) < pair_ops[n], f"fetch {n} is issued too late"
+
+
+def race(who: str, whom: str, backward: bool) -> str:
+    u, s = 4, S // 4
+    q, k, v, dout = tensors((4, 2))
+    machine = CpuMachine() if backward else Forgetful(who, whom)
+    store = Store(machine)
+    core = ChunkedAttention(dist.group.WORLD, u, store)
+    try:
+        kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], lambda i, out: None, CPU, True)
+        away = [store.offload(chunk) for chunk in dout.split(s, 1)]
+        if backward:
+            forgetful = Forgetful(who, whom)
+            forgetful.clock = machine.clock
+            store.machine = forgetful
+            core.backward(kept, away, lambda *grads: None, CPU)
+    except Race as found:
+        return str(found)
+    return "no race"
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("who", "whom"), [("offload", "compute"), ("fetch", "offload"), ("compute", "fetch"), ("fetch", "compute")]
+)
+def test_a_missing_wait_is_a_race_in_the_real_loops_too(who, whom, backward):
+    assert "without waiting" in alone(race, who, whom, backward)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ((60, 2, 4, 8), "60 tokens do not divide into 4 chunks on 2 ranks; use a multiple of 8"),
+        ((64, 2, 4, 7), "7 query heads do not divide among 2 ranks; use 1, 7 ranks"),
+        ((8, 2, 9, 8), "9 chunks of a sequence of 8 tokens; use 1 to 4 chunks"),
+        ((8, 2, 0, 8), "0 chunks of a sequence of 8 tokens; use 1 to 4 chunks"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_a_remedy(sizes, line):
+    with pytest.raises(ValueError, match=line):
+        check_sizes(*sizes)
+
+
+def not_causal() -> str:
+    q, k, v, _ = tensors((4, 2))
+    with pytest.raises(ValueError) as refusal:
+        fpdt_attention(dist.group.WORLD, 2, Store(CpuMachine()))(q, k, v, causal=False)
+    return str(refusal.value)
+
+
+def test_attention_without_a_causal_mask_is_refused():
+    assert "causal" in alone(not_causal)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--seq", "100", "--chunks", "8"], "--seq 100"),
+        (["--chunks", "1024"], "--chunks 1024"),
+        (["--heads", "6"], "--kv-heads 4"),
+        (["--seq", str(2**44)], "the chunks on the host need"),
+        (["--no-such"], "--no-such"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, named, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fpdt_attention.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert len(err.splitlines()) == 1 and named in err, err
+
+
+def test_heads_that_ranks_cannot_share_are_one_line_on_rank_0_only(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fpdt_attention.py"])
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for rank, lines in (("0", 1), ("3", 0)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            main()
+        err = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert len(err.splitlines()) == lines
+        assert not lines or "8 query heads do not divide among 16 ranks" in err

@@ -1,0 +1,135 @@
+"""Idle time against a simulation, the recommended chunk, the paper's table. Bytes are held against meters by
+test_fpdt_attention.py and test_fpdt_model.py."""
+
+import itertools
+import sys
+
+import pytest
+from fpdt_costs import (
+    PAPER,
+    Hardware,
+    Sizes,
+    attention_peak,
+    forward_seconds,
+    idle_forward,
+    idle_time,
+    main,
+    network_bytes,
+    pair_seconds,
+    paper_table,
+    recommend,
+    record_forward,
+    simulate,
+    smallest_hidden_chunk,
+)
+from fpdt_store import CpuMachine, Op, Prefetch, Store
+
+LLAMA = Sizes(S=2**19, P=1, u=1, heads=32, kv_heads=8, head_dim=64)
+
+
+def test_an_operation_starts_when_its_stream_is_free_and_its_events_have_happened():
+    ops = [
+        Op("compute", "a", 3, {"compute": 0, "fetch": 0}),
+        Op("fetch", "b", 1, {"compute": 0, "fetch": 0}),
+        Op("fetch", "c", 1, {"compute": 1, "fetch": 1}),
+        Op("compute", "d", 2, {"compute": 1, "fetch": 1}),
+        Op("compute", "e", 1, {"compute": 2, "fetch": 2}),
+    ]
+    times = simulate(ops, lambda op: op.amount)
+    assert times == [(0, 3), (0, 1), (3, 4), (3, 5), (5, 6)]
+    assert idle_time(ops, lambda op: op.amount) == 0
+    assert idle_time(ops, lambda op: 10 if op.name == "c" else op.amount) == 13 - 5
+
+
+GRID = list(itertools.product((1, 2, 3, 4, 7), (0.4, 1.2, 3.0), (0.1, 0.9, 1.0, 1.3, 2.2, 3.5)))
+
+
+def test_idle_time_of_the_schedule_equals_the_closed_form_whatever_compute_and_fetch_cost():
+    for u, a, f in GRID:
+        own = min(0.5, a / 2)  # of `a`, attention of the chunk to itself; the rest is projecting and finishing
+        if f / 2 > a + own:
+            continue  # then storing the first k̂ is late, which the formula leaves out
+        costs = {"project": (a - own) / 2, "finish": (a - own) / 2, "fetch": f / 2, "offload": f / 2}
+
+        def seconds(op: Op, costs=costs, own=own) -> float:
+            return costs.get(op.name, {1: own, 2: 1.0}.get(op.amount, 0.0))
+
+        got, want = idle_time(record_forward(u), seconds), idle_forward(u, a, 1.0, f)
+        assert abs(got - want) < 1e-9, f"{u} chunks, a = {a}, f = {f}: simulated {got}, formula {want}"
+
+
+def idle_of(sets: int, t: float, f: float, count: int = 12) -> float:
+    import torch
+
+    store = Store(CpuMachine())
+    hosts = [store.offload(torch.zeros(1)) for _ in range(count)]
+    prefetch = Prefetch(store, range(count), lambda n: [hosts[n]], torch.device("cpu"), sets)
+    for _ in range(count):
+        store.compute("use", 1, reads=prefetch.take())
+        prefetch.done()
+    return idle_time(store.machine.ops, lambda op: {"use": t, "fetch": f}.get(op.name, 0.0))
+
+
+def test_one_buffer_waits_for_every_fetch_two_for_the_first_and_a_third_gains_nothing():
+    for t, f in ((1.0, 0.5), (1.0, 1.0), (1.0, 2.5)):
+        assert idle_of(1, t, f) == pytest.approx(12 * f)
+        assert idle_of(2, t, f) == pytest.approx(f + 11 * max(0.0, f - t))
+        assert idle_of(3, t, f) == pytest.approx(idle_of(2, t, f))
+
+
+def test_from_the_smallest_hidden_chunk_on_a_fetch_takes_no_longer_than_its_pair():
+    h = Hardware(start=0.0)
+    c = smallest_hidden_chunk(LLAMA, h)
+    for u in (2**n for n in range(12)):
+        t, f = pair_seconds(LLAMA.with_chunks(u), h)
+        assert (t >= f) == (LLAMA.S / u >= c)
+
+
+def test_the_recommended_chunk_is_within_1_percent_of_the_fastest_that_fits_and_both_sides_are_worse():
+    for memory in (40e9, 4e9, 1e9):
+        best, rows = recommend(LLAMA, Hardware(), memory)
+        fitting = [row for row in rows if row[2] <= memory]
+        fastest = min(seconds for _, seconds, _ in fitting)
+        assert forward_seconds(best, Hardware()) <= 1.01 * fastest
+        smaller = [seconds for z, seconds, _ in rows if z.u >= 8 * best.u]
+        larger = [peak for z, _, peak in rows if z.u < best.u]
+        assert min(smaller) > 1.01 * fastest, "smaller chunks wait for the link"
+        mine = max(attention_peak(best, way) for way in ("forward", "backward"))
+        assert all(peak > mine for peak in larger), "larger chunks take more memory"
+    assert recommend(LLAMA, Hardware(), 1e3)[0] is None
+
+
+def test_less_link_or_less_memory_shifts_the_recommendation_as_it_should():
+    slow = recommend(LLAMA, Hardware(link=5e9), 40e9)[0]
+    fast = recommend(LLAMA, Hardware(link=50e9), 40e9)[0]
+    assert slow.c > fast.c
+
+
+def test_chunks_change_nothing_on_the_network():
+    for P in (1, 2, 8, 16):
+        assert len({network_bytes(Sizes(2**16, P, u, 32, 8, 64)) for u in (1, 4, 64)}) == 1
+
+
+def test_the_papers_second_column_follows_from_its_first_to_4_percent():
+    assert [(row.one, row.two) for row in PAPER] == [(27, 18), (61, 45)]
+    for model, _, published, formula, _ in paper_table():
+        assert abs(formula / published - 1) < 0.04, model
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--memory-gb", "0.0000001"], ["--seq", "-1"], ["--kv-heads", "3"], ["--what"], ["--tflops", "0"]]
+)
+def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fpdt_costs.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert len(err.splitlines()) == 1 and arguments[0] in err, err
+
+
+def test_the_demo_ends_with_pass(monkeypatch, capsys):
+    for arguments in ([], ["--paper"]):
+        monkeypatch.setattr(sys, "argv", ["fpdt_costs.py", *arguments])
+        assert main() == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "PASS"

@@ -1,0 +1,341 @@
+"""A whole Llama in chunks against the same Llama in one piece; chapter 1's Llama is one of them."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from _fpdt_demo import IGNORE, Llama, LlamaBlock, batch
+from fpdt_attention import fpdt_positions
+from fpdt_costs import Sizes, block_link_bytes, feed_forward_peak, loss_peak, model_host_peak
+from fpdt_model import Pieces, chunked, chunked_loss, fpdt_block, loss_sum, main, use_fpdt, watch
+from fpdt_store import CpuMachine, DeviceMemory, Store
+from harness.meter import peak_memory, saved_activations
+from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
+from harness.ranks import run_ranks
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "01_single_gpu" / "in_depth"))
+
+S, SIZES = 64, dict(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
+
+
+def valid_of(labels: Tensor) -> int:
+    return int((labels != IGNORE).sum())
+
+
+@cache
+def oracle() -> Trace:
+    model = Llama(**SIZES).double()
+
+    def backward(step: int) -> float:
+        tokens, labels = batch(S, 64, step)
+        loss = model.loss_sum(tokens, labels, torch.arange(S)) / valid_of(labels)
+        loss.backward()
+        return loss.item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def summed(model: nn.Module, loss: Tensor, group) -> float:
+    """Gradients and loss summed over the group, as ZeRO over sequence and data ranks does."""
+    loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=group)
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def trace_in_chunks(group, u: int, **options) -> Trace:
+    store = Store(CpuMachine())
+    model = use_fpdt(Llama(**SIZES).double(), u, group, store, **options)
+    mine = fpdt_positions(S, group.rank(), group.size(), u)
+
+    def backward(step: int) -> float:
+        tokens, labels = batch(S, 64, step)
+        loss = loss_sum(model, tokens[:, mine], labels[:, mine], mine, u) / valid_of(labels)
+        return summed(model, loss, group)
+
+    trace = sgd_trace(dict(model.named_parameters()), backward)
+    assert store.host_bytes == 0, "something stayed on the host"
+    return trace
+
+
+CASES = [(1, "input", 2), (2, "attention", 1), (4, "input", 1), (8, "input", 2), (8, "attention", 2)]
+
+
+def all_cases() -> list[Trace]:
+    return [trace_in_chunks(dist.group.WORLD, u, keep=keep, finer=finer) for u, keep, finer in CASES]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_loss_every_gradient_and_weights_equal_the_whole_model_for_any_chunks(ranks):
+    for rank, traces in enumerate(run_ranks(ranks, all_cases)):
+        for got in traces:
+            assert_same_trace(got, oracle(), rank=rank)
+
+
+def inputs_elsewhere() -> tuple[Trace, int]:
+    other = Store(CpuMachine())
+    return trace_in_chunks(dist.group.WORLD, 4, inputs=other), other.host_peak
+
+
+def test_inputs_of_blocks_can_wait_in_a_store_of_their_own():
+    [(got, peak)] = run_ranks(1, inputs_elsewhere)
+    assert_same_trace(got, oracle())
+    assert peak == SIZES["layers"] * S * SIZES["hidden"] * 8
+
+
+def two_slices() -> Trace:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return trace_in_chunks(groups[dist.get_rank() % 2], 4)
+
+
+def test_two_slices_of_the_world_train_two_models_at_the_same_time():
+    for rank, got in enumerate(run_ranks(4, two_slices)):
+        assert_same_trace(got, oracle(), rank=rank)
+
+
+# ---------------------------------------------------------------------------------------- chapter 1's Llama, its names
+
+
+def chapter_1() -> list[tuple[Trace, list[str]]]:
+    from llama import TINY
+    from llama import Llama as Chapter1
+
+    group, found = dist.group.WORLD, []
+    for u in (0, 4):
+        model = Chapter1(TINY).double()
+        names = list(model.state_dict())
+        if u:
+            use_fpdt(model, u, group, Store(CpuMachine()))
+        mine = fpdt_positions(S, group.rank(), group.size(), u) if u else torch.arange(S)
+
+        def backward(step: int, model=model, u=u, mine=mine) -> float:
+            tokens, labels = (t[:, mine] for t in batch(S, 64, step))
+            count = valid_of(batch(S, 64, step)[1])
+            hidden = model.model(tokens, mine)
+            if u:
+                return summed(model, chunked_loss(hidden, model.lm_head.weight, labels, 8) / count, group)
+            loss = model.parts.cross_entropy(model.lm_head(hidden), labels) / count
+            loss.backward()
+            return loss.item()
+
+        found.append((sgd_trace(dict(model.named_parameters()), backward), names))
+        assert list(model.state_dict()) == names
+    return found
+
+
+def test_chapter_1s_llama_trains_in_chunks_and_its_state_dict_keeps_its_names():
+    for rank, ((want, _), (got, _)) in enumerate(run_ranks(2, chapter_1)):
+        assert_same_trace(got, want, rank=rank)
+
+
+# ------------------------------------------------------------------------------------------------- hooks of the others
+
+
+def hooks() -> dict[str, int]:
+    model = use_fpdt(Llama(**SIZES).double(), 4, dist.group.WORLD, Store(CpuMachine()))
+    fired = dict.fromkeys(dict(model.named_parameters()), 0)
+    for name, p in model.named_parameters():
+
+        def count(*_, name=name) -> None:
+            fired[name] += 1
+
+        p.register_hook(count)
+        p.register_post_accumulate_grad_hook(count)
+    tokens, labels = batch(S, 64, 0)
+    loss_sum(model, tokens, labels, torch.arange(S), 4).backward()
+    return fired
+
+
+def test_hooks_of_data_parallelism_fire_once_for_each_parameter():
+    [fired] = run_ranks(1, hooks)
+    assert set(fired.values()) == {2}, fired
+
+
+def frozen() -> tuple[list[str], bool]:
+    model = Llama(**SIZES).double()
+    for name, p in model.named_parameters():
+        p.requires_grad_("q_proj" not in name)
+    want = Llama(**SIZES).double()
+    tokens, labels = batch(S, 64, 0)
+    want.loss_sum(tokens, labels, torch.arange(S)).backward()
+    use_fpdt(model, 2, dist.group.WORLD, Store(CpuMachine()))
+    loss_sum(model, tokens, labels, torch.arange(S), 2).backward()
+    rest = dict(want.named_parameters())
+    same = all(torch.allclose(p.grad, rest[n].grad) for n, p in model.named_parameters() if p.grad is not None)
+    return [n for n, p in model.named_parameters() if p.grad is None], same
+
+
+def test_a_frozen_weight_gets_no_gradient_and_the_others_are_right():
+    [(without, same)] = run_ranks(1, frozen)
+    assert without == [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)]
+    assert same
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+
+
+def counted(z: Sizes, H: int, keep: str) -> tuple[int, int, int]:
+    store = Store(CpuMachine())
+    model = Llama(vocab=64, hidden=H, layers=2, heads=z.heads, kv_heads=z.kv_heads, intermediate=H).double()
+    use_fpdt(model, z.u, dist.group.WORLD, store, keep=keep)
+    tokens, labels = batch(z.S, 64, 0)
+    mine = fpdt_positions(z.S, dist.get_rank(), z.P, z.u)
+    loss_sum(model, tokens[:, mine], labels[:, mine], mine, z.u).backward()
+    return store.offloaded, store.fetched, store.host_peak
+
+
+@pytest.mark.parametrize("P", [1, 2])
+def test_bytes_over_the_link_and_on_the_host_equal_the_formulas(P):
+    for u, keep in ((1, "input"), (4, "input"), (4, "attention"), (2, "attention")):
+        z = Sizes(64, P, u, 4, 2, 8, e=8)
+        for rank, got in enumerate(run_ranks(P, counted, z, 32, keep)):
+            link = tuple(2 * n for n in block_link_bytes(z, 32, keep))
+            assert got == (*link, model_host_peak(z, 32, 2, keep)), f"{z}, {keep}, rank {rank}"
+
+
+class FeedForward(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.pieces = Pieces(block)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.pieces("feed_forward", h)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_peak_of_the_feed_forward_is_that_of_one_piece(dtype):
+    e = dtype.itemsize
+    for t, chunks, H, F in ((1024, 4, 16, 64), (512, 8, 16, 64), (1024, 2, 32, 96)):
+        block = FeedForward(LlamaBlock(H, 4, 2, F).to(dtype))
+        x, run = torch.randn(1, chunks * t, H, dtype=dtype), chunked(block, chunks)
+        with torch.no_grad(), peak_memory() as forward:
+            y = run(x)
+        assert forward.peak - y.nbytes == feed_forward_peak(t, H, F, e, "forward"), (t, H, F)
+        x.requires_grad_()
+        with saved_activations(exclude=block.parameters()) as saved:
+            y = run(x)
+        assert saved.bytes == x.nbytes
+        dy = torch.randn_like(y)
+        sums = sum(p.nbytes for p in block.parameters())
+        with peak_memory() as backward:
+            y.backward(dy)
+        assert backward.peak - x.nbytes - sums == feed_forward_peak(t, H, F, e, "backward"), (t, H, F)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_logits_of_one_piece_are_the_only_ones_and_the_peak_of_the_loss_is_exact(dtype):
+    for t, chunks, H, V in ((64, 4, 32, 256), (32, 8, 32, 256), (64, 2, 64, 512)):
+        hidden = torch.randn(1, chunks * t, H, dtype=dtype, requires_grad=True)
+        weight = torch.randn(V, H, dtype=dtype, requires_grad=True)
+        labels = torch.randint(V, (1, chunks * t))
+        with peak_memory() as memory:
+            chunked_loss(hidden, weight, labels, chunks)
+        assert memory.peak == loss_peak(t, chunks * t, H, V, dtype.itemsize), (dtype, t, chunks, H, V)
+
+
+def block_peaks(u: int, length: int) -> int:
+    """Bytes that one layer's forward and backward take, beyond its weights' gradients and x, y, dy, dx."""
+    block = LlamaBlock(32, 4, 2, 64).double()
+    run = fpdt_block(block, u, dist.group.WORLD, Store(CpuMachine()), finer=4)
+    x = torch.randn(1, length, 32, dtype=torch.float64, requires_grad=True)
+    cos = torch.ones(length, 4)
+    y = run(x, cos, cos)
+    dy, peaks = torch.randn_like(y), []
+    for _ in range(8):  # gloo may free a message late: the least counts
+        y = run(x, cos, cos)
+        with peak_memory() as memory:
+            torch.autograd.grad(y, [x, *block.parameters()], dy)
+        peaks.append(memory.peak)
+    return min(peaks) - x.nbytes - sum(p.nbytes for p in block.parameters())
+
+
+def test_a_blocks_peak_falls_with_chunks_and_stays_when_sequence_and_chunks_double():
+    [a], [b], [c] = (run_ranks(1, block_peaks, u, length) for u, length in ((4, 512), (8, 1024), (8, 512)))
+    assert b == a, "doubling the sequence and the chunks changes the memory of a block"
+    assert c < 0.6 * a
+
+
+# ------------------------------------------------------------------------------------------------------- loss, alone
+
+
+def test_the_loss_is_a_sum_and_its_gradients_are_those_of_all_logits_at_once():
+    make = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 15, 8, generator=make).double(), torch.randn(33, 8, generator=make).double() * 9
+    labels = torch.randint(33, (2, 15), generator=make)
+    labels[:, :4] = IGNORE
+    results = []
+    for chunks in (0, 1, 4, 30):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if chunks:
+            loss = chunked_loss(h, w, labels, chunks)
+        else:
+            logits = (h @ w.T).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        (loss * 0.25).backward()
+        results.append((loss.detach(), h.grad, w.grad))
+    for chunks, got in zip((1, 4, 30), results[1:], strict=True):
+        for name, x, want in zip(("loss", "d hidden", "d weight"), got, results[0], strict=True):
+            assert_same(x, want, what=f"{name} in {chunks} chunks")
+
+
+def test_a_rank_without_a_valid_label_has_loss_0_and_gradients_0():
+    h, w = torch.randn(1, 6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    loss = chunked_loss(h, w, torch.full((1, 6), IGNORE), 3)
+    loss.backward()
+    assert loss.item() == 0 and h.grad.abs().max() == 0 and w.grad.abs().max() == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def refusals() -> list[str]:
+    block, said = LlamaBlock(32, 4, 2, 48), []
+    for chunks, options in ((3, {}), (4, {"finer": 5}), (4, {"keep": "all"})):
+        with pytest.raises(ValueError) as refusal:
+            run = fpdt_block(block, chunks, dist.group.WORLD, Store(CpuMachine()), **options)
+            run(torch.zeros(1, 16, 32), torch.ones(16, 4), torch.ones(16, 4))
+        said.append(str(refusal.value))
+    return said
+
+
+def test_chunks_that_do_not_divide_and_unknown_options_are_refused():
+    [[chunks, pieces, keep]] = run_ranks(1, refusals)
+    assert chunks.startswith("16 tokens of a rank do not divide into 3 chunks")
+    assert "5 pieces" in pieces
+    assert "'all' must be input or attention" in keep
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--seq", "100"], "--seq 100"),
+        (["--chunks", "512"], "--chunks 512"),
+        (["--heads", "0"], "--heads 0"),
+        (["-x"], "-x"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, named, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fpdt_model.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert len(err.splitlines()) == 1 and named in err, err
+
+
+def small_watch() -> list[str]:
+    from types import SimpleNamespace
+
+    args = SimpleNamespace(seq=2048, chunks=8, budget_mb=3)
+    return watch(args, dist.group.WORLD, torch.device("cpu"))
+
+
+def test_under_a_memory_budget_the_dense_model_fails_and_fpdt_trains():
+    assert run_ranks(1, small_watch) == [[]]
+    assert DeviceMemory().limit is None

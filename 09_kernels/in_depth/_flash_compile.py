@@ -1,0 +1,120 @@
+"""Compile the kernels of flash_kernels.py for a GPU that need not be there, and read what they take.
+
+    python _flash_compile.py 90 float16 128          compute capability; dtype and head dim, as often as you like
+    python _flash_compile.py 90 float16 128 --only specialised          one of the kernels; --but leaves one out
+
+Prints one JSON object a kernel: registers of a thread, bytes spilled to memory, bytes of shared memory of a program,
+and whether its products are tensor-core instructions (wgmma, mma), its loads bulk copies (tma), its products TF32.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import flash_attention_hopper as hopper
+import flash_kernels as flash
+import torch
+import triton
+from _flash_launch import Plan, plan_for
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have: CUDA programming guide, compute capabilities
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def sources(capability: int, dtype: torch.dtype, D: int, plan: Plan, window: bool):
+    """(name, kernel, its arguments' types, compile-time arguments, warps, stages) of every kernel."""
+    element, W = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(dtype)[6:]], triton.next_power_of_2(D)
+    addresses = (f"*{element}", "i32", "i32", "i32", "i32", "i32")  # address, S, D and three strides
+
+    def tile(tokens: int):
+        return f"tensordesc<{element}[1, 1, {tokens}, {W}]>" if plan.tma else addresses
+
+    numbers = dict.fromkeys(("S_q", "S_k", "N", "G", "first", "last"), "i32") | {"scale": "fp32"}
+    for name in ("forward", "dq", "dkdv"):
+        R, C, warps, stages = getattr(plan, name)
+        left = {
+            "forward": {"out": tile(R), "lse": "*fp32"},
+            "dq": {"dout": tile(R), "lse": "*fp32", "delta": "*fp32", "dq": tile(R)},
+            "dkdv": {"dout": tile(R), "lse": "*fp32", "delta": "*fp32", "dk": tile(C), "dv": tile(C)},
+        }[name]
+        signature = {"q": tile(R), "k": tile(C), "v": tile(C)} | left | numbers
+        yield name, getattr(flash, f"{name}_kernel"), signature, dict(WINDOW=window, R=R, C=C, W=W), warps, stages
+    signature = {"dout": tile(32), "out": tile(32), "delta": "*fp32", "S_q": "i32", "N": "i32"}
+    yield "delta", flash.delta_kernel, signature, {"R": 32, "W": W}, 4, 2
+    if capability == 90 and dtype != torch.float32 and D <= 128:
+        R, C, warps, stages = hopper.TILES
+        signature = dict.fromkeys(("q", "k", "v", "out"), addresses) | {"lse": "*fp32"} | numbers
+        yield "specialised", hopper.specialised_kernel, signature, dict(CUT=True, R=R, C=C, W=W), warps, stages
+
+
+def compile_plan(
+    capability: int,
+    dtype: torch.dtype,
+    D: int,
+    plan: Plan | None = None,
+    window: bool = False,
+    wanted: Callable[[str], bool] = lambda name: True,
+):
+    """What each kernel takes whose name is wanted: a list of dictionaries."""
+    plan = plan or plan_for(D, dtype, capability >= 90)
+    found = []
+    for name, kernel, signature, constants, warps, stages in sources(capability, dtype, D, plan, window):
+        if not wanted(name):
+            continue
+        signature = signature | dict.fromkeys(constants, "constexpr")
+        aligned = {}  # what a launch would find out about its arguments: addresses and numbers that 16 divides
+        for place, (key, kind) in enumerate(signature.items()):
+            places = (
+                [(place, part) for part in range(6) if part != 2 or D % 16 == 0]
+                if isinstance(kind, tuple)
+                else [(place,)]
+            )
+            if isinstance(kind, tuple) or key in ("lse", "delta", "S_q", "S_k"):
+                aligned |= {path: [["tt.divisibility", 16]] for path in places}
+        source = ASTSource(kernel, signature, {(list(signature).index(c),): x for c, x in constants.items()}, aligned)
+        options = dict(num_warps=warps, num_stages=stages)
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        ptx = built.asm["ptx"]
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(built.asm["cubin"])
+            usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True)
+        numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
+        found.append(
+            dict(
+                kernel=name,
+                capability=capability,
+                dtype=str(dtype)[6:],
+                D=D,
+                registers=numbers["REG"],
+                spilled=numbers["STACK"] + numbers["LOCAL"],
+                shared=built.metadata.shared,
+                shared_limit=SHARED[capability],
+                wgmma="wgmma.mma_async" in ptx,
+                mma="mma.sync" in ptx,
+                tma="cp.async.bulk.tensor" in ptx,
+                tf32="tf32" in ptx,
+                warps=built.metadata.num_warps,
+                specialized="setmaxnreg" in ptx,
+            )
+        )
+    return found
+
+
+if __name__ == "__main__":
+    target, *shapes = sys.argv[1:]
+    which, kernel = shapes[-2:] if "--only" in shapes or "--but" in shapes else ("--but", "")
+    shapes = [word for word in shapes if word not in (which, kernel)]
+    for dtype, D in zip(shapes[::2], shapes[1::2], strict=True):
+        for entry in compile_plan(
+            int(target), getattr(torch, dtype), int(D), wanted=lambda name: (name == kernel) == (which == "--only")
+        ):
+            print(json.dumps(entry), flush=True)

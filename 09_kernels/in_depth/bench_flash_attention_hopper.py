@@ -1,0 +1,119 @@
+"""The warp-specialised forward pass: how exact, what the compiler makes of it, and, on a Hopper GPU, how fast.
+
+    python 09_kernels/in_depth/bench_flash_attention_hopper.py   errors, and the binary beside the plain one
+    python bench_flash_attention_hopper.py --gpu [--out DIR]   on a Hopper GPU: against the plain kernel
+    python 09_kernels/in_depth/bench_flash_attention_hopper.py --gpu --dry --out DIR   the same program on the CPU, tiny
+
+First it has to agree with the definition in float64, and the compiler must have divided the labour: twelve warps where
+four were asked for. bench_flash_kernels.py --gpu compares both kernels with PyTorch's.
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+from _flash_launch import plan_of
+from _interpreter import INTERPRETED
+from bench_flash_kernels import (
+    BINARY_COLUMNS,
+    ERROR_COLUMNS,
+    SPECIALISED_TILES,
+    binary_rows,
+    error_rows,
+    exact,
+    fastest,
+    inputs,
+    matmul_rate,
+    seconds,
+)
+from flash_attention_hopper import SPECIALISED, TILES, specialised_forward
+from flash_kernels import TRITON, triton_backward, triton_forward
+from flash_tiles import Version
+from harness.report import ROOT, write_result
+
+COMPILED = [("float16", "64"), ("float16", "128"), ("bfloat16", "64"), ("bfloat16", "128")]
+
+
+def cpu() -> None:
+    rows = error_rows(SPECIALISED)
+    plain = binary_rows(90, COMPILED, "--only", "forward")
+    divided = binary_rows(90, COMPILED, "--only", "specialised")
+    for row in divided:
+        if row[4] != 12:
+            sys.exit(f"{row[2]}, head dim {row[3]}: {row[4]} warps, and 12 should divide the labour")
+    write_result(
+        "09_flash_hopper",
+        "The specialised kernel: largest relative error of output and gradients, in Triton's interpreter",
+        ERROR_COLUMNS,
+        rows,
+        "Against float64, 70 tokens, 4 query and 2 K/V heads; the worst of a causal mask, a sliding window and none. "
+        "Backward is that of flash_kernels.py, from this output and log-sum-exp.",
+    )
+    write_result(
+        "09_flash_hopper_binaries",
+        "The two forward kernels for sm_90, read from the binaries; no GPU is needed for it",
+        BINARY_COLUMNS,
+        [row for pair in zip(plain, divided, strict=True) for row in pair],
+        "Registers of one thread, of 255 at most; for the specialised kernel the average over its twelve warps.",
+    )
+
+
+def gpu(folder: Path) -> None:
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    shapes = [(1, 70, 2, 1, 32, True)]
+    if not INTERPRETED:
+        shapes = [(2, 8192, 16, 16, D, causal) for D in (64, 128) for causal in (True, False)]
+        shapes += [(2, 8192, 32, 8, 128, True), (16, 1024, 16, 16, 128, True)]
+    rate = matmul_rate(dtype, 256 if INTERPRETED else 8192)
+    rows = []
+    for B, S, N, N_kv, D, causal in shapes:
+        q, k, v, _ = inputs(B, S, N, N_kv, D, dtype)
+        check, mask = partial(exact, dtype=dtype, D=D, S=70 if INTERPRETED else 500), dict(causal=causal, dtype=dtype)
+        check(TRITON)
+        plain = seconds(partial(triton_forward, q, k, v, plan=plan_of(q), **mask))
+        trials = {}
+        for tiles in [TILES] if INTERPRETED else [TILES, *SPECIALISED_TILES]:
+            forward = partial(specialised_forward, tiles=tiles)
+            trials[str(tuple(tiles))] = partial(Version, forward, triton_backward), partial(forward, q, k, v, **mask)
+        shape = f"{B} × {S} tokens, {N} heads of {D}, {'causal' if causal else 'full'}"
+        best, took, _ = fastest(f"specialised, {shape}", trials, check)
+        flops = 4 * B * N * S * S * D * (0.5 if causal else 1.0)
+        rate_now = f"{flops / took / 1e12:.0f}" if not INTERPRETED else "n/a on CPU"
+        rows.append([shape, plain * 1e3, took * 1e3, plain / took, rate_now, f"{flops / took / rate:.2f}", best])
+    write_result(
+        "09_flash_hopper_speed",
+        f"The warp-specialised forward pass against the plain one, {str(dtype)[6:]}",
+        ["shape", "plain, ms", "specialised, ms", "times as fast", "TFLOP/s", "of matmul", "tiles"],
+        rows,
+        "Plain: flash_kernels.py with the tiles of its plan. TFLOP/s count 4 · B · N · S² · D, half if causal. `of "
+        "matmul`: share of the rate measured for a matrix product of 8192 cubed. Tiles: rows, columns, warps, stages.",
+        folder=folder,
+    )
+
+
+def main() -> None:
+    name = Path(__file__).name
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--gpu", action="store_true", help="time on a GPU")
+    parser.add_argument("--dry", action="store_true", help="with --gpu: the same on the CPU, tiny; needs --out")
+    parser.add_argument("--out", type=Path, help="folder for the results; default results/")
+    parser.add_argument("--figures", action="store_true", help="draw the figures again; here there are none")
+    args = parser.parse_args()
+    if args.figures:
+        return
+    if not args.gpu:
+        cpu()
+        return
+    if INTERPRETED and not (args.dry and args.out):
+        parser.exit(2, f"{name}: --gpu finds no GPU; on a CPU use --gpu --dry --out DIR\n")
+    if not INTERPRETED and torch.cuda.get_device_capability()[0] != 9:
+        parser.exit(2, f"{name}: {torch.cuda.get_device_name()} is no sm_90, and the kernel is for nothing else\n")
+    gpu(args.out or ROOT / "results")
+
+
+if __name__ == "__main__":
+    main()

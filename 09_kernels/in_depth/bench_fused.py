@@ -1,0 +1,212 @@
+"""Fused kernels: bytes moved and kept against eager PyTorch; on a GPU, with AdamW, the share of the copy bandwidth.
+
+    python 09_kernels/in_depth/bench_fused.py                             on any machine: what is moved and kept
+    python 09_kernels/in_depth/bench_fused.py --gpu                       verify on the GPU, then time
+    python bench_fused.py --gpu --dry --out DIR   the same program at tiny sizes on the CPU: no results
+
+First every kernel must be as exact as PyTorch in the same precision; only then is anything counted, timed or written.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+from _fused_demo import DEVICE, adamw_run, allowed, compare, inputs, worst
+from bench_matmul import copy_bandwidth, timer
+from fused import FUSED, MOVED, REFERENCE, bytes_moved
+from fused_adamw import AdamW, adamw_
+from fused_adamw import bytes_moved as adamw_bytes
+from harness.meter import saved_activations
+from harness.report import write_result
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+EAGER = REFERENCE | {"softmax": partial(torch.softmax, dim=-1)}  # the reference also looks for rows of -inf
+SETTINGS = dict(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that PyTorch's operations read and write, as if there were no cache. Views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        storages = {x.untyped_storage().data_ptr() for x in read}
+        view = written and all(x.untyped_storage().data_ptr() in storages for x in written)
+        if func._schema.is_mutable or not view:
+            self.bytes += sum(x.nbytes for x in [*read, *written])
+        return result
+
+
+def verify(dtypes: list[torch.dtype], hidden: tuple[int, ...]) -> None:
+    """Ends the program unless every kernel is right."""
+    for dtype in dtypes:
+        for cols in hidden:
+            for name, (tensors, rest) in inputs(2, 20, cols).items():
+                error, theirs, _, _ = compare(FUSED[name], REFERENCE[name], tensors, rest, dtype)
+                if not error <= allowed(theirs, dtype):
+                    sys.exit(f"{name} of {cols} columns in {dtype}: error {error:.1e}, PyTorch's own is {theirs:.1e}")
+
+
+def verify_adamw() -> None:
+    """The same for the optimizer, after five steps."""
+    shapes = [(33, 7), (5000,)]
+    want, _ = adamw_run(partial(torch.optim.AdamW, **SETTINGS), shapes, torch.float64, 5)
+    theirs, _ = adamw_run(partial(torch.optim.AdamW, **SETTINGS), shapes, torch.float32, 5)
+    got, _ = adamw_run(partial(AdamW, **SETTINGS), shapes, torch.float32, 5)
+    if not worst(got, want) <= allowed(worst(theirs, want), torch.float32):
+        sys.exit(f"AdamW: error {worst(got, want):.1e}, torch's own is {worst(theirs, want):.1e}")
+
+
+def verify_beyond_2_to_the_31() -> None:
+    """On a GPU with the memory for it: the last elements of a tensor of more than 2^31."""
+    n = 2**31 + 4096
+    gate, up = torch.full((2, n), 1.5, dtype=torch.bfloat16, device=DEVICE)
+    gate[-1] = up[-1] = 3.0
+    out = FUSED["swiglu"](gate, up)
+    want = REFERENCE["swiglu"](gate[-2:], up[-2:])
+    if not torch.equal(out[-2:], want) or not bool((out[: 2**20] == want[0]).all()):
+        sys.exit(f"swiglu of {n} elements ends in {out[-2:].tolist()}, not {want.tolist()}")
+
+
+def count(folder: Path | None) -> None:
+    rows = []
+    for name, (tensors, rest) in inputs(4, 128, 1024).items():
+        leaves = [x.bfloat16().requires_grad_() for x in tensors]
+        n = leaves[0].nbytes
+        eager = EAGER[name]
+        with Traffic() as forward:
+            out = eager(*leaves, *rest)
+        out = [out] if isinstance(out, Tensor) else list(out)
+        with Traffic() as backward:
+            torch.autograd.grad(out, leaves, [torch.ones_like(y) for y in out])
+        kept = []
+        for function, dtype in ((eager, torch.bfloat16), (FUSED[name], torch.float16)):  # 2 bytes each; see fused.check
+            leaves = [x.to(DEVICE, dtype).requires_grad_() for x in tensors]
+            here = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in rest]
+            with saved_activations(exclude=[x for x in leaves if x.dim() == 1]) as saved:
+                held = function(*leaves, *here)
+            kept.append(round(saved.bytes / n, 2))
+            del held
+        moved = round(forward.bytes / n, 1), round(backward.bytes / n, 1)
+        rows.append([name, moved[0], MOVED[name][0], moved[1], MOVED[name][1], *kept])
+    columns = ["kernel", "forward moves, eager", "fused", "backward moves, eager", "fused ", "keeps, eager", "fused  "]
+    write_result(
+        "09_fused_bytes",
+        "Bytes moved and kept, in tensors of the size of x (bf16; rows of 1024)",
+        columns,
+        rows,
+        "Eager: counted, every operation's inputs and outputs. Fused moves: the formula, every input and output once. "
+        "Kept: counted. PyTorch's own softmax is one kernel, too.",
+        folder,
+    )
+
+
+def time_all(dry: bool, folder: Path | None) -> None:
+    dtype = torch.float16 if dry else torch.bfloat16
+    batch, seq, hidden = (1, 8, 64) if dry else (4, 8192, 4096)
+    device, seconds = ("cpu", timer(True, 1)) if dry else ("cuda", timer(False, 30))
+    copied = copy_bandwidth(seconds, device, 4096 if dry else 2**28)
+    rows = []
+    for name, (tensors, rest) in inputs(1, seq, hidden).items():
+        shapes = [(hidden,) if x.dim() == 1 else (batch, seq, *x.shape[2:]) for x in tensors]
+        if name == "rope":
+            shapes = [(batch, seq, hidden // 16 if dry else hidden // 128, 16)] if dry else [(batch, seq, 32, 128)]
+            angle = torch.rand(seq, shapes[0][3] // 2)
+            rest = [angle.cos(), angle.sin()]
+        if name == "swiglu" and not dry:
+            shapes = [(batch, seq, 14336)] * 2
+        leaves = [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
+        here = [x.to(device) if isinstance(x, Tensor) else x for x in rest]
+        times: dict[str, list[float]] = {}
+        versions: dict[str, Callable] = {"fused": FUSED[name], "eager": EAGER[name]}
+        if not dry:
+            versions["compile"] = torch.compile(EAGER[name], dynamic=False)
+        for version, function in versions.items():
+
+            def forward(function=function, leaves=leaves, here=here):
+                with torch.no_grad():
+                    return function(*leaves, *here)
+
+            out = function(*leaves, *here)
+            out = [out] if isinstance(out, Tensor) else list(out)
+            dout = [torch.randn_like(y) for y in out]
+
+            def backward(out=out, leaves=leaves, dout=dout):
+                return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+            times[version] = [seconds(forward), seconds(backward)]
+            del out, dout
+        moved = bytes_moved(name, leaves[0].numel(), dtype.itemsize)
+        for i, what in enumerate(("forward", "backward")):
+            mine = times["fused"][i]
+            others = [f"{times[v][i] / mine:.2f}" if v in times else "-" for v in ("eager", "compile")]
+            rows.append([f"{name}, {what}", mine * 1e3, f"{moved[i] / mine / copied:.0%}", *others])
+        del leaves
+    n = 4096 if dry else 2**28
+    p, g, m, v = (torch.randn(n, device=device).abs_() for _ in range(4))
+    mine = seconds(lambda: adamw_(p, g, m, v, step=10, eps=1e-8, **SETTINGS))
+    weight = torch.nn.Parameter(p)
+    weight.grad = g
+    torchs = torch.optim.AdamW([weight], fused=True, **SETTINGS)
+    torchs.step()
+    theirs = seconds(torchs.step)
+    share = f"{adamw_bytes(n) / mine / copied:.0%}"
+    rows.append(["AdamW, float32 (eager: torch's fused=True)", mine * 1e3, share, f"{theirs / mine:.2f}", "-"])
+    write_result(
+        "09_fused_gpu",
+        f"Fused kernels, {batch * seq:,} rows of {hidden:,}, {str(dtype).removeprefix('torch.')}",
+        ["kernel", "ms", "of the copy bandwidth", "eager takes, times", "torch.compile takes, times"],
+        rows,
+        f"Bytes by the formula, over those of a large copy in the same run, {copied / 1e12:.3g} TB/s. Cold L2 cache, "
+        "median of 30 calls. RoPE: 32 heads of 128. SwiGLU: 14,336 columns.",
+        folder,
+    )
+
+
+def parse(script: str, about: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=script, description=about)
+    parser.add_argument("--gpu", action="store_true", help="time on the GPU")
+    parser.add_argument("--dry", action="store_true", help="with --gpu: the same at tiny sizes on the CPU")
+    parser.add_argument("--out", type=Path, help="folder for the results, instead of results/")
+    parser.add_argument("--figures", action="store_true", help="draw the figures again from the results")
+    options = parser.parse_args()
+    if options.gpu and not options.dry and not torch.cuda.is_available():
+        print(f"{script}: --gpu: PyTorch finds no GPU here; --dry --out DIR tries the program out", file=sys.stderr)
+        sys.exit(2)
+    if options.dry and not (options.gpu and options.out):
+        print(f"{script}: --dry goes with --gpu and --out DIR: its numbers are no results", file=sys.stderr)
+        sys.exit(2)
+    return options
+
+
+def main() -> None:
+    options = parse("bench_fused.py", "Count and time the fused kernels.")
+    if options.figures:
+        return  # it has none
+    on_gpu = options.gpu and not options.dry
+    low = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+    verify([torch.float32, *low], (200, 4096, 8192, 16384) if on_gpu else (200,))
+    if options.gpu:
+        verify_adamw()
+    if on_gpu:
+        verify_beyond_2_to_the_31()
+    if options.gpu:
+        time_all(options.dry, options.out)
+    else:
+        count(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The output layer and its loss: peak memory with and without the logits; on a GPU also the time, for 128k words.
+
+    python 09_kernels/in_depth/bench_fused_loss.py   on any machine: peak memory, and the figure
+    python 09_kernels/in_depth/bench_fused_loss.py --figures                  only the figure, from the results
+    python 09_kernels/in_depth/bench_fused_loss.py --gpu   verify on the GPU, then measure time and memory
+    python 09_kernels/in_depth/bench_fused_loss.py --gpu --dry --out DIR      the same program at tiny sizes: no results
+
+First loss and gradients must be as exact as PyTorch's; only then is anything measured or written.
+"""
+
+import gc
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+from _fused_demo import DEVICE, allowed, compare, loss_inputs
+from bench_fused import parse
+from bench_matmul import copy_bandwidth, timer
+from fused_loss import (
+    FUSED,
+    REFERENCE,
+    cross_entropy,
+    cross_entropy_reference,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+)
+from harness.figures import write_figure
+from harness.meter import peak_memory
+from harness.report import write_result
+
+VOCAB, HIDDEN, CHUNK, TOKENS = 4096, 64, 128, (128, 256, 512, 1024)
+
+
+def verify(dtypes: list[torch.dtype], vocab: int) -> None:
+    """Ends the program unless both kernels are right."""
+    for dtype in dtypes:
+        for name, (tensors, rest) in loss_inputs(60, vocab, 32).items():
+            call = partial(FUSED[name], chunk=25) if name == "linear_cross_entropy" else FUSED[name]
+            error, theirs, _, _ = compare(call, REFERENCE[name], tensors, rest, dtype)
+            if not error <= allowed(theirs, dtype):
+                sys.exit(f"{name} of {vocab} words in {dtype}: error {error:.1e}, PyTorch's own is {theirs:.1e}")
+
+
+def predicted_peak(tokens: int) -> int:
+    """float32. Forward: a chunk of logits, d weight, its next product, d hidden; for each token a label of 8 bytes, its
+    loss, m and s. Backward: both gradients twice.
+    """
+    weight, hidden = VOCAB * HIDDEN, tokens * HIDDEN
+    return 4 * max(CHUNK * VOCAB + 2 * weight + hidden + 5 * tokens, 2 * weight + 2 * hidden)
+
+
+def peaks(folder: Path | None) -> None:
+    rows = []
+    for tokens in TOKENS:
+        tensors, rest = loss_inputs(tokens, VOCAB, HIDDEN)["linear_cross_entropy"]
+        measured = []
+        for call in (linear_cross_entropy_reference, partial(linear_cross_entropy, chunk=CHUNK)):
+            leaves = [x.to(DEVICE, torch.float32).requires_grad_() for x in tensors]
+            with peak_memory() as memory:
+                loss = call(*leaves, *(x.to(DEVICE) for x in rest))
+                gc.collect()  # Triton's interpreter holds a kernel's last arguments in reference cycles
+                loss.backward()
+            measured.append(memory.peak)
+        predicted = predicted_peak(tokens)
+        if not abs(measured[1] - predicted) <= 256:  # single numbers
+            sys.exit(f"{tokens} tokens: the peak is {measured[1]} bytes, predicted {predicted}")
+        rows.append([tokens, *measured, predicted, measured[1] / measured[0]])
+    write_result(
+        "09_fused_loss",
+        f"Peak bytes of the output layer and its loss, forward and backward: {VOCAB:,} words, hidden {HIDDEN}, float32",
+        ["tokens", "PyTorch", f"fused, chunks of {CHUNK} tokens", "predicted", "fused / PyTorch"],
+        rows,
+        "Weights and inputs, which both have, are left out. Exact counts of allocations, the same anywhere.",
+        folder,
+    )
+
+
+def draw(axes, result) -> None:
+    tokens = [row[0] for row in result["rows"]]
+    for column, style in ((1, "o-"), (2, "s-"), (3, "k:")):
+        axes.plot(tokens, [row[column] / 2**20 for row in result["rows"]], style, label=result["columns"][column])
+    axes.set(xlabel="tokens", ylabel="peak, MiB", ylim=(0, None))
+    axes.legend()
+
+
+def time_all(dry: bool, folder: Path | None) -> None:
+    dtype = torch.float16 if dry else torch.bfloat16
+    tokens, vocab, hidden = (64, 500, 32) if dry else (32768, 128256, 4096)
+    device, seconds = ("cpu", timer(True, 1)) if dry else ("cuda", timer(False, 5))
+    copied = copy_bandwidth(seconds, device, 4096 if dry else 2**28)
+    labels = torch.randint(vocab, (tokens,), device=device)
+
+    rows = []
+    rows_of_logits = tokens if dry else 8192
+    logits = torch.randn(rows_of_logits, vocab, device=device, dtype=dtype).requires_grad_()
+    some = labels[:rows_of_logits]
+    versions = {"fused": cross_entropy, "eager": cross_entropy_reference}
+    if not dry:
+        versions["torch.compile"] = torch.compile(cross_entropy_reference, dynamic=False)
+    for name, call in versions.items():
+        loss = call(logits, some)
+
+        def backward(loss=loss, logits=logits):
+            return torch.autograd.grad(loss, logits, retain_graph=True)
+
+        with torch.no_grad():
+            forward = seconds(partial(call, logits, some))
+        times = forward, seconds(backward)
+        shares = [f"{k * logits.nbytes / t / copied:.0%}" for k, t in zip((1, 2), times, strict=True)]
+        rows.append([name, times[0] * 1e3, shares[0], times[1] * 1e3, shares[1]])
+        del loss, backward
+    del logits
+    write_result(
+        "09_cross_entropy_gpu",
+        f"Cross-entropy of {rows_of_logits:,} rows of {vocab:,} logits, {str(dtype).removeprefix('torch.')}",
+        ["version", "forward, ms", "of the copy bandwidth", "backward, ms", "of the copy bandwidth "],
+        rows,
+        f"Counted as one reading of the logits forward, a reading and a writing backward; a copy moves "
+        f"{copied / 1e12:.3g} TB/s. Cold L2 cache, median of 5.",
+        folder,
+    )
+
+    h = torch.randn(tokens, hidden, device=device, dtype=dtype).requires_grad_()
+    weight = (torch.randn(vocab, hidden, device=device, dtype=dtype) / hidden**0.5).requires_grad_()
+    rows = []
+    versions = {"PyTorch": linear_cross_entropy_reference}
+    if not dry:
+        versions["torch.compile"] = torch.compile(linear_cross_entropy_reference, dynamic=False)
+    for chunk in (16, 32) if dry else (1024, 2048, 4096, 8192):
+        versions[f"fused, {chunk} tokens at a time"] = partial(linear_cross_entropy, chunk=chunk)
+    for name, call in versions.items():
+
+        def step(call=call):
+            return torch.autograd.grad(call(h, weight, labels) / tokens, (h, weight))
+
+        took, peak = seconds(step), 0
+        if not dry:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        rows.append([name, took * 1e3, peak / 2**30])
+    for row in rows:
+        row += [row[1] / rows[0][1], row[2] / rows[0][2] if rows[0][2] else 0.0]
+    write_result(
+        "09_fused_loss_gpu",
+        f"The output layer and its loss: {tokens:,} tokens, {vocab:,} words, hidden {hidden:,}, forward and backward",
+        ["version", "ms", "peak GiB beyond inputs", "time / PyTorch", "peak / PyTorch"],
+        rows,
+        f"{str(dtype).removeprefix('torch.')}; median of 5.",
+        folder,
+    )
+
+
+def main() -> None:
+    options = parse("bench_fused_loss.py", "Measure the output layer and its loss.")
+    if not options.figures:
+        low = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+        for vocab in (500, 9000):  # in one block, and in two
+            verify([torch.float32, *low], vocab)
+        if options.gpu:
+            return time_all(options.dry, options.out)
+        peaks(options.out)
+    if not options.out:
+        write_figure("09_kernels/figures/fused_loss.svg", ["09_fused_loss"], draw)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""The ladder, predicted and counted; on a GPU also timed, against cuBLAS.
+
+    python 09_kernels/in_depth/bench_matmul_ladder.py   on any machine: sectors, bank turns, registers, the roofline
+    python 09_kernels/in_depth/bench_matmul_ladder.py --figures       only draw the figure again
+    python 09_kernels/in_depth/bench_matmul_ladder.py --gpu           verify on the GPU, then time every rung
+    python bench_matmul_ladder.py --gpu --dry --out DIR   the same program at tiny sizes on the CPU: no results
+
+First every rung must be as exact as PyTorch's product, and fetch what was predicted; only then is anything written.
+Times on a GPU: CUDA events around one call, with the L2 cache overwritten before it; the median of many.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import _cuda
+import matmul_ladder as ladder
+import torch
+from harness.figures import write_figure
+from harness.report import write_result
+from matmul_ladder import GPUS, LADDER, RUNGS, TRITON, check_matmul, error_ratio, occupancy, verify, within
+
+COUNTED = (128, 256, 128)
+ARCH = "sm_90a"
+# NVIDIA H200 (SXM) datasheet: TFLOP/s without sparsity, and TB/s.
+PEAK, BANDWIDTH = {torch.float32: 67.0, torch.bfloat16: 989.0}, 4.8
+FIGURE = "09_kernels/figures/roofline.svg"
+
+
+def verify_all(device: str) -> None:
+    """Ends the program unless every rung that runs on `device` is right."""
+    for name in [*RUNGS, TRITON]:
+        if name in RUNGS and device == "cuda" and not runs(name):
+            continue
+        where = "cuda" if name == TRITON and not ladder.INTERPRETED else device
+        for size in ((139, 263, 333), (256, 256, 128)):
+            ratio, same = verify(name, *size, where)
+            if not within(ratio, 2) or not same:
+                sys.exit(f"{name} at {size}: its error is {ratio} times PyTorch's; same bits in every order: {same}")
+
+
+def runs(name: str) -> bool:
+    x = torch.zeros(1, 1, dtype=RUNGS[name].dtype, device="cuda")
+    try:
+        check_matmul(x, x, name)
+    except ValueError as why:
+        print(f"not timed: {why}")
+        return False
+    return True
+
+
+def draw_roofline(axes, result) -> None:
+    columns = {name: i for i, name in enumerate(result["columns"])}
+    for precision, color in (("float32", "tab:blue"), ("bfloat16", "tab:red")):
+        rows = [row for row in result["rows"] if row[columns["precision"]] == precision]
+        peak, bandwidth = rows[0][columns["peak, TFLOP/s"]], rows[0][columns["bandwidth, TB/s"]]
+        ridge = peak / bandwidth
+        axes.plot(
+            [0.04, ridge, 2000], [0.04 * bandwidth, peak, peak], color=color, lw=1, label=f"{precision} on an H200"
+        )
+        placed = {}
+        for row in rows:
+            placed.setdefault(row[columns["FLOPs per byte"]], []).append(row[columns["rung"]])
+        for i, (intensity, names) in enumerate(placed.items()):
+            y = min(peak, bandwidth * intensity)
+            axes.plot(intensity, y, "o", color=color, ms=4)
+            # Names go below to the right and above to the left in turn, so that neighbours do not overlap.
+            place = (
+                dict(xytext=(-4, 4), ha="right", va="bottom") if i % 2 else dict(xytext=(4, -3), ha="left", va="top")
+            )
+            label = "\n".join(names)
+            axes.annotate(label, (intensity, y), textcoords="offset points", fontsize=7, color=color, **place)
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte asked of global memory", ylabel="at most, TFLOP/s")
+    axes.set_title("What each rung could reach if no cache helped it", fontsize=10)
+    axes.legend(loc="upper left", fontsize=8)
+
+
+def predict_and_count(folder: Path | None) -> None:
+    rows, roofline = [], []
+    used = {}
+    if shutil.which("nvcc"):
+        used = _cuda.resources("matmul_ladder.cu", ARCH) | _cuda.resources("tensor_cores.cu", ARCH)
+    for rung in LADDER:
+        counted, predicted = ladder.count(rung, *COUNTED), rung.load_sectors(*COUNTED)
+        turns = counted.bank_turns / counted.bank_turns_least if counted.bank_turns_least else 1.0
+        if counted.load_sectors != predicted or turns != rung.bank_turns:
+            sys.exit(
+                f"{rung.name}: {counted.load_sectors} sectors, not {predicted}; {turns} turns, not {rung.bank_turns}"
+            )
+        precision = str(rung.dtype).removeprefix("torch.")
+        takes: list = ["n/a"] * 3
+        if used:
+            mine = used[rung.name]
+            share = occupancy(mine, rung.threads, GPUS[ARCH], rung.dynamic_shared)
+            takes = [mine.registers, mine.shared + rung.dynamic_shared, f"{share:.0%}"]
+        banks = f"{turns:.0f}" if counted.bank_turns_least else "none used"
+        rows.append([f"{rung.number} {rung.name}", precision, predicted, counted.load_sectors, banks, *takes])
+        intensity = rung.intensity(*COUNTED)
+        peak = PEAK[rung.dtype]
+        roofline.append(
+            [rung.name, precision, round(intensity, 3), round(min(peak, BANDWIDTH * intensity), 2), peak, BANDWIDTH]
+        )
+    write_result(
+        "09_matmul",
+        f"The ladder at {' x '.join(map(str, COUNTED))}: what it asks of memory, and takes of a multiprocessor",
+        [
+            "rung",
+            "precision",
+            "sectors predicted",
+            "counted",
+            "turns per shared load",
+            "registers",
+            "shared bytes",
+            "occupancy",
+        ],
+        rows,
+        f"Sectors of 32 bytes. Registers and shared memory: nvcc for {ARCH}; no kernel spills. Counted, not timed.",
+        folder,
+    )
+    write_result(
+        "09_roofline",
+        "The most that each rung could reach on an H200 if every byte it asks for came from DRAM",
+        ["rung", "precision", "FLOPs per byte", "at most, TFLOP/s", "peak, TFLOP/s", "bandwidth, TB/s"],
+        roofline,
+        "Computed from the formulas and from NVIDIA's datasheet of the H200; caches raise the bound.",
+        folder,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def timer(dry: bool, repeats: int) -> Callable[[Callable[[], object]], float]:
+    """A function that says how many seconds a call takes: the median, with a cold L2 cache."""
+    if dry:
+
+        def on_cpu(run: Callable[[], object]) -> float:
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+
+        return on_cpu
+    flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")  # larger than any L2
+
+    def on_gpu(run: Callable[[], object]) -> float:
+        for _ in range(3):
+            run()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for begin, end in events:
+            flush.zero_()
+            begin.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+
+    return on_gpu
+
+
+def copy_bandwidth(seconds: Callable[[Callable[[], object]], float], device: str, numbers: int) -> float:
+    """Bytes per second, read and written, of the copy of a large tensor: what a memory-bound kernel can hope for."""
+    source, target = torch.zeros(numbers, device=device), torch.empty(numbers, device=device)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source))
+
+
+def time_ladder(dry: bool, folder: Path | None) -> None:
+    device = "cpu" if dry else "cuda"
+    n = {torch.float32: 128, torch.bfloat16: 256} if dry else {torch.float32: 4096, torch.bfloat16: 8192}
+    seconds = timer(dry, 20)
+    torch.backends.cuda.matmul.allow_tf32 = False  # cuBLAS in fp32 shall compute in fp32
+    rows = []
+    for dtype, names in (
+        (torch.float32, [*(r.name for r in LADDER if r.dtype == torch.float32), TRITON]),
+        (torch.bfloat16, [r.name for r in LADDER if r.dtype == torch.bfloat16]),
+    ):
+        size = n[dtype]
+        a = torch.randn(size, size, device=device).to(dtype)
+        b = torch.randn(size, size, device=device).to(dtype).t()  # as F.linear hands over its weight
+        b = b.contiguous() if dtype == torch.float32 else b
+        cublas = seconds(lambda a=a, b=b: torch.mm(a, b))
+        rate = 2 * size**3 / 1e12
+        rows.append(
+            ["torch.mm" if dry else "cuBLAS (torch.mm)", str(dtype).removeprefix("torch."), size, rate / cublas, "100%"]
+        )
+        for name in names:
+            if name in RUNGS and not dry and not runs(name):
+                continue
+            out = torch.full((size, size), float("nan"), dtype=dtype, device=device)
+            ratio = error_ratio(ladder.matmul(a, b, name, out=out), a, b)
+            if not within(ratio, 2):
+                sys.exit(f"{name} at {size}: its error is {ratio} times that of torch.mm")
+            took = seconds(lambda a=a, b=b, out=out, name=name: ladder.matmul(a, b, name, out=out))
+            rows.append([name, rows[-1][1], size, rate / took, f"{cublas / took:.0%}"])
+    copied = copy_bandwidth(seconds, device, 2**16 if dry else 2**28)
+    write_result(
+        "09_matmul_gpu",
+        "The ladder, timed",
+        ["rung", "precision", "M = N = K", "TFLOP/s", "of cuBLAS"],
+        rows,
+        f"Median of 20 calls with a cold L2 cache; TF32 off. A copy of a large tensor moves {copied / 1e12:.3g} TB/s.",
+        folder,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Predict, count and time the ladder of matrix products.")
+    parser.add_argument("--gpu", action="store_true", help="time the rungs on the GPU")
+    parser.add_argument("--dry", action="store_true", help="with --gpu: the same at tiny sizes on the CPU")
+    parser.add_argument("--out", type=Path, help="folder for the results, instead of results/")
+    parser.add_argument("--figures", action="store_true", help="only draw the figure again")
+    options = parser.parse_args()
+    if options.gpu and not options.dry and not torch.cuda.is_available():
+        print(
+            "bench_matmul_ladder.py: --gpu: PyTorch finds no GPU here; --dry --out DIR tries the program out",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    if options.dry and not (options.gpu and options.out):
+        print(
+            "bench_matmul_ladder.py: --dry goes with --gpu and --out DIR: its numbers are no results", file=sys.stderr
+        )
+        sys.exit(2)
+    if not options.figures:
+        verify_all("cuda" if options.gpu and not options.dry else "cpu")
+        if options.gpu:
+            time_ladder(options.dry, options.out)
+            return
+        predict_and_count(options.out)
+    if not options.out:
+        write_figure(FIGURE, ["09_roofline"], draw_roofline, size=(7.0, 4.4))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,427 @@
+"""FlashAttention in Triton: the tiles of flash_tiles.py as GPU kernels, forward and backward, on tensor cores.
+
+Problem. Attention in tiles does the right work, but a tile in PyTorch is ten kernels that write ten small matrices to
+memory. The scores of a tile have to stay in the registers of one program, from the product that makes them to the
+product that uses them up.
+
+Idea. One program owns one tile of one head; all programs run at once, in any order, and none waits for another:
+
+    kernel           a program owns         it walks along               it leaves                       products
+    forward          R queries              the keys they see            out, LSE                        2
+    delta            R queries              nothing                      sum of dout · out per query     0
+    dq               R queries              the keys they see            dq                              3
+    dk, dv           C keys                 the queries that see them    dk, dv of one K/V head          4
+
+    queries 0       [/]   .    .    .        . skipped, never loaded    # whole: no mask is computed
+            1       [#]  [/]   .    .        / cut by the edge of the band: masked
+            2       [#]  [#]  [/]   .        A program meets at most three runs of tiles: cut, whole, cut. It has a loop
+            3       [#]  [#]  [#]  [/]       for each, so the long one contains no comparison.
+
+dq and dk, dv are two kernels, each with its own sums in registers: no two programs add to the same number, so there are
+no atomics and two runs give the same bits. The price is to compute the scores twice: 7 products in place of 5. The
+query heads of a group share a K/V head, so its dk, dv program walks through all G of them; K and V are never expanded.
+
+Tiles come through tensor descriptors. On Hopper a descriptor is what the copy engine (TMA) takes: one thread asks for a
+tile, address arithmetic and boundary checks are the engine's, and what lies beyond the end of S or D arrives as zeros.
+On older GPUs, and for fp32, `load_tile` computes addresses. Exponentials are of base 2: e^x = 2^(x log2 e), and log2 e
+is folded into the scale. Products of fp32 tiles are exact ones ("ieee"): the default, TF32, keeps 10 of 23 bits.
+
+Formulas: in flash_tiles.py. Saved: q, k, v, out and 4 · B · N · S bytes of LSE. FLOPs: forward 4 · B · N · S² · D,
+half of it if causal. Papers: FlashAttention-2 (arXiv 2307.08691), FlashAttention-3 (2407.08608). Warps that only load
+and warps that only compute: flash_attention_hopper.py.
+
+Run it:
+    python flash_kernels.py                                  CPU: Triton's interpreter; GPU: compiled
+    python flash_kernels.py --dtype float16 --seq 100 --head-dim 96
+    torchrun --nproc_per_node 2 flash_kernels.py             every rank checks inputs of its own
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+import argparse
+import math
+import sys
+
+import torch
+from _flash_launch import Plan, check_inputs, describe, plan_of, settings
+from _interpreter import INTERPRETED, tl, triton
+from flash_tiles import Attention, Version, add_options, band, check_options, run
+from torch import Tensor
+
+# Legend of shapes: B batch, S sequence (S_q queries, S_k keys), N query heads, N_kv key/value heads, G = N / N_kv,
+# D head dim; R queries (rows) and C keys (columns) of a tile, W the next power of two from D.
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+# --------------------------------------------------------------------------------------- what all the kernels share
+
+
+@triton.jit
+def runs_of_tiles(start, stop, first, last, length, STEP: tl.constexpr):
+    """Items start..stop-1 see the others x with first <= x - item <= last. Which tiles of STEP others do they meet?
+
+    (begin, whole, cut, end): tiles from begin are cut by the band's left edge, from `whole` on seen by all items, from
+    `cut` on cut by its right edge or by `length`. A run that is not empty begins at a multiple of STEP.
+    """
+    # --- exercise 9.11: the three runs of tiles that a program walks along ---
+    begin = tl.maximum(start + first, 0) // STEP * STEP  # what the first item sees
+    end = tl.maximum(tl.minimum(stop + last, length), begin)  # and the last one
+    whole = tl.cdiv(tl.maximum(stop - 1 + first, 0), STEP) * STEP  # what all see begins where the last item's does,
+    cut = tl.maximum(tl.minimum(start + last + 1, length), 0) // STEP * STEP  # and ends where the first one's ends
+    whole = tl.minimum(whole, end)
+    cut = tl.maximum(tl.minimum(cut, end), whole)
+    # --- end exercise ---
+    return begin, whole, cut, end
+
+
+@triton.jit
+def load_tile(x, b, head, start, T: tl.constexpr, W: tl.constexpr):
+    """T tokens of one head of x [B, S, N, D], from `start` on: [T, W]; zeros beyond the last token and beyond D.
+
+    x is a tensor descriptor, or a tuple from which the addresses are computed here (`describe`).
+    """
+    if isinstance(x, tl.core.tensor_descriptor_base):
+        tile = x.load([b, head, start, 0]).reshape(T, W)
+    else:
+        address, S, D, stride_b, stride_s, stride_n = x
+        address += b * stride_b.to(tl.int64) + head * stride_n.to(tl.int64) + start * stride_s.to(tl.int64)  # past 2^31
+        t, d = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :]
+        tile = tl.load(address + t * stride_s + d, mask=(start + t < S) & (d < D), other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(x, b, head, start, tile, T: tl.constexpr, W: tl.constexpr):
+    """The inverse; what lies beyond the last token and beyond D is not written."""
+    if isinstance(x, tl.core.tensor_descriptor_base):
+        x.store([b, head, start, 0], tile.to(x.dtype).reshape(1, 1, T, W))
+    else:
+        address, S, D, stride_b, stride_s, stride_n = x
+        address += b * stride_b.to(tl.int64) + head * stride_n.to(tl.int64) + start * stride_s.to(tl.int64)
+        t, d = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :]
+        tl.store(address + t * stride_s + d, tile, mask=(start + t < S) & (d < D))
+
+
+@triton.jit
+def dot(a, b):
+    """a @ b, summed in fp32. "ieee": fp32 inputs are not rounded to TF32; 16-bit inputs are not concerned."""
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def seen(i, j, S_k, first, last):
+    """`i` and `j` broadcast against each other: which of the queries i see which of the keys j."""
+    return (j - i >= first) & (j - i <= last) & (j < S_k)
+
+
+# ----------------------------------------------------------------------------------------------------------- forward
+
+
+@triton.jit
+def forward_run(
+    state, q, k, v, b, kv_head, i, start, stop, S_k, first, last, scale, CUT: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr
+):  # fmt: skip
+    """Add the tiles of keys from `start` to `stop` to the state (m, total, acc) of a tile of queries."""
+    m, total, acc = state
+    for start_j in tl.range(start, stop, C):
+        k_tile = load_tile(k, b, kv_head, start_j, C, W)
+        scores = dot(q, k_tile.T)  # [R, W] @ [W, C] -> [R, C]
+        if CUT:
+            j = start_j + tl.arange(0, C)
+            scores = tl.where(seen(i[:, None], j[None, :], S_k, first, last), scores, float("-inf"))
+        # --- exercise 9.12: the online softmax, in powers of two ---
+        new = tl.maximum(m, tl.max(scores, 1) * scale)  # the scale is positive: scaling the maximum is enough
+        safe = new
+        if CUT:  # only a cut tile can leave a row that has seen no key
+            safe = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(scores * scale - safe[:, None])  # one multiply-add and one exponential per score
+        shrink = tl.exp2(m - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        m = new
+        # --- end exercise ---
+        v_tile = load_tile(v, b, kv_head, start_j, C, W)
+        acc += dot(weights.to(v_tile.dtype), v_tile)  # [R, C] @ [C, W]
+    return m, total, acc
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def forward_kernel(
+    q, k, v, out, lse, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr
+):  # fmt: skip
+    """out and LSE of R queries of one head."""
+    tiles = tl.cdiv(S_q, R)
+    tile = tiles - 1 - tl.program_id(0) % tiles  # under a causal mask the last rows are the longest: start them first
+    head = tl.program_id(0) // tiles  # heads of one group are neighbours in time, and find their K/V in the L2 cache
+    b, n = head // N, head % N
+    start_i = tile * R
+    i = start_i + tl.arange(0, R)
+    q_tile = load_tile(q, b, n, start_i, R, W)
+    m = tl.full([R], float("-inf"), tl.float32)
+    state = (m, tl.zeros([R], tl.float32), tl.zeros([R, W], tl.float32))
+    edges = runs_of_tiles(start_i, tl.minimum(start_i + R, S_q), first, last, S_k, C)
+    for part in tl.static_range(3):  # unrolled by the compiler: three loops, of which the middle one has no mask
+        if WINDOW or part > 0:  # without a window there is no left edge
+            state = forward_run(
+                state, q_tile, k, v, b, n // G, i, edges[part], edges[part + 1], S_k, first, last, scale * LOG2_E,
+                part != 1, C, W
+            )  # fmt: skip
+    m, total, acc = state
+    total = tl.where(total == 0.0, 1.0, total)  # no key: acc = 0 and m = -inf give out = 0 and LSE = -inf
+    store_tile(out, b, n, start_i, acc / total[:, None], R, W)
+    at = head.to(tl.int64) * S_q + i  # B · N · S may pass 2^31
+    tl.store(lse + at, (m + tl.log2(total)) / LOG2_E, mask=i < S_q)
+
+
+# ---------------------------------------------------------------------------------------------------------- backward
+
+
+@triton.jit
+def delta_kernel(dout, out, delta, S_q, N, R: tl.constexpr, W: tl.constexpr):
+    """delta = sum over D of dout · out, [B, N, S_q]: all that backward needs to know of the other keys."""
+    tiles = tl.cdiv(S_q, R)
+    head, start_i = tl.program_id(0) // tiles, tl.program_id(0) % tiles * R
+    i = start_i + tl.arange(0, R)
+    product = load_tile(dout, head // N, head % N, start_i, R, W).to(tl.float32)
+    product *= load_tile(out, head // N, head % N, start_i, R, W).to(tl.float32)
+    tl.store(delta + head.to(tl.int64) * S_q + i, tl.sum(product, 1), mask=i < S_q)
+
+
+@triton.jit
+def load_rows(lse, delta, head, i, S_q):
+    """LSE (of base 2) and delta of the queries i. Where there is no query, or one without keys, the LSE is +inf: every
+    weight 2^(score - LSE) of such a row is 0, and no mask is needed for it."""
+    at, valid = head.to(tl.int64) * S_q + i, i < S_q
+    row_lse = tl.load(lse + at, mask=valid, other=float("-inf"))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
+    return row_lse, tl.load(delta + at, mask=valid, other=0.0)
+
+
+@triton.jit
+def dq_run(
+    dq, q, dout, row_lse, row_delta, k, v, b, kv_head, i, start, stop, S_k, first, last, scale, CUT: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """Add what the tiles of keys from `start` to `stop` give to dq / scale of a tile of queries."""
+    for start_j in tl.range(start, stop, C):
+        k_tile, v_tile = load_tile(k, b, kv_head, start_j, C, W), load_tile(v, b, kv_head, start_j, C, W)
+        weights = tl.exp2(dot(q, k_tile.T) * (scale * LOG2_E) - row_lse[:, None])  # [R, C]
+        if CUT:
+            j = start_j + tl.arange(0, C)
+            weights = tl.where(seen(i[:, None], j[None, :], S_k, first, last), weights, 0.0)
+        dscores = weights * (dot(dout, v_tile.T) - row_delta[:, None])
+        dq += dot(dscores.to(k_tile.dtype), k_tile)
+    return dq
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def dq_kernel(
+    q, k, v, dout, lse, delta, dq, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """dq of R queries of one head: the walk of the forward kernel."""
+    tiles = tl.cdiv(S_q, R)
+    head, start_i = tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * R
+    b, n = head // N, head % N
+    i = start_i + tl.arange(0, R)
+    q_tile, dout_tile = load_tile(q, b, n, start_i, R, W), load_tile(dout, b, n, start_i, R, W)
+    row_lse, row_delta = load_rows(lse, delta, head, i, S_q)
+    acc = tl.zeros([R, W], tl.float32)
+    edges = runs_of_tiles(start_i, tl.minimum(start_i + R, S_q), first, last, S_k, C)
+    for part in tl.static_range(3):
+        if WINDOW or part > 0:
+            acc = dq_run(
+                acc, q_tile, dout_tile, row_lse, row_delta, k, v, b, n // G, i, edges[part], edges[part + 1], S_k,
+                first, last, scale, part != 1, C, W
+            )  # fmt: skip
+    store_tile(dq, b, n, start_i, acc * scale, R, W)
+
+
+@triton.jit
+def dkdv_run(
+    dk, dv, k, v, q, dout, lse, delta, b, n, head, j, start, stop, S_q, S_k, first, last, scale, CUT: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """Add what the tiles of queries from `start` to `stop` of head n give to dk / scale and dv of a tile of keys.
+
+    Scores and weights are computed transposed, [C, R]: as they come they are the left factors of both sums.
+    """
+    for start_i in tl.range(start, stop, R):
+        i = start_i + tl.arange(0, R)
+        q_tile, dout_tile = load_tile(q, b, n, start_i, R, W), load_tile(dout, b, n, start_i, R, W)
+        row_lse, row_delta = load_rows(lse, delta, head, i, S_q)
+        # --- exercise 9.13: dk and dv of one tile ---
+        weights = tl.exp2(dot(k, q_tile.T) * (scale * LOG2_E) - row_lse[None, :])  # [C, W] @ [W, R] -> [C, R]
+        if CUT:
+            weights = tl.where(seen(i[None, :], j[:, None], S_k, first, last), weights, 0.0)
+        dv += dot(weights.to(dout_tile.dtype), dout_tile)
+        dscores = weights * (dot(v, dout_tile.T) - row_delta[None, :])
+        dk += dot(dscores.to(q_tile.dtype), q_tile)
+        # --- end exercise ---
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def dkdv_kernel(
+    q, k, v, dout, lse, delta, dk, dv, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """dk and dv of C keys of one K/V head: a sum over the G query heads of its group, in fp32, in a fixed order."""
+    tiles = tl.cdiv(S_k, C)
+    kv_heads = N // G
+    kv_head, start_j = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C  # causal: the first keys have most to do
+    b, kv = kv_head // kv_heads, kv_head % kv_heads
+    j = start_j + tl.arange(0, C)
+    k_tile, v_tile = load_tile(k, b, kv, start_j, C, W), load_tile(v, b, kv, start_j, C, W)
+    dk_tile, dv_tile = tl.zeros([C, W], tl.float32), tl.zeros([C, W], tl.float32)
+    # Seen from a key the band is turned round: -last <= i - j <= -first.
+    begin, whole, cut, end = runs_of_tiles(start_j, tl.minimum(start_j + C, S_k), -last, -first, S_q, R)
+    if not WINDOW:  # turned round, it is the right edge that only a window has; and queries beyond S_q weigh nothing
+        cut = end
+    edges = (begin, whole, cut, end)
+    for g in range(G):
+        n = kv * G + g
+        for part in tl.static_range(3):
+            if WINDOW or part < 2:
+                dk_tile, dv_tile = dkdv_run(
+                    dk_tile, dv_tile, k_tile, v_tile, q, dout, lse, delta, b, n, b * N + n, j, edges[part],
+                    edges[part + 1], S_q, S_k, first, last, scale, part != 1, R, W
+                )  # fmt: skip
+    store_tile(dk, b, kv, start_j, dk_tile * scale, C, W)
+    store_tile(dv, b, kv, start_j, dv_tile, C, W)
+
+
+# ------------------------------------------------------------------------------------------- from tensors to kernels
+
+
+def triton_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    offset: int = 0,
+    dtype: torch.dtype | None = None,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [B, S_q, N, D] in `dtype` (by default fp32, for who goes on to merge it) and LSE [B, N, S_q] in fp32."""
+    check_inputs(q, k, v, window)
+    B, S_q, N, D = q.shape
+    plan = plan or plan_of(q)
+    (R, C, *_), tma = plan.forward, plan.tma
+    out = torch.empty(q.shape, dtype=dtype or torch.float32, device=q.device)
+    lse = torch.empty(B, N, S_q, dtype=torch.float32, device=q.device)
+    limits = band(S_q, k.shape[1], causal, window, offset)
+    with torch.cuda.device_of(q):  # launch where the tensors are, whatever the current device
+        forward_kernel[(triton.cdiv(S_q, R) * B * N,)](
+            *(describe(x, tokens, tma) for x, tokens in ((q, R), (k, C), (v, C), (out, R))),
+            *(lse, S_q, k.shape[1], N, N // k.shape[2], *limits, 1 / math.sqrt(D)),
+            **settings(plan.forward, q, window),
+        )
+    return out, lse
+
+
+def triton_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    offset: int = 0,
+    dlse: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in `dtype` (or fp32). `out` and `lse` are those over all keys, of which k and v may be one block."""
+    check_inputs(q, k, v, window)
+    B, S_q, N, D = q.shape
+    S_k, kv_heads = k.shape[1:3]
+    plan = plan or plan_of(q)
+    dout, lse = dout.to(q.dtype), lse.contiguous()  # both factors of a product on tensor cores have one dtype
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype or torch.float32, device=x.device) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    numbers = (S_q, S_k, N, N // kv_heads, *band(S_q, S_k, causal, window, offset), 1 / math.sqrt(D))
+    with torch.cuda.device_of(q):
+        grid = (triton.cdiv(S_q, 32) * B * N,)
+        W = triton.next_power_of_2(D)
+        delta_kernel[grid](*(describe(x, 32, plan.tma) for x in (dout, out)), delta, S_q, N, R=32, W=W)
+        if dlse is not None:
+            delta -= dlse  # d LSE / d score is the weight, as is -delta's factor: the two gradients meet in one number
+        for kernel, tiles, owned, left in (
+            (dq_kernel, plan.dq, triton.cdiv(S_q, plan.dq.rows) * N, (dq,)),
+            (dkdv_kernel, plan.dkdv, triton.cdiv(S_k, plan.dkdv.columns) * kv_heads, (dk, dv)),
+        ):
+            R, C = tiles.rows, tiles.columns
+            kernel[(owned * B,)](
+                *(describe(x, tokens, plan.tma) for x, tokens in ((q, R), (k, C), (v, C), (dout, R))),
+                *(lse, delta, *(describe(x, R if x is dq else C, plan.tma) for x in left), *numbers),
+                **settings(tiles, q, window),
+            )
+    return dq, dk, dv
+
+
+TRITON = Version(triton_forward, triton_backward)  # also what chapter 5's ring takes as its `local` attention
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    offset: int = 0,
+    version: Version = TRITON,
+) -> Tensor:
+    """softmax(q kᵀ / sqrt(D)) v over the keys that `band` leaves: q [B, S_q, N, D]; k, v [B, S_k, N_kv, D] -> like q.
+
+    A model's `attention(q, k, v, *, causal)`. ValueError, in one line, for what the kernels cannot do.
+    """
+    return Attention.apply(q, k, v, version, causal, window, offset)[0]
+
+
+def flash_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    offset: int = 0,
+    version: Version = TRITON,
+) -> tuple[Tensor, Tensor]:
+    """The same and its LSE [B, N, S_q], fp32; both have gradients, so that parts may be merged under autograd."""
+    return Attention.apply(q, k, v, version, causal, window, offset)
+
+
+# -------------------------------------------------------------------------------------------------------------- demo
+
+
+def parse_arguments(hopper: bool = False) -> argparse.Namespace:
+    """The options, checked before any process group is made; `hopper`: for flash_attention_hopper.py."""
+    dtypes = ["float16", "bfloat16"] if hopper and not INTERPRETED else ["float32", "float16", "bfloat16"]
+    parser = add_options("FlashAttention in Triton, forward and backward.", dtypes)
+    args = check_options(parser)
+    on_gpu = torch.cuda.is_available()
+    try:  # on tensors without memory
+        q = torch.empty(1, args.seq, args.heads, args.head_dim, dtype=getattr(torch, args.dtype), device="meta")
+        check_inputs(q, q[:, :, : args.kv_heads], q[:, :, : args.kv_heads], args.window)
+    except ValueError as error:
+        parser.error(f"--dtype {args.dtype} --head-dim {args.head_dim}: {error}")
+    if not (on_gpu or INTERPRETED):
+        parser.error("TRITON_INTERPRET=0 compiles for a GPU, and there is none; unset it")
+    if hopper and args.head_dim > 128:
+        parser.error(f"--head-dim {args.head_dim} does not fit the specialised kernel; use 128, or flash_kernels.py")
+    if hopper and not INTERPRETED and torch.cuda.get_device_capability()[0] != 9:
+        parser.error(f"{torch.cuda.get_device_name()} is no sm_90; use flash_kernels.py")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(run(parse_arguments(), TRITON))

@@ -1,0 +1,348 @@
+"""Chapter 9, the CUDA ladder: a matrix product from the first kernel to the tensor cores, one idea a rung.
+
+The problem. C = A·B with M = N = K = n needs 2n³ FLOPs and could read each number once: n/6 FLOPs per byte in fp32. The
+simplest kernel reads two numbers per FMA, a quarter of a FLOP per byte. A GPU that computes 14 fp32 FLOPs in the time
+in which its memory delivers a byte (H200: 67 TFLOP/s, 4.8 TB/s) then waits nearly all the time. Every rung of the
+ladder removes one reason to wait.
+
+The idea. Fetch a number once, use it often, from ever nearer places:
+
+    global memory ──> shared memory ──> registers ──> FMA units, tensor cores
+                 BM x BN tile      TM x TN per thread
+
+    bytes fetched by tiles of BM x BN:   M/BM · N/BN · K (BM + BN) · size  =  M N K · size (1/BM + 1/BN)
+    intensity = 2 M N K / bytes          time >= max(FLOPs / peak, bytes / bandwidth)      (roofline, Williams 2009)
+    occupancy = warps that fit into a multiprocessor's registers, shared memory and slots, over the most it can hold
+
+The kernels are CUDA: matmul_ladder.cu (0 to 7, fp32) and tensor_cores.cu (8 to 10, bf16). This file builds and calls
+them, predicts what they fetch, and holds the prediction against what is counted. One rung is here, in Triton: the
+tiled product of rung 3, in which the compiler chooses threads, shared memory and copies.
+
+Without a GPU everything runs on the CPU, through cuda_on_cpu.h and Triton's interpreter; TMA, mbarriers, mma and
+wgmma are emulated instruction by instruction (ptx.h). That shows that a kernel computes the right thing, in any order
+of its threads, and how many sectors it asks for. It shows nothing about time.
+
+    python matmul_ladder.py   every rung against float64, in three orders of the threads; ends with PASS
+    python matmul_ladder.py --rung warp_tiles --size 200 300 77
+    python matmul_ladder.py --resources sm_90a   registers, spills, shared memory, occupancy (needs nvcc, but no GPU)
+
+Shapes: A [M, K], B [K, N], C [M, N].
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from _cuda import FORWARD, REVERSE, Counters, CudaError, Resources, call, resources
+from _interpreter import INTERPRETED, tl, triton  # Triton, run by Python where there is no GPU
+from torch import Tensor
+
+SECTOR = 32  # bytes: the unit in which global memory is read
+
+# ------------------------------------------------------------------------------------------------------- the ladder
+
+
+@dataclass(frozen=True)
+class Rung:
+    number: int
+    name: str  # of the kernel
+    dtype: torch.dtype
+    tile: tuple[int, int] | None  # (BM, BN); None: every thread fetches for itself
+    threads: int  # of a block
+    dynamic_shared: int = 0  # bytes that the launch asks for
+    per_fma: int = 0  # sectors that a warp of 32 FMAs fetches, where there is no tile
+    bank_turns: float = 1.0  # turns that loads from shared memory take, over the least there could be
+    capability: tuple[int, int] = (0, 0)  # the oldest GPU that can run it
+
+    def load_sectors(self, M: int, N: int, K: int) -> int:
+        """Sectors of 32 bytes asked for. M, N and K are multiples of the tile, so that no part of a tile is empty."""
+        if self.tile is None:
+            return M * N // 32 * K * self.per_fma
+        BM, BN = self.tile
+        return (M // BM) * (N // BN) * K * (BM + BN) * self.dtype.itemsize // SECTOR
+
+    def intensity(self, M: int, N: int, K: int) -> float:
+        """FLOPs per byte asked for."""
+        return 2 * M * N * K / (self.load_sectors(M, N, K) * SECTOR)
+
+
+# bank_turns of coarsened_2d: of 16 loads per step, the 8 of A take 2 turns each and the 8 of B take 4; 48/16 = 3.
+LADDER = [
+    Rung(1, "naive", torch.float32, None, 1024, per_fma=32 + 1),
+    Rung(2, "coalesced", torch.float32, None, 1024, per_fma=1 + 4),
+    Rung(3, "shared_tiles", torch.float32, (32, 32), 1024),
+    Rung(4, "coarsened_1d", torch.float32, (64, 64), 512),
+    Rung(5, "coarsened_2d", torch.float32, (128, 128), 256, bank_turns=3.0),
+    Rung(6, "vectorised", torch.float32, (128, 128), 256),
+    Rung(7, "warp_tiles", torch.float32, (128, 128), 256),
+    Rung(8, "mma_tiles", torch.bfloat16, (128, 128), 256, 3 * (128 + 128) * 64 * 2, capability=(8, 0)),
+    Rung(9, "tma_wgmma", torch.bfloat16, (128, 256), 256, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
+    Rung(10, "persistent", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
+]
+RUNGS = {rung.name: rung for rung in LADDER}
+TRITON = "triton"  # the tiled product in Triton, below
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What one multiprocessor has (CUDA C++ programming guide, table "technical specifications per capability")."""
+
+    shared: int  # bytes for all its blocks, of which each block costs 1024 more than it asked for
+    block_shared: int  # the most for one block
+    registers: int = 65536
+    warps: int = 64
+    blocks: int = 32
+    thread_registers: int = 255
+
+
+GPUS = {"sm_80": Multiprocessor(164 * 1024, 163 * 1024), "sm_90a": Multiprocessor(228 * 1024, 227 * 1024)}
+
+
+def occupancy(used: Resources, threads: int, gpu: Multiprocessor, dynamic_shared: int = 0) -> float:
+    """Warps that are on a multiprocessor at one time, over the most it can hold.
+
+    While a warp waits for memory another one computes, if there is another one. Registers are given to a warp (32
+    threads), each thread's count rounded up to a multiple of 8; blocks come whole or not at all.
+    """
+    # --- exercise 9.4: the scarcest of registers, shared memory, warps and blocks decides ---
+    warps = -(-threads // 32)
+    block_registers = -(-used.registers // 8) * 8 * 32 * warps
+    block_shared = used.shared + dynamic_shared + 1024
+    blocks = min(gpu.registers // block_registers, gpu.shared // block_shared, gpu.warps // warps, gpu.blocks)
+    return blocks * warps / gpu.warps
+    # --- end exercise ---
+
+
+# --------------------------------------------------------------------------------------------- the same tile in Triton
+
+
+@triton.jit
+def tiled_kernel(
+    A, B, C, M, N, K, a_row, a_col, b_row, b_col, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """One program computes a BM x BN tile of C. a_row, a_col, ...: strides, so A and B may be any view."""
+    row = tl.program_id(1) * BM + tl.arange(0, BM)[:, None]  # [BM, 1]
+    col = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]  # [1, BN]
+    total = tl.zeros((BM, BN), tl.float32)
+    # --- exercise 9.3: a loop over the tiles along K; beyond the edge a tile is filled with zeros ---
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        a = tl.load(A + row * a_row + k[None, :] * a_col, mask=(row < M) & (k[None, :] < K), other=0.0)  # [BM, BK]
+        b = tl.load(B + k[:, None] * b_row + col * b_col, mask=(k[:, None] < K) & (col < N), other=0.0)  # [BK, BN]
+        # "ieee": otherwise fp32 products on tensor cores are TF32, with the 10 bits of fp16's mantissa, and no warning.
+        total += tl.dot(a, b, input_precision="ieee")
+    # --- end exercise ---
+    tl.store(C + row * N + col, total.to(C.dtype.element_ty), mask=(row < M) & (col < N))
+
+
+# ------------------------------------------------------------------------------------------------------- one interface
+
+
+def matmul(
+    a: Tensor, b: Tensor, rung: str = "warp_tiles", *, out: Tensor | None = None, order: int = FORWARD
+) -> Tensor:
+    """a [M, K] times b [K, N] by the named rung. The inputs may be any views; `order` is of the threads, on the CPU.
+
+    Raises ValueError, in one line, for what the rung cannot do: other dtypes, two devices, shapes that do not fit, 2³¹
+    elements or more (offsets are 32 bits), a GPU that is too old.
+    """
+    check_matmul(a, b, rung)
+    (M, K), N = a.shape, b.shape[1]
+    out = a.new_empty(M, N) if out is None else out
+    if M * N == 0 or K == 0:
+        return out.zero_()
+    if rung == TRITON:
+        grid = (triton.cdiv(N, 64), triton.cdiv(M, 64))
+        tiled_kernel[grid](a, b, out, M, N, K, *a.stride(), *b.stride(), BM=64, BN=64, BK=32)
+        return out
+    spec = RUNGS[rung]
+    if spec.dtype == torch.float32:
+        call("matmul_ladder.cu", "run_matmul", spec.number, M, N, K, aligned(a), aligned(b), out, order=order)
+    else:
+        a, b = bf16_operands(a, b)
+        call("tensor_cores.cu", "run_matmul_bf16", spec.number, M, N, a.shape[1], a, b, out, order=order)
+    return out
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself if it lies in rows from an address that is a multiple of 16, as 16-byte loads want it; else a copy."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def bf16_operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a [M, K] and bᵀ [N, K], K padded with zeros to a multiple of 8. No copy if b = weight.t() and K is one."""
+    pad = -a.shape[1] % 8
+    return aligned(F.pad(a, (0, pad)) if pad else a), aligned(F.pad(b.t(), (0, pad)) if pad else b.t())
+
+
+def check_matmul(a: Tensor, b: Tensor, rung: str) -> None:
+    if rung not in RUNGS and rung != TRITON:
+        raise ValueError(f"rung {rung!r} does not exist; there are {', '.join([*RUNGS, TRITON])}")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"a {list(a.shape)} times b {list(b.shape)} is no product of matrices [M, K] and [K, N]")
+    if a.device != b.device or a.dtype != b.dtype:
+        raise ValueError(f"a is {a.dtype} on {a.device} and b is {b.dtype} on {b.device}; they must be alike")
+    narrow = () if INTERPRETED else (torch.bfloat16,)  # the interpreter computes wrongly with bf16, without a word
+    allowed = (torch.float32, torch.float16, *narrow) if rung == TRITON else (RUNGS[rung].dtype,)
+    if a.dtype not in allowed:
+        raise ValueError(f"rung {rung} takes {' or '.join(str(d) for d in allowed)}, not {a.dtype}; cast a and b first")
+    extents = {"a": (list(a.shape), a.stride()), "b": (list(b.shape), b.stride())}
+    M, N = a.shape[0], b.shape[1]
+    for name, (shape, strides) in (extents | {"the product": ([M, N], (N, 1))}).items():
+        span = 1 + sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))  # from first to last element
+        if max(span, shape[0] * shape[1]) >= 2**31:
+            raise ValueError(f"{name} {shape} reaches over 2^31 elements, too far for 32-bit offsets; split it")
+    if a.shape[0] > 65535 * 32:  # rows of tiles are the grid's y, which ends at 65535
+        raise ValueError(f"a has {a.shape[0]} rows; a grid has at most 65535 rows of tiles of 32; split a")
+    if rung in RUNGS and a.is_cuda:
+        have, need = torch.cuda.get_device_capability(a.device), RUNGS[rung].capability
+        if have < need or (need == (9, 0) and have != need):  # wgmma exists on Hopper only, not on what came later
+            raise ValueError(f"rung {rung} needs compute capability {need[0]}.{need[1]}, not {have[0]}.{have[1]}")
+
+
+def count(rung: Rung, M: int, N: int, K: int) -> Counters:
+    """What the rung does on the CPU for a product of this size."""
+    a, b = torch.zeros(M, K, dtype=rung.dtype), torch.zeros(K, N, dtype=rung.dtype)
+    source, function = ("matmul_ladder.cu", "run_matmul")
+    if rung.dtype == torch.bfloat16:
+        (a, b), source, function = bf16_operands(a, b), "tensor_cores.cu", "run_matmul_bf16"
+    return call(source, function, rung.number, M, N, K, a, b, a.new_empty(M, N), counting=True)
+
+
+# ----------------------------------------------------------------------------------------------- the check and the demo
+
+
+def rms_error(got: Tensor, want: Tensor) -> float:
+    """Root of the mean square of got - want. NaN if there is one in `got`."""
+    return float((got.double() - want).square().mean().sqrt())
+
+
+def error_ratio(got: Tensor, a: Tensor, b: Tensor) -> float:
+    """The error of `got` over that of PyTorch's product in the same precision; both against float64.
+
+    TF32 is off while PyTorch computes: a reference in lower precision would excuse anything.
+    """
+    allowed, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    try:
+        theirs = a @ b
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    want = a.double() @ b.double()
+    return rms_error(got, want) / max(rms_error(theirs, want), 1e-30)
+
+
+def within(error: float, limit: float) -> bool:
+    """NaN is not within any limit. (`error > limit` is false for NaN as well, so one must not ask that way round.)"""
+    return error <= limit
+
+
+def random_inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """a and b inside larger fields of NaN: a kernel that reads outside of them cannot look right."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def field(rows: int, cols: int) -> Tensor:
+        whole = torch.full((rows * cols + 512,), float("nan"))
+        whole[256 : 256 + rows * cols] = torch.randn(rows * cols, generator=generator)
+        return whole.to(device, dtype)[256 : 256 + rows * cols].view(rows, cols)
+
+    return field(M, K), field(K, N)
+
+
+def verify(rung: str, M: int, N: int, K: int, device: str) -> tuple[float, bool]:
+    """(error over PyTorch's, the same bits in every order of the threads) on fresh inputs and a poisoned output."""
+    dtype = torch.float32 if rung == TRITON else RUNGS[rung].dtype
+    a, b = random_inputs(M, N, K, dtype, device)
+    orders = (FORWARD, REVERSE, 7) if device == "cpu" and rung != TRITON else (FORWARD,)
+    outs = [matmul(a, b, rung, out=a.new_full((M, N), float("nan")), order=order) for order in orders]
+    return error_ratio(outs[0], a, b), all(torch.equal(outs[0], other) for other in outs[1:])
+
+
+def print_resources(arch: str) -> bool:
+    """A table of what each kernel takes of a multiprocessor. False if one takes more than there is."""
+    gpu, fits = GPUS[arch], True
+    found = resources("matmul_ladder.cu", arch) | resources("tensor_cores.cu", arch)
+    print(f"{'kernel':<14}{'registers':>10}{'spilled':>9}{'shared':>9}{'occupancy':>11}    {arch}")
+    for rung in LADDER:
+        if arch == "sm_80" and rung.capability > (8, 0):
+            continue
+        used = found[rung.name]
+        share = occupancy(used, rung.threads, gpu, rung.dynamic_shared)
+        fits &= used.spills == 0 and used.shared + rung.dynamic_shared <= gpu.block_shared and share > 0
+        shared = used.shared + rung.dynamic_shared
+        print(f"{rung.name:<14}{used.registers:>10}{used.spills:>9}{shared:>9}{share:>11.0%}")
+    return fits
+
+
+def main() -> int:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(f"matmul_ladder.py: {message}", file=sys.stderr)
+            sys.exit(2)
+
+    parser = Parser(description="Climb the ladder of matrix products.")
+    parser.add_argument("--rung", choices=[*RUNGS, TRITON], help="only this one")
+    parser.add_argument("--size", type=int, nargs=3, metavar=("M", "N", "K"), default=(139, 263, 77))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--resources", choices=list(GPUS), metavar="ARCH", help=f"one of {', '.join(GPUS)}; and end")
+    options = parser.parse_args()
+    if min(options.size) < 1:
+        parser.error(f"--size {' '.join(map(str, options.size))}: M, N and K must be at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    if options.device == "cpu" and not INTERPRETED and options.rung in (None, TRITON):
+        parser.error("--device cpu: on a machine with a GPU, Triton runs on the CPU only with TRITON_INTERPRET=1 set")
+    if int(os.environ.get("RANK", 0)) != 0:
+        return 0  # a kernel is the business of one device; under torchrun the first rank does it
+    try:
+        if options.resources:
+            fits = print_resources(options.resources)
+            print("PASS" if fits else "a kernel spills or does not fit into a multiprocessor")
+            return int(not fits)
+        M, N, K = options.size
+        return demo([options.rung] if options.rung else [*RUNGS, TRITON], M, N, K, options.device)
+    except (CudaError, ValueError) as error:
+        parser.error(str(error))
+
+
+def demo(rungs: list[str], M: int, N: int, K: int, device: str) -> int:
+    wrong = []
+    M0, N0, K0 = 128, 256, 64  # to count at: whole tiles of every rung
+    print(f"errors at {M} x {N} x {K} on {device}; sectors and bank turns at {M0} x {N0} x {K0}, on the CPU only")
+    print(f"{'rung':<17}{'error/torch':>12}{'any order':>11}{'sectors: predicted':>20}{'counted':>9}{'bank turns':>13}")
+    for name in rungs:
+        if name in RUNGS and device == "cuda":
+            try:
+                check_matmul(*random_inputs(1, 1, 1, RUNGS[name].dtype, device), name)
+            except ValueError as why:
+                print(f"{name:<17}not run: {why}")
+                continue
+        ratio, same = verify(name, M, N, K, device)
+        if not within(ratio, 2):
+            wrong.append(f"{name}: its error is {ratio:.3g} times PyTorch's; at most 2 times is right")
+        if not same:
+            wrong.append(f"{name}: the result depends on the order of the threads: a barrier is missing")
+        counted = ""
+        if device == "cpu" and name in RUNGS:
+            rung = RUNGS[name]
+            got, predicted = count(rung, M0, N0, K0), rung.load_sectors(M0, N0, K0)
+            turns = got.bank_turns / got.bank_turns_least if got.bank_turns_least else 1.0
+            counted = f"{predicted:>20}{got.load_sectors:>9}{turns:>8.2f} of {rung.bank_turns:.0f}"
+            if got.load_sectors != predicted or turns != rung.bank_turns:
+                wrong.append(f"{name}: {got.load_sectors} sectors, {turns} turns, not {predicted}, {rung.bank_turns}")
+        print(f"{name:<17}{ratio:>12.3f}{'yes' if same else 'NO':>11}{counted}")
+    if device == "cpu":
+        print("mma, TMA, mbarriers and wgmma are emulated (ptx.h), Triton is interpreted. Nothing here is a time.")
+    print("\n".join(wrong) or "PASS")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+// Chapter 9, the ladder in bf16: tensor cores, then Hopper's copy engine, then a kernel that never stops.
+//
+//     C = A · Bᵀ        A [M, K], B [N, K], C [M, N], row-major bf16; sums in fp32
+//
+// B is stored as nn.Linear stores its weight, so that both operands are contiguous along K, as tensor cores like them.
+// K must be a multiple of 8 (16 bytes); matmul_ladder.py pads.
+//
+//     rung               what it adds
+//     8  mma             tensor cores: a warp multiplies 16 x 16 by 16 x 8 in one instruction; cp.async copies ahead
+//     9  tma_wgmma       Hopper: one thread orders whole tiles (TMA); 128 threads multiply 64 x 256 x 16 (wgmma)
+//     10 persistent      producer and consumer warps; one block per multiprocessor, which works through many tiles
+//
+// What bounds them. A tile of BM x BN fetches (BM + BN) · K numbers for BM · BN · K FMAs: 128 x 128 in bf16 makes 64
+// FLOPs per byte from L2, 128 x 256 makes 85. A tensor core wants 16 numbers before an FMA unit wants one; so from
+// here on the question is no longer how to compute but how to have the data there in time.
+//
+//     rungs 8, 9    load tile 0, 1, 2 | multiply 0, load 3 | multiply 1, load 4 | ...            everybody in step
+//     rung 10       producer:   0 1 2 3 . 4 . 5 . 6   waits for "empty", fills, the copy engine signals "full"
+//                   consumers:      0   1   2   3     wait for "full", multiply, signal "empty"
+//
+// In ncu look at: "tensor pipe utilisation"; 8, "stall long scoreboard" and "MIO throttle"; 9 and 10, "stall barrier",
+// and between 9 and 10 the tail: the part of the time in which some multiprocessors have no block left.
+#include "ptx.h"
+
+// Two neighbours of a row of C, in one store where rows begin at multiples of 4 bytes.
+__device__ inline void put_pair(global<bf16> C, int row, int col, int M, int N, float first, float second) {
+    if (row >= M || col >= N) return;
+    if (N % 2 == 0) {
+        store2(C, row * N + col, first, second);
+        return;
+    }
+    C[row * N + col] = __float2bfloat16(first);
+    if (col + 1 < N) C[row * N + col + 1] = __float2bfloat16(second);
+}
+
+// -------------------------------------------------------------------------------------------------------- rung 8: mma
+
+// 8 warps share 128 x 128 of C, 64 x 32 each, in mma of 16 x 8 x 16. There are three pairs of tiles; while one is
+// multiplied, the copies of the next two are on their way. cp.async writes to shared memory without passing through
+// registers, and is waited for by groups.
+__global__ void __launch_bounds__(256)
+mma_tiles(int M, int N, int K, const bf16* A, const bf16* B, global<bf16> C) {
+    constexpr int BM = 128, BN = 128, STAGES = 3, A_TILE = BM * TILE_K, STAGE = (BM + BN) * TILE_K;
+    DYNAMIC_SHARED(bf16, tiles);
+    int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN, steps = (K + TILE_K - 1) / TILE_K;
+    int my_row = warp / 4 * 64, my_col = warp % 4 * 32;
+    float sum[4][4][4] = {};  // 4 x 4 results of mma, of which each lane holds 4 numbers
+
+    auto load = [&](int step) {
+        if (step < steps) {
+            bf16* to = tiles + step % STAGES * STAGE;
+            for (int i = t; i < (BM + BN) * 8; i += 256) {  // 16-byte chunks, 8 in a row; first those of A
+                int row = i / 8 % BM, chunk = i % 8, k = step * TILE_K + chunk * 8;
+                bool is_a = i < BM * 8;
+                int from = is_a ? row0 + row : col0 + row;
+                bool exists = from < (is_a ? M : N) && k < K;
+                const bf16* source = exists ? (is_a ? A : B) + (from * K + k) : A;
+                copy_async16(to + (is_a ? 0 : A_TILE) + swizzled(row, chunk), source, exists);
+            }
+        }
+        copy_commit();  // also when there was nothing to load: the wait below counts groups
+    };
+    for (int step = 0; step < STAGES - 1; step++) load(step);
+    for (int step = 0; step < steps; step++) {
+        copy_wait<STAGES - 2>();  // my copies of this step have arrived,
+        __syncthreads();          // everybody's have, and nobody still reads the tiles of the step before,
+        load(step + STAGES - 1);  // which are the ones that this overwrites
+        const bf16 *As = tiles + step % STAGES * STAGE, *Bs = As + A_TILE;
+        for (int k = 0; k < TILE_K; k += 16) {
+            uint32_t a[4][4], b[2][4];
+            for (int i = 0; i < 4; i++)  // 16 x 16 of A as four 8 x 8: upper left, lower left, upper right, lower right
+                load_matrices(a[i], As + swizzled(my_row + i * 16 + lane % 16, k / 8 + lane / 16));
+            for (int j = 0; j < 2; j++)  // 16 columns of C: for the first 8 both halves of k, then for the second 8
+                load_matrices(b[j], Bs + swizzled(my_col + j * 16 + lane / 16 * 8 + lane % 8, k / 8 + lane / 8 % 2));
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 4; j++) mma(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+    }
+    copy_wait<0>();
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            int row = row0 + my_row + i * 16 + lane / 4, col = col0 + my_col + j * 8 + lane % 4 * 2;
+            put_pair(C, row, col, M, N, sum[i][j][0], sum[i][j][1]);
+            put_pair(C, row + 8, col, M, N, sum[i][j][2], sum[i][j][3]);
+        }
+}
+
+// ------------------------------------------------------------------------------------------ what rungs 9 and 10 share
+
+// Two warpgroups of 128 threads share 128 x 256 of C, 64 rows each. Four pairs of tiles, 48 KB each.
+constexpr int BM = 128, BN = 256, STAGES = 4, A_TILE = BM * TILE_K, STAGE = (BM + BN) * TILE_K;
+constexpr int SHARED_BYTES = STAGES * STAGE * 2;
+
+// The four wgmma of a step, for the rows of one warpgroup.
+__device__ inline void multiply_tile(float (&sum)[128], const bf16* tiles, int warpgroup) {
+    for (int k = 0; k < TILE_K; k += 16)
+        wgmma(sum, descriptor(tiles + warpgroup * 64 * TILE_K, k), descriptor(tiles + A_TILE, k));
+}
+
+// Thread t of a warpgroup holds rows t/32·16 + t%32/4 (and 8 below), and of every 8 columns the pair t%4·2.
+__device__ inline void put_tile(global<bf16> C, const float (&sum)[128], int row0, int col0, int M, int N) {
+    int t = threadIdx.x % 128, row = row0 + t / 32 * 16 + t % 32 / 4, col = col0 + t % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 32; j++) {
+        put_pair(C, row, col + j * 8, M, N, sum[4 * j], sum[4 * j + 1]);
+        put_pair(C, row + 8, col + j * 8, M, N, sum[4 * j + 2], sum[4 * j + 3]);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- rung 9: TMA and wgmma
+
+// The loop of rung 8 in the words of Hopper. Thread 0 orders the tiles; the copy engine computes the addresses, fills
+// zeros beyond the edge, swizzles, and counts the bytes on the mbarrier of the stage. A stage is used every STAGES
+// steps; the parity of its phase says for which use the barrier has completed.
+__global__ void __launch_bounds__(256, 1)
+tma_wgmma(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
+          global<bf16> C) {
+    DYNAMIC_SHARED(bf16, tiles);
+    __shared__ uint64_t full[STAGES];
+    int t = threadIdx.x, row0 = blockIdx.y * BM, col0 = blockIdx.x * BN, steps = (K + TILE_K - 1) / TILE_K;
+    if (t == 0) {
+        for (int s = 0; s < STAGES; s++) barrier_init(&full[s], 1);
+        barrier_init_done();
+    }
+    __syncthreads();
+    auto load = [&](int step) {
+        if (t != 0 || step >= steps) return;
+        bf16* to = tiles + step % STAGES * STAGE;
+        arrive_and_expect(&full[step % STAGES], STAGE * 2);
+        copy_tile(to, &A, row0, step * TILE_K, &full[step % STAGES]);
+        copy_tile(to + A_TILE, &B, col0, step * TILE_K, &full[step % STAGES]);
+    };
+    float sum[128] = {};
+    for (int step = 0; step < STAGES; step++) load(step);
+    for (int step = 0; step < steps; step++) {
+        wait(&full[step % STAGES], step / STAGES % 2);
+        wgmma_fence();  // the registers of `sum` are ready for the tensor core
+        multiply_tile(sum, tiles + step % STAGES * STAGE, t / 128);
+        wgmma_commit();
+        wgmma_wait<0>(sum);
+        __syncthreads();  // both warpgroups are done with this stage, so it may be filled again
+        load(step + STAGES);
+    }
+    put_tile(C, sum, row0 + t / 128 * 64, col0, M, N);
+}
+
+// ------------------------------------------------------------------------------- rung 10: warp-specialised, persistent
+
+// Tiles are taken in stripes of 8 rows of tiles: the blocks that run at one time then share few rows of A and few of B,
+// which fit into L2. (Row by row, they would need one row of A and all of B.)
+__device__ inline void tile_of(int index, int rows, int cols, int* row, int* col) {
+    constexpr int STRIPE = 8;
+    int first = index / (STRIPE * cols) * STRIPE, height = rows - first < STRIPE ? rows - first : STRIPE;
+    *row = first + index % (STRIPE * cols) % height;
+    *col = index % (STRIPE * cols) / height;
+}
+
+// Warpgroup 0 is the producer: one of its threads orders tiles as fast as stages become empty, also across the end of
+// a tile of C, so the consumers find data when they return from writing. Warpgroups 1 and 2 multiply and write. Nobody
+// meets in __syncthreads() any more; each stage has two mbarriers:
+//     full[s]   ended by the copy engine when all bytes have come     the producer's arrival + the bytes
+//     empty[s]  ended by the consumers when they are done with it     8 arrivals, one per warp
+// In round r of a stage (its r-th use) the consumers wait for phase r of full, the producer for phase r - 1 of empty.
+// The parity that precedes the first phase counts as completed, so in round 0 the producer passes at once.
+__global__ void __launch_bounds__(384, 1)
+persistent(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
+           global<bf16> C) {
+    DYNAMIC_SHARED(bf16, tiles);
+    __shared__ uint64_t full[STAGES], empty[STAGES];
+    int t = threadIdx.x, warpgroup = t / 128, steps = (K + TILE_K - 1) / TILE_K;
+    int tile_rows = (M + BM - 1) / BM, tile_cols = (N + BN - 1) / BN, row, col;
+    if (t == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(&full[s], 1);
+            barrier_init(&empty[s], 8);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        keep_registers<24>();
+        if (t != 0) return;
+        int use = 0;  // counts the steps of all tiles: the stage is use % STAGES, its round use / STAGES
+        for (int index = blockIdx.x; index < tile_rows * tile_cols; index += gridDim.x) {
+            tile_of(index, tile_rows, tile_cols, &row, &col);
+            for (int step = 0; step < steps; step++, use++) {
+                int s = use % STAGES;
+                wait(&empty[s], (use / STAGES + 1) % 2);
+                arrive_and_expect(&full[s], STAGE * 2);
+                copy_tile(tiles + s * STAGE, &A, row * BM, step * TILE_K, &full[s]);
+                copy_tile(tiles + s * STAGE + A_TILE, &B, col * BN, step * TILE_K, &full[s]);
+            }
+        }
+    } else {
+        take_registers<240>();
+        int use = 0;
+        for (int index = blockIdx.x; index < tile_rows * tile_cols; index += gridDim.x) {
+            tile_of(index, tile_rows, tile_cols, &row, &col);
+            float sum[128] = {};
+            for (int step = 0; step < steps; step++, use++) {
+                wait(&full[use % STAGES], use / STAGES % 2);
+                wgmma_fence();
+                multiply_tile(sum, tiles + use % STAGES * STAGE, warpgroup - 1);
+                wgmma_commit();
+                wgmma_wait<1>(sum);  // all but the products just begun: those of the step before are finished,
+                if (step > 0 && t % 32 == 0) arrive(&empty[(use - 1) % STAGES]);  // and its stage is free
+            }
+            wgmma_wait<0>(sum);
+            if (t % 32 == 0) arrive(&empty[(use - 1) % STAGES]);
+            put_tile(C, sum, row * BM + (warpgroup - 1) * 64, col * BN, M, N);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------ the host's part
+
+extern "C" const char* run_matmul_bf16(int rung, int M, int N, int K, const bf16* A, const bf16* B, bf16* C,
+                                       void* stream) {
+    if (rung == 8)
+        return launch(mma_tiles, dim3((N + 127) / 128, (M + 127) / 128), dim3(256), 3 * (128 + 128) * TILE_K * 2,
+                      stream, M, N, K, A, B, C);
+    if (rung != 9 && rung != 10) return "tensor_cores.cu has rungs 8 to 10";
+    CUtensorMap map_a, map_b;
+    const char* error = describe_matrix(&map_a, A, M, K, BM);
+    if (!error) error = describe_matrix(&map_b, B, N, K, BN);
+    if (error) return error;
+    dim3 tiles((N + BN - 1) / BN, (M + BM - 1) / BM);
+    if (rung == 9) return launch(tma_wgmma, tiles, dim3(256), SHARED_BYTES, stream, M, N, K, map_a, map_b, C);
+    int all = tiles.x * tiles.y, blocks = std::min(all, multiprocessors());
+    return launch(persistent, dim3(blocks), dim3(384), SHARED_BYTES, stream, M, N, K, map_a, map_b, C);
+}

@@ -1,0 +1,356 @@
+"""The Triton kernels against the definition in float64: in the interpreter, or on the GPU if there is one; and what the
+compiler makes of them for GPUs that need not be there."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _flash_launch import Plan, Tiles, check_inputs, fit, plan_of
+from _interpreter import INTERPRETED, tl, triton
+from flash_kernels import (
+    TRITON,
+    flash_attention,
+    flash_attention_with_lse,
+    runs_of_tiles,
+    triton_backward,
+    triton_forward,
+)
+from flash_tiles import explicit_attention, step, tiled_backward, tiled_forward, torch_attention
+from harness.meter import peak_memory, saved_activations
+from harness.oracle import assert_same
+from harness.ranks import run_ranks
+
+HERE = Path(__file__).parent
+DEVICE = "cpu" if INTERPRETED else "cuda"
+HOPPER = INTERPRETED or torch.cuda.get_device_capability()[0] == 9
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+CASES = [  # S_q, S_k, N, N_kv, D, causal, window, offset
+    (50, 50, 4, 2, 32, True, None, 0),
+    (64, 64, 1, 1, 64, False, None, 0),  # a multiple of every tile
+    (37, 71, 2, 1, 48, False, None, 0),  # cross attention; D is no power of two
+    (71, 71, 2, 1, 32, True, 20, 0),
+    (60, 40, 2, 1, 32, False, 9, 0),
+    (33, 66, 3, 1, 32, True, None, 33),  # a later chunk of a ring; three query heads a group
+    (66, 33, 2, 1, 32, True, 24, -17),  # the first rows see no key, the last ones neither
+]
+
+
+def inputs(S_q, S_k, N, N_kv, D, dtype=torch.float32, B=1):
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((B, S_q, N, D), (B, S_k, N_kv, D), (B, S_k, N_kv, D), (B, S_q, N, D))
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def relative(got, want):
+    return ((got.double() - want).abs().max() / want.abs().max()).item()
+
+
+def check_against_the_definition(version_forward, version_backward, cases, dtype, strided=False):
+    """Errors of out, dq, dk and dv are at most twice those of PyTorch's kernel, where that one has an answer."""
+    for *sizes, causal, window, offset in cases:
+        mask = dict(causal=causal, window=window, offset=offset)
+        given = inputs(*sizes, dtype, B=2 if sizes[2] == 4 else 1)
+        if strided:
+            given = strange_strides(*given)
+        q, k, v, dout = given
+        want = step(lambda q, k, v, mask=mask: explicit_attention(q, k, v, **mask), *(x.double() for x in given))
+        theirs = step(lambda q, k, v, mask=mask: torch_attention(q, k, v, **mask), *given)
+        out, lse = version_forward(q, k, v, **mask, dtype=dtype)
+        got = [out, *version_backward(dout, q, k, v, out, lse, **mask, dtype=dtype)]
+        for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, want, theirs, strict=True):
+            # Where PyTorch's is lucky (its error may be half a rounding), a few roundings are allowed.
+            floor = (8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps
+            error, allowed = relative(x, y), max(2 * relative(z, y), floor)
+            assert error <= allowed, f"{name} of {sizes} {mask} {dtype}: off by {error:.1e}, allowed {allowed:.1e}"
+
+
+def strange_strides(q, k, v, dout):
+    """q out of a fused projection that begins in the middle of a storage, k transposed, v in rows of odd length, and a
+    gradient that is one number."""
+    B, S, N, D = q.shape
+    fused = torch.empty(B, S, 2 * N + 1, D, dtype=q.dtype, device=DEVICE)
+    fused[:, :, 1 : N + 1] = q
+    odd = torch.empty(B, *v.shape[1:3], D + 3, dtype=v.dtype, device=DEVICE)
+    odd[..., 1 : D + 1] = v
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    return (
+        fused[:, :, 1 : N + 1],
+        k,
+        odd[..., 1 : D + 1],
+        torch.full((), 0.5, dtype=q.dtype, device=DEVICE).expand_as(q),
+    )
+
+
+def plans(dtype):
+    """The plan of this device, and one without the copy engine and with other tiles."""
+    plan = plan_of(torch.empty(1, 1, 1, 32, dtype=dtype, device=DEVICE))
+    return [plan, Plan(Tiles(16, 32), Tiles(16, 32), Tiles(32, 16), tma=False)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_errors_are_at_most_twice_those_of_pytorchs_kernel_for_output_and_gradients(dtype):
+    check_against_the_definition(triton_forward, triton_backward, CASES, dtype)
+
+
+@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "addresses"])
+def test_slices_transposes_odd_strides_and_expanded_gradients_are_read_right(tma):
+    plan = plans(torch.float16)[0 if tma else 1]
+    forward = lambda *x, **options: triton_forward(*x, **options, plan=plan)  # noqa: E731
+    backward = lambda *x, **options: triton_backward(*x, **options, plan=plan)  # noqa: E731
+    check_against_the_definition(forward, backward, [CASES[0], CASES[6]], torch.float16, strided=True)
+
+
+def test_every_number_of_the_results_is_written():
+    """PyTorch fills what is allocated and not written with NaN, if asked to."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3, device=DEVICE).isnan().all()
+        for *sizes, causal, window, offset in CASES[2:3] + CASES[6:]:
+            mask = dict(causal=causal, window=window, offset=offset)
+            q, k, v, dout = inputs(*sizes)
+            out, lse = triton_forward(q, k, v, **mask)
+            gradients = triton_backward(dout, q, k, v, out, lse, **mask)
+            assert not any(x.isnan().any() for x in (out, lse, *gradients)), f"{sizes} {mask}"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_row_without_keys_has_output_zero_lse_minus_infinity_and_gradient_zero():
+    q, k, v, dout = inputs(40, 40, 2, 1, 32)
+    mask = dict(causal=True, window=None, offset=-10)
+    out, lse = triton_forward(q, k, v, **mask)
+    assert (out[:, :10] == 0).all() and (lse[..., :10] == -math.inf).all()
+    assert lse[..., 10:].isfinite().all()
+    dq, dk, dv = triton_backward(dout, q, k, v, out, lse, **mask)
+    assert (dq[:, :10] == 0).all() and (dk[:, 30:] == 0).all() and (dv[:, 30:] == 0).all()
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+def test_a_nan_in_one_sequence_stays_there():
+    """Ragged lengths: a tile that ran on into the next sequence or head would bring the NaN along, as 0 · NaN."""
+    for plan in plans(torch.float32):
+        q, k, v, dout = inputs(37, 37, 2, 2, 48, B=2)
+        for x in (q, k, v, dout):
+            x[1], x[0, :, 1] = math.nan, math.nan
+        out, lse = triton_forward(q, k, v, causal=False, plan=plan)
+        clean = [out, lse.transpose(1, 2), *triton_backward(dout, q, k, v, out, lse, causal=False, plan=plan)]
+        assert all(x[0, :, 0].isfinite().all() and x[1].isnan().all() for x in clean)
+
+
+def test_tiles_that_no_query_sees_are_never_loaded():
+    """Keys and values that would spoil everything they touch, in tiles that lie outside the band."""
+    q, k, v, dout = inputs(64, 160, 2, 1, 32)
+    mask = dict(causal=True, window=33, offset=64)  # keys 32..127 are seen
+    k[:, :32], v[:, :32], k[:, 128:], v[:, 128:] = math.nan, math.nan, math.nan, math.nan
+    if not INTERPRETED:
+        pytest.skip("the tiles of a GPU's plan are larger than this test's")
+    out, lse = triton_forward(q, k, v, **mask)
+    assert out.isfinite().all() and lse.isfinite().all()
+    dq, dk, dv = triton_backward(dout, q, k, v, out, lse, **mask)
+    assert dq.isfinite().all() and dk[:, 32:128].isfinite().all() and dv[:, 32:128].isfinite().all()
+
+
+def test_scores_of_ten_thousand_are_as_exact_as_pytorchs():
+    q, k, v, dout = inputs(50, 50, 2, 1, 32)
+    q, k = q * 60, k * 60
+    want = explicit_attention(q.double(), k.double(), v.double(), causal=True)
+    theirs = torch_attention(q, k, v, causal=True, window=None, offset=0)
+    out, lse = triton_forward(q, k, v, causal=True)
+    assert relative(out, want) <= 2 * relative(theirs, want) + 1e-6
+    assert all(x.isfinite().all() for x in triton_backward(dout, q, k, v, out, lse, causal=True))
+
+
+@triton.jit
+def runs_kernel(into, start, stop, first, last, length, STEP: tl.constexpr):
+    begin, whole, cut, end = runs_of_tiles(start, stop, first, last, length, STEP)
+    tl.store(into, begin)
+    tl.store(into + 1, whole)
+    tl.store(into + 2, cut)
+    tl.store(into + 3, end)
+
+
+def test_the_runs_hold_every_visible_pair_and_whole_tiles_no_hidden_one():
+    into = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    for start, stop in ((0, 8), (8, 13)):
+        for first in (-40, -9, -3, 2, 30):
+            for last in (-30, -8, 0, 3, 40):
+                if last < first:
+                    continue
+                for length in (5, 16):
+                    runs_kernel[(1,)](into, start, stop, first, last, length, STEP=4)
+                    begin, whole, cut, end = into.tolist()
+                    assert begin <= whole <= cut <= end and begin % 4 == 0
+                    assert whole == cut or whole % 4 == cut % 4 == 0  # whole tiles end before `length` does
+                    pairs = [(i, j) for i in range(start, stop) for j in range(length) if first <= j - i <= last]
+                    assert all(begin <= j < end for _, j in pairs), (start, stop, first, last, length)
+                    assert all((i, j) in pairs for i in range(start, stop) for j in range(whole, cut))
+                    assert end - begin <= 4 * len({j // 4 for _, j in pairs}) or not pairs  # and no tile in vain
+
+
+def test_blocks_of_keys_give_their_shares_of_the_gradients_from_the_lse_of_all_keys():
+    q, k, v, dout = inputs(40, 40, 4, 2, 32)
+    out, lse = triton_forward(q, k, v, causal=True)
+    whole = tiled_backward(dout, q, k, v, *tiled_forward(q, k, v, causal=True), causal=True)
+    first, second = (
+        triton_backward(dout, q, k[:, a:b], v[:, a:b], out, lse, causal=True, offset=-a) for a, b in ((0, 17), (17, 40))
+    )
+    assert_same(first[0] + second[0], whole[0], 1e-5, "dq")
+    assert_same(torch.cat((first[1], second[1]), 1), whole[1], 1e-5, "dk")
+    assert_same(torch.cat((first[2], second[2]), 1), whole[2], 1e-5, "dv")
+
+
+def test_parts_merged_under_autograd_have_the_gradients_of_the_whole():
+    q, k, v, dout = inputs(30, 30, 2, 1, 32)
+    want = step(lambda q, k, v: explicit_attention(q, k, v, causal=False), *(x.double() for x in (q, k, v, dout)))
+
+    def merged(q, k, v):
+        (a, lse_a), (b, lse_b) = (
+            flash_attention_with_lse(q, k[:, part], v[:, part], causal=False) for part in (slice(13), slice(13, None))
+        )
+        share = torch.sigmoid(lse_a - lse_b).transpose(1, 2)[..., None]  # e^a / (e^a + e^b), [B, N, S] -> [B, S, N, 1]
+        return share * a + (1 - share) * b
+
+    for name, got, y in zip(("out", "dq", "dk", "dv"), step(merged, q, k, v, dout), want, strict=True):
+        assert_same(got.double(), y, 1e-5, name)
+
+
+def test_saved_are_inputs_output_and_lse_to_the_byte_and_no_allocation_grows_with_the_square_of_s():
+    peaks = []
+    for S in (64, 128):
+        q, k, v, dout = inputs(S, S, 4, 2, 32, torch.float16)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        with saved_activations() as saved, peak_memory() as forward:
+            out, lse = flash_attention_with_lse(q, k, v)
+        assert saved.bytes == q.nbytes + k.nbytes + v.nbytes + out.nbytes + lse.nbytes
+        with peak_memory() as backward:
+            out.backward(dout)
+        peaks.append((forward.peak, backward.peak))
+        if not INTERPRETED:  # the interpreter works on copies of its arguments
+            assert forward.peak == out.nbytes + lse.nbytes
+            assert backward.peak == q.nbytes + k.nbytes + v.nbytes + lse.nbytes  # dq, dk, dv and delta
+    assert peaks[1] == tuple(2 * peak for peak in peaks[0])
+
+
+def test_two_runs_give_the_same_bits():
+    q, k, v, dout = inputs(40, 40, 4, 2, 32, torch.float16)
+    first, second = (step(flash_attention, q, k, v, dout) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def ring_of_chapter_5():
+    """Errors of chapter 5's ring with these kernels inside, against attention over the whole sequence."""
+    sys.path.insert(0, str(HERE.parents[1] / "05_context_parallel" / "in_depth"))
+    import torch.distributed as dist
+    from context_ring import dense_attention, layout_positions, ring_attention, shard_sequence
+
+    group, rank, P = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 48, heads, 32, generator=generator) for heads in (4, 2, 2, 4)]
+    want = step(lambda q, k, v: dense_attention(q, k, v, causal=True), *given)
+    errors = {}
+    for layout in ("contiguous", "zigzag", "striped"):
+        attention = ring_attention(group, layout, TRITON)
+        shards = [shard_sequence(x, layout, rank, P).contiguous() for x in given]
+        got = step(lambda q, k, v, attention=attention: attention(q, k, v, causal=True), *shards)
+        mine = layout_positions(layout, 48, rank, P)
+        errors[layout] = max(relative(x, y[:, mine].double()) for x, y in zip(got, want, strict=True))
+    return errors
+
+
+def test_the_ring_of_chapter_5_runs_on_these_kernels_in_every_layout():
+    for rank, errors in enumerate(run_ranks(3 if not torch.cuda.is_available() else 1, ring_of_chapter_5, timeout=120)):
+        for layout, error in errors.items():
+            assert error <= 1e-5, f"rank {rank}, {layout}: off by {error:.1e}"
+
+
+def test_a_model_of_chapter_1_can_take_it_as_its_attention():
+    q, k, v, _ = inputs(24, 24, 4, 2, 32)
+    want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    assert_same(flash_attention(q, k, v, causal=True), want.transpose(1, 2), 1e-5)
+
+
+def test_what_the_kernels_cannot_do_is_refused_in_one_line():
+    def tensors(D=32, S=8, N=4, N_kv=2, dtype=torch.float16, B=1):
+        q = torch.empty(B, S, N, D, dtype=dtype, device="meta")
+        kv = torch.empty(B, S, N_kv, D, dtype=dtype, device="meta")
+        return [q, kv, kv]
+
+    q, k, v = tensors()
+    refused = {
+        "float64": tensors(dtype=torch.float64),
+        "head dim 40": tensors(D=40),
+        "head dim 16": tensors(D=16),
+        "head dim 512": tensors(D=512),
+        "4 query heads do not divide among 3": tensors(N_kv=3),
+        "q is on meta and k on cpu": [q, torch.empty(1, 8, 2, 32, dtype=torch.float16), v],
+        "q is torch.float16 and v torch.float32": [q, k, v.float()],
+        "do not fit": [q, k[..., :16], v],
+        "empty": tensors(S=0),
+        "pass 32 bits": tensors(S=2**30),
+        "split the batch": tensors(B=2**20, N=2**9, S=512),
+        **({"bfloat16 is wrong in Triton's interpreter": tensors(dtype=torch.bfloat16)} if INTERPRETED else {}),
+    }
+    for words, given in refused.items():
+        with pytest.raises(ValueError, match=words) as error:
+            check_inputs(*given, None)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="window 0"):
+        check_inputs(q, k, v, 0)
+
+
+def test_addresses_beyond_2_to_the_31_are_reached():
+    """A batch and a token stride of over 2^31 elements: 64-bit sums. The memory between them is never touched."""
+    D, far = 32, 2**31 + 16
+    whole = torch.empty(far + 40 * D, dtype=torch.float16, device="meta")
+    x = torch.as_strided(whole, (2, 40, 1, D), (far, D, D, 1))
+    assert fit_strides(x)[3] == far
+    x = torch.as_strided(whole, (1, 40, 1, D), (0, 2**28, D, 1))  # 32 rows of a tile would pass 2^31 within the tile
+    assert fit_strides(x)[4] == D  # copied
+
+
+def fit_strides(x):
+    return fit(x, 32, tma=False)
+
+
+def compiled(capability, *wanted):
+    """What `_flash_compile.py` says of each kernel, from a process that compiles instead of interpreting."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, HERE / "_flash_compile.py", str(capability), *wanted]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def check_binary(kernel):
+    """One kernel against the limits of its chip, and the instructions that it should consist of."""
+    assert kernel["shared"] <= kernel["shared_limit"], kernel
+    assert kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
+    assert kernel["spilled"] <= 128, kernel  # bytes a thread: a few numbers that are needed before and after a loop
+    sixteen, multiplies = kernel["dtype"] != "float32", kernel["kernel"] != "delta"
+    assert kernel["wgmma"] == (sixteen and multiplies and kernel["capability"] == 90), kernel
+    assert kernel["mma"] == (sixteen and multiplies and kernel["capability"] == 80), kernel
+    assert kernel["tma"] == (sixteen and kernel["capability"] == 90), kernel
+    assert kernel["specialized"] == (kernel["kernel"] == "specialised"), kernel
+    assert kernel["warps"] == 12 or kernel["kernel"] != "specialised", kernel
+
+
+def test_products_of_float32_tiles_are_not_rounded_to_tf32():
+    out, err = compiled(90, "float32", "32").communicate(timeout=300)
+    kernels = [json.loads(line) for line in out.splitlines()]
+    assert len(kernels) == 4, err[-2000:]
+    for kernel in kernels:
+        assert not kernel["tf32"], "TF32 keeps 10 of the 23 bits of a float32"
+        check_binary(kernel)
+
+
+def test_every_kernel_compiles_for_sm_80_and_sm_90_within_the_limits_of_the_chip():
+    for process in (compiled(80, "float16", "64"), compiled(90, "bfloat16", "128", "--but", "specialised")):
+        out, err = process.communicate(timeout=300)
+        assert len(out.splitlines()) == 4, err[-2000:]
+        for line in out.splitlines():
+            check_binary(json.loads(line))

@@ -1,0 +1,158 @@
+"""FlashAttention in plain PyTorch against the definition, in float64."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from flash_tiles import TILED, Attention, band, explicit_attention, step, tiled_backward, tiled_forward, visible
+from harness.meter import peak_memory, saved_activations
+from harness.oracle import assert_same
+
+HERE = Path(__file__).parent
+CASES = [  # S_q, S_k, N, N_kv, causal, window, offset
+    (32, 32, 2, 2, True, None, 0),
+    (33, 33, 4, 2, True, None, 0),  # no multiple of the tile
+    (20, 45, 4, 1, False, None, 0),  # cross attention
+    (45, 45, 2, 1, True, 7, 0),
+    (45, 30, 2, 2, False, 5, 0),  # a window to both sides
+    (16, 40, 2, 1, True, None, 24),  # a later chunk of a ring
+    (40, 16, 2, 1, True, 9, -11),  # the first rows see no key, the last ones neither
+    (5, 3, 1, 1, True, None, -100),  # nobody sees anything
+]
+
+
+def inputs(S_q, S_k, N, N_kv, D=8, dtype=torch.float64, seed=0):
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((2, S_q, N, D), (2, S_k, N_kv, D), (2, S_k, N_kv, D), (2, S_q, N, D))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def explicit_lse(q, k, *, causal, window, offset):
+    rows = q.unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("bshgd,bthd->bhgst", rows, k) / math.sqrt(q.shape[-1])
+    seen = visible(
+        torch.arange(q.shape[1]), torch.arange(k.shape[1]), *band(q.shape[1], k.shape[1], causal, window, offset)
+    )
+    return scores.masked_fill(~seen, -math.inf).logsumexp(-1).flatten(1, 2)
+
+
+def assert_same_lse(got, want, tol=1e-10, what="LSE"):
+    """-inf where it should be, and the same elsewhere."""
+    assert torch.equal(got == -math.inf, want == -math.inf), f"{what}: rows without keys"
+    assert_same(got.masked_fill(got == -math.inf, 0.0), want.masked_fill(want == -math.inf, 0.0), tol, what)
+
+
+def test_a_band_is_what_causal_window_and_offset_say():
+    for causal in (True, False):
+        for window in (None, 1, 3):
+            for offset in (-9, -2, 0, 2, 9):
+                first, last = band(5, 6, causal, window, offset)
+                for i in range(5):
+                    for j in range(6):
+                        distance = i + offset - j  # how far back the key is
+                        want = not (causal and distance < 0) and (window is None or abs(distance) < window)
+                        assert (first <= j - i <= last) == want, (causal, window, offset, i, j)
+
+
+@pytest.mark.parametrize("tile", [1, 7, 16, 64])
+def test_output_lse_and_every_gradient_equal_the_definition_to_1e_10(tile):
+    for *sizes, causal, window, offset in CASES if tile > 1 else CASES[2:4]:
+        mask = dict(causal=causal, window=window, offset=offset)
+        q, k, v, dout = inputs(*sizes)
+        out, lse = tiled_forward(q, k, v, **mask, tile=tile)
+        want = step(lambda q, k, v, mask=mask: explicit_attention(q, k, v, **mask), q, k, v, dout)
+        got = [out, *tiled_backward(dout, q, k, v, out, lse, **mask, tile=tile)]
+        assert_same_lse(lse, explicit_lse(q, k, **mask), what=f"LSE of {sizes} {mask}")
+        for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+            assert_same(x, y, what=f"{name} of {sizes} {mask}")
+
+
+def test_a_row_without_keys_has_output_zero_lse_minus_infinity_and_gradient_zero():
+    q, k, v, dout = inputs(12, 12, 2, 1)
+    q.requires_grad_()
+    out, lse = Attention.apply(q, k, v, TILED, True, None, -5)
+    out.backward(dout)
+    assert (out[:, :5] == 0).all() and (q.grad[:, :5] == 0).all()
+    assert (lse[..., :5] == -math.inf).all() and lse[..., 5:].isfinite().all()
+    assert q.grad[:, 6:].abs().min() > 0  # a row that sees one key has no gradient either: its weight is 1
+
+
+def test_scores_of_a_million_neither_overflow_nor_turn_into_nan():
+    q, k, v, dout = inputs(20, 20, 2, 1)
+    q, k = q * 1e3, k * 1e3
+    out, lse = tiled_forward(q, k, v, causal=True, tile=8)
+    assert_same(out, explicit_attention(q, k, v, causal=True))
+    for x in tiled_backward(dout, q, k, v, out, lse, causal=True, tile=8):
+        assert x.isfinite().all()
+
+
+def test_blocks_of_keys_give_their_shares_of_the_gradients_from_the_lse_of_all_keys():
+    q, k, v, dout = inputs(20, 20, 4, 2)
+    out, lse = tiled_forward(q, k, v, causal=True)
+    whole = tiled_backward(dout, q, k, v, out, lse, causal=True)
+    blocks = [
+        tiled_backward(dout, q, k[:, a:b], v[:, a:b], out, lse, causal=True, offset=-a) for a, b in ((0, 7), (7, 20))
+    ]
+    assert_same(blocks[0][0] + blocks[1][0], whole[0], what="dq")
+    for index, name in ((1, "dk"), (2, "dv")):
+        assert_same(torch.cat([block[index] for block in blocks], 1), whole[index], what=name)
+
+
+def test_the_lse_has_a_gradient_of_its_own():
+    q, k, v, dout = inputs(10, 10, 2, 1)
+    weight = torch.rand(2, 2, 10, dtype=torch.float64)
+    mask = dict(causal=True, window=None, offset=0)
+    gradients = []
+    for ours in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = Attention.apply(*leaves, TILED, *mask.values()) if ours else (
+            explicit_attention(*leaves, **mask), explicit_lse(*leaves[:2], **mask)
+        )  # fmt: skip
+        ((out * dout).sum() + (lse * weight).sum()).backward()
+        gradients.append([x.grad for x in leaves])
+    for name, got, want in zip("qkv", *gradients, strict=True):
+        assert_same(got, want, what=f"d{name}")
+
+
+@pytest.mark.parametrize("S", [96, 192])
+def test_saved_are_inputs_output_and_lse_and_no_tensor_grows_with_the_square_of_s(S):
+    q, k, v, dout = (x.float() for x in inputs(S, S, 4, 2))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    with saved_activations() as saved, peak_memory() as forward:
+        out, lse = Attention.apply(q, k, v, TILED, True, None, 0)
+    assert saved.bytes == q.nbytes + k.nbytes + v.nbytes + out.nbytes + lse.nbytes
+    with peak_memory() as backward:
+        out.backward(dout)
+    tiles = 40 * q[:, :32].nbytes + 8 * 2 * 4 * 32 * 32 * 4  # what a step holds of tiles of 32: the same for any S
+    assert forward.peak <= out.nbytes + lse.nbytes + tiles
+    assert backward.peak <= 3 * (q.nbytes + k.nbytes + v.nbytes) + tiles
+
+
+BAD_OPTIONS = [
+    ("flash_tiles.py", ["--kv-heads", "3"], ["--kv-heads 3", "4"]),
+    ("flash_kernels.py", ["--head-dim", "40"], ["head dim 40", "16"]),
+]
+
+
+def test_a_bad_option_is_one_line_that_names_it_and_a_remedy():
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, HERE / script, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for script, options, _ in BAD_OPTIONS
+    ]
+    for process, (script, options, words) in zip(started, BAD_OPTIONS, strict=True):
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 2 and out == "", (script, options, err)
+        assert len(err.splitlines()) == 1, err
+        assert all(word in err for word in words), err

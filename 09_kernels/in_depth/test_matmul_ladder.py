@@ -1,0 +1,376 @@
+"""The ladder against float64, predictions against counts, and the shim against kernels that are wrong on purpose."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import _cuda
+import matmul_ladder
+import pytest
+import torch
+import torch.nn.functional as F
+from _cuda import FORWARD, REVERSE, CudaError, Resources, call
+from matmul_ladder import (
+    GPUS,
+    INTERPRETED,
+    LADDER,
+    RUNGS,
+    TRITON,
+    Multiprocessor,
+    error_ratio,
+    occupancy,
+    random_inputs,
+)
+
+HERE = Path(__file__).resolve().parent
+DEVICE = "cpu" if INTERPRETED else "cuda"  # for Triton; the CUDA sources run on the CPU in these tests
+NVCC = pytest.mark.skipif(
+    not shutil.which("nvcc"), reason="nvcc is not on the PATH, so nothing can be compiled for a GPU"
+)
+
+
+def dtype_of(rung):
+    return torch.float32 if rung == TRITON else RUNGS[rung].dtype
+
+
+# --------------------------------------------------------------------------------------------------- right results
+
+
+@pytest.mark.parametrize("rung", [*RUNGS, TRITON])
+def test_every_rung_equals_float64_at_odd_sizes_and_in_every_order_of_its_threads(rung):
+    for size in ((139, 263, 333), (1, 1, 1), (5, 300, 8), (128, 256, 136)):
+        ratio, same = matmul_ladder.verify(rung, *size, DEVICE if rung == TRITON else "cpu")
+        assert ratio <= 2, f"{rung} at {size}: its error is {ratio} times that of PyTorch's product"
+        assert same, f"{rung} at {size}: the bits depend on the order in which the threads run"
+
+
+@pytest.mark.parametrize("rung", [*RUNGS, TRITON])
+def test_any_view_any_magnitude_and_empty_matrices(rung):
+    device = DEVICE if rung == TRITON else "cpu"
+    generator = torch.Generator().manual_seed(3)
+
+    def wide(rows, cols):
+        return torch.randn(rows, cols, generator=generator).to(device, dtype_of(rung))
+
+    a, b = wide(70, 82)[::2, 1::2], wide(150, 41).t()[:, 3:]  # every second element from an odd one; a transpose, cut
+    assert error_ratio(matmul_ladder.matmul(a, b, rung), a, b) <= 2
+    one, two = wide(33, 40) * 1e15, wide(40, 35) * 1e15
+    assert error_ratio(matmul_ladder.matmul(one, two, rung), one, two) <= 2
+    one[7] *= 1e30  # infinite
+    got = matmul_ladder.matmul(one, two, rung)
+    assert not got[7].isfinite().any() and got[:7].isfinite().all() and got[8:].isfinite().all()
+    assert matmul_ladder.matmul(wide(0, 5), wide(5, 3), rung).shape == (0, 3)
+    assert torch.equal(
+        matmul_ladder.matmul(wide(4, 0), wide(0, 3), rung), torch.zeros(4, 3, dtype=dtype_of(rung)).to(device)
+    )
+
+
+def test_vector_addition_covers_a_length_that_is_no_multiple_of_the_block():
+    for n in (1, 256, 1000):
+        a, b = torch.randn(n), torch.randn(n)
+        field = torch.full((n + 256,), float("nan"))  # room for the whole last block
+        call("matmul_ladder.cu", "run_vector_add", n, *(F.pad(x, (0, 256)) for x in (a, b)), field)
+        assert torch.equal(field[:n], a + b)
+        assert field[n:].isnan().all(), "it wrote behind the end"
+
+
+def test_triton_takes_fp16_and_sums_in_fp32():
+    a, b = random_inputs(50, 70, 300, torch.float16, DEVICE)
+    assert error_ratio(matmul_ladder.matmul(a, b, TRITON), a, b) <= 2
+
+
+# ------------------------------------------------------------------------------------------------------ predictions
+
+
+@pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
+def test_sectors_and_bank_turns_are_those_predicted(rung):
+    size = (128, 256, 64)
+    got = matmul_ladder.count(rung, *size)
+    assert got.load_sectors == rung.load_sectors(*size)
+    if got.bank_turns_least:
+        assert got.bank_turns == rung.bank_turns * got.bank_turns_least
+
+
+def test_the_intensity_of_tiles_is_the_harmonic_mean_of_the_formula():
+    for rung in LADDER:
+        if rung.tile:
+            BM, BN = rung.tile
+            assert rung.intensity(512, 512, 512) == pytest.approx(2 / (rung.dtype.itemsize * (1 / BM + 1 / BN)))
+
+
+def test_occupancy_is_decided_by_the_scarcest_resource():
+    gpu = Multiprocessor(shared=228 * 1024, block_shared=227 * 1024)
+    assert occupancy(Resources(32, 0, 0), 1024, gpu) == 1.0  # 2 blocks of 32 warps
+    assert occupancy(Resources(128, 0, 16640), 256, gpu) == 16 / 64  # registers: 65536 / (128 · 256) = 2 blocks
+    assert occupancy(Resources(33, 0, 0), 256, gpu) == 48 / 64  # 33 become 40: 6 blocks of 8 warps, and not 7
+    assert occupancy(Resources(16, 0, 0), 32, gpu) == 32 / 64  # 32 blocks at most, however small
+    assert occupancy(Resources(32, 0, 0), 256, gpu, dynamic_shared=100 * 1024) == 16 / 64  # 228 / (100 + 1) = 2 blocks
+    assert occupancy(Resources(32, 0, 0), 64, gpu, dynamic_shared=7 * 1024) == 56 / 64  # 228 / (7 + 1) = 28 blocks
+    assert occupancy(Resources(16, 0, 0), 768, gpu) == 48 / 64  # 64 warps hold two blocks of 24, and no part of a third
+
+
+# --------------------------------------------------------------------------------------------------- compiled for GPUs
+
+
+@NVCC
+def test_kernels_do_not_spill_and_fit_into_a_multiprocessor_and_use_the_units_they_are_about(tmp_path):
+    cubin = tmp_path / "tensor_cores.cubin"
+    for arch, gpu in GPUS.items():
+        found = _cuda.resources("matmul_ladder.cu", arch) | _cuda.resources("tensor_cores.cu", arch, cubin)
+        for rung in LADDER:
+            if arch == "sm_80" and rung.capability > (8, 0):
+                continue
+            used = found[rung.name]
+            assert used.spills == 0, f"{rung.name} spills {used.spills} bytes on {arch}"
+            assert used.registers <= gpu.thread_registers
+            assert used.shared + rung.dynamic_shared <= gpu.block_shared
+            assert occupancy(used, rung.threads, gpu, rung.dynamic_shared) > 0
+        # Two blocks of warp_tiles on a multiprocessor: while one waits at its barrier, the other computes.
+        assert occupancy(found["warp_tiles"], 256, gpu) >= 16 / 64
+    # arch is sm_90a now. setmaxnreg moves registers between warps; it counts on an even split at the start.
+    assert found["persistent"].registers == 65536 // 384 // 8 * 8
+    code = machine_code(cubin)
+    for name, instructions in {
+        "mma_tiles": ("HMMA.16816.F32.BF16", "LDGSTS", "LDSM"),  # mma, cp.async, ldmatrix
+        "tma_wgmma": ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "SYNCS"),  # wgmma, TMA, mbarriers
+        "persistent": ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "USETMAXREG"),
+    }.items():
+        for instruction in instructions:
+            assert instruction in code[name], f"{name} has no {instruction}"
+
+
+def machine_code(cubin):
+    """The disassembled kernels of tensor_cores.cu, by name."""
+    tool = (
+        Path(matmul_ladder.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    )  # triton brings it along
+    listing = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    parts = listing.split("Function : ")[1:]
+    names = [rung.name for rung in LADDER if rung.dtype == torch.bfloat16]
+    return {name: part for part in parts for name in names if name in part.split("\n")[0]}
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import matmul_ladder
+names = matmul_ladder.tiled_kernel.arg_names
+for arch, kind in ((80, "fp32"), (90, "fp32"), (90, "fp16")):
+    types = [f"*{kind}"] * 3 + ["i32"] * 7 + ["constexpr"] * 3
+    source = ASTSource(matmul_ladder.tiled_kernel, dict(zip(names, types)), {(10,): 64, (11,): 64, (12,): 32})
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    print(arch, kind, built.metadata.shared, "tf32" in built.asm["ptx"], "mma" in built.asm["ptx"])
+"""
+
+
+def test_the_triton_rung_compiles_for_gpus_and_never_uses_tf32():
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(HERE)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr[-1500:]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[:2] for row in rows] == [["80", "fp32"], ["90", "fp32"], ["90", "fp16"]]
+    for arch, kind, shared, tf32, tensor_cores in rows:
+        assert int(shared) <= 232448
+        assert tf32 == "False", f"on sm_{arch} the {kind} product is computed in TF32, with 10 bits of mantissa"
+        assert tensor_cores == str(kind == "fp16")
+
+
+# ------------------------------------------------------------------------------------------------- the shim itself
+
+STRANGE = """
+#include "cuda_on_cpu.h"
+__global__ void half_meets(global<float> out) {
+    if (threadIdx.x < 32) __syncthreads();
+    out[threadIdx.x] = 1;
+}
+__global__ void two_places(global<float> out) {
+    if (threadIdx.x % 2) __syncthreads();
+    else __syncthreads();
+    out[threadIdx.x] = 1;
+}
+__global__ void reads_what_nobody_wrote(global<float> out) {
+    __shared__ float never[64];
+    out[threadIdx.x] = never[threadIdx.x];
+}
+__global__ void neighbour(global<float> out, int barrier) {
+    __shared__ float mine[64];
+    mine[threadIdx.x] = threadIdx.x;
+    if (barrier) __syncthreads();
+    out[threadIdx.x] = mine[(threadIdx.x + 1) % 64];
+}
+__global__ void sum_of_a_warp(global<float> out) {
+    float v = threadIdx.x;
+    for (int lanes = 16; lanes; lanes /= 2) v += __shfl_xor_sync(~0u, v, lanes);
+    out[threadIdx.x] = v;
+}
+__global__ void strided(global<const float> in, global<float> out, int stride) {
+    __shared__ float storage[32 * 32];
+    shared<float> s = storage;
+    for (int i = 0; i < 32; i++) s[i * 32 + threadIdx.x] = in[i];
+    out[threadIdx.x] = s[threadIdx.x * stride % 1024];
+}
+static dim3 one(1);
+extern "C" const char* run_half_meets(float* o, void* s) { return launch(half_meets, one, dim3(64), 0, s, o); }
+extern "C" const char* run_two_places(float* o, void* s) { return launch(two_places, one, dim3(64), 0, s, o); }
+extern "C" const char* run_unwritten(float* o, void* s) {
+    return launch(reads_what_nobody_wrote, one, dim3(64), 0, s, o);
+}
+extern "C" const char* run_neighbour(float* o, int b, void* s) { return launch(neighbour, one, dim3(64), 0, s, o, b); }
+extern "C" const char* run_warp_sum(float* o, void* s) { return launch(sum_of_a_warp, one, dim3(64), 0, s, o); }
+extern "C" const char* run_strided(const float* i, float* o, int n, void* s) {
+    return launch(strided, one, dim3(32), 0, s, i, o, n);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory):
+    source = tmp_path_factory.mktemp("cuda") / "strange.cu"
+    source.write_text(STRANGE)
+    return str(source)
+
+
+def test_a_barrier_that_not_all_threads_reach_is_reported_and_the_next_launch_works(strange):
+    out = torch.zeros(64)
+    with pytest.raises(CudaError, match=r"32 threads wait at the barrier in line 4.*32 threads have ended"):
+        call(strange, "run_half_meets", out)
+    with pytest.raises(CudaError, match=r"barrier in line 8, the first is \(1,0,0\).*barrier in line 9"):
+        call(strange, "run_two_places", out)
+    call(strange, "run_warp_sum", out)
+    assert out.tolist() == [sum(range(32))] * 32 + [sum(range(32, 64))] * 32
+
+
+def test_shared_memory_is_poisoned_before_every_block(strange):
+    out = torch.zeros(64)
+    call(strange, "run_unwritten", out)
+    assert out.isnan().all()
+
+
+def test_a_missing_barrier_shows_and_shows_differently_in_another_order(strange):
+    results = []
+    for barrier in (1, 0):
+        for order in (FORWARD, REVERSE, 5):
+            out = torch.zeros(64)
+            call(strange, "run_neighbour", out, barrier, order=order)
+            results.append(out)
+    right = torch.arange(1.0, 65) % 64
+    assert all(torch.equal(out, right) for out in results[:3])
+    assert all(out.isnan().any() for out in results[3:])
+    assert not torch.equal(results[3].isnan(), results[4].isnan())
+
+
+@pytest.mark.parametrize(("stride", "turns"), [(1, 1), (2, 2), (8, 8), (32, 32), (33, 1)])
+def test_bank_conflicts_are_counted_as_the_programming_guide_explains_them(strange, stride, turns):
+    counted = call(strange, "run_strided", torch.zeros(32), torch.zeros(32), stride, counting=True)
+    assert (counted.bank_turns, counted.bank_turns_least) == (turns, 1)
+    assert counted.load_requests == 32 and counted.load_sectors == 32  # one address for all lanes: one sector
+    assert counted.store_sectors == 4  # 32 neighbours
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_what_cannot_be_right_is_refused_in_one_line():
+    x = torch.zeros(4, 4)
+    far = torch.empty(1, 1).expand(65536, 40000)  # 2.6 billion elements in 4 bytes
+    for message, arguments in {
+        "rung 'fast' does not exist; there are naive": (x, x, "fast"),
+        "is no product of matrices": (x, torch.zeros(3, 4), "naive"),
+        "they must be alike": (x, x.half(), "naive"),
+        "rung naive takes torch.float32, not torch.float64; cast": (x.double(), x.double(), "naive"),
+        "rung mma_tiles takes torch.bfloat16, not torch.float32": (x, x, "mma_tiles"),
+        "too far for 32-bit offsets; split it": (far, torch.empty(1, 1).expand(40000, 8), "warp_tiles"),
+        "the product .* reaches over": (torch.empty(1, 1).expand(65536, 1), torch.empty(1, 1).expand(1, 32768), TRITON),
+        "at most 65535 rows of tiles": (torch.empty(1, 1).expand(65535 * 32 + 1, 1), torch.zeros(1, 1), "naive"),
+    }.items():
+        with pytest.raises(ValueError, match=message) as refused:
+            matmul_ladder.matmul(*arguments)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match="they must be alike"):
+        matmul_ladder.matmul(x, torch.zeros(4, 4, device="meta"), "naive")
+    few_but_far = torch.empty(70000, 40000, device="meta")[::69999, :4]  # two rows, at both ends
+    with pytest.raises(ValueError, match=r"a \[2, 4\] reaches over 2\^31 elements"):
+        matmul_ladder.check_matmul(few_but_far, torch.empty(4, 4, device="meta"), TRITON)
+    if INTERPRETED:
+        with pytest.raises(ValueError, match="cast a and b first"):
+            matmul_ladder.matmul(x.bfloat16(), x.bfloat16(), TRITON)
+
+
+def test_an_old_gpu_is_refused_before_anything_is_built(monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    x = torch.zeros(4, 4, dtype=torch.bfloat16).as_subclass(OnGpu)
+    for have, refused in {
+        (7, 5): ("mma_tiles", "persistent"),
+        (8, 0): ("persistent",),
+        (10, 0): ("tma_wgmma",),
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, have=have: have)
+        for rung in refused:
+            with pytest.raises(ValueError, match=rf"{rung} needs compute capability .*, not {have[0]}\.{have[1]}"):
+                matmul_ladder.check_matmul(x, x, rung)
+    matmul_ladder.check_matmul(x, x, "mma_tiles")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "3", "0", "4"], "--size 3 0 4: M, N and K must be at least 1"),
+        (["--rung", "fastest"], "argument --rung: invalid choice: 'fastest'"),
+        (["--device", "cuda"], "--device cuda: PyTorch finds no GPU here; use --device cpu"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["matmul_ladder.py", *arguments])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        matmul_ladder.main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    assert printed.err.startswith(f"matmul_ladder.py: {message}") and len(printed.err.splitlines()) == 1
+
+
+def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(_cuda.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["matmul_ladder.py", "--resources", "sm_90a"])
+    with pytest.raises(SystemExit) as ended:
+        matmul_ladder.main()
+    assert ended.value.code == 2
+    assert re.fullmatch(
+        r"matmul_ladder.py: matmul_ladder.cu needs nvcc .* install the CUDA toolkit\n", capsys.readouterr().err
+    )
+
+
+def test_nan_is_within_no_limit(monkeypatch, capsys):
+    assert (
+        matmul_ladder.within(1.9, 2) and not matmul_ladder.within(2.1, 2) and not matmul_ladder.within(float("nan"), 2)
+    )
+    monkeypatch.setattr(
+        matmul_ladder, "matmul", lambda a, b, rung, out, order: out
+    )  # computes nothing: `out` stays poisoned
+    assert matmul_ladder.demo(["naive"], 8, 8, 8, "cpu") == 1
+    assert "naive: its error is nan times PyTorch's" in capsys.readouterr().out
+
+
+def test_the_error_is_measured_against_a_reference_without_tf32(monkeypatch):
+    seen = []
+    real = torch.Tensor.__matmul__
+
+    def watched(a, b):
+        seen.append((a.dtype, torch.backends.cuda.matmul.allow_tf32))
+        return real(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+    try:
+        a, b = random_inputs(4, 4, 4, torch.float32, "cpu")
+        assert error_ratio(matmul_ladder.matmul(a, b, "naive"), a, b) <= 2
+        assert torch.backends.cuda.matmul.allow_tf32, "the setting of the caller is gone"
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert (torch.float32, False) in seen and (torch.float32, True) not in seen

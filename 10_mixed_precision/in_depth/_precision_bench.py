@@ -1,0 +1,116 @@
+"""Training runs for the benchmarks of this chapter: the same model, text and steps, in every policy and recipe."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
+from fp8 import Fp8Linear
+from fp8_recipes import TABLE, RecipeAdamW, RecipeLinear
+from precision_policies import POLICIES, MixedAdamW, linear, make_scaler
+
+# The runs stand for this many data-parallel ranks that hold the same batch: each divides its loss by the number of
+# tokens of all ranks, and the gradients of all are summed. It is what makes gradients small.
+REPLICAS = 1024
+STEPS, LR = 300, 2e-3
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over a tenth of the steps, then half a cosine to a tenth of the peak."""
+    warm = max(1, steps // 10)
+    if step < warm:
+        return peak * (step + 1) / warm
+    return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def start(name: str) -> tuple[Decoder, MixedAdamW | RecipeAdamW, Any, Callable[[], None]]:
+    """Model, optimizer, scaler and what to call after a step. Names: of POLICIES, "fp8-" + a recipe, or of TABLE."""
+    group = dist.group.WORLD
+    if name in TABLE and name not in POLICIES:
+        row_linear = RecipeLinear(TABLE[name], None)
+        model = Decoder(row_linear)
+        return (
+            model,
+            RecipeAdamW(model, TABLE[name], row_linear, LR),
+            make_scaler(POLICIES["fp32"], group),
+            lambda: None,
+        )
+    if name.startswith("fp8-"):
+        fp8 = Fp8Linear(name.removeprefix("fp8-"))
+        model = Decoder(fp8)
+        optimizer = MixedAdamW(model.named_parameters(), POLICIES["bf16"], LR)
+        return model, optimizer, make_scaler(POLICIES["bf16"], group), fp8.end_step
+    policy = "fp32" if name == "fp32, nudged" else name
+    model = Decoder(linear, head=linear)
+    if name == "fp32, nudged":  # how far do two runs part that differ by the last bit of a weight?
+        for p in model.parameters():
+            p.data *= 1 + 2**-22
+    optimizer = MixedAdamW(model.named_parameters(), POLICIES[policy], LR)
+    return model, optimizer, make_scaler(POLICIES[policy], group), lambda: None
+
+
+@torch.no_grad()
+def held_out(model: Decoder, data: torch.Tensor) -> float:
+    """Mean loss of 8 batches that are not trained on."""
+    total = sum(loss_sum(model, *batch(data, -1 - i, rows=16)).item() for i in range(8))
+    return total / (8 * 16 * 64)
+
+
+def curve(name: str, steps: int = STEPS, lr: float = LR, seed: int = 0) -> dict[str, Any]:
+    """Train; losses of all steps, the held-out loss at the end, what went wrong, if it did. `seed`: which batches."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, optimizer, scaler, end_step = start(name)
+    data = stdlib_bytes()
+    seen: dict[str, Any] = {"name": name, "losses": [], "lost": [], "died": "", "scale": []}
+    for step in range(steps):
+        optimizer.lr = learning_rate(step, steps, lr)
+        if isinstance(optimizer, RecipeAdamW):
+            optimizer.rest.lr = optimizer.lr
+        tokens, labels = batch(data, 10_000 * seed + step)
+        try:
+            loss = loss_sum(model, tokens, labels) / labels.numel()
+            scaler.scale(loss / REPLICAS).backward()
+            optimizer.accumulate()
+            gradients = (
+                [g.values if g.scale is None else g.scale for items in optimizer.items.values()
+                 for g in [items.get("accumulation")] if g]
+                + [p.grad for p in optimizer.items if p.grad is not None] + optimizer.rest.gradients()
+                if isinstance(optimizer, RecipeAdamW) else optimizer.gradients()
+            )  # fmt: skip
+            for g in gradients:
+                g.mul_(REPLICAS)
+            optimizer.step(scaler)
+            end_step()
+        except FloatingPointError as died:
+            seen["died"] = f"step {step}: {died}"
+            break
+        seen["losses"].append(loss.item())
+        seen["lost"].append(optimizer.lost)
+        seen["scale"].append(scaler.value)
+        if not math.isfinite(loss.item()):
+            seen["died"] = f"step {step}: the loss is {loss.item()}"
+            break
+    seen["held_out"] = math.nan if seen["died"] else held_out(model, data)
+    seen["skipped"] = scaler.skipped
+    return seen
+
+
+def curves(jobs: list[tuple]) -> list[dict[str, Any]]:
+    """`curve(*job)` for all jobs, a process per core."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_run, jobs))
+
+
+def _run(job: tuple) -> dict[str, Any]:
+    return curve(*job)

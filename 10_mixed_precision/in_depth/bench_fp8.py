@@ -1,0 +1,248 @@
+"""fp8: what outliers do to each recipe, what 14 bits do to a long sum, and (--gpu) how fast a real fp8 linear is.
+
+    python 10_mixed_precision/in_depth/bench_fp8.py [--figures]
+    python 10_mixed_precision/in_depth/bench_fp8.py --gpu [--out DIR]           one Hopper GPU, under 3 minutes
+    python 10_mixed_precision/in_depth/bench_fp8.py --gpu --dry --out DIR   the same program on a CPU, with tiny sizes
+
+Both verify first: each recipe's three products against those of the quantised operands, on a GPU the hardware's against
+the emulated ones. The GPU part writes 10_fp8_speed.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+import torch.nn.functional as F
+from _precision_demo import Decoder, loss_sum
+from fp8 import RECIPES, Fp8Linear, e4m3, emulated_matmul, quantize, relative, tensor_core_matmul, with_outliers
+from harness.figures import write_figure
+from harness.report import Ratio, paired, write_result
+from torch import Tensor, nn
+
+FIGURES = "10_mixed_precision/figures"
+GOALS = {"linear": 1.4, "step": 1.2}  # times faster than bf16
+
+
+def products(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, dy: Tensor) -> list[Tensor]:
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = linear(x, weight)
+    y.backward(dy)
+    return [y.detach(), x.grad, weight.grad]
+
+
+def verify(device: str) -> None:
+    """Exits non-zero if a recipe is not what it says; on a GPU also if the hardware computes something else."""
+    torch.manual_seed(0)
+    x, weight, dy = (torch.randn(*s, device=device).bfloat16() for s in ((512, 384), (256, 384), (512, 256)))
+    for name, recipe in RECIPES.items():
+        linear = Fp8Linear(name, matmul=emulated_matmul)
+        got = products(linear, x.double(), weight.double(), dy.double())
+
+        def q(tensor: Tensor, role: str, summed: int, recipe=recipe) -> Tensor:
+            dtype = recipe.gradient_dtype if role == "dy" else e4m3
+            return quantize(tensor.double(), dtype, recipe.block(role, summed)).dequantize(torch.float64)
+
+        want = [
+            q(x, "x", 1) @ q(weight, "w", 1).T,
+            q(dy, "dy", 1) @ q(weight, "w", 0),
+            q(dy, "dy", 0).T @ q(x, "x", 0),
+        ]
+        exact = [x.double() @ weight.double().T, dy.double() @ weight.double(), dy.double().T @ x.double()]
+        for what, a, b, true in zip(("y", "dx", "dW"), got, want, exact, strict=True):
+            if not (relative(a, b) <= 1e-10 and relative(a, true) <= 0.1):
+                sys.exit(
+                    f"bench_fp8.py: {what} of {name} is off by {relative(a, b):.1e} ({relative(a, true):.3f} exact)"
+                )
+        if device == "cuda":
+            real = products(Fp8Linear(name, device=device), x, weight, dy)
+            for what, a, b in zip(("y", "dx", "dW"), real, want, strict=True):
+                if not relative(a.double(), b) <= 0.02:  # bf16 results, and sums of fewer bits
+                    sys.exit(f"bench_fp8.py: {what} of {name} on the GPU is {relative(a.double(), b):.3f} off fp8.py")
+
+
+def outliers() -> None:
+    """Error of ordinary elements, and of y, as a few features grow."""
+    M, K, N = 256, 1024, 256
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1)) / K**0.5
+    kinds = {"tensor": (0, 0), "row": (1, 0), "block": (1, 128)}
+    rows = []
+    for power in range(9):
+        factor = 10.0**power
+        x, ordinary = with_outliers(M, K, features=2, factor=factor)
+        row: list[float] = [factor]
+        for block in kinds.values():
+            q = quantize(x, e4m3, block).dequantize()
+            row.append(relative(q[:, ordinary], x[:, ordinary]))
+        # What the ordinary features contribute to y: the part that an error in them spoils.
+        rest = x[:, ordinary] @ weight[:, ordinary].T
+        for block in kinds.values():
+            q = quantize(x, e4m3, block).dequantize()
+            row.append(relative(q[:, ordinary] @ weight[:, ordinary].T, rest))
+        rows.append(row)
+    columns = [f"{what}: {kind}" for what in ("x", "y") for kind in kinds]
+    write_result(
+        "10_fp8_outliers",
+        "Two of 1024 features are larger than the others by a factor: relative error of the other features in e4m3",
+        ["factor", *columns],
+        rows,
+        "x: the quantised elements; y: their part of x Wᵀ. Rows, 1 x 1024, all contain both outliers; of the 8 tiles "
+        "of a row at most 2 do.",
+    )
+
+
+def accumulation() -> None:
+    """Sums of K products of one sign: relative error with 14 bits, by how often the sum is taken out."""
+    rows = []
+    for K in (128, 512, 1024, 2048, 4096, 8192):
+        a, b = (quantize(torch.randn(24, K, generator=torch.Generator().manual_seed(i)).abs(), e4m3) for i in range(2))
+        signed = [quantize(torch.randn(24, K, generator=torch.Generator().manual_seed(i)), e4m3) for i in range(2)]
+        row: list[float] = [K]
+        for pair in ((a, b), signed):
+            exact = emulated_matmul(*pair, torch.float64)
+            for promote in (0, 128):
+                got = tensor_core_matmul(*pair, torch.float64, promote=promote)
+                row.append(relative(got, exact))
+        rows.append(row)
+    write_result(
+        "10_fp8_accumulation",
+        "Relative error of a product whose sums keep 14 bits, against exact sums of the same fp8 numbers",
+        ["K", "one sign, never promoted", "one sign, every 128", "random signs, never", "random signs, every 128"],
+        rows,
+        "Emulated (tensor_core_matmul), 24 x 24 results. DeepSeek-V3 (2412.19437, section 3.3.2) reports a largest "
+        "error of nearly 2 % for K = 4096.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- GPU
+
+
+class Part(nn.Module):
+    """A linear layer, forward and backward, as a function without arguments."""
+
+    def __init__(self, linear: Callable[[Tensor, Tensor], Tensor], tokens: int, size: int, device: str):
+        super().__init__()
+        generator = torch.Generator(device).manual_seed(0)
+        make = lambda *s: torch.randn(*s, device=device, generator=generator).bfloat16()  # noqa: E731
+        self.linear, self.x, self.dy = linear, make(tokens, size).requires_grad_(), make(tokens, size)
+        self.weight = nn.Parameter(make(size, size) / size**0.5)
+
+    def step(self) -> None:
+        self.x.grad = self.weight.grad = None
+        self.linear(self.x, self.weight).backward(self.dy)
+        if isinstance(self.linear, Fp8Linear):
+            self.linear.end_step()
+
+
+def training_step(linear: Callable[[Tensor, Tensor], Tensor], device: str, dry: bool) -> Callable[[], None]:
+    """The chapter's decoder at a size that fills a GPU: forward, backward and AdamW."""
+    sizes = dict(hidden=128, heads=2, inner=256, layers=1, sequence=64)
+    if not dry:
+        sizes = dict(hidden=4096, heads=32, inner=12288, layers=4, sequence=4096)
+    model = Decoder(linear, **sizes).to(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
+    tokens = torch.randint(256, (2, sizes["sequence"]), device=device)
+
+    def step() -> None:
+        loss = loss_sum(model, tokens, tokens) / tokens.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(linear, Fp8Linear):
+            linear.end_step()
+
+    return step
+
+
+def gpu(dry: bool, out: Path | None) -> None:
+    device = "cpu" if dry else "cuda"
+    if not dry and not torch.cuda.is_available():
+        line = "bench_fp8.py: --gpu needs a CUDA GPU, and none is here; add --dry to try the program on the CPU"
+        print(line, file=sys.stderr)
+        sys.exit(2)
+    verify(device)
+    repeats = 3 if dry else 15
+    rows: list[list] = []
+    for tokens, size in ((256, 128),) if dry else ((8192, 4096), (8192, 8192), (16384, 8192)):
+        base = Part(F.linear, tokens, size, device)
+        for name in RECIPES:
+            part = Part(Fp8Linear(name, device=device), tokens, size, device)
+            rows.append(
+                [f"linear {size} x {size}, {tokens} tokens", name, paired(base.step, part.step, repeats=repeats)]
+            )
+            del part
+    base_step = training_step(F.linear, device, dry)
+    for name in ("tensor-delayed", "block"):
+        step = training_step(Fp8Linear(name, device=device), device, dry)
+        rows.append(["training step", name, paired(base_step, step, repeats=max(3, repeats // 2))])
+        del step
+    best = {
+        "linear": max(r[2].median for r in rows if r[0].startswith("linear")),
+        "step": max(r[2].median for r in rows if r[0] == "training step"),
+    }
+    goals = "; ".join(f"{what}: best {best[what]:.2f}, goal {goal}" for what, goal in GOALS.items())
+    write_result(
+        "10_fp8_speed",
+        "Times as fast as bf16: forward and backward, quantisation included",
+        ["what", "recipe", "times as fast: median (quartiles)"],
+        rows,
+        f"Goals of the chapter: {goals}." + (" A dry run on a CPU: the numbers mean nothing." if dry else ""),
+        folder=out,
+    )
+    assert all(isinstance(row[2], Ratio) for row in rows)
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def draw_outliers(axes, result) -> None:
+    left, right = axes
+    factors = [row[0] for row in result["rows"]]
+    for axis, what, title in ((left, "x", "Error of ordinary elements"), (right, "y", "Error of their part of x Wᵀ")):
+        for kind, label in (("tensor", "one scale per tensor"), ("row", "one per row"), ("block", "one per 1 x 128")):
+            column = result["columns"].index(f"{what}: {kind}")
+            axis.plot(factors, [row[column] for row in result["rows"]], marker="o", ms=3, label=label)
+        axis.set(xscale="log", xlabel="outliers are larger by", ylabel="relative error", title=title, ylim=(0, 1.05))
+    left.legend(fontsize=8)
+
+
+def draw_accumulation(axes, result) -> None:
+    for i, name in enumerate(result["columns"][1:], start=1):
+        style = dict(color=f"C{(i - 1) // 2}", ls="-" if i % 2 else "--")
+        axes.plot(
+            [row[0] for row in result["rows"]],
+            [row[i] for row in result["rows"]],
+            marker="o",
+            ms=3,
+            label=name,
+            **style,
+        )
+    axes.set(xscale="log", yscale="log", xlabel="K, terms of a sum", ylabel="relative error", title="Sums of 14 bits")
+    axes.legend(fontsize=8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes on the CPU")
+    parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
+    parser.add_argument("--figures", action="store_true", help="only draw the figures again")
+    args = parser.parse_args()
+    if args.dry and not (args.gpu and args.out):
+        parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
+    if args.gpu:
+        gpu(args.dry, args.out)
+        return
+    if not args.figures:
+        verify("cpu")
+        outliers()
+        accumulation()
+    write_figure(f"{FIGURES}/outliers.svg", ["10_fp8_outliers"], draw_outliers, shape=(1, 2))
+    write_figure(f"{FIGURES}/accumulation.svg", ["10_fp8_accumulation"], draw_accumulation)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The kernels: verified in the interpreter, compiled for Hopper; on a GPU also timed.
+
+    python 10_mixed_precision/in_depth/bench_fp8_kernels.py
+    python 10_mixed_precision/in_depth/bench_fp8_kernels.py --gpu [--out DIR] [--dry]
+
+Without a GPU it writes what Triton's compiler made for sm_90 (10_fp8_kernels). With --gpu: quantisation against the
+same operations in PyTorch, and the matmul with tiles against bf16 (10_fp8_kernels_speed).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+
+if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
+    # Whether Triton interprets is settled when it is imported, and the harness imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import fp8_kernels
+from fp8 import emulated_matmul, quantize, relative
+from harness.report import paired, write_result
+
+HERE = Path(__file__).resolve().parent
+
+
+def inputs(rows: int, columns: int, device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 2, columns)
+    return x.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def verify(device: str) -> None:
+    x, w = inputs(300, 400, device), inputs(200, 400, device)
+    for block in fp8_kernels.MODES:
+        got, want = fp8_kernels.quantize(x, torch.float8_e4m3fn, block), quantize(x, torch.float8_e4m3fn, block)
+        differ = (got.values.float() != want.values.float()).double().mean().item()
+        if not (torch.allclose(got.scale, want.scale, rtol=1e-6) and differ < 1e-3):
+            sys.exit(f"bench_fp8_kernels.py: {block} differs from fp8.py in {differ:.1%} of the elements, or in scales")
+    a = fp8_kernels.quantize(x, torch.float8_e4m3fn, (1, 128))
+    b = fp8_kernels.quantize(w, torch.float8_e4m3fn, (128, 128))
+    error = relative(fp8_kernels.block_matmul(a, b, torch.float32), emulated_matmul(a, b, torch.float32))
+    if not error < 1e-2:
+        sys.exit(f"bench_fp8_kernels.py: the matmul is off by {error:.1e}")
+
+
+def compile_for_hopper() -> None:
+    program = "import fp8_kernels, _kernel_facts, json; print(json.dumps(_kernel_facts.facts(fp8_kernels)))"
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"bench_fp8_kernels.py: the kernels do not compile for sm_90\n{done.stderr[-2000:]}")
+    facts = json.loads(done.stdout.splitlines()[-1])
+    rows = [[name, fact["shared"], fact["wgmma_e4m3"], fact["cvt_e4m3"]] for name, fact in facts.items()]
+    write_result(
+        "10_fp8_kernels",
+        "The kernels as compiled for sm_90",
+        ["kernel", "bytes of shared memory", "fp8 tensor core instructions", "conversions to fp8"],
+        rows,
+        "Counted in the PTX, as written, not as executed. A block may have 232,448 bytes of shared memory.",
+    )
+
+
+def time_on_gpu(device: str, dry: bool, out: Path | None) -> None:
+    rows: list[list] = []
+    repeats, e4m3 = 3 if dry else 15, torch.float8_e4m3fn
+    for size in (256,) if dry else (4096, 8192):
+        x, w = inputs(size, size, device), inputs(size, size, device)
+        for block in fp8_kernels.MODES:
+            ratio = paired(
+                lambda x=x, b=block: quantize(x, e4m3, b),
+                lambda x=x, b=block: fp8_kernels.quantize(x, e4m3, b),
+                repeats=repeats,
+            )
+            rows.append([f"quantize {block[0]} x {block[1]}, {size} x {size}", "the same in PyTorch", ratio])
+        a, b = fp8_kernels.quantize(x, e4m3, (1, 128)), fp8_kernels.quantize(w, e4m3, (128, 128))
+        ratio = paired(
+            lambda x=x, w=w: x @ w.T, lambda a=a, b=b: fp8_kernels.block_matmul(a, b, torch.bfloat16), repeats=repeats
+        )
+        rows.append([f"matmul with tiles, {size} cubed", "bf16 matmul", ratio])
+    write_result(
+        "10_fp8_kernels_speed",
+        "Times as fast as the alternative",
+        ["kernel", "alternative", "times as fast: median (quartiles)"],
+        rows,
+        "A dry run on a CPU: the numbers mean nothing." if dry else "",
+        folder=out,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes in the interpreter")
+    parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
+    args = parser.parse_args()
+    if args.dry and not (args.gpu and args.out):
+        parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
+    if args.gpu and not args.dry and not torch.cuda.is_available():
+        print(
+            "bench_fp8_kernels.py: --gpu needs a CUDA GPU, and none is here; add --dry to try it on the CPU",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    device = "cuda" if args.gpu and not args.dry else "cpu"
+    if device == "cpu" and torch.cuda.is_available():
+        sys.exit("bench_fp8_kernels.py: with a GPU here, Triton does not interpret; use --gpu")
+    verify(device)
+    if args.gpu:
+        time_on_gpu(device, args.dry, args.out)
+    else:
+        compile_for_hopper()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The fp8 recipes beside fp32: bytes, loss after 300 steps, and whether one fails first as the learning rate grows.
+
+    python 10_mixed_precision/in_depth/bench_fp8_recipes.py [--figures]
+
+First every recipe's bytes and gradients are checked. Then the runs: some three minutes on two cores.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+from _precision_bench import LR, STEPS, curves
+from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
+from fp8_recipes import TABLE, make
+from harness.figures import write_figure
+from harness.report import write_result
+
+FIGURES = "10_mixed_precision/figures"
+PRODUCTS = [
+    "bf16",
+    "fp8-tensor",
+    "fp8-tensor-delayed",
+    "fp8-row",
+    "fp8-block",
+]  # what `--precision` of a trainer offers
+ROWS = [name for name in TABLE if name not in ("bf16", "bf16-no-sums")]
+LIMIT = 0.5  # per cent of the loss of fp32, for DeepSeek-style fp8
+RATES = [1e-2, 3e-2, 1e-1]
+SWEPT = ["fp32", "fp8-tensor", "fp8-tensor-delayed", "fp8-block"]
+SWEEP_STEPS, SEEDS = 60, 3
+
+
+def verify() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tokens, labels = batch(stdlib_bytes(20_000), 0)
+    exact = Decoder(layers=1)
+    (loss_sum(exact, tokens, labels) / labels.numel()).backward()
+    for name, row in TABLE.items():
+        model, optimizer = make(name, dist.group.WORLD, layers=1)
+        (loss_sum(model, tokens, labels) / labels.numel()).backward()
+        held, _ = optimizer.held()
+        size = sum(p.numel() for p in optimizer.items)
+        if held != {item: kind * size for item, kind in row.bytes().items()}:
+            sys.exit(f"bench_fp8_recipes.py: {name} holds {held} for {size} parameters, not {row.bytes()} each")
+        optimizer.accumulate()
+        for p, label in optimizer.names.items():
+            got, want = optimizer.gradient(p), exact.get_parameter(label).grad
+            error = ((got - want).norm() / want.norm()).item()
+            if not error < 0.12:
+                sys.exit(f"bench_fp8_recipes.py: {name}: gradient of {label} is off by {error:.3f}")
+
+
+def off(run: dict, base: dict) -> float:
+    return math.nan if run["died"] else 100 * (run["held_out"] / base["held_out"] - 1)
+
+
+def measure_recipes() -> None:
+    names = ["fp32", *PRODUCTS, *ROWS]
+    slow = curves([(name, STEPS, LR) for name in names])
+    by_name = {run["name"]: run for run in slow}
+    base = by_name["fp32"]
+    table = []
+    for run in slow[1:]:
+        row = TABLE.get(run["name"], TABLE["bf16"])
+        items = " + ".join(str(size) for size in row.bytes().values() if size)
+        lost = [share for share in run["lost"] if share is not None]
+        table.append([
+            run["name"],
+            f"{items} = {sum(row.bytes().values())}",
+            f"{run['held_out']:.4f}" if not run["died"] else run["died"],
+            f"{off(run, base):+.2f} %",
+            f"{sum(lost) / len(lost):.0%}" if lost else "-",
+        ])  # fmt: skip
+    for name in ("fp8-block", "deepseek-v3"):
+        if not abs(off(by_name[name], base)) <= LIMIT:
+            sys.exit(f"bench_fp8_recipes.py: {name} is {off(by_name[name], base):+.2f} % off fp32, more than {LIMIT} %")
+    write_result(
+        "10_fp8_recipes",
+        f"Loss on held-out text after {STEPS} steps; fp32: {base['held_out']:.4f}",
+        ["recipe", "bytes per parameter", "loss", "against fp32", "updates lost to rounding"],
+        table,
+        "Same model, text and first weights as for the policies. fp8-...: fp8 products with bf16 weights and fp32 "
+        "masters; below them, rows of the table in fp8_recipes.py, whose bytes are those of the matrices, measured. "
+        "Products are emulated with fp32 sums.",
+    )
+    rows = []
+    for step in range(0, STEPS, 10):
+        rows.append([step + 5, *(sum(run["losses"][step : step + 10]) / 10 for run in slow)])
+    write_result("10_fp8_curves", "Training loss, mean of ten steps", ["step", *names], rows)
+
+
+def measure_rates() -> None:
+    """By learning rate and recipe: the median of runs on different batches, and the smallest and largest of them."""
+    jobs = [(name, SWEEP_STEPS, lr, seed) for lr in RATES for name in SWEPT for seed in range(SEEDS)]
+    runs, rows = curves(jobs), []
+    for i in range(0, len(jobs), SEEDS):
+        name, _, lr, _ = jobs[i]
+        # A run that ended counts as worse than any other.
+        losses = sorted(math.inf if run["died"] else run["held_out"] for run in runs[i : i + SEEDS])
+        worst_fp32 = losses[-1] if name == "fp32" else next(row[4] for row in rows if row[:2] == [f"{lr:g}", "fp32"])
+        fails = losses[SEEDS // 2] > worst_fp32
+        rows.append([f"{lr:g}", name, losses[SEEDS // 2], losses[0], losses[-1], "yes" if fails else "no"])
+    write_result(
+        "10_fp8_learning_rates",
+        f"Loss after {SWEEP_STEPS} steps: median, smallest and largest of {SEEDS} runs on different batches",
+        ["learning rate", "recipe", "median", "smallest", "largest", "median worse than every run of fp32"],
+        rows,
+    )
+
+
+def draw_curves(axes, result) -> None:
+    left, right = axes
+    columns = {name: [row[i] for row in result["rows"]] for i, name in enumerate(result["columns"])}
+    left.plot(columns["step"], columns["fp32"], color="black", label="fp32")
+    for name in ("deepseek-v3", "nanotron"):
+        left.plot(columns["step"], columns[name], "--", lw=1, label=name)
+    left.set(xlabel="step", ylabel="training loss", title="Curves that coincide")
+    left.legend(fontsize=8)
+    for name in result["columns"][2:]:
+        difference = [100 * (a / b - 1) for a, b in zip(columns[name], columns["fp32"], strict=True)]
+        right.plot(columns["step"], difference, lw=1, label=name)
+    right.set(xlabel="step", ylabel="training loss against fp32, %", title="And what lies between them", ylim=(-2, 2))
+    right.legend(fontsize=7, ncols=2)
+
+
+def draw_rates(axes, result) -> None:
+    for i, name in enumerate(SWEPT):
+        mine = [row for row in result["rows"] if row[1] == name]
+        rates = [float(row[0]) * 1.04 ** (i - 1.5) for row in mine]  # side by side
+        median, low, high = ([row[column] for row in mine] for column in (2, 3, 4))
+        bars = [[m - a for m, a in zip(median, low, strict=True)], [b - m for m, b in zip(median, high, strict=True)]]
+        axes.errorbar(
+            rates, median, bars, marker="o", ms=3, capsize=2, lw=1, label=name, color=f"C{i}" if i else "black"
+        )
+    axes.set(
+        xscale="log", xlabel="learning rate", ylabel="loss on held-out text", title="Where recipes part, if they do"
+    )
+    axes.legend(fontsize=8)
+
+
+def main() -> None:
+    if "--figures" not in sys.argv:
+        torch.set_num_threads(1)
+        verify()
+        measure_recipes()
+        measure_rates()
+    write_figure(f"{FIGURES}/recipes.svg", ["10_fp8_curves"], draw_curves, shape=(1, 2))
+    write_figure(f"{FIGURES}/learning_rates.svg", ["10_fp8_learning_rates"], draw_rates)
+
+
+if __name__ == "__main__":
+    main()

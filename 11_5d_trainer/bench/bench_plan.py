@@ -1,0 +1,191 @@
+"""The planner against what was measured: bytes by the trainer's meter, seconds of small layouts on this machine's CPU.
+
+    python 11_5d_trainer/bench/bench_plan.py   verifies, measures, writes results/11_plan_*.json and the figures
+    python 11_5d_trainer/bench/bench_plan.py --predict    only what is predicted, without a measurement, and draws
+    python 11_5d_trainer/bench/bench_plan.py --figures    only draws
+
+First the bytes: if what is held is not exact, or a peak is off by more than 5 %, it ends with exit code 1 and writes
+nothing. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed, and put beside the order in which the
+planner would put them with the rates that `plan.py --calibrate` measures on so many ranks just before. Times are given
+as ratios to the fastest.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "11_5d_trainer"))
+
+import chapters  # noqa: E402, F401  finds the chapters below
+import plan_facts  # noqa: E402
+import plan_figures  # noqa: E402
+import plan_memory as pm  # noqa: E402
+import plan_search  # noqa: E402
+import plan_time  # noqa: E402
+from harness.figures import write_figure  # noqa: E402
+from harness.ranks import run_ranks  # noqa: E402
+from harness.report import write_result  # noqa: E402
+from llama import LlamaConfig  # noqa: E402
+from options import Config  # noqa: E402
+from test_plan_memory import BASE, HELD, LAYOUTS, SIZES, all_of  # noqa: E402
+
+# Large enough for its products, not the interpreter, to take the time.
+RANKED_SIZES = LlamaConfig(vocab_size=256, hidden=256, layers=4, heads=8, kv_heads=4, intermediate=704)
+RANKED_BASE = BASE | {"seq_len": 128, "global_batch": 16, "micro_batch": 2}
+RANKED = [
+    {},
+    {"zero": 1},
+    {"zero": 3},
+    {"recompute": "full"},
+    {"micro_batch": 1},
+    {"tp": 2},
+    {"tp": 4},
+    {"tp": 4, "sequence_parallel": True, "recompute": "full"},
+    {"cp": 4, "cp_kind": "ring"},
+    {"pp": 2},
+    {"pp": 4},
+    {"pp": 4, "schedule": "naive"},
+]
+
+
+def seconds(words: dict[str, Any], sizes: Any) -> float:
+    """A step's time on this rank: the median of three means of three."""
+    import rank as rank_module
+    import torch
+    import torch.distributed as dist
+    from _plan_meter import TEXT
+    from data import Sampler
+
+    config = Config(**words)
+    me = rank_module.make_rank(config, sizes, torch.device("cpu"))
+    dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
+    sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
+    batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
+    times = []
+    for steps in (1, 3, 3, 3):  # the first is not counted
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            rank_module.train_step(me, batches)
+        dist.barrier()
+        times.append((time.perf_counter() - begin) / steps)
+    return sorted(times[1:])[1]
+
+
+def memory_rows() -> list[list[Any]]:
+    """[layout, predicted peak, measured peak, deviation in %]. Exits with 1 if a number is off."""
+    rows = []
+    for ranks, layouts in LAYOUTS.items():
+        options = [BASE | layout for layout in layouts]
+        results = run_ranks(ranks, all_of, options, SIZES, timeout=300.0)
+        for i, words in enumerate(options):
+            config, meter = Config(**words), results[0][i]
+            layout, moe = pm.Layout.of(config, SIZES, ranks), config.mixture(SIZES)
+            held = pm.held(SIZES, moe, layout, meter["rank"])
+            got, want = sum(pm.peak(SIZES, moe, layout, meter["rank"]).values()), meter["peak"]
+            if held != {what: meter[what] for what in HELD} or not abs(got / want - 1) <= 0.05:
+                sys.exit(f"bench_plan.py: {ranks} ranks {layouts[i]}: held {held}, peak {got} against {want}: off")
+            name = ", ".join(f"{key} {value}" for key, value in layouts[i].items()) or "plain"
+            rows.append([f"{ranks} ranks: {name}", got, want, round(100 * (got / want - 1), 2) or 0.0])
+    return rows
+
+
+def ranks_of(values: list[float]) -> list[int]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    return [order.index(i) for i in range(len(values))]
+
+
+def calibrated(ranks: int) -> plan_time.Cluster:
+    """This machine as the planner sees it with so many ranks at work."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/machine.json"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        script = str(ROOT / "11_5d_trainer" / "plan.py")
+        subprocess.run([*launch, script, "--calibrate", file], check=True, stdout=subprocess.DEVNULL)
+        return plan_time.read_cluster(file)
+
+
+def ranking_rows(P: int) -> tuple[list[list[Any]], float]:
+    """[ranks, layout, measured, predicted], both over their fastest, and Spearman's rank correlation."""
+    cluster, options = calibrated(P), [RANKED_BASE | layout for layout in RANKED]
+    # One call each: the groups of a layout, and their threads, are gone before the next.
+    measured = [max(run_ranks(P, seconds, words, RANKED_SIZES, timeout=300.0)) for words in options]
+    layouts = [pm.Layout.of(Config(**words), RANKED_SIZES, P) for words in options]
+    predicted = [plan_time.step_time(RANKED_SIZES, None, layout, cluster).seconds for layout in layouts]
+    n = len(RANKED)
+    gaps = zip(ranks_of(measured), ranks_of(predicted), strict=True)
+    correlation = 1 - 6 * sum((a - b) ** 2 for a, b in gaps) / (n * (n * n - 1))
+    rows = [
+        [P, plan_search.name(layout), round(m / min(measured), 2), round(p / min(predicted), 2)]
+        for layout, m, p in sorted(zip(layouts, measured, predicted, strict=True), key=lambda row: row[1])
+    ]
+    return rows, correlation
+
+
+def all_facts() -> list[plan_facts.Table]:
+    """The tables of plan.py --facts, those with a published number in each row as one."""
+    *several, activations, fits = plan_facts.tables()
+    rows = [[title, *row] for title, _, rows in several for row in rows]
+    return [("Published numbers", ["source", *several[0][1]], rows), activations, fits]
+
+
+def draw_memory(axes: Any, result: dict[str, Any]) -> None:
+    predicted, measured = [row[1] / 1e6 for row in result["rows"]], [row[2] / 1e6 for row in result["rows"]]
+    top = max(measured) * 1.05
+    axes.plot([0, top], [0, top], color="0.6", linewidth=1)
+    axes.plot(measured, predicted, "o", markersize=4)
+    axes.set(xlabel="measured peak, MB", ylabel="predicted peak, MB", xlim=(0, top), ylim=(0, top))
+
+
+def figures() -> None:
+    folder = "11_5d_trainer/figures"
+    write_figure(f"{folder}/plan_memory.svg", ["11_plan_memory"], draw_memory)
+    write_figure(f"{folder}/plan_layouts.svg", ["11_plan_layouts"], plan_figures.draw_heatmap, size=(9.5, 6.5))
+    write_figure(f"{folder}/plan_bars.svg", ["11_plan_bars"], plan_figures.draw_bars, shape=(1, 2), size=(11, 4.2))
+
+
+def predictions() -> None:
+    """What needs no measurement: the best layouts by model and nodes, where bytes and seconds of ten of them go, and
+    what others have published."""
+    for name, (title, columns, rows) in zip(("numbers", "activations", "fits"), all_facts(), strict=True):
+        write_result(f"11_plan_facts_{name}", title, columns, rows, "Assumptions: plan_facts.py.")
+    cluster = plan_time.read_cluster("h100-400g")
+    batch, seq = 512, 8192
+    note = (
+        f"{cluster.name}, {batch} sequences of {seq} tokens a step. Predicted: nothing here was run on such a cluster."
+    )
+    rows = plan_figures.heatmap_rows(cluster, batch, seq)
+    columns = ["model", "nodes", "layout", "predicted MFU, %", "predicted s"]
+    write_result("11_plan_layouts", "The best layout by model and number of nodes", columns, rows, note)
+    task = plan_search.Task(plan_figures.SIZES["70B"], None, cluster, 64 * cluster.gpus_per_node, batch, seq)
+    rows = plan_figures.bar_rows(task, plan_search.search(task).best)
+    title = "Bytes and seconds of the ten fastest layouts of 70B on 64 nodes"
+    write_result("11_plan_bars", title, ["layout", "unit", "what", "predicted"], rows, note)
+
+
+def main() -> None:
+    if "--figures" in sys.argv[1:]:
+        figures()
+        return
+    predictions()
+    if "--predict" in sys.argv[1:]:
+        figures()
+        return
+    memory = memory_rows()
+    (on_4, four), (on_8, eight) = ranking_rows(4), ranking_rows(8)
+    columns = ["layout", "predicted peak, bytes", "measured peak, bytes", "off, %"]
+    write_result("11_plan_memory", "The planner's peak against the trainer's", columns, memory)
+    note = f"Rank correlation {four:.2f} on 4 ranks and {eight:.2f} on 8. Ratios of one run, to the fastest layout."
+    columns = ["ranks", "layout", "measured", "predicted"]
+    write_result("11_plan_ranking", "Order of layouts on 4 and 8 CPU ranks", columns, on_4 + on_8, note)
+    figures()
+    print(note)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Where things are in this repository: the chapters, their two floors, and what lies on them.
+
+    03_zero/zero.py            the ground floor: one file that stands alone, with test_zero.py and bench_zero.py
+    03_zero/in_depth/*.py      the same technique at full strength, with its tests and benchmarks
+    11_5d_trainer/             the trainer; its tests and benchmarks lie in tests/ and bench/
+
+No two modules have the same name, so that a name is enough to find a file.
+"""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = ROOT / "11_5d_trainer"
+CHAPTERS = sorted(folder for folder in ROOT.glob("[01][0-9]_*") if folder != TRAINER)
+NOT_A_SCRIPT = re.compile(r"test_|bench_|conftest|_")
+FLOORS = ("", "in_depth", "tests", "bench")  # the rooms of a chapter or of the trainer in which files of Python lie
+
+
+def files(pattern: str, folder: Path | None = None) -> list[Path]:
+    """Files on all floors of a chapter or of the trainer, or of all of them: `files("bench_*.py")`."""
+    homes = [folder] if folder else [*CHAPTERS, TRAINER]
+    return sorted(file for home in homes for floor in FLOORS for file in (home / floor).glob(pattern))
+
+
+def scripts(chapter: Path | None = None) -> list[Path]:
+    """What one runs and reads, of one chapter or of all (the trainer is no chapter): ground floor first."""
+    homes = [chapter] if chapter else CHAPTERS
+    found = [file for home in homes for floor in ("", "in_depth") for file in sorted((home / floor).glob("*.py"))]
+    return [file for file in found if not NOT_A_SCRIPT.match(file.name)]
+
+
+def ground_floor() -> list[Path]:
+    """The files that stand alone, of every chapter that has one."""
+    return [script for script in scripts() if script.parent in CHAPTERS]
+
+
+def chapter_of(file: Path) -> Path:
+    """The chapter (or the trainer) a file belongs to, on whichever floor it lies."""
+    return ROOT / file.resolve().relative_to(ROOT).parts[0]
+
+
+def find(name: str) -> Path:
+    """The one file of this name in chapters, trainer, tests and harness. ValueError unless there is exactly one."""
+    found = [*files(name), *(ROOT / "tests").glob(name), *(ROOT / "tests" / "harness").glob(name)]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} files are called {name}")
+    return found[0]
