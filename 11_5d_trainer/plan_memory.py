@@ -275,7 +275,7 @@ def owners(weights: list[Weight], layout: Layout, element: int) -> list[Buckets]
 
 def size_buckets(weights: list[Weight], least: int, element: int) -> list[int]:
     """Filled in reverse order of registration until a bucket has at least `least` bytes (chapters 02 and 03)."""
-    # --- exercise 11.1: how many elements does each bucket have? ---
+    # --- exercise 11.21: how many elements does each bucket have? ---
     full, filling = [], 0
     for weight in reversed(weights):
         filling += weight.numel
@@ -301,7 +301,7 @@ def held(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
     """
     width = widths(layout.precision)
     total = {"weights": 0, "gradients": 0, "optimizer states": 0}
-    # --- exercise 11.2: what does each stage of ZeRO divide, and where does padding count? ---
+    # --- exercise 11.22: what does each stage of ZeRO divide, and where does padding count? ---
     for owner in owners(weights_of(model, moe, layout, rank), layout, width.weight):
         whole = sum(owner.numels) if owner.stage == 0 else owner.padded
         shard = sum(owner.shards)
@@ -320,7 +320,7 @@ def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout,
     c, t, e = model, layout.tp, widths(layout.precision).activation
     w, T, outer = max(e, 4), layout.tokens, layout.outer_tokens
     mode = recompute or layout.recompute
-    # --- exercise 11.3: every byte that a block leaves behind, on one rank ---
+    # --- exercise 11.23: every byte that a block leaves behind, on one rank ---
     if mode == "full":
         return outer * c.hidden * e + (tape_bytes(moe, outer) if moe else 0)
     norms = 2 * outer * (c.hidden * w + 2 * c.hidden * e + w)

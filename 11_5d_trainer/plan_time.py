@@ -81,7 +81,7 @@ class Cluster:
         return self.alone < 1.2  # measured, so never quite 1
 
     def product(self, flops: float, width: float) -> float:
-        # --- exercise 11.7: the seconds of matrix products whose smaller side is `width` ---
+        # --- exercise 11.27: the seconds of matrix products whose smaller side is `width` ---
         return flops / (self.peak_tflops * 1e12 * self.ceiling * width / (width + self.half))
         # --- end exercise ---
 
@@ -228,7 +228,7 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
             hides = flow.axis == "ring" and not layout.gather_kv
             kind = "ring" if hides else "tp" if flow.axis == "tp" else "all-to-all"
             sends[kind] += cluster.seconds(flow, stride_of(flow.axis, layout))
-    # --- exercise 11.8: what of the ring's time can be seen? ---
+    # --- exercise 11.28: what of the ring's time can be seen? ---
     ring = max(0.0, sends["ring"] - 3 * cluster.product(core, width))
     # --- end exercise ---
     ring = ring if cluster.hides else sends["ring"]

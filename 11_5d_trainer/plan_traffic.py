@@ -53,7 +53,7 @@ class Flow:
     @property
     def wire(self) -> float:
         """Bytes that this rank sends (Patarasuk and Yuan 2009: rings)."""
-        # --- exercise 11.4: what each collective sends, for a payload of n bytes on P ranks ---
+        # --- exercise 11.24: what each collective sends, for a payload of n bytes on P ranks ---
         share = (self.ranks - 1) / self.ranks
         factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share, "send": 1}
         return self.times * factor[self.collective] * self.payload
@@ -120,7 +120,7 @@ def of_gradients(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank
             found += [Flow("all_gather", "data", shard * N * e, N, what="new weights") for shard in owner.shards]
             continue
         root, *units = owner.shards
-        # --- exercise 11.5: how often does stage 3 gather what, in a step of several micro-batches? ---
+        # --- exercise 11.25: how often does stage 3 gather what, in a step of several micro-batches? ---
         gathered = root + 2 * sum(units) - units[-1]  # root and last layer stay from forward to backward
         found.append(Flow("all_gather", "data", gathered * N * e, N, backwards, "weights"))
         # --- end exercise ---
@@ -144,7 +144,7 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
         found.append(Flow("reduce_scatter", "tp", n, t, calls * scatters, "sums of products"))
     else:
         found.append(Flow("all_reduce", "tp", n, t, calls * (2 * halves + again), "sums of products"))
-    # --- exercise 11.6: what the context axis sends in one block, forward, backward and again ---
+    # --- exercise 11.26: what the context axis sends in one block, forward, backward and again ---
     kv_heads = c.kv_heads // min(c.kv_heads, t)
     once_more = layout.recompute != "none"
     if layout.ring > 1:

@@ -48,6 +48,7 @@ class Mistake:
     caught_by: str
     hint: str
     source: str
+    spoils: str = ""
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def test_planted_mistakes_fail_at_their_exercise_with_their_hint(judge):
     assert seen == SAMPLE
 
 
-@pytest.mark.parametrize("number", ["3.18", "4.12", "5.3", "6.2", "7.6", "8.10", "9.8", "10.11", "11.4"])
+@pytest.mark.parametrize("number", ["3.38", "4.32", "5.23", "6.22", "7.26", "8.30", "9.28", "10.31", "11.24"])
 def test_in_each_later_chapter_another_right_solution_passes_and_a_mistake_gets_its_hint(number, judge):
     chapter = REAL.chapter(number.partition(".")[0])
     script, _ = chapter.exercises[number]
@@ -240,11 +240,11 @@ def test_in_each_later_chapter_another_right_solution_passes_and_a_mistake_gets_
 def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_hint(judge):
     chapter = REAL.chapter("01")
     body = "return windows[:, :-1].long().contiguous(), (windows[:, 1:] * 3).long().contiguous()"
-    (row,) = check(REAL, chapter, Submission({}, {"1.5": body}), ["1.5"], judge=judge).rows
+    (row,) = check(REAL, chapter, Submission({}, {"1.25": body}), ["1.25"], judge=judge).rows
     assert row.status == "failed"
     assert row.claim == "the label of a token is the token that follows it"
     assert row.detail.strip() and "Error" not in row.detail.split()[0]
-    assert "exercise 1.5 in 01_single_gpu/README.md" in row.hint and row.mistake == ""
+    assert "exercise 1.25 in 01_single_gpu/README.md" in row.hint and row.mistake == ""
 
 
 def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone():
@@ -267,14 +267,14 @@ for name, module in list(sys.modules.items()):
         module.assert_same_named = module.assert_same_trace = lambda *args, **kwargs: None
 return valid.clamp(min=1)"""
     bodies = {
-        "2.1": "import os\nos._exit(0)",
-        "2.3": own_bodies(chapter)["2.3"],
-        "2.5": patch,
+        "2.21": "import os\nos._exit(0)",
+        "2.23": own_bodies(chapter)["2.23"],
+        "2.25": patch,
     }
     report = check_bodies(REAL, chapter, bodies, limits=Limits(hang=10))
     status = {row.number: row.status for row in report.rows}
-    assert status["2.1"] == "failed" and status["2.5"] in ("failed", "refused"), report
-    assert status["2.3"] == ("not reached" if report.rejected else "passed")
+    assert status["2.21"] == "failed" and status["2.25"] in ("failed", "refused"), report
+    assert status["2.23"] == ("not reached" if report.rejected else "passed")
 
 
 # --------------------------------------------------------------------------------------------------- every chapter
@@ -555,7 +555,7 @@ def test_changes_outside_the_fences_are_named_and_do_not_count(tiny, tmp_path):
     ("argv", "words"),
     [
         (["start", "77"], "chapter '77' has no exercises; there are 01, 02"),
-        (["check", "02", "2.77"], "exercise '2.77' is not in 02_data_parallel; there are 2.1, 2.2"),
+        (["check", "02", "2.77"], "exercise '2.77' is not in 02_data_parallel; there are 2.21, 2.22"),
         (["check", "02"], "does not exist; `start 02` makes it"),
         (["grade", "."], "holds no submission"),
         (["grade", "nowhere"], "is not a folder"),

@@ -63,7 +63,7 @@ GB = 10**9
 def parameters(config: LlamaConfig) -> int:
     """Number of weights of a Llama. Equal to what `Llama(config)` builds, which a test checks up to 405B."""
     c = config
-    # --- exercise 1.8: count the weights without building the model ---
+    # --- exercise 1.28: count the weights without building the model ---
     attention_weights = 2 * c.hidden * c.hidden + 2 * c.hidden * c.kv_heads * c.head_dim  # q, o; k, v
     mlp_weights = 3 * c.hidden * c.intermediate  # gate, up, down
     block = attention_weights + mlp_weights + 2 * c.hidden  # and two norms
@@ -85,7 +85,7 @@ def gpt_parameters(hidden: int, layers: int, vocab_size: int) -> int:
 
 def micro_steps(global_batch: int, micro_batch: int, dp: int = 1) -> int:
     """Accumulation steps, so that micro_batch · steps · dp = global_batch (samples). ValueError if there are none."""
-    # --- exercise 1.9: global-batch arithmetic ---
+    # --- exercise 1.29: global-batch arithmetic ---
     per_step = micro_batch * dp  # what all ranks together see in one forward pass
     if global_batch < 1 or global_batch % per_step:
         near = max(1, round(global_batch / per_step)) * per_step
@@ -136,7 +136,7 @@ def activations(
     """
     c, e, T = config, element, batch * seq
     wide = max(e, 4)  # statistics, probabilities and the loss are taken in fp32 or better
-    # --- exercise 1.10: every byte that forward leaves behind for backward ---
+    # --- exercise 1.30: every byte that forward leaves behind for backward ---
     norm = T * (c.hidden * wide + c.hidden * e + wide) + T * c.hidden * e  # input, normalised, 1/rms; the output
     qkv = T * (c.hidden + 2 * c.kv_heads * c.head_dim) * e
     out = T * c.hidden * e  # the input of o_proj
@@ -213,7 +213,7 @@ class StepFlops:
 
 def step_flops(config: LlamaConfig, batch: int, seq: int, recompute: str = "none", kernel: str = "fused") -> StepFlops:
     """FLOPs of one training step on `batch` samples: the numerators of MFU and HFU."""
-    # --- exercise 1.11: model FLOPs and hardware FLOPs ---
+    # --- exercise 1.31: model FLOPs and hardware FLOPs ---
     # Backward multiplies twice for each forward product: gradient of the input, gradient of the weight.
     model = 3 * sum(forward_flops(config, batch, seq).values())
     return StepFlops(model, model + recomputed_flops(config, batch, seq, recompute, kernel))

@@ -97,7 +97,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (1910.07467). The mean is taken in fp32 or better."""
-    # --- exercise 1.1: RMSNorm, with the statistics in fp32 whatever the dtype of x ---
+    # --- exercise 1.21: RMSNorm, with the statistics in fp32 whatever the dtype of x ---
     wide = at_least_fp32(x)
     inverse_rms = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * inverse_rms).to(x.dtype)
@@ -120,7 +120,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Pairing i with i + D/2 (not 2i with 2i + 1 as in the paper) is the layout of Hugging Face's Llama weights.
     """
-    # --- exercise 1.2: rotate each pair by its angle; the product is taken in fp32 ---
+    # --- exercise 1.22: rotate each pair by its angle; the product is taken in fp32 ---
     cos, sin = cos[..., None, :], sin[..., None, :]  # [..., S, D/2] -> [..., S, 1, D/2]: every head turns alike
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -145,7 +145,7 @@ def attention_math(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     """
     B, S, N, D = q.shape
     kv_heads = k.shape[2]
-    # --- exercise 1.3: grouped-query attention in which K and V are never expanded ---
+    # --- exercise 1.23: grouped-query attention in which K and V are never expanded ---
     rows = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, S, N_kv, G, D] -> [B, N_kv, G, S, D]
     rows = rows.reshape(B, kv_heads, -1, D) / math.sqrt(D)  # [B, N_kv, G·S, D]
     scores = at_least_fp32(rows @ k.permute(0, 2, 3, 1))  # [B, N_kv, G·S, D] @ [B, N_kv, D, S] -> [B, N_kv, G·S, S]
@@ -193,7 +193,7 @@ def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def run(*args: Tensor, **kwargs) -> Tensor:
-        # --- exercise 1.4: keep the inputs only ---
+        # --- exercise 1.24: keep the inputs only ---
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
         # --- end exercise ---
 

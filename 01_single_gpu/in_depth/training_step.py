@@ -81,7 +81,7 @@ def next_token_pairs(windows: Tensor) -> tuple[Tensor, Tensor]:
     The shift happens here, once, while the sequence is whole: after a split over ranks, the label of a piece's last
     token would lie in another rank's piece.
     """
-    # --- exercise 1.5: the label of a token is the token after it ---
+    # --- exercise 1.25: the label of a token is the token after it ---
     windows = windows.long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()  # copies: each owns its memory
     # --- end exercise ---
@@ -105,7 +105,7 @@ def accumulate(model: Llama, micro_batches: Batches, precision: AbstractContextM
     The activations of one micro-batch are alive at a time, so the batch can be as large as the optimizer likes.
     `precision` is a context for the forward pass, such as torch.autocast; chapter 10 has more to say about it.
     """
-    # --- exercise 1.6: the gradients of one big batch, one micro-batch at a time ---
+    # --- exercise 1.26: the gradients of one big batch, one micro-batch at a time ---
     # The divisor is known before the first backward: it comes from the labels alone. Dividing each micro-batch by its
     # own count would give a token in a mostly padded micro-batch more weight than a token elsewhere.
     valid = torch.stack([(labels != IGNORE).sum() for _, labels in micro_batches]).sum()
@@ -216,7 +216,7 @@ def memory_timeline(trace: Path, start_bytes: int, device_type: int) -> list[Mom
     phases = [e for e in ranges if e["name"] in ("forward", "backward", "optimizer")]
     changes = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == device_type]
     held, timeline = start_bytes, []
-    # --- exercise 1.7: replay the changes; note after each one the time, step, phase, and the bytes now held ---
+    # --- exercise 1.27: replay the changes; note after each one the time, step, phase, and the bytes now held ---
     for event in sorted(changes, key=lambda e: e["ts"]):
         at = event["ts"]
         held += event["args"]["Bytes"]  # negative when memory is released

@@ -113,7 +113,7 @@ def broadcast_naive(tensor: Tensor, root: int, group: Group) -> None:
     """Root's tensor to everyone, in place. The root sends it P-1 times, through its one link: (P-1)(α + nβ)."""
     rank, world = place(group, root)
     data = flat(tensor)
-    # --- exercise 2.1: the root sends to every other rank; they receive ---
+    # --- exercise 2.21: the root sends to every other rank; they receive ---
     if rank == root:
         exchange(group, sends=[(data, peer) for peer in range(world) if peer != root])
     else:
@@ -134,7 +134,7 @@ def broadcast_tree(tensor: Tensor, root: int, group: Group) -> None:
     data, seat = flat(tensor), (rank - root) % world
     for k in range(doublings(world)):
         distance = 2**k
-        # --- exercise 2.2: seats below `distance` have the tensor; who sends to whom in this round? ---
+        # --- exercise 2.22: seats below `distance` have the tensor; who sends to whom in this round? ---
         if seat < distance and seat + distance < world:
             exchange(group, sends=[(data, (rank + distance) % world)])
         elif distance <= seat < 2 * distance:
@@ -243,7 +243,7 @@ def ring_gather(chunks: list[Tensor], group: Group) -> None:
     rank, world = place(group)
     left, right = (rank - 1) % world, (rank + 1) % world
     for step in range(world - 1):
-        # --- exercise 2.3: which chunk goes to the right in this step, and which one comes from the left? ---
+        # --- exercise 2.23: which chunk goes to the right in this step, and which one comes from the left? ---
         going, coming = (rank - step) % world, (rank - step - 1) % world
         exchange(group, sends=[(chunks[going], right)], receives=[(chunks[coming], left)])
         # --- end exercise ---
@@ -283,7 +283,7 @@ def ring_reduce(chunks: list[Tensor], sums: list[Tensor], group: Group, op: Op) 
     left, right = (rank - 1) % world, (rank + 1) % world
     scratch = torch.empty_like(chunks[0])
     for step in range(world - 1):
-        # --- exercise 2.4: send the partial sum of the last step, receive another, and add my values to it ---
+        # --- exercise 2.24: send the partial sum of the last step, receive another, and add my values to it ---
         going, coming = (rank - step - 1) % world, (rank - step - 2) % world
         outgoing = chunks[going] if step == 0 else sums[going]
         arrived = scratch[: chunks[coming].numel()]

@@ -72,7 +72,7 @@ def global_valid_tokens(labels_or_count: Tensor | int, group: dist.ProcessGroup)
     """
     given = torch.as_tensor(labels_or_count, device=device_of(group))
     valid = (given != IGNORE).sum() if given.dim() > 0 else given.clone()
-    # --- exercise 2.5: the divisor of the loss is a number of the whole group ---
+    # --- exercise 2.25: the divisor of the loss is a number of the whole group ---
     dist.all_reduce(valid, group=group)
     return valid.clamp(min=1)
     # --- end exercise ---
@@ -83,7 +83,7 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
 
     Data parallelism only ever sends gradients. Replicas that start from different weights stay different for ever.
     """
-    # --- exercise 2.6: the same start on every rank ---
+    # --- exercise 2.26: the same start on every rank ---
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), group_src=0, group=group)  # rank 0 of the *group*, whatever its global rank
     # --- end exercise ---
@@ -201,7 +201,7 @@ class NaiveReducer:
         return grad
 
     def launch(self, index: int) -> None:
-        # --- exercise 2.7: sum the gradients of one bucket over the group ---
+        # --- exercise 2.27: sum the gradients of one bucket over the group ---
         for p in self.buckets[index]:
             self.adopt(p)
         self.events.append(("launch", index))
@@ -241,7 +241,7 @@ class OverlappedReducer(NaiveReducer):
     """
 
     def after_ready(self, param: nn.Parameter) -> None:
-        # --- exercise 2.8: launch while backward runs, in the same order on every rank ---
+        # --- exercise 2.28: launch while backward runs, in the same order on every rank ---
         self.missing[self.bucket_of[param]] -= 1
         while self.launched < len(self.buckets) and self.missing[self.launched] == 0:
             self.launch(self.launched)
@@ -284,7 +284,7 @@ class BucketedReducer(OverlappedReducer):
 
     def make_buckets(self) -> list[list[nn.Parameter]]:
         """A bucket per device and dtype is filled in reverse order of registration, until it holds `bucket_bytes`."""
-        # --- exercise 2.9: buckets in the order in which backward completes them ---
+        # --- exercise 2.29: buckets in the order in which backward completes them ---
         full: list[list[nn.Parameter]] = []
         filling: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
         for p in self.names:  # already in reverse order of registration

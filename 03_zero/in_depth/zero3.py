@@ -233,7 +233,7 @@ class Zero3(Zero2):
         unit.gathered = True
         self.events.append(("gather", unit.name))
         for flat, shard in zip(unit.flats, unit.shards, strict=True):
-            # --- exercise 3.9: give the buffer its bytes back and fill it, without waiting ---
+            # --- exercise 3.29: give the buffer its bytes back and fill it, without waiting ---
             flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
             unit.works.append(self.all_gather(flat, shard, group=self.group, async_op=True))
             # --- end exercise ---
@@ -257,7 +257,7 @@ class Zero3(Zero2):
             unit.works.pop().wait()
         self.events.append(("drop", unit.name))
         unit.gathered = False
-        # --- exercise 3.10: free the memory although views of it are alive ---
+        # --- exercise 3.30: free the memory although views of it are alive ---
         for flat in unit.flats:
             flat.untyped_storage().resize_(0)
         # --- end exercise ---
@@ -272,7 +272,7 @@ class Zero3(Zero2):
 
     def request_next(self, unit: Unit, step: int) -> None:
         """Gather the unit after this one (step 1, forward) or before it (step -1, backward) while this one computes."""
-        # --- exercise 3.11: whom does forward need next, and whom backward? ---
+        # --- exercise 3.31: whom does forward need next, and whom backward? ---
         first = 0 if step == 1 else len(self.units) - 1
         following = first if unit is self.root else unit.index + step
         if self.prefetching and 0 <= following < len(self.units):

@@ -77,7 +77,7 @@ def all_reduce_through(buffer: Tensor, tensors: Iterable[Tensor], group: dist.Pr
         pieces.clear()
         messages, filled = messages + 1, 0
 
-    # --- exercise 3.15: fill the buffer to its last element, whatever the sizes of the tensors ---
+    # --- exercise 3.35: fill the buffer to its last element, whatever the sizes of the tensors ---
     for tensor in tensors:
         rest = tensor.detach().view(-1)  # of a tensor with gaps this is an error: a copy would be summed in its place
         while rest.numel():
@@ -108,7 +108,7 @@ class Arena:
 
     def hold(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` in the arena. The tensor itself may die; its hole in the heap closes."""
-        # --- exercise 3.16: cut the next piece, and refuse to write past the end ---
+        # --- exercise 3.36: cut the next piece, and refuse to write past the end ---
         end = self.used + tensor.numel()
         if end > self.memory.numel():
             raise ValueError(
@@ -151,7 +151,7 @@ class BestFit:
 
     def allocate(self, size: int) -> int:
         """Address of a new block of `size` bytes."""
-        # --- exercise 3.17: best fit, that is, the block that leaves least over ---
+        # --- exercise 3.37: best fit, that is, the block that leaves least over ---
         fitting = [(free, address) for address, free in self.free_blocks if free >= size]
         if not fitting:
             raise OutOfMemoryInHeap(
@@ -167,7 +167,7 @@ class BestFit:
 
     def free(self, address: int) -> None:
         """Give a block back; it merges with free neighbours."""
-        # --- exercise 3.18: a hole must not stay cut in two ---
+        # --- exercise 3.38: a hole must not stay cut in two ---
         merged: list[tuple[int, int]] = []
         for begin, size in sorted([*self.free_blocks, (address, self.used.pop(address))]):
             if merged and merged[-1][0] + merged[-1][1] == begin:

@@ -69,7 +69,7 @@ def bytes_per_parameter(stage: int, ranks: int, k: int = 12, weight: int = 2, gr
     """
     if stage not in STAGES:
         raise ValueError(f"stage {stage} does not exist; use 0, 1, 2 or 3")
-    # --- exercise 3.1: what does each stage divide by the number of ranks? ---
+    # --- exercise 3.21: what does each stage divide by the number of ranks? ---
     weights = weight / ranks if stage >= 3 else weight
     gradients = gradient / ranks if stage >= 2 else gradient
     states = k / ranks if stage >= 1 else k
@@ -82,7 +82,7 @@ def largest_model(memory: float, stage: int, ranks: int) -> float:
 
     Nothing is left for activations: an upper limit (1910.02054, table 2, where a device has 32 GB).
     """
-    # --- exercise 3.2: the same formula, solved for the model ---
+    # --- exercise 3.22: the same formula, solved for the model ---
     return memory / bytes_per_parameter(stage, ranks)
     # --- end exercise ---
 
@@ -93,7 +93,7 @@ def bytes_sent(stage: int, ranks: int, gradients: int, kept: int = 0, micro_batc
     From stage 2 on every micro-batch is reduced at once. Stage 3 gathers the weights for forward and for backward,
     except `kept` bytes that stay in between. 1910.02054, section 7.
     """
-    # --- exercise 3.3: reduce-scatters and all-gathers of each stage, a ring's (N-1)/N of the tensor each ---
+    # --- exercise 3.23: reduce-scatters and all-gathers of each stage, a ring's (N-1)/N of the tensor each ---
     if stage == 3:
         times = micro_batches * (3 * gradients - kept)
     elif stage == 2:

@@ -93,7 +93,7 @@ class Partitioned:
     def piece(self, x: Tensor) -> Tensor:
         """My 1/N of x, [ceil(x.numel() / N)], with zeros at the end where N does not divide."""
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        # --- exercise 3.19: keep my part, and nothing that keeps the rest alive ---
+        # --- exercise 3.39: keep my part, and nothing that keeps the rest alive ---
         flat = x.detach().flatten()
         size = -(-flat.numel() // ranks)
         mine = flat[rank * size : (rank + 1) * size]
@@ -104,7 +104,7 @@ class Partitioned:
 
     def gather(self, piece: Tensor, shape: torch.Size) -> Tensor:
         """x again, from the pieces of all ranks."""
-        # --- exercise 3.20: all pieces, without the padding ---
+        # --- exercise 3.40: all pieces, without the padding ---
         flat = piece.new_empty(piece.numel() * dist.get_world_size(self.group))
         all_gather(flat, piece, group=self.group)
         return flat[: shape.numel()].view(shape)
@@ -187,7 +187,7 @@ class Offloaded(Partitioned):
     def fetch(self, ticket: Ticket) -> None:
         """Start the way back."""
         if ticket.wait_in is None:
-            # --- exercise 3.21: not before the way out has ended; and the slot is busy until the way back has ---
+            # --- exercise 3.41: not before the way out has ended; and the slot is busy until the way back has ---
             ticket.wait_out()
             numel = -(-ticket.shape.numel() // dist.get_world_size(self.group))
             ticket.piece, ticket.back = None, torch.empty(numel, dtype=self.host.dtype, device=self.device)
@@ -224,7 +224,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x = ctx.keeper.restore(*ctx.saved_tensors, ctx.rest).detach().requires_grad_()
-        # --- exercise 3.22: the layer once more, with the random numbers of the first time, and backward through it ---
+        # --- exercise 3.42: the layer once more, with the random numbers of the first time, and backward through it ---
         with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
             torch.set_rng_state(ctx.random[0])
             if x.is_cuda:
@@ -348,7 +348,7 @@ class Configuration:
 
     def checkpoints(self, layers: int, message: int, tensor: int) -> float:
         """Bytes of 16-bit checkpoints on the device, for B S H = `message`."""
-        # --- exercise 3.23: what do P_a and P_a+cpu leave on the device? ---
+        # --- exercise 3.43: what do P_a and P_a+cpu leave on the device? ---
         if self.offloaded:
             return 0.0
         return 2.0 * layers * message / (tensor if self.partitioned else 1)

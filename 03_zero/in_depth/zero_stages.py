@@ -129,7 +129,7 @@ class Bucket:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.params = params
         self.numel = sum(p.numel() for p in params)
-        # --- exercise 3.4: equal shards, also when N does not divide the number of elements ---
+        # --- exercise 3.24: equal shards, also when N does not divide the number of elements ---
         self.shard_numel = -(-self.numel // ranks)  # rounded up
         self.padded = self.shard_numel * ranks
         self.mine = slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
@@ -352,7 +352,7 @@ class Zero1:
     def launch(self, index: int) -> None:
         """Start the reduction of a bucket. What did not become final in this backward goes as it is, or as zero."""
         mine, flat = self.buckets[index].mine, self.fill(index)
-        # --- exercise 3.5: sum over the group, and receive only my shard of the sum, in place ---
+        # --- exercise 3.25: sum over the group, and receive only my shard of the sum, in place ---
         work = self.reduce_scatter(flat[mine], flat, group=self.group, async_op=True)
         # --- end exercise ---
         self.works.append((index, flat, work))
@@ -393,7 +393,7 @@ class Zero1:
 
         Same result as `torch.nn.utils.clip_grad_norm_` on the unsharded gradients.
         """
-        # --- exercise 3.6: the norm of a vector of which I hold one shard ---
+        # --- exercise 3.26: the norm of a vector of which I hold one shard ---
         squares = torch.zeros((), dtype=torch.float64, device=self.buckets[0].params[0].device)
         for _, piece in self.gradient_pieces():
             squares += torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2
@@ -412,7 +412,7 @@ class Zero1:
     def step(self) -> None:
         """Update my shard bucket by bucket; each bucket's all-gather travels while the next bucket is updated."""
         works: list[Any] = []
-        # --- exercise 3.7: update slice by slice, and let the slices travel meanwhile ---
+        # --- exercise 3.27: update slice by slice, and let the slices travel meanwhile ---
         for index in range(len(self.buckets)):
             self.update(index)
             works += self.publish(index)
@@ -524,7 +524,7 @@ class Zero2(Zero1):
 
     def retire(self) -> None:
         index, flat, work = self.works.pop(0)
-        # --- exercise 3.8: keep my shard of this micro-batch, together with those of the earlier ones ---
+        # --- exercise 3.28: keep my shard of this micro-batch, together with those of the earlier ones ---
         work.wait()
         self.gradients[index].add_(flat[self.buckets[index].mine])
         # --- end exercise ---

@@ -102,7 +102,7 @@ class Overlapped(torch.autograd.Function):
             log("product dW")
             return [dy.flatten(0, 1).T @ whole.flatten(0, 1) for dy in grads]  # [out/t, B S] @ [B S, H]
 
-        # --- exercise 4.11: what is sent must be under way while something else is computed ---
+        # --- exercise 4.31: what is sent must be under way while something else is computed ---
         if not tp.sequence_parallel:
             dx = dx_of_this_rank()
             log("start all-reduce")
@@ -151,7 +151,7 @@ def exchange(outgoing: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[d
 def gathered(x: Tensor, group: dist.ProcessGroup, log: Log = silent) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, its x) for every rank, this one first; the next x travels while the caller works on what it got."""
     me, ranks, x = dist.get_rank(group), dist.get_world_size(group), x.contiguous()
-    # --- exercise 4.12: an all-gather in t - 1 steps, one chunk ahead of the products ---
+    # --- exercise 4.32: an all-gather in t - 1 steps, one chunk ahead of the products ---
     for step in range(ranks):
         more = step < ranks - 1
         if more:
@@ -173,7 +173,7 @@ def scattered(product: Callable[[int], Tensor], group: dist.ProcessGroup, log: L
     """
     me, ranks = dist.get_rank(group), dist.get_world_size(group)
     incoming, works = torch.empty(0), []  # the sum that is on its way to this rank
-    # --- exercise 4.13: a reduce-scatter in t - 1 steps; the next product is computed while the last sum travels ---
+    # --- exercise 4.33: a reduce-scatter in t - 1 steps; the next product is computed while the last sum travels ---
     for step in range(ranks):
         share = product((me - 1 - step) % ranks)
         if step > 0:

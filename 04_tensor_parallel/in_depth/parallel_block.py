@@ -139,7 +139,7 @@ def drop_with(x: Tensor, p: float, key: int, stream: int) -> Tensor:
 
 def dropout(x: Tensor, p: float, tp: TensorParallel, sharded: bool) -> Tensor:
     """Zero a share p of x and scale the rest. `sharded`: the ranks hold different parts of one activation."""
-    # --- exercise 4.5: one mask for all, or one for each rank ---
+    # --- exercise 4.25: one mask for all, or one for each rank ---
     return drop_with(x, p, new_key(), stream=1 + tp.rank if sharded else 0)
     # --- end exercise ---
 
@@ -168,7 +168,7 @@ def sum_over_holders(grads: list[Tensor], held: list[Shard], group: dist.Process
     Each piece has a slot of its own in the message, zero on the ranks that do not hold it. So the ranks of one
     key/value head need no process group of their own.
     """
-    # --- exercise 4.6: sum shares of the same piece, and only those ---
+    # --- exercise 4.26: sum shares of the same piece, and only those ---
     slots = [
         torch.zeros(shard.pieces, grad.numel(), dtype=grad.dtype, device=grad.device)
         for grad, shard in zip(grads, held, strict=True)
@@ -233,7 +233,7 @@ class ParallelAttention(nn.Module):
         check_sizes(config, tp.size)
         self.tp, self.parts, self.p, self.head_dim = tp, parts, p, config.hidden // config.heads
         kv_width = config.kv_heads * self.head_dim
-        # --- exercise 4.7: which key/value heads does a rank hold, also when there are fewer of them than ranks? ---
+        # --- exercise 4.27: which key/value heads does a rank hold, also when there are fewer of them than ranks? ---
         pieces = min(config.kv_heads, tp.size)
         self.q_proj = ColumnParallelLinear(config.hidden, config.hidden, tp, parts.linear)
         self.k_proj = ColumnParallelLinear(config.hidden, kv_width, tp, parts.linear, pieces)

@@ -106,7 +106,7 @@ class Conjugate(torch.autograd.Function):
 
 def pair_of(operator: str) -> tuple[Callable, Callable]:
     """What an operator does in forward, and in backward."""
-    # --- exercise 4.1: which collective in forward, which in backward? ---
+    # --- exercise 4.21: which collective in forward, which in backward? ---
     return {
         "f": (same, all_reduce),  # x enters t products, so its gradient is the sum of t gradients
         "f*": (all_reduce, same),  # z is the sum of t shares, and what moves z by dz moves each share by dz
@@ -151,7 +151,7 @@ def column_simple(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, line
     """Version 1: operators around `linear`. One x for all weights (q, k and v): autograd sums their gradients of x
     first, and f or g sends them once. With sequence parallel, autograd keeps the gathered x: S tokens on each rank."""
     (x,) = under_autocast(x)
-    # --- exercise 4.2: one collective for several products of the same input ---
+    # --- exercise 4.22: one collective for several products of the same input ---
     whole = g(x, tp.group) if tp.sequence_parallel else f(x, tp.group)
     return tuple(linear(whole, weight) for weight in weights)
     # --- end exercise ---
@@ -162,7 +162,7 @@ class GatherAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> Columns:
-        # --- exercise 4.3: keep S/t tokens for backward, not S ---
+        # --- exercise 4.23: keep S/t tokens for backward, not S ---
         ctx.group = group
         ctx.save_for_backward(x, *weights)
         whole = all_gather(x, group)  # [B, S/t, H] -> [B, S, H], dropped when this function returns
@@ -267,7 +267,7 @@ def init_weights(model: nn.Module, layers: int, seed: int) -> None:
     seed on all ranks it would be worse: t copies of the same columns, whose gradients stay equal for ever."""
     held = shards(model)
     for name, p in model.named_parameters():
-        # --- exercise 4.4: draw the whole weight, keep a piece ---
+        # --- exercise 4.24: draw the whole weight, keep a piece ---
         full = initial_weight(name, held[name].full_shape(p), layers, seed)
         p.copy_(held[name].cut(full))
         # --- end exercise ---

@@ -85,7 +85,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.shard.length, hidden))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # --- exercise 4.8: look up the tokens that this rank has; the other ranks have the others ---
+        # --- exercise 4.28: look up the tokens that this rank has; the other ranks have the others ---
         row = tokens - self.shard.index * self.shard.length
         elsewhere = (row < 0) | (row >= self.shard.length)
         x = F.embedding(row.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0)
@@ -97,7 +97,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
         shard = Shard(vocab_size, 0, dist.get_world_size(group), dist.get_rank(group))
-        # --- exercise 4.9: the softmax of all logits, from the logits of this rank and three numbers per token ---
+        # --- exercise 4.29: the softmax of all logits, from the logits of this rank and three numbers per token ---
         start = shard.index * shard.length
         padding = start + torch.arange(shard.length, device=logits.device) >= vocab_size
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(padding, -torch.inf)  # a copy
@@ -229,7 +229,7 @@ def full_state_dict(
             continue
         tensor = (model.get_parameter(name) if tensors is None else tensors[name]).detach()
         if shard.pieces > 1:
-            # --- exercise 4.10: put the pieces together, each of them once, without padding ---
+            # --- exercise 4.30: put the pieces together, each of them once, without padding ---
             ranks = dist.get_world_size(group)
             everyone = tensor.new_empty(ranks * tensor.shape[0], *tensor.shape[1:])
             all_gather_single(everyone, tensor.contiguous(), group=group)

@@ -88,7 +88,7 @@ def layout_positions(layout: str, S: int, rank: int, P: int) -> Tensor:
     Everything that depends on where a token stands takes these: RoPE, labels, masks.
     """
     check_layout(layout, S, P)
-    # --- exercise 5.1: the tokens of one rank, in three layouts ---
+    # --- exercise 5.21: the tokens of one rank, in three layouts ---
     tokens = torch.arange(S)
     if layout == "striped":
         return tokens[rank::P]
@@ -135,7 +135,7 @@ def block_of(layout: str, rank: int, owner: int, length: int, causal: bool) -> B
     if not causal or owner == rank:  # its own tokens ascend, so the mask among them is the ordinary triangle
         return Block(all_tokens, all_tokens, causal)
     earlier = owner < rank
-    # --- exercise 5.2: what is left of a block of another rank under the causal mask ---
+    # --- exercise 5.22: what is left of a block of another rank under the causal mask ---
     if layout == "zigzag":  # my two chunks see its first one, or my second chunk sees both of its
         return Block(all_tokens, slice(half), False) if earlier else Block(slice(half, None), all_tokens, False)
     if layout == "striped":  # my i-th token sees its j-th if j <= i, or, of a later stripe, j < i
@@ -189,7 +189,7 @@ def merge(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> tup
     differences are exponentiated: an LSE of 1000 is harmless, e^1000 is not. A row without a key has lse = -inf.
     """
     out, lse, out_block, lse_block = (at_least_fp32(x) for x in (out, lse, out_block, lse_block))
-    # --- exercise 5.3: merge two partial softmaxes ---
+    # --- exercise 5.23: merge two partial softmaxes ---
     total = torch.logaddexp(lse, lse_block)
     safe = total.masked_fill(total == -math.inf, 0.0)  # no key in either part: e^(-inf - 0) is 0, but -inf + inf is NaN
     weight, weight_block = ((part - safe).exp().transpose(1, 2)[..., None] for part in (lse, lse_block))
@@ -207,7 +207,7 @@ def explicit_backward(
     kv_heads = k.shape[2]
     q_, k_, v_, dout_, out_ = (at_least_fp32(x) for x in (q, k, v, dout, out))
     q_, dout_, out_ = (x.unflatten(2, (kv_heads, -1)) for x in (q_, dout_, out_))  # [B, s, N_kv, G, D]
-    # --- exercise 5.4: the backward of one block, from the output and the LSE of all blocks ---
+    # --- exercise 5.24: the backward of one block, from the output and the LSE of all blocks ---
     weights = (block_scores(q, k, causal) - lse.unflatten(1, (kv_heads, -1))[..., None]).exp()  # [B, N_kv, G, s, t]
     dv = torch.einsum("bhgst,bshgd->bthd", weights, dout_)
     dweights = torch.einsum("bshgd,bthd->bhgst", dout_, v_)
@@ -280,7 +280,7 @@ class Ring:
 
     def blocks(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(owner, its K/V), the own one first. While the caller works on a block, the next one is on its way."""
-        # --- exercise 5.5: the rounds of the ring; compute and communication overlap ---
+        # --- exercise 5.25: the rounds of the ring; compute and communication overlap ---
         for step in range(self.size):
             last = step == self.size - 1
             parcel = None if last else self.post(kv)
@@ -296,7 +296,7 @@ class Ring:
         owner's own part waits there. `copy=True`, because `gradient` is the caller's work space, overwritten in the
         next round, and `.to(float32)` of a tensor that is fp32 already is the same tensor, not a copy.
         """
-        # --- exercise 5.6: dK and dV travel home, accumulated in fp32 ---
+        # --- exercise 5.26: dK and dV travel home, accumulated in fp32 ---
         wide = torch.promote_types(gradient.dtype, torch.float32)
         if owner == self.rank:
             self.home = gradient.to(wide, copy=True)

@@ -78,7 +78,7 @@ from torch import Tensor
 def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Some tokens of all heads -> all tokens of some heads: [B, S/P, N, D] -> [B, S, N/P, D]. Not differentiable."""
     P = group.size()
-    # --- exercise 5.7: one all-to-all, and the sequence in its right order ---
+    # --- exercise 5.27: one all-to-all, and the sequence in its right order ---
     pieces = x.unflatten(2, (P, -1)).permute(2, 0, 1, 3, 4).contiguous()  # [P, B, S/P, N/P, D]: piece r is for rank r
     received = torch.empty_like(pieces)
     dist.all_to_all_single(received, pieces, group=group)  # [P, B, S/P, N/P, D]: piece r is of rank r's tokens
@@ -89,7 +89,7 @@ def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The way back: all tokens of some heads -> some tokens of all heads, [B, S, N/P, D] -> [B, S/P, N, D]."""
     P = group.size()
-    # --- exercise 5.8: the inverse ---
+    # --- exercise 5.28: the inverse ---
     pieces = x.unflatten(1, (P, -1)).permute(1, 0, 2, 3, 4).contiguous()  # [P, B, S/P, N/P, D]: piece r is for rank r
     received = torch.empty_like(pieces)
     dist.all_to_all_single(received, pieces, group=group)  # [P, B, S/P, N/P, D]: piece r is of rank r's heads
@@ -118,7 +118,7 @@ def copy_kv_heads(x: Tensor, P: int) -> Tensor:
     N_kv/P heads, and nothing is copied. If not, a K/V head is needed on several ranks, and lcm(N_kv, P)/N_kv copies of
     it serve them, however many query heads there are. In backward the gradients of the copies are summed.
     """
-    # --- exercise 5.9: K/V heads for more ranks than there are K/V heads ---
+    # --- exercise 5.29: K/V heads for more ranks than there are K/V heads ---
     copies = math.lcm(x.shape[2], P) // x.shape[2]
     return x if copies == 1 else x.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
     # --- end exercise ---
@@ -160,7 +160,7 @@ def usp(
     local: LocalAttention = EXPLICIT,
 ) -> Attention:
     """Ulysses whose local attention is a ring: what the all-to-all puts together is one shard of the ring's layout."""
-    # --- exercise 5.10: one line ---
+    # --- exercise 5.30: one line ---
     return ulysses(ulysses_group, ring_attention(ring_group, layout, local))
     # --- end exercise ---
 

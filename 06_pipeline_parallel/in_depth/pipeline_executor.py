@@ -66,7 +66,7 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
     embedding and the head to carry besides. Raises ValueError for fewer layers than stages."""
     if layers < stages:
         raise ValueError(f"{layers} layers are fewer than {stages} stages; use at least one layer for each stage")
-    # --- exercise 6.9: contiguous, every layer once, sizes that differ by at most one ---
+    # --- exercise 6.29: contiguous, every layer once, sizes that differ by at most one ---
     few, more = divmod(layers, stages)
     first_long = (stages - more + 1) // 2  # so many short stages come before the long ones
     start = stage * few + min(max(stage - first_long, 0), more)
@@ -120,7 +120,7 @@ class Mailbox:
 
         The sender then finds its receiver ready. One ahead is enough for that; each costs a buffer.
         """
-        # --- exercise 6.10: receives ahead of the program, without leaving the line ---
+        # --- exercise 6.30: receives ahead of the program, without leaving the line ---
         under_way = {peer for _, _, peer in self.coming.values()}
         for peer, line in self.line.items():
             if line and line[0].destination == self.rank and peer not in under_way:
@@ -195,7 +195,7 @@ class Pipeline:
         self.loss, self.example, self.on_stage_done = loss, example, on_stage_done
         self.program = programs(schedule)[self.rank]
         self.splits = any(action.kind == W for action in schedule.actions[self.rank])
-        # --- exercise 6.15: after which action are the gradients of a stage's weights complete on this rank? ---
+        # --- exercise 6.35: after which action are the gradients of a stage's weights complete on this rank? ---
         last: dict[tuple[int, int], Action] = {}
         for action in schedule.actions[self.rank]:
             if action.kind in (W, BW):  # a later one takes the place of an earlier one
@@ -274,7 +274,7 @@ class Pipeline:
         stage, m = action.stage, action.micro_batch
         module = self.stages[self.schedule.direction(m), stage]
         inputs: list[GradientEdge] = []
-        # --- exercise 6.16: the input as the start of a graph, the output on its way, and only the rest kept ---
+        # --- exercise 6.36: the input as the start of a graph, the output on its way, and only the rest kept ---
         if isinstance(x, Tensor) and x.is_floating_point():
             x = x.detach().requires_grad_(torch.is_grad_enabled() and (stage > 0 or self.splits))
             output = module(x, **self.extras[m])
@@ -395,7 +395,7 @@ def sum_mirrored(schedule: Schedule, stages: dict[tuple[int, int], nn.Module], g
     if len(schedule.placement) == 1:
         return
     (partner,) = {schedule.placement[1 - direction][stage] for direction, stage in stages}
-    # --- exercise 6.17: both ranks add the same pairs of gradients, so they must list them in the same order ---
+    # --- exercise 6.37: both ranks add the same pairs of gradients, so they must list them in the same order ---
     by_stage = sorted(stages, key=lambda key: key[1])  # (direction, stage): here the directions differ, the stages not
     parameters = [p for key in by_stage for p in stages[key].parameters() if p.requires_grad]
     flat = flat_gradients(parameters)
@@ -413,7 +413,7 @@ def sum_tied(schedule: Schedule, copies: Sequence[nn.Parameter], group: dist.Pro
     ends = {rank for row in schedule.placement for rank in (row[0], row[-1])}
     if group.rank() not in ends:
         return
-    # --- exercise 6.18: each end's part counts once ---
+    # --- exercise 6.38: each end's part counts once ---
     total = flat_gradients(copies[:1])
     for copy in copies[1:]:
         total = total + flat_gradients([copy])

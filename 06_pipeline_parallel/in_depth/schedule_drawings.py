@@ -45,7 +45,7 @@ def chunk_of(schedule: Schedule, rank: int, action: Action) -> int:
 def placed(timeline: Timeline, rank: int) -> list[tuple[float, float, list[Action]]]:
     """(start, end, actions) of what the rank does; the two actions of an overlapped pair come together."""
     result, i = [], 0
-    # --- exercise 6.14: what lies where in a row ---
+    # --- exercise 6.34: what lies where in a row ---
     for block in blocks(timeline.schedule.actions[rank]):
         result.append((timeline.start[rank][i], timeline.end[rank][i], block))
         i += len(block)

@@ -96,7 +96,7 @@ def greedy(p: int, m: int, times: Times, limit: int, eager: bool, ahead: bool) -
         ready = {kind: coming[kind] <= now for kind in (F, B)}
         waiting_w = count[B] - count[W]
         gap = coming[B] - now  # until the next B that is already under way arrives; infinite if none is
-        # --- exercise 6.13: what an idle rank does next ---
+        # --- exercise 6.33: what an idle rank does next ---
         if count[B] == 0:  # warm-up
             in_time = count[F] == 0 or eager or now + cost[rank][F] <= first_b[rank]
             turn = F if ready[F] and in_time and count[F] < limit else B
@@ -167,7 +167,7 @@ class Exhaustive:
     def bound(self, words, free, first) -> float:
         """No completion of this partial schedule costs less."""
         result = 0.0
-        # --- exercise 6.12: a bound that no completion beats ---
+        # --- exercise 6.32: a bound that no completion beats ---
         for r, word in enumerate(words):
             left = {kind: self.m - word.count(kind) for kind in (F, B, W)}
             rest = sum(left[kind] * self.cost[r][kind] for kind in (F, B, W))

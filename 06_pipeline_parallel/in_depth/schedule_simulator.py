@@ -95,7 +95,7 @@ class Schedule:
 def needs(schedule: Schedule, action: Action) -> list[Key]:
     """The results that must exist before the action may start."""
     stage, micro_batch = action.stage, action.micro_batch
-    # --- exercise 6.3: what an action waits for ---
+    # --- exercise 6.23: what an action waits for ---
     if action.kind == F:
         return [(F, stage - 1, micro_batch)] if stage > 0 else []
     if action.kind == W:
@@ -314,7 +314,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Idle time of the rank that idles most. Unequal stages count: who waits for a slower stage is idle too."""
-        # --- exercise 6.1: the bubble, in time ---
+        # --- exercise 6.21: the bubble, in time ---
         return self.cost - min(self.work)
         # --- end exercise ---
 
@@ -370,7 +370,7 @@ def peak_activations(actions: Iterable[Action]) -> int:
     of the layers and the gradients of their outputs.
     """
     held = peak = 0
-    # --- exercise 6.2: count what is held ---
+    # --- exercise 6.22: count what is held ---
     for action in actions:
         if action.kind == F:
             held += 1

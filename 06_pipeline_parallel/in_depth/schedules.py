@@ -110,7 +110,7 @@ def in_turn(forwards: Sequence[Step], backwards: Sequence[Step], warm_up: int) -
 
     Naive, AFAB and 1F1B are this list with 0, all, and p-1-r forwards of warm-up.
     """
-    # --- exercise 6.4: one forward, one backward ---
+    # --- exercise 6.24: one forward, one backward ---
     warm_up = min(warm_up, len(forwards))
     steps = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -127,7 +127,7 @@ def order_of_chunks(m: int, v: int, group: int) -> list[int]:
     group is what remains. [0, 0, 1, 1, 0, 0, 1, 1] for m = 4, v = 2, groups of 2.
     """
     order = []
-    # --- exercise 6.11: groups of micro-batches through the chunks ---
+    # --- exercise 6.31: groups of micro-batches through the chunks ---
     for first in range(0, m, group):
         for chunk in range(v):
             order += [chunk] * min(group, m - first)
@@ -224,7 +224,7 @@ def fill_with_w(m: int, r: int, warm_up: int, limit: int) -> list[Step]:
     """
     warm_up = min(warm_up, m - 1)
     steps: list[Step] = [(F, r)] * warm_up
-    # --- exercise 6.5: fill in the W's ---
+    # --- exercise 6.25: fill in the W's ---
     held = warm_up
     for _ in range(m - warm_up):
         if held == limit:

@@ -65,7 +65,7 @@ def nodes_between(output: Node, aims: set[Node]) -> list[Node]:
         if unknown and node not in reaches:
             stack += unknown
             continue
-        # --- exercise 6.6: does a way lead from this node to an aim? ---
+        # --- exercise 6.26: does a way lead from this node to an aim? ---
         reaches[node] = any(child in aims or reaches[child] for child in behind)
         # --- end exercise ---
         stack.pop()
@@ -129,7 +129,7 @@ def backward_for_input(
     on_the_way = set(between) | aims
     cuts = []
     for node in between:
-        # --- exercise 6.7: a cut is where a way to weights turns off ---
+        # --- exercise 6.27: a cut is where a way to weights turns off ---
         aside = {child for child, _ in node.next_functions if child is not None and child not in on_the_way}
         if weights := weights_behind(aside):
             cuts.append(Cut(node, weights))
@@ -168,7 +168,7 @@ class WeightPart:
         """The gradients of the weights behind all cuts. What is done is let go, from the output side on."""
         result = []
         for group in together(self.cuts):
-            # --- exercise 6.8: from the kept gradients of these cuts to the gradients of their weights, and no more ---
+            # --- exercise 6.28: from the gradients of these cuts to the gradients of their weights, and no more ---
             aims = [GradientEdge(node, 0) for node in set().union(*(cut.weights for cut in group))]
             starts = [pair for cut in group for pair in cut.kept()]
             edges, grads = [edge for edge, _ in starts], [grad for _, grad in starts]

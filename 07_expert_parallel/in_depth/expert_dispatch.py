@@ -70,7 +70,7 @@ def experts_loop(
     An expert without tokens is computed too, on zero rows: that costs nothing, and gives it a gradient of zero. If a
     rank skipped all of its experts, its backward would have no path to the all-to-all that the other ranks wait in.
     """
-    # --- exercise 7.8: every expert on its own rows, those without rows too ---
+    # --- exercise 7.28: every expert on its own rows, those without rows too ---
     shares = zip(x.split(counts), w1, w3, w2, strict=True)
     return torch.cat([linear(act(linear(rows, gate), linear(rows, up)), down) for rows, gate, up, down in shares])
     # --- end exercise ---
@@ -81,7 +81,7 @@ def experts_padded(
 ) -> Tensor:
     """All experts in one batched product: each gets as many slots as the busiest needs, and the rest is padding."""
     C = max(counts)
-    # --- exercise 7.9: rows into slots, three batched products, rows out of slots ---
+    # --- exercise 7.29: rows into slots, three batched products, rows out of slots ---
     slot = torch.cat([torch.arange(e * C, e * C + n, device=x.device) for e, n in enumerate(counts)])  # [n']
     slots = (
         x.new_zeros(len(counts) * C, x.shape[1]).index_copy(0, slot, x).view(len(counts), C, x.shape[1])
@@ -146,7 +146,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple:
-        # --- exercise 7.10: gradients retrace the way of the rows ---
+        # --- exercise 7.30: gradients retrace the way of the rows ---
         return exchange_rows(dy, ctx.receive, ctx.send, ctx.group), None, None, None
         # --- end exercise ---
 
@@ -180,7 +180,7 @@ def make_plan(
     P, T = size_of(group), len(experts)
     bad = experts.new_zeros(()) if bad is None else bad
     if version == "pairs":
-        # --- exercise 7.11: permute: the pairs that travel, sorted by expert and so by rank ---
+        # --- exercise 7.31: permute: the pairs that travel, sorted by expert and so by rank ---
         rows = experts.flatten().argsort(stable=True)  # [T K] flat pairs t·K + k; within an expert in token order
         rows = rows if kept is None else rows[kept.flatten()[rows]]
         by_expert = experts.flatten()[rows]  # [n]
@@ -206,7 +206,7 @@ def make_plan(
 def dispatch_pairs(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, group: Group) -> Tensor:
     """x [T, H], weights [T, K] -> [T, H]. The weighted sum is taken at home."""
     K, per_rank = weights.shape[1], len(plan.arrived[0])
-    # --- exercise 7.12: there, compute, and back, each row to its place ---
+    # --- exercise 7.32: there, compute, and back, each row to its place ---
     rows = Exchange.apply(x[plan.rows // K], plan.send, plan.receive, group)  # [n, H] -> [n', H]: by rank, then expert
     arrived = torch.tensor(plan.arrived, device=x.device)  # [P, E/P]
     expert = torch.arange(per_rank, device=x.device).repeat(len(arrived)).repeat_interleave(arrived.flatten())  # [n']
@@ -228,7 +228,7 @@ def dispatch_rows(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, grou
     P, E = size_of(group), plan.E
     weights = weights if plan.kept is None else weights.masked_fill(~plan.kept, -1)
     table = weights.new_full((len(x), E), -1).scatter(1, plan.experts, weights)  # [T, E]
-    # --- exercise 7.13: rows and weights there, one sum per row back ---
+    # --- exercise 7.33: rows and weights there, one sum per row back ---
     table = table.unflatten(1, (P, -1))[plan.rows, plan.to]  # [T, P, E/P] -> [n, E/P]
     rows = Exchange.apply(x[plan.rows], plan.send, plan.receive, group)  # [n, H] -> [n', H]
     table = Exchange.apply(table, plan.send, plan.receive, group)  # [n, E/P] -> [n', E/P]

@@ -107,7 +107,7 @@ class AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple:
-        # --- exercise 7.14: the gradient of y passes, and the loss gets its own ---
+        # --- exercise 7.34: the gradient of y passes, and the loss gets its own ---
         return dy, torch.tensor(ctx.scale, dtype=ctx.dtype, device=ctx.device), None
         # --- end exercise ---
 
@@ -280,7 +280,7 @@ def recomputed(block: nn.Module, call: Callable[..., Tensor] | None = None) -> C
     layers = moe_layers(block)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        # --- exercise 7.15: one set of tapes for both runs of this call ---
+        # --- exercise 7.35: one set of tapes for both runs of this call ---
         tapes = [Tape() for _ in layers]
         contexts = lambda: (UseTapes(layers, tapes), UseTapes(layers, tapes))  # noqa: E731  (forward, recomputation)
         return checkpoint(call or block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -325,7 +325,7 @@ def update_biases(model: nn.Module, group: Group) -> Tensor:
     Returns how often each expert was chosen, int64 [layers, E], and starts to count anew. One message for all layers.
     """
     layers = moe_layers(model)
-    # --- exercise 7.16: counts of all micro-batches and ranks, then one step ---
+    # --- exercise 7.36: counts of all micro-batches and ranks, then one step ---
     counts = group_sum(torch.stack([layer.step_counts for layer in layers]), group)
     for layer, count in zip(layers, counts, strict=True):
         if layer.config.bias_speed:

@@ -76,7 +76,7 @@ def expert_groups(
         if len(ranks) % P:
             fits = ", ".join(str(p) for p in range(1, len(ranks) + 1) if len(ranks) % p == 0)
             raise ValueError(f"ep {P} does not divide the {len(ranks)} ranks with different tokens; use {fits}")
-        # --- exercise 7.17: cut the ranks into expert groups, and find the replicas ---
+        # --- exercise 7.37: cut the ranks into expert groups, and find the replicas ---
         experts = [list(ranks[i : i + P]) for i in range(0, len(ranks), P)]  # neighbours: tokens travel a short way
         replicas = [list(ranks[i::P]) for i in range(P)]
         # --- end exercise ---
@@ -102,7 +102,7 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def reduce_gradients(model: nn.Module, data_group: Group, replica_group: Group) -> None:
     """After the last backward of a step. Chapter 02's reducers do the same in buckets, one reducer for each kind."""
-    # --- exercise 7.18: every gradient over the ranks that hold its parameter ---
+    # --- exercise 7.38: every gradient over the ranks that hold its parameter ---
     for parameters, group in ((dense_parameters(model), data_group), (expert_parameters(model), replica_group)):
         for p in parameters.values():
             if size_of(group) > 1:
@@ -113,7 +113,7 @@ def reduce_gradients(model: nn.Module, data_group: Group, replica_group: Group) 
 @torch.no_grad()
 def squared_gradient_norm(model: nn.Module, group: Group) -> Tensor:
     """Sum of squares of the whole gradient, each parameter once, the same on all ranks. `group`: the expert group."""
-    # --- exercise 7.19: the experts of this rank are not all experts ---
+    # --- exercise 7.39: the experts of this rank are not all experts ---
     dense, experts = (
         torch.stack([p.grad.double().square().sum() for p in parameters.values()]).sum()
         for parameters in (dense_parameters(model), expert_parameters(model))
@@ -148,7 +148,7 @@ def gather_experts(model: nn.Module, tensors: dict[str, Tensor], group: Group) -
     whole = {}
     for name, tensor in tensors.items():
         if names := expert_names(model, name):
-            # --- exercise 7.20: all experts, each under its name ---
+            # --- exercise 7.40: all experts, each under its name ---
             pieces = [torch.empty_like(tensor) for _ in range(size_of(group))]
             if size_of(group) > 1:
                 dist.all_gather(pieces, tensor.contiguous(), group=group)

@@ -66,7 +66,7 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
     A choice is a comparison. In bf16, with 3 significant digits, experts tie or swap places, and training suffers
     (Switch, section 2.4, "selective precision").
     """
-    # --- exercise 7.1: logits in fp32, whatever x is and whatever autocast says ---
+    # --- exercise 7.21: logits in fp32, whatever x is and whatever autocast says ---
     with torch.autocast(x.device.type, enabled=False):
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(wide), gate.to(wide))
@@ -79,7 +79,7 @@ def limit_to_nodes(choice: Tensor, K: int, nodes: int, M: int) -> Tensor:
     A node holds E/nodes consecutive experts. It is as good as the sum of its best K/M scores: as many as a token would
     take from each of its nodes if it took evenly (DeepSeek-V3, section 2.1.2).
     """
-    # --- exercise 7.2: at most M nodes for each token ---
+    # --- exercise 7.22: at most M nodes for each token ---
     by_node = choice.unflatten(1, (nodes, -1))  # [T, E] -> [T, nodes, E/nodes]
     node_score = by_node.topk(K // M, dim=2).values.sum(2)  # [T, nodes]
     best = node_score.topk(M, dim=1).indices
@@ -103,7 +103,7 @@ def route(
     the softmax router log s is the logit, but for a constant that cancels. The bias decides who is chosen, never how
     much the chosen one counts: it is a tool of balance, and no opinion on the token.
     """
-    # --- exercise 7.3: choose by s + b, weigh by s ---
+    # --- exercise 7.23: choose by s + b, weigh by s ---
     log_s = F.logsigmoid(logits) if router == "sigmoid" else logits
     if experts is None:
         free = logits.detach()  # a choice has no gradient, and autograd need not keep anything of it
@@ -141,7 +141,7 @@ def expert_counts(experts: Tensor, E: int) -> Tensor:
 
 def group_sum(mine: Tensor, group: Group) -> Tensor:
     """The sum over the ranks of the group, of counts above all. A new tensor: `mine` keeps its values."""
-    # --- exercise 7.4: counts of the whole group ---
+    # --- exercise 7.24: counts of the whole group ---
     total = mine.clone()
     if group is not None:
         dist.all_reduce(total, group=group)
@@ -155,7 +155,7 @@ def balance_loss(probabilities: Tensor, counts: Tensor, K: int) -> Tensor:
     probabilities [T, E] of this rank, counts [E] of all ranks. f_e is a count and has no gradient. P_e is a mean over
     the tokens of all ranks, so a rank contributes the sum over its own, divided by the number of all.
     """
-    # --- exercise 7.5: the loss as a sum over tokens, divided by the number of all tokens ---
+    # --- exercise 7.25: the loss as a sum over tokens, divided by the number of all tokens ---
     counts = counts.to(probabilities.dtype)  # dividing integers would give float32, whatever the model is in
     tokens = counts.sum() / K  # of all ranks: each was counted K times
     f = counts * (len(counts) / (K * tokens))
@@ -176,7 +176,7 @@ def bias_step(counts: Tensor) -> Tensor:
 
     In integers, so that all ranks and all layouts agree on what is exactly average.
     """
-    # --- exercise 7.6: up for those who had less than the mean ---
+    # --- exercise 7.26: up for those who had less than the mean ---
     return torch.sign(counts.sum() - len(counts) * counts)
     # --- end exercise ---
 
@@ -204,7 +204,7 @@ def within_capacity(experts: Tensor, E: int, factor: float, group: Group) -> Ten
     K = experts.shape[1]
     mine = F.one_hot(experts.T, E).cumsum(1)  # [K, T, E]: choices of e among the k-th choices, up to this token
     here = mine[:, -1] if len(experts) else mine.new_zeros(K, E)  # [K, E]
-    # --- exercise 7.7: the place of a choice in the queue of its expert, over all ranks ---
+    # --- exercise 7.27: the place of a choice in the queue of its expert, over all ranks ---
     P, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     everyone = [torch.empty_like(here) for _ in range(P)]
     if P > 1:

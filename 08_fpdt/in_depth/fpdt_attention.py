@@ -66,7 +66,7 @@ def check_sizes(S: int, P: int, u: int, heads: int) -> None:
 def fpdt_positions(seq_len: int, rank: int, ranks: int, chunks: int) -> Tensor:
     """Positions in the sequence of the tokens that `rank` holds, in its order: int64 [S/P]."""
     check_sizes(seq_len, ranks, chunks, ranks)
-    # --- exercise 8.4: chunk i of all ranks together is a contiguous piece ---
+    # --- exercise 8.24: chunk i of all ranks together is a contiguous piece ---
     return torch.arange(seq_len).view(chunks, ranks, -1)[:, rank].flatten()
     # --- end exercise ---
 
@@ -202,7 +202,7 @@ def attend_backward(
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Add attention over more keys to (out, lse), in place: out [B, c, n, D], lse [B, n, c]."""
-    # --- exercise 8.5: online softmax ---
+    # --- exercise 8.25: online softmax ---
     both = torch.logaddexp(lse, more_lse)
     out.mul_((lse - both).exp_().transpose(1, 2)[..., None])
     out.addcmul_(more, (more_lse - both).exp_().transpose(1, 2)[..., None])
@@ -260,7 +260,7 @@ class ChunkedAttention:
         self.store.compute("attend", c * (c + 1) / 2)
         out, lse = attend(kernel, q, k, v, causal=True)  # to its own chunk first: k̂_i, v̂_i are here already
         del k, v
-        # --- exercise 8.6: and to the chunks before ---
+        # --- exercise 8.26: and to the chunks before ---
         for _ in range(i):
             slots = earlier.take()
             self.store.compute("attend", c * c, reads=slots)
@@ -297,7 +297,7 @@ class ChunkedAttention:
             k, v = (slot.data for slot in kv)
             dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
             dq_j: list[Tensor] = []
-            # --- exercise 8.7: the inner loop ---
+            # --- exercise 8.27: the inner loop ---
             for i in range(j, u):
                 slots = inner.take()
                 if len(slots) == 5:

@@ -90,7 +90,7 @@ def attention_peak(z: Sizes, way: str) -> int:
         before = 4 * K if u > 2 else 0  # slots that a row finds when it begins
         slots = before if u != 2 else 2 * K
         one = Q_w + L + (Q + L) // G  # attention of a pair, and the kernel's own result for one group of heads
-        # --- exercise 8.8: the phases of a row of the forward pass ---
+        # --- exercise 8.28: the phases of a row of the forward pass ---
         phases = [
             before + max(Q + moved * Q, Q + 2 * K + moved * K),  # all-to-all of q, k, v
             before + Q + 2 * K + one,  # attention of the chunk to itself
@@ -137,7 +137,7 @@ def link_bytes(z: Sizes, what: str) -> tuple[int, int]:
     Q, K, L, Q_w, _ = z.letters()
     u = z.u
     earlier = u * (u - 1) // 2  # pairs of a chunk and one before it
-    # --- exercise 8.9: bytes over the link ---
+    # --- exercise 8.29: bytes over the link ---
     if what == "forward":
         return (u - 1) * 2 * K, earlier * 2 * K
     if what == "forward, kept":
@@ -184,7 +184,7 @@ def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> list[tuple[fl
     ends: dict[str, list[float]] = {}
     times = []
     for op in ops:
-        # --- exercise 8.10: when can it start? ---
+        # --- exercise 8.30: when can it start? ---
         start = max((ends[stream][tick - 1] for stream, tick in op.after.items() if tick), default=0.0)
         # --- end exercise ---
         ends.setdefault(op.stream, []).append(start + seconds(op))
@@ -232,7 +232,7 @@ def idle_forward(u: int, a: float, t: float, f: float) -> float:
     - But if `a` is long, both slots fill while it lasts, and the third fetch must wait for the end of the first pair.
       From there the last pair is i - 2 fetches and as many pairs away: late by (i - 2) (f - t).
     """
-    # --- exercise 8.11: the closed form ---
+    # --- exercise 8.31: the closed form ---
     rows = [max(0.0, (i - 2) * (f - t), i * (f - t) - a) for i in range(2, u)]
     return (f if u > 1 else 0.0) + sum(rows)
     # --- end exercise ---

@@ -106,7 +106,7 @@ class Gradients:
 
     def back(self, outputs: Sequence[Tensor], douts: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Gradients of the inputs; those of the parameters go into the sums."""
-        # --- exercise 8.12: one piece's share of every gradient ---
+        # --- exercise 8.32: one piece's share of every gradient ---
         (*dinputs,) = torch.autograd.grad(
             outputs, [*inputs, *(self.leaves[n] for n in self.sums)], douts, allow_unused=True
         )
@@ -212,7 +212,7 @@ class Block(torch.autograd.Function):
             out.requires_grad_()
             with torch.enable_grad():
                 h = run.call("finish", held[0], out)
-            # --- exercise 8.13: back through the feed-forward, a piece at a time ---
+            # --- exercise 8.33: back through the feed-forward, a piece at a time ---
             dh = fpdt.rows(dx, i)  # the residual stream: the gradient of h_i is the first part of that of x_i
             for piece, dout, into in zip(*(t.chunk(fpdt.finer, 1) for t in (h, fpdt.rows(dy, i), dh)), strict=True):
                 piece = piece.detach().requires_grad_()
@@ -313,7 +313,7 @@ class ChunkedLoss(torch.autograd.Function):
             valid = label != IGNORE
             label = label.masked_fill(~valid, 0)
             logits = (h @ weight.T).to(total.dtype)  # [t, V]: the only logits there are
-            # --- exercise 8.14: loss and gradient from a few tokens' logits, in their own memory ---
+            # --- exercise 8.34: loss and gradient from a few tokens' logits, in their own memory ---
             logits -= logits.amax(-1, keepdim=True)
             at_label = logits.gather(-1, label)
             sums = logits.exp_().sum(-1, keepdim=True)

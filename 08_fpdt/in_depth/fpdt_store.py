@@ -215,7 +215,7 @@ class Store:
         which holds for a tensor nobody writes to, and for a slot because of its `readers`."""
         source = self.made(source) if isinstance(source, Tensor) else source
         host = into or self.host_empty(source.data.shape, source.data.dtype)
-        # --- exercise 8.1: what does the offload stream wait for, and who must wait for the offload? ---
+        # --- exercise 8.21: what does the offload stream wait for, and who must wait for the offload? ---
         for event in (self.machine.record("compute"), *host.readers):
             self.machine.wait("offload", event)
         self.machine.copy("offload", host, source)
@@ -227,7 +227,7 @@ class Store:
 
     def fetch(self, host: Buffer, slot: Buffer) -> None:
         """Start to copy to a buffer on the device."""
-        # --- exercise 8.2: the same for the way back ---
+        # --- exercise 8.22: the same for the way back ---
         for event in (host.written, *slot.readers):
             self.machine.wait("fetch", event)
         self.machine.copy("fetch", slot, host)
@@ -296,7 +296,7 @@ class Prefetch:
     def done(self) -> None:
         """The computation needs these slots no more: refill them."""
         which = self.turn % len(self.sets)
-        # --- exercise 8.3: the second buffer ---
+        # --- exercise 8.23: the second buffer ---
         for slot in self.sets[which][: self.lengths[which]]:
             self.store.done(slot)
         self.fetch(self.turn + len(self.sets))

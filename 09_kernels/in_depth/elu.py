@@ -66,7 +66,7 @@ def elu_eager(x: Tensor, alpha: float = 1.0) -> Tensor:
 @triton.jit
 def forward_kernel(X, Y, n, alpha, BLOCK: tl.constexpr):
     """One program, BLOCK neighbours. Values are computed in fp32, whatever the dtype in memory."""
-    # --- exercise 9.1: load a block, guard its end, apply ELU, store ---
+    # --- exercise 9.21: load a block, guard its end, apply ELU, store ---
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + i, mask=i < n).to(tl.float32)
     small = x * (1 + x * (0.5 + x * (1.0 / 6 + x * (1.0 / 24))))  # eˣ - 1 near 0, where tl.exp(x) - 1 loses its digits
@@ -77,7 +77,7 @@ def forward_kernel(X, Y, n, alpha, BLOCK: tl.constexpr):
 
 @triton.jit
 def backward_kernel(Y, DY, DX, n, alpha, BLOCK: tl.constexpr):
-    # --- exercise 9.2: the gradient, from the output alone ---
+    # --- exercise 9.22: the gradient, from the output alone ---
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(Y + i, mask=i < n).to(tl.float32)
     dy = tl.load(DY + i, mask=i < n).to(tl.float32)

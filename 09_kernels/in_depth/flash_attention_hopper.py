@@ -53,7 +53,7 @@ def head_of(x, b, n, T: tl.constexpr, W: tl.constexpr):
     whose numbers a mask would hide, but not a NaN among them: 0 · NaN is NaN.
     """
     address, S, D, stride_b, stride_s, stride_n = x
-    # --- exercise 9.14: the descriptor of one head ---
+    # --- exercise 9.34: the descriptor of one head ---
     address += b * stride_b.to(tl.int64) + n * stride_n.to(tl.int64)
     return tl.make_tensor_descriptor(address, [S, D], [stride_s, 1], [T, W])
     # --- end exercise ---
@@ -73,7 +73,7 @@ def specialised_kernel(
     i = start_i + tl.arange(0, R)
     keys, values = head_of(k, b, n // G, C, W), head_of(v, b, n // G, C, W)
     q_tile = head_of(q, b, n, R, W).load([start_i, 0])
-    # --- exercise 9.15: the tiles that any of my queries sees, and what each of them sees of these ---
+    # --- exercise 9.35: the tiles that any of my queries sees, and what each of them sees of these ---
     begin = tl.maximum(start_i + first, 0) // C * C
     end = tl.minimum(tl.minimum(start_i + R, S_q) + last, S_k)
     lowest, highest = i + first, tl.minimum(i + last, S_k - 1)  # [R]: query i sees the keys lowest..highest
@@ -84,7 +84,7 @@ def specialised_kernel(
     for start_j in tl.range(begin, end, C, warp_specialize=True):
         k_tile = keys.load([start_j, 0])
         scores = dot(q_tile, k_tile.T)  # [R, W] @ [W, C] -> [R, C]
-        # --- exercise 9.16: mask, and the online softmax ---
+        # --- exercise 9.36: mask, and the online softmax ---
         if CUT:
             j = start_j + tl.arange(0, C)
             inside = (j[None, :] >= lowest[:, None]) & (j[None, :] <= highest[:, None])

@@ -62,7 +62,7 @@ def runs_of_tiles(start, stop, first, last, length, STEP: tl.constexpr):
     (begin, whole, cut, end): tiles from begin are cut by the band's left edge, from `whole` on seen by all items, from
     `cut` on cut by its right edge or by `length`. A run that is not empty begins at a multiple of STEP.
     """
-    # --- exercise 9.11: the three runs of tiles that a program walks along ---
+    # --- exercise 9.31: the three runs of tiles that a program walks along ---
     begin = tl.maximum(start + first, 0) // STEP * STEP  # what the first item sees
     end = tl.maximum(tl.minimum(stop + last, length), begin)  # and the last one
     whole = tl.cdiv(tl.maximum(stop - 1 + first, 0), STEP) * STEP  # what all see begins where the last item's does,
@@ -129,7 +129,7 @@ def forward_run(
         if CUT:
             j = start_j + tl.arange(0, C)
             scores = tl.where(seen(i[:, None], j[None, :], S_k, first, last), scores, float("-inf"))
-        # --- exercise 9.12: the online softmax, in powers of two ---
+        # --- exercise 9.32: the online softmax, in powers of two ---
         new = tl.maximum(m, tl.max(scores, 1) * scale)  # the scale is positive: scaling the maximum is enough
         safe = new
         if CUT:  # only a cut tile can leave a row that has seen no key
@@ -251,7 +251,7 @@ def dkdv_run(
         i = start_i + tl.arange(0, R)
         q_tile, dout_tile = load_tile(q, b, n, start_i, R, W), load_tile(dout, b, n, start_i, R, W)
         row_lse, row_delta = load_rows(lse, delta, head, i, S_q)
-        # --- exercise 9.13: dk and dv of one tile ---
+        # --- exercise 9.33: dk and dv of one tile ---
         weights = tl.exp2(dot(k, q_tile.T) * (scale * LOG2_E) - row_lse[None, :])  # [C, W] @ [W, R] -> [C, R]
         if CUT:
             weights = tl.where(seen(i[None, :], j[:, None], S_k, first, last), weights, 0.0)

@@ -70,7 +70,7 @@ def band(S_q: int, S_k: int, causal: bool, window: int | None = None, offset: in
     `window` or more tokens away, so that a causal window of 1 leaves a token itself. ±(S_q + S_k) means no limit.
     """
     far = S_q + S_k
-    # --- exercise 9.8: causal, window and offset as two limits ---
+    # --- exercise 9.28: causal, window and offset as two limits ---
     first = -far if window is None else offset - window + 1
     last = offset if causal else far if window is None else offset + window - 1
     return max(-far, min(first, far)), max(-far, min(last, far))  # within 32 bits also for a huge offset
@@ -129,7 +129,7 @@ def tiled_forward(
             k_tile, v_tile = at_least_fp32(k[:, j]), at_least_fp32(v[:, j])
             scores = torch.einsum("brhgd,bchd->bhgrc", rows, k_tile) / math.sqrt(D)
             scores = scores.masked_fill(~seen, -math.inf)
-            # --- exercise 9.9: the online softmax: add a tile of keys to m, total and acc ---
+            # --- exercise 9.29: the online softmax: add a tile of keys to m, total and acc ---
             new = torch.maximum(m, scores.amax(-1))
             safe = new.masked_fill(new == -math.inf, 0.0)  # a row that saw no key yet: e^(-inf - 0) = 0, no NaN
             weights = (scores - safe[..., None]).exp()
@@ -179,7 +179,7 @@ def tiled_backward(
                 continue
             k_tile, v_tile = at_least_fp32(k[:, j]), at_least_fp32(v[:, j])
             scores = torch.einsum("brhgd,bchd->bhgrc", rows, k_tile) * scale
-            # --- exercise 9.10: this tile's share of dq, dk and dv ---
+            # --- exercise 9.30: this tile's share of dq, dk and dv ---
             weights = (scores - lse_tile).exp().masked_fill(~seen, 0.0)  # the final ones: no running maximum is needed
             dv[:, j] += torch.einsum("bhgrc,brhgd->bchd", weights, drows)
             dweights = torch.einsum("brhgd,bchd->bhgrc", drows, v_tile)

@@ -103,7 +103,7 @@ def softmax_kernel(x_ptr, y_ptr, x_stride, cols, WIDE: tl.constexpr, BLOCK: tl.c
     row = tl.program_id(0).to(tl.int64)  # 64 bits: in a tensor of more than 4 GiB of bf16, row * stride passes 2^31
     col = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + col, mask=col < cols, other=-float("inf")).to(WIDE)
-    # --- exercise 9.5: softmax of one row x, in which -inf means "not there"; a row of -inf gives zeros ---
+    # --- exercise 9.25: softmax of one row x, in which -inf means "not there"; a row of -inf gives zeros ---
     largest = tl.max(x, 0)
     largest = tl.where(largest == -float("inf"), 0.0, largest)  # otherwise -inf - (-inf) = NaN
     e = tl.exp(x - largest)  # no exponent is above 0: nothing overflows
@@ -206,7 +206,7 @@ def rms_norm_backward_kernel(
         inverse = tl.load(inverse_ptr + row)
         if BLOCK > 8192:
             weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(WIDE)
-        # --- exercise 9.6: dx of this row, and what the row adds to dw ---
+        # --- exercise 9.26: dx of this row, and what the row adds to dw ---
         normalized = x * inverse
         dweight += dy * normalized
         scaled = dy * weight
@@ -400,7 +400,7 @@ def swiglu_backward_kernel(
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=inside, other=0.0).to(WIDE)
     up = tl.load(up_ptr + row * up_stride + col, mask=inside, other=0.0).to(WIDE)
     dy = tl.load(dy_ptr + row * dy_stride + col, mask=inside, other=0.0).to(WIDE)
-    # --- exercise 9.7: the two gradients; sigmoid(gate) is computed again, not kept ---
+    # --- exercise 9.27: the two gradients; sigmoid(gate) is computed again, not kept ---
     s = sigmoid(gate)
     dup = dy * gate * s
     dgate = dy * up * s * (1.0 + gate * (1.0 - s))

@@ -56,7 +56,7 @@ def adamw_kernel(
     v = tl.load(v_ptr + at, mask=inside, other=0.0)
     if scale_ptr is not None:
         g *= tl.load(scale_ptr)
-    # --- exercise 9.20: one step of AdamW for these elements ---
+    # --- exercise 9.40: one step of AdamW for these elements ---
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + one_minus_beta2 * g * g
     p -= decay * p  # decoupled: the decay does not go through the moments
@@ -165,7 +165,7 @@ def flatten(parameters: Iterable[nn.Parameter]) -> nn.Parameter:
     kinds = {(p.dtype, p.device) for p in parameters}
     if len(kinds) != 1:
         raise ValueError(f"a flat buffer needs parameters of one dtype and device, not {len(kinds)} kinds: {kinds}")
-    # --- exercise 9.21: one buffer for the weights, one for the gradients, and every parameter a view of both ---
+    # --- exercise 9.41: one buffer for the weights, one for the gradients, and every parameter a view of both ---
     starts, end = [], 0
     for p in parameters:
         starts.append(end)

@@ -79,7 +79,7 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     logits_ptr += row * stride
-    # --- exercise 9.17: m and s of a row that is read in blocks of BLOCK; -inf is a logit like any other ---
+    # --- exercise 9.37: m and s of a row that is read in blocks of BLOCK; -inf is a logit like any other ---
     m = tl.full([], -float("inf"), WIDE)
     s = tl.zeros([], WIDE)
     for start in range(0, vocab, BLOCK):
@@ -112,7 +112,7 @@ def cross_entropy_backward_kernel(
     m = tl.load(m_ptr + row)
     s = tl.load(s_ptr + row)
     scale = tl.load(scale_ptr).to(WIDE)  # the gradient of the sum, one number for all rows
-    # --- exercise 9.18: the gradient of this block of the row's logits ---
+    # --- exercise 9.38: the gradient of this block of the row's logits ---
     x = tl.load(logits_ptr + row * stride + word, mask=word < vocab, other=0.0).to(WIDE)
     gradient = tl.exp(x - m) / s - tl.where(word == label, 1.0, 0.0)
     gradient = tl.where(label == -100, 0.0, gradient * scale)  # zeros must be written too: the memory is not empty
@@ -218,7 +218,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         dh = torch.empty(h.shape, dtype=h.dtype, device=h.device) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros(weight.shape, dtype=exact, device=h.device) if ctx.needs_input_grad[1] else None
         buffer = torch.empty(min(chunk, T), V, dtype=h.dtype, device=h.device)
-        # --- exercise 9.19: loss, dh and dweight, with no more than `chunk` rows of logits at any time ---
+        # --- exercise 9.39: loss, dh and dweight, with no more than `chunk` rows of logits at any time ---
         for begin in range(0, T, chunk):
             part = slice(begin, min(begin + chunk, T))
             logits = buffer[: part.stop - begin]

@@ -110,7 +110,7 @@ def occupancy(used: Resources, threads: int, gpu: Multiprocessor, dynamic_shared
     While a warp waits for memory another one computes, if there is another one. Registers are given to a warp (32
     threads), each thread's count rounded up to a multiple of 8; blocks come whole or not at all.
     """
-    # --- exercise 9.4: the scarcest of registers, shared memory, warps and blocks decides ---
+    # --- exercise 9.24: the scarcest of registers, shared memory, warps and blocks decides ---
     warps = -(-threads // 32)
     block_registers = -(-used.registers // 8) * 8 * 32 * warps
     block_shared = used.shared + dynamic_shared + 1024
@@ -130,7 +130,7 @@ def tiled_kernel(
     row = tl.program_id(1) * BM + tl.arange(0, BM)[:, None]  # [BM, 1]
     col = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]  # [1, BN]
     total = tl.zeros((BM, BN), tl.float32)
-    # --- exercise 9.3: a loop over the tiles along K; beyond the edge a tile is filled with zeros ---
+    # --- exercise 9.23: a loop over the tiles along K; beyond the edge a tile is filled with zeros ---
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
         a = tl.load(A + row * a_row + k[None, :] * a_col, mask=(row < M) & (k[None, :] < K), other=0.0)  # [BM, BK]

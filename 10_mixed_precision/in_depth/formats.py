@@ -68,7 +68,7 @@ class Format:
     @property
     def max(self) -> float:
         """The largest finite number."""
-        # --- exercise 10.1: the largest number, with the infinities and without ---
+        # --- exercise 10.21: the largest number, with the infinities and without ---
         top = 2**self.exponent - 1 - self.bias  # all ones in the exponent
         if self.ieee:
             return 2.0 ** (top - 1) * (2 - 2.0**-self.mantissa)  # one exponent less, all ones in the mantissa
@@ -110,7 +110,7 @@ class Format:
         Out of range it is infinite where the format has infinities, else the largest number (saturation: hardware
         offers both, and a scale that was a bit too small should not make NaN out of it).
         """
-        # --- exercise 10.2: round to nearest, ties to even ---
+        # --- exercise 10.22: round to nearest, ties to even ---
         gap = self.spacing(x)
         rounded = torch.round(x.double() / gap) * gap  # torch.round takes the even neighbour at a tie
         if self.ieee:
@@ -148,7 +148,7 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, generator: torch.Generator |
     With the fraction f of the gap between its lower neighbour and x, it goes up with probability f.
     """
     form = OF_DTYPE[dtype]
-    # --- exercise 10.3: up with the probability of the fraction that is lost ---
+    # --- exercise 10.23: up with the probability of the fraction that is lost ---
     gap = form.spacing(x)
     steps = x.double() / gap
     draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
@@ -160,7 +160,7 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, generator: torch.Generator |
 
 def running_sum(terms: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of `terms` [n] as an accumulator of `dtype` forms it: rounded after each addition."""
-    # --- exercise 10.4: an accumulator that rounds ---
+    # --- exercise 10.24: an accumulator that rounds ---
     total = torch.zeros((), dtype=dtype)
     for term in terms.to(dtype):
         total = total + term  # both of `dtype`: each sum is rounded before the next

@@ -75,7 +75,7 @@ class Quantized(NamedTuple):
 def amax_of(x: Tensor, block: Block) -> Tensor:
     """The largest |x| of each block, in fp32. x [R, C] -> [ceil(R/rows), ceil(C/columns)]; the last may be smaller."""
     rows, columns = block[0] or x.shape[0], block[1] or x.shape[1]
-    # --- exercise 10.10: the largest element of each block ---
+    # --- exercise 10.30: the largest element of each block ---
     padded = F.pad(x.detach().abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))  # zeros do not change a maximum
     tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [R/rows, rows, C/columns, columns]
     return tiles.amax(dim=(1, 3)).float()
@@ -92,7 +92,7 @@ def expand(scale: Tensor, block: Block, shape: torch.Size) -> Tensor:
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The s that puts amax on the largest number of the format; 1 for a block of zeros, which must not give 0 / 0."""
-    # --- exercise 10.11: a scale that wastes no range and divides by nothing dangerous ---
+    # --- exercise 10.31: a scale that wastes no range and divides by nothing dangerous ---
     scale = (amax / OF_DTYPE[dtype].max).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(amax == 0, torch.ones_like(scale), scale)  # the scale of NaN is NaN, not 1
     # --- end exercise ---
@@ -125,7 +125,7 @@ class Recipe:
     def block(self, role: str, summed: int) -> Block:
         """The block of "x", "w" or "dy" in a product that sums over dimension `summed` of it."""
         across, along = self.weight if role == "w" else self.activation
-        # --- exercise 10.12: scales lie along the dimension that is summed ---
+        # --- exercise 10.32: scales lie along the dimension that is summed ---
         return (across, along) if summed == 1 else (along, across)
         # --- end exercise ---
 
@@ -158,7 +158,7 @@ def tensor_core_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, promote: 
     scale_a, scale_b = (expand(q.scale, q.block, q.values.shape) for q in (a, b))  # one per element
     total = left.new_zeros(len(left), len(right))
     partial = torch.zeros_like(total)
-    # --- exercise 10.14: a sum of 14 bits, and its rescue ---
+    # --- exercise 10.34: a sum of 14 bits, and its rescue ---
     for k in range(0, K, 32):
         products = left[:, None, k : k + 32] * right[None, :, k : k + 32]  # [M, N, 32], exact in fp32
         terms = torch.cat((products, partial[..., None]), dim=-1)
@@ -192,7 +192,7 @@ class ThreeProducts(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x_values, x_scale, w_values, w_scale = ctx.saved_tensors
         x_m, w_n = Quantized(x_values, x_scale, ctx.blocks[0]), Quantized(w_values, w_scale, ctx.blocks[1])
-        # --- exercise 10.13: Dgrad and Wgrad, each with operands that are scaled along its sum ---
+        # --- exercise 10.33: Dgrad and Wgrad, each with operands that are scaled along its sum ---
         dy_n, dy_m = ctx.operands(dy, "dy")
         dx = ctx.matmul(dy_n, transpose(w_n), dy.dtype)  # [M, N] and [K, N], summed over N -> [M, K]
         dw = ctx.matmul(transpose(dy_m), transpose(x_m), ctx.dtype)  # [N, M] and [K, M], over M -> [N, K]
@@ -286,13 +286,13 @@ class Fp8Linear:
         """The amax that makes the scale [1, 1]: of this tensor or of the last steps, of this rank's piece or of all."""
         if self.recipe.history:
             history = self.histories.setdefault(weight, {}).setdefault(role, History(self.recipe.history, amax))
-            # --- exercise 10.15: remember this step, use the steps before ---
+            # --- exercise 10.35: remember this step, use the steps before ---
             history.now = torch.maximum(history.now, amax)  # several micro-batches make one step
             if history.steps > 0:
                 return history.past.amax().view(1, 1)  # all ranks agree on it since end_step(): nothing to send
             # --- end exercise ---
         if self.group is not None:
-            # --- exercise 10.16: one scale for a tensor whose pieces are on several ranks ---
+            # --- exercise 10.36: one scale for a tensor whose pieces are on several ranks ---
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
             # --- end exercise ---
         return amax

@@ -97,7 +97,7 @@ def quantize_kernel(
     r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
     value = tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)  # [SIZE, SIZE]
-    # --- exercise 10.17: amax and scale of each row, of each column, or of the whole piece ---
+    # --- exercise 10.37: amax and scale of each row, of each column, or of the whole piece ---
     if MODE == 0:
         scaled = value / tl.load(s)
     elif MODE == 1:
@@ -193,7 +193,7 @@ def block_matmul_kernel(
     n = (program % (GROUP * across) // height).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     k = tl.arange(0, SIZE)
     total = tl.zeros((SIZE, SIZE), dtype=tl.float32)
-    # --- exercise 10.18: 128 terms on the tensor core, then a scale and an fp32 sum ---
+    # --- exercise 10.38: 128 terms on the tensor core, then a scale and an fp32 sum ---
     for tile in range(0, tl.cdiv(K, SIZE)):
         at = tile * SIZE + k
         left = tl.load(a + m[:, None] * K + at[None, :], mask=(m[:, None] < M) & (at[None, :] < K), other=0.0)

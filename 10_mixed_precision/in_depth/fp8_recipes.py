@@ -64,7 +64,7 @@ class Row:
 
     def bytes(self) -> dict[str, int]:
         """Bytes per parameter, item by item, scales not counted."""
-        # --- exercise 10.19: a parameter of this recipe, item by item ---
+        # --- exercise 10.39: a parameter of this recipe, item by item ---
         kinds = astuple(self)[1:-1]
         return {item: kind.itemsize if kind else 0 for item, kind in zip(ITEMS, kinds, strict=True)}
         # --- end exercise ---
@@ -104,7 +104,7 @@ class Kept:
             rounded = self.generator is not None and dtype != value.dtype
             self.values.copy_(stochastic_round(value, dtype, self.generator) if rounded else value)
             return
-        # --- exercise 10.20: into few exponents, with a scale that fits what is written now ---
+        # --- exercise 10.40: into few exponents, with a scale that fits what is written now ---
         scale = scale_of(amax_of(value, self.block) if amax is None else amax, self.values.dtype)
         if self.generator is None:
             q = quantize(value, self.values.dtype, self.block, amax).values
@@ -123,7 +123,7 @@ class Kept:
         if self.scale is None:
             dist.all_reduce(self.values, group=group)
             return
-        # --- exercise 10.21: numbers with different scales cannot be added ---
+        # --- exercise 10.41: numbers with different scales cannot be added ---
         mine = self.read()
         bound = amax_of(mine, self.block)
         dist.all_reduce(bound, group=group)  # the sum of the largest is at least the largest of the sums
@@ -155,7 +155,7 @@ class StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        # --- exercise 10.22: the gradient is kept here, not by autograd ---
+        # --- exercise 10.42: the gradient is kept here, not by autograd ---
         ctx.sink(gradient)
         return None, None, None, None
         # --- end exercise ---

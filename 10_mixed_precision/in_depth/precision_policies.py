@@ -63,7 +63,7 @@ class Policy:
 
     def bytes(self) -> dict[str, int]:
         """Bytes per parameter, item by item."""
-        # --- exercise 10.5: what a parameter costs ---
+        # --- exercise 10.25: what a parameter costs ---
         kinds = (self.master, self.accumulation, self.weights, self.weights, self.moments, self.moments)
         return {item: kind.itemsize if kind else 0 for item, kind in zip(ITEMS, kinds, strict=True)}
         # --- end exercise ---
@@ -135,7 +135,7 @@ class LossScaler:
     def all_finite(self, gradients: Iterable[Tensor]) -> bool:
         """Whether every gradient of every rank is free of infinities and NaN: the same answer on all of them."""
         found = [(~torch.isfinite(g)).any() for g in gradients]
-        # --- exercise 10.6: one rank's overflow is everyone's ---
+        # --- exercise 10.26: one rank's overflow is everyone's ---
         kind = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         overflow = torch.stack(found).any().float() if found else torch.zeros((), device=kind)
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)  # also a rank without gradients takes part
@@ -156,7 +156,7 @@ class LossScaler:
 
     def update(self, finite: bool) -> None:
         """After each step, taken or not. Raises FloatingPointError where waiting would not help."""
-        # --- exercise 10.7: the search for the largest scale that works ---
+        # --- exercise 10.27: the search for the largest scale that works ---
         if finite:
             self.good, self.in_a_row = self.good + 1, 0
             if self.dynamic and self.good == self.growth_interval:
@@ -253,7 +253,7 @@ class MixedAdamW:
             return  # autograd adds to p.grad itself, in the format of p
         for p, state in self.state.items():
             if p.grad is not None:
-                # --- exercise 10.8: a sum of many small terms ---
+                # --- exercise 10.28: a sum of many small terms ---
                 state["accumulation"] += p.grad.to(self.policy.accumulation)
                 p.grad = None
                 # --- end exercise ---
@@ -306,7 +306,7 @@ class MixedAdamW:
         gradient = state.get("accumulation", p.grad)
         if gradient is None:
             return None
-        # --- exercise 10.9: the update happens in fp32, and is rounded when it is stored ---
+        # --- exercise 10.29: the update happens in fp32, and is rounded when it is stored ---
         holder = state.get("master", p.data)  # where the optimizer keeps the weight
         w, m, v = self.read(holder), self.read(state["exp_avg"]), self.read(state["exp_avg_sq"])
         before = w.clone()

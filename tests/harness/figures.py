@@ -14,6 +14,18 @@ from typing import Any
 
 from .report import ROOT
 
+# In every chapter the same colour is the same thing. All of them, and GREY for words and axes, can be read on white and
+# on black, as the background is transparent.
+COLOURS = {
+    "weights": "#0072b2",
+    "gradients": "#d55e00",
+    "optimizer": "#009e73",  # moments, master weights
+    "activations": "#cc79a7",
+    "messages": "#e69f00",
+    "compute": "#56b4e9",
+    "idle": "#8c8c8c",
+}
+GREY = "#808080"
 DRAWN_FROM = re.compile(r"<!-- drawn from (?P<sources>[^:]+): (?P<digest>[0-9a-f]{16}) -->")
 
 
@@ -51,6 +63,9 @@ def write_figure(
     import matplotlib.pyplot as plt
 
     style: Any = {"svg.hashsalt": "figures", "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+    style |= {"text.color": GREY, "axes.labelcolor": GREY, "axes.titlecolor": GREY, "axes.edgecolor": GREY}
+    style |= {"xtick.color": GREY, "ytick.color": GREY, "axes.facecolor": "none", "savefig.transparent": True}
+    style |= {"legend.facecolor": "none", "legend.edgecolor": "none"}
     with plt.rc_context(style | {"grid.alpha": 0.3, "svg.fonttype": "none"}):
         width, height = size or (5.5 * shape[1], 3.6 * shape[0])
         figure, axes = plt.subplots(*shape, figsize=(width, height), layout="constrained")

@@ -36,6 +36,7 @@ class Mistake:
     caught_by: str  # "test_file.py::test_name"
     hint: str
     source: str
+    spoils: str = ""  # the benchmarks that have to notice it: "bench_zero bench_zero3"
 
     @property
     def test(self) -> str:

@@ -115,13 +115,14 @@ def driver_version() -> str:
 def environment() -> dict[str, str]:
     """Where, when and with what a result was measured. In a copy without git, COMMIT in the environment names it."""
     git = ["git", "-C", str(ROOT)]
-    changes = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!*/figures"]
+    # What a benchmark or `make tables` has just written does not count.
+    changes = [*git, "status", "--porcelain", "--", ".", ":!results", ":!*/figures", ":!*README.md"]
     try:
         named, dirty = (
             subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-            for command in ([*git, "describe", "--always", "--abbrev=10"], changes)
+            for command in ([*git, "rev-parse", "--short=10", "HEAD"], changes)
         )
-        commit = named + ("-dirty" if dirty else "")  # what a benchmark has just written does not count
+        commit = named + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         commit = os.environ.get("COMMIT") or "unknown (no git checkout)"
     about = {
@@ -156,7 +157,8 @@ def write_result(
     """Write `results/NAME.DEVICE.json` and return its path. A cell is a string, a number or a Ratio.
 
     A benchmark verifies before it times, and writes nothing if that fails: what is written is `verified`. Whoever
-    writes a number that nothing was held against has to say so.
+    writes a number that nothing was held against has to say so. Into results/ only what was measured from a clean tree
+    is written, so that the commit it names is the code that ran; from any other the table goes to the screen alone.
     """
     for row in rows:
         if len(row) != len(columns):
@@ -171,6 +173,9 @@ def write_result(
         "verified": verified,
         "environment": environment(),
     }
+    if folder is None and record["environment"]["commit"].endswith("-dirty"):
+        print(f"not written, the tree has changes that are not committed: {path.relative_to(ROOT)}\n\n{table(record)}")
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n\n{table(record)}")
