@@ -9,7 +9,7 @@ ARGS   ?=
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-5d test lint bench tables clean
+.PHONY: help train train-5d test prove lint bench tables clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -42,9 +42,14 @@ train: $(READY)  ## train a mixture of experts on Python's own source text: 8 CP
 train-5d: $(READY)  ## the same on 16 CPU ranks with every axis: data, tensor, context, pipeline and expert parallel
 	OMP_NUM_THREADS=1 $(TORCHRUN) 16 11_5d_trainer/train.py --device cpu $(FIVE) $(ARGS)
 
-# Ranks import the chapters afresh for every test: compiled modules are kept, whatever the shell's settings say.
-test: $(READY)  ## prove it: every test of every chapter, the harness and the trainer
-	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+# Ranks import chapters again and again: compiled modules are kept, whatever the shell's settings say.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
+
+test: $(READY)  ## the tests of every chapter, the harness and the trainer; under ten minutes on two cores
+	$(PYTEST) $(ARGS)
+
+prove: $(READY)  ## everything that can be proven, with every planted mistake; CH=03: of one chapter
+	$(PYTEST) --prove $(if $(CH),--chapter $(CH)) $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(READY)  ## many layouts of the trainer against one rank, and twenty ranks that die; about 15 minutes
@@ -57,8 +62,10 @@ lint: $(READY)  ## ruff (rules and format), and mypy on the harness and the trai
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy tests/harness 11_5d_trainer
 
-bench: $(READY)  ## verify, then measure every chapter; writes results/ and the tables of the READMEs
-	@set -e; for script in [01]*/bench_*.py; do echo "== $$script"; $(PY) $$script; done
+bench: $(READY)  ## verify, then measure every chapter, or with CH=03 one; writes results/ and the tables of the READMEs
+	@set -e; ls -d $(CH)*_*/ >/dev/null || { echo "make: there is no chapter $(CH)" >&2; exit 2; }; \
+	for script in $(wildcard $(or $(CH),[01])*_*/bench_*.py $(or $(CH),[01])*_*/*/bench_*.py); do \
+	  echo "== $$script"; $(PY) $$script; done
 	$(PY) tests/harness/report.py
 
 tables: $(READY)  ## fill the tables of the READMEs from results/
@@ -78,14 +85,14 @@ gpu-kernels:  ## on a GPU: only the kernels of chapter 09
 
 results: $(READY)  ## tables and figures of the READMEs from results/; FROM=FILE takes the file of a GPU run in first
 	$(PY) tests/harness/report.py $(if $(FROM),--take $(FROM))
-	@set -e; for script in $$(grep -l -e --figures [01]*/bench_*.py); do echo "== $$script"; $(PY) $$script --figures; done
+	@set -e; for script in $$(grep -l -e --figures [01]*/bench_*.py [01]*/*/bench_*.py); do echo "== $$script"; $(PY) $$script --figures; done
 
 clean:  ## remove .venv, caches and runs/
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The course: exercises/README.md.
-.PHONY: exercise check grade mistakes
+.PHONY: exercise check grade
 
 exercise: $(READY)  ## begin the exercises of a chapter in student/: make exercise CH=02
 	@test -n "$(CH)" || { echo "make: which chapter? For example: make exercise CH=02" >&2; exit 2; }
@@ -98,6 +105,3 @@ check: $(READY)  ## check your exercises: make check CH=02, or one of them with 
 grade: $(READY)  ## check a folder of submissions, DIR/NAME/02_data_parallel/...: make grade DIR=submissions
 	@test -n "$(DIR)" || { echo "make: which folder? For example: make grade DIR=submissions" >&2; exit 2; }
 	@$(PY) exercises/course.py grade $(DIR)
-
-mistakes: $(READY)  ## prove the checker: hand in every known mistake; minutes. One chapter: make mistakes CH=02
-	@$(PY) exercises/course.py mistakes $(CH)

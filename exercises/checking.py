@@ -12,7 +12,6 @@ submission with which they go unnoticed has broken the tests, not passed them.
 import ast
 import difflib
 import re
-import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,34 +20,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import fences
 import screen
-from fences import Fence
-from sandbox import Judge, Limits, Outcome, read_files
+from sandbox import ROOT, Judge, Limits, Outcome, read_files
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from harness import fences
+from harness.fences import Fence
+from harness.plant import Mistake, mistakes_of
+
 LEVELS = ("easy", "medium", "hard")
-NOT_IN_COPIES = shutil.ignore_patterns(
-    ".*", "__pycache__", "runs", "profiles", "results", "student", "exercises", "*.egg-info"
-)
 
 
 class CourseError(ValueError):
     """What a person asked for cannot be done; the message is one line that says why and what would be right."""
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """See tests/harness/plant.py."""
-
-    name: str
-    exercise: str
-    old: str
-    new: str
-    caught_by: str
-    hint: str
-    source: str
-    spoils: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,14 +70,8 @@ class Script:
         whole_file = f"test_{self.name}"  # slow, but right, for an exercise of which nothing is known yet
         return list(dict.fromkeys([*caught, *more])) or [whole_file]
 
-    def mistaken(self, mistake: Mistake) -> str:
-        """The chapter's file with the mistake in it."""
-        if self.text.count(mistake.old) != 1:
-            raise CourseError(f"mistake {mistake.name}: its `old` occurs {self.text.count(mistake.old)} times")
-        return self.text.replace(mistake.old, mistake.new)
-
     def mistaken_body(self, mistake: Mistake) -> str:
-        found, _ = fences.read_fences(self.mistaken(mistake))
+        found, _ = fences.read_fences(mistake.planted(self.text))
         return found[mistake.exercise].body
 
 
@@ -137,7 +115,7 @@ class Course:
 
     def __init__(self, root: Path = ROOT) -> None:
         self.root = root
-        self.files = read_files(root, NOT_IN_COPIES)
+        self.files = read_files(root)
         self.chapters: dict[str, Chapter] = {}
         for folder in sorted(root.glob("[01][0-9]_*")):
             paths = [path for floor in ("", "in_depth") for path in sorted((folder / floor).glob("*.py"))]
@@ -153,14 +131,14 @@ class Course:
         if problems:
             raise CourseError(f"{path.relative_to(self.root)}, {problems[0]}")
         tables = {}
-        for kind in ("mistakes", "alternatives", "index"):
+        for kind in ("alternatives", "index"):
             file = self.root / "exercises" / kind / f"{path.stem}.toml"
             tables[kind] = tomllib.loads(file.read_text()) if found and file.exists() else {}
         return Script(
             path.relative_to(self.root).as_posix(),
             text,
             found,
-            tuple(Mistake(**entry) for entry in tables["mistakes"].get("mistake", [])),
+            mistakes_of(path.relative_to(self.root).as_posix(), self.root) if found else (),
             tuple(Alternative(**entry) for entry in tables["alternatives"].get("alternative", [])),
             tables["index"].get("tests", {}),
             tables["index"].get("runs", {}),
@@ -381,7 +359,7 @@ def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], judge: 
                 return f"each exercise passes alone, but together it is not true that {sentence(failed[0])}"
         for mistake in controls(script, mine):
             others = {number: body for number, body in mine.items() if number != mistake.exercise}
-            text = fences.splice(script.mistaken(mistake), others)
+            text = fences.splice(mistake.planted(script.text), others)
             outcome = judge.run({script.path: text}, [course.test_path(chapter, mistake.caught_by)], enough=1)
             if outcome.foul:
                 return outcome.foul

@@ -6,11 +6,10 @@
     python exercises/course.py diff 02 2.3        your lines beside the chapter's (this shows the solution)
     python exercises/course.py reset 02 2.3       begin this exercise again; what you had is kept in a file
     python exercises/course.py grade FOLDER       check every submission FOLDER/NAME/02_data_parallel/...
-    python exercises/course.py mistakes           prove the checker: every known mistake must be rejected
     python exercises/course.py index 02           for authors: find out again which tests run which exercise
 
 `check` ends with exit code 0 if everything it checked has passed, else 1. A wrong argument is one line and exit code 2.
-How it works is told in README.md and at the top of checking.py, sandbox.py, judge.py, screen.py and fences.py.
+How it works is told in README.md and at the top of checking.py, sandbox.py, judge.py and screen.py.
 """
 
 import argparse
@@ -27,7 +26,6 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import fences
 from checking import (
     ROOT,
     Chapter,
@@ -35,12 +33,12 @@ from checking import (
     CourseError,
     Report,
     Row,
-    Submission,
     check,
     index_of,
     read_submission,
 )
-from sandbox import Judge, JudgeError, Limits
+from harness import fences  # checking.py has put it on the path
+from sandbox import JudgeError, Limits
 
 COLUMNS = ("submission", "chapter", "exercise", "level", "status", "claim", "detail", "hint")
 
@@ -176,51 +174,7 @@ def write_grades(rows: list[dict[str, str]], folder: Path) -> None:
     (folder / "grades.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# ---------------------------------------------------------------------------------------------- proofs of the checker
-
-
-def mistakes(course: Course, names: Sequence[str]) -> bool:
-    """Each planted mistake must be rejected at its exercise with its hint, each alternative solution must pass.
-
-    A mistake outside the fences is nothing a student can hand in; the test that it names must catch it all the same.
-    """
-    good = True
-    for chapter in [course.chapter(name) for name in names] or list(course.chapters.values()):
-        count = dict.fromkeys(("planted", "rejected", "outside", "caught", "alternatives", "accepted"), 0)
-        survivors = []
-        with Judge(course.files) as judge:
-            for script in chapter.scripts:
-                for mistake in script.mistakes:
-                    inside = bool(mistake.exercise)
-                    count["planted" if inside else "outside"] += 1
-                    if inside:
-                        body = script.mistaken_body(mistake)
-                        submission = Submission({}, {mistake.exercise: body})
-                        row = check(course, chapter, submission, [mistake.exercise], judge=judge).rows[0]
-                        right = row.status == "failed" and row.hint == mistake.hint
-                    else:
-                        test = course.test_path(chapter, mistake.caught_by)
-                        outcome = judge.run({script.path: script.mistaken(mistake)}, [test])
-                        right = any(not result.passed for result in outcome.results)
-                    count["rejected" if inside else "caught"] += right
-                    survivors += [] if right else [f"{script.name}: {mistake.name}"]
-                for alternative in script.alternatives:
-                    count["alternatives"] += 1
-                    submission = Submission({}, {alternative.exercise: alternative.body.strip("\n")})
-                    report = check(course, chapter, submission, [alternative.exercise], judge=judge)
-                    count["accepted"] += report.all_passed
-                    survivors += [] if report.all_passed else [f"{script.name}: alternative: {alternative.why}"]
-        print(
-            "{folder}: {planted} mistakes in exercises, {rejected} rejected at the right exercise with the right hint; "
-            "{outside} outside, {caught} caught; {alternatives} other solutions, {accepted} accepted".format(
-                folder=chapter.folder, **count
-            ),
-            flush=True,
-        )
-        for survivor in survivors:
-            good = False
-            print(f"  WRONG: {survivor}", flush=True)
-    return good
+# ----------------------------------------------------------------------------------------------------- for authors
 
 
 def write_index(course: Course, names: Sequence[str]) -> None:
@@ -264,8 +218,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("chapter")
     command.add_argument("exercise")
     commands.add_parser("grade", help="check a folder of submissions").add_argument("folder", type=Path)
-    for name, words in (("mistakes", "prove the checker"), ("index", "which tests run which exercise")):
-        commands.add_parser(name, help=words).add_argument("chapters", nargs="*")
+    commands.add_parser("index", help="which tests run which exercise").add_argument("chapters", nargs="*")
     return parser.parse_args(argv)
 
 
@@ -287,8 +240,6 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
         grade(course, arguments.folder)
         print(f"written: {arguments.folder / 'grades.csv'} and grades.json")
         return 0
-    if arguments.command == "mistakes":
-        return 0 if mistakes(course, arguments.chapters) else 1
     if arguments.command == "index":
         write_index(course, arguments.chapters)
         return 0

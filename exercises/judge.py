@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forget import forget_modules  # sandbox.py puts it beside this file
 
 LONGEST_MESSAGE = 4000  # characters of a failure that are passed on
 TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # what decides whether a test passes
@@ -80,7 +81,7 @@ class Recorder:
             seconds, touched = seconds + more, touched | marks
         file, _, name = report.nodeid.partition("::")
         test = f"{Path(file).name}::{name}"  # from whichever folder
-        outcome = "passed" if passed else "failed"
+        outcome = "passed" if passed else "failed" if report.when == "call" else "broken"
         self.answer(test=test, outcome=outcome, message=message_of(report), seconds=seconds, touched=sorted(touched))
         if not passed:
             self.failures += 1
@@ -89,7 +90,7 @@ class Recorder:
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.answer(test="", outcome="failed", message=message_of(report), seconds=0.0, touched=[])
+            self.answer(test="", outcome="broken", message=message_of(report), seconds=0.0, touched=[])
 
 
 def message_of(report: Any) -> str:
@@ -151,14 +152,16 @@ def limit(file_bytes: int, data_bytes: int, cpu_seconds: int) -> None:
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    limit(options["file_bytes"], options["data_bytes"], options["cpu_seconds"])
+    trusted = options.pop("trusted")
+    limit(**options)
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
     requests = os.fdopen(os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
 
-    if Path("../judge/tests/harness").exists():
+    unwell = ""
+    if Path("../judge/tests/harness/ranks.py").exists():
         import harness.oracle
         import harness.ranks
         import torch
@@ -167,11 +170,12 @@ def main() -> None:
         # Ranks are forked from a server. With the harness in it, no rank looks for the harness in the copy of the run
         # that started it, which is gone when a later run needs one more of its modules.
         forkserver.set_forkserver_preload([*harness.ranks.PRELOAD, "harness.meter", "harness.oracle", "harness.ranks"])
-        forkserver.ensure_running()
+        harness.ranks.use_fresh_modules()
+        unwell = "" if trusted else harness.ranks.preflight()
     gc.freeze()  # what is imported so far is never garbage: pytest's collections at the end of each run skip it
-    search_path = list(sys.path)
-    before = tools()
-    print(json.dumps({"ready": True}), file=pipe)
+    search_path, modules = list(sys.path), set(sys.modules)
+    before = {} if trusted else tools()
+    print(json.dumps({"unwell": unwell}), file=pipe)
     for line in requests:
         request = json.loads(line)
 
@@ -184,19 +188,12 @@ def main() -> None:
         recorder = Recorder(answer, request["hang"], request["enough"], marks)
         pytest.main([*arguments, *(f"{copy}/{test}" for test in request["tests"])], plugins=[recorder])
         sys.path[:] = search_path
-        forget(copy)
-        foul = changed(before, tools())
-        pool = getattr(sys.modules.get("harness.ranks"), "_pool", None)
+        forget_modules(modules)
+        foul = changed(before, tools()) if before else []
+        pool = getattr(sys.modules.get("harness.ranks"), "_pool", None) if before else None
         for theirs in pool.run(len(pool.workers), tools, (), {}, 30) if pool and pool.workers else ():
             foul += changed({name: was for name, was in before.items() if name in theirs and name[:2] != "__"}, theirs)
         answer(done=True, foul=sorted(set(foul))[:5])
-
-
-def forget(copy: str) -> None:
-    """Unload what was imported from a copy of the repository, so that the next run imports from its own."""
-    for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(copy):
-            del sys.modules[name]
 
 
 if __name__ == "__main__":

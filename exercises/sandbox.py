@@ -3,9 +3,13 @@
     judge = Judge(files, Limits())                # files: {"02_data_parallel/in_depth/collectives.py": bytes, ...}
     outcome = judge.run({"02_data_parallel/in_depth/collectives.py": what the student wrote}, tests)
 
-Every run gets a fresh copy, written from memory. `judge.py` runs in a session of its own; this side looks at it and at
-all its descendants a few times a second, and when one of the limits is passed, ends all of them. What is left over from
-one run cannot reach the next: the copy is compared with what was written, and a judge that misbehaved is replaced.
+The copy is written from memory, once; for a run the files that change are replaced, and put back. `judge.py` runs in a
+session of its own; this side looks at it and at all its descendants a few times a second, and when one of the limits is
+passed, ends all of them. What is left over from one run cannot reach the next: the copy is compared with what was
+written, and a judge that misbehaved is replaced, its copy too.
+
+With `trusted=True` the same machine plants mistakes (tests/test_mistakes.py): nobody tries to deceive it there, so
+nothing is compared, and modules that are compiled already are not compiled again.
 """
 
 import contextlib
@@ -23,8 +27,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+NOT_COPIED = shutil.ignore_patterns(".*", "*.pyc.*", "runs", "profiles", "results", "student", "*.egg-info")
 MIB = 2**20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")  # of the environment, no more
@@ -48,6 +53,7 @@ class Result:
     test: str  # "test_collectives.py::test_every_rank_can_be_the_root"
     passed: bool
     message: str
+    broken: bool = False  # it could not be run at all: its file, or what it needs, failed
     seconds: float = 0.0
     touched: tuple[str, ...] = ()  # exercises whose body the test ran, when the copy was marked for it
 
@@ -62,11 +68,10 @@ class Outcome:
 
 
 class Judge:
-    def __init__(self, files: Mapping[str, bytes], limits: Limits | None = None) -> None:
-        self.files, self.limits = dict(files), limits or Limits()
+    def __init__(self, files: Mapping[str, bytes], limits: Limits | None = None, trusted: bool = False) -> None:
+        self.files, self.limits, self.trusted = dict(files), limits or Limits(), trusted
         self.folder = Path(tempfile.mkdtemp(prefix="exercises-"))
         self.process: subprocess.Popen[bytes] | None = None
-        self.count = 0
         self.pending = b""  # what the judge has written after its last whole line
         self.mine: set[int] = set()  # children of this process that have nothing to do with the judge
 
@@ -85,22 +90,31 @@ class Judge:
         """
         if self.process is None:
             self._start()
-        self.count += 1
-        copy, marked = self.folder / f"copy-{self.count}", self.folder / "marks"
+        copy, marked = self.folder / "copy", self.folder / "marks"
         marked.mkdir(exist_ok=True)
-        written = self.files | {name: text.encode() for name, text in changes.items()}
-        write_files(written, copy)
+        changed = {name: text.encode() for name, text in changes.items()}
+        write_files(changed, copy)
         nonce = secrets.token_hex(16)
         request = {"nonce": nonce, "copy": str(copy), "tests": list(tests), "hang": self.limits.hang}
         request |= {"marks": str(marked) if marks else "", "enough": enough}
         outcome = self._converse(json.dumps(request), nonce)
-        edited = [name for name, content in written.items() if not _holds(copy / name, content)]
-        if edited and not outcome.foul:
-            outcome.foul = f"it changed {edited[0]} of the copy it ran in"
+        if not self.trusted and not outcome.foul:
+            outcome.foul = self._edited(changed, copy)
         if outcome.foul or outcome.ended:
             self.stop()
-        shutil.rmtree(copy, ignore_errors=True)
+        else:
+            write_files({name: self.files[name] for name in changed}, copy)
+            for name in changed if self.trusted else ():
+                shutil.copystat(ROOT / name, copy / name)  # so that its compiled module is valid again
         return outcome
+
+    def _edited(self, changed: Mapping[str, bytes], copy: Path) -> str:
+        """What the run has done to its copy, "" if nothing: every file as it was, none more, no folder less."""
+        written = self.files | changed
+        there = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_symlink() or path.is_file()}
+        edited = [name for name, content in written.items() if not _holds(copy / name, content)]
+        edited += sorted(there - written.keys())
+        return f"it changed {edited[0]} of the copy it ran in" if edited else ""
 
     def _converse(self, request: str, nonce: str) -> Outcome:
         assert self.process is not None and self.process.stdin is not None
@@ -125,6 +139,7 @@ class Judge:
                         str(words["test"]),
                         words["outcome"] == "passed",
                         str(words["message"]).replace(str(self.folder), ""),
+                        words["outcome"] == "broken",
                         float(words["seconds"]),
                         tuple(words["touched"]),
                     )
@@ -168,9 +183,14 @@ class Judge:
     # ---------------------------------------------------------------------------------- the process and its children
 
     def _start(self) -> None:
-        base = self.folder / "judge"
-        write_files(self.files, base)
-        shutil.copy(Path(__file__).with_name("judge.py"), base / "judge.py")
+        base, copy = self.folder / "judge", self.folder / "copy"
+        write_files({name: content for name, content in self.files.items() if name.startswith("tests/")}, base)
+        base.mkdir(exist_ok=True)
+        for part in (Path(__file__).with_name("judge.py"), ROOT / "tests" / "harness" / "forget.py"):
+            shutil.copy(part, base / part.name)
+        if self.trusted:  # files keep their times, so that the compiled modules that come along are valid
+            shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
+        write_files({name: c for name, c in self.files.items() if not _holds(copy / name, c)}, copy)
         scratch = self.folder / "tmp"
         scratch.mkdir(exist_ok=True)
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | {
@@ -183,6 +203,7 @@ class Judge:
             "CUDA_VISIBLE_DEVICES": "",  # the exercises are for the CPU, and give the same result everywhere
         }
         limits = {"file_bytes": self.limits.file, "data_bytes": self.limits.memory, "cpu_seconds": 3600}
+        limits |= {"trusted": self.trusted}
         self.mine = _children(os.getpid())
         _adopt_orphans(True)
         self.pending = b""
@@ -196,9 +217,10 @@ class Judge:
             start_new_session=True,
         )
         ready = self._line(300)
-        if isinstance(ready, Trouble):
+        why = str(ready) if isinstance(ready, Trouble) else json.loads(ready)["unwell"]
+        if why:
             self.stop()
-            raise JudgeError(f"the judge did not start: {ready}; does `{sys.executable} -m pytest tests` work?")
+            raise JudgeError(f"the judge did not start: {why}")
 
     def descendants(self) -> "list[Process]":
         """All processes that the judge started, and theirs. One whose parent has died is a child of ours: it counts."""
@@ -240,6 +262,7 @@ class Judge:
         _adopt_orphans(False)
         shutil.rmtree(self.folder / "tmp", ignore_errors=True)  # nothing of this run is there for the next
         shutil.rmtree(self.folder / "judge", ignore_errors=True)
+        shutil.rmtree(self.folder / "copy", ignore_errors=True)
 
     def close(self) -> None:
         self.stop()
@@ -320,11 +343,11 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
         path.write_bytes(content)
 
 
-def read_files(root: Path, ignore: Any) -> dict[str, bytes]:
-    """All files of a folder that `ignore` (as for shutil.copytree) does not leave out, by their path in it."""
+def read_files(root: Path) -> dict[str, bytes]:
+    """All files of a repository that a copy needs, by their path in it; the exercises' answers are not among them."""
     files: dict[str, bytes] = {}
     for where, folders, names in os.walk(root):
-        left_out = ignore(where, [*folders, *names])
+        left_out = NOT_COPIED(where, [*folders, *names]) | {"__pycache__", "exercises"}
         folders[:] = [name for name in folders if name not in left_out]
         for name in names:
             path = Path(where) / name

@@ -16,12 +16,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from harness import fences
 from harness.house import ROOT
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import checking
 import course as tool
-import fences
 import screen
 from checking import Course, CourseError, Submission, check, read_submission
 from sandbox import MIB, Judge, Limits
@@ -577,21 +577,6 @@ def test_a_file_that_is_a_link_too_big_or_not_text_is_refused(tiny, tmp_path):
     (folder / "tiny.py").unlink()
     (folder / "tiny.py").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in read_submission(chapter, folder).refused["1.2"]
-
-
-# ------------------------------------------------------------------------------------------------- make mistakes
-
-
-def test_the_proof_counts_what_is_rejected_and_names_what_survives(tiny):
-    with redirect_stdout(io.StringIO()) as printed:
-        assert tool.mistakes(tiny, [])
-    assert "01_tiny: 2 mistakes in exercises, 2 rejected at the right exercise" in printed.getvalue()
-    assert "1 outside, 1 caught; 1 other solutions, 1 accepted" in printed.getvalue()
-    test = tiny.root / "01_tiny" / "test_tiny.py"
-    test.write_text(TEST_TINY.replace("tiny.both([1, 2]) == 6", "tiny.both([1]) == 2"))
-    with redirect_stdout(io.StringIO()) as printed:
-        assert not tool.mistakes(Course(tiny.root), [])
-    assert "WRONG: tiny.py: total_of_the_first_one" in printed.getvalue()
 
 
 # ------------------------------------------------------------------------------------------------------------ screening

@@ -5,21 +5,24 @@ Also what holds for the repository as a whole: the README's map, the Makefile's 
 
 import contextlib
 import io
-import multiprocessing
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
+from harness.forget import forget_modules
 from harness.house import CHAPTERS, ROOT, chapter_of, files, scripts
-from harness.plant import all_mistakes, copy_repository, plant
-from harness.ranks import PRELOAD, run_ranks
+from harness.plant import all_mistakes, needed_by
+from harness.ranks import run_ranks
+
+sys.path.insert(0, str(ROOT / "exercises"))
+from sandbox import NOT_COPIED
 
 SCRIPTS = scripts()
 BENCHMARKS = {p.stem: p for c in CHAPTERS for p in files("bench_*.py", c)}
@@ -47,82 +50,77 @@ def torchrun(ranks):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
 
 
-def forked_rank(pipe, rank, ranks, port, script, said):
-    """What torchrun starts, without its seconds: this process was forked from one that has imported torch."""
-    with open(said, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-    torch.set_num_threads(1)
-    os.chdir(script.parent)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
+def copied_alone(script, to):
+    """The script and the files that its README says it needs, in a folder of their own."""
+    (to / "alone").mkdir()
+    for file in needed_by(script):
+        shutil.copy(file, to / "alone")
+    return to / "alone" / script.name
+
+
+def run_as_main(script, port):
+    """What `torchrun` does, on ranks that are there: (exit code, is a thread of a group alive?, what was said)."""
+    environment = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    environment |= {"LOCAL_WORLD_SIZE": dist.get_world_size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
+    dist.destroy_process_group()  # the script makes its own
+    forget_modules(name for name in sys.modules if name.partition(".")[0] in ("harness", "test_folders"))
+    before, code, said = dict(os.environ), 0, io.StringIO()
+    os.environ |= {name: str(value) for name, value in environment.items()}
     sys.argv, sys.path[0:0] = [script.name], [str(script.parent)]
-    code, alive = 0, {"__name__": "__main__", "__file__": str(script)}  # as when an interpreter ends: still there
+    alive = {"__name__": "__main__", "__file__": str(script)}  # as when an interpreter ends: still there
     try:
-        exec(compile(script.read_text(), str(script), "exec"), alive)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), contextlib.chdir(script.parent):
+            exec(compile(script.read_text(), str(script), "exec"), alive)
     except SystemExit as end:
         code = end.code or 0
-    sys.stdout.flush()
-    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
-    pipe.send((code, any("gloo_runloop" in name for name in names)))
+    except Exception:
+        code = traceback.format_exc()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ |= before
+    found = code, threads_of_groups(), said.getvalue()
+    alive.clear()
+    return found
 
 
-def run_forked(script, ranks, timeout=180):
-    """[(exit code, is a thread of a group still alive?, what was said)] of each rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+def threads_of_groups():
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text())
+    return any("gloo_runloop" in name for name in names)
+
+
+def ends_on_ranks(script, ranks):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    running, ends = [], []
-    for rank in range(ranks):
-        mine, theirs = context.Pipe()
-        said = script.with_name(f"said-{rank}")
-        process = context.Process(target=forked_rank, args=(theirs, rank, ranks, store.port, script, said))
-        process.start()
-        theirs.close()
-        running.append((process, mine, said))
-    for process, pipe, said in running:
-        try:
-            end = pipe.recv() if pipe.poll(timeout) else ("too slow", False)
-        except EOFError:
-            end = ("died", False)
-        process.kill()
-        process.join()
-        ends.append((*end, said.read_text()))
-    return ends
+    return run_ranks(ranks, run_as_main, script, store.port, timeout=180)
 
 
 def is_about_one_gpu(script):
     return chapter_of(script).name[:2] in ("01", "09") and "init_process_group" not in script.read_text()
 
 
-# By the commands of the READMEs the first script of each chapter; the others in ranks that need not import torch again.
-# With python alone, the scripts of chapters 01 and 02: the later chapters have a test of their own for it.
-FIRST = [next(script for script in SCRIPTS if chapter_of(script) == chapter) for chapter in CHAPTERS]
-ALONE = [(script, "torchrun") for script in FIRST]
-ALONE += [(script, "python") for script in SCRIPTS if chapter_of(script).name < "03"]
+# By the commands of the READMEs two scripts; the others on ranks that need not import torch again. `make test` runs all
+# ground floors, and of the depth of each chapter one script in turn.
+LAUNCHED = [(SCRIPTS[0], "python"), *((scripts(chapter)[0], "torchrun") for chapter in CHAPTERS[1:3])]
 
 
-def copied_alone(script, to):
-    return shutil.copytree(script.parent, to / "alone", ignore=shutil.ignore_patterns("__pycache__"))
-
-
-@pytest.mark.parametrize(("script", "launcher"), ALONE, ids=lambda value: getattr(value, "stem", value))
+@pytest.mark.long
+@pytest.mark.parametrize(("script", "launcher"), LAUNCHED, ids=lambda value: getattr(value, "stem", value))
 def test_a_script_copied_alone_runs_and_ends_with_pass(script, launcher, tmp_path):
     alone = copied_alone(script, tmp_path)
-    ranks = 1 if is_about_one_gpu(script) else 2
     watch = tmp_path / "watch"
     watch.mkdir()
     (watch / "sitecustomize.py").write_text(THREADS_AT_THE_END)
-    command = [*([sys.executable] if launcher == "python" else torchrun(ranks)), script.name]
-    done = run(command, alone, PYTHONPATH=str(watch), THREADS=str(watch), PYTHONFAULTHANDLER="1")
+    command = [*([sys.executable] if launcher == "python" else torchrun(2)), script.name]
+    done = run(command, alone.parent, PYTHONPATH=str(watch), THREADS=str(watch), PYTHONFAULTHANDLER="1")
     said = "\n".join(line for line in done.stderr.splitlines() if "torch/distributed/" not in line)
     assert done.returncode == 0, done.stdout[-2000:] + said[:4000]
     assert done.stdout.strip().splitlines()[-1] == "PASS"
     if launcher == "torchrun" and Path("/proc/self/task").exists():
         reports = [file.read_text() for file in watch.iterdir() if file.suffix != ".py" and file.is_file()]
-        assert len(reports) == ranks
+        assert len(reports) == 2
         assert not [report for report in reports if "gloo_runloop" in report]
 
 
@@ -140,15 +138,25 @@ raise SystemExit(3)
 def test_a_script_that_keeps_its_group_and_its_exit_code_are_noticed(tmp_path):
     script = tmp_path / "keeps.py"
     script.write_text(KEEPS_ITS_GROUP)
-    assert run_forked(script, 2) == [(3, True, "PASS\n")] * 2
+    assert ends_on_ranks(script, 2) == [(3, True, "PASS\n")] * 2
     script.write_text("1 / 0")
-    ends = run_forked(script, 2)
-    assert [code for code, *_ in ends] == ["died"] * 2 and all("ZeroDivisionError" in said for *_, said in ends)
+    assert all("ZeroDivisionError" in code for code, *_ in ends_on_ranks(script, 2))
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in FIRST], ids=lambda p: p.stem)
+def of_all_floors():
+    """Every script but those that are launched above; those of the depth that are not in turn, for `make prove`."""
+    for chapter in CHAPTERS:
+        depth = [script for script in scripts(chapter) if script.parent.name == "in_depth"]
+        turn = depth[int(os.environ["PLANT_TURN"]) % len(depth)]
+        for script in scripts(chapter):
+            later = [pytest.mark.prove] if script in depth and script != turn else []
+            if script not in [launched for launched, _ in LAUNCHED]:
+                yield pytest.param(script, marks=[pytest.mark.chapter(chapter.name[:2]), *later], id=script.stem)
+
+
+@pytest.mark.parametrize("script", list(of_all_floors()))
 def test_a_script_copied_alone_passes_on_its_ranks_and_leaves_no_thread_of_a_group_behind(script, tmp_path):
-    ends = run_forked(copied_alone(script, tmp_path) / script.name, 1 if is_about_one_gpu(script) else 2)
+    ends = ends_on_ranks(copied_alone(script, tmp_path), 1 if is_about_one_gpu(script) else 2)
     for rank, (code, alive, said) in enumerate(ends):
         assert code == 0, f"rank {rank}: {code}\n{said[-4000:]}"
         assert not alive, f"rank {rank} ends with a thread of a process group"
@@ -189,14 +197,14 @@ def test_every_benchmark_has_a_mistake_that_it_must_notice():
     assert SPOILERS.keys() == BENCHMARKS.keys()
 
 
-# A benchmark takes longer than a test may: each run of the tests tries one of every chapter, RUN_ALL_BENCHMARKS=1 all.
-CHOSEN = [min(files("bench_*.py", c)).stem for c in CHAPTERS]
-
-
-@pytest.mark.parametrize("bench", list(BENCHMARKS) if os.environ.get("RUN_ALL_BENCHMARKS") else CHOSEN)
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    "bench", [pytest.param(stem, marks=pytest.mark.chapter(chapter_of(p).name[:2])) for stem, p in BENCHMARKS.items()]
+)
 def test_a_benchmark_verifies_first_and_writes_nothing_when_the_code_is_wrong(bench, tmp_path):
-    copy = copy_repository(tmp_path / "copy")
-    plant(SPOILERS[bench], copy)
+    mistake, copy = SPOILERS[bench], tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
+    (copy / mistake.script).write_text(mistake.planted((ROOT / mistake.script).read_text()))
     done = run([sys.executable, str(copy / BENCHMARKS[bench].relative_to(ROOT))], copy)
     assert done.returncode != 0, done.stdout[-2000:]
     assert not list(copy.glob("results/*.json"))

@@ -1,66 +1,171 @@
-"""The tests are tested: every listed mistake, planted in a copy of the repository, turns its named test red."""
+"""The tests are tested: every listed mistake, planted in a copy of the repository, turns its named test red.
 
+`make test` plants those whose digest is not the one in the ledger, and one of each script in turn; `make prove` all.
+"""
+
+import contextlib
+import dataclasses
+import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
+from harness import fences, plant
 from harness.house import ROOT, scripts
-from harness.plant import Mistake, Runner, all_mistakes, copy_repository, plant
+from harness.plant import LedgerError, Mistake, all_mistakes, changed, digest, read_ledger, write_ledger
+
+sys.path.insert(0, str(ROOT / "exercises"))
+from checking import Course
+from sandbox import Judge, Limits
 
 MISTAKES = all_mistakes()
+TEXTS = {mistake.script: (ROOT / mistake.script).read_text() for mistake in MISTAKES}
+COURSE = Course()
+
+
+def chosen():
+    """The mistakes to plant in this run, each with the chapter it is about."""
+    picked = MISTAKES
+    if "PROVE" not in os.environ:
+        turn = int(os.environ["PLANT_TURN"])
+        by_script = {script: [m for m in MISTAKES if m.script == script] for script in TEXTS}
+        picked = [mistakes[turn % len(mistakes)] for mistakes in by_script.values()]
+        with contextlib.suppress(LedgerError):  # which is a failure of its own, below
+            picked += [mistake for mistake in changed(MISTAKES, read_ledger()) if mistake not in picked]
+    return [
+        pytest.param(m, marks=pytest.mark.chapter(m.script[:2]), id=f"{Path(m.script).stem}-{m.name}") for m in picked
+    ]
 
 
 @pytest.fixture(scope="module")
-def runner():
-    process = Runner()
-    yield process
-    process.close()
+def judge():
+    with Judge(COURSE.files, Limits(test_cpu_seconds=120, hang=60), trusted=True) as judge:
+        yield judge
 
 
-def run_planted(mistake, copy, runner):
-    """What the named test says in a copy with the mistake in it. A mistaken harness needs a runner of its own."""
-    copy_repository(copy)
-    plant(mistake, copy)
-    if mistake.script.is_relative_to("tests/harness"):
-        runner = Runner(copy / "tests" / "harness")
-        try:
-            return runner.run(copy, mistake.test)
-        finally:
-            runner.close()
-    return runner.run(copy, mistake.test)
+def run_planted(mistake, judge):
+    """What the named test says in a copy with the mistake in it. A mistaken harness needs a judge of its own."""
+    text = mistake.planted(TEXTS[mistake.script])
+    if not mistake.script.startswith("tests/harness"):
+        return judge.run({mistake.script: text}, [mistake.test], enough=1)
+    with Judge(judge.files | {mistake.script: text.encode()}, judge.limits, trusted=True) as mistaken:
+        return mistaken.run({}, [mistake.test], enough=1)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: f"{m.script.stem}-{m.name}")
-def test_the_mistake_is_caught_by_the_named_test(mistake, runner, tmp_path):
-    result = run_planted(mistake, tmp_path / "copy", runner)
-    assert result["outcome"] == "failed", f"{mistake.caught_by} {result['outcome']}: {result['message']}"
+@pytest.mark.parametrize("mistake", chosen())
+def test_the_mistake_is_caught_by_the_named_test(mistake, judge, record_property):
+    before = digest(mistake)
+    outcome = run_planted(mistake, judge)
+    assert not outcome.ended, f"{mistake.caught_by}: {outcome.ended}"
+    red = [result for result in outcome.results if not result.passed]
+    assert red, f"{mistake.caught_by} passes"
+    assert not red[0].broken, f"{mistake.caught_by} could not be run: {red[0].message}"
     # Red for the right reason: the check spoke, not the interpreter about a typing error in the planted lines.
-    wrong_reason = re.search(r"\b(SyntaxError|NameError|ImportError|ModuleNotFoundError)\b", result["message"])
-    assert not wrong_reason, result["message"]
+    wrong_reason = re.search(r"\b(SyntaxError|NameError|ImportError|ModuleNotFoundError)\b", red[0].message)
+    assert not wrong_reason, red[0].message
+    record_property("caught", [mistake.script, mistake.name, before])
 
 
-def test_without_a_mistake_the_same_machinery_says_passed(runner, tmp_path):
-    copy = copy_repository(tmp_path / "copy")
-    for test in {m.script.parent: m.test for m in reversed(MISTAKES)}.values():  # the first of each folder
-        assert runner.run(copy, test)["outcome"] == "passed", test
+def test_without_a_mistake_the_same_machinery_says_passed(judge):
+    first = {m.script[:2]: m for m in reversed(MISTAKES)}.values()  # of each chapter
+    outcome = judge.run({}, [mistake.test for mistake in first])
+    assert outcome.results and all(result.passed for result in outcome.results), outcome
 
 
-def test_a_test_that_does_not_exist_is_broken_not_red(runner, tmp_path):
-    copy = copy_repository(tmp_path / "copy")
-    assert runner.run(copy, "tests/test_oracle.py::test_no_such_claim")["outcome"] == "broken"
+def test_a_test_that_does_not_exist_is_no_verdict(judge):
+    outcome = judge.run({}, ["tests/test_oracle.py::test_no_such_claim"])
+    assert not [result for result in outcome.results if not result.broken], outcome
 
 
-def test_a_mistake_that_no_longer_fits_its_script_is_an_error(tmp_path):
-    copy = copy_repository(tmp_path / "copy")
-    script = MISTAKES[0].script
-    good = dict(script=script, name="x", exercise="", new="", caught_by="", hint="", source="")
+def test_a_mistake_that_no_longer_fits_its_script_is_an_error():
+    first = MISTAKES[0]
     with pytest.raises(ValueError, match="occurs 0 times"):
-        plant(Mistake(old="these words are not in it", **good), copy)
-    with pytest.raises(ValueError, match="says exercise '9.9' but lies in"):
-        plant(MISTAKES[0].__class__(**(MISTAKES[0].__dict__ | {"exercise": "9.9"})), copy)
+        dataclasses.replace(first, old="these words are not in it").planted(TEXTS[first.script])
+    with pytest.raises(ValueError, match=r"says exercise '9.9' but lies in"):
+        dataclasses.replace(first, exercise="9.9").planted(TEXTS[first.script])
 
 
-def test_every_chapter_script_has_its_mistakes_and_each_has_a_hint_and_a_source():
-    for script in scripts():
+def test_every_script_has_its_mistakes_and_each_has_a_hint_and_a_source():
+    harness = [ROOT / "tests" / "harness" / f"{name}.py" for name in ("ranks", "meter", "report", "plant", "figures")]
+    for script in [*scripts(), *harness]:
         mine = [m for m in MISTAKES if ROOT / m.script == script]
         assert len(mine) >= 5, f"{script.name}: {len(mine)} planted mistakes"
         assert all(m.hint and m.source for m in mine)
+
+
+# --------------------------------------------------------------------------------------------------------- the ledger
+
+
+@pytest.mark.skipif("PROVE" in os.environ, reason="make prove writes the ledger when it is done")
+def test_the_ledger_is_whole_and_current():
+    known = read_ledger()
+    old = changed(MISTAKES, known)
+    chapters = sorted({mistake.script[:2] for mistake in old if mistake.script[:2].isdigit()})
+    command = f"make prove CH={chapters[0]}" if len(chapters) == 1 else "make prove"
+    names = [f"{mistake.script} {mistake.name}" for mistake in old]
+    assert not old, f"not proven as they are now, {len(old)} of {len(MISTAKES)}; `{command}` does it: {names[:5]}"
+    unknown = known.keys() - {(mistake.script, mistake.name) for mistake in MISTAKES}
+    assert not unknown, f"the ledger knows mistakes that nobody lists: {sorted(unknown)[:5]}"
+
+
+def test_a_digest_changes_with_the_script_the_test_and_what_they_import(tmp_path, monkeypatch):
+    for name, text in {"a": "import b", "b": "import c", "c": "X = 1", "test_a": "import a", "d": "import b"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    modules = {name: tmp_path / f"{name}.py" for name in ("a", "b", "c", "d", "test_a")}
+    monkeypatch.setattr(plant, "ROOT", tmp_path)
+    monkeypatch.setattr(plant, "_modules", lambda: modules)
+    monkeypatch.setattr(plant, "find", lambda name: tmp_path / name)
+    mistake = Mistake("a.py", "x", "", "import b", "import d", "test_a.py::test_it", "", "known")
+
+    def fresh():
+        for cached in (plant._digest_of, plant._neighbours):
+            cached.cache_clear()
+        return digest(mistake)
+
+    first = fresh()
+    assert fresh() == first
+    for name, counts in {"a": True, "b": True, "c": True, "test_a": True, "d": False}.items():
+        before = (tmp_path / f"{name}.py").read_text()
+        (tmp_path / f"{name}.py").write_text(before + "\n")
+        assert (fresh() != first) == counts, name
+        (tmp_path / f"{name}.py").write_text(before)
+    assert digest(dataclasses.replace(mistake, new="import c")) != first
+    for cached in (plant._digest_of, plant._neighbours):
+        cached.cache_clear()
+
+
+def test_a_ledger_that_was_tampered_with_or_is_of_another_version_is_noticed_in_one_line(tmp_path):
+    file = tmp_path / "ledger.txt"
+    some = MISTAKES[:3]
+    write_ledger({(m.script, m.name): digest(m) for m in some}, file)
+    assert file.read_text().splitlines()[1:] == sorted(file.read_text().splitlines()[1:])
+    assert changed(some, read_ledger(file)) == []
+    file.write_text(file.read_text().replace(digest(some[1]), "0123456789abcdef"))
+    assert changed(some, read_ledger(file)) == [some[1]], "a digest was edited"
+    write_ledger({(m.script, m.name): digest(m) for m in some[:2]}, file)
+    assert changed(some, read_ledger(file)) == [some[2]], "a mistake is missing"
+    for text, words in {
+        "# ledger 0\n": "begins with '# ledger 0'",
+        f"{plant.heading()}\na b\n": "none of script",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(LedgerError, match=words) as refusal:
+            read_ledger(file)
+        assert "\n" not in str(refusal.value)
+
+
+# ----------------------------------------------------------------------------------------------- other right solutions
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("folder", [pytest.param(f, marks=pytest.mark.chapter(f[:2])) for f in COURSE.chapters])
+def test_right_solutions_that_are_written_differently_pass(folder, judge):
+    chapter = COURSE.chapters[folder]
+    for script in chapter.scripts:
+        for other in script.alternatives:
+            text = fences.splice(script.text, {other.exercise: other.body.strip("\n")})
+            tests = [COURSE.test_path(chapter, test) for test in script.tests(other.exercise)]
+            outcome = judge.run({script.path: text}, tests)
+            red = [(result.test, result.message) for result in outcome.results if not result.passed]
+            assert outcome.results and not red and not outcome.ended, f"{other.exercise}, {other.why}: {red} {outcome}"

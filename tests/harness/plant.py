@@ -1,163 +1,155 @@
-"""Plant a mistake in a copy of the repository and see whether the test that should catch it does.
+"""Planted mistakes: what is listed, what a script looks like with one in it, and the ledger of those that were caught.
 
 `exercises/mistakes/SCRIPT.toml` lists mistakes: a few lines of SCRIPT.py, what a student or a real project wrote in
 their place, the test that must turn red, and a hint for whoever made it (`elu.cu.toml` is about elu.cu).
-tests/test_mistakes.py plants every one.
 
-A pytest process costs seconds to start, so one `Runner` process runs all of them, one after another, in fresh copies;
-between two runs it forgets all modules of the repository (`forget_modules`), as the ranks do.
+Planting all of them takes long, and most of the time nothing has changed. So exercises/ledger.txt keeps, for each
+mistake that its test has caught, a digest of all that decided it: the mistake, its script, the test file, and every
+file that these import. `make test` plants those whose digest is another now, and one of each script in turn, and
+demands that the ledger is whole and current. `make prove` plants all of them and writes the ledger anew.
 """
 
-import gc
-import json
-import os
+import ast
+import hashlib
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from functools import cache
 from pathlib import Path
-from typing import Any
 
-from harness.house import ROOT, find
+from harness import fences
+from harness.house import ROOT, files, find
 
-NOT_COPIED = shutil.ignore_patterns(".*", "*.pyc.*", "runs", "profiles", "results", "student", "*.egg-info")
+LEDGER = ROOT / "exercises" / "ledger.txt"
+VERSION = "ledger 1"
 
 
 @dataclass(frozen=True)
 class Mistake:
-    script: Path  # relative to the repository
+    script: str  # "03_zero/zero.py"
     name: str
     exercise: str  # "2.3", or "" outside the exercises
     old: str
     new: str
     caught_by: str  # "test_file.py::test_name"
     hint: str
-    source: str
+    source: str  # a project and the number of its issue, where one has shipped it; "known" if it is typical
     spoils: str = ""  # the benchmarks that have to notice it: "bench_zero bench_zero3"
 
     @property
     def test(self) -> str:
         """The test's node id, relative to the repository."""
         file, _, name = self.caught_by.partition("::")
-        return f"{find(file).relative_to(ROOT)}::{name}"
+        return f"{find(file).relative_to(ROOT).as_posix()}::{name}"
+
+    def planted(self, text: str) -> str:
+        """The script with the mistake. ValueError unless `old` occurs exactly once, inside the named exercise."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"mistake {self.name}: its `old` occurs {text.count(self.old)} times in {self.script}")
+        line = text[: text.index(self.old)].count("\n") + 1
+        numbers = [f.number for f in fences.read_fences(text)[0].values() if f.first < line <= f.last]
+        if "".join(numbers) != self.exercise:
+            where = numbers[0] if numbers else ""
+            raise ValueError(f"mistake {self.name}: says exercise {self.exercise!r} but lies in {where!r}")
+        return text.replace(self.old, self.new)
 
 
-def all_mistakes(folder: Path = ROOT / "exercises" / "mistakes") -> list[Mistake]:
-    mistakes = []
-    for file in sorted(folder.glob("*.toml")):
-        name = file.stem if "." in file.stem else f"{file.stem}.py"
-        entries = tomllib.loads(file.read_text())["mistake"]
-        mistakes += [Mistake(find(name).relative_to(ROOT), **entry) for entry in entries]
-    return mistakes
+def mistakes_of(script: str, root: Path = ROOT) -> tuple[Mistake, ...]:
+    """Those that are listed for this script, by its path in the repository."""
+    path = Path(script)
+    file = root / "exercises" / "mistakes" / f"{path.stem if path.suffix == '.py' else path.name}.toml"
+    listed = tomllib.loads(file.read_text())["mistake"] if file.exists() else []
+    return tuple(Mistake(script, **entry) for entry in listed)
 
 
-def copy_repository(to: Path) -> Path:
-    """With the compiled modules: files keep their times, so these stay valid, and are not made again in every copy."""
-    return Path(shutil.copytree(ROOT, to, ignore=NOT_COPIED))
+def all_mistakes() -> list[Mistake]:
+    """ValueError if a list belongs to no script, or to two."""
+    names = (f.stem if "." in f.stem else f"{f.stem}.py" for f in sorted((ROOT / "exercises/mistakes").glob("*.toml")))
+    return [mistake for name in names for mistake in mistakes_of(find(name).relative_to(ROOT).as_posix())]
 
 
-def plant(mistake: Mistake, copy: Path) -> None:
-    """Replace `old` by `new` in the copy. ValueError unless `old` occurs exactly once, inside the named exercise."""
-    script = copy / mistake.script
-    text = script.read_text()
-    if text.count(mistake.old) != 1:
-        raise ValueError(
-            f"mistake {mistake.name}: its `old` occurs {text.count(mistake.old)} times in {mistake.script}"
-        )
-    before = text[: text.index(mistake.old)]
-    fences = re.findall(r"^ *# --- (?:exercise ([\d.]+)|(end) exercise)", before, re.MULTILINE)
-    inside = fences[-1][0] if fences and not fences[-1][1] else ""
-    if inside != mistake.exercise:
-        raise ValueError(f"mistake {mistake.name}: says exercise {mistake.exercise!r} but lies in {inside!r}")
-    script.write_text(text.replace(mistake.old, mistake.new))
-    for compiled in script.parent.glob(f"__pycache__/{script.stem}.*"):
-        compiled.unlink()
+# --------------------------------------------------------------------------------------------------------- the ledger
 
 
-class Runner:
-    """A process that runs single tests of a copy of the repository and reports what became of them."""
-
-    def __init__(self, harness: Path = ROOT / "tests" / "harness") -> None:
-        command = [sys.executable, str(harness / "plant.py")]
-        environment = os.environ | {"PYTHONPATH": str(harness.parent)}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
-        )
-
-    def run(self, copy: Path, test: str, timeout: float = 120.0) -> dict[str, Any]:
-        """{"outcome": "passed", "failed" or "broken", "message": ...}; "broken" is a test that could not be run."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps([str(copy), test]), file=self.process.stdin)
-        if not wait([self.process.stdout.fileno()], timeout):
-            self.close()
-            return {"outcome": "broken", "message": f"{test} was still running after {timeout:g} s"}
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {"outcome": "broken", "message": "the runner died"}
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()  # it ends by itself and takes its ranks with it, unless it is stuck
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+def digest(mistake: Mistake) -> str:
+    """16 hex digits that change with anything that decides whether the mistake is caught."""
+    decided = sorted(reached([ROOT / mistake.script, ROOT / mistake.test.partition("::")[0]]))
+    words = [mistake.exercise, mistake.old, mistake.new, mistake.test]
+    words += [f"{file.relative_to(ROOT).as_posix()} {_digest_of(file)}" for file in decided]
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
-class _Recorder:
-    """A pytest plugin that keeps what failed and how."""
-
-    def __init__(self) -> None:
-        self.passed = 0
-        self.failed: list[str] = []
-        self.broken: list[str] = []
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            (self.failed if report.when == "call" else self.broken).append(report.longreprtext)
-        elif report.when == "call" and report.passed:
-            self.passed += 1
-
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.broken.append(report.longreprtext)
+def reached(start: Iterable[Path]) -> set[Path]:
+    """These files and all of the repository that they import or name, directly or not."""
+    found: set[Path] = set()
+    new = set(start)
+    while new:
+        found |= new
+        new = set().union(*map(_neighbours, new)) - found
+    return found
 
 
-def _run_test(copy: str, test: str) -> dict[str, Any]:
-    import pytest
-
-    os.chdir(copy)
-    recorder = _Recorder()
-    options = ["-x", "-p", "no:cacheprovider", "-c", f"{copy}/pyproject.toml", "--rootdir", copy]
-    pytest.main([*options, f"{copy}/{test}"], plugins=[recorder])
-    if recorder.broken or not (recorder.failed or recorder.passed):
-        return {"outcome": "broken", "message": "\n".join(recorder.broken) or f"no such test: {test}"}
-    return {"outcome": "failed" if recorder.failed else "passed", "message": "\n".join(recorder.failed)}
+def needed_by(script: Path) -> list[Path]:
+    """A script and the files beside it that have to be copied with it."""
+    return [script, *sorted(file for file in reached([script]) if file.parent == script.parent and file != script)]
 
 
-def _serve() -> None:
+@cache
+def _digest_of(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+@cache
+def _modules() -> dict[str, Path]:
+    here = [*files("*.py"), *(ROOT / "exercises").glob("*.py"), *(ROOT / "tests").glob("*.py")]
+    return {f.stem: f for f in here} | {f"harness.{f.stem}": f for f in (ROOT / "tests" / "harness").glob("*.py")}
+
+
+@cache
+def _neighbours(file: Path) -> set[Path]:
+    """What a file imports of the repository, and the files beside it that it names in quotes (sources, scripts)."""
+    text = file.read_text()
+    quoted = {file.with_name(name) for name in re.findall(r"[\"']([\w-]+\.(?:py|cu|h|sbatch))[\"']", text)}
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)) if file.suffix == ".py" else ():
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.ImportFrom):  # `from . import x` and `from .x import y`, inside the harness
+            names |= {f"harness.{alias.name}" for alias in node.names}
+    own = {"harness." + name for name in names if file.parent.name == "harness"}
+    return {f for f in quoted if f.is_file()} | {_modules()[name] for name in names | own if name in _modules()}
+
+
+class LedgerError(ValueError):
+    """Why the ledger cannot be used, in one line."""
+
+
+def heading() -> str:
     import torch
-    import torch.distributed.nn
-    import torch.distributed.tensor
 
-    from harness.ranks import forget_modules, limit_timeouts
-
-    limit_timeouts(60)
-    torch.set_num_threads(1)
-    gc.freeze()  # what is imported by now is never garbage, and pytest collects garbage often
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)  # the answers have the pipe for themselves
-        os.dup2(nowhere.fileno(), 2)
-    modules, search_path = set(sys.modules), list(sys.path)
-    for line in sys.stdin:
-        print(json.dumps(_run_test(*json.loads(line))), file=answers)
-        sys.path[:] = search_path
-        forget_modules(modules)
+    return f"# {VERSION}, torch {torch.__version__.partition('+')[0]}: written by `make prove`"
 
 
-if __name__ == "__main__":
-    _serve()
+def read_ledger(file: Path = LEDGER) -> dict[tuple[str, str], str]:
+    """{(script, name of the mistake): digest}. LedgerError for one of another version, or that no ledger is."""
+    first, *lines = file.read_text().splitlines() if file.exists() else ["nothing"]
+    if first != heading():
+        raise LedgerError(f"{file.name} begins with {first!r} and not with {heading()!r}; `make prove` writes it anew")
+    rows = [line.split() for line in lines]
+    if bad := [line for line, row in zip(lines, rows, strict=True) if len(row) != 3]:
+        raise LedgerError(f"{file.name} has a line that is none of script, mistake and digest: {bad[0]!r}")
+    return {(script, name): value for script, name, value in rows}
+
+
+def write_ledger(caught: dict[tuple[str, str], str], file: Path = LEDGER) -> None:
+    """Sorted, a line each, so that the difference between two of them can be read."""
+    lines = [f"{script} {name} {value}" for (script, name), value in sorted(caught.items())]
+    file.write_text("\n".join([heading(), *lines]) + "\n")
+
+
+def changed(mistakes: Iterable[Mistake], ledger: dict[tuple[str, str], str]) -> list[Mistake]:
+    """Those that the ledger does not know as they are now."""
+    return [mistake for mistake in mistakes if ledger.get((mistake.script, mistake.name)) != digest(mistake)]

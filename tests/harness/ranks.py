@@ -37,7 +37,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -45,6 +45,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from .forget import forget_modules
 
 # Imported once by the fork server, so that no rank pays for them again.
 PRELOAD = [
@@ -56,6 +58,7 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.utils.checkpoint",
 ]
+QUIET = 0.5  # seconds of a first preflight where nothing else runs, the fork server's imports not counted
 GRACE = 1.0  # seconds that the other ranks get to report after the first failure
 
 
@@ -82,6 +85,40 @@ def limit_timeouts(seconds: float) -> None:
     _pool.limit = seconds
 
 
+def use_fresh_modules() -> None:
+    """From now on every call imports this repository's modules afresh: for modules that change between two calls."""
+    _pool.fresh = True
+
+
+def preflight() -> str:
+    """Why ranks cannot talk to each other on this machine, in one line; "" if they can.
+
+    Two of them exchange 4 MB. It also finds the unit of time: how many times as long as on a quiet machine that takes
+    here and now. All deadlines are multiplied by it, so that a slow machine is slow and not red.
+    """
+    _pool._start(2)  # the imports of the fork server are no measure of anything
+    began = time.monotonic()
+    try:
+        _pool.run(2, _exchange, (), {}, 60)
+    except RankFailure as failure:
+        lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+        why = next((line for line in reversed(lines) if "Error" in line), lines[0])
+        return f"two processes cannot exchange 4 MB over {_loopback()}, this machine's loopback, with gloo: {why[:200]}"
+    _pool.unit = min(max((time.monotonic() - began) / QUIET, 1.0), 10.0)
+    return ""
+
+
+def _exchange() -> None:
+    """Enough work, and enough bytes at a time, to see a slow or a broken machine."""
+    for _ in range(4):
+        x = torch.full((1 << 20,), float(dist.get_rank()))
+        dist.all_reduce(x)
+        if x.sum().item() != 1 << 20:
+            raise ValueError(f"the sum of 0 and 1 arrived as {x.mean().item()}")
+        for _ in range(4):
+            torch.ones(256, 256) @ torch.ones(256, 256)
+
+
 # ------------------------------------------------------------------------------------------------ inside a rank
 
 
@@ -98,13 +135,14 @@ def _serve(pipe: Connection, stack_file: str) -> None:
         pipe.send_bytes(b"up")
         while True:
             try:
-                job = pickle.loads(pipe.recv_bytes())
+                fresh, *job = pickle.loads(pipe.recv_bytes())
             except EOFError:  # the test process is gone
                 return
             pipe.send_bytes(pickle.dumps(_run_job(*job)))
             pipe.recv_bytes()  # release
             # Whatever still refers to a group (a work, a cache of a module) keeps its threads: collect, twice.
-            forget_modules(preloaded)
+            if fresh:
+                forget_modules(preloaded)
             gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -138,20 +176,6 @@ def _run_job(
         return "raised", traceback.format_exc()
 
 
-def forget_modules(keep: Iterable[str]) -> None:
-    """Unload the modules of this repository that were imported since `keep` was recorded.
-
-    A test module and its chapter are imported afresh by every job, so nothing a job changed in them reaches the next,
-    and a changed copy of a chapter under another path is really the one that runs. Installed packages stay.
-    """
-    packages = {name.partition(".")[0] for name in keep}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        installed = "site-packages" in file or "dist-packages" in file or file.startswith(os.path.dirname(os.__file__))
-        if file and not installed and name.partition(".")[0] not in packages:
-            del sys.modules[name]
-
-
 def _loopback() -> str:
     """The name of this machine's loopback interface: all ranks are local, so the host's name need not resolve."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
@@ -181,6 +205,8 @@ class _Pool:
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.count = 0  # of jobs and of workers: makes file names unique
         self.limit = float("inf")
+        self.unit = float(os.environ.get("RANKS_UNIT", "1"))  # what `preflight` found; the deadlines scale with it
+        self.fresh = bool(os.environ.get("FRESH_MODULES"))  # `make prove`: no call sees what an earlier one imported
 
     def _start(self, world_size: int) -> str:
         if self.folder is None:
@@ -211,14 +237,16 @@ class _Pool:
             self.folder.cleanup()
 
     def run(self, world_size: int, fn: Callable[..., Any], args: tuple, kwargs: dict, timeout: float) -> list[Any]:
-        timeout = min(timeout, self.limit)
+        timeout = min(timeout, self.limit) * self.unit
         store = self._start(world_size)
         call = pickle.dumps((fn, args, kwargs))
         team = self.workers[:world_size]
         for rank, worker in enumerate(team):
             # A worker that died while idle shows below, as a closed pipe.
             with contextlib.suppress(BrokenPipeError):
-                worker.pipe.send_bytes(pickle.dumps((rank, world_size, store, timeout, list(sys.path), call)))
+                worker.pipe.send_bytes(
+                    pickle.dumps((self.fresh, rank, world_size, store, timeout, list(sys.path), call))
+                )
         answers = self._gather(team, timeout)
         failed = [rank for rank in range(world_size) if answers.get(rank, ("hung", None))[0] != "done"]
         if failed:

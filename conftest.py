@@ -1,0 +1,78 @@
+"""What `make test` and `make prove` run, and in which order.
+
+make test            all but the tests marked `prove`; of the planted mistakes those whose digest has changed, and one
+                     of each script in turn
+make prove           everything, with modules imported afresh by every rank; writes exercises/ledger.txt
+make prove CH=03     everything about one chapter
+"""
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+PREFLIGHT = "import json; from harness import ranks; print(json.dumps([ranks.preflight(), ranks._pool.unit]))"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--prove", action="store_true", help="everything, and write the ledger of planted mistakes")
+    parser.addoption("--chapter", default="", metavar="CH", help="only what is about this chapter: 03")
+
+
+def pytest_configure(config):
+    chapter = config.getoption("--chapter")
+    if chapter and not list(ROOT.glob(f"{chapter}_*")):
+        known = " ".join(sorted(folder.name[:2] for folder in ROOT.glob("[01][0-9]_*")))
+        pytest.exit(f"there is no chapter {chapter!r}; CH is one of {known}", returncode=2)
+    if config.getoption("--prove"):
+        os.environ |= {"PROVE": "1", "FRESH_MODULES": "1"}
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(LedgerWriter())
+    # Everything that all workers have to agree on is decided here, before they are started.
+    os.environ.setdefault("PLANT_TURN", str(datetime.date.today().toordinal()))
+    if "RANKS_UNIT" not in os.environ and not config.getoption("--collect-only"):
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+        done = subprocess.run([sys.executable, "-c", PREFLIGHT], env=environment, capture_output=True, text=True)
+        unwell, unit = json.loads(done.stdout) if done.returncode == 0 else (done.stderr.strip()[-200:], 1)
+        if unwell:
+            pytest.exit(unwell, returncode=2)
+        os.environ["RANKS_UNIT"] = str(unit)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what was not asked for, and start what takes long first, so that no worker is alone at the end."""
+    chapter = config.getoption("--chapter")
+    prove = config.getoption("--prove") or any("::" in word for word in config.args)  # one by name is meant
+    chosen, left = [], []
+    for item in items:
+        about = [mark.args[0] for mark in item.iter_markers("chapter")]
+        wanted = not chapter or item.path.relative_to(ROOT).parts[0][:2] == chapter or chapter in about
+        (chosen if wanted and (prove or not item.get_closest_marker("prove")) else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
+
+
+class LedgerWriter:
+    """On the process that starts the workers: which mistakes were caught, written down when all is done."""
+
+    def __init__(self):
+        self.caught = {}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            self.caught |= {(s, n): d for what, (s, n, d) in report.user_properties if what == "caught"}
+
+    def pytest_sessionfinish(self):
+        from harness.plant import LedgerError, all_mistakes, digest, read_ledger, write_ledger
+
+        try:
+            before = read_ledger()
+        except LedgerError:
+            before = {}
+        now = {(m.script, m.name): digest(m) for m in all_mistakes()}
+        write_ledger({key: value for key, value in (before | self.caught).items() if now.get(key) == value})
