@@ -63,7 +63,7 @@ lint: $(READY)  ## ruff (rules and format), and mypy on the harness and the trai
 	$(VENV)/bin/mypy tests/harness 11_5d_trainer
 
 bench: $(READY)  ## verify, then measure every chapter, or with CH=03 one; writes results/ and the tables of the READMEs
-	@set -e; ls -d $(CH)*_*/ >/dev/null || { echo "make: there is no chapter $(CH)" >&2; exit 2; }; \
+	@set -e; ls -d $(CH)*_*/ >/dev/null 2>&1 || { echo "make: there is no chapter $(CH)" >&2; exit 2; }; \
 	for script in $(wildcard $(or $(CH),[01])*_*/bench_*.py $(or $(CH),[01])*_*/*/bench_*.py); do \
 	  echo "== $$script"; $(PY) $$script; done
 	$(PY) tests/harness/report.py

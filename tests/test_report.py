@@ -1,10 +1,22 @@
 """From measurement to README: ratios, the results file, the filled tables."""
 
 import json
+import runpy
+import subprocess
 
 import pytest
 from harness.figures import stale, write_figure
-from harness.report import ROOT, Ratio, fill, paired, ratio_of, table, write_result
+from harness.report import (
+    ROOT,
+    Ratio,
+    environment,
+    fill,
+    paired,
+    ratio_of,
+    table,
+    without_certificate,
+    write_result,
+)
 
 COLUMNS, ROWS = ["what", "bytes", "time ratio"], [["ring", 12345, Ratio(0.5, 0.4, 0.6)], ["tree", 1.23456, "n/a"]]
 
@@ -46,6 +58,61 @@ def test_a_result_names_device_versions_and_commit(tmp_path):
         write_result("09_x", "Rings", COLUMNS, [["ring", 1]], folder=tmp_path)
 
 
+def git(*words):
+    return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.split()
+
+
+# Results that were measured before results had to say all this. A chapter that measures again takes its lines away.
+EXCEPTIONS = ROOT / "results" / "exceptions.txt"
+HISTORY = (ROOT / ".git").exists() and git("rev-parse", "--is-shallow-repository") == ["false"]
+
+
+@pytest.mark.skipif(not HISTORY, reason="needs the whole history of git; reason: this is a copy")
+def test_every_result_has_a_birth_certificate_but_for_a_list_of_exceptions_that_only_shrinks():
+    lacking = without_certificate(ROOT / "results", {commit[:10] for commit in git("rev-list", "HEAD")})
+    listed = EXCEPTIONS.read_text().split()
+    assert listed == sorted(set(listed))
+    new = {name: why for name, why in lacking.items() if name not in listed}
+    assert not new, f"measure these again from a clean commit: {new}"
+    assert not set(listed) - lacking.keys(), "these comply now: take them off the list"
+    first = git("log", "--diff-filter=A", "--format=%H", "--", "results/exceptions.txt")
+    allowed = git("show", f"{first[-1]}:results/exceptions.txt") if first else listed
+    assert set(listed) <= set(allowed), "the list of exceptions has grown"
+
+
+@pytest.mark.parametrize("lost", ["device", "torch", "python", "date", "commit", "verified"])
+def test_a_result_without_one_of_its_facts_is_noticed(lost, tmp_path):
+    path = write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path)
+    record = json.loads(path.read_text())
+    record["environment"]["commit"] = "0123456789"
+    path.write_text(json.dumps(record))
+    assert without_certificate(tmp_path, {"0123456789"}) == {}
+    del (record if lost == "verified" else record["environment"])[lost]
+    path.write_text(json.dumps(record))
+    assert lost in without_certificate(tmp_path, {"0123456789"})["09_x.cpu.json"]
+    record["environment"]["commit"] = "0123456789-dirty"
+    path.write_text(json.dumps(record))
+    assert "a commit (0123456789-dirty)" in without_certificate(tmp_path, {"0123456789"})["09_x.cpu.json"]
+
+
+def test_from_a_tree_with_changes_nothing_is_written_into_results(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("harness.report.ROOT", tmp_path)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "code.py").write_text("1")
+    subprocess.run(["git", "-C", tmp_path, "add", "code.py"], check=True)
+    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", tmp_path, *name, "commit", "-qm", "One"], check=True)
+    assert write_result("09_x", "Rings", COLUMNS, ROWS).exists()
+    assert write_result("09_y", "Rings", COLUMNS, ROWS).exists(), "what a benchmark has just written does not count"
+    for change in ("code.py", "new.py"):
+        (tmp_path / change).write_text("2")
+        assert environment()["commit"].endswith("-dirty"), change
+        assert not write_result("09_z", "Rings", COLUMNS, ROWS).exists(), change
+        assert "not written, the tree has changes" in capsys.readouterr().out
+        (tmp_path / change).write_text("1")
+        (tmp_path / "new.py").unlink(missing_ok=True)
+
+
 def test_tables_are_filled_between_the_markers_and_filling_twice_changes_nothing(tmp_path):
     path = write_result("09_x", "Rings", COLUMNS, ROWS, notes="Two sizes.", folder=tmp_path)
     text = "before\n<!-- results: 09_x -->\nstale words\n<!-- end results -->\nafter\n"
@@ -68,16 +135,37 @@ def test_the_tables_in_the_readmes_are_those_of_the_results():
     assert not stale, f"run `make tables`: {stale}"
 
 
-def test_a_figure_is_drawn_from_results_is_repeatable_and_knows_when_it_is_old(tmp_path):
-    def draw(axes, rings):
-        axes.bar([row[0] for row in rings["rows"]], [row[1] for row in rings["rows"]])
+DRAWS = """
+WIDTH = 0.5
+OTHER = 1
 
+
+def names(rings):
+    return [row[0] for row in rings["rows"]]
+
+
+def draw(axes, rings):
+    axes.bar(names(rings), [row[1] for row in rings["rows"]], WIDTH)
+"""
+
+
+def test_a_figure_is_drawn_from_results_is_repeatable_and_knows_when_it_is_old(tmp_path):
+    code = tmp_path / "09_x" / "bench_rings.py"
+    code.parent.mkdir()
+    code.write_text(DRAWS)
+    draw = runpy.run_path(str(code))["draw"]
     write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path / "results")
     first = write_figure("09_x/figures/rings.svg", ["09_x"], draw, root=tmp_path).read_text()
     assert "ring" in first and "drawn from 09_x: " in first and not stale(tmp_path)
     assert write_figure("09_x/figures/rings.svg", ["09_x"], draw, root=tmp_path).read_text() == first
+    for change, counts in {("0.5", "0.4"): True, ("row[0]", "row[-1]"): True, ("= 1", "= 2"): False}.items():
+        code.write_text(DRAWS.replace(*change) + "# a comment\n")
+        assert bool(stale(tmp_path)) == counts, change
+    code.write_text(DRAWS)
     write_result("09_x", "Rings", COLUMNS, [["ring", 12346, "n/a"]], folder=tmp_path / "results")
     assert stale(tmp_path) == ["09_x/figures/rings.svg is older than 09_x"]
+    (tmp_path / "09_x/figures/rings.svg").write_text("<!-- drawn from 09_x: 0123456789abcdef -->")
+    assert stale(tmp_path) == ["09_x/figures/rings.svg does not say by which code it was drawn"]
     with pytest.raises(FileNotFoundError, match="no result is called 09_y"):
         write_figure("09_x/figures/rings.svg", ["09_y"], draw, root=tmp_path)
 

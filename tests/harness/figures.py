@@ -1,14 +1,17 @@
 """From a result to the figure in a README, without a keyboard in between.
 
 A benchmark calls `write_figure` after `write_result`. `draw` gets matplotlib axes and the named results and draws only
-from them, so that a figure can always be drawn again. The SVG file carries a digest of the rows it was drawn from;
-`stale` lists the figures whose results have changed since, and a test demands that there are none.
+from them, so that a figure can always be drawn again. The SVG file carries a digest of the rows it was drawn from, and
+one of the code that drew it; `stale` lists the figures for which one of the two has changed since, and a test demands
+that there are none.
 """
 
+import ast
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,10 @@ COLOURS = {
     "idle": "#8c8c8c",
 }
 GREY = "#808080"
-DRAWN_FROM = re.compile(r"<!-- drawn from (?P<sources>[^:]+): (?P<digest>[0-9a-f]{16}) -->")
+DRAWN_FROM = re.compile(
+    r"<!-- drawn from (?P<sources>[^:]+): (?P<digest>[0-9a-f]{16}); "
+    r"by (?P<file>\S+) (?P<name>\w+): (?P<code>[0-9a-f]{16}) -->"
+)
 
 
 def read_result(name: str, root: Path = ROOT) -> dict[str, Any]:
@@ -43,10 +49,42 @@ def digest(sources: Sequence[str], root: Path = ROOT) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 
+def code_digest(file: Path, name: str) -> str:
+    """16 hex digits of the function `name`, of all in its file that it uses, and of the style that all figures share.
+
+    Of the program, that is: comments and layout do not count.
+    """
+    mine, style = _definitions(file), _definitions(Path(__file__))
+    words = [*_used(mine, name), *_used(style, "write_figure")]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
+def _definitions(file: Path) -> dict[str, ast.stmt]:
+    """What a file defines at its top level, by name."""
+    found: dict[str, ast.stmt] = {}
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {n.id: node for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return found
+
+
+def _used(definitions: dict[str, ast.stmt], name: str) -> list[str]:
+    """The text of a definition and of those that it uses, directly or not."""
+    names, new = {name}, {name}
+    while new:
+        inner = {n.id for one in new for n in ast.walk(definitions[one]) if isinstance(n, ast.Name)}
+        new = inner & definitions.keys() - names
+        names |= new
+    return [ast.unparse(definitions[one]) for one in sorted(names)]
+
+
 def write_figure(
     path: str | Path,
     sources: Sequence[str],
-    draw: Callable[..., None],
+    draw: types.FunctionType,
     *,
     shape: tuple[int, int] = (1, 1),
     size: tuple[float, float] | None = None,
@@ -75,15 +113,27 @@ def write_figure(
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)
     text = "\n".join(line.rstrip() for line in file.read_text().splitlines())
-    file.write_text(f"{text}\n<!-- drawn from {', '.join(sources)}: {digest(sources, root)} -->\n")
+    code = Path(draw.__code__.co_filename).resolve()
+    by = f"{code.relative_to(root.resolve()).as_posix()} {draw.__name__}: {code_digest(code, draw.__name__)}"
+    file.write_text(f"{text}\n<!-- drawn from {', '.join(sources)}: {digest(sources, root)}; by {by} -->\n")
     return file
 
 
 def stale(root: Path = ROOT) -> list[str]:
-    """Figures that were drawn from other numbers than the results now hold, one line each."""
+    """Figures that were drawn from other numbers, or by other code, than there are now, one line each."""
     found = []
     for file in sorted(root.glob("[01]*/figures/*.svg")):
-        drawn = DRAWN_FROM.search(file.read_text())
-        if drawn and digest(drawn["sources"].split(", "), root) != drawn["digest"]:
+        text = file.read_text()
+        drawn = DRAWN_FROM.search(text)
+        if "<!-- drawn from" in text and not drawn:
+            found.append(f"{file.relative_to(root)} does not say by which code it was drawn")
+        if not drawn:  # a drawing without results; its chapter tests it
+            continue
+        if digest(drawn["sources"].split(", "), root) != drawn["digest"]:
             found.append(f"{file.relative_to(root)} is older than {drawn['sources']}")
+        code = root / drawn["file"]
+        if not code.exists() or drawn["name"] not in _definitions(code):
+            found.append(f"{file.relative_to(root)} was drawn by {drawn['name']} of {drawn['file']}, which is gone")
+        elif code_digest(code, drawn["name"]) != drawn["code"]:
+            found.append(f"{file.relative_to(root)} was drawn by another {drawn['name']} than that of {drawn['file']}")
     return found

@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -180,6 +180,26 @@ def write_result(
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n\n{table(record)}")
     return path
+
+
+def without_certificate(results: Path, commits: Container[str]) -> dict[str, str]:
+    """What each result lacks of device, versions, date, `verified` and a commit among `commits`, by the file's name.
+
+    A commit is there by the first ten digits of its name, as `environment` writes it.
+    """
+    lacking = {}
+    for file in sorted(results.glob("*.*.json")):
+        record = json.loads(file.read_text())
+        about = record.get("environment", {})
+        lacks = [word for word in ("device", "torch", "python", "date") if not about.get(word)]
+        lacks += [] if record.get("verified") in (True, False) else ["verified"]
+        commit = about.get("commit", "")
+        lacks += (
+            [] if re.fullmatch("[0-9a-f]{10}", commit) and commit in commits else [f"a commit ({commit or 'none'})"]
+        )
+        if lacks:
+            lacking[file.name] = ", ".join(lacks)
+    return lacking
 
 
 def table(record: dict[str, Any]) -> str:
