@@ -170,6 +170,7 @@ def main() -> None:
         # Ranks are forked from a server. With the harness in it, no rank looks for the harness in the copy of the run
         # that started it, which is gone when a later run needs one more of its modules.
         forkserver.set_forkserver_preload([*harness.ranks.PRELOAD, "harness.meter", "harness.oracle", "harness.ranks"])
+        forkserver.ensure_running()
         harness.ranks.use_fresh_modules()
         unwell = "" if trusted else harness.ranks.preflight()
     gc.freeze()  # what is imported so far is never garbage: pytest's collections at the end of each run skip it

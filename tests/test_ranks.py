@@ -1,5 +1,6 @@
 """The rank pool: that it runs what it should, and that each way to fail is seen, named and over in time."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from harness import ranks
 from harness.ranks import RankFailure, run_ranks
 
 
@@ -83,6 +85,21 @@ def test_a_rank_that_raises_shows_its_own_traceback_not_its_peers_broken_connect
     assert "ValueError: the batch is upside down" in str(failure.value).split("the others:")[0]
 
 
+def leave_first_and_say_why_later():
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        time.sleep(0.5)
+        raise ValueError("the batch is upside down")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_cause_is_shown_before_its_consequences_though_it_is_reported_after_them():
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(3, leave_first_and_say_why_later)
+    assert failure.value.ranks == [1], failure.value
+    assert "ValueError: the batch is upside down" in str(failure.value).split("the others:")[0]
+
+
 def test_a_rank_that_hangs_fails_at_the_deadline_and_every_stuck_rank_shows_its_stack():
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
@@ -145,6 +162,61 @@ def test_the_pool_works_after_every_kind_of_failure():
         assert [value for _, _, value in run_ranks(2, sum_of_ranks, 1)] == [1.0, 1.0]
 
 
+def count_imports(folder):
+    sys.path.insert(0, folder)
+    import counted  # type: ignore[import-not-found]
+
+    counted.COUNT += 1
+    return counted.COUNT
+
+
+def test_modules_stay_between_two_calls_unless_every_call_is_to_have_its_own(tmp_path, pool):
+    (tmp_path / "counted.py").write_text("COUNT = 0\n")
+    pool.fresh = False
+    assert [run_ranks(1, count_imports, str(tmp_path)) for _ in range(3)] == [[1], [2], [3]]
+    pool.fresh = True
+    run_ranks(1, count_imports, str(tmp_path))  # the call after which they are unloaded
+    assert [run_ranks(1, count_imports, str(tmp_path)) for _ in range(2)] == [[1], [1]]
+
+
+@pytest.fixture
+def pool():
+    """A pool of this test's own, with processes that no other test has used."""
+    before, ranks._pool = ranks._pool, ranks._Pool()
+    yield ranks._pool
+    ranks._pool.close()
+    ranks._pool = before
+
+
+def test_deadlines_scale_with_the_unit_of_a_slow_machine_and_not_beyond_a_limit(pool):
+    pool.unit, pool.limit = 3.0, 60.0
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match="after 6 s"):
+        run_ranks(1, lost_in_thought, timeout=2)
+    assert 6 <= time.monotonic() - began < 20
+    ranks.limit_timeouts(1)
+    with pytest.raises(RankFailure, match="after 3 s"):
+        run_ranks(1, lost_in_thought, timeout=2)
+
+
+def test_the_preflight_of_a_machine_that_is_well_says_nothing_and_measures_the_unit(pool, monkeypatch):
+    pool.unit = 2.0
+    monkeypatch.setattr(ranks, "QUIET", 1e-3)
+    assert ranks.preflight() == "" and pool.unit == 10.0
+    monkeypatch.setattr(ranks, "QUIET", 1e3)
+    assert ranks.preflight() == "" and pool.unit == 1.0
+
+
+def test_a_machine_without_a_working_loopback_is_told_in_one_line():
+    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
+    say = "import os; from harness import ranks; print(os.sep.join([ranks.preflight()]))"
+    alone = ["unshare", "--net", "--map-root-user", sys.executable, "-c", say]
+    if subprocess.run([*alone[:3], "true"], capture_output=True).returncode:
+        pytest.skip("reason: this Linux machine allows no network namespaces")
+    done = subprocess.run(alone, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("two processes cannot exchange 4 MB over lo") and done.stdout.count("\n") == 1
+
+
 KEPT = []
 
 
@@ -155,12 +227,16 @@ def make_groups():
 
 def threads_of_groups():
     dist.barrier()  # a thread that has just begun may not have its name yet
-    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text())
     return sum("gloo_runloop" in name for name in names)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc, which only Linux has")
-def test_the_groups_of_a_job_are_gone_in_the_next_though_its_module_kept_them():
+def test_the_groups_of_a_job_are_gone_in_the_next_though_its_module_kept_them(pool):
+    pool.fresh = True
     before = max(run_ranks(2, threads_of_groups))
     run_ranks(2, make_groups)
     assert max(run_ranks(2, threads_of_groups)) <= before + 1  # the five would be five more
@@ -190,8 +266,8 @@ def test_ranks_end_with_a_test_process_that_is_killed(tmp_path):
     assert within(120, lambda: len(list(tmp_path.glob("*.rank"))) == 2)
     process.kill()
     process.wait()
-    ranks = [int(file.stem) for file in tmp_path.glob("*.rank")]
-    assert within(20, lambda: not any(map(alive, ranks)))
+    pids = [int(file.stem) for file in tmp_path.glob("*.rank")]
+    assert within(20, lambda: not any(map(alive, pids)))
 
 
 def within(seconds, condition):

@@ -95,6 +95,15 @@ def test_a_result_without_one_of_its_facts_is_noticed(lost, tmp_path):
     assert "a commit (0123456789-dirty)" in without_certificate(tmp_path, {"0123456789"})["09_x.cpu.json"]
 
 
+def test_a_result_whose_commit_nobody_has_is_noticed(tmp_path):
+    path = write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path)
+    record = json.loads(path.read_text())
+    record["environment"]["commit"] = "0123456789"
+    path.write_text(json.dumps(record))
+    assert without_certificate(tmp_path, {"0123456789"}) == {}
+    assert "a commit (0123456789)" in without_certificate(tmp_path, {"9876543210"})["09_x.cpu.json"]
+
+
 def test_from_a_tree_with_changes_nothing_is_written_into_results(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("harness.report.ROOT", tmp_path)
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
@@ -159,7 +168,7 @@ def test_a_figure_is_drawn_from_results_is_repeatable_and_knows_when_it_is_old(t
     assert "ring" in first and "drawn from 09_x: " in first and not stale(tmp_path)
     assert write_figure("09_x/figures/rings.svg", ["09_x"], draw, root=tmp_path).read_text() == first
     for change, counts in {("0.5", "0.4"): True, ("row[0]", "row[-1]"): True, ("= 1", "= 2"): False}.items():
-        code.write_text(DRAWS.replace(*change) + "# a comment\n")
+        code.write_text("# a comment\n" + DRAWS.replace(*change))
         assert bool(stale(tmp_path)) == counts, change
     code.write_text(DRAWS)
     write_result("09_x", "Rings", COLUMNS, [["ring", 12346, "n/a"]], folder=tmp_path / "results")

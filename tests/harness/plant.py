@@ -135,7 +135,7 @@ def heading() -> str:
 
 def read_ledger(file: Path = LEDGER) -> dict[tuple[str, str], str]:
     """{(script, name of the mistake): digest}. LedgerError for one of another version, or that no ledger is."""
-    first, *lines = file.read_text().splitlines() if file.exists() else ["nothing"]
+    first, *lines = (file.read_text() if file.exists() else "").splitlines() or ["nothing"]
     if first != heading():
         raise LedgerError(f"{file.name} begins with {first!r} and not with {heading()!r}; `make prove` writes it anew")
     rows = [line.split() for line in lines]
