@@ -326,10 +326,27 @@ def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row:
     else:
         row.status = "passed"
         return ""
+    if outcome.ended or TRANSPORT.search(failed[0].message if failed else ""):
+        at = failed[0].test if failed else next((t for t in tests if sentence(t) == row.claim), tests[0])
+        if why := unwell(course, chapter, at, judge):
+            row.status, row.detail, row.claim = "not reached", why, ""
+            return ""
     names = {result.test for result in failed} or {tests[-1]}
     mistake = nearest_mistake(script, row.number, body, names)
     row.mistake, row.hint = (mistake.name, mistake.hint) if mistake else ("", general_hint(chapter, script, row.number))
     return ""
+
+
+TRANSPORT = re.compile(r"gloo/transport|Connection (closed|reset|refused|timed out)|still running after")
+
+
+def unwell(course: Course, chapter: Chapter, test: str, judge: Judge) -> str:
+    """After a hang or a broken connection: do the chapter's own lines pass here? If not, it is the machine."""
+    control = judge.run({}, [course.test_path(chapter, test)], enough=1)
+    if control.results and all(result.passed for result in control.results):
+        return ""
+    why = control.ended or first_lines(next((r.message for r in control.results if not r.passed), "no result"))
+    return f"this machine, not your lines: with the chapter's own it does not work either ({why})"
 
 
 def unanswered(tests: Sequence[str], outcome: Outcome) -> list[str]:

@@ -200,6 +200,7 @@ class Judge:
             "PYTHONHASHSEED": "0",
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
+            "RANKS_UNIT": os.environ.get("RANKS_UNIT", "1"),
             "CUDA_VISIBLE_DEVICES": "",  # the exercises are for the CPU, and give the same result everywhere
         }
         limits = {"file_bytes": self.limits.file, "data_bytes": self.limits.memory, "cpu_seconds": 3600}

@@ -1,7 +1,7 @@
 """The checker of the exercises is checked: right solutions pass, known mistakes do not, and hostile ones never do.
 
 Most of this runs on a chapter of ten lines without torch (`tiny`), where a check takes a second; what is said about the
-real chapters runs on them. `make mistakes` plants all mistakes of all chapters; here a few stand for them.
+real chapters runs on them. `make prove` plants all mistakes of all chapters; here a few stand for them.
 """
 
 import io
@@ -24,7 +24,7 @@ import checking
 import course as tool
 import screen
 from checking import Course, CourseError, Submission, check, read_submission
-from sandbox import MIB, Judge, Limits
+from sandbox import MIB, Judge, Limits, Outcome, Result
 
 LIMITS = Limits(test_seconds=40, test_cpu_seconds=3, hang=5, processes=20, memory=2048 * MIB, disk=48 * MIB)
 REAL = Course()
@@ -176,7 +176,10 @@ def judge():
         yield judge
 
 
-@pytest.mark.parametrize("name", ["01", "02"])
+ALL = [pytest.param(name, marks=[pytest.mark.prove, pytest.mark.chapter(name)]) for name in ("01", "02")]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_the_chapters_own_bodies_pass_in_every_exercise(name, tmp_path, judge):
     chapter = REAL.chapter(name)
     folder = write_student(chapter, own_bodies(chapter), tmp_path / chapter.folder)
@@ -184,7 +187,7 @@ def test_the_chapters_own_bodies_pass_in_every_exercise(name, tmp_path, judge):
     assert report.all_passed, [(row.number, row.status, row.detail) for row in report.rows] + [report.rejected]
 
 
-@pytest.mark.parametrize("name", ["01", "02"])
+@pytest.mark.parametrize("name", ALL)
 def test_differently_written_right_solutions_pass_all_together(name, tmp_path, judge):
     chapter = REAL.chapter(name)
     bodies = {a.exercise: a.body.strip("\n") for script in chapter.scripts for a in script.alternatives}
@@ -207,12 +210,13 @@ def test_every_planted_mistake_is_something_that_was_written_and_no_two_are_the_
                 bodies[key] = mistake.name
 
 
-SAMPLE = {  # one of each script; `make mistakes` hands in all
+SAMPLE = {  # one of each script; `make prove` plants all
     *("eps_outside_the_root", "labels_are_shifted_twice", "tied_embeddings_are_counted_twice"),
     *("chunk_is_added_one_step_too_late", "valid_tokens_of_the_whole_world"),
 }
 
 
+@pytest.mark.prove
 def test_planted_mistakes_fail_at_their_exercise_with_their_hint(judge):
     seen = set()
     for chapter in REAL.chapters.values():
@@ -225,7 +229,11 @@ def test_planted_mistakes_fail_at_their_exercise_with_their_hint(judge):
     assert seen == SAMPLE
 
 
-@pytest.mark.parametrize("number", ["3.38", "4.32", "5.23", "6.22", "7.26", "8.30", "9.28", "10.31", "11.24"])
+PROVE = ["4.32", "5.23", "6.22", "7.26", "8.30", "9.28", "10.31", "11.24"]
+LATER = ["3.38", *(pytest.param(number, marks=pytest.mark.prove) for number in PROVE)]
+
+
+@pytest.mark.parametrize("number", LATER)
 def test_in_each_later_chapter_another_right_solution_passes_and_a_mistake_gets_its_hint(number, judge):
     chapter = REAL.chapter(number.partition(".")[0])
     script, _ = chapter.exercises[number]
@@ -247,6 +255,7 @@ def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_
     assert "exercise 1.25 in 01_single_gpu/README.md" in row.hint and row.mistake == ""
 
 
+@pytest.mark.prove
 def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone():
     first = "test_zero_memory.py::test_the_demos_counter_of_bytes_agrees_with_the_harness"  # without harness.oracle
     then = "test_zero_stages.py::test_the_ranks_together_own_each_element_once_and_no_padding[1]"  # which imports it
@@ -477,6 +486,28 @@ return 1"""
     report = check_bodies(tiny, tiny.chapter("01"), {"1.1": plugin})
     assert not report.all_passed
     assert "known mistake" in report.rejected and report.rows[0].status == "not reached"
+
+
+class MachineWithout:
+    """In place of a judge: one whose connections break, always or with the student's lines only."""
+
+    def __init__(self, broken_by):
+        self.broken_by = broken_by
+
+    def run(self, changes, tests, marks=False, enough=3):
+        broken = "x + x" in "".join(changes.values()) or self.broken_by == "the machine"
+        message = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error: Connection timed out"
+        return Outcome([Result(test.rpartition("/")[2], not broken, message if broken else "") for test in tests])
+
+
+def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny):
+    chapter = tiny.chapter("01")
+    lines = Submission({}, {"1.1": "return x + x"})
+    (row,) = check(tiny, chapter, lines, ["1.1"], judge=MachineWithout("the machine")).rows
+    assert row.status == "not reached" and row.detail.startswith("this machine, not your lines: ") and not row.hint
+    assert "Connection timed out" in row.detail and "\n" not in row.detail
+    (row,) = check(tiny, chapter, lines, ["1.1"], judge=MachineWithout("the student")).rows
+    assert row.status == "failed" and "Connection timed out" in row.detail
 
 
 # --------------------------------------------------------------------------------------------------------------- grade

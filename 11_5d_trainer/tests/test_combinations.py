@@ -50,7 +50,7 @@ def kinds(layout):
     )
 
 
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.prove)])
 def test_in_the_covering_set_all_kinds_meet_by_twos_and_by_threes_or_are_refused_with_a_reason(number):
     layouts, refused = covering(pairs=False, triples=number == 3)
     met = {frozenset(some) for one in layouts for some in itertools.combinations(enumerate(kinds(one)), number)}
@@ -62,16 +62,21 @@ def test_in_the_covering_set_all_kinds_meet_by_twos_and_by_threes_or_are_refused
             assert bool(reason) != (meeting in met), f"{names}: refused because {reason!r}, met: {meeting in met}"
 
 
-def test_every_two_kinds_of_parallelism_together_give_the_loss_gradients_and_weights_of_one_process(text):
-    layouts, _ = covering(pairs=False, triples=False)
+@pytest.mark.long
+@pytest.mark.parametrize("most", [4, pytest.param(8, marks=pytest.mark.prove)])
+def test_every_two_kinds_of_parallelism_together_give_the_loss_gradients_and_weights_of_one_process(most, text):
+    layouts, _ = covering(pairs=False, triples=False, most=most)
     assert fuzz.verify(layouts, text) == len(layouts) < 25
+    assert max(one.ranks for one in layouts) == most
 
 
+@pytest.mark.prove
 def test_all_five_axes_on_sixteen_ranks_give_the_loss_gradients_and_weights_of_one_process(text):
     experts_and_dense = [Layout(16, f"--micro-batch 1 {words}") for words in FULL[:2]]
     assert fuzz.verify(experts_and_dense, text) == 2
 
 
+@pytest.mark.prove
 def test_six_random_layouts_give_the_loss_gradients_and_weights_of_one_process(text):
     assert fuzz.verify(itertools.islice(random_layouts(seed=2026, most=4), 6), text) == 6
 
@@ -128,7 +133,8 @@ def losses_of_runs(lines):
     return [torch.tensor(list(fuzz.losses(fuzz.run(words)).values()), dtype=torch.float64) for words in lines]
 
 
-def test_twenty_adamw_steps_give_the_losses_and_norms_of_one_rank(text, tmp_path):
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_twenty_adamw_steps_give_the_losses_and_norms_of_one_rank(ranks, text, tmp_path):
     def words(layout, name):
         return [*options(text, layout, clip=1), "--out", str(tmp_path / name)]
 
@@ -137,12 +143,11 @@ def test_twenty_adamw_steps_give_the_losses_and_norms_of_one_rank(text, tmp_path
         0
     ]
     assert dense.shape == sparse.shape == (20, 2)
-    for ranks in (4, 16):
-        layouts = [words for count, words in ADAMW if count == ranks]
-        lines = [words(layout, f"{ranks}-{i}") for i, layout in enumerate(layouts)]
-        for layout, got in zip(layouts, run_ranks(ranks, losses_of_runs, lines, timeout=300)[0], strict=True):
-            want = sparse if "--experts" in layout else dense
-            assert_same(got, want, 1e-9, f"losses and norms of 20 steps on {ranks} ranks {layout}")
+    layouts = [words for count, words in ADAMW if count == ranks]
+    lines = [words(layout, f"{ranks}-{i}") for i, layout in enumerate(layouts)]
+    for layout, got in zip(layouts, run_ranks(ranks, losses_of_runs, lines, timeout=300)[0], strict=True):
+        want = sparse if "--experts" in layout else dense
+        assert_same(got, want, 1e-9, f"losses and norms of 20 steps on {ranks} ranks {layout}")
 
 
 # ---------------------------------------------------------------------------- saved in one layout, resumed in others
@@ -184,7 +189,8 @@ SAVED = {  # by four ranks, in the most complicated layouts
 }
 
 
-def test_a_run_saved_in_one_layout_goes_on_in_24_others_with_the_same_losses(text, tmp_path):
+@pytest.mark.parametrize("some", ["at 1 and 2 ranks", pytest.param("all", marks=pytest.mark.prove)])
+def test_a_run_saved_in_one_layout_goes_on_in_24_others_with_the_same_losses(some, text, tmp_path):
     words = {
         name: [*options(text, layout, clip=1, steps=6, save_every=4, keep=9), "--out", str(tmp_path / name)]
         for name, layout in SAVED.items()
@@ -192,9 +198,9 @@ def test_a_run_saved_in_one_layout_goes_on_in_24_others_with_the_same_losses(tex
     undisturbed = dict(zip(words, run_ranks(4, losses_of_runs, list(words.values()), timeout=180)[0], strict=True))
     cases = [("dense", *case) for case in DENSE] + [("sparse", *case) for case in SPARSE]
     assert len(cases) >= 20
-    for ranks in (1, 2, 4):
-        some, lines = [case for case in cases if case[1] == ranks], []
-        for i, (name, _, layout) in enumerate(some):
+    for ranks in (1, 2, 4) if some == "all" else (1, 2):
+        chosen, lines = [case for case in cases if case[1] == ranks], []
+        for i, (name, _, layout) in enumerate(chosen):
             saved = Path("checkpoints") / "step-000004"
             shutil.copytree(tmp_path / name / saved, tmp_path / f"{ranks}-{i}" / saved)
             dp = Config(**parse(layout.split())).dp(ranks)
@@ -202,6 +208,6 @@ def test_a_run_saved_in_one_layout_goes_on_in_24_others_with_the_same_losses(tex
             micro_batch = 2 // dp or 1
             again = ["--resume", str(tmp_path / f"{ranks}-{i}" / saved), "--micro-batch", str(micro_batch)]
             lines.append([*again, *ALONE.split(), *layout.split()])
-        for (name, _, layout), got in zip(some, run_ranks(ranks, losses_of_runs, lines, timeout=300)[0], strict=True):
+        for (name, _, layout), got in zip(chosen, run_ranks(ranks, losses_of_runs, lines, timeout=300)[0], strict=True):
             want = undisturbed[name][4:]
             assert_same(got, want, 1e-9, f"losses and norms after going on on {ranks} ranks {layout}")
