@@ -85,7 +85,12 @@ gpu-kernels:  ## on a GPU: only the kernels of chapter 09
 
 results: $(READY)  ## tables and figures of the READMEs from results/; FROM=FILE takes the file of a GPU run in first
 	$(PY) tests/harness/report.py $(if $(FROM),--take $(FROM))
-	@set -e; for script in $$(grep -l -e --figures [01]*/bench_*.py [01]*/*/bench_*.py); do echo "== $$script"; $(PY) $$script --figures; done
+	@$(MAKE) --no-print-directory figures
+
+.PHONY: figures
+figures: $(READY)  ## draw every figure again from results/, or with CH=03 those of one chapter
+	@set -e; for script in $$(grep -l -e --figures $(or $(CH),[01])*_*/bench_*.py $(or $(CH),[01])*_*/*/bench_*.py); do \
+	  echo "== $$script"; $(PY) $$script --figures; done
 
 clean:  ## remove .venv, caches and runs/
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache

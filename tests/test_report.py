@@ -5,7 +5,7 @@ import runpy
 import subprocess
 
 import pytest
-from harness.figures import stale, write_figure
+from harness.figures import DRAWN_FROM, faults, stale, write_figure
 from harness.report import (
     ROOT,
     Ratio,
@@ -181,3 +181,43 @@ def test_a_figure_is_drawn_from_results_is_repeatable_and_knows_when_it_is_old(t
 
 def test_no_figure_is_older_than_its_results():
     assert not stale(), "\n".join(stale())
+
+
+def drawn_figures():
+    for file in sorted(ROOT.glob("[01]*/figures/*.svg")):
+        if drawn := DRAWN_FROM.search(file.read_text()):
+            yield pytest.param(
+                file, drawn, marks=pytest.mark.chapter(file.parts[-3][:2]), id=f"{file.parts[-3][:2]}-{file.stem}"
+            )
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("file", "drawn"), list(drawn_figures()))
+def test_every_figure_can_be_drawn_again_and_is_the_same_to_the_byte_neither_empty_nor_cut_off(
+    file, drawn, monkeypatch
+):
+    code = ROOT / drawn["file"]
+    monkeypatch.syspath_prepend(str(code.parent))
+    monkeypatch.setattr("sys.argv", [str(code)])
+    draw = runpy.run_path(str(code))[drawn["name"]]
+    shape, size = (tuple(float(n) for n in drawn[key].split("x")) for key in ("shape", "size"))
+    before = file.read_text()
+    try:  # into its own place, since the file says which code drew it
+        where = file.relative_to(ROOT)
+        write_figure(where, drawn["sources"].split(", "), draw, shape=tuple(map(int, shape)), size=size)
+        assert file.read_text() == before
+    finally:
+        file.write_text(before)
+
+
+def test_a_figure_that_is_empty_or_cut_off_is_refused():
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2)
+    axes[0].plot([1, 2], [1, 2])
+    assert faults(figure) == ["axes 1 are empty"]
+    axes[1].plot([1], [1])
+    assert faults(figure) == []
+    axes[1].text(0.5, 1.8, "far above", transform=axes[1].transAxes)
+    assert faults(figure) == ["'far above' is cut off"]
+    plt.close(figure)

@@ -31,7 +31,7 @@ COLOURS = {
 GREY = "#808080"
 DRAWN_FROM = re.compile(
     r"<!-- drawn from (?P<sources>[^:]+): (?P<digest>[0-9a-f]{16}); "
-    r"by (?P<file>\S+) (?P<name>\w+): (?P<code>[0-9a-f]{16}) -->"
+    r"by (?P<file>\S+) (?P<name>\w+) (?P<shape>\d+x\d+) (?P<size>[\d.]+x[\d.]+): (?P<code>[0-9a-f]{16}) -->"
 )
 
 
@@ -47,6 +47,23 @@ def digest(sources: Sequence[str], root: Path = ROOT) -> str:
     """16 hex digits that change when a number in one of the results does."""
     data = [[result["columns"], result["rows"]] for result in (read_result(name, root) for name in sources)]
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+
+
+def faults(figure: Any) -> list[str]:
+    """What a reader would stumble over: axes in which nothing is drawn, words that leave the picture."""
+    found = [f"axes {i} are empty" for i, axes in enumerate(figure.axes) if not (axes.has_data() or axes.texts)]
+    figure.canvas.draw()
+    width, height = figure.canvas.get_width_height()
+    # Labels of ticks beyond the ends of an axis exist and are not drawn; the layout makes room for the others.
+    axles = [axle for axes in figure.axes for axle in (axes.xaxis, axes.yaxis)]
+    ticks = [tick for axle in axles for tick in (*axle.get_major_ticks(), *axle.get_minor_ticks())]
+    passed = {id(label) for tick in ticks for label in (tick.label1, tick.label2)}
+    for text in figure.findobj(lambda artist: hasattr(artist, "get_text") and artist.get_visible()):
+        box = text.get_window_extent()
+        inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
+        if text.get_text().strip() and id(text) not in passed and not inside:
+            found.append(f"{text.get_text()!r} is cut off")
+    return found
 
 
 def code_digest(file: Path, name: str) -> str:
@@ -90,7 +107,7 @@ def write_figure(
     size: tuple[float, float] | None = None,
     root: Path = ROOT,
 ) -> Path:
-    """Draw `draw(axes, *results)` into the SVG file `path`, relative to the repository.
+    """Draw `draw(axes, *results)` into the SVG file `path`, relative to the repository. ValueError if it has `faults`.
 
     `shape` (rows, columns) above (1, 1) hands over an array of axes; `size` is in inches. The same results give the
     same file, byte for byte.
@@ -108,13 +125,16 @@ def write_figure(
         width, height = size or (5.5 * shape[1], 3.6 * shape[0])
         figure, axes = plt.subplots(*shape, figsize=(width, height), layout="constrained")
         draw(axes, *(read_result(name, root) for name in sources))
+        if wrong := faults(figure):
+            raise ValueError(f"{path}: {'; '.join(wrong)}")
         file = root / path
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)
     text = "\n".join(line.rstrip() for line in file.read_text().splitlines())
     code = Path(draw.__code__.co_filename).resolve()
-    by = f"{code.relative_to(root.resolve()).as_posix()} {draw.__name__}: {code_digest(code, draw.__name__)}"
+    by = f"{code.relative_to(root.resolve()).as_posix()} {draw.__name__}"
+    by += f" {shape[0]}x{shape[1]} {width:g}x{height:g}: {code_digest(code, draw.__name__)}"
     file.write_text(f"{text}\n<!-- drawn from {', '.join(sources)}: {digest(sources, root)}; by {by} -->\n")
     return file
 
