@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "11_5d_trainer"))
+sys.path[:0] = [str(ROOT / "11_5d_trainer"), str(ROOT / "11_5d_trainer" / "tests")]
 
 import chapters  # noqa: E402, F401  finds the chapters below
 import plan_facts  # noqa: E402
