@@ -1,16 +1,20 @@
 """From measurement to README: ratios, the results file, the filled tables."""
 
 import json
+import re
 import runpy
 import subprocess
 
 import pytest
 from harness.figures import DRAWN_FROM, faults, stale, write_figure
+from harness.house import CHAPTERS, scripts
+from harness.plant import needed_by
 from harness.report import (
     ROOT,
     Ratio,
     environment,
     fill,
+    filled,
     paired,
     ratio_of,
     table,
@@ -140,7 +144,7 @@ def test_a_block_without_a_result_is_an_error_not_an_empty_table(tmp_path):
 
 def test_the_tables_in_the_readmes_are_those_of_the_results():
     readmes = [ROOT / "README.md", *ROOT.glob("*/README.md")]
-    stale = [str(path) for path in readmes if fill(path.read_text(), ROOT / "results") != path.read_text()]
+    stale = [str(path) for path in readmes if filled(path) != path.read_text()]
     assert not stale, f"run `make tables`: {stale}"
 
 
@@ -156,6 +160,17 @@ def names(rings):
 def draw(axes, rings):
     axes.bar(names(rings), [row[1] for row in rings["rows"]], WIDTH)
 """
+
+
+def test_every_chapter_says_what_to_copy_with_each_script_of_its_depth():
+    for chapter in CHAPTERS:
+        text = (chapter / "README.md").read_text()
+        assert "<!-- files -->" in text, chapter.name
+        for script in scripts(chapter):
+            if script.parent.name == "in_depth":
+                named = re.search(rf"^\| `{script.name}` \| (.*) \|$", text, re.MULTILINE)
+                files = {f"`{file.name}`" for file in needed_by(script)[1:]} or {"nothing"}
+                assert named and set(named[1].split()) == files, f"{chapter.name}: {script.name}"
 
 
 def test_a_figure_is_drawn_from_results_is_repeatable_and_knows_when_it_is_old(tmp_path):

@@ -9,6 +9,9 @@ the commit. `make tables` (this file as a script) then fills every block of ever
 with the tables of all results of that name, one for each device it was measured on. `--check` changes nothing and
 exits with 1 if a README differs from what its results say; a test does the same.
 
+Between `<!-- files -->` and `<!-- end files -->` stands, for each script of the chapter's depth, what has to be copied
+with it to run it elsewhere.
+
 A block that begins with `<!-- gpu results: NAME -->` shows only what GPUs measured, and says "Not measured yet" until
 one has. A whole run of `make gpu` travels as one file; `--take FILE` puts the results in it into results/.
 """
@@ -248,6 +251,27 @@ def fill(text: str, results: Path) -> str:
     return BLOCK.sub(body, text)
 
 
+FILES = re.compile(r"(?P<begin><!-- files -->\n).*?(?P<end><!-- end files -->)", re.DOTALL)
+
+
+def filled(readme: Path) -> str:
+    """The text of a README with all its blocks filled."""
+    text = fill(readme.read_text(), ROOT / "results")
+    if not FILES.search(text):
+        return text
+    if str(ROOT / "tests") not in sys.path:  # this file was started as a script
+        sys.path.insert(0, str(ROOT / "tests"))
+    from harness.house import scripts
+    from harness.plant import needed_by
+
+    lines = [_row(["script in in_depth/", "copy with it"]), _row(["---"] * 2)]
+    for script in scripts(readme.parent):
+        if script.parent.name == "in_depth":
+            others = " ".join(f"`{file.name}`" for file in needed_by(script)[1:])
+            lines.append(_row([f"`{script.name}`", others or "nothing"]))
+    return FILES.sub(lambda block: "\n".join([block["begin"], *lines, "", block["end"]]), text)
+
+
 def take(file: Path, results: Path) -> list[str]:
     """Put the results of a whole GPU run, one file, into `results`; returns their names. Raises ValueError for others.
 
@@ -280,7 +304,7 @@ def main() -> int:
             return 2
     for readme in [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]:
         old = readme.read_text()
-        new = fill(old, ROOT / "results")
+        new = filled(readme)
         if new != old:
             stale.append(str(readme.relative_to(ROOT)))
             if not check:
