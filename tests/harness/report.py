@@ -119,7 +119,7 @@ def environment() -> dict[str, str]:
     """Where, when and with what a result was measured. In a copy without git, COMMIT in the environment names it."""
     git = ["git", "-C", str(ROOT)]
     # What a benchmark or `make tables` has just written does not count.
-    changes = [*git, "status", "--porcelain", "--", ".", ":!results", ":!*/figures", ":!*README.md"]
+    changes = [*git, "status", "--porcelain", "--", ".", ":!results", ":!*/figures/*", ":!*README.md"]
     try:
         named, dirty = (
             subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
