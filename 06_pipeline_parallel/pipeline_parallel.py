@@ -251,9 +251,8 @@ def timetable(orders: list[list[tuple[str, int]]]) -> list[list[tuple[str, int, 
     def end(s: int, i: int) -> int:  # when action i of rank s is done
         kind, j = orders[s][i]
         peer = s - 1 if kind == "F" else s + 1
-        free = end(s, i - 1) if i > 0 else 0
         there = end(peer, orders[peer].index((kind, j))) if 0 <= peer < len(orders) else 0
-        return max(free, there) + length[kind]
+        return max(there, end(s, i - 1) if i > 0 else 0) + length[kind]
 
     return [[(*x, end(s, i) - length[x[0]], end(s, i)) for i, x in enumerate(row)] for s, row in enumerate(orders)]
 
@@ -290,9 +289,8 @@ def three_steps(layers: nn.Module, step_of: Callable, m: int, device: str) -> di
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: str) -> list[str]:
     """Each order beside one process. Rank 0 prints; every rank returns what is wrong."""
     s, p, m, wrong = dist.get_rank(group), dist.get_world_size(group), args.micro_batches, []
-    alone, everyone, m_n = whole_model(args.layers).to(device), [None] * p, m * 2 * T * H * 8
+    alone, everyone, say = whole_model(args.layers).to(device), [None] * p, print if s == 0 else lambda line: None
     right = three_steps(alone, lambda x, y: loss_sum(alone(x), y) / (y != IGNORE).sum(), m, device)
-    say = print if s == 0 else lambda line: None
     for name in [args.order] if args.order else ORDERS:
         stage, began = Stage(cut(whole_model(args.layers), s, p).to(device), group), time.perf_counter()
         mine = three_steps(stage.layers, partial(stage.step, ORDERS[name], m), m, device)
@@ -305,14 +303,12 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: str) -> lis
         say(f"{name}   {speed:,.0f} tokens/s; bytes of weights by rank {weights}\n{draw(rows)}")
         idle = max(end for row in rows for *_, end in row) - 3 * m  # the work of each rank takes 3 m
         keeps = tuple({"naive": 1, "afab": m, "1f1b": min(p - r, m)}[name] for r in range(p))
+        sends = tuple(m * (2 * T * H * 8) * ((r > 0) + (r < p - 1)) for r in range(p))
+        bubble = (p - 1) / (1 if name == "naive" else m)
         for what, got, formula in (
-            (
-                "idle time / time of the work",
-                round(idle / (3 * m), 6),
-                round((p - 1) / (1 if name == "naive" else m), 6),
-            ),
+            ("idle time / time of the work", round(idle / (3 * m), 6), round(bubble, 6)),
             ("micro-batches kept, by rank", peaks, keeps),
-            ("bytes sent in a step, by rank", sent, tuple(m_n * ((r > 0) + (r < p - 1)) for r in range(p))),
+            ("bytes sent in a step, by rank", sent, sends),
         ):
             say(f"    {what:32} {got}   by formula {formula}")
             wrong += [f"{name}: {what} {got}, not {formula}"] if got != formula else []
@@ -320,7 +316,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: str) -> lis
         wrong += [f"{name}: rank {r} is off by {e:.1e}" for r, e in enumerate(errors) if not e <= 1e-10]
     dist.all_gather_object(everyone, would_deadlock(group), group=group)
     say(f"1f1b, sending before it receives: {'; '.join(everyone) if p > 1 else 'one rank sends nothing'}")
-    wrong += ["sending before receiving did not deadlock"] if p > 1 and not all(everyone) else []
+    wrong += ["1f1b did not deadlock when it sent before it received"] if p > 1 and not all(everyone) else []
     say("FAIL: " + "; ".join(wrong) if wrong else "PASS")
     return wrong
 
