@@ -357,7 +357,7 @@ def watched_exchanges():
 
 
 def test_what_crosses_is_started_as_one_batch_and_both_messages_are_waited_for():
-    assert run_ranks(2, watched_exchanges, timeout=LIMIT) == [[(["irecv", "isend"], 2)]] * 2
+    assert run_ranks(2, watched_exchanges, timeout=8) == [[(["irecv", "isend"], 2)]] * 2
 
 
 class Turned(nn.Module):
@@ -473,7 +473,7 @@ def test_the_demo_passes_and_every_option_changes_what_it_says(p):
 
 
 def test_the_demo_fails_on_nan():
-    (wrong, said), _ = run_ranks(2, said_by_the_demo, "1f1b", spoil=True, timeout=LIMIT)
+    (wrong, said), _ = run_ranks(2, said_by_the_demo, "1f1b", spoil=True, timeout=10)
     assert any("off by nan" in line for line in wrong) and "FAIL" in said and "PASS" not in said
 
 
