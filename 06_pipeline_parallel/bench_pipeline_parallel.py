@@ -5,7 +5,7 @@
 
 First every gradient is compared with that of one process, of torch.distributed.pipelining and of the depth's executor;
 only then is anything timed. Four processes on few cores cannot show what a pipeline gains, for their work shares the
-cores. So the bubble is measured with stages that sleep until an F has taken 20 ms and a BW 40, and everything else
+cores. So the bubble is measured with stages that sleep until an F has taken 40 ms and a BW 80, and everything else
 (order, messages, waits) is as it is; the timelines are what these runs recorded.
 """
 
@@ -37,7 +37,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 RANKS, LAYERS, M = 4, 8, 8
-UNIT = 0.020  # seconds of an F; a BW takes twice as long
+UNIT = 0.040  # seconds of an F; a BW takes twice as long
 TORCHS = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}
 FOLDER = "06_pipeline_parallel/figures"
 
@@ -162,7 +162,7 @@ def measure() -> tuple[list, list, list]:
         counted = max(end for row in pipe.timetable([e for *_, e in everyone]) for *_, end in row) / (3 * M) - 1
         formula = (RANKS - 1) / (1 if name == "naive" else M)
         clock = []
-        for _ in range(5):
+        for _ in range(3):
             runs = on_all_ranks(timed(name, M))
             span = max(e for run in runs for *_, e in run) - min(b for run in runs for _, _, b, _ in run)
             clock.append(span / (3 * M * UNIT) - 1)
@@ -225,14 +225,14 @@ def worker(rank: int, folder: str) -> None:
                 "counted",
             ],
             orders,
-            "By the clock: stages that sleep until an F has taken 20 ms and a BW 40; the shortest of five steps.",
+            "By the clock: stages that sleep until an F has taken 40 ms and a BW 80; the shortest of three steps.",
         )
         write_result(
             "06_ground_timeline",
             "What each rank did when, 6 micro-batches, in units of one F, by the clock",
             ["order", "rank", "kind", "micro-batch", "start", "end"],
             timeline,
-            "Stages that sleep until an F has taken 20 ms and a BW 40.",
+            "Stages that sleep until an F has taken 40 ms and a BW 80.",
         )
         write_result(
             "06_ground_held",
@@ -269,13 +269,14 @@ def draw_timelines(axes, result) -> None:
                 up = [at[r + 1, "BW", j][1], at[r, "BW", j][0]]
                 axis.plot(down, [r + 0.3, r + 0.7], color=COLOURS["messages"], linewidth=1.6)
                 axis.plot(up, [r + 0.7, r + 0.3], color=COLOURS["messages"], linewidth=1.6)
-        axis.set(yticks=range(RANKS), yticklabels=[f"rank {r}" for r in range(RANKS)], xlim=(0, last), title=order)
+        axis.set(yticks=range(RANKS), yticklabels=[f"rank {r}" for r in range(RANKS)], xlim=(0, last))
+        axis.set_title(order, loc="left")
         axis.invert_yaxis()
         axis.grid(False)
     axes[-1].set_xlabel("time, in units of one forward")
     names = {"F, forward": "compute", "BW, backward": "gradients", "message": "messages", "idle": "idle"}
     handles = [axes[0].plot([], [], color=COLOURS[key], linewidth=5, label=name)[0] for name, key in names.items()]
-    axes[0].legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=8, frameon=False)
+    axes[0].legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=4, fontsize=8, frameon=False)
 
 
 def draw_held(axes, result) -> None:
