@@ -103,7 +103,7 @@ class Stage:
         self.next = self.s + 1 if self.s < self.p - 1 else None
 
     def step(self, order: Callable, m: int, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Forward and backward of a batch in m equal micro-batches. Adds to each `.grad`; returns the loss, on all ranks."""
+        """Forward and backward of a batch in m equal micro-batches. Adds to each `.grad`; all ranks get the loss."""
         self.tokens, self.labels = tokens.tensor_split(m), labels.tensor_split(m)  # m of [b, T]
         self.example = next(self.layers.parameters()).new_empty(*self.tokens[0].shape, H)  # every message is [b, T, H]
         self.valid = (labels != IGNORE).sum().item()
