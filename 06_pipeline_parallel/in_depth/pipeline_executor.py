@@ -437,7 +437,11 @@ def parse_arguments() -> tuple[argparse.Namespace, Schedule]:
     parser.add_argument("--untied", action="store_true", help="embedding and head are two weights")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    per_rank = args.stages_per_rank or (2 if args.schedule in (*LOOPED, *FOLDED) else 1)
+    for option, most in (("micro_batches", 4096), ("layers", 1024), ("stages_per_rank", 64)):
+        if (given := getattr(args, option)) is not None and not 1 <= given <= most:
+            parser.error(f"--{option.replace('_', '-')} {given}: use 1 to {most}")
+    default = 2 if args.schedule in (*LOOPED, *FOLDED) else 1
+    per_rank = default if args.stages_per_rank is None else args.stages_per_rank
     try:
         schedule = build(args.schedule, ranks, args.micro_batches, per_rank)
     except ScheduleError as error:

@@ -268,19 +268,23 @@ def compare(p: int, m: int, times: Times, limit: int) -> tuple[list[str], str]:
 def main() -> int:
     parser = OneLineParser(description="The automatic zero-bubble scheduler against the proven optimum.")
     parser.add_argument("--ranks", type=int, help="2 to 4; without it, a grid of small cases")
-    parser.add_argument("--micro-batches", type=int, default=4, help="1 to 6: the search is exponential")
-    parser.add_argument("--times", type=parse_times, default=Times(), help="F,B,W or F,B,W,C")
+    parser.add_argument("--micro-batches", type=int, help="1 to 6: the search is exponential; 4 by default")
+    parser.add_argument("--times", type=parse_times, help="F,B,W or F,B,W,C; all 1 by default")
     parser.add_argument("--limit", type=int, help="activations a rank may hold; 2 ranks by default")
     args = parser.parse_args()
     if args.ranks is not None and not 2 <= args.ranks <= 4:
         parser.error(f"--ranks {args.ranks} is out of the search's reach; use 2, 3 or 4")
-    if not 1 <= args.micro_batches <= 6:
-        parser.error(f"--micro-batches {args.micro_batches} is out of the search's reach; use 1 to 6")
+    m, times = 4 if args.micro_batches is None else args.micro_batches, args.times or Times()
+    if not 1 <= m <= 6:
+        parser.error(f"--micro-batches {m} is out of the search's reach; use 1 to 6")
     if args.limit is not None and args.limit < 1:
         parser.error(f"--limit {args.limit}: a rank holds at least 1 activation; use 1 or more")
+    alone = {"micro-batches": args.micro_batches, "times": args.times, "limit": args.limit}
+    if args.ranks is None and (ignored := [option for option, given in alone.items() if given is not None]):
+        parser.error(f"--{ignored[0]} {alone[ignored[0]]} needs --ranks beside it: the grid has its own")
     if not is_rank_zero():
         return 0
-    grid = [(args.ranks, args.micro_batches, args.times, args.limit or 2 * (args.ranks or 0))]
+    grid = [(args.ranks, m, times, args.limit or 2 * (args.ranks or 0))]
     if args.ranks is None:
         every = [Times(1, 1, 1), Times(3, 4, 2, communication=1), Times(2, 3, 3), Times(2, 2, 5)]
         grid = [(p, m, times, limit) for p in (2, 3) for m in (2, 4) for times in every for limit in (p, 2 * p - 1)]

@@ -34,6 +34,7 @@ Time, for stages that take f, b, w (Zero Bubble, arXiv 2401.10241, section 4.1, 
 """
 
 import argparse
+import math
 import os
 import sys
 from collections import Counter
@@ -404,7 +405,8 @@ def parse_times(given: str) -> Times:
         numbers = [float(part) for part in given.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) not in (3, 4) or not all(0 < number < float("inf") for number in numbers[:3]) or numbers[-1] < 0:
+    finite = all(math.isfinite(number) for number in numbers)  # not NaN, which every "< 0" lets pass
+    if len(numbers) not in (3, 4) or not finite or min(numbers[:3]) <= 0 or numbers[-1] < 0:
         raise argparse.ArgumentTypeError(f"{given!r}: give three positive times F,B,W, and one C >= 0 for messages")
     return Times(*numbers[:3], communication=numbers[3] if len(numbers) == 4 else 0)
 

@@ -438,6 +438,13 @@ def arguments() -> argparse.Namespace:
     for option, file in (("--svg", args.svg), ("--draw-all", args.draw_all)):
         if file and not file.parent.is_dir():
             parser.error(f"{option} {file}: there is no folder {file.parent}; make it first")
+    if args.svg and args.svg.is_dir():
+        parser.error(f"--svg {args.svg} is a folder; name a file in it")
+    if args.draw_all and args.draw_all.exists() and not args.draw_all.is_dir():
+        parser.error(f"--draw-all {args.draw_all} is a file; name a folder")
+    for option, most in (("ranks", 256), ("micro_batches", 4096)):
+        if not 1 <= getattr(args, option) <= most:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: use 1 to {most}")
     options = {"in_flight": args.in_flight} if args.in_flight is not None else {}
     options |= {"times": args.times, "limit": args.limit} if args.schedule == "auto" else {}
     args.schedules, args.left_out = [], []

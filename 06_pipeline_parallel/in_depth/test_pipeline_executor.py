@@ -729,6 +729,9 @@ def test_ranks_that_expect_different_shapes_find_out_at_once():
         (3, "--schedule dualpipe", "--schedule dualpipe: dualpipe: 3 ranks"),
         (4, "--schedule dualpipe --micro-batches 6", "dualpipe: 6 micro-batches for 4 ranks; use"),
         (2, "--schedule zigzag", "--schedule zigzag"),
+        (2, "--stages-per-rank 0", "--stages-per-rank 0: use 1 to 64"),
+        (2, "--micro-batches 0", "--micro-batches 0: use 1 to"),
+        (2, "--layers 9999999", "--layers 9999999: use 1 to"),
         (2, "--speed 9", "--speed"),
     ],
 )

@@ -144,6 +144,7 @@ def test_the_demo_passes_and_a_case_out_of_reach_is_one_line():
         ["--limit", "0"],
         ["--times", "1,2"],
         ["--times", "0,1,1"],
+        ["--micro-batches", "3"],  # the grid of all cases would ignore it
     ):
         done = subprocess.run([sys.executable, HERE / "schedule_search.py", *given], capture_output=True, text=True)
         assert done.returncode == 2

@@ -305,6 +305,13 @@ def test_a_wrong_option_is_one_line_with_option_value_and_remedy(capsys, monkeyp
         (["--schedule", "1f1b", "--limit", "4"], "--limit 4 needs --schedule auto"),
         (["--schedule", "auto", "--limit", "0"], "--limit 0"),
         (["--times", "1,1"], "--times: '1,1': give three positive times"),
+        (["--times", "1,1,1,nan"], "--times: '1,1,1,nan': give three positive times"),
+        (["--times", "1,1,1,inf"], "--times: '1,1,1,inf': give three positive times"),
+        (["--times", "nan,1,1"], "--times: 'nan,1,1': give three positive times"),
+        (["--ranks", "100000"], "--ranks 100000: use 1 to 256"),
+        (["--micro-batches", "0"], "--micro-batches 0: use 1 to 4096"),
+        (["--schedule", "1f1b", "--svg", "."], "--svg . is a folder"),
+        (["--draw-all", __file__], "is a file; name a folder"),
         (["--svg", "x.svg"], "--svg x.svg needs --schedule NAME"),
         (["--schedule", "1f1b", "--svg", "no/such/x.svg"], "there is no folder no/such"),
     ):
