@@ -165,10 +165,7 @@ def moe(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, K: int, gro
     experts, weights, scores = route(x, gate, K)
     order, send, receive = dispatch_table(experts, len(gate), group)
     # --- exercise 7.5: there, by expert, compute, and all the way back ---
-    out, back = (
-        send.sum(1).tolist(),
-        receive.sum(1).tolist(),
-    )  # rows for each rank, from each rank; waits for the device
+    out, back = send.sum(1).tolist(), receive.sum(1).tolist()  # rows for each rank, rows from each rank
     rows = Exchange.apply(x[order // K], out, back, group)  # [T K, H] -> all-to-all -> [n', H], by sender, then expert
     mine = torch.arange(receive.shape[1], device=x.device).repeat(len(receive))  # [P E/P]: 0 1 .. 0 1 .. for P senders
     by_expert = mine.repeat_interleave(receive.flatten()).argsort(stable=True)  # [n']
@@ -176,7 +173,7 @@ def moe(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, K: int, gro
     answers = answers[by_expert.argsort()]  # [n', H], by sender again
     answers = Exchange.apply(answers, back, out, group)  # [n', H] -> all-to-all -> [T K, H], in the order they left
     pairs = answers[order.argsort()].view(-1, K, x.shape[1])  # [T K, H] -> [T, K, H]
-    y = (pairs * weights[..., None]).sum(1).to(x.dtype)  # weights are float32, and so is the sum
+    y = (pairs * weights[..., None]).sum(1).to(x.dtype)  # weights are float32 or better, and so is the sum
     # --- end exercise ---
     return y, balance_loss(scores, experts, group), experts
 
