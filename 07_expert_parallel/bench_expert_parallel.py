@@ -31,7 +31,7 @@ from moe_layer import MoE, MoEConfig
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-P, E, T, H, FF = 4, 16, 256, 128, 128  # ranks, experts, tokens of a rank, hidden, inside an expert
+P, E, T, H, FF = 4, 16, 512, 128, 256  # ranks, experts, tokens of a rank, hidden, inside an expert
 BUSY = 2048  # tokens of a rank in the timeline, so that its parts can be seen
 
 
@@ -297,8 +297,8 @@ def main() -> None:
             "bytes sent per token",
         ],
         rows,
-        f"{E} experts, {T} tokens per rank, hidden size {H}, {FF} inside an expert, float32. Naive: every rank holds all"
-        " experts and computes them on all of its tokens. in_depth: version pairs, loop. Seconds: median and quartiles"
+        f"{E} experts, {T} tokens per rank, hidden size {H}, {FF} inside an expert, float32. Naive: every rank holds"
+        " all experts and computes them on all of its tokens. in_depth: version pairs, loop. Seconds: median and quartiles"
         " of rank 0. Bytes equal the formula.",
     )
     before, after = zip(*run_ranks(P, holdings), strict=True)

@@ -426,7 +426,7 @@ def micro_batches(order: list[int]) -> tuple[dict, list[int]]:
     """Gradients of three forward passes whose backward passes come in this order; bytes alive after each round."""
     rank, P, alive = dist.get_rank(), dist.get_world_size(), []
     w = {n: mine_of(n, t, rank, P).clone().requires_grad_() for n, t in layer_weights().items()}
-    for _ in range(5):
+    for _ in range(8):
         for t in w.values():
             t.grad = None
         with torch.no_grad():
@@ -447,8 +447,9 @@ def test_forward_passes_may_go_backward_in_any_order_and_leave_nothing_behind():
     for order in ([2, 1, 0], [1, 2, 0]):
         for rank, ((got, alive), (right, _)) in enumerate(zip(run_ranks(2, micro_batches, order), want, strict=True)):
             assert_same_named(got, right, 1e-10, f"backward in order {order}:", rank)
-            # gloo may let a buffer go a moment late: the least of several rounds is what stays
-            assert min(alive[3:]) <= min(alive[1:3]), f"rank {rank}: bytes alive after each round {alive}"
+            # gloo may let go of its last message a moment late; what a round leaves behind would be there 6 times
+            message = 2 * (6 + 7) * H * 8
+            assert alive[7] - alive[1] <= 2 * message, f"rank {rank}: bytes alive after each round {alive}"
 
 
 def layer_with_delays(K: int) -> dict:
