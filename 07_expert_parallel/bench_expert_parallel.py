@@ -167,15 +167,16 @@ def timeline() -> list:
 
 def with_waiting(ranks: list[list]) -> list:
     """[rank, what, start, end] in milliseconds from the first start. A message begins when the last rank has come to
-    it; until then a rank waits. What lies between the parts that have a name is computed by autograd and indexing."""
+    it; until then a rank waits. Between the parts that have a name lie sorting and indexing, and, between the last two
+    messages, backward of the experts."""
     zero = min(parts[0][1] for parts in ranks)
     last = [max(part[1] for part in same) for same in zip(*(parts[1:] for parts in ranks), strict=True)]
     rows = []
     for rank, parts in enumerate(ranks):
         [_, at, end], named = parts[0], parts[1:]
         pieces = []
-        for (what, a, b), everyone in zip(named, last, strict=True):
-            pieces.append(["the rest", at, a])
+        for i, ((what, a, b), everyone) in enumerate(zip(named, last, strict=True), 1):
+            pieces.append(["backward" if i == len(named) else "sorting", at, a])
             if what in ("dispatch_table", "exchange_rows"):
                 begin = min(max(a, everyone), b)
                 message = "rows" if what == "exchange_rows" else "table"
@@ -183,7 +184,7 @@ def with_waiting(ranks: list[list]) -> list:
             else:
                 pieces.append([{"route": "router", "run_experts": "experts"}[what], a, b])
             at = b
-        pieces.append(["the rest", at, end])
+        pieces.append(["sorting", at, end])
         rows += [[rank, what, round(1e3 * (a - zero), 3), round(1e3 * (b - zero), 3)] for what, a, b in pieces if b > a]
     return rows
 
@@ -223,24 +224,25 @@ def draw_tables(axes, record: dict) -> None:
 
 
 def draw_timeline(ax, record: dict) -> None:
-    kinds = {
-        "router": COLOURS["gradients"],
-        "table": COLOURS["optimizer"],
-        "rows": COLOURS["messages"],
-        "experts": COLOURS["compute"],
-        "waiting": COLOURS["idle"],
-        "the rest": COLOURS["activations"],
+    kinds = {  # colour, how strong, label
+        "router": ("compute", 0.5, "router"),
+        "table": ("messages", 0.5, "counts travel"),
+        "rows": ("messages", 1.0, "rows travel"),
+        "experts": ("compute", 1.0, "experts"),
+        "backward": ("gradients", 1.0, "experts, backward"),
+        "sorting": ("activations", 1.0, "sorting, and what is left of backward"),
+        "waiting": ("idle", 1.0, "waiting for the other rank"),
     }
-    labels = {"table": "counts travel", "rows": "rows travel", "the rest": "sorting, and all of backward's products"}
     seen = set()
     for rank, what, start, end in record["rows"]:
-        label = None if what in seen else labels.get(what, what)
-        ax.barh(rank, end - start, left=start, height=0.6, color=kinds[what], label=label)
+        colour, alpha, label = kinds[what]
+        label = None if what in seen else label
+        ax.barh(rank, end - start, left=start, height=0.6, color=COLOURS[colour], alpha=alpha, label=label)
         seen.add(what)
     ranks = sorted({row[0] for row in record["rows"]})
     ax.set(yticks=ranks, yticklabels=[f"rank {r}" for r in ranks], ylim=(max(ranks) + 0.6, -0.6))
     ax.set(xlabel="milliseconds: forward and backward of one layer", title="What computes and what travels")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3, labelcolor=GREY)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=4, labelcolor=GREY)
     ax.grid(False)
 
 
@@ -298,8 +300,8 @@ def main() -> None:
         ],
         rows,
         f"{E} experts, {T} tokens per rank, hidden size {H}, {FF} inside an expert, float32. Naive: every rank holds"
-        " all experts and computes them on all of its tokens. in_depth: version pairs, loop. Seconds: median and quartiles"
-        " of rank 0. Bytes equal the formula.",
+        " all experts and computes them on all of its tokens. in_depth: version pairs, loop. Seconds:"
+        " median and quartiles of rank 0. Bytes equal the formula.",
     )
     before, after = zip(*run_ranks(P, holdings), strict=True)
     write_result(
