@@ -226,7 +226,7 @@ def draw_tables(axes, record: dict) -> None:
 def draw_timeline(ax, record: dict) -> None:
     kinds = {  # colour, how strong, label
         "router": ("compute", 0.5, "router"),
-        "table": ("messages", 0.5, "counts travel"),
+        "table": ("messages", 0.5, "dispatch table: sort, count, exchange"),
         "rows": ("messages", 1.0, "rows travel"),
         "experts": ("compute", 1.0, "experts"),
         "backward": ("gradients", 1.0, "experts, backward"),
