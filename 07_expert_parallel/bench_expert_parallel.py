@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 P, E, T, H, FF = 4, 16, 512, 128, 256  # ranks, experts, tokens of a rank, hidden, inside an expert
+BALANCE = 0.1  # factor of the balance loss, the same in all three
 BUSY = 2048  # tokens of a rank in the timeline, so that its parts can be seen
 
 
@@ -55,7 +56,7 @@ def step_of(way: str, K: int, count: int = T) -> Step:
     x = tokens_of(rank, count).requires_grad_()
     w = weights_of(1 if way == "naive" else world, 0 if way == "naive" else rank)
     if way == "in_depth":
-        layer = MoE(MoEConfig(H, FF, E, K), group, group)
+        layer = MoE(MoEConfig(H, FF, E, K, balance=BALANCE), group, group)
         parameters = {name.split(".")[-2]: p for name, p in layer.named_parameters()}
         for name, p in parameters.items():
             p.data.copy_(w[name])
@@ -64,12 +65,12 @@ def step_of(way: str, K: int, count: int = T) -> Step:
     def step() -> dict[str, Tensor]:
         for t in (x, *w.values()):
             t.grad = None
-        y = (
-            layer(x)
-            if way == "in_depth"
-            else {"naive": ep.moe_naive, "ground": ep.moe}[way](x, *w.values(), K, group)[0]
-        )
-        y.square().sum().backward()
+        if way == "in_depth":  # its balance loss is attached to its output
+            y = layer(x)
+            y.square().sum().backward()
+        else:
+            y, share, _ = {"naive": ep.moe_naive, "ground": ep.moe}[way](x, *w.values(), K, group)
+            (y.square().sum() + BALANCE * share).backward()
         return {"y": y.detach(), "x": x.grad, **{name: t.grad for name, t in w.items()}}
 
     step.held = storage_bytes(t for name, t in w.items() if name != "gate")
