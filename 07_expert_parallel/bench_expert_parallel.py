@@ -243,7 +243,7 @@ def draw_timeline(ax, record: dict) -> None:
     ranks = sorted({row[0] for row in record["rows"]})
     ax.set(yticks=ranks, yticklabels=[f"rank {r}" for r in ranks], ylim=(max(ranks) + 0.6, -0.6))
     ax.set(xlabel="milliseconds: forward and backward of one layer", title="What computes and what travels")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=4, labelcolor=GREY)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, labelcolor=GREY)
     ax.grid(False)
 
 
@@ -251,7 +251,7 @@ def figures() -> None:
     folder = "07_expert_parallel/figures"
     write_figure(f"{folder}/who_holds_what.svg", ["07_ground_held"], draw_holdings, shape=(1, 2), size=(10, 2.6))
     write_figure(f"{folder}/dispatch_table.svg", ["07_ground_table"], draw_tables, shape=(1, 2), size=(10, 2.8))
-    write_figure(f"{folder}/timeline.svg", ["07_ground_timeline"], draw_timeline, size=(10, 3.2))
+    write_figure(f"{folder}/timeline.svg", ["07_ground_timeline"], draw_timeline, size=(10, 3.6))
 
 
 def main() -> None:
