@@ -1,7 +1,7 @@
 """Expert parallelism: a layer of many experts, of which each rank holds a few. The tokens travel.
 
 A mixture of experts replaces one feed-forward layer by E small ones, the experts, of which each token uses only K.
-Parameters grow with E, computation with K. Two problems follow. Somebody has to choose the K experts of a token, in a
+Parameters grow with E, computation with K. Two problems follow. Something has to choose the K experts of a token, in a
 way that can be trained: the router. And E experts are too many for one device: each of P ranks holds E/P of them,
 whole, and tokens travel to their experts and back. How many go where is known only after the choice.
 
@@ -17,7 +17,7 @@ whole, and tokens travel to their experts and back. How many go where is known o
     s = softmax(gate x), in float32;  g_e = s_e / (sum of the K chosen s), and for K = 1 the score itself, g_e = s_e
     balance loss = sum over e of f_e P_e,  f_e = E/(K T) (how often e was chosen),  P_e = mean of s_e over the T tokens
 
-Through g, and through P in the balance loss, the router learns. With K = 1, a score divided by itself would be 1
+Through g, and through P_e in the balance loss, the router learns. With K = 1, a score divided by itself would be 1
 whatever the router says: its gradient would be zero. T and the counts in f are those of all ranks.
 
 A gradient that has come through the all-to-all is that of all tokens, wherever they were: it is complete. Nothing is
@@ -26,7 +26,7 @@ divided by P: the loss was divided by the number of tokens of all ranks, before 
     experts              held by one rank each      gradient summed over nobody      (over replicas, if there were any)
     everything else      held by every rank         gradient summed over all ranks
 
-    held    E/P experts of 3 H F numbers           sent by a layer, forward, all ranks together: 2 H (rows that leave)
+    held    E/P experts of 3 H FF numbers          sent by a layer, forward, all ranks together: 2 H (rows that leave)
 
 GShard (Lepikhin et al. 2020, arXiv 2006.16668); Switch (Fedus et al. 2021, 2101.03961, equations 2 and 4-6: K = 1 and
 the balance loss); Mixtral (Jiang et al. 2024, 2401.04088, section 2.1: K = 2 and SwiGLU experts).
@@ -55,7 +55,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # T tokens of this rank, H numbers for each (hidden size), FF numbers inside an expert, V words; E experts, of which a
-# token uses K; P ranks. A pair is a token with one of its K experts; a row is what travels for it, H numbers.
+# token uses K; P ranks (P_e, with an index, is a mean of scores). A pair is a token with one of its K experts; a row is
+# what travels for it, H numbers.
 LAYERS, H, FF, V, LENGTH = 2, 32, 24, 256, 24
 SEQUENCES = (3, 1, 2, 2)  # of ranks 0, 1, 2, 3, and again from 4 on: uneven on purpose
 BALANCE, IGNORE = 0.02, -100  # factor of the balance loss; the label of a token that has none
@@ -84,11 +85,11 @@ def route(x: Tensor, gate: Tensor, K: int) -> tuple[Tensor, Tensor, Tensor]:
 def balance_loss(scores: Tensor, experts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's share of  sum over e of f_e P_e;  the shares of all ranks add up to it. It is 1 for an even load.
 
-    f is a count, without gradient; P has one, and lowers the scores of busy experts. Busy are those that all ranks
+    f is a count, without gradient; P_e has one, and lowers the scores of busy experts. Busy are those that all ranks
     together chose often: with counts of its own, each rank would even out its own few tokens, which is another loss.
     """
     E, K = scores.shape[1], experts.shape[1]
-    # --- exercise 7.2: f from the counts of all ranks, P as this rank's share of a mean over all tokens ---
+    # --- exercise 7.2: f from the counts of all ranks, P_e as this rank's share of a mean over all tokens ---
     counts = torch.bincount(experts.flatten(), minlength=E)  # [E]
     if group is not None:
         dist.all_reduce(counts, group=group)  # [E] -> [E], the sum over the ranks
