@@ -360,8 +360,11 @@ def test_backward_keeps_what_its_rows_need_by_formula_and_nothing_of_rows_elsewh
         indices = 3 * T * K + 2 * arrived  # who was chosen, which row goes where, at home and at the experts; about
         up = T * H  # what this test multiplies the output with
         want = 8 * (at_experts + router + at_home + indices + up)
-        off, indices_more = abs(got["saved"] - want), 8 * (5 * T * K + 5 * arrived)
-        assert off <= indices_more, f"rank {rank} keeps {got['saved']} bytes; the formula, but for indices: {want}"
+        # Other right solutions keep other indices, or a copy more of the rows at home and at the experts.
+        fewer, more = 8 * indices, 8 * (H + 5) * (T * K + arrived)
+        assert want - fewer <= got["saved"] <= want + more, (
+            f"rank {rank} keeps {got['saved']} bytes; the formula: {want}"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- precision
