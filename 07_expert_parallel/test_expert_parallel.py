@@ -23,7 +23,7 @@ from moe_layer import MoE, MoEConfig, set_loss_scale
 from torch import Tensor
 
 E, H, FF = 8, ep.H, ep.FF
-SIZES = {1: [4], 2: [3, 1], 4: [2, 1, 0, 3]}  # sequences of each rank; the labels of rank 1 are all ignored
+SIZES = {1: [2], 2: [2, 1], 4: [1, 1, 0, 2]}  # sequences of each rank; the labels of rank 1 are all ignored
 TOKENS = {1: [17], 2: [11, 6], 4: [6, 0, 9, 2]}  # of each rank, where a layer is tested alone
 
 
