@@ -152,7 +152,7 @@ class Exchange(torch.autograd.Function):
 
 
 class RouterError(ValueError):
-    """Router logits that are no numbers, with layer and rank; raised on all ranks of the expert group alike."""
+    """Router logits that are not finite, with layer and rank; raised on all ranks of the expert group alike."""
 
 
 @dataclass
@@ -172,9 +172,9 @@ class Plan:
 def make_plan(
     version: str, experts: Tensor, kept: Tensor | None, E: int, group: Group, bad: Tensor | None = None, what: str = ""
 ) -> Plan:
-    """Count what goes where, and exchange the counts: one small all-to-all, and one wait for the device.
+    """Count what goes where, and exchange the counts: one small all-to-all, whose counts the host then reads.
 
-    bad: 0-dim, how many tokens have logits that are no numbers. It travels with the counts, so that every rank ends
+    bad: 0-dim, how many tokens have logits that are not finite. It travels with the counts, so that every rank ends
     with the same line, at the same time, rather than one with an error and the others in a timeout. what: whose logits.
     """
     P, T = size_of(group), len(experts)

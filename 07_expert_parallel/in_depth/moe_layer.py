@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +54,7 @@ from routing import (
     Group,
     balance_loss,
     bias_step,
+    cannot_learn,
     check_routing,
     expert_counts,
     group_sum,
@@ -85,13 +87,16 @@ class MoEConfig:
     balance: float = 0.0  # factor of the balance loss
     z: float = 0.0  # factor of the z-loss
     bias_speed: float = 0.0  # size of a step of the bias; 0: no bias
+    normalise: bool | None = None  # weights are divided by their sum; None: if top_k > 1 (see `route`)
 
     def check(self, P: int) -> None:
         """ValueError in one line unless P ranks can hold this layer."""
         check_routing(self.experts, self.top_k, self.router, self.nodes, self.max_nodes)
         check_experts(self.experts, P)
         if self.bias_speed and self.router != "sigmoid":
-            raise ValueError("bias-speed needs the sigmoid router: its scores are independent, so a bias can shift one")
+            raise ValueError(
+                "bias-speed needs the sigmoid router, the one that it is offered with here (as in DeepSeek-V3)"
+            )
 
 
 # -------------------------------------------------------------------------------------------------------- the layer
@@ -170,6 +175,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         config.check(size_of(group))
+        if stuck := cannot_learn(config.experts, config.top_k, config.router, config.normalise):
+            warnings.warn(f"the router learns from no loss but its own: {stuck}", stacklevel=2)
         self.config, self.group, self.count_group = config, group, count_group
         self.version, self.compute, self.parts = version, COMPUTES[compute], parts
         self.name = "an MoE layer"  # for error messages
@@ -194,7 +201,7 @@ class MoE(nn.Module):
         logits = router_logits(x, self.gate.weight)  # [T, E]
         bias = c.bias_speed * self.bias_steps if c.bias_speed else None
         again = tape.plan.experts if tape.plan else None
-        routing = route(logits, c.top_k, c.router, bias, c.nodes, c.max_nodes, again)
+        routing = route(logits, c.top_k, c.router, bias, c.nodes, c.max_nodes, c.normalise, again)
         if tape.plan is None:
             self.decide(tape, logits, routing.experts)
         linear, act = getattr(self.parts, "linear", F.linear), getattr(self.parts, "swiglu", swiglu)
@@ -341,7 +348,8 @@ def update_biases(model: nn.Module, group: Group) -> Tensor:
 def plain_loss(x: Tensor, w: dict[str, Tensor], c: MoEConfig, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The oracle for one micro-batch [T, H] of all ranks: its output, balance loss (added up in the open), counts."""
     logits = router_logits(x, w["gate"])
-    routing = route(logits, c.top_k, c.router, c.bias_speed * steps if c.bias_speed else None)
+    bias = c.bias_speed * steps if c.bias_speed else None
+    routing = route(logits, c.top_k, c.router, bias, normalise=c.normalise)
     counts = expert_counts(routing.experts, c.experts)
     plan = make_plan("pairs", routing.experts, None, c.experts, None)
     y = reference(x, routing.weights, plan, w["w1"], w["w3"], w["w2"])
@@ -354,7 +362,9 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     """Two steps of two micro-batches, each rank with its own text, beside one process that has all of it."""
     rank, P, T, m = dist.get_rank(group), size_of(group), 64, 2
     speed = 0.01 if args.router == "sigmoid" else 0.0
-    c = MoEConfig(32, 48, args.experts, args.top_k, 1, args.router, balance=0.1, z=0.01, bias_speed=speed)
+    normalise = {"yes": True, "no": False}.get(args.normalise)
+    losses = {"balance": 0.1, "z": 0.01}
+    c = MoEConfig(32, 48, args.experts, args.top_k, 1, args.router, **losses, bias_speed=speed, normalise=normalise)
     layer = MoE(c, group, group, version=args.version).to(device, torch.float64)
     run = recomputed(layer) if args.recompute else layer
     generator, full = torch.Generator().manual_seed(0), {}
@@ -402,6 +412,9 @@ def main() -> None:
     parser.add_argument("--version", choices=DISPATCH, default="pairs")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument(
+        "--normalise", choices=("yes", "no"), help="divide by the chosen scores' sum; default: if K > 1"
+    )
     parser.add_argument("--recompute", action="store_true", help="run the layer again in backward")
     args = parser.parse_args()
     parser.check_range(args, experts=(1, 1024), top_k=(1, 1024))

@@ -5,7 +5,7 @@ feed-forward layers, the experts, of which each token uses K. Parameters grow wi
 to choose the K, by a rule that can be trained, and the rule must not send everybody to the same few experts.
 
 Idea. A router, one matrix [E, H], gives each token a score per expert. The K best are taken and their outputs added,
-weighted with the scores; through the weights, gradients reach the router.
+weighted with the scores; through the weights, the gradient of the model's loss reaches the router.
 
     token x -> x·gate -> scores  .05 .40 .02 .08 .30 .15   -> top 2: experts 1 and 4, weights .40/.70 and .30/.70
                                                  y = .57 expert_1(x) + .43 expert_4(x)
@@ -13,9 +13,11 @@ weighted with the scores; through the weights, gradients reach the router.
     softmax   s = softmax(x·gate), the K largest, divided by their sum         Mixtral (2401.04088, section 2.1)
     sigmoid   s = sigmoid(x·gate), the K largest of s + b, weights from s      DeepSeek-V3 (2412.19437, eq. 12-16)
     nodes     only experts on the M nodes that look best                       DeepSeek-V3 (section 2.1.2)
+    K = 1     the largest s itself, not divided by itself: that would be 1     Switch (2101.03961, eq. 2)
 
 Left alone, the choice collapses: an expert that is chosen more learns more and is chosen more. Three remedies:
-    balance loss   sum over e of f_e P_e:  f_e = E/(K T) · times e was chosen,  P_e = mean score;  1 if all is even
+    balance loss   sum over e of f_e P_e:  f_e = E/(K T) · times e was chosen,  P_e = mean over the tokens of the score
+                   divided by the sum of the token's E scores;  1 if all is even
                    (GShard 2006.16668; Switch 2101.03961, eq. 4-6; for any K: DeepSeekMoE 2401.06066, eq. 12-14)
     bias           b_e up a step if e had less than the mean, down if more; no loss, no gradient (2408.15664, alg. 1)
     capacity       an expert takes C = ceil(c K T/E) tokens and drops the others (GShard, section 2.2; Switch, eq. 3)
@@ -56,8 +58,8 @@ class Routing:
     """Where T tokens go, and how much each expert counts."""
 
     experts: Tensor  # [T, K] int64, the best first
-    weights: Tensor  # [T, K], of sum 1; gradients flow through them
-    probabilities: Tensor  # [T, E], the scores of all experts, of sum 1; for the balance loss
+    weights: Tensor  # [T, K], of sum 1 if they are normalised; gradients flow through them
+    probabilities: Tensor  # [T, E], the scores of all experts, divided by their sum; for the balance loss
 
 
 def router_logits(x: Tensor, gate: Tensor) -> Tensor:
@@ -95,13 +97,15 @@ def route(
     bias: Tensor | None = None,
     nodes: int = 1,
     M: int = 1,
+    normalise: bool | None = None,
     experts: Tensor | None = None,
 ) -> Routing:
     """logits [T, E] -> K experts for each token. `experts` [T, K]: take these, and only weigh them by the logits.
 
-    Weights are s / (sum of the chosen s). As a softmax over log s they cannot become 0/0 when all s underflow, and for
-    the softmax router log s is the logit, but for a constant that cancels. The bias decides who is chosen, never how
-    much the chosen one counts: it is a tool of balance, and no opinion on the token.
+    Normalised, weights are s / (sum of the chosen s). As a softmax over log s they cannot become 0/0 when all s
+    underflow, and for the softmax router log s is the logit, but for a constant that cancels. Else weights are s.
+    None: normalise if K > 1, since with one expert s/s is 1 and has no gradient (`cannot_learn`). The bias decides who
+    is chosen, never how much the chosen one counts: it says how busy an expert is, and nothing about the token.
     """
     # --- exercise 7.23: choose by s + b, weigh by s ---
     log_s = F.logsigmoid(logits) if router == "sigmoid" else logits
@@ -111,8 +115,22 @@ def route(
         choice = choice if bias is None else choice + bias
         choice = limit_to_nodes(choice, K, nodes, M) if nodes > M else choice
         experts = choice.topk(K, dim=1).indices
-    return Routing(experts, log_s.gather(1, experts).softmax(-1), log_s.softmax(-1))
+    probabilities = log_s.softmax(-1)
+    if K > 1 if normalise is None else normalise:
+        weights = log_s.gather(1, experts).softmax(-1)
+    else:
+        weights = (log_s.exp() if router == "sigmoid" else probabilities).gather(1, experts)
+    return Routing(experts, weights, probabilities)
     # --- end exercise ---
+
+
+def cannot_learn(E: int, K: int, router: str = "softmax", normalise: bool | None = None) -> str | None:
+    """Why the weights of `route` are 1 whatever the logits are, so that no gradient reaches the router through them."""
+    if K == 1 and normalise:
+        return "top-k 1 with normalised weights: a score divided by itself is 1; use scores that are not normalised"
+    if E == 1 and router == "softmax" and not normalise:
+        return "a softmax over one expert is 1; use the sigmoid router, or more experts"
+    return None
 
 
 def check_routing(E: int, K: int, router: str = "softmax", nodes: int = 1, M: int = 1) -> None:
@@ -251,9 +269,12 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     steps = torch.zeros(E, dtype=torch.int64, device=device)
     use_bias = args.router == "sigmoid"
 
+    normalise = {"yes": True, "no": False}.get(args.normalise)
+
     def choose(tokens: Tensor, steps: Tensor) -> tuple[Tensor, Routing]:
         logits = router_logits(tokens, gate.to(device))
-        return logits, route(logits, K, args.router, 0.01 * steps if use_bias else None, args.nodes, args.max_nodes)
+        bias = 0.01 * steps if use_bias else None
+        return logits, route(logits, K, args.router, bias, args.nodes, args.max_nodes, normalise)
 
     logits, mine = choose(x, steps)
     all_logits, everyone = choose(whole, steps)
@@ -273,6 +294,15 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     report.compare(shares[0], balance_loss(everyone.probabilities, everywhere, K))
     report.compare(shares[1], all_logits.logsumexp(-1).square().mean())
     report.add_errors("balance loss and z-loss: sum of shares against one process")
+    free = logits.clone().requires_grad_()
+    one_by_one = torch.arange(1, K + 1, device=device)  # a loss that prefers the last of a token's experts
+    (route(free, K, args.router, normalise=normalise).weights * one_by_one).sum().backward()
+    alive = free.grad.abs().max().item()
+    stuck = cannot_learn(E, K, args.router, normalise)
+    right = alive <= 1e-12 if stuck else alive > 1e-6
+    report.add("the router's gradient through the weights", "0" if stuck else "> 0", f"{alive:.1e}", right)
+    if stuck and rank == 0:
+        print(f"  warning: the router does not learn: {stuck}")
     kept = within_capacity(mine.experts, E, args.capacity, group)
     alone = within_capacity(everyone.experts, E, args.capacity, None)[rank * T : (rank + 1) * T]
     report.add("choices dropped here: as in one process", (~alone).sum().item(), (~kept).sum().item())
@@ -293,6 +323,9 @@ def main() -> None:
     parser.add_argument("--router", choices=ROUTERS, default="softmax")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument(
+        "--normalise", choices=("yes", "no"), help="divide by the chosen scores' sum; default: if K > 1"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="nodes that the experts lie on")
     parser.add_argument("--max-nodes", type=int, default=1, help="nodes that a token may use")
     parser.add_argument("--capacity", type=float, default=1.0, help="capacity factor")

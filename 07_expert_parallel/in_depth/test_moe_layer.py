@@ -1,6 +1,7 @@
 """The layer: against a token-by-token mixture whose losses are added in the open; recomputed, accumulated, in bf16."""
 
 import sys
+import warnings
 from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
@@ -24,6 +25,9 @@ CONFIGS = {
     "sigmoid, bias, shared experts": replace(SMALL, router="sigmoid", bias_speed=0.05, shared=2, balance=0.0, z=0.0),
     "sigmoid, balance loss": replace(SMALL, router="sigmoid", z=0.0),
     "capacity": replace(SMALL, capacity=0.75),
+    "top 1": replace(SMALL, top_k=1),
+    "top 1, sigmoid": replace(SMALL, top_k=1, router="sigmoid"),
+    "2 experts, not normalised": replace(SMALL, normalise=False),
     "2 of 4 nodes": replace(SMALL, experts=8, top_k=4, nodes=4, max_nodes=2),
 }
 SIZES = {1: [8], 2: [7, 1], 4: [2, 0, 5, 1]}  # tokens of each rank in a micro-batch
@@ -137,6 +141,19 @@ def test_gradients_losses_counts_and_biases_equal_a_token_by_token_mixture_over_
     results = run_ranks(P, all_cases)
     for run in results[0]:
         check([r[run] for r in results], run[0], f"{run}")
+
+
+def test_a_layer_whose_router_cannot_learn_warns_and_no_other_does():
+    def said(c: MoEConfig) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            MoE(c, None, None)
+        return [str(one.message) for one in caught]
+
+    [warning] = said(replace(SMALL, top_k=1, normalise=True))
+    assert "a score divided by itself is 1; use scores that are not normalised" in warning
+    for k in (1, 2, 4):
+        assert said(replace(SMALL, top_k=k)) == [], f"top-k {k}"
 
 
 def test_a_process_without_a_group_is_a_whole_layer():

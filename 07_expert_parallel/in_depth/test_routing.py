@@ -13,6 +13,7 @@ from harness.ranks import run_ranks
 from routing import (
     balance_loss,
     bias_step,
+    cannot_learn,
     capacity,
     check_routing,
     chosen_one_by_one,
@@ -63,6 +64,36 @@ def test_weights_are_the_scores_of_the_chosen_divided_by_their_sum_also_in_backw
     (got_grad,) = torch.autograd.grad((routing.weights * up).sum(), logits, retain_graph=True)
     (want_grad,) = torch.autograd.grad((want * up).sum(), logits)
     assert_same(got_grad, want_grad, 1e-12, "gradient of the logits")
+
+
+@pytest.mark.parametrize("normalise", [None, True, False])
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_the_routers_gradient_is_alive_for_every_k_and_score_unless_it_is_said_that_it_cannot_learn(router, normalise):
+    for experts in (1, E):
+        for k in range(1, experts + 1):
+            what = f"{k} of {experts} experts, {router}, normalise {normalise}"
+            gate = (torch.randn(experts, 5, generator=torch.Generator().manual_seed(3)).double()).requires_grad_()
+            x, up = logits_of(12, 5, seed=4), logits_of(12, k, seed=5)
+            routing = route(router_logits(x, gate), k, router, normalise=normalise)
+            (got,) = torch.autograd.grad((routing.weights * up).sum(), gate)
+            scores = (x @ gate.T).sigmoid() if router == "sigmoid" else (x @ gate.T).softmax(-1)
+            picked = scores.gather(1, routing.experts)
+            want = picked / picked.sum(1, keepdim=True) if (k > 1 if normalise is None else normalise) else picked
+            assert_same(routing.weights, want, 1e-12, f"weights of {what}")
+            alive = got.abs().max().item()
+            if cannot_learn(experts, k, router, normalise):
+                assert alive <= 1e-12, f"{what}: said to be unable to learn, but its gradient is {alive}"
+            else:
+                assert_same(
+                    got, torch.autograd.grad((want * up).sum(), gate)[0], 1e-10, f"the router's gradient, {what}"
+                )
+                assert alive > 1e-3, f"{what}: the router's gradient is {alive}, and nothing was said"
+
+
+def test_a_router_that_cannot_learn_is_told_with_what_would_help():
+    assert "use scores that are not normalised" in cannot_learn(E, 1, "sigmoid", True)
+    assert "use the sigmoid router, or more experts" in cannot_learn(1, 1, "softmax")
+    assert cannot_learn(E, 1) is None and cannot_learn(1, 1, "sigmoid") is None
 
 
 def test_the_bias_decides_who_is_chosen_and_never_how_much_the_chosen_one_counts():
