@@ -60,9 +60,17 @@ def read_sizes(folder: str) -> tuple[LlamaConfig, tuple[int, int]]:
         raise UsageError(f"--init {folder} is a {kind!r}, but only {' and '.join(KINDS)} can be trained here")
     # Newer files keep what belongs to RoPE in a part of its own.
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise UsageError(f"--init {folder} stretches its RoPE ({rope['rope_type']}), which is not done here")
+    stretched = rope.get("rope_type", rope.get("type", "default"))  # older files call it "type"
+    if stretched != "default":
+        raise UsageError(f"--init {folder} stretches its RoPE ({stretched}), which is not done here")
+    if found.get("sliding_window"):
+        raise UsageError(f"--init {folder} has a sliding window of {found['sliding_window']}; attention here sees all")
+    if kind == "mixtral" and found.get("num_experts_per_tok") == 1:
+        raise UsageError(f"--init {folder} gives each token one expert, weighed by 1: its router would learn nothing")
     found = {"rope_theta": rope.get("rope_theta", 10000.0), "tie_word_embeddings": False} | found
+    if kind == "llama":  # what transformers assumes where a file does not say it
+        heads = found.get("num_key_value_heads") or found.get("num_attention_heads")
+        found = {"rms_norm_eps": 1e-6} | found | ({"num_key_value_heads": heads} if heads else {})
     if missing := [theirs for theirs in FIELDS.values() if theirs not in found]:
         raise UsageError(f"--init {folder}: config.json has no {missing[0]}; copy it again")
     head_dim = found.get("head_dim")
@@ -143,6 +151,8 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     moe = config.mixture(sizes)
     if moe and (moe.router != "softmax" or moe.shared):
         raise UsageError(f"{run} has a router {moe.router}; a Mixtral has softmax and no shared experts")
+    if moe and moe.top_k == 1:
+        raise UsageError(f"{run} weighs its one expert per token by its score; a Mixtral would weigh it by 1")
     dtype = dtype or WEIGHTS.get(config.precision, torch.float32)
     like = full_shapes(sizes, moe)
     weights = checkpoint.load(path, like, dtype)["weights"]

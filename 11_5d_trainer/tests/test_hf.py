@@ -231,10 +231,24 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
     assert refusal("biased", attention_bias=True).startswith("has biases")
     assert refusal("gelu", hidden_act="gelu").startswith("uses gelu")
     assert refusal("long", rope_parameters={"rope_type": "llama3", "factor": 8.0}).startswith("stretches its RoPE")
+    old = {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert refusal("older", **old).startswith("stretches its RoPE (linear)")
+    assert refusal("window", sliding_window=16) == "has a sliding window of 16; attention here sees all"
+    one = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1}
+    assert refusal("switch", **one).startswith("gives each token one expert")
     assert refusal("small", vocab_size=65).startswith("knows 65 tokens and the data has 256; add its --tokenizer")
     assert "cannot be read" in refusal("cut")
     with pytest.raises(UsageError, match="holds no config.json; give the folder of a Hugging Face Llama or Mixtral"):
         train.prepare([*words, "--init", str(tmp_path)], 1)
+
+
+def test_a_llama_that_does_not_say_its_key_value_heads_has_as_many_as_heads(tmp_path):
+    new_model(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    del config["num_key_value_heads"], config["rms_norm_eps"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    sizes, _ = hf.read_sizes(str(tmp_path / "model"))
+    assert sizes.kv_heads == sizes.heads and sizes.norm_eps == 1e-6
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizer
