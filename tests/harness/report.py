@@ -167,6 +167,7 @@ def write_result(
         if len(row) != len(columns):
             raise ValueError(f"result {name}: row {list(row)} has {len(row)} cells for {len(columns)} columns")
     path = (folder or ROOT / "results") / f"{name}.{file_name(device_name())}.json"
+    about = environment()
     record = {
         "name": name,
         "title": title,
@@ -174,9 +175,9 @@ def write_result(
         "rows": [[{"ratio": asdict(cell)} if isinstance(cell, Ratio) else cell for cell in row] for row in rows],
         "notes": notes,
         "verified": verified,
-        "environment": environment(),
+        "environment": about,
     }
-    if folder is None and record["environment"]["commit"].endswith("-dirty"):
+    if folder is None and about["commit"].endswith("-dirty"):
         print(f"not written, the tree has changes that are not committed: {path.relative_to(ROOT)}\n\n{table(record)}")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
