@@ -106,7 +106,7 @@ class Products(torch.autograd.Function):
 
 class Sum(torch.autograd.Function):
     """f* or g*: the shares [T, H] of all ranks -> their sum [T, H], or T/t rows of it. Backward of f* does nothing: the
-    ranks compute one loss. (torch.distributed.nn.all_reduce is made for t losses: gradients would be t times too large.)"""
+    ranks compute one loss. (torch.distributed.nn.all_reduce is made for t of them, and sums there as well.)"""
 
     @staticmethod
     def forward(ctx, share: Tensor, tp: TensorParallel) -> Tensor:
@@ -139,7 +139,7 @@ def column(x: Tensor, w: dict[str, Tensor], names: list[str], tp: TensorParallel
 
 
 def row(y: Tensor, w: dict[str, Tensor], name: str, tp: TensorParallel | None) -> Tensor:
-    share = F.linear(y, w[name])  # [T, in/t] -> [T, H], of which the sum is [T, H], or [T/t, H]
+    share = F.linear(y, w[name])  # [T, in/t] -> [T, H]
     return (share if tp is None else Sum.apply(share, tp)) + w[f"{name}_bias"]  # once: t ranks would add t biases
 
 
@@ -204,7 +204,7 @@ def loss_sum(w: dict, tokens: Tensor, labels: Tensor, sizes: Sizes, tp: TensorPa
     x = embed(tokens.flatten(), w["embed"], tp)
     for i in range(sizes.layers):
         x = block(x, w, i, sizes, tp)
-    logits = column(norm(x, w["norm"]), w, ["head"], tp)[0]  # [T, V/t], and never more
+    (logits,) = column(norm(x, w["norm"]), w, ["head"], tp)  # [T, V/t], and never more
     return cross_entropy(logits, labels.flatten(), sizes.vocab, tp)
 
 
@@ -279,8 +279,8 @@ class Wire(TorchDispatchMode):
 
 def measure(w: dict[str, Tensor], sizes: Sizes, tp: TensorParallel) -> tuple[int, int, int]:
     """The three numbers of `formulas`, of this rank."""
-    x = torch.randn(sizes.batch * sizes.sequence // (tp.t if tp.sequence else 1), sizes.hidden).to(w["norm"])
-    saved: list[Tensor] = []
+    rows, saved = sizes.batch * sizes.sequence // (tp.t if tp.sequence else 1), []
+    x = torch.randn(rows, sizes.hidden).to(w["norm"])
     with Wire() as wire, torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(y) or y, lambda y: y):
         z = block(x.requires_grad_(), w, 0, sizes, tp)
         z.backward(torch.ones_like(z))
@@ -315,7 +315,7 @@ def main() -> int:
     say = f"{parser.prog}: {{}}\n" if os.environ.get("RANK", "0") == "0" else ""  # one line, and not one for each rank
     parser.error = lambda words: parser.exit(2, say.format(words))
     args, t = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
-    if TINY.heads % t:
+    if t not in (1, 2, 4, 8):
         parser.error(f"--nproc_per_node {t} does not divide 8 query heads; use 1, 2, 4 or 8")
     device, sizes, wrong = "cuda" if torch.cuda.is_available() else "cpu", TINY._replace(kv_heads=args.kv_heads), []
     if device == "cuda":
@@ -330,12 +330,11 @@ def main() -> int:
         rate = 3 * sizes.batch * sizes.sequence / (time.perf_counter() - start)
         oracle = three_steps({name: x.requires_grad_() for name, x in whole.items()}, sizes, None)
         errors = [x - piece_of(n, right[n], sizes, tp) for i, right in enumerate(oracle) for n, x in mine[i].items()]
-        worst = torch.stack([error.abs().max() for error in errors]).max()
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        dist.all_reduce(worst := torch.stack([e.abs().max() for e in errors]).max(), op=dist.ReduceOp.MAX)
         wrong += [] if (error := worst.item()) <= 1e-10 else [f"{layout} is off by {error:.1e}"]  # NaN is wrong, too
         what = ("weights held", "kept of a block", "sent by a block")
         table = list(zip(what, formulas(sizes, t, tp.sequence), measure(w, sizes, tp), strict=True))
-        wrong += [f"{layout}: bytes {what} {got:,}, not {want:,}" for what, want, got in table if got != want]
+        wrong += [f"{layout}: bytes {name} {got:,}, not {want:,}" for name, want, got in table if got != want]
         if dist.get_rank() == 0:
             print(f"{layout} parallel on {t} rank(s): largest error {error:.1e}, {rate:,.0f} tokens/s")
             print(*(f"    bytes {what:16} formula {a:>9,}   measured {b:>9,}" for what, a, b in table), sep="\n")
