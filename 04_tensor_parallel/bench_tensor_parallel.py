@@ -12,7 +12,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path[0:0] = [str(Path(__file__).resolve().parents[1] / "tests"), str(Path(__file__).resolve().parent / "in_depth")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
 
 import tensor_parallel
 import torch
@@ -41,7 +42,7 @@ LAYOUTS = {"tensor": False, "tensor + sequence": True}
 PARTS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 PARTS |= {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 
-# ------------------------------------------------------------------------------------- the same block, by torch's DTensor
+# ---------------------------------------------------------------------------------- the same block, by torch's DTensor
 
 
 class Norm(nn.Module):
@@ -97,9 +98,8 @@ def by_torch(full: dict[str, Tensor], device: torch.device, sequence: bool) -> B
         for name, p in model.named().items():
             p.copy_(full[f"0.{name}"])
     outside = Shard(0) if sequence else Replicate()
-    plan = {
-        name: PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate()) for name in ("attn", "mlp")
-    }
+    gather = {n: PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate()) for n in ("attn", "mlp")}
+    plan: dict = gather
     plan |= {f"attn.{n}": ColwiseParallel() for n in "qkv"} | {f"mlp.{n}": ColwiseParallel() for n in ("gate", "up")}
     plan |= {n: RowwiseParallel(output_layouts=outside) for n in ("attn.o", "mlp.down")}
     if sequence:
@@ -168,9 +168,8 @@ def compare(device: torch.device) -> None:
             ours = partial(of_the_ground_floor, w=w, tp=tp)
             if other == "in_depth":  # it has no biases, and cuts S, not T: one sequence of B S tokens would mix them
                 deep = ParallelBlock(config, Deep(group, sequence), parts).to(device)
-                load_full_state_dict(
-                    deep, {f"{long}.weight": weights[f"0.{n}"].to(device) for n, long in PARTS.items()}
-                )
+                named = {f"{long}.weight": weights[f"0.{n}"].to(device) for n, long in PARTS.items()}
+                load_full_state_dict(deep, named)
                 order = x.view(SIZES.batch, t, -1, SIZES.hidden).transpose(0, 1) if sequence else x  # [t, B, S/t, H]
                 theirs_x = order.reshape(t, -1, SIZES.hidden)[tp.rank] if sequence else x
                 theirs_x = theirs_x.view(SIZES.batch, -1, SIZES.hidden).clone().requires_grad_()
@@ -208,9 +207,10 @@ def activations(device: torch.device) -> None:
     """What autograd keeps of a block on t ranks, measured in groups of this world."""
     rows, T = [], SIZES.batch * SIZES.sequence
     full = {n: x.float() for n, x in whole_weights(SIZES).items()}
-    groups = {
-        t: dist.new_subgroups_by_enumeration([list(range(i, i + t)) for i in range(0, RANKS, t)])[0] for t in (1, 2, 4)
-    }
+    groups = {}
+    for t in (1, 2, 4):
+        slices = [list(range(first, first + t)) for first in range(0, RANKS, t)]
+        groups[t] = dist.new_subgroups_by_enumeration(slices)[0]
     for t in (1, 2, 4):
         outside = 2 * (formulas(SIZES, 2, False, 4)[1] - formulas(SIZES, 2, True, 4)[1])  # on one rank
         for layout, sequence in LAYOUTS.items():
@@ -219,9 +219,7 @@ def activations(device: torch.device) -> None:
             held, kept, _ = tensor_parallel.measure(w, SIZES, tp)
             want_held, want, _ = formulas(SIZES, t, sequence, 4)
             if (held, kept) != (want_held, want):
-                raise SystemExit(
-                    f"{layout} on {t} ranks holds {held} and keeps {kept} bytes, not {want_held} and {want}"
-                )
+                raise SystemExit(f"{layout}, {t} ranks: {held} and {kept} bytes, not {want_held} and {want}")
             out = outside // (t if sequence else 1)
             rows.append([t, layout, held, out, want - out, want, kept])
     if dist.get_rank() == 0:
@@ -233,33 +231,29 @@ def activations(device: torch.device) -> None:
 
 
 def regions(device: torch.device) -> None:
-    """Each part of a block in order, forward: what share of the tokens and of the features rank 1 has of its result."""
+    """Each part of a block in order, forward: the share of tokens and features of its result that a rank has."""
     rows, T, H = [], SIZES.batch * SIZES.sequence, SIZES.hidden
-    whole_width = {"q": H, "gate": SIZES.intermediate, "attention": SIZES.heads, "norm": H, "row": H}
     for layout, sequence in LAYOUTS.items():
         tp, log = TensorParallel(dist.group.WORLD, sequence), []
         full = {n: x.float() for n, x in whole_weights(SIZES).items()}
         w = {n: piece_of(n, x, SIZES, tp).to(device).requires_grad_() for n, x in full.items()}
         real = {name: getattr(tensor_parallel, name) for name in ("norm", "column", "attention", "row")}
 
-        def logged(*arguments, called: str, log=log, real=real, tp=tp):
+        def logged(*arguments, called: str, log=log, real=real):
             with sent_by_both() as wire:
                 out = real[called](*arguments)
-            messages = [[name.replace("_", "-"), "travels", 1.0, 1.0, size] for name, size, _ in wire.events]
             first = out[0] if isinstance(out, tuple) else out
-            what = {
-                "column": "q, k, v" if len(out) == 3 else "gate, up",
-                "row": "o" if "o" in arguments[2:3][0] else "down",
-            }
-            if called == "attention":
-                entry = ["attention", "computes", 1.0, first.shape[1] / SIZES.heads, 0]
-            else:
-                width = whole_width[{"norm": "norm", "row": "row", "column": "q" if len(out) == 3 else "gate"}[called]]
-                shares = [1.0, 1.0] if called == "row" else [first.shape[0] / T, first.shape[1] / width]
-                entry = [what.get(called, called), "computes", *shares, 0]
-            log += [entry, *messages] if called == "row" else [*messages, entry]
-            if called == "row":
-                log.append(["x + ...", "computes", first.shape[0] / T, 1.0, 0])
+            messages = [[name.replace("_", "-"), "travels", 1.0, 1.0, size] for name, size, _ in wire.events]
+            if called == "attention":  # [B, N/t, S, D]
+                log.append([called, "computes", 1.0, first.shape[1] / SIZES.heads, 0])
+            elif called == "norm":
+                log.append([called, "computes", len(first) / T, 1.0, 0])
+            elif called == "column":  # needs its message first
+                name, width = ("q, k, v", H) if len(out) == 3 else ("gate, up", SIZES.intermediate)
+                log += [*messages, [name, "computes", len(first) / T, first.shape[1] / width, 0]]
+            else:  # the product is a share of a sum, of all rows; then its message; then the rows that x is added to
+                name = arguments[2].partition(".")[2]
+                log += [[name, "computes", 1.0, 1.0, 0], *messages, ["x + ...", "computes", len(first) / T, 1.0, 0]]
             return out
 
         try:
