@@ -393,6 +393,27 @@ def test_the_loss_survives_huge_logits_ignored_labels_and_words_that_do_not_exis
     run_ranks(ranks, losses_at_the_edge)
 
 
+def loss_of_bf16_logits() -> float:
+    logits = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    labels = torch.arange(64)
+    want = F.cross_entropy(logits.double(), labels, reduction="sum")
+    tp = TensorParallel(dist.group.WORLD, False)
+    mine = logits.chunk(tp.t, 1)[tp.rank].clone().requires_grad_()
+    return error_between(cross_entropy(mine, labels, 256, tp), want)
+
+
+def test_a_loss_of_bf16_logits_is_summed_in_fp32():
+    assert max(run_ranks(2, loss_of_bf16_logits)) < 1e-5
+
+
+def test_weights_of_one_shape_are_different_weights():
+    whole = whole_weights(TINY)
+    by_shape: dict = {}
+    for name, x in whole.items():
+        assert not any(torch.equal(x, y) for y in by_shape.setdefault(x.shape, [])), name
+        by_shape[x.shape].append(x)
+
+
 def in_bf16(right: dict[str, Tensor], sequence: bool) -> dict[str, tuple[float, float]]:
     """For each weight, the error of its gradient in bf16: of this layout, and of one process in the same precision."""
     whole, (tokens, labels) = whole_weights(TINY), texts(TINY)[0]
