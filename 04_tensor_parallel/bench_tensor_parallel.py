@@ -1,0 +1,335 @@
+"""A block of the ground floor against torch's DTensor plan of the same block, and against in_depth: 4 ranks, one run.
+
+    python 04_tensor_parallel/bench_tensor_parallel.py              4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 04_tensor_parallel/bench_tensor_parallel.py --figures    draw the figures again from the results
+
+First output and all gradients are compared; only then is anything timed. A step is forward, backward and the sum of
+gradients that are shares. All three use the same norm and the same attention.
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
+
+import tensor_parallel
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _tensor_parallel_bench import RANKS, kept_by_both, must_be_same, peak_of_both, run, sent_by_both, whole
+from harness.figures import COLOURS, GREY, write_figure
+from harness.report import paired, write_result
+from parallel_block import Config, ParallelBlock, Parts, sync_replicated_gradients
+from parallel_linear import TensorParallel as Deep
+from parallel_linear import load_full_state_dict
+from tensor_parallel import Sizes, TensorParallel, attention, block, formulas, norm, piece_of, sum_shares, whole_weights
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+SIZES = Sizes(256, 256, 1, 8, 4, 704, 2, 128)
+LAYOUTS = {"tensor": False, "tensor + sequence": True}
+PARTS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+PARTS |= {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+
+# ---------------------------------------------------------------------------------- the same block, by torch's DTensor
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZES.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        H, kv = SIZES.hidden, SIZES.kv_heads * SIZES.hidden // SIZES.heads
+        self.q, self.k, self.v, self.o = nn.Linear(H, H), nn.Linear(H, kv), nn.Linear(H, kv), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        S, D = SIZES.sequence, SIZES.hidden // SIZES.heads
+        mixed = attention(*(p(x).view(SIZES.batch, S, -1, D).transpose(1, 2) for p in (self.q, self.k, self.v)))
+        return self.o(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(SIZES.hidden, SIZES.intermediate) for _ in range(2))
+        self.down = nn.Linear(SIZES.intermediate, SIZES.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Rows are tokens, as on the ground floor: x [T, H]."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2, self.attn, self.mlp = Norm(), Norm(), Attention(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+    def named(self) -> dict[str, Tensor]:
+        short = {n: n.removeprefix("attn.").removeprefix("mlp.") for n, _ in self.named_parameters()}
+        return {short[n].replace(".weight", "").replace(".bias", "_bias"): p for n, p in self.named_parameters()}
+
+
+def by_torch(full: dict[str, Tensor], device: torch.device, sequence: bool) -> Block:
+    model = Block()
+    with torch.no_grad():
+        for name, p in model.named().items():
+            p.copy_(full[f"0.{name}"])
+    outside = Shard(0) if sequence else Replicate()
+    gather = {n: PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate()) for n in ("attn", "mlp")}
+    plan: dict = gather
+    plan |= {f"attn.{n}": ColwiseParallel() for n in "qkv"} | {f"mlp.{n}": ColwiseParallel() for n in ("gate", "up")}
+    plan |= {n: RowwiseParallel(output_layouts=outside) for n in ("attn.o", "mlp.down")}
+    if sequence:
+        plan |= {n: SequenceParallel(sequence_dim=0) for n in ("norm1", "norm2")}
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (RANKS,))
+    return parallelize_module(model.to(device), mesh, plan)
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def of_the_ground_floor(x: Tensor, w: dict[str, Tensor], tp: TensorParallel) -> Tensor:
+    for p in w.values():
+        p.grad = None
+    x.grad = None
+    z = block(x, w, 0, SIZES, tp)
+    z.backward(z.detach())
+    sum_shares(w, SIZES, tp)
+    return z.detach()
+
+
+def of_a_module(x: Tensor, model: nn.Module, finish) -> Tensor:
+    model.zero_grad()
+    x.grad = None
+    z = model(x)
+    z.backward(z.detach())
+    finish()
+    return z.detach()
+
+
+def sum_torchs_norms(model: Block) -> None:
+    for name, p in model.named().items():
+        if name in ("norm1", "norm2", "o_bias", "down_bias"):
+            whole(p.grad)  # torch's gradients of these are partial sums, too
+
+
+def about(step, x: Tensor, leave_out: list[Tensor]) -> list[int]:
+    """[bytes sent, bytes kept for backward, peak of allocated bytes] of one step."""
+    with sent_by_both() as wire, kept_by_both(leave_out) as kept:
+        step(x)
+    peaks = []
+    for _ in range(3):  # gloo may drop a buffer late: the least is the step's own
+        with peak_of_both() as memory:
+            step(x)
+        peaks.append(memory.peak)
+    return [wire.total, sum(kept.values()), min(peaks)]
+
+
+def compare(device: torch.device) -> None:
+    group, rows, t = dist.group.WORLD, [], RANKS
+    full = {n: x.float() for n, x in whole_weights(SIZES).items() if n.startswith("0.")}
+    config = Config(SIZES.vocab, SIZES.hidden, 1, SIZES.heads, SIZES.kv_heads, SIZES.intermediate)
+    parts = Parts(
+        attention=lambda q, k, v, *, causal: attention(*(y.transpose(1, 2) for y in (q, k, v))).transpose(1, 2),
+        rope=lambda x, cos, sin: x,
+        norm=lambda x, weight, eps: norm(x, weight),
+    )
+    T, cos = SIZES.batch * SIZES.sequence, torch.zeros(1, device=device)
+    for layout, sequence in LAYOUTS.items():
+        tp = TensorParallel(group, sequence)
+        x = torch.randn(T, SIZES.hidden, generator=torch.Generator().manual_seed(0)).to(device)
+        mine = (x.chunk(t)[tp.rank] if sequence else x).clone().requires_grad_()
+        for other in ("torch's DTensor", "in_depth"):
+            weights = full if other[0] == "t" else {n: x * (not n.endswith("_bias")) for n, x in full.items()}
+            w = {n: piece_of(n, x, SIZES, tp).to(device).requires_grad_() for n, x in weights.items()}
+            ours = partial(of_the_ground_floor, w=w, tp=tp)
+            if other == "in_depth":  # it has no biases, and cuts S, not T: one sequence of B S tokens would mix them
+                deep = ParallelBlock(config, Deep(group, sequence), parts).to(device)
+                named = {f"{long}.weight": weights[f"0.{n}"].to(device) for n, long in PARTS.items()}
+                load_full_state_dict(deep, named)
+                order = x.view(SIZES.batch, t, -1, SIZES.hidden).transpose(0, 1) if sequence else x  # [t, B, S/t, H]
+                theirs_x = order.reshape(t, -1, SIZES.hidden)[tp.rank] if sequence else x
+                theirs_x = theirs_x.view(SIZES.batch, -1, SIZES.hidden).clone().requires_grad_()
+                model = type("", (nn.Module,), {"forward": lambda self, x, d=deep: d(x, cos, cos)})()
+                model.deep = deep
+                theirs = partial(of_a_module, model=model, finish=partial(sync_replicated_gradients, deep, group))
+                gradients = {n: deep.get_parameter(f"{long}.weight") for n, long in PARTS.items()}
+            else:
+                model, theirs_x = by_torch(full, device, sequence), mine.detach().clone().requires_grad_()
+                theirs = partial(of_a_module, model=model, finish=partial(sum_torchs_norms, model))
+                gradients = model.named()
+            z, their_z = ours(mine), theirs(theirs_x)
+            if not (sequence and other == "in_depth"):  # there, the rows of a rank are other tokens
+                must_be_same(z, whole(their_z).view_as(z), f"the output, {layout} parallel")
+            for name, p in gradients.items():
+                got, want = w[f"0.{name}"].grad, whole(p.grad)
+                want = want if other == "in_depth" else piece_of(f"0.{name}", want, SIZES, tp)
+                if name != "k_bias":  # zero: what is added to all keys moves all scores of a query alike
+                    must_be_same(got, want, f"the gradient of {name}, {layout} parallel, {other}")
+            a, b = about(ours, mine, list(w.values())), about(theirs, theirs_x, [*model.parameters(), cos])
+            ratio = paired(partial(ours, mine), partial(theirs, theirs_x), repeats=11, setup=dist.barrier)
+            pairs = [number for pair in zip(a, b, strict=True) for number in pair]
+            rows.append([layout, other, *pairs, ratio])
+    if dist.get_rank() == 0:
+        columns = ["layout", "theirs is", "bytes sent, ours", "theirs", "bytes kept, ours", "theirs"]
+        columns += ["peak bytes, ours", "theirs", "seconds of a step, ours / theirs (quartiles)"]
+        note = (
+            f"A step is forward, backward and the sum of gradients that are shares, {SIZES.batch} x {SIZES.sequence} "
+            f"tokens, hidden {SIZES.hidden}, float32. Peak: bytes allocated at once beyond weights and x."
+        )
+        write_result("04_ground", f"A block of the ground floor on {RANKS} ranks", columns, rows, note)
+
+
+def activations(device: torch.device) -> None:
+    """What autograd keeps of a block on t ranks, measured in groups of this world."""
+    rows, T = [], SIZES.batch * SIZES.sequence
+    full = {n: x.float() for n, x in whole_weights(SIZES).items()}
+    groups = {}
+    for t in (1, 2, 4):
+        slices = [list(range(first, first + t)) for first in range(0, RANKS, t)]
+        groups[t] = dist.new_subgroups_by_enumeration(slices)[0]
+    for t in (1, 2, 4):
+        outside = 2 * (formulas(SIZES, 2, False, 4)[1] - formulas(SIZES, 2, True, 4)[1])  # on one rank
+        for layout, sequence in LAYOUTS.items():
+            tp = TensorParallel(groups[t], sequence)
+            w = {n: piece_of(n, x, SIZES, tp).to(device).requires_grad_() for n, x in full.items()}
+            held, kept, _ = tensor_parallel.measure(w, SIZES, tp)
+            want_held, want, _ = formulas(SIZES, t, sequence, 4)
+            if (held, kept) != (want_held, want):
+                raise SystemExit(f"{layout}, {t} ranks: {held} and {kept} bytes, not {want_held} and {want}")
+            out = outside // (t if sequence else 1)
+            rows.append([t, layout, held, out, want - out, want, kept])
+    if dist.get_rank() == 0:
+        columns = ["t", "layout", "weights held", "outside the products", "inside", "formula", "bytes kept, measured"]
+        note = (
+            f"One block, {T} tokens, hidden {SIZES.hidden}, {SIZES.heads} heads, float32; weights of the whole model."
+        )
+        write_result("04_ground_activations", "Bytes that autograd keeps of a block", columns, rows, note)
+
+
+def regions(device: torch.device) -> None:
+    """Each part of a block in order, forward: the share of tokens and features of its result that a rank has."""
+    rows, T, H = [], SIZES.batch * SIZES.sequence, SIZES.hidden
+    for layout, sequence in LAYOUTS.items():
+        tp, log = TensorParallel(dist.group.WORLD, sequence), []
+        full = {n: x.float() for n, x in whole_weights(SIZES).items()}
+        w = {n: piece_of(n, x, SIZES, tp).to(device).requires_grad_() for n, x in full.items()}
+        real = {name: getattr(tensor_parallel, name) for name in ("norm", "column", "attention", "row")}
+
+        def logged(*arguments, called: str, log=log, real=real):
+            with sent_by_both() as wire:
+                out = real[called](*arguments)
+            first = out[0] if isinstance(out, tuple) else out
+            messages = [[name.replace("_", "-"), "travels", 1.0, 1.0, size] for name, size, _ in wire.events]
+            if called == "attention":  # [B, N/t, S, D]
+                log.append([called, "computes", 1.0, first.shape[1] / SIZES.heads, 0])
+            elif called == "norm":
+                log.append([called, "computes", len(first) / T, 1.0, 0])
+            elif called == "column":  # needs its message first
+                name, width = ("q, k, v", H) if len(out) == 3 else ("gate, up", SIZES.intermediate)
+                log += [*messages, [name, "computes", len(first) / T, first.shape[1] / width, 0]]
+            else:  # the product is a share of a sum, of all rows; then its message; then the rows that x is added to
+                name = arguments[2].partition(".")[2]
+                log += [[name, "computes", 1.0, 1.0, 0], *messages, ["x + ...", "computes", len(first) / T, 1.0, 0]]
+            return out
+
+        try:
+            for name in real:
+                setattr(tensor_parallel, name, partial(logged, called=name))
+            tensor_parallel.block(torch.randn(T // (tp.t if sequence else 1), H, device=device), w, 0, SIZES, tp)
+        finally:
+            for name, function in real.items():
+                setattr(tensor_parallel, name, function)
+        rows += [[layout, *entry] for entry in log]
+    if dist.get_rank() == 0:
+        columns = ["layout", "what", "computes or travels", "share of the tokens", "of the features", "payload"]
+        note = (
+            "In order, forward. A message's payload is the whole tensor; of a share of a sum every rank has all rows."
+        )
+        write_result("04_ground_regions", "Who has what inside a block, on one of 4 ranks", columns, rows, note)
+
+
+def worker(device: torch.device) -> None:
+    compare(device)
+    activations(device)
+    regions(device)
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+def draw_regions(axes, result) -> None:
+    for axis, layout in zip(axes, LAYOUTS, strict=True):
+        entries = [row[1:] for row in result["rows"] if row[0] == layout]
+        for i, (what, kind, tokens, features, _) in enumerate(entries):
+            if kind == "travels":
+                axis.add_patch(_box(i + 0.25, 0.0, 0.5, 1.0, COLOURS["messages"], 0.9))
+            else:
+                axis.add_patch(_box(i + 0.08, 0.0, 0.84, 1.0, COLOURS["idle"], 0.18))
+                axis.add_patch(_box(i + 0.08, 1 - tokens, 0.84 * features, tokens, COLOURS["activations"], 0.9))
+            axis.text(i + 0.5, -0.06, what, ha="right", va="top", rotation=35, fontsize=8, color=GREY)
+        axis.set(xlim=(0, len(entries)), ylim=(0, 1), xticks=[], yticks=[0, 1], yticklabels=["last", "first token"])
+        axis.set_title(f"{layout} parallel: what one of 4 ranks has of each result", fontsize=10)
+        axis.grid(False)
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str, alpha: float):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, facecolor=colour, alpha=alpha, edgecolor="none")
+
+
+def draw_activations(axes, result) -> None:
+    labels = []
+    for i, (t, layout, _, outside, inside, _, measured) in enumerate(result["rows"]):
+        at = i + (i // 2) * 0.5
+        parts = (
+            (0, inside, "inside: q, k, v, attention, MLP", 0.95),
+            (inside, outside, "outside: norms, and their output", 0.45),
+        )
+        for bottom, height, part, alpha in parts:
+            label = part if i == 0 else None
+            axes.bar(at, height / 1e6, bottom=bottom / 1e6, color=COLOURS["activations"], alpha=alpha, label=label)
+        axes.plot([at], [measured / 1e6], "_", color=GREY, ms=22, label="measured" if i == 0 else None)
+        labels.append((at, f"t = {t}\n{'TP + SP' if '+' in layout else 'TP'}"))
+    axes.set_xticks([at for at, _ in labels], [words for _, words in labels], fontsize=8)
+    axes.set_ylabel("MB kept for backward of a block")
+    axes.set_title("Tensor parallel against tensor + sequence parallel", fontsize=10)
+    axes.legend(fontsize=8)
+
+
+def draw() -> None:
+    folder = "04_tensor_parallel/figures"
+    write_figure(f"{folder}/regions.svg", ["04_ground_regions"], draw_regions, shape=(2, 1), size=(7.5, 5.2))
+    write_figure(f"{folder}/activations.svg", ["04_ground_activations"], draw_activations, size=(7.0, 3.8))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--figures", action="store_true", help="measure nothing; draw the figures from the results")
+    if not parser.parse_args().figures:
+        run(worker)
+    draw()
