@@ -24,7 +24,7 @@ With P ranks, s = S/P tokens on each, K/V of one rank in `block` bytes and dK/dV
     (query, key) pairs    contiguous s(s+1)/2 + r s^2 on rank r, zigzag S(S+1)/2P on every rank; for each head
 Ring: Liu et al. 2023, arXiv 2310.01889. LSE, backward: FlashAttention-2, 2307.08691. Zigzag: Llama 3, 2407.21783.
 
-    torchrun --nproc_per_node 4 ring_attention.py             gloo on CPUs, nccl on GPUs; alone: python ring_attention.py
+    torchrun --nproc_per_node 4 ring_attention.py            gloo on CPUs, nccl on GPUs; alone: python ring_attention.py
 Ends with PASS when losses, gradients and weights are those of one process, to 1e-10, and bytes those of the formulas.
 """
 
@@ -231,9 +231,6 @@ class Ring(torch.autograd.Function):
         return dq.to(q.dtype), *home.to(kv.dtype), None, None
 
 
-ring = Ring.apply
-
-
 # ----------------------------------------------------------------------------------------- a small model, and the proof
 
 B, N, N_KV, D, H, V, LAYERS, IGNORE = 2, 4, 2, 8, 32, 256, 2, -100  # H = N D
@@ -293,8 +290,7 @@ def train(attention, layout: str, S: int, group: dist.ProcessGroup | None, devic
         for tensor in results[-len(weights) - 1 :] if group else ():
             dist.all_reduce(tensor, group=group)  # each rank used all weights, for its tokens: a sum, not an average
         for p in weights:
-            p.data -= 0.1 * p.grad
-            p.grad = None
+            p.data, p.grad = p.data - 0.1 * p.grad, None
         count["tokens/s"] = int(B * S / (time.perf_counter() - start))
     return results + [p.detach() for p in weights]
 
@@ -307,7 +303,7 @@ def check(S: int, group: dist.ProcessGroup, device: str) -> list[str]:
     if rank == 0:
         print(f"{P} rank(s) on {device}, {B} x {S} tokens, {LAYERS} layers, {N} heads, {N_KV} of K/V. Rank 0, a step:")
         print(f"{'':24}{'error':>8}" + "".join(f"{x:>15}" for x in (*columns[:3], "tokens/s")) + "  pairs of all ranks")
-    for version, layout in ((first_ring, "contiguous"), (ring, "contiguous"), (ring, "zigzag")):
+    for version, layout in ((first_ring, "contiguous"), (Ring.apply, "contiguous"), (Ring.apply, "zigzag")):
         got = train(lambda *qkv, f=version, a=layout: f(*qkv, a, group), layout, S, group, device)
         error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in zip(got, right, strict=True)]).max().item()
         pairs = s * (P * s + 1) // 2 if layout == "zigzag" else s * (s + 1) // 2 + rank * s * s
@@ -317,7 +313,7 @@ def check(S: int, group: dist.ProcessGroup, device: str) -> list[str]:
             want = [hops * block, 2 * hops * block, 0, LAYERS * N * P * s * s]
         bad = [f"error {error:.1e}"] * (not error <= 1e-10)  # "not", so that NaN is wrong
         bad += [f"{x} {count[x]:,}, not {w:,}" for x, w in zip(columns, want, strict=True) if count[x] != w]
-        name, found = f"{'' if version is ring else 'first '}ring, {layout}", [None] * P
+        name, found = f"{'first ' if version is first_ring else ''}ring, {layout}", [None] * P
         dist.all_gather_object(found, (count["pairs"], [f"{name}, rank {rank}: {x}" for x in bad]), group=group)
         wrong += [x for _, all_bad in found for x in all_bad]
         if rank == 0:
