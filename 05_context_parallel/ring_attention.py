@@ -201,7 +201,7 @@ class Ring(torch.autograd.Function):
     def backward(ctx, dout: Tensor):
         (q, kv, out, lse), (layout, group) = ctx.saved_tensors, ctx.args
         rank, P, s = group.rank(), group.size(), q.shape[1]
-        dq, returning, sum_so_far = torch.zeros_like(wide(q)), [], 0.0
+        dq, returning, sum_so_far = torch.zeros_like(wide(q)), [], torch.zeros_like(wide(kv))
         buffers, block = [torch.empty_like(kv) for _ in range(min(2, P - 1))], kv
         # --- exercise 5.3: the rounds of the backward; dK/dV travel one rank behind their block ---
         for t in range(P):
@@ -218,9 +218,9 @@ class Ring(torch.autograd.Function):
             if t == 0:
                 home = dkv  # of my own block; what the others find for it comes home last
             else:
-                wait(returning)  # nothing yet in round 1
-                dkv += sum_so_far  # what the ranks before me found for this block
-                leaving, sum_so_far = dkv, torch.empty_like(dkv)
+                wait(returning)
+                dkv += sum_so_far  # what the ranks before me found for this block: nothing yet in round 1
+                leaving = dkv
                 returning = post(leaving, sum_so_far, group)
             if t + 1 < P:
                 wait(under_way)

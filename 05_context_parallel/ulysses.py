@@ -81,7 +81,7 @@ def heads_of(rank: int, U: int, N: int, N_kv: int) -> tuple[list[int], list[int]
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Some tokens of all heads -> all tokens of some heads: q [B, s, N, D] -> [B, U s, n, D]; k and v have m heads then.
+    """Some tokens of all heads -> all tokens of some heads: q [B, s, N, D] -> [B, U s, n, D]; k, v: m heads then.
 
     One message, whose rows are heads of q, of k, of v. Indexing copies a head for each rank that needs it; its
     derivative sums the gradients of the copies."""
@@ -301,9 +301,9 @@ def check(S: int, meshes: list[tuple[int, int]], group: dist.ProcessGroup, devic
         C, token = sum(m for _, m in sizes), B * S_ // P * D * 8  # 8 bytes a float64
         forward = LAYERS * token * (N - n + 2 * (C - m) + n * (U - 1))
         backward = LAYERS * token * ((n + 2 * m) * (U - 1) + N - n)
-        hops = LAYERS * (R - 1) * 2 * U * token * (m if n % m == 0 else n)  # K/V of m heads; dK/dV are as large
+        hops = LAYERS * (R - 1) * 2 * U * token * m  # K/V of m heads; dK/dV are as large
         want = [forward + hops, forward + backward + 2 * hops, count["kept"], LAYERS * n * (S_ // R * (S_ + 1) // 2)]
-        if R == 1 and n % m == 0:  # of a ring in its simplest form, and of copies, there is no formula
+        if R == 1:  # what a ring in its simplest form keeps has no formula
             want[2] = LAYERS * B * S_ * 8 * (D * (2 * n + 2 * m) + n)
         bad = [f"error {error:.1e}"] * (not error <= 1e-10)  # "not", so that NaN is wrong
         bad += [f"{x} {count[x]:,}, not {w:,}" for x, w in zip(columns, want, strict=True) if count[x] != w]
