@@ -169,7 +169,7 @@ def test_bfloat16_errs_at_most_one_and_a_half_times_as_much_as_dense_attention_i
 
 def swapped() -> list[Tensor]:
     """Numbers that say where they come from: 100 head + place, in q, k and v of 6 and 2 heads."""
-    rank, P, s = dist.get_rank(), dist.get_world_size(), 3
+    rank, s = dist.get_rank(), 3
     places = torch.arange(rank * s, (rank + 1) * s).double()
     q, k = (
         (100 * torch.arange(heads)[None, :] + places[:, None])[None, :, :, None].expand(2, -1, -1, 4)
