@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests"), str(HERE / "in_depth")]
+sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE / "in_depth"))
 
 import ring_attention as script
 import torch
