@@ -76,7 +76,7 @@ def draw_swap(axes, result):
     for panel, when in zip(axes, ("before", "between"), strict=True):
         for row in (row for row in rows if row["when"] == when):
             colour = COLOURS["activations" if row["head"].startswith("q") else "weights"]
-            x = int(row["head"][1:]) + (0 if row["head"].startswith("q") else 6.5 + int(row["copy"]) * 0)
+            x = int(row["head"][1:]) + (0 if row["head"].startswith("q") else 6.5)
             panel.barh(row["tokens of"], 0.9, left=x, height=0.9, color=colour, alpha=0.35)
             panel.text(x + 0.45, row["tokens of"], row["ranks"], ha="center", va="center", color=GREY, fontsize=8)
         names = [f"q{i}" for i in range(6)] + ["kv0", "kv1"]
@@ -117,17 +117,15 @@ def main() -> None:
         "compute attention in readable PyTorch.",
     )
     heads = [script.heads_of(rank, RANKS, 6, 2) for rank in range(RANKS)]
-    rows = [
-        ["before", f"{kind}{h}", t, 0, str(t)] for kind, n in (("q", 6), ("k", 2)) for h in range(n) for t in range(4)
-    ]
+    rows = [["before", f"{kind}{h}", t, str(t)] for kind, n in (("q", 6), ("k", 2)) for h in range(n) for t in range(4)]
     for kind, which in (("q", 0), ("k", 1)):
         for h in range((6, 2)[which]):
             owners = ", ".join(str(rank) for rank in range(RANKS) if h in heads[rank][which])
-            rows += [["between", f"{kind}{h}", t, 0, owners] for t in range(4)]
+            rows += [["between", f"{kind}{h}", t, owners] for t in range(4)]
     write_result(
         "05_ground_swap",
         "Ulysses on 4 ranks, 6 query heads and 2 K/V heads: which ranks hold which tokens of which heads",
-        ["when", "head", "tokens of", "copy", "ranks"],
+        ["when", "head", "tokens of", "ranks"],
         rows,
         "By `heads_of` of ulysses.py.",
     )
