@@ -104,13 +104,8 @@ def main() -> None:
         f"Forward and backward of causal attention on {RANKS} ranks, {N} heads that share {N_KV} K/V heads",
         ["version", "busiest rank's work", "time", "bytes sent by a rank", "bytes kept by a rank"],
         [
-            [
-                name,
-                max(f[name][2] for f in ranks) / base,
-                ranks[0][name][3],
-                *(max(f[name][i] for f in ranks) for i in (0, 1)),
-            ]
-            for name in ranks[0]
+            [name, max(f[name][2] for f in ranks) / base, ratio, sent, kept]
+            for name, (sent, kept, _, ratio) in ranks[-1].items()
         ],
         f"{S} tokens, heads of {D}, float32. Work is the processor time of the rank that uses most, and time that of all "
         "four on this machine, both over those of Ulysses, which uses PyTorch's kernel; the rings and the all-gather "
