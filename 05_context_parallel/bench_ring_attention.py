@@ -213,8 +213,8 @@ def main() -> None:
             [name, max(f[name][2] for f in ranks) / base, ratio, sent, kept]
             for name, (sent, kept, _, ratio) in ranks[-1].items()
         ],
-        f"{S} tokens, {N} heads of {D}, float32. Work is the processor time of the rank that uses most, and time that of "
-        "all four on this machine, both over those of the ring in zigzag. Kept: for backward, between the passes; "
+        f"{S} tokens, {N} heads of {D}, float32. Work is the processor time of the rank that uses most, and time that "
+        "of all four on this machine, both over those of the ring in zigzag. Kept: for backward, between the passes; "
         "PyTorch's is called without autograd, so that nothing was counted.",
     )
     own, block = 4 * S * N * D * 2 + 4 * S * N, 4 * S * 2 * N_KV * D
