@@ -107,8 +107,8 @@ def main() -> None:
             [name, max(f[name][2] for f in ranks) / base, ratio, sent, kept]
             for name, (sent, kept, _, ratio) in ranks[-1].items()
         ],
-        f"{S} tokens, heads of {D}, float32. Work is the processor time of the rank that uses most, time that "
-        "of all four on this machine, both over those of Ulysses, which uses PyTorch's kernel; the rings and the all-gather "
+        f"{S} tokens, heads of {D}, float32. Work is the processor time of the rank that uses most, time that of all "
+        "four on this machine, both over those of Ulysses, which uses PyTorch's kernel; the rings and the all-gather "
         "compute attention in readable PyTorch.",
     )
     heads = [script.heads_of(rank, RANKS, 6, 2) for rank in range(RANKS)]
