@@ -1,9 +1,9 @@
 """Ulysses: to meet all tokens of a sequence, swap: give away tokens of some heads, get all tokens of others.
 
 A sequence is cut over P ranks, as it is too long for one. In ring attention the keys and values of all ranks pass by
-every rank. Ulysses sends less, and needs no attention of its own: heads do not know of each other, so whoever has *all*
-tokens of *some* heads can run any attention that there is for one device. One all-to-all brings this about, and a
-second one brings the outputs back to the tokens:
+every rank, and what a rank sends grows with the sequence. Ulysses swaps instead. Heads do not know of each other, so
+whoever has *all* tokens of *some* heads can run any attention that there is for one device. One all-to-all brings this
+about, and a second one brings the outputs back to the tokens:
 
     before: rank r has some tokens, all heads             between: rank r has all tokens, some heads
               q0 q1 q2 q3 q4 q5   kv0 kv1                           q0 q1   q2 q3     q4    q5     and kv
@@ -13,10 +13,10 @@ second one brings the outputs back to the tokens:
     tokens D   3  3  3  3  3  3    3   3   <----------    D          0  0    1  1      2     3     ranks 2, 3: kv1
 
 G = N/N_kv query heads share a K/V head. A rank that gets n query heads needs only the m K/V heads that these share;
-a K/V head that is needed on several ranks is sent to each once, and copied no further. Above 5 are sent, of 2.
+a K/V head that several ranks need goes to each of them once. Above, the 4 ranks need 1 + 2 + 1 + 1 = 5 of them.
 
 There are no more ranks in the swap than heads. For more, put P = R x U ranks in a mesh: U of them swap, and R such rows
-form a ring (ring_attention.py), which sees tokens of R ranks, whole sequences in all, and m of the K/V heads.
+form rings of R ranks each (ring_attention.py), in which the whole sequence goes round, of m K/V heads.
 
 With s = S/P tokens on a rank, C the K/V heads that the U ranks of a row get together, a number of `b` bytes:
     sent by a rank      there  B s D b (N - n + 2 (C - m))        back  B s D b n (U - 1)
@@ -46,9 +46,7 @@ from torch import Tensor, nn
 
 # P = R x U ranks: R in a ring, U in a swap. S tokens in a sequence, s = S/P on this rank; B sequences. N query heads of
 # D numbers, N_kv heads of keys and values; after the swap n and m of them. V words, H = N D numbers for a token.
-count: Counter[str] = (
-    Counter()
-)  # what this rank does in a step: bytes sent, bytes kept, (query, key) pairs of all heads
+count: Counter[str] = Counter()  # of a step on this rank: bytes sent and kept, (query, key) pairs of all heads
 
 
 # ------------------------------------------------------------------------------------------------------ the swap
