@@ -24,7 +24,8 @@ With P ranks, s = S/P tokens on each, K/V of one rank in `block` bytes and dK/dV
     (query, key) pairs    contiguous s(s+1)/2 + r s^2 on rank r, zigzag S(S+1)/2P on every rank; for each head
 Ring: Liu et al. 2023, arXiv 2310.01889. LSE, backward: FlashAttention-2, 2307.08691. Zigzag: Llama 3, 2407.21783.
 
-    torchrun --nproc_per_node 4 ring_attention.py            gloo on CPUs, nccl on GPUs; alone: python ring_attention.py
+    python ring_attention.py                                  one rank
+    torchrun --nproc_per_node 4 ring_attention.py             four: gloo on CPUs, nccl on GPUs; or --tokens 1000
 Ends with PASS when losses, gradients and weights are those of one process, to 1e-10, and bytes those of the formulas.
 """
 
@@ -44,9 +45,7 @@ from torch import Tensor, nn
 
 # P ranks; S tokens in a sequence, s = S/P of them on this rank; B sequences. N query heads of D numbers share N_kv
 # heads of keys and values, G = N/N_kv to one. s queries meet t keys. V words, H = N D numbers for a token.
-count: Counter[str] = (
-    Counter()
-)  # what this rank does in a step: bytes sent, bytes kept, (query, key) pairs of all heads
+count: Counter[str] = Counter()  # of a step on this rank: bytes sent and kept, (query, key) pairs of all heads
 
 
 # ------------------------------------------------------------------------------------------------- the first ring
