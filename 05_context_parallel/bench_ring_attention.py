@@ -199,27 +199,14 @@ def figures() -> None:
     write_figure(f"{folder}/who_holds_what.svg", ["05_ground_holds"], draw_holds, size=(7.5, 2.6))
 
 
-def main() -> None:
-    if "--figures" in sys.argv[1:]:
-        figures()
-        return
-    ranks = run_ranks(RANKS, run_all, timeout=400)
-    base = max(found[BASE][2] for found in ranks)
-    write_result(
-        "05_ground_ring",
-        f"Forward and backward of causal attention on {RANKS} ranks",
-        ["version", "busiest rank's work", "time", "bytes sent by a rank", "bytes kept by a rank"],
-        [
-            [name, max(f[name][2] for f in ranks) / base, ratio, sent, kept]
-            for name, (sent, kept, _, ratio) in ranks[-1].items()
-        ],
-        f"{S} tokens, {N} heads of {D}, float32. Work is the processor time of the rank that uses most, and time that "
-        "of all four on this machine, both over those of the ring in zigzag. Kept: for backward, between the passes; "
-        "PyTorch's is called without autograd, so that nothing was counted.",
-    )
-    own, block = 4 * S * N * D * 2 + 4 * S * N, 4 * S * 2 * N_KV * D
-    kept = ranks[0][BASE][1]
-    assert kept == (own + block) // RANKS, f"{kept} bytes are kept, not {(own + block) // RANKS}"
+def sizes() -> tuple[int, int]:
+    """Bytes of q, out and LSE of the whole sequence, and of its K/V."""
+    return 4 * S * N * D * 2 + 4 * S * N, 4 * S * 2 * N_KV * D
+
+
+def write_computed() -> None:
+    """What follows from the code alone: who holds what, and the timeline."""
+    own, block = sizes()
     rows = [["one process", own, block, 0]]
     for who, blocks in (("all-gather, 4 ranks", RANKS - 1), ("ring, 4 ranks", 2)):
         rows.append([who, own // RANKS, block // RANKS, blocks * block // RANKS])
@@ -237,6 +224,29 @@ def main() -> None:
         timeline(),
         "Computed from `seen` of ring_attention.py, not measured.",
     )
+
+
+def main() -> None:
+    if "--figures" in sys.argv[1:]:
+        figures()
+        return
+    ranks = run_ranks(RANKS, run_all, timeout=400)
+    kept = ranks[0][BASE][1]
+    assert kept == sum(sizes()) // RANKS, f"{kept} bytes are kept, not {sum(sizes()) // RANKS}"
+    base = max(found[BASE][2] for found in ranks)
+    write_result(
+        "05_ground_ring",
+        f"Forward and backward of causal attention on {RANKS} ranks",
+        ["version", "busiest rank's work", "time", "bytes sent by a rank", "bytes kept by a rank"],
+        [
+            [name, max(f[name][2] for f in ranks) / base, ratio, sent, kept]
+            for name, (sent, kept, _, ratio) in ranks[-1].items()
+        ],
+        f"{S} tokens, {N} heads of {D}, float32. Work is the processor time of the rank that uses most, and time that "
+        "of all four on this machine, both over those of the ring in zigzag. Kept: for backward, between the passes; "
+        "PyTorch's is called without autograd, so that nothing was counted.",
+    )
+    write_computed()
     figures()
 
 

@@ -93,6 +93,23 @@ def figures() -> None:
     write_figure(path, ["05_ground_swap"], draw_swap, shape=(1, 2), size=(9, 3))
 
 
+def write_computed() -> None:
+    """What follows from the code alone: who holds what."""
+    heads = [script.heads_of(rank, RANKS, 6, 2) for rank in range(RANKS)]
+    rows = [["before", f"{kind}{h}", t, str(t)] for kind, n in (("q", 6), ("k", 2)) for h in range(n) for t in range(4)]
+    for kind, which in (("q", 0), ("k", 1)):
+        for h in range((6, 2)[which]):
+            owners = ", ".join(str(rank) for rank in range(RANKS) if h in heads[rank][which])
+            rows += [["between", f"{kind}{h}", t, owners] for t in range(4)]
+    write_result(
+        "05_ground_swap",
+        "Ulysses on 4 ranks, 6 query heads and 2 K/V heads: which ranks hold which tokens of which heads",
+        ["when", "head", "tokens of", "ranks"],
+        rows,
+        "By `heads_of` of ulysses.py.",
+    )
+
+
 def main() -> None:
     if "--figures" in sys.argv[1:]:
         figures()
@@ -111,19 +128,7 @@ def main() -> None:
         "four on this machine, both over those of Ulysses, which uses PyTorch's kernel; the rings and the all-gather "
         "compute attention in readable PyTorch.",
     )
-    heads = [script.heads_of(rank, RANKS, 6, 2) for rank in range(RANKS)]
-    rows = [["before", f"{kind}{h}", t, str(t)] for kind, n in (("q", 6), ("k", 2)) for h in range(n) for t in range(4)]
-    for kind, which in (("q", 0), ("k", 1)):
-        for h in range((6, 2)[which]):
-            owners = ", ".join(str(rank) for rank in range(RANKS) if h in heads[rank][which])
-            rows += [["between", f"{kind}{h}", t, owners] for t in range(4)]
-    write_result(
-        "05_ground_swap",
-        "Ulysses on 4 ranks, 6 query heads and 2 K/V heads: which ranks hold which tokens of which heads",
-        ["when", "head", "tokens of", "ranks"],
-        rows,
-        "By `heads_of` of ulysses.py.",
-    )
+    write_computed()
     figures()
 
 
