@@ -159,8 +159,9 @@ def draw_timeline(axes, result):
         for rank in range(RANKS):
             panel.barh(rank, whole, height=0.5, color=COLOURS["idle"], alpha=0.25)
         for row in mine:
+            edge = GREY if row["pairs"] else "none"
             panel.barh(
-                row["rank"], row["pairs"], left=row["begins"], height=0.5, color=COLOURS["compute"], edgecolor=GREY
+                row["rank"], row["pairs"], left=row["begins"], height=0.5, color=COLOURS["compute"], edgecolor=edge
             )
             panel.barh(row["rank"] + 0.36, row["message"], left=row["begins"], height=0.14, color=COLOURS["messages"])
             if row["pairs"]:
@@ -178,12 +179,13 @@ def draw_holds(axes, result):
     rows = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
     for y, row in enumerate(rows):
         left = 0
-        for what, colour in (
-            ("own q, out, LSE", "activations"),
-            ("own K/V", "weights"),
-            ("blocks of others", "messages"),
+        for what, colour, alpha in (
+            ("own q, out, LSE", "activations", 1),
+            ("own K/V", "activations", 0.5),
+            ("blocks of others", "messages", 1),
         ):
-            axes.barh(y, row[what] / 1024, left=left, color=COLOURS[colour], height=0.6, label=what if y == 0 else None)
+            label = what if y == 0 else None
+            axes.barh(y, row[what] / 1024, left=left, color=COLOURS[colour], alpha=alpha, height=0.6, label=label)
             left += row[what] / 1024
         axes.text(left, y, f" {left:,.0f}", va="center", fontsize=8)
     axes.set(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ulysses as script
 from context_ring import allgather_attention
 from context_ulysses import ulysses as ulysses_in_depth
-from harness.figures import COLOURS, GREY, write_figure
+from harness.figures import COLOURS, write_figure
 from harness.meter import communication, saved_activations
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
@@ -75,10 +75,10 @@ def draw_swap(axes, result):
     rows = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
     for panel, when in zip(axes, ("before", "between"), strict=True):
         for row in (row for row in rows if row["when"] == when):
-            colour = COLOURS["activations" if row["head"].startswith("q") else "weights"]
+            alpha = 0.35 if row["head"].startswith("q") else 0.7
             x = int(row["head"][1:]) + (0 if row["head"].startswith("q") else 6.5)
-            panel.barh(row["tokens of"], 0.9, left=x, height=0.9, color=colour, alpha=0.35)
-            panel.text(x + 0.45, row["tokens of"], row["ranks"], ha="center", va="center", color=GREY, fontsize=8)
+            panel.barh(row["tokens of"], 0.9, left=x, height=0.9, color=COLOURS["activations"], alpha=alpha)
+            panel.text(x + 0.45, row["tokens of"], row["ranks"], ha="center", va="center", color="black", fontsize=8)
         names = [f"q{i}" for i in range(6)] + ["kv0", "kv1"]
         panel.set(
             xticks=[i + 0.45 + (0.5 if i > 5 else 0) for i in range(8)], xticklabels=names, ylabel="tokens of rank"
