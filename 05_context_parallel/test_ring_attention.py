@@ -1,0 +1,360 @@
+"""The ring on the ground floor against one process, against the ring in the depth, and against its own formulas."""
+
+import random
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import ring_attention as script
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.meter import communication, peak_memory, saved_activations
+from harness.oracle import assert_same
+from harness.ranks import run_ranks
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).with_name("in_depth")))
+import context_ring
+
+LAYOUTS = ("contiguous", "zigzag")
+VERSIONS = (("first_ring", "contiguous"), ("ring", "contiguous"), ("ring", "zigzag"))
+FUNCTIONS = {"first_ring": script.first_ring, "ring": script.Ring.apply}
+S = 45  # odd: zeros have to fill up the last chunk, on any number of ranks
+
+
+# ------------------------------------------------------------------------------------------------- the whole model
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Written out, with nothing of the script: [B, S, N, D], causal, each K/V head repeated for its query heads."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqnd,bknd->bnqk", q, k) * q.shape[-1] ** -0.5
+    scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=q.dtype).triu(1)
+    return torch.einsum("bnqk,bknd->bqnd", scores.softmax(-1), v)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """RoPE by complex numbers; the script's angles are those of fp32."""
+    frequency = 10000.0 ** (-torch.arange(0, script.D, 2) / script.D)
+    angle = torch.arange(x.shape[1])[:, None, None] * frequency
+    turned = torch.complex(*x.chunk(2, -1)) * torch.complex(angle.cos().double(), angle.sin().double())
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+@cache
+def unsharded() -> list[Tensor]:
+    """Three steps on one process, with torch's mean over tokens: losses and gradients, then weights."""
+    torch.manual_seed(0)  # the order of construction is that of the random numbers
+    layers = (script.Layer() for _ in range(script.LAYERS))
+    model = nn.ModuleList([nn.Embedding(script.V, script.H), *layers, nn.Linear(script.H, script.V)]).double()
+    text = torch.frombuffer(bytearray(Path(script.tokenize.__file__).read_bytes()), dtype=torch.uint8).long()
+    results = []
+    for step in range(3):
+        tokens = text[700 * step :][: script.B * S].view(script.B, S)
+        x = model[0](tokens)
+        for layer in model[1:-1]:
+            q, k, v = layer.qkv(layer.norm(x)).split([n * script.D for n in (script.N, script.N_KV, script.N_KV)], -1)
+            q, k, v = (y.unflatten(-1, (-1, script.D)) for y in (q, k, v))
+            x = x + F.gelu(layer.out(dense_attention(rotated(q), rotated(k), v).flatten(2)))
+        loss = F.cross_entropy(model[-1](x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        results += [loss.detach(), *gradients]
+        for p, g in zip(model.parameters(), gradients, strict=True):
+            p.data -= 0.1 * g
+    return results + [p.detach() for p in model.parameters()]
+
+
+def trained(slices: bool = False, delays: bool = False) -> list[list[Tensor]]:
+    group = dist.group.WORLD
+    if slices:
+        group = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+    if delays:  # every rank stops here and there: what is not waited for is not there
+        dice, plain = random.Random(dist.get_rank()), dist.batch_isend_irecv
+
+        def late(messages):
+            time.sleep(dice.choice((0, 0, 0.003)))
+            return plain(messages)
+
+        script.dist.batch_isend_irecv = late
+    try:
+        return [
+            script.train(lambda *qkv, f=FUNCTIONS[name], a=layout: f(*qkv, a, group), layout, S, group, "cpu")
+            for name, layout in VERSIONS[1 if delays else 0 :]
+        ]
+    finally:
+        if delays:
+            script.dist.batch_isend_irecv = plain
+
+
+def assert_trained(results: list[list[list[Tensor]]]) -> None:
+    for rank, versions in enumerate(results):
+        for (name, layout), got in zip(VERSIONS[-len(versions) :], versions, strict=True):
+            for at, (x, want) in enumerate(zip(got, unsharded(), strict=True)):
+                assert_same(x, want, what=f"{name}, {layout}: number {at} of losses, gradients and weights", rank=rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_losses_every_gradient_and_weights_are_those_of_one_process(ranks):
+    assert_trained(run_ranks(ranks, trained))
+
+
+def test_two_slices_of_the_world_do_not_disturb_each_other():
+    assert_trained(run_ranks(4, trained, slices=True))
+
+
+def test_what_is_late_is_waited_for():
+    assert_trained(run_ranks(4, trained, delays=True))
+
+
+def test_a_token_keeps_its_label_and_its_place_in_every_layout():
+    tokens = torch.randperm(45).view(1, 45) + 1
+    for layout in LAYOUTS:
+        for P in (1, 2, 3, 4):
+            parts = [script.cut(tokens, layout, rank, P) for rank in range(P)]
+            mine, labels, where = (torch.cat(x, -1).flatten() for x in zip(*parts, strict=True))
+            assert sorted(where.tolist()) == list(range(45 + -45 % (2 * P))), "every place once"
+            for token, label, at in zip(mine.tolist(), labels.tolist(), where.tolist(), strict=True):
+                assert token == (tokens[0, at].item() if at < 45 else 0)
+                assert label == (tokens[0, at + 1].item() if at < 44 else script.IGNORE), f"{layout}: label of {at}"
+
+
+# ---------------------------------------------------------------------------------------------------- attention alone
+
+
+def inputs(heads: tuple[int, int] = (4, 2), length: int = 48, scale: float = 1.0) -> list[Tensor]:
+    """q, k, v of a whole sequence and the gradient of the output: [2, length, heads, 8] in float64."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (heads[0], heads[1], heads[1], heads[0])
+    return [torch.randn(2, length, n, 8, generator=generator, dtype=torch.float64) * scale for n in sizes]
+
+
+def results_of(attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def both_floors(dtype: torch.dtype, scale: float = 1.0) -> list:
+    """This rank's (out, dq, dk, dv) by the ground floor and by in_depth, in both layouts, and where its tokens are."""
+    group, found = dist.group.WORLD, []
+    for layout in LAYOUTS:
+        where = script.positions_of(layout, 48, group.rank(), group.size())
+        mine = [x[:, where].to(dtype) for x in inputs(scale=scale)]
+        ours = results_of(lambda *qkv, a=layout: script.Ring.apply(*qkv, a, group), *mine)
+        deep = context_ring.ring_attention(group, layout)
+        found.append((ours, results_of(lambda *qkv, f=deep: f(*qkv, causal=True), *mine), where))
+    return found
+
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_it_agrees_with_the_ring_in_depth_and_with_dense_attention_also_with_scores_of_several_hundred(scale):
+    want = results_of(dense_attention, *inputs(scale=scale))
+    for rank, layouts in enumerate(run_ranks(4, both_floors, torch.float64, scale)):
+        for layout, (ours, deep, where) in zip(LAYOUTS, layouts, strict=True):
+            for name, x, y, whole in zip(NAMES, ours, deep, want, strict=True):
+                for other, of in ((y, "in_depth"), (whole[:, where], "dense attention")):
+                    error = ((x - other).abs().max() / whole.abs().max()).item()  # a rank may have tiny gradients only
+                    assert error <= 1e-10, f"{layout}: {name} on rank {rank} is not that of {of}: {error:.1e}"
+
+
+def test_bfloat16_errs_at_most_one_and_a_half_times_as_much_as_dense_attention_in_bfloat16():
+    rounded = [x.bfloat16() for x in inputs()]
+    exact = results_of(dense_attention, *(x.double() for x in rounded))
+    dense = results_of(script.dense, *rounded)
+    ranks = run_ranks(4, both_floors, torch.bfloat16)
+    for at, layout in enumerate(LAYOUTS):
+        where = torch.cat([layouts[at][2] for layouts in ranks])
+        for i, name in enumerate(NAMES):
+            x = torch.cat([layouts[at][0][i] for layouts in ranks], 1)
+            assert x.dtype == torch.bfloat16
+            want, low = exact[i][:, where], dense[i][:, where]
+            error, allowed, once = ((y.double() - want).norm().item() for y in (x, low, want.bfloat16()))
+            assert error <= 1.5 * allowed, f"{layout}: {name} is off by {error:.2e}, dense attention by {allowed:.2e}"
+            # Sums are in fp32 and rounded once, so that it is about as far off as the exact result, rounded.
+            assert error <= 1.25 * once, f"{layout}: {name} is off by {error / once:.2f} times what one rounding is"
+
+
+def test_pieces_merge_into_the_softmax_of_all_keys_also_where_e_to_the_lse_overflows():
+    q, k, v, _ = inputs((4, 2), 12)
+    want = script.piece(400 * q, k, v, False)
+    got = script.merge(
+        *script.piece(400 * q, k[:, :5], v[:, :5], False), *script.piece(400 * q, k[:, 5:], v[:, 5:], False)
+    )
+    assert want[1].max() > 800  # e^710 is too large for float64
+    for name, x, y in zip(("out", "lse"), got, want, strict=True):
+        assert_same(x, y, what=name)
+
+
+# ------------------------------------------------------------------------------------------------ bytes, pairs, order
+
+
+def costs(dtype: torch.dtype) -> list:
+    """Of both layouts: bytes sent in forward and in backward, bytes kept, pairs."""
+    group, found = dist.group.WORLD, []
+    for layout in LAYOUTS:
+        where = script.positions_of(layout, 48, group.rank(), group.size())
+        q, k, v, dout = (x[:, where].to(dtype) for x in inputs())
+        script.count.clear()
+        with communication() as forward, saved_activations() as saved:
+            out = script.Ring.apply(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), layout, group)
+        own = script.count["sent, step"], script.count["kept"], script.count["pairs"]
+        with communication() as backward:
+            out.backward(dout)
+        found.append((forward.total, backward.total, saved.bytes, *own, set(forward.calls), set(backward.calls)))
+    return found
+
+
+@pytest.mark.parametrize(("P", "dtype"), [(1, "float64"), (2, "float32"), (4, "bfloat16")])
+def test_bytes_and_pairs_are_those_of_the_formulas_and_what_the_script_counts_is_what_the_meter_counts(P, dtype):
+    dtype, s = getattr(torch, dtype), 48 // P
+    block, dblock = (2 * 2 * s * 2 * 8 * size for size in (dtype.itemsize, max(4, dtype.itemsize)))  # 2 K/V heads of 4
+    kept = block + 2 * 2 * s * 4 * 8 * dtype.itemsize + 2 * s * 4 * max(4, dtype.itemsize)
+    for rank, layouts in enumerate(run_ranks(P, costs, dtype)):
+        for layout, (forward, backward, saved, own, own_kept, pairs, *calls) in zip(LAYOUTS, layouts, strict=True):
+            assert forward == own == (P - 1) * block, f"{layout}: K/V of 2 heads go round, not of 4"
+            assert backward == (P - 1) * (block + dblock), "K/V again, and dK/dV in fp32 or better"
+            assert saved == own_kept == kept, "K/V, q, out and LSE of its own tokens"
+            assert pairs == 4 * (48 * 49 // (2 * P) if layout == "zigzag" else s * (s + 1) // 2 + rank * s * s)
+            assert calls == [{"send", "recv"} if P > 1 else set()] * 2, "nothing but messages to neighbours"
+
+
+def no_piece(q: Tensor, k: Tensor, v: Tensor, mask: bool):
+    return q.new_zeros(q.shape), q.new_zeros(q.shape[:3])
+
+
+def no_piece_backward(dout, q, k, v, out, lse, mask):
+    return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+
+
+def peaks() -> list[int]:
+    """Peaks of forward and backward, if the pieces need no memory beyond their results; and what is left."""
+    script.piece, script.piece_backward = no_piece, no_piece_backward
+    group, found = dist.group.WORLD, []
+    q, k, v, dout = (torch.ones(1, 64, 1, 8) for _ in range(4))
+    for _ in range(5):  # gloo may release a buffer late: the smallest of five counts
+        with peak_memory() as forward:
+            out = script.Ring.apply(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), "contiguous", group)
+        with peak_memory() as backward:
+            gradients = torch.autograd.grad(out, (q, k, v), dout)
+        del out, gradients
+        with torch.no_grad(), peak_memory() as alone:
+            out = script.Ring.apply(q, k, v, "contiguous", group)
+        left = alone.current - out.nbytes
+        del out
+        found.append((forward.peak, backward.peak, left))
+    return [min(x) for x in zip(*found, strict=True)]
+
+
+def test_no_more_than_two_blocks_of_other_ranks_are_held_and_none_is_left():
+    two, four = (run_ranks(P, peaks) for P in (2, 4))
+    block = 2 * 64 * 8 * 4  # of two ranks a block arrives in one buffer, and rank 1 computes with it
+    for rank in (1, 2, 3):  # rank 0 has nothing to merge, which is what the others need memory for
+        extra, more = four[rank][0] - two[1][0], four[rank][1] - two[1][1]
+        assert extra <= block, f"rank {rank}: a second buffer is all that more ranks need in forward: {extra / block}"
+        assert more <= 2 * block, f"rank {rank}: in backward a second buffer, and dK/dV that leave: {more / block}"
+    for rank, (*_, left) in enumerate(four):
+        assert left == 0, f"rank {rank}: {left} bytes are alive after a forward without gradients"
+
+
+def order(layout: str) -> tuple[list, list]:
+    """What happens on this rank in forward and backward: messages posted and waited for, pieces computed."""
+    events: list[tuple[str, str]] = []
+    plain_batch, plain_piece, plain_backward = dist.batch_isend_irecv, script.piece, script.piece_backward
+
+    class Watched:
+        def __init__(self, works, what):
+            self.works, self.what = works, what
+
+        def wait(self):
+            events.append(("wait", self.what))
+            for work in self.works:
+                work.wait()
+
+    def batch(messages):
+        what = "K/V" if messages[0].tensor.dtype == torch.bfloat16 else "dK/dV"
+        events.append(("post", what))
+        return [Watched(plain_batch(messages), what)]
+
+    def piece(*args):
+        events.append(("compute", ""))
+        return plain_piece(*args)
+
+    def piece_backward(*args):
+        events.append(("compute", ""))
+        return plain_backward(*args)
+
+    script.piece, script.piece_backward, dist.batch_isend_irecv = piece, piece_backward, batch
+    try:
+        group = dist.group.WORLD
+        where = script.positions_of(layout, 48, group.rank(), group.size())
+        q, k, v, dout = (x[:, where].bfloat16() for x in inputs())
+        out = script.Ring.apply(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), layout, group)
+        forward = list(events)
+        events.clear()
+        out.backward(dout)
+    finally:
+        dist.batch_isend_irecv = plain_batch
+    return forward, events
+
+
+def under_way(events: list, what: str) -> list[int]:
+    """At each piece: how many messages `what` are posted and not yet waited for."""
+    counts, now = [], 0
+    for event, kind in events:
+        now += (event == "post" and kind == what) - (event == "wait" and kind == what)
+        counts += [now] if event == "compute" else []
+    return counts
+
+
+def test_a_piece_is_computed_while_the_next_block_is_on_its_way_and_gradients_travel_meanwhile():
+    for rank, (forward, backward) in enumerate(run_ranks(4, order, "zigzag")):
+        assert under_way(forward, "K/V") == [1, 1, 1, 0], f"rank {rank}: {forward}"
+        assert under_way(backward, "K/V") == [1, 1, 1, 0], f"rank {rank}: {backward}"
+        assert under_way(backward, "dK/dV") == [0, 0, 1, 1], f"rank {rank}: {backward}"
+
+
+def test_what_the_mask_hides_is_not_computed_but_travels_on():
+    for rank, sides in enumerate(run_ranks(4, order, "contiguous")):
+        for events in sides:
+            assert sum(event == "compute" for event, _ in events) == rank + 1, f"rank {rank}"
+            assert events.count(("post", "K/V")) == 3, f"rank {rank}"
+
+
+# ----------------------------------------------------------------------------------------------------- the script
+
+
+def checked(spoil: str) -> list[str]:
+    if spoil == "nan":
+        script.merge = lambda out, lse, more, more_lse: (more * torch.nan, more_lse)
+    if spoil == "bytes":
+        script.count["sent, step"] = 0
+        plain = script.post
+
+        def twice(block, into, group, step=1):
+            script.count["sent, step"] += 8
+            return plain(block, into, group, step)
+
+        script.post = twice
+    return script.check(31, dist.group.WORLD, "cpu")
+
+
+def test_the_check_is_content_with_any_length_and_notices_nan_and_bytes():
+    assert run_ranks(2, checked, "")[0] == []
+    assert any("error nan" in line for line in run_ranks(2, checked, "nan")[0])
+    assert any("sent, step" in line for line in run_ranks(2, checked, "bytes")[1])
+
+
+@pytest.mark.parametrize("argv", [["--tokens", "1"], ["--tokens", "nan"], ["--tokens", ""], ["--layout", "x"], ["7"]])
+def test_a_bad_option_is_one_line_that_names_it(argv, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ring_attention.py", *argv])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    said = capsys.readouterr()
+    assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1 and argv[0] in said.err
+    assert not dist.is_initialized()
