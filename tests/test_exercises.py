@@ -361,11 +361,11 @@ def test_every_chapter_has_right_solutions_that_are_really_written_differently(f
         assert fences.normal(other.body.strip("\n")) != fences.normal(fence.body), f"{fence.number}: {other.why}"
 
 
-def test_the_ten_weeks_give_every_exercise_once_as_core_or_extra_and_link_every_chapter():
+def test_the_twelve_weeks_give_every_exercise_once_as_core_or_extra_and_link_every_chapter():
     text = (ROOT / "exercises" / "README.md").read_text()
     assert "to come" not in text
-    weeks = re.findall(r"^\| \d+ \|.*$", text.partition("## Ten weeks")[2], re.MULTILINE)
-    assert len(weeks) == 10
+    weeks = re.findall(r"^\| \d+ \|.*$", text.partition("## Twelve weeks")[2], re.MULTILINE)
+    assert len(weeks) == 12
     given: list[str] = []
     for week in weeks:
         for words in week.split(" | ")[3:5]:
