@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from harness import ranks as ranks_
 from harness.forget import forget_modules
 from harness.house import CHAPTERS, ROOT, chapter_of, files, scripts
 from harness.plant import all_mistakes, needed_by
@@ -93,6 +94,7 @@ def threads_of_groups():
 
 
 def ends_on_ranks(script, ranks):
+    ranks_._pool.stop()  # new processes: Triton reads its environment once, when it is first imported
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return run_ranks(ranks, run_as_main, script, store.port, timeout=180)
 
