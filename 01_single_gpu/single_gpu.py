@@ -125,9 +125,9 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x, (S, D) = self.embed(tokens), (tokens.shape[1], self.sizes.D)  # [B, S] -> [B, S, H]
-        # Angles of RoPE, position · 10000^(-2i/D) for pair i: [S, 1, D/2]. In bf16 position 257 would be 256.
-        wide = {"device": x.device, "dtype": torch.promote_types(x.dtype, torch.float32)}
-        angle = torch.arange(S, **wide)[:, None, None] * 10000.0 ** (-torch.arange(0, D, 2, **wide) / D)
+        # Angles of RoPE, position / 10000^(2i/D) for pair i: [S, 1, D/2]. In fp32: in bf16 position 257 would be 256.
+        speed = 1.0 / 10000.0 ** (torch.arange(0, D, 2, device=x.device, dtype=torch.float32) / D)
+        angle = torch.arange(S, device=x.device, dtype=torch.float32)[:, None, None] * speed
         cos, sin = angle.cos(), angle.sin()
         for block in self.blocks:
             x = Recompute.apply(x, cos, sin, block) if self.recompute else block(x, cos, sin)
@@ -214,10 +214,10 @@ def peak_bytes(c: Sizes, B: int, S: int, M: int, recompute: bool = False) -> tup
     loss = kept + 4 * max(2 * T * c.V, T * c.H + c.V * c.H)
     # The last block: what lay behind it is gone; gradients of silu(gate) and up, or of `down` and of what it read.
     block = kept - 4 * T * (3 * c.H + 1 + c.V) + 4 * (T * c.H + T * c.F + max(T * c.F, c.H * c.F))
-    if recompute:  # what the block had forgotten, and its output, which no one reads
-        block += (kept_bytes(c, B, S) - kept) // c.L + 4 * T * c.H
+    block += recompute * ((kept_bytes(c, B, S) - kept) // c.L + 4 * T * c.H)  # what was forgotten; the block's output
+    update = 4 * 2 * c.H * max(c.V, c.F)  # AdamW: the root of the largest weight's moment, and that divided
     held = 4 * 4 * weights(c) + 2 * 8 * M * T  # weights, gradients, two moments; tokens and labels
-    return max((held + loss, "loss"), (held + block, "last block"))
+    return max((held + loss, "loss"), (held + block, "last block"), (held + update, "update"))
 
 
 def weights(c: Sizes) -> int:
@@ -259,7 +259,7 @@ def draw_batch(M: int, B: int, S: int, seed: int, device: str = "cpu") -> list[t
     data = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8).long()
     starts = torch.randint(len(data) - S, (M, B, 1), generator=torch.Generator().manual_seed(seed))
     windows = [data[start + torch.arange(S + 1)].to(device) for start in starts]
-    return [(w[:, :-1].contiguous(), w[:, 1:].contiguous()) for w in windows]  # label s is token s + 1
+    return [(w[:, :-1].clone(), w[:, 1:].clone()) for w in windows]  # label s is token s + 1
 
 
 def six_steps(c: Sizes, plain: bool, device: str = "cpu") -> list[Tensor]:
@@ -272,7 +272,7 @@ def six_steps(c: Sizes, plain: bool, device: str = "cpu") -> list[Tensor]:
     tokens, labels = (torch.cat(x) for x in zip(*batch, strict=True))
     for optimizer, limit in [(torch.optim.SGD(ws, lr=0.1), math.inf)] * 3 + [(adamw(model, 0.01), 0.1)] * 3:
         if plain:
-            optimizer.zero_grad()
+            model.zero_grad()
             loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)  # a mean
             loss.backward()
             nn.utils.clip_grad_norm_(ws, limit)
@@ -293,7 +293,7 @@ def measure(c: Sizes, B: int, S: int, M: int, recompute: bool) -> tuple[int, lis
         kept = meter.course[-1] - before
         del loss, meter.course[:-1]
         train_step(model, optimizer, batch)
-    return kept, meter.course
+    return kept, meter.course[:]
 
 
 def main() -> int:
