@@ -88,7 +88,7 @@ def kept(attention, recompute: bool, seq: int) -> int:
 
 
 def draw_steps(axes, steps) -> None:
-    W = 4 * single_gpu.weights(C)
+    W, highest = 4 * single_gpu.weights(C), max(row[-1] for row in steps["rows"]) / 2**20
     for panel, (recompute, title) in enumerate(((False, "everything kept"), (True, "blocks recomputed"))):
         rows = [row[1:] for row in steps["rows"] if row[0] == recompute]
         ax, at = axes[panel], range(len(rows))
@@ -102,13 +102,14 @@ def draw_steps(axes, steps) -> None:
         begins = [i for i in at if i == 0 or rows[i][0] != rows[i - 1][0]]
         for i in begins:
             ax.axvline(i, color=COLOURS["idle"], linewidth=0.6, linestyle=":")
-            ax.text(i + 1, 1.03 * 41, rows[i][0], fontsize=7, rotation=35)
-        ax.set(title=title, xlabel="allocations and releases, in order", ylim=(0, 46), xlim=(0, len(rows) - 1))
-        ax.set_title(title, y=1.08)
+            ax.text(i + 1, 1.28 * highest, rows[i][0], fontsize=7, rotation=90, va="top")
+        ax.set(
+            title=title, xlabel="allocations and releases, in order", ylim=(0, 1.3 * highest), xlim=(0, len(rows) + 4)
+        )
         top = max(range(len(rows)), key=lambda i: everything[i])
         ax.annotate(f"peak {everything[top]:.1f} MiB", (top, everything[top]), fontsize=8, ha="center", va="bottom")
     axes[0].set_ylabel("MiB held")
-    axes[0].legend(fontsize=7, loc="lower center", ncols=2)
+    axes[0].legend(fontsize=7, loc="lower center", ncols=4)
 
 
 def draw_sequences(axes, sequences) -> None:
