@@ -206,6 +206,7 @@ def test_flops_of_a_large_model_are_about_six_per_parameter_and_token():
         ("Tesla T4", 65),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("AMD Instinct MI300X", 1307.4),
+        ("AMD Instinct MI250X", 191.5),  # one of the two devices of a package
     ],
 )
 def test_the_peak_is_that_of_the_device_found(name, tflops):
