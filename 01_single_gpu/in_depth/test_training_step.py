@@ -385,6 +385,8 @@ def test_mfu_is_the_flops_of_the_whole_global_batch_per_second_of_a_step(monkeyp
         ("--device meta", "--device meta: use cpu or cuda"),
         ("--device mps", "--device mps: use cpu or cuda"),
         ("--device cpu:3", "--device cpu:3: use cpu or cuda"),
+        ("--hidden 4000000 --device cpu", "--hidden 4000000 --layers 3 --micro-batch 4 --seq 64: a step peaks at"),
+        ("--seq 1999999 --device cpu", "--seq 1999999: a step peaks at"),
         ("--global-batch -4", "global batch -4 is not a multiple"),
         ("--global-batch 10", "global batch 10 is not a multiple of micro-batch 4"),
         ("--hidden 130", "hidden 130 is not a multiple of heads 4"),
@@ -414,7 +416,7 @@ def test_under_torchrun_with_two_ranks_it_points_to_chapter_2_from_one_rank(caps
 
 
 def test_copied_alone_it_trains_and_ends_with_pass(tmp_path):
-    for script in ("llama.py", "training_step.py", "accounting.py"):
+    for script in ("llama.py", "training_step.py", "accounting.py", "step_peak.py"):
         shutil.copy(HERE / script, tmp_path)
     options = [
         "--steps",

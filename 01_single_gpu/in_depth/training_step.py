@@ -55,8 +55,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from accounting import micro_steps, parameters, peak_flops, step_flops, utilization
+from accounting import GB, micro_steps, parameters, peak_flops, step_flops, utilization
 from llama import IGNORE, TINY, Llama, LlamaConfig, Report, init_weights
+from step_peak import peak
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from tqdm import tqdm
@@ -334,6 +335,13 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that the device has, free or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def parse_arguments() -> argparse.Namespace:
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -362,6 +370,13 @@ def parse_arguments() -> argparse.Namespace:
         args.accumulation = micro_steps(args.global_batch, args.micro_batch)
         args.config = LlamaConfig(tied=args.tied, **{name: getattr(args, name) for name in sizes})
         args.device = usable_device(args.device)
+        precision = "bf16 autocast" if args.bf16 else "fp32"
+        where, need = peak(args.config, args.micro_batch, args.seq, args.accumulation, precision, args.recompute)
+        if need > (there := memory_of(args.device)):  # what the formula is for
+            raise ValueError(
+                f"--hidden {args.hidden} --layers {args.layers} --micro-batch {args.micro_batch} --seq {args.seq}: "
+                f"a step peaks at {need / GB:,.1f} GB ({where}), and {args.device} has {there / GB:,.1f}"
+            )
     except (ValueError, RuntimeError) as error:
         parser.error(str(error).splitlines()[0])
     return args
