@@ -40,7 +40,7 @@ def main() -> int:
 
         rows, whole = [], 3 * sum(forward_flops(CONFIG, BATCH, SEQ).values())
         for policy, model in models.items():
-            size, measured = predicted(CONFIG, BATCH, SEQ, [policy] * CONFIG.layers), kept(model, tokens)
+            size, measured = predicted(CONFIG, BATCH, SEQ, [policy] * CONFIG.layers), kept(model, tokens)[0]
             if size != measured:
                 print(f"{policy}: keeps {measured} bytes, predicted {size}", file=sys.stderr)
                 return 1

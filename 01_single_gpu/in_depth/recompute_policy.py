@@ -11,6 +11,7 @@ The idea. Decide for each operation:
     keep       8 H + 2 N_kv D + N + 4 F + 2                    nothing
     products   5 H + 2 N_kv D + N + 2 F                        norms, RoPE, SwiGLU: no matrix product at all
     full       H                                               everything but `down_proj`
+    host       nothing: `keep`'s bytes lie on the host         nothing, but each byte crosses the bus twice
 
     bytes |keep                                 and by a budget: the cheapest mixture that fits. All blocks are alike,
           | \\                                   so it is a number of blocks with one policy, and the rest with the
@@ -21,7 +22,7 @@ The idea. Decide for each operation:
 
 The bytes are exact (fp32, fused attention of the CPU), the FLOPs are those that torch counts. PyTorch's selective
 checkpoint does the bookkeeping: a policy is asked about every operation that runs, and a result that it wants kept is
-handed out again in the second run. Chapter 8 moves what is kept to the host instead.
+handed out again in the second run. `host` waits for each copy; chapter 8 lets them travel beside the computation.
 
     python recompute_policy.py             gradients, bytes and FLOPs of each policy and of budgets; ends with PASS
     python recompute_policy.py --tables    the table of README.md
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -48,6 +50,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 POLICIES = ("keep", "products", "full")  # from most bytes to fewest
+HOST = "host"
 aten = torch.ops.aten
 PRODUCTS = {
     *(aten.mm.default, aten.bmm.default, aten.addmm.default),
@@ -65,17 +68,73 @@ def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
     # --- end exercise ---
 
 
-def with_policies(model: Llama, policies: Sequence[str]) -> Llama:
-    """`model`, each of whose blocks follows its policy. ValueError for another number of policies, or another word."""
+class OnHost:
+    """A copy of one storage on the host. All tensors that were saved from it share the copy."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self.bytes = flat.to("cpu", copy=True)
+
+    def back(self, like: tuple) -> Tensor:
+        dtype, device, size, stride, offset = like
+        flat = self.bytes.to(device, copy=True)
+        return torch.empty(0, dtype=dtype, device=device).set_(flat.untyped_storage(), offset, size, stride)
+
+
+class Host:
+    """Hooks for what autograd saves: off to the host in forward, back when backward asks. `bytes` are there now.
+
+    The weights stay where they are. Three operations that save one tensor get one copy: it is known by its storage, and
+    forgotten as soon as that storage is gone, because the next one may get the same address.
+    """
+
+    def __init__(self, model: Llama) -> None:
+        self.stay = {p.untyped_storage()._cdata for p in model.parameters()}
+        self.copies: weakref.WeakValueDictionary[int, OnHost] = weakref.WeakValueDictionary()
+        self.bytes = 0
+
+    def count(self, size: int) -> None:
+        self.bytes += size
+
+    def pack(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.stay:
+            return tensor
+        copy = self.copies.get(key)
+        if copy is None:
+            copy = self.copies[key] = OnHost(storage)
+            self.count(storage.nbytes())
+            weakref.finalize(copy, self.count, -storage.nbytes()).atexit = False
+            weakref.finalize(storage, self.copies.pop, key, None).atexit = False
+        return copy, (tensor.dtype, tensor.device, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(self, packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[0].back(packed[1])
+
+    def run(self, block: Any, *args: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            return block(*args)
+
+
+def with_policies(model: Llama, policies: Sequence[str], host: Host | None = None) -> Llama:
+    """`model`, each of whose blocks follows its policy. `host` takes what blocks with the policy "host" keep.
+
+    ValueError for another number of policies, another word, or "host" without a host.
+    """
     if len(policies) != len(model.model.layers):
         raise ValueError(f"{len(policies)} policies for {len(model.model.layers)} blocks")
     for block, policy in zip(model.model.layers, policies, strict=True):
-        if policy not in POLICIES:
-            raise ValueError(f"policy {policy!r} must be one of {', '.join(POLICIES)}")
+        if policy not in (*POLICIES, HOST):
+            raise ValueError(f"policy {policy!r} must be one of {', '.join((*POLICIES, HOST))}")
+        if policy == HOST and host is None:
+            raise ValueError("policy 'host' needs a Host")
         plain = type(block).forward.__get__(block)  # parameters and their names stay what they are
         if policy == "products":
             contexts = partial(create_selective_checkpoint_contexts, keep_products)
             block.forward = partial(checkpoint, plain, use_reentrant=False, context_fn=contexts)
+        elif policy == HOST:
+            block.forward = partial(host.run, plain)
         else:
             block.forward = plain if policy == "keep" else recomputed(plain)
     return model
@@ -85,8 +144,10 @@ def with_policies(model: Llama, policies: Sequence[str]) -> Llama:
 
 
 def block_bytes(config: LlamaConfig, batch: int, seq: int, policy: str) -> int:
-    """Bytes that one block keeps for backward, fp32."""
+    """Bytes that one block keeps for backward on the device, fp32."""
     c, T = config, batch * seq
+    if policy == HOST:
+        return 0
     if policy == "products":
         # The input; results of q, out, down and of attention; of k, v; log-sum-exp; of gate, up.
         return 4 * T * (c.hidden + 4 * c.hidden + 2 * c.kv_heads * c.head_dim + c.heads + 2 * c.intermediate)
@@ -123,22 +184,32 @@ def by_budget(config: LlamaConfig, batch: int, seq: int, budget: int) -> list[st
 # ----------------------------------------------------------------------------------------------------- demo
 
 
-def kept(model: Llama, tokens: Tensor) -> int:
-    """Bytes alive after forward that were not there before, numbers that stand alone left out.
+def kept(model: Llama, tokens: Tensor, host: Host | None = None) -> tuple[int, int]:
+    """Bytes alive after forward that were not there before, numbers that stand alone left out: on device, on host.
 
     (What a selective checkpoint keeps is not among the tensors that autograd saves: it has to be counted alive.)
     """
     with Peak([tokens, list(model.parameters())]) as meter:
         before, loss = meter.now, next_token_loss(model, tokens)
-        after = meter.now
+        away = host.bytes if host else 0
+        after = meter.now - away  # in this demo the host and the device are the same memory
     del loss
-    return after - before
+    return after - before, away
 
 
 def predicted(config: LlamaConfig, batch: int, seq: int, policies: Sequence[str]) -> int:
     around = activations(config, batch, seq)
-    rest = around["last norm"] + around["log-probabilities"] - 4 + around["RoPE tables (fp32)"] + 8 * batch * seq
+    rest = around["last norm"] + around["log-probabilities"] - 4 + 8 * batch * seq
+    rest += around["RoPE tables (fp32)"] * any(policy != HOST for policy in policies)
     return rest + sum(block_bytes(config, batch, seq, policy) for policy in policies)  # 8 B S: labels are made inside
+
+
+def predicted_on_host(config: LlamaConfig, batch: int, seq: int, policies: Sequence[str]) -> int:
+    away = list(policies).count(HOST)
+    return (
+        away * block_bytes(config, batch, seq, "keep")
+        + (away > 0) * activations(config, batch, seq)["RoPE tables (fp32)"]
+    )
 
 
 def curve(config: LlamaConfig, batch: int, seq: int) -> list[tuple[str, int, int]]:
@@ -184,20 +255,27 @@ def main() -> int:
     most = config.layers * block_bytes(config, B, S, "keep")
     plans = [[policy] * config.layers for policy in POLICIES]
     plans += [by_budget(config, B, S, int(share * most)) for share in (0.9, 0.5, 0.2)]
+    plans += [[HOST] * config.layers, [HOST, "products", "keep"]]
     want: dict[str, Tensor] = {}
     for plan in plans:
         name = ", ".join(plan)
-        model = with_policies(Llama(config).double(), plan)
+        model = Llama(config).double()
+        with_policies(model, plan, Host(model))
         next_token_loss(model, tokens).backward()
         got = {at: p.grad for at, p in model.named_parameters() if p.grad is not None}
         want = want or got
         error = max(((got[at] - want[at]).abs().max() / want[at].abs().max()).item() for at in want)
         report.add(f"gradients: {name}", "<= 1e-10", f"{error:.1e}", error <= 1e-10)
-        size, measured = predicted(config, B, S, plan), kept(with_policies(Llama(config), plan), tokens)
+        size, on_host = predicted(config, B, S, plan), predicted_on_host(config, B, S, plan)
+        model = Llama(config)
+        host = Host(model)
+        measured, measured_on_host = kept(with_policies(model, plan, host), tokens, host)
         report.add("  bytes kept", f"{size:,}", f"{measured:,}", size == measured)
+        if HOST in plan:
+            report.add("  bytes on the host", f"{on_host:,}", f"{measured_on_host:,}", on_host == measured_on_host)
         with FlopCounterMode(display=False) as counter:  # on a CPU it cannot look into the fused kernel
             explicit = Llama(config, replace(Parts(), attention=attention_math))
-            next_token_loss(with_policies(explicit, plan), tokens).backward()
+            next_token_loss(with_policies(explicit, plan, Host(explicit)), tokens).backward()
         step = 3 * sum(forward_flops(config, B, S).values())
         flops = step + sum(block_flops(config, B, S, policy) for policy in plan)
         counted = counter.get_total_flops()

@@ -11,17 +11,23 @@ import torch
 from harness.meter import peak_memory
 from harness.oracle import assert_same_named, assert_same_trace, sgd_trace
 from llama import LLAMA3_8B, MLP, TINY, Llama, LlamaConfig, Parts, attention_math, next_token_loss
-from recompute_policy import POLICIES, by_budget, with_policies
+from recompute_policy import HOST, POLICIES, Host, by_budget, with_policies
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 torch.set_num_threads(1)  # on tensors this small a second thread only waits
 ODD = LlamaConfig(vocab_size=100, hidden=48, layers=3, heads=6, kv_heads=3, intermediate=70)
-PLANS = [[p] * 3 for p in POLICIES] + [["full", "products", "keep"], ["products", "full", "products"]]
+PLANS = [[p] * 3 for p in (*POLICIES, HOST)] + [["full", "products", "keep"], ["products", "host", "full"]]
 
 
 def tokens_for(config, batch=2, seq=11):
     return torch.randint(config.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0))
+
+
+def planned(model, plan):
+    """(`model` with this plan, the host that takes what leaves the device)"""
+    host = Host(model)
+    return with_policies(model, plan, host), host
 
 
 def trace_of(model, tokens):
@@ -36,24 +42,25 @@ def trace_of(model, tokens):
 @pytest.mark.parametrize("plan", PLANS, ids="-".join)
 def test_loss_gradients_and_weights_are_those_without_recomputation(plan):
     want = trace_of(Llama(ODD).double(), tokens_for(ODD))
-    assert_same_trace(trace_of(with_policies(Llama(ODD).double(), plan), tokens_for(ODD)), want)
+    assert_same_trace(trace_of(planned(Llama(ODD).double(), plan)[0], tokens_for(ODD)), want)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids="-".join)
 @pytest.mark.parametrize("batch, seq", [(1, 9), (3, 17)])
 def test_the_bytes_that_stay_alive_after_forward_are_those_of_the_formula(plan, batch, seq):
-    model, tokens = with_policies(Llama(ODD), plan), tokens_for(ODD, batch, seq)
+    (model, host), tokens = planned(Llama(ODD), plan), tokens_for(ODD, batch, seq)
     with peak_memory() as memory:
         loss = next_token_loss(model, tokens)
-        alive = memory.current
+        alive, away = memory.current - host.bytes, host.bytes
     assert loss.requires_grad
+    assert away == recompute_policy.predicted_on_host(ODD, batch, seq, plan)
     numbers_that_stand_alone = 2 * 4  # the loss, the sum of the labels' weights
     assert alive == recompute_policy.predicted(ODD, batch, seq, plan) + numbers_that_stand_alone
 
 
 @pytest.mark.parametrize("plan", PLANS, ids="-".join)
 def test_flops_are_those_that_torch_counts_and_products_are_never_done_again(plan):
-    model = with_policies(Llama(ODD, replace(Parts(), attention=attention_math)), plan)
+    model, _ = planned(Llama(ODD, replace(Parts(), attention=attention_math)), plan)
     with FlopCounterMode(display=False) as counter:
         next_token_loss(model, tokens_for(ODD)).backward()
     step = 3 * sum(recompute_policy.forward_flops(ODD, 2, 11).values())
@@ -63,12 +70,24 @@ def test_flops_are_those_that_torch_counts_and_products_are_never_done_again(pla
 
 
 def test_everything_is_released_after_backward_also_over_several_steps():
-    model, tokens = with_policies(Llama(ODD), ["products", "full", "keep"]), tokens_for(ODD)
-    for _ in range(3):
-        with peak_memory() as memory:
-            next_token_loss(model, tokens).backward()
-            model.zero_grad()
-        assert memory.current == 0
+    for plan in PLANS:
+        (model, host), tokens = planned(Llama(ODD), plan), tokens_for(ODD)
+        for _ in range(3):
+            with peak_memory() as memory:
+                next_token_loss(model, tokens).backward()
+                model.zero_grad()
+            assert memory.current == host.bytes == len(host.copies) == 0, plan
+
+
+def test_a_forward_whose_backward_never_comes_leaves_nothing_on_the_host():
+    model, host = planned(Llama(ODD), [HOST] * 3)
+    loss = next_token_loss(model, tokens_for(ODD))
+    assert host.bytes > 0
+    del loss
+    assert host.bytes == 0
+    with torch.no_grad():
+        next_token_loss(model, tokens_for(ODD))
+    assert host.bytes == 0
 
 
 def test_a_policy_can_be_changed_and_leaves_the_names_of_the_weights_alone():
@@ -96,24 +115,24 @@ def test_dropout_draws_the_same_mask_again():
             return nn.functional.dropout(super().forward(x), 0.5)
 
     gradients = []
-    for policy in POLICIES:
-        model = with_policies(Llama(ODD, feed_forward=Dropped).double(), [policy] * 3)
+    for policy in (*POLICIES, HOST):
+        model, _ = planned(Llama(ODD, feed_forward=Dropped).double(), [policy] * 3)
         torch.manual_seed(3)
         next_token_loss(model, tokens_for(ODD)).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for policy, got in zip(POLICIES[1:], gradients[1:], strict=True):
+    for policy, got in zip((*POLICIES, HOST)[1:], gradients[1:], strict=True):
         assert_same_named(got, gradients[0], what=f"{policy}: gradient of")
 
 
 def test_autocast_in_forward_is_autocast_in_the_second_run():
     gradients = []
-    for policy in POLICIES:
-        model = with_policies(Llama(ODD), [policy] * 3)
+    for policy in (*POLICIES, HOST):
+        model, _ = planned(Llama(ODD), [policy] * 3)
         with torch.autocast("cpu", torch.bfloat16):
             loss = next_token_loss(model, tokens_for(ODD))
         loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for policy, got in zip(POLICIES[1:], gradients[1:], strict=True):
+    for policy, got in zip((*POLICIES, HOST)[1:], gradients[1:], strict=True):
         assert_same_named(got, gradients[0], 0.0, f"{policy}: gradient of")
 
 
@@ -165,8 +184,10 @@ def test_by_operations_is_never_above_whole_blocks():
 def test_wrong_policies_are_named():
     with pytest.raises(ValueError, match="2 policies for 3 blocks"):
         with_policies(Llama(ODD), ["keep"] * 2)
-    with pytest.raises(ValueError, match="policy 'some' must be one of keep, products, full"):
+    with pytest.raises(ValueError, match="policy 'some' must be one of keep, products, full, host"):
         with_policies(Llama(TINY), ["some"] * TINY.layers)
+    with pytest.raises(ValueError, match="policy 'host' needs a Host"):
+        with_policies(Llama(TINY), ["host"] * TINY.layers)
 
 
 # --------------------------------------------------------------------------------------------------- the script
@@ -176,7 +197,7 @@ def test_the_demo_passes_and_fails_when_a_formula_is_off(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recompute_policy.py"])
     assert recompute_policy.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "PASS"
-    monkeypatch.setattr(recompute_policy, "kept", lambda *args: 1)
+    monkeypatch.setattr(recompute_policy, "kept", lambda *args: (1, 1))
     assert recompute_policy.main() == 1
     captured = capsys.readouterr()
     assert "PASS" not in captured.out and "bytes kept" in captured.err
