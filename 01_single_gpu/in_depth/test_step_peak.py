@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import step_peak
 import torch
-from accounting import parameters
+from accounting import activations, parameters
 from harness.meter import held_bytes, peak_memory, saved_activations
 from llama import LLAMA3_8B, MODES, LlamaConfig
 from step_peak import PRECISIONS
@@ -61,6 +61,13 @@ def test_the_bytes_kept_for_backward_are_those_of_the_meter(precision, recompute
         assert loss.requires_grad
         kept = sum(step_peak.kept_for_backward(config, batch, seq, precision, recompute).values())
         assert saved.bytes == kept + 2 * 8 * batch * seq + 4  # tokens, labels, the sum of the labels' weights
+
+
+def test_the_scripts_own_bf16_is_neither_of_the_formulas_for_one_width_of_elements():
+    config, (B, S) = LlamaConfig(layers=4), (4, 64)
+    kept = sum(step_peak.kept_for_backward(config, B, S, "bf16 autocast", "none").values())
+    assert kept + 2 * 8 * B * S + 4 == 9_155_588  # as the meter counts it: with tokens, labels and one number alone
+    assert [sum(activations(config, B, S, element).values()) for element in (2, 4)] == [6_263_812, 11_047_940]
 
 
 def test_the_highest_moment_is_another_in_other_shapes():
