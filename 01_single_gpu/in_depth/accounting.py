@@ -242,7 +242,7 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"\bV100\b", 125.0),
     (r"\bT4\b", 65.0),
     (r"\bMI300X\b", 1307.4),
-    (r"\bMI250X\b", 383.0),
+    (r"\bMI250X\b", 191.5),  # 383 is the package's; it appears as two devices
 )
 
 

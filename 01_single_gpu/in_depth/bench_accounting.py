@@ -1,6 +1,7 @@
 """What recomputation costs and saves: bytes and FLOPs predicted and measured, and the time it really takes.
 
-Verified first: the gradients are those without recomputation, and bytes and FLOPs equal the formulas.
+Verified first: the gradients are those without recomputation, and bytes and FLOPs equal the formulas. `--figures` only
+draws.
 """
 
 import sys
@@ -11,19 +12,63 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
-from accounting import activations, step_flops
+from accounting import GB, activations, step_flops
+from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import saved_activations
 from harness.oracle import assert_same_named
 from harness.report import paired, write_result
-from llama import MODES, Llama, LlamaConfig, Parts, attention_math, next_token_loss
+from llama import (
+    LLAMA3_8B,
+    LLAMA3_70B,
+    LLAMA3_405B,
+    MODES,
+    Llama,
+    LlamaConfig,
+    Parts,
+    attention_math,
+    next_token_loss,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = LlamaConfig(hidden=192, layers=4, intermediate=512)
 BATCH, SEQ, REPEATS = 2, 256, 15
+MODELS = {"8B": LLAMA3_8B, "70B": LLAMA3_70B, "405B": LLAMA3_405B}
+
+
+def draw(axes, sizes) -> None:
+    rows = sizes["rows"]
+    for model, style in zip(MODELS, (":", "--", "-"), strict=True):
+        mine = [row for row in rows if row[0] == model]
+        for column, what, colour in ((2, "everything kept", "activations"), (3, "blocks recomputed", "compute")):
+            at, gigabytes = [row[1] for row in mine], [row[column] for row in mine]
+            axes.plot(at, gigabytes, linestyle=style, color=COLOURS[colour], label=f"{model}, {what}")
+    axes.axhline(80, color=GREY, linewidth=0.8)
+    axes.text(rows[0][1], 84, "80 GB, all of one GPU", fontsize=7, va="bottom")
+    axes.set(xscale="log", yscale="log", xlabel="tokens in a sequence", ylabel="GB kept for backward")
+    ticks = sorted({row[1] for row in rows})
+    axes.set_xticks(ticks, [f"{tick // 1024} k" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(fontsize=7)
+
+
+def sizes() -> None:
+    """Activations against sequence length and model size: pure arithmetic, by the formulas that are verified above."""
+    lengths = [2048 * 2**i for i in range(7)]
+    rows = [
+        [name, seq, *(sum(activations(config, 1, seq, 2, "fused", mode).values()) / GB for mode in ("none", "full"))]
+        for name, config in MODELS.items()
+        for seq in lengths
+    ]
+    columns = ["Llama-3", "tokens", "GB, everything kept", "GB, blocks recomputed"]
+    notes = "bf16, fused attention; by the formula that the test holds against the meter. Nothing this large ran."
+    write_result("01_model_sizes", "Activations of one sequence, by formula", columns, rows, notes=notes)
 
 
 def main() -> int:
+    if "--figures" in sys.argv:
+        write_figure("01_single_gpu/figures/sizes.svg", ["01_model_sizes"], draw)
+        return 0
     torch.set_num_threads(1)  # steadier on a CPU that others use too
     tokens = torch.randint(CONFIG.vocab_size, (BATCH, SEQ), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     models = {m: Llama(CONFIG, replace(Parts(), attention=attention_math), recompute=m).to(DEVICE) for m in MODES}
@@ -56,6 +101,8 @@ def main() -> int:
         rows,
         notes=f"fp32, 1 CPU thread, forward and backward; median of {REPEATS} pairs (quartiles).",
     )
+    sizes()
+    write_figure("01_single_gpu/figures/sizes.svg", ["01_model_sizes"], draw)
     return 0
 
 

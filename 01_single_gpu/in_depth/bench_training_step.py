@@ -1,11 +1,14 @@
 """A training step of this chapter against the same model in transformers, with the same AdamW, in the same run.
 
-Verified first: from the same weights and batch, both give the same loss and the same gradients.
+Verified first: from the same weights and batch, both give the same loss and the same gradients. Then the trace of one
+step, by what its operations are. `--figures` only draws.
 """
 
+import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,10 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import transformers
 from accounting import peak_flops, step_flops, utilization
+from harness.figures import COLOURS, write_figure
 from harness.oracle import assert_same, assert_same_named
 from harness.report import paired, write_result
 from llama import Llama, LlamaConfig
-from training_step import adamw, random_batches, stdlib_bytes, train_step
+from training_step import adamw, profile_first_steps, random_batches, stdlib_bytes, train_step
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -80,7 +84,71 @@ def measure(config: LlamaConfig, precision: torch.autocast | None) -> tuple:
     return ratio, utilization(flops, statistics.median(seconds), peak)
 
 
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
+KINDS = ("matrix products", "attention", "norms, RoPE, SwiGLU, loss", "clip and update")
+
+
+def kind_of(event: dict, phase: str) -> str:
+    if event["name"] in PRODUCTS:
+        return "matrix products"
+    if "scaled_dot_product" in event["name"]:
+        return "attention"
+    return "clip and update" if phase == "optimizer" else "norms, RoPE, SwiGLU, loss"
+
+
+def trace_of_a_step() -> list[list]:
+    """[row, milliseconds since the step began, milliseconds] of the phases and operations in the second step."""
+    config = LlamaConfig(hidden=128, layers=2, intermediate=344)
+    model = Llama(config).to(DEVICE)
+    optimizer = adamw(model, 1e-4)
+    batch = random_batches(stdlib_bytes(100_000), 4, 256, 1, torch.Generator().manual_seed(0))
+    batch = [(tokens.to(DEVICE), labels.to(DEVICE)) for tokens, labels in batch]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = profile_first_steps(
+            lambda: train_step(model, optimizer, batch), lambda: model(batch[0][0]), Path(folder)
+        )
+        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("ph") == "X"]
+    begin = max(e["ts"] for e in events if e["name"].startswith("ProfilerStep#"))  # of the last step
+    phases = [e for e in events if e["name"] in ("forward", "backward", "optimizer") and e["ts"] >= begin]
+    phases = [e for e in phases if e.get("cat") == "user_annotation"]
+    rows = [[e["name"], (e["ts"] - begin) / 1000, e["dur"] / 1000] for e in phases]
+    operations = sorted(
+        (e for e in events if e.get("cat") == "cpu_op" and e["ts"] >= begin and e["name"].startswith("aten::")),
+        key=lambda e: (e["ts"], -e["dur"]),
+    )
+    end = {}
+    for e in operations:  # the outermost of each thread: what it calls lies inside
+        if e["ts"] < end.get(e["tid"], 0) and e["name"] not in PRODUCTS and "scaled_dot_product" not in e["name"]:
+            continue
+        inside = [p for p in phases if p["ts"] <= e["ts"] <= p["ts"] + p["dur"]]
+        if inside:
+            kind, at, long = kind_of(e, inside[0]["name"]), (e["ts"] - begin) / 1000, e["dur"] / 1000
+            end[e["tid"]] = max(end.get(e["tid"], 0), e["ts"] + e["dur"])
+            if rows[-1][0] == kind and at - sum(rows[-1][1:]) < 0.02:
+                rows[-1][2] = max(rows[-1][2], at + long - rows[-1][1])  # one right after another, of one kind
+            else:
+                rows.append([kind, at, long])
+    return rows
+
+
+def draw(axes, trace) -> None:
+    rows = ("phase", *KINDS)
+    colours = dict(zip(KINDS, ("compute", "messages", "activations", "optimizer"), strict=True))
+    colours |= {"forward": "activations", "backward": "gradients", "optimizer": "optimizer"}
+    for name, at, long in trace["rows"]:
+        height = len(rows) - 1 - rows.index(name if name in KINDS else "phase")
+        axes.broken_barh([(at, long)], (height - 0.4, 0.8), color=COLOURS[colours[name]], linewidth=0)
+        if name not in KINDS:
+            axes.text(at + long / 2, height, name, ha="center", va="center", fontsize=7, color="black")
+    axes.set_yticks(range(len(rows)), reversed(rows))
+    axes.set(xlabel="milliseconds since the second step began")
+    axes.grid(axis="y", visible=False)
+
+
 def main() -> int:
+    if "--figures" in sys.argv:
+        write_figure("01_single_gpu/figures/trace.svg", ["01_trace"], draw, size=(9.0, 2.6))
+        return 0
     rows = []
     all_threads = torch.get_num_threads()
     for config in SIZES:
@@ -98,6 +166,15 @@ def main() -> int:
         rows,
         notes=f"Both with AdamW (fused) and clipping; median of {REPEATS} pairs (quartiles). Below 1: this is faster.",
     )
+    torch.set_num_threads(1)
+    write_result(
+        "01_trace",
+        "The second step of a small model, as torch.profiler sees it",
+        ["what", "begins at, ms", "takes, ms"],
+        trace_of_a_step(),
+        notes="Outermost operations; neighbours of one kind are joined. 1 thread.",
+    )
+    write_figure("01_single_gpu/figures/trace.svg", ["01_trace"], draw, size=(9.0, 2.6))
     slow = [row for row in rows if row[2].median > 1.05]
     if slow:
         print(f"slower than transformers: {slow}", file=sys.stderr)

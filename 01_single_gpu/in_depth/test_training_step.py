@@ -1,6 +1,7 @@
 """The training step: accumulation, the profile, the command line."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 import training_step
 from harness.meter import held_bytes, peak_memory
-from harness.oracle import assert_same, assert_same_trace, sgd_trace
+from harness.oracle import assert_same, assert_same_named, assert_same_trace, sgd_trace
 from training_step import IGNORE, TINY, Llama, LlamaConfig, accumulate
 
 HERE = Path(__file__).parent
@@ -125,7 +126,73 @@ def test_the_standard_library_is_the_same_bytes_every_time():
     assert b"def " in bytes(data.tolist())
 
 
+def test_the_text_is_in_sorted_order_whatever_order_the_disk_has_and_without_other_peoples_packages(
+    tmp_path, monkeypatch
+):
+    for name in ("b.py", "a.py", "site-packages/x.py", "z/d.py", "z/c.py", "a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    glob = Path.glob
+    monkeypatch.setattr(training_step.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(sorted(glob(self, pattern), reverse=True)))
+    assert bytes(training_step.stdlib_bytes().tolist()) == b"a.pyb.pyz/c.pyz/d.py"
+
+
 # -------------------------------------------------------------------------------------------------- training
+
+
+def steps_by_hand(batch, limit, lr):
+    """Losses, norms and weights of three steps: torch's mean, autograd, clipping by the formula, torch's own AdamW."""
+    model = Llama(TINY).double()
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=False, foreach=False)
+    ((tokens, labels),), losses, norms = whole(batch), [], []
+    for _ in range(3):
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        gradients = torch.autograd.grad(loss, parameters)
+        norms.append(math.sqrt(sum((g * g).sum().item() for g in gradients)))
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g * min(1.0, limit / (norms[-1] + 1e-6))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(("limit", "clips"), [(0.02, True), (1000.0, False)])
+def test_three_steps_are_a_hand_written_loop_with_torchs_adamw_whether_clipping_is_active_or_not(limit, clips):
+    model, batch = Llama(TINY, recompute="full").double(), uneven_batch()
+    optimizer = training_step.adamw(model, 1e-2)
+    losses = [training_step.train_step(model, optimizer, batch, max_norm=limit).item() for _ in range(3)]
+    want, norms, weights = steps_by_hand(batch, limit, 1e-2)
+    assert all((norm > limit) == clips for norm in norms)
+    for step in range(3):
+        assert_same(losses[step], want[step], what=f"loss of step {step}")
+    assert_same_named(dict(model.named_parameters()), weights, what="after three steps, weight")
+
+
+def test_the_gradients_of_the_step_before_are_let_go_before_forward():
+    model = Llama(TINY)
+    optimizer, held = training_step.adamw(model, 1e-3), []
+    model.register_forward_pre_hook(lambda *_: held.append(held_bytes(model).gradients))
+    for _ in range(2):
+        training_step.train_step(model, optimizer, uneven_batch((9, 4)))
+    every = sum(p.nbytes for p in model.parameters())
+    assert held == [0, every, 0, every]  # nothing before the first micro-batch, all before the second
+
+
+def test_no_bytes_stay_behind_over_several_steps():
+    model, batch, left = Llama(TINY, recompute="full"), uneven_batch(), []
+    optimizer = training_step.adamw(model, 1e-3)
+    for _ in range(4):
+        with peak_memory() as memory:
+            training_step.train_step(model, optimizer, batch)
+            model.zero_grad()
+        left.append(memory.current)
+    assert left[1:] == [0, 0, 0], left  # the first leaves the two moments
 
 
 def test_a_training_step_lowers_the_loss_on_its_own_batch():
@@ -245,9 +312,82 @@ def ends_with_one_line(capsys):
     return line
 
 
+def run_main(options, monkeypatch, step):
+    """`main` with this training step, without the sample at its end."""
+    monkeypatch.setattr(sys, "argv", ["training_step.py", *options.split()])
+    monkeypatch.setattr(training_step, "train_step", step)
+    monkeypatch.setattr(training_step, "generate", lambda model, prompt, *_: prompt)
+    monkeypatch.setattr(training_step, "accumulation_error", lambda: 0.0)
+    return training_step.main()
+
+
+def test_every_option_reaches_the_step(monkeypatch):
+    seen = []
+
+    def note(model, optimizer, batches, precision):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        seen.append((model, rates, len(batches), batches[0][0].shape, precision, batches[0][0]))
+        return torch.tensor(1.0)
+
+    sizes = "--hidden 32 --layers 1 --heads 8 --kv-heads 4 --intermediate 20 --tied --device cpu"
+    options = f"{sizes} --steps 12 --micro-batch 3 --global-batch 15 --seq 9 --lr 0.25 --recompute full --bf16 --seed 7"
+    assert run_main(options, monkeypatch, note) == 0
+    model = seen[0][0]
+    assert model.config == LlamaConfig(256, 32, 1, 8, 4, 20, tied=True) and model.model.recompute == "full"
+    first = training_step.Llama(model.config)
+    training_step.init_weights(first, 7)
+    assert_same_named(dict(model.named_parameters()), dict(first.named_parameters()), what="first weight")
+    for step, (_, rates, count, shape, precision, _) in enumerate(seen):
+        assert rates == [training_step.learning_rate(step, 12, 0.25)] * 2  # of matrices, and of scales
+        assert (count, tuple(shape)) == (5, (3, 9))
+        assert precision.fast_dtype == torch.bfloat16 and precision.device == "cpu"
+    tokens = seen[0][5]
+    assert run_main(options.replace("--seed 7", "--seed 8"), monkeypatch, note) == 0
+    assert len(seen) == 24 and not torch.equal(seen[12][5], tokens)
+
+
+def test_the_loss_that_is_judged_is_the_mean_of_the_last_ten_steps_and_nan_fails(monkeypatch, capsys):
+    tiny = "--hidden 8 --layers 1 --heads 2 --intermediate 8 --seq 4 --device cpu"
+    for course, code, said in (
+        ([9.0] * 30 + [1.0] * 9 + [11.0], 0, "9.000 -> 2.000"),
+        ([9.0] * 30 + [5.0] * 9 + [0.0], 1, "9.000 -> 4.500"),
+        ([9.0] * 39 + [math.nan], 1, "9.000 -> nan"),
+        ([math.nan], 1, "nan -> nan"),
+    ):
+        losses = iter(course)
+        status = run_main(f"{tiny} --steps {len(course)}", monkeypatch, lambda *_: torch.tensor(next(losses)))  # noqa: B023
+        assert status == code and said in capsys.readouterr().out
+
+
+def test_mfu_is_the_flops_of_the_whole_global_batch_per_second_of_a_step(monkeypatch, capsys):
+    clock = iter(range(1000))  # a step takes one second, from one look at the clock to the next
+    monkeypatch.setattr(training_step.time, "perf_counter", lambda: float(next(clock)))
+    config = LlamaConfig(hidden=8, layers=1, heads=2, kv_heads=1, intermediate=8)
+    flops = training_step.step_flops(config, 12, 16, "full")
+    monkeypatch.setattr(training_step, "peak_flops", lambda name: 4.0 * flops.model)
+    sizes = "--hidden 8 --layers 1 --heads 2 --kv-heads 1 --intermediate 8 --device cpu --recompute full"
+    options = f"{sizes} --steps 3 --micro-batch 3 --global-batch 12 --seq 16"
+    assert run_main(options, monkeypatch, lambda *_: torch.tensor(1.0)) == 0
+    hfu = f"{25 * flops.hardware / flops.model:.1f}%"
+    assert f"25.0%, {hfu}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
+        ("--lr -1", "--lr -1.0 must be a positive number"),
+        ("--lr nan", "--lr nan must be a positive number"),
+        ("--lr inf", "--lr inf must be a positive number"),
+        ("--seq 3000000", "--seq 3000000 must be less than the text"),
+        ("--seed -1", "--seed -1 must be 0 to"),
+        (f"--profile {__file__}", "no folder can be made there"),
+        (f"--profile {__file__}/deeper/still", "no folder can be made there"),
+        ("--device meta", "--device meta: use cpu or cuda"),
+        ("--device mps", "--device mps: use cpu or cuda"),
+        ("--device cpu:3", "--device cpu:3: use cpu or cuda"),
+        ("--hidden 4000000 --device cpu", "--hidden 4000000 --layers 3 --micro-batch 4 --seq 64: a step peaks at"),
+        ("--seq 1999999 --device cpu", "--seq 1999999: a step peaks at"),
+        ("--global-batch -4", "global batch -4 is not a multiple"),
         ("--global-batch 10", "global batch 10 is not a multiple of micro-batch 4"),
         ("--hidden 130", "hidden 130 is not a multiple of heads 4"),
         ("--kv-heads 3", "heads 4 is not a multiple of kv_heads 3"),
@@ -276,7 +416,7 @@ def test_under_torchrun_with_two_ranks_it_points_to_chapter_2_from_one_rank(caps
 
 
 def test_copied_alone_it_trains_and_ends_with_pass(tmp_path):
-    for script in ("llama.py", "training_step.py", "accounting.py"):
+    for script in ("llama.py", "training_step.py", "accounting.py", "step_peak.py"):
         shutil.copy(HERE / script, tmp_path)
     options = [
         "--steps",

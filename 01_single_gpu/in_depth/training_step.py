@@ -31,9 +31,9 @@ The text is the source of Python's standard library, as bytes: V = 256, no token
     python training_step.py                        train 0.6 million parameters, print a sample
     python training_step.py --recompute full       forget the activations, compute them again in backward
     python training_step.py --profile profiles     also write profiles/trace.json (open it at https://ui.perfetto.dev)
-                                                and profiles/memory.csv, with matplotlib also memory.png
+                                                   and profiles/memory.csv, with matplotlib also memory.png
     python training_step.py --device cuda --bf16 --hidden 2048 --layers 16 --heads 16 --intermediate 5632 --seq 2048 \
-                         --lr 3e-4              0.7 billion parameters: a size at which MFU means something
+                         --lr 3e-4                 0.7 billion parameters: a size at which MFU means something
 
 The last line is PASS, or the process ends with status 1 and the number that is off. Shapes: see llama.py.
 """
@@ -45,6 +45,7 @@ import csv
 import json
 import math
 import os
+import statistics
 import sys
 import sysconfig
 import time
@@ -54,8 +55,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from accounting import micro_steps, parameters, peak_flops, step_flops, utilization
+from accounting import GB, micro_steps, parameters, peak_flops, step_flops, utilization
 from llama import IGNORE, TINY, Llama, LlamaConfig, Report, init_weights
+from step_peak import peak
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from tqdm import tqdm
@@ -63,7 +65,10 @@ from tqdm import tqdm
 # ---------------------------------------------------------------------------------------------------------- data
 
 
-def stdlib_bytes(limit: int = 2_000_000) -> Tensor:
+TEXT = 2_000_000  # bytes of the standard library that are read: far fewer than there are
+
+
+def stdlib_bytes(limit: int = TEXT) -> Tensor:
     """The first `limit` bytes of the source of Python's standard library, files in sorted order. uint8 [bytes]."""
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
@@ -297,6 +302,46 @@ def accumulation_error() -> float:
     return max(((a.grad - b.grad).abs().max() / b.grad.abs().max()).item() for a, b in pairs)
 
 
+def check(args: argparse.Namespace) -> None:
+    """ValueError, one line that names the option, for what no run can be made of."""
+    if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ValueError(f"WORLD_SIZE {world}: this chapter is one process; use 02_data_parallel")
+    for name in ("seq", "steps", "micro_batch"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if args.seq >= TEXT:
+        raise ValueError(f"--seq {args.seq} must be less than the text, {TEXT} bytes")
+    if not 0 < args.lr < math.inf:  # false for NaN, too
+        raise ValueError(f"--lr {args.lr} must be a positive number")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed {args.seed} must be 0 to 2^63 - 1")
+    if args.profile and args.steps < 2:
+        raise ValueError(f"--steps {args.steps}: --profile compares step 1 with step 2 and needs at least 2")
+    if args.profile:
+        there = next(path for path in (args.profile, *args.profile.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise ValueError(f"--profile {args.profile}: no folder can be made there ({there} is in the way)")
+
+
+def usable_device(name: str) -> torch.device:
+    """ValueError for a device on which this script cannot train: meta has no values, mps no count of its bytes."""
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise ValueError(f"--device {name}: use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: PyTorch finds {torch.cuda.device_count()} GPU(s) here, counted from 0")
+    return device
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that the device has, free or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def parse_arguments() -> argparse.Namespace:
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -321,20 +366,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, metavar="DIR", help="profile the first two steps into DIR")
     args = parser.parse_args()
     try:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError(
-                f"WORLD_SIZE {os.environ['WORLD_SIZE']}: this chapter is one process; use 02_data_parallel"
-            )
-        for name in ("seq", "steps", "micro_batch"):
-            if getattr(args, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-        if args.profile and args.steps < 2:
-            raise ValueError(f"--steps {args.steps}: --profile compares step 1 with step 2 and needs at least 2")
+        check(args)
         args.accumulation = micro_steps(args.global_batch, args.micro_batch)
         args.config = LlamaConfig(tied=args.tied, **{name: getattr(args, name) for name in sizes})
-        args.device = torch.device(args.device)
-        if args.device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+        args.device = usable_device(args.device)
+        precision = "bf16 autocast" if args.bf16 else "fp32"
+        where, need = peak(args.config, args.micro_batch, args.seq, args.accumulation, precision, args.recompute)
+        if need > (there := memory_of(args.device)):  # what the formula is for
+            raise ValueError(
+                f"--hidden {args.hidden} --layers {args.layers} --micro-batch {args.micro_batch} --seq {args.seq}: "
+                f"a step peaks at {need / GB:,.1f} GB ({where}), and {args.device} has {there / GB:,.1f}"
+            )
     except (ValueError, RuntimeError) as error:
         parser.error(str(error).splitlines()[0])
     return args
@@ -382,13 +424,17 @@ def main() -> int:
     per_step = f"{args.global_batch} samples, {args.global_batch * args.seq:,} tokens"
     report.add(f"global batch: {args.micro_batch} x {args.accumulation} x 1 rank", "", per_step)
     goal = 0.75 * math.log(config.vocab_size)  # ln V is the loss of a model that knows nothing
-    judged = args.steps >= 40
+    judged, last = args.steps >= 40, statistics.fmean(losses[-10:])  # one step's loss is one batch's luck
     expected = f"last < {goal:.2f}" if judged else "(judged from 40 steps on)"
-    course = f"{losses[0]:.3f} -> {losses[-1]:.3f}"
-    report.add("loss, first -> last step", expected, course, losses[-1] < goal or not judged)
+    report.add(
+        "loss, first step -> mean of the last ten",
+        expected,
+        f"{losses[0]:.3f} -> {last:.3f}",
+        last < goal or (not judged and math.isfinite(last)),
+    )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     flops = step_flops(config, args.global_batch, args.seq, args.recompute)
-    median = sorted(seconds)[len(seconds) // 2]
+    median = statistics.median(seconds)
     report.add("matmul FLOPs of a step: model, with recomputation", "", f"{flops.model:.3e}, {flops.hardware:.3e}")
     mfu, hfu = (utilization(f, median, peak_flops(name)) for f in (flops.model, flops.hardware))
     report.add(f"MFU, HFU of the bf16 peak of this device ({name})", "", f"{mfu}, {hfu}")

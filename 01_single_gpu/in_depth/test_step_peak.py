@@ -1,0 +1,125 @@
+"""The predicted peak against the harness's meter, in nine modes, around the real training step."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import step_peak
+import torch
+from accounting import activations, parameters
+from harness.meter import held_bytes, peak_memory, saved_activations
+from llama import LLAMA3_8B, MODES, LlamaConfig
+from step_peak import PRECISIONS
+from training_step import train_step
+
+torch.set_num_threads(1)  # on tensors this small a second thread only waits
+DEMO = LlamaConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=172)
+WIDE = LlamaConfig(
+    vocab_size=64, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=300
+)  # its peak: the last block
+MANY_WORDS = LlamaConfig(vocab_size=1500, hidden=24, layers=3, heads=6, kv_heads=3, intermediate=50)
+DEEP = LlamaConfig(vocab_size=300, hidden=48, layers=6, heads=3, kv_heads=3, intermediate=140)
+SHAPES = [(DEMO, 3, 32, 2), (WIDE, 1, 65, 2), (WIDE, 1, 33, 3), (MANY_WORDS, 1, 24, 2), (DEEP, 2, 26, 2)]
+SHAPES += [(replace(DEMO, tied=True), 2, 41, 2)]
+# Numbers that stand alone, which the meter counts and the formulas do not: the count of valid tokens (8 bytes); the
+# running loss, the micro-batch's loss and the sum of its labels' weights; while it is divided, the loss twice.
+ALONE = {"end of forward": 24, "loss": 20, "head": 20, "last block": 20}
+
+
+def context_of(precision):
+    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else None
+
+
+@pytest.mark.parametrize("config, batch, seq, micro_batches", SHAPES)
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_peak_of_a_real_step_is_the_predicted_one_to_the_byte(
+    precision, recompute, config, batch, seq, micro_batches
+):
+    model, optimizer, data = step_peak.build(config, batch, seq, micro_batches, precision, recompute)
+    held = held_bytes(model, optimizer)
+    with peak_memory() as memory:  # what is new: gradients are let go at first, so all of them are
+        train_step(model, optimizer, data, context_of(precision))
+    there = held.parameters + held.optimizer + 2 * 8 * micro_batches * batch * seq
+    assert held.total + 2 * 8 * micro_batches * batch * seq == step_peak.held(
+        config, batch, seq, micro_batches, precision
+    )
+    where, predicted = step_peak.peak(config, batch, seq, micro_batches, precision, recompute)
+    assert there + memory.peak == predicted + ALONE[where]
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_bytes_kept_for_backward_are_those_of_the_meter(precision, recompute):
+    for config, batch, seq, _ in SHAPES:
+        model, _, ((tokens, labels), *_) = step_peak.build(config, batch, seq, 2, precision, recompute)
+        with saved_activations(exclude=model.parameters()) as saved:
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast")
+            with autocast:
+                loss = model.parts.cross_entropy(model(tokens), labels)
+        assert loss.requires_grad
+        kept = sum(step_peak.kept_for_backward(config, batch, seq, precision, recompute).values())
+        assert saved.bytes == kept + 2 * 8 * batch * seq + 4  # tokens, labels, the sum of the labels' weights
+
+
+def test_the_scripts_own_bf16_is_neither_of_the_formulas_for_one_width_of_elements():
+    config, (B, S) = LlamaConfig(layers=4), (4, 64)
+    kept = sum(step_peak.kept_for_backward(config, B, S, "bf16 autocast", "none").values())
+    assert kept + 2 * 8 * B * S + 4 == 9_155_588  # as the meter counts it: with tokens, labels and one number alone
+    assert [sum(activations(config, B, S, element).values()) for element in (2, 4)] == [6_263_812, 11_047_940]
+
+
+def test_the_highest_moment_is_another_in_other_shapes():
+    found = {step_peak.peak(c, B, S, M, p, m)[0] for c, B, S, M in SHAPES for p in PRECISIONS for m in MODES}
+    assert found == {"end of forward", "loss", "last block"}
+    assert step_peak.peak(MANY_WORDS, 1, 12)[0] == "head"  # fewer tokens than hidden numbers
+
+
+def test_full_recomputation_peaks_far_above_what_it_keeps():
+    kept = sum(step_peak.kept_for_backward(DEMO, 3, 32, "fp32", "full").values())
+    above = step_peak.peak(DEMO, 3, 32, 2, "fp32", "full")[1] - step_peak.held(DEMO, 3, 32, 2, "fp32")
+    assert above > 2.7 * kept
+
+
+def test_recomputation_under_autocast_holds_the_casts_of_all_weights_at_the_end_of_forward():
+    autocast, plain = (step_peak.peak(LLAMA3_8B, 1, 8192, 2, p, "full")[1] for p in ("bf16 autocast", "fp32"))
+    assert autocast > plain
+    assert 2 * LLAMA3_8B.layers * step_peak.block_matrices(LLAMA3_8B) == pytest.approx(13.96e9, rel=1e-3)
+
+
+def test_wrong_modes_are_named():
+    with pytest.raises(ValueError, match="precision 'fp8' must be one of fp32, bf16 autocast"):
+        step_peak.peak(DEMO, 1, 64, precision="fp8")
+    with pytest.raises(ValueError, match="recompute 'some' must be one of none"):
+        step_peak.peak(DEMO, 1, 64, recompute="some")
+
+
+def test_bf16_weights_hold_half_of_everything():
+    T = 3 * 32 * 2
+    assert step_peak.held(DEMO, 3, 32, 2, "bf16 weights") == 8 * parameters(DEMO) + 16 * T
+    assert step_peak.held(DEMO, 3, 32, 2, "bf16 autocast") == 16 * parameters(DEMO) + 16 * T
+
+
+def test_the_demo_passes_and_fails_when_a_prediction_is_off(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["step_peak.py"])
+    assert step_peak.main() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "PASS"
+    monkeypatch.setattr(step_peak, "measure", lambda *args: 1)
+    assert step_peak.main() == 1
+    captured = capsys.readouterr()
+    assert "PASS" not in captured.out and "peak in bytes: fp32, none (loss)" in captured.err
+
+
+def test_the_table_of_the_readme_is_what_the_command_prints(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["step_peak.py", "--tables"])
+    assert step_peak.main() == 0
+    assert capsys.readouterr().out.strip() in (Path(step_peak.__file__).parents[1] / "README.md").read_text()
+
+
+def test_an_unknown_option_ends_with_status_2_and_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["step_peak.py", "--no-such-option"])
+    with pytest.raises(SystemExit) as stop:
+        step_peak.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith("step_peak.py: ") and "--no-such-option" in line
