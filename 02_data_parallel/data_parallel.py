@@ -180,8 +180,7 @@ def bucketed(parameters: Parameters, group: dist.ProcessGroup, bucket_bytes: int
     """
     buckets = cut_into_buckets(parameters, bucket_bytes)
     bucket_of = {p: index for index, bucket in enumerate(buckets) for p in bucket}
-    missing = [len(bucket) for bucket in buckets]  # gradients that each bucket still waits for
-    works: list[dist.Work] = []
+    works, missing = [], [len(bucket) for bucket in buckets]  # gradients that each bucket still waits for
 
     def send(bucket: Parameters) -> None:
         # --- exercise 2.5: the gradients of a bucket become views of one message ---
@@ -300,8 +299,7 @@ def prove(version: Callable, group: dist.ProcessGroup, device: torch.device) -> 
     sent = sum(size if what == "send" else size * 2 * (ranks - 1) / ranks for what, size in watch.events)
     whats = [what for what, _ in watch.events]  # of the last step; the first event is the all-reduce of N
     early = whats[1 : len(whats) - whats[::-1].index("ready")].count("all-reduce")  # before the last gradient was ready
-    table: list = [None] * ranks
-    dist.all_gather_object(table, (errors, sent, early, held), group=group)
+    dist.all_gather_object(table := [()] * ranks, (errors, sent, early, held), group=group)
     worst = max((e for row in table for e in row[0]), key=lambda e: (e != e, e))  # a NaN is the worst
     sent, size = round(sum(row[1] for row in table)), sum(p.nbytes for p in parameters)
     formula, messages = 2 * (ranks - 1) * (size + 16), len(whats) - whats.count("ready") - 2  # all but N and the loss
