@@ -218,7 +218,7 @@ def rings_with_a_late_rank(late):
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_rank_that_is_late_in_every_round_mixes_up_nothing(late):
-    run_ranks(3, rings_with_a_late_rank, late, timeout=LIMIT)
+    run_ranks(3, rings_with_a_late_rank, late, timeout=5)
 
 
 # ----------------------------------------------------------------------------------------------------------- the oracle
@@ -426,6 +426,25 @@ def test_buckets_of_one_size_are_not_mixed_up_when_ranks_complete_their_gradient
         assert_same_named(got, want, tol=1e-6, what="gradient", rank=rank)
 
 
+def the_second_bucket_is_full_first():
+    """Parameters 3, 2, 1, 0 are one bucket each, in this order; backward completes 2 before 3, then 1, then 0."""
+    parameters, network = [nn.Parameter(torch.ones(7)) for _ in range(4)], LateNetwork()
+    x = torch.ones(7)
+    for i in (0, 1, 3, 2):
+        x = x * parameters[i]
+    note = partial(lambda events, numbers, p: events.append(("ready", numbers[p])), network.events)
+    numbers = {p: i for i, p in enumerate(parameters)}
+    with patch.object(dist, "all_reduce", network), hooked(parameters, partial(note, numbers)):  # noqa: SIM117
+        with bucketed(parameters, dist.group.WORLD, bucket_bytes=28):
+            x.sum().backward()
+    return [f"{what} {number}" for what, number in network.events if what != "wait"]
+
+
+def test_every_bucket_that_may_leave_leaves_at_once():
+    want = ["ready 2", "ready 3", "launch 0", "launch 1", "ready 1", "launch 2", "ready 0", "launch 3"]
+    assert run_ranks(1, the_second_bucket_is_full_first, timeout=LIMIT) == [want]
+
+
 def unused_on_one_rank(name):
     """Two branches: rank 0 uses one, rank 1 the other, nobody the third; twice, so that leftovers would show."""
     torch.manual_seed(0)
@@ -445,7 +464,7 @@ def test_a_parameter_that_a_rank_did_not_use_gets_the_sum_of_the_others(name):
     for branch in branches[:2]:
         branch(torch.ones(1, 3).double()).square().sum().backward()
     want = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in branches.named_parameters()}
-    for rank, got in enumerate(run_ranks(2, unused_on_one_rank, name, timeout=LIMIT)):
+    for rank, got in enumerate(run_ranks(2, unused_on_one_rank, name, timeout=5)):
         assert_same_named(got, want, what="gradient of", rank=rank)
 
 
