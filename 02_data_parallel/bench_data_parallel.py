@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests"), str(Path(__file__).with_name("in_depth"))]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).with_name("in_depth")))
 
 import data_parallel
 import gradient_reducers
@@ -50,7 +51,7 @@ def step_of(model, version, tokens, valid):
     def step():
         model.zero_grad()
         with version(list(model.parameters()), dist.group.WORLD):
-            (loss_sum(model, tokens, tokens) / valid).backward()
+            (loss_sum(model, tokens, tokens.roll(-1, 1)) / valid).backward()
 
     return step
 
@@ -66,11 +67,11 @@ def compare(name):
 
     def ddp_step():
         ddp.zero_grad()
-        (RANKS * loss_sum(ddp, tokens, tokens) / valid).backward()  # DDP averages, so it needs the factor
+        (RANKS * loss_sum(ddp, tokens, tokens.roll(-1, 1)) / valid).backward()  # DDP averages, so it needs the factor
 
     def deep_step():
         deep.zero_grad()
-        (loss_sum(deep, tokens, tokens) / valid).backward()
+        (loss_sum(deep, tokens, tokens.roll(-1, 1)) / valid).backward()
         reducer.finish()
 
     for _ in range(2):  # in its second step DDP has rebuilt its buckets
@@ -95,7 +96,7 @@ def compare(name):
 
 
 def timeline(name):
-    """[version, what, which, begin, end] on one rank: when backward completed gradients, and what was under way when."""
+    """[version, what, which, begin, end] on one rank: when gradients were complete, and what was under way when."""
     tokens = make_batch(0, dist.get_world_size())[dist.get_rank()][0][0].repeat(1, 2)
     rows, reduce, ring, clock = [], dist.all_reduce, ring_all_reduce, time.perf_counter
     versions = VERSIONS | {"bucketed": partial(bucketed, bucket_bytes=4 * MIB)}
@@ -130,7 +131,7 @@ def timeline(name):
             hooked(list(model.parameters()), lambda p, e=events: e.append(["gradient", 0, clock(), clock()])),
         ):
             model.zero_grad()
-            loss = loss_sum(model, tokens, tokens) / 1000
+            loss = loss_sum(model, tokens, tokens.roll(-1, 1)) / 1000
             begin = clock()
             with version(list(model.parameters()), dist.group.WORLD):
                 loss.backward()
@@ -162,9 +163,7 @@ def draw_ring(axes, result):
             complete = len(members) == RANKS
             colour = COLOURS["gradients"] if complete else COLOURS["messages"]
             share = 1.0 if complete else 0.12 + 0.5 * (len(members) - 1) / (RANKS - 1)
-            panel.add_patch(
-                __import__("matplotlib").patches.Rectangle((chunk, rank), 0.94, 0.9, facecolor=colour, alpha=share)
-            )
+            panel.bar(chunk + 0.5, 0.9, 0.94, bottom=rank + 0.03, color=colour, alpha=share)
             panel.text(chunk + 0.47, rank + 0.45, members, ha="center", va="center", fontsize=8, color="black")
         panel.set(xlim=(0, RANKS), ylim=(RANKS, 0), title="start" if step == 0 else f"step {step - 1}")
         panel.set(xticks=[i + 0.5 for i in range(RANKS)], xticklabels=range(RANKS), xlabel="chunk")
@@ -220,9 +219,9 @@ def main():
             "seconds / in_depth",
         ],
         rows,
-        "A step is zero_grad, forward, backward and the wait for the sums; medians of pairs, and quartiles. Every gradient "
-        "of every version was compared with DDP's first. The naive version's messages are the sends of its ring, and its "
-        "bytes are counted; of the others, bytes are payload times the ring's formula.",
+        "A step is zero_grad, forward, backward and the wait for the sums; medians of pairs, and quartiles. Every "
+        "gradient of every version was compared with DDP's first. The naive version's messages are the sends of its "
+        "ring, and its bytes are counted; of the others, bytes are payload times the ring's formula.",
     )
     states = run_ranks(RANKS, ring_steps)
     members = "abcd"
