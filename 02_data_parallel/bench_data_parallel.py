@@ -164,7 +164,15 @@ def draw_ring(axes, result):
             colour = COLOURS["gradients"] if complete else COLOURS["messages"]
             share = 1.0 if complete else 0.12 + 0.5 * (len(members) - 1) / (RANKS - 1)
             panel.bar(chunk + 0.5, 0.9, 0.94, bottom=rank + 0.03, color=colour, alpha=share)
-            panel.text(chunk + 0.47, rank + 0.45, members, ha="center", va="center", fontsize=8, color="black")
+            panel.text(
+                chunk + 0.47,
+                rank + 0.45,
+                members,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if complete else GREY,
+            )
         panel.set(xlim=(0, RANKS), ylim=(RANKS, 0), title="start" if step == 0 else f"step {step - 1}")
         panel.set(xticks=[i + 0.5 for i in range(RANKS)], xticklabels=range(RANKS), xlabel="chunk")
         panel.set(
