@@ -5,9 +5,12 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -232,6 +235,16 @@ def counts() -> tuple[int, int, int]:
     return *(int(v) for v in valid), int(global_valid_tokens(labels, groups[rank % 2]))
 
 
+def count_in_a_tensor():
+    mine = torch.tensor(10 + dist.get_rank())
+    first, second = (int(global_valid_tokens(mine, dist.group.WORLD)) for _ in range(2))
+    return first, second, int(mine)
+
+
+def test_the_count_is_not_reduced_in_the_callers_tensor():
+    assert run_ranks(2, count_in_a_tensor, timeout=LIMIT) == [(21, 21, 10), (21, 21, 11)]
+
+
 def test_valid_tokens_are_counted_over_the_given_group():
     assert run_ranks(3, counts, timeout=LIMIT) == [(7, 33, 5), (7, 33, 2), (7, 33, 5)]
 
@@ -242,6 +255,7 @@ def test_valid_tokens_are_counted_over_the_given_group():
 def broadcast_in_a_slice() -> tuple[dict, dict]:
     rank = dist.get_rank()
     model = decoder(seed=rank)
+    model.blocks[1].up.weight.requires_grad_(False)  # a frozen weight is read by forward as well
     model.positions += rank
     model.register_buffer("mask", torch.tensor([rank % 2 == 0, True]))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -252,7 +266,7 @@ def broadcast_in_a_slice() -> tuple[dict, dict]:
 
 def test_different_first_weights_and_buffers_are_healed_by_the_broadcast():
     befores, afters = zip(*run_ranks(4, broadcast_in_a_slice, timeout=LIMIT), strict=True)
-    for name in ("positions", "blocks.0.qkv.weight"):
+    for name in ("positions", "blocks.0.qkv.weight", "blocks.1.up.weight"):
         assert not torch.equal(befores[1][name], befores[3][name]), "the ranks must differ before, or nothing is shown"
     root = 1 if all(torch.equal(afters[1][k], befores[1][k]) for k in befores[1]) else 3  # torch sorts a group's ranks
     for rank in (1, 3):
@@ -289,6 +303,25 @@ def test_the_number_of_collectives_is_the_number_of_buckets_however_many_micro_b
         for micro_batches in (1, 3):
             for calls, _, made, _ in run_ranks(2, one_step_sent, version, micro_batches, timeout=LIMIT):
                 assert calls == {"all_reduce": made} and made == buckets
+
+
+def nested_no_sync() -> tuple[int, int]:
+    model = decoder()
+    reducer = reducer_of("bucketed", model, dist.group.WORLD)
+    tokens, labels = make_batch(0, dist.get_world_size())[dist.get_rank()][1]
+    with communication() as sent:
+        with reducer.no_sync():
+            with reducer.no_sync():
+                mean_loss(model, tokens, labels.clamp(min=0)).backward()
+            mean_loss(model, tokens, labels.clamp(min=0)).backward()  # the outer one is still there
+        inside = sent.calls["all_reduce"]
+        mean_loss(model, tokens, labels.clamp(min=0)).backward()
+        reducer.finish()
+    return inside, sent.calls["all_reduce"] - len(reducer.buckets)
+
+
+def test_leaving_an_inner_no_sync_does_not_end_the_outer_one():
+    assert run_ranks(2, nested_no_sync, timeout=LIMIT) == [(0, 0)] * 2
 
 
 def step_collectives() -> tuple[int, int]:
@@ -374,6 +407,42 @@ def test_the_first_bucket_leaves_before_the_last_gradient_is_ready(version):
 def test_the_naive_version_sends_nothing_before_backward_has_ended():
     for events, buckets in run_ranks(2, events_of_a_step, "naive", timeout=LIMIT):
         assert [what for what, _ in events] == ["ready"] * buckets + ["launch", "wait"] * buckets
+
+
+class LateNetwork:
+    """Stands in for dist.all_reduce. A sum appears when it is waited for, and not a moment earlier; until then its
+    tensor holds NaN. So a wait that is missing, or a look at what is under way, is found out on a fast network too."""
+
+    def __init__(self) -> None:
+        self.real = dist.all_reduce
+
+    def __call__(self, tensor: Tensor, *args, async_op: bool = False, **kwargs):
+        if not async_op:
+            return self.real(tensor, *args, **kwargs)
+        under_way = tensor.clone()
+        work = self.real(under_way, *args, async_op=True, **kwargs)
+        tensor.fill_(float("nan"))
+        return SimpleNamespace(wait=lambda: (work.wait(), tensor.copy_(under_way)))
+
+
+def on_a_late_network(version: str, late: int) -> Trace:
+    """Three steps; the rank `late` also pauses before each of its launches."""
+    network = LateNetwork()
+
+    def all_reduce(*args, **kwargs):
+        time.sleep(0.002 if dist.get_rank() == late else 0)
+        return network(*args, **kwargs)
+
+    with patch.object(dist, "all_reduce", all_reduce):
+        return replica_trace(version, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("version", ["overlapped", "bucketed"])
+def test_every_bucket_is_waited_for_and_left_alone_while_it_is_under_way(version, late):
+    want = oracle_trace(3)
+    for rank, got in enumerate(run_ranks(3, on_a_late_network, version, late, timeout=LIMIT)):
+        assert_same_trace(got, want, rank=rank)
 
 
 def ready_in_two_orders(version: str) -> tuple[list[int], dict]:
