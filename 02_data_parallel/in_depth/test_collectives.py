@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import _wire
 import collectives
 import pytest
 import torch
@@ -254,6 +255,14 @@ def test_the_formulas_give_the_papers_numbers():
     assert min(small, key=small.get) == "all_reduce_tree"
     assert min(large, key=large.get) == "all_reduce_ring"
     assert large["all_reduce_ring"] == pytest.approx(14 * alpha + 1.75 * 1e9 * beta)
+
+
+@pytest.mark.skipif(bool(_wire.why_not()), reason=f"counting real bytes: {_wire.why_not()}")
+def test_the_operating_system_counts_the_bytes_of_the_formula_for_the_ring_and_for_torchs_all_reduce():
+    counted, formula = _wire.count(3, 300_000), 2 * (3 - 1) * 4 * 300_000
+    assert counted.keys() == {"all_reduce_ring", "all_reduce_tree", "all_reduce_naive", "torch"}
+    for name, sent in counted.items():
+        assert formula <= sent <= 1.05 * formula, f"{name}: {sent} bytes on the wire, {formula} by the formula"
 
 
 def scratch():
