@@ -89,8 +89,8 @@ def main() -> None:
             [name if name != "torch" else GLOO, sent, formula, round(sent / formula, 4)]
             for name, sent in counted.items()
         ],
-        "Counted in a network namespace of its own, headers of TCP and IP included. All ranks together send the same in "
-        "every version; in the ring, and only there, each rank sends a P-th of it.",
+        "Counted in a network namespace of its own, headers of TCP and IP included. All ranks together send as much in "
+        "one version as in another; in the ring each rank sends a P-th of it.",
     )
 
 

@@ -93,9 +93,9 @@ def main():
         ["ranks", *ALGORITHMS, "starts of one ring, ms", "tokens that hide the ring", "published"],
         rows,
         "Computed by `scale_lab.py` with α = 10 µs, 50 GB/s, 400 TFLOP/s, 1 billion parameters, gradients of 2 bytes, "
-        "16,384 tokens of a rank, buckets of 25 MiB; the formulas were held against their limits first. Published: Tazi "
-        "et al. 2025, The Ultra-Scale Playbook; measured by its authors with their model, batch and network, to which "
-        "nothing here was fitted.",
+        "16,384 tokens of a rank, buckets of 25 MiB; the formulas were held against their limits first. Published: "
+        "Tazi et al. 2025, The Ultra-Scale Playbook; measured by its authors with their model, batch and network, to "
+        "which nothing here was fitted.",
     )
     sweeps = [
         ["tokens", r, t, round(efficiency(r, replace(w, tokens=t), m), 4)]
