@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,7 +23,9 @@ from gradient_reducers import (
     BucketedReducer,
     Decoder,
     NaiveReducer,
+    Reducer,
     broadcast_parameters,
+    cut_into_buckets,
     demo,
     global_valid_tokens,
     make_batch,
@@ -42,7 +45,7 @@ def decoder(seed: int = 0) -> Decoder:
     return Decoder(hidden=16, heads=2, layers=2).double()
 
 
-def reducer_of(version: str, model: nn.Module, group: dist.ProcessGroup, **options) -> NaiveReducer:
+def reducer_of(version: str, model: nn.Module, group: dist.ProcessGroup, **options) -> Reducer:
     if version == "bucketed":
         options.setdefault("bucket_bytes", 16 * 1024)
     return VERSIONS[version](model, group, **options)
@@ -82,7 +85,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def launches(reducer: NaiveReducer) -> list[int]:
+def launches(reducer: Reducer) -> list[int]:
     return [bucket for what, bucket in reducer.events if what == "launch"]
 
 
@@ -589,6 +592,108 @@ def test_each_dtype_has_its_own_buckets_in_the_order_backward_completes_them():
     sizes = [(4, half), (4, full), (4, half), (4, full), (4, full)]
     for buckets, _ in run_ranks(1, buckets_of, sizes, 32, timeout=LIMIT):
         assert buckets == [[4, 3], [1], [2, 0]]  # bucket [2, 0] was begun before [1], but is complete after it
+
+
+def test_the_first_bucket_may_be_smaller_than_the_others():
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(6)]
+    assert [len(bucket) for bucket in cut_into_buckets(parameters, 32)] == [2, 2, 2]
+    assert [len(bucket) for bucket in cut_into_buckets(parameters, 32, first_bytes=16)] == [1, 2, 2, 1]
+
+
+def another_order(first: str) -> tuple[list, list, dict]:
+    """Four parameters of one size. Rank 0 completes a, b, c, d in this order, and rank 1 b, a, d, c; the reducer, which
+    goes by the order in which they were registered, expects d, c, b, a."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.full((7,), 2.0**i).double()) for i, name in enumerate("abcd")})
+    reducer = BucketedReducer(model, dist.group.WORLD, bucket_bytes=56, rebuild=True)
+    cuts, early, x0 = [], [], torch.full((7,), dist.get_rank() + 1.0).double()
+    for _ in range(3):
+        model.zero_grad()
+        x = x0
+        for name in reversed(first if dist.get_rank() == 0 else first[1] + first[0] + first[3] + first[2]):
+            x = x * model[name]
+        x.sum().backward()
+        reducer.finish()
+        whats = [what for what, _ in reducer.events]
+        early.append(whats[: len(whats) - whats[::-1].index("ready") - 1].count("launch"))
+        cuts.append([[reducer.names[p] for p in bucket] for bucket in reducer.buckets])
+        assert all(p.grad is reducer.views[p] for p in model.values())
+    return cuts, early, gradients(model)
+
+
+def test_buckets_are_rebuilt_once_in_the_order_in_which_rank_0_completed_its_gradients():
+    results = run_ranks(2, another_order, "abcd", timeout=LIMIT)
+    want = {name: torch.full((7,), 3 * 64 / 2.0**i).double() for i, name in enumerate("abcd")}
+    for rank, (cuts, _, got) in enumerate(results):
+        assert cuts == [[["a"], ["b"], ["c"], ["d"]]] * 3, "cut again after the first step, alike on all ranks"
+        assert_same_named(got, want, what="gradient of", rank=rank)
+    assert results[0][1] == [0, 3, 3], "before, all had to wait for d; after, only the last does"
+
+
+def in_fp32(main_grads: bool) -> tuple[float, float, list]:
+    """Distance of bf16 gradients from float64: of the sum over 16 micro-batches and all ranks, and of one in fp32."""
+    model, group = decoder().bfloat16(), dist.group.WORLD
+    exact, dense = deepcopy(model).double(), deepcopy(model)
+    options = {"main_grads": True} if main_grads else {}
+    reducer = reducer_of("bucketed", model, group, **options)
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in dense.parameters()}
+    with communication() as sent:
+        for _ in range(2):  # twice, so that what the first step left would show
+            model.zero_grad()
+            batch = make_batch(0, dist.get_world_size(), 16)
+            for i, (tokens, labels) in enumerate(batch[dist.get_rank()]):
+                with nullcontext() if i == 15 else reducer.no_sync():
+                    mean_loss(model, tokens, labels.clamp(min=0)).backward()
+            reducer.finish()
+    for part in batch:
+        for tokens, labels in part:
+            mean_loss(exact, tokens, labels.clamp(min=0)).backward()
+            dense.zero_grad()
+            mean_loss(dense, tokens, labels.clamp(min=0)).backward()
+            for p in dense.parameters():
+                sums[p] += p.grad
+    got = [p.main_grad if main_grads else p.grad for p in model.parameters()]
+    want = [p.grad for p in exact.parameters()]
+    errors = [
+        sum((a.double() - b).square().sum() for a, b in zip(tensors, want, strict=True)).sqrt().item()
+        for tensors in (got, list(sums.values()))
+    ]
+    state = [str(got[0].dtype), all(p.grad is None for p in model.parameters()), sent.payload["all_reduce"] // 2]
+    return *errors, [*state, sum(p.numel() for p in model.parameters())]
+
+
+def test_main_grads_are_as_exact_as_sums_in_fp32_and_those_in_bf16_are_not():
+    for error, dense, (dtype, no_grad, payload, numel) in run_ranks(2, in_fp32, True, timeout=LIMIT):
+        assert (dtype, no_grad, payload) == ("torch.float32", True, 4 * numel), "what travels is fp32"
+        assert error <= 1.1 * dense, f"{error:.3g}, sums in fp32 {dense:.3g}"
+    for error, dense, (dtype, *_) in run_ranks(2, in_fp32, False, timeout=LIMIT):
+        assert dtype == "torch.bfloat16" and error > 1.5 * dense, "or nothing is shown"
+
+
+def unused_main_grads() -> list:
+    model = Odd()
+    reducer = BucketedReducer(model, dist.group.WORLD, bucket_bytes=700, main_grads=True, find_unused=True)
+    for used in ([0, 1], [dist.get_rank()]):
+        model(data_of(dist.get_rank()), used).backward()
+        reducer.finish()
+    return [model.nobody.weight.main_grad, model.branches[0].weight.main_grad.double()]
+
+
+def test_main_grads_of_parameters_that_a_rank_did_not_use_hold_no_leftovers():
+    model = Odd()
+    for rank in range(2):
+        model(data_of(rank), [rank]).backward()
+    for rank, (nobody, branch) in enumerate(run_ranks(2, unused_main_grads, timeout=LIMIT)):
+        assert nobody is None
+        assert_same(branch, model.branches[0].weight.grad, tol=1e-6, what="a branch of one rank", rank=rank)
+
+
+def own_all_reduce_and_early() -> None:
+    with pytest.raises(ValueError, match="early=False"):
+        BucketedReducer(nn.Linear(2, 2), dist.group.WORLD, all_reduce=dist.all_reduce)
+
+
+def test_an_all_reduce_that_blocks_cannot_be_early():
+    run_ranks(1, own_all_reduce_and_early, timeout=LIMIT)
 
 
 # ---------------------------------------------------------------------------------------------- more than one step
