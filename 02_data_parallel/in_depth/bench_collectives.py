@@ -8,6 +8,8 @@ each for a message so small that only rounds count, or so large that only bytes 
     own links    every rank has a link of its own, as in a cluster: cost()
     one link     all messages pass through one link, as through the memory and the few cores of this machine: the
                  messages, or the bytes, of all ranks together
+
+Where Linux allows a network namespace, the operating system then counts the bytes that are really sent.
 """
 
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
+import _wire
 import torch
 import torch.distributed as dist
 from collectives import all_reduce_naive, all_reduce_ring, all_reduce_tree, cost
@@ -24,6 +27,7 @@ from harness.ranks import run_ranks
 from harness.report import Ratio, paired, write_result
 
 RANKS = 4
+WIRE = 1_000_000  # numbers, where the operating system counts
 MESSAGES = {"1 KiB": 2**8, "16 MiB": 2**22}  # elements of float32
 OURS = {"all_reduce_ring": all_reduce_ring, "all_reduce_tree": all_reduce_tree, "all_reduce_naive": all_reduce_naive}
 GLOO = "torch.distributed on gloo"
@@ -70,6 +74,23 @@ def main() -> None:
         rows,
         "The ranks are processes of one machine, so all messages pass through one memory and a few cores. There the "
         "ring has nothing to gain: it sends as many bytes as the others in all, in more messages.",
+    )
+    if problem := _wire.why_not():
+        print(f"bytes on the wire are not counted: {problem}")
+        return
+    formula, counted = 2 * (RANKS - 1) * 4 * WIRE, _wire.count(RANKS, WIRE)
+    if not all(formula <= sent <= 1.05 * formula for sent in counted.values()):
+        raise SystemExit(f"bytes on the wire {counted}; the formula says {formula}, and headers a little more")
+    write_result(
+        "02_wire",
+        f"Bytes of all {RANKS} ranks in one all-reduce of 1,000,000 float32, as the operating system counts them",
+        ["all-reduce", "on the loopback", "formula, 2 (P-1) n", "times the formula"],
+        [
+            [name if name != "torch" else GLOO, sent, formula, round(sent / formula, 4)]
+            for name, sent in counted.items()
+        ],
+        "Counted in a network namespace of its own, headers of TCP and IP included. All ranks together send as much in "
+        "one version as in another; in the ring each rank sends a P-th of it.",
     )
 
 

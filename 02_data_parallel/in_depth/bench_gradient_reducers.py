@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.multiprocessing as mp
-from gradient_reducers import VERSIONS, BucketedReducer, Decoder, NaiveReducer, make_batch, token_loss_sum
+from gradient_reducers import VERSIONS, BucketedReducer, Decoder, Reducer, make_batch, token_loss_sum
 from harness.meter import communication
 from harness.report import Ratio, paired, write_result
 from torch import nn
@@ -55,7 +55,7 @@ def compare(name: str, sizes: dict[str, int]) -> list[list[str | int | Ratio]]:
 
     theirs = DistributedDataParallel(build(sizes, device), bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True)
     models = {version: build(sizes, device) for version in VERSIONS}
-    reducers: dict[str, NaiveReducer] = {v: make(models[v], group) for v, make in VERSIONS.items() if v != "bucketed"}
+    reducers: dict[str, Reducer] = {v: make(models[v], group) for v, make in VERSIONS.items() if v != "bucketed"}
     reducers["bucketed"] = BucketedReducer(models["bucketed"], group, bucket_bytes=BUCKET_MIB * 2**20)
 
     def ddp_step() -> None:

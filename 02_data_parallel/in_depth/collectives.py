@@ -320,7 +320,7 @@ def all_reduce_ring(tensor: Tensor, group: Group, op: Op = torch.add) -> None:
         ring_gather(chunks, group)
 
 
-# --------------------------------------------------------- all to all: a piece for each, and nothing but a sign of life
+# ----------------------------------------------------- all to all: a piece for each; and the barrier, which sends none
 
 
 def all_to_all(
@@ -513,7 +513,10 @@ def main() -> None:
     if numel < 0:
         parser.error(f"--numel {numel} is negative; use 0 or more")
 
-    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < gpus < local:
+        parser.error(f"--nproc_per_node {local} is more than the {gpus} GPUs here")
+    on_gpu = gpus > 0
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     options: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if on_gpu:

@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from weakref import WeakMethod
 
@@ -89,7 +90,7 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
     # --- end exercise ---
 
 
-# ------------------------------------------------------------------------------------------------ three versions
+# ----------------------------------------------------------------------------------------------------- the reducer
 
 
 def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
@@ -106,24 +107,56 @@ def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], N
     return call
 
 
-class NaiveReducer:
-    """Version 1: wait for the end of backward, then all-reduce one gradient after the other.
+def cut_into_buckets(
+    parameters: list[nn.Parameter], bucket_bytes: int, first_bytes: int | None = None
+) -> list[list[nn.Parameter]]:
+    """Buckets of one device and dtype each, filled in the order of `parameters` until they hold `bucket_bytes`.
 
-        reducer = NaiveReducer(model, group)
+    The very first may be smaller (`first_bytes`), so that the network has something to do early.
+    """
+    # --- exercise 2.29: buckets in the order in which backward completes them ---
+    full: list[list[nn.Parameter]] = []
+    filling: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    for p in parameters:
+        bucket = filling.setdefault((p.device, p.dtype), [])
+        bucket.append(p)
+        if sum(q.nbytes for q in bucket) >= (bucket_bytes if full or first_bytes is None else first_bytes):
+            full.append(filling.pop((p.device, p.dtype)))
+    position = {p: i for i, p in enumerate(parameters)}
+    return sorted([*full, *filling.values()], key=lambda bucket: position[bucket[-1]])
+    # --- end exercise ---
+
+
+class Reducer:
+    """Sums gradients over the group. All three versions; they differ in two of its arguments (see below).
+
+        reducer = BucketedReducer(model, group)
         with reducer.no_sync():
             (loss_of_micro_batch_0 / valid).backward()        # accumulates on this rank, sends nothing
         (loss_of_micro_batch_1 / valid).backward()
         reducer.finish()                                      # now every p.grad is the sum over the group
         optimizer.step(); optimizer.zero_grad()
 
-    A tied parameter is one parameter; a frozen one (`requires_grad=False` when the reducer is made) is left out. A
-    parameter that got no gradient on this rank sends zeros. If it got none on any rank, its gradient ends as zeros;
-    `find_unused=True` spends one small all-reduce to leave it None, as one process would (AdamW decays the weight of
-    a zero gradient and skips a None). With `hooks=False` nothing is automatic: call `start(param)` yourself.
+    The way of a gradient: backward completes it -> `start` puts it into its bucket, and launches the buckets that may
+    leave -> `launch` starts the sum of one -> `finish` launches the rest and waits for all. `p.grad` becomes a view of
+    its bucket in the first backward, so nothing is copied back, and gradients take G bytes, not 2 G.
+    `zero_grad(set_to_none=False)` keeps the views and autograd adds straight into the bucket; after
+    `set_to_none=True` it makes a new tensor, which `start` copies in.
 
-    After a backward that raised, on one rank or on all: `finish()`, which keeps the ranks in step by sending the
-    remaining buckets, then `zero_grad()`. `events` holds the last step: ("ready", parameter's name), ("launch",
-    bucket), ("wait", bucket). In this version and the next, each parameter is its own bucket.
+    early           launch while backward runs; False: all in `finish`, one after the other
+    bucket_bytes    a bucket is closed once it holds this much; 1: every parameter is a bucket of its own
+    first_bytes     the same for the first bucket
+    rebuild         after the first step, cut buckets again in the order in which rank 0 completed its gradients
+    main_grads      sum micro-batches and ranks in fp32, in `p.main_grad`; `p.grad` stays None (Megatron-LM's main_grad)
+    find_unused     one small message more, and a parameter that no rank used keeps gradient None
+    hooks           False: nothing is automatic, call `start(param)` yourself
+    all_reduce      another one than torch's; it blocks, so only without `early`
+
+    A tied parameter is one parameter; a frozen one (`requires_grad=False` when the reducer is made) is left out. A
+    parameter that got no gradient on this rank sends zeros. If it got none on any rank, its gradient ends as zeros,
+    which AdamW takes as a reason to decay the weight; hence `find_unused`. After a backward that raised, on one rank or
+    on all: `finish()`, which keeps the ranks in step by sending the remaining buckets, then `zero_grad()`. `events`
+    holds the last step: ("ready", parameter's name), ("launch", bucket), ("wait", bucket).
     """
 
     def __init__(
@@ -131,23 +164,43 @@ class NaiveReducer:
         parameters_or_module: nn.Module | Iterable[nn.Parameter],
         group: dist.ProcessGroup,
         *,
+        early: bool = True,
+        bucket_bytes: int = 25 * 2**20,
+        first_bytes: int | None = None,
+        rebuild: bool = False,
+        main_grads: bool = False,
         find_unused: bool = False,
         hooks: bool = True,
-        all_reduce: Callable[..., object] = dist.all_reduce,
+        all_reduce: Callable[..., object] | None = None,
     ):
         if isinstance(parameters_or_module, nn.Module):
             named = list(parameters_or_module.named_parameters())
         else:
             named = [(f"parameter {i}", p) for i, p in enumerate(parameters_or_module)]
+        if early and all_reduce is not None:
+            raise ValueError("an all_reduce of your own blocks, so nothing can be early: use early=False")
         self.names = {p: name for name, p in reversed(named) if p.requires_grad}  # the order backward finishes them in
-        self.group, self.find_unused, self.all_reduce = group, find_unused, all_reduce
-        self.buckets = self.make_buckets()
-        self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
+        self.group, self.early, self.rebuild = group, early, rebuild
+        self.main_grads, self.find_unused, self.all_reduce = main_grads, find_unused, all_reduce
+        self.bucket_bytes, self.first_bytes = bucket_bytes, first_bytes
+        self.make_buckets(list(self.names))
         self.events: list[tuple[str, str | int]] = []
         self.syncing = True
         self.begin()
         for p in self.names if hooks else ():
             p.register_post_accumulate_grad_hook(weakly(self.start))  # calls start(p): a hook gets its parameter
+
+    def make_buckets(self, order: list[nn.Parameter]) -> None:
+        """Flat tensors for parameters that become complete in this order, and each parameter's place in them."""
+        self.buckets = cut_into_buckets(order, self.bucket_bytes, self.first_bytes)
+        self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
+        self.flats: list[Tensor] = []  # one for each bucket
+        self.views: dict[nn.Parameter, Tensor] = {}  # where each gradient lives in them
+        for bucket in self.buckets:
+            sizes, dtype = [p.numel() for p in bucket], torch.float32 if self.main_grads else bucket[0].dtype
+            self.flats.append(torch.zeros(sum(sizes), dtype=dtype, device=bucket[0].device))
+            for p, part in zip(bucket, self.flats[-1].split(sizes), strict=True):
+                self.views[p] = part.view_as(p)
 
     def begin(self) -> None:
         """State of one step, from the first gradient to `finish()`."""
@@ -155,9 +208,8 @@ class NaiveReducer:
         self.unused: set[nn.Parameter] = set()  # sent as zeros
         self.works: list[dist.Work] = []  # all-reduces under way
         self.launched = 0  # buckets sent so far; the next one to send
-
-    def make_buckets(self) -> list[list[nn.Parameter]]:
-        return [[p] for p in self.names]
+        self.missing = [len(bucket) for bucket in self.buckets]  # gradients each bucket still waits for
+        self.stale = set(self.names)  # places in the buckets that still hold the last step's sum
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -176,43 +228,53 @@ class NaiveReducer:
                 "backward that sends (also after one that raised), and run other micro-batches inside no_sync()"
             )
         if param.grad is not None:
-            self.adopt(param)
+            self.into_bucket(param)
         if not self.syncing:
             return
         if not self.ready:
             self.events = []
         self.ready.add(param)
         self.events.append(("ready", self.names[param]))
-        self.after_ready(param)
+        # --- exercise 2.28: launch while backward runs, in the same order on every rank ---
+        # Messages are matched by order alone. Two ranks may finish gradients in different orders (one did not use a
+        # parameter, say), so a bucket leaves only after all buckets before it have left.
+        self.missing[self.bucket_of[param]] -= 1
+        while self.early and self.launched < len(self.buckets) and self.missing[self.launched] == 0:
+            self.launch(self.launched)
+        # --- end exercise ---
 
-    def after_ready(self, param: nn.Parameter) -> None:
-        """Version 1 does nothing while backward runs."""
-
-    def adopt(self, param: nn.Parameter) -> None:
-        """Make sure that `param.grad` can be sent."""
-        if param.grad is None:
+    def into_bucket(self, param: nn.Parameter) -> None:
+        """The parameter's place in its bucket holds its gradient of this step, zeros if there is none."""
+        view, stale = self.views[param], param in self.stale
+        self.stale.discard(param)
+        if self.main_grads:
+            if param.grad is None and stale:
+                self.unused.add(param)
+                view.zero_()  # the bucket still holds the last step's sum
+            elif param.grad is not None:
+                view.copy_(param.grad) if stale else view.add_(param.grad)  # bf16 is added to fp32, and rounded to it
+            param.grad, param.main_grad = None, view  # type: ignore[attr-defined]
+        elif param.grad is None:
             self.unused.add(param)
-            param.grad = torch.zeros_like(param)
-
-    def message(self, index: int) -> Tensor:
-        """The tensor that travels for this bucket."""
-        grad = self.buckets[index][0].grad
-        assert grad is not None
-        return grad
+            param.grad = view.zero_()  # as above
+        elif param.grad is not view:
+            view.copy_(param.grad)
+            param.grad = view
 
     def launch(self, index: int) -> None:
         # --- exercise 2.27: sum the gradients of one bucket over the group ---
         for p in self.buckets[index]:
-            self.adopt(p)
+            if p not in self.ready:  # no gradient came: not in this backward, or not at all
+                self.into_bucket(p)
         self.events.append(("launch", index))
         self.launched += 1
         with record_function(f"all-reduce of bucket {index}"):
-            self.send(self.message(index))
+            if self.early:
+                self.works.append(dist.all_reduce(self.flats[index], group=self.group, async_op=True))
+            else:  # a sum: the loss is divided already
+                (self.all_reduce or dist.all_reduce)(self.flats[index], group=self.group)
+                self.events.append(("wait", index))
         # --- end exercise ---
-
-    def send(self, message: Tensor) -> None:
-        self.all_reduce(message, group=self.group)  # a sum: the loss is divided already
-        self.events.append(("wait", self.launched - 1))
 
     def finish(self) -> None:
         """Send what is unsent, wait for all, leave summed gradients in `p.grad`. Once per step, on every rank."""
@@ -229,93 +291,41 @@ class NaiveReducer:
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
             for p, used_somewhere in zip(self.names, used.tolist(), strict=True):
                 if not used_somewhere:
-                    p.grad = None
+                    p.grad = p.main_grad = None  # type: ignore[attr-defined]
+        if self.rebuild and self.ready:
+            self.rebuild_buckets()
         self.begin()
 
-
-class OverlappedReducer(NaiveReducer):
-    """Version 2: an asynchronous all-reduce starts as soon as a gradient is final, while backward goes on.
-
-    Collectives are matched by order alone. Two ranks may finish gradients in different orders (one did not use a
-    parameter, say), so a bucket leaves only after all buckets before it have left: in index order on every rank.
-    """
-
-    def after_ready(self, param: nn.Parameter) -> None:
-        # --- exercise 2.28: launch while backward runs, in the same order on every rank ---
-        self.missing[self.bucket_of[param]] -= 1
-        while self.launched < len(self.buckets) and self.missing[self.launched] == 0:
-            self.launch(self.launched)
-        # --- end exercise ---
-
-    def begin(self) -> None:
-        super().begin()
-        self.missing = [len(bucket) for bucket in self.buckets]  # gradients each bucket still waits for
-
-    def send(self, message: Tensor) -> None:
-        self.works.append(dist.all_reduce(message, group=self.group, async_op=True))
+    def rebuild_buckets(self) -> None:
+        """Once: the order in which rank 0 completed its gradients is the order of the buckets from now on."""
+        self.rebuild = False
+        names, parameters = list(self.names.values()), list(self.names)
+        seen = [names.index(name) for what, name in self.events if what == "ready"]
+        seen += [i for i in range(len(names)) if i not in seen]
+        order = torch.tensor(seen, device=device_of(self.group))
+        dist.broadcast(order, group_src=0, group=self.group)  # [parameters]: all ranks must cut alike
+        before = self.views
+        self.make_buckets([parameters[i] for i in order.tolist()])
+        for p, view in self.views.items():
+            view.copy_(before[p])
+            if p.grad is before[p]:
+                p.grad = view
+            if getattr(p, "main_grad", None) is before[p]:
+                p.main_grad = view  # type: ignore[attr-defined]
 
 
-class BucketedReducer(OverlappedReducer):
-    """Version 3: gradients live in a few flat buffers, and each buffer is one message.
-
-    `p.grad` becomes a view of its bucket during the first backward, so nothing is copied back after the all-reduce and
-    gradients take G bytes, not 2 G. `zero_grad(set_to_none=False)` keeps the views and autograd accumulates straight
-    into the bucket; after `set_to_none=True` autograd makes a new tensor per parameter and the hook copies it in.
-    """
-
-    def __init__(
-        self,
-        parameters_or_module: nn.Module | Iterable[nn.Parameter],
-        group: dist.ProcessGroup,
-        *,
-        bucket_bytes: int = 25 * 2**20,
-        find_unused: bool = False,
-        hooks: bool = True,
-    ):
-        self.bucket_bytes = bucket_bytes
-        super().__init__(parameters_or_module, group, find_unused=find_unused, hooks=hooks)
-        self.flats: list[Tensor] = []  # one flat buffer per bucket
-        self.views: dict[nn.Parameter, Tensor] = {}  # where each gradient lives in them
-        for bucket in self.buckets:
-            sizes = [p.numel() for p in bucket]
-            self.flats.append(torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device))
-            for p, piece in zip(bucket, self.flats[-1].split(sizes), strict=True):
-                self.views[p] = piece.view_as(p)
-
-    def make_buckets(self) -> list[list[nn.Parameter]]:
-        """A bucket per device and dtype is filled in reverse order of registration, until it holds `bucket_bytes`."""
-        # --- exercise 2.29: buckets in the order in which backward completes them ---
-        full: list[list[nn.Parameter]] = []
-        filling: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-        for p in self.names:  # already in reverse order of registration
-            bucket = filling.setdefault((p.device, p.dtype), [])
-            bucket.append(p)
-            if sum(q.nbytes for q in bucket) >= self.bucket_bytes:
-                full.append(filling.pop((p.device, p.dtype)))
-        position = {p: i for i, p in enumerate(self.names)}
-        return sorted([*full, *filling.values()], key=lambda bucket: position[bucket[-1]])
-        # --- end exercise ---
-
-    def adopt(self, param: nn.Parameter) -> None:
-        """Make `param.grad` the parameter's view of its bucket."""
-        view = self.views[param]
-        if param.grad is view:
-            return
-        if param.grad is None:
-            self.unused.add(param)
-            view.zero_()  # the bucket still holds the last step's sum
-        else:
-            view.copy_(param.grad)
-        param.grad = view
-
-    def message(self, index: int) -> Tensor:
-        return self.flats[index]
+# Three versions, each one argument further than the one before.
+NaiveReducer = partial(Reducer, early=False, bucket_bytes=1)  # after backward, one gradient after the other
+OverlappedReducer = partial(Reducer, bucket_bytes=1)  # each as soon as it is final, while backward goes on
+BucketedReducer = Reducer  # neighbours share a message: 25 MiB, unless `bucket_bytes` says otherwise
+VERSIONS: dict[str, Callable[..., Reducer]] = {
+    "naive": NaiveReducer,
+    "overlapped": OverlappedReducer,
+    "bucketed": BucketedReducer,
+}
 
 
-VERSIONS = {"naive": NaiveReducer, "overlapped": OverlappedReducer, "bucketed": BucketedReducer}
-
-
-def train_step(model: nn.Module, reducer: NaiveReducer, micro_batches: list[MicroBatch]) -> Tensor:
+def train_step(model: nn.Module, reducer: Reducer, micro_batches: list[MicroBatch]) -> Tensor:
     """Forward and backward over this rank's micro-batches. Returns the loss of the global batch, and leaves in each
     `p.grad` the gradient of that loss: (sum over all valid tokens of all ranks) / (their number)."""
     valid = global_valid_tokens(torch.cat([labels.flatten() for _, labels in micro_batches]), reducer.group)
@@ -438,7 +448,7 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def make_reducer(args: argparse.Namespace, model: nn.Module, group: dist.ProcessGroup) -> NaiveReducer:
+def make_reducer(args: argparse.Namespace, model: nn.Module, group: dist.ProcessGroup) -> Reducer:
     if args.version == "bucketed":
         return BucketedReducer(model, group, bucket_bytes=args.bucket_kib * 1024)
     if args.all_reduce == "ring":

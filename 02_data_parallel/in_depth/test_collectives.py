@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import _wire
 import collectives
 import pytest
 import torch
@@ -256,6 +257,14 @@ def test_the_formulas_give_the_papers_numbers():
     assert large["all_reduce_ring"] == pytest.approx(14 * alpha + 1.75 * 1e9 * beta)
 
 
+@pytest.mark.skipif(bool(_wire.why_not()), reason=f"counting real bytes: {_wire.why_not()}")
+def test_the_operating_system_counts_the_bytes_of_the_formula_for_the_ring_and_for_torchs_all_reduce():
+    counted, formula = _wire.count(3, 300_000), 2 * (3 - 1) * 4 * 300_000
+    assert counted.keys() == {"all_reduce_ring", "all_reduce_tree", "all_reduce_naive", "torch"}
+    for name, sent in counted.items():
+        assert formula <= sent <= 1.05 * formula, f"{name}: {sent} bytes on the wire, {formula} by the formula"
+
+
 def scratch():
     group, peaks = dist.group.WORLD, {}
     chunks = torch.zeros(1003, dtype=torch.float64).tensor_split(dist.get_world_size())
@@ -340,11 +349,28 @@ def late_arrivals():
     return times
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5])
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 6, 7])  # with 6 and 7, two thirds of three rounds would not be enough
 def test_nobody_leaves_a_barrier_before_the_last_rank_has_entered(world):
     for late, times in enumerate(zip(*run_ranks(world, late_arrivals), strict=True)):
         entered, left = max(entered for entered, _ in times), min(left for _, left in times)
         assert left >= entered, f"a rank left {entered - left:.3f} s before rank {late} had entered"
+
+
+def scatter_to_a_late_rank():
+    rank, world = place(dist.group.WORLD)
+    if rank == 1:
+        time.sleep(0.5)
+    entered, out = time.monotonic(), torch.empty(5)
+    x = torch.arange(5.0 * world) if rank == 0 else None
+    collectives.scatter(out, x, 0, dist.group.WORLD)
+    assert torch.equal(out, torch.arange(5.0) + 5 * rank)
+    return entered, time.monotonic()
+
+
+def test_a_scatter_posts_all_its_sends_so_that_a_late_rank_delays_nobody_else():
+    times = run_ranks(4, scatter_to_a_late_rank)
+    for rank in (2, 3):
+        assert times[rank][1] < times[1][0], f"rank {rank} got its chunk after rank 1 had come at last"
 
 
 # -------------------------------------------------------------------------------------------------------- bad arguments
@@ -421,3 +447,14 @@ def test_a_bad_option_ends_with_one_line_before_any_process_group(tmp_path, monk
     assert end.value.code == 2
     message = capsys.readouterr().err
     assert message.startswith("collectives.py: ") and message.count("\n") == 1 and arguments[-1] in message
+
+
+def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["collectives.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
+    with pytest.raises(SystemExit) as end:
+        collectives.main()
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and message == "collectives.py: --nproc_per_node 4 is more than the 2 GPUs here\n"

@@ -5,9 +5,13 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 import weakref
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +23,9 @@ from gradient_reducers import (
     BucketedReducer,
     Decoder,
     NaiveReducer,
+    Reducer,
     broadcast_parameters,
+    cut_into_buckets,
     demo,
     global_valid_tokens,
     make_batch,
@@ -39,7 +45,7 @@ def decoder(seed: int = 0) -> Decoder:
     return Decoder(hidden=16, heads=2, layers=2).double()
 
 
-def reducer_of(version: str, model: nn.Module, group: dist.ProcessGroup, **options) -> NaiveReducer:
+def reducer_of(version: str, model: nn.Module, group: dist.ProcessGroup, **options) -> Reducer:
     if version == "bucketed":
         options.setdefault("bucket_bytes", 16 * 1024)
     return VERSIONS[version](model, group, **options)
@@ -79,7 +85,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def launches(reducer: NaiveReducer) -> list[int]:
+def launches(reducer: Reducer) -> list[int]:
     return [bucket for what, bucket in reducer.events if what == "launch"]
 
 
@@ -232,6 +238,16 @@ def counts() -> tuple[int, int, int]:
     return *(int(v) for v in valid), int(global_valid_tokens(labels, groups[rank % 2]))
 
 
+def count_in_a_tensor():
+    mine = torch.tensor(10 + dist.get_rank())
+    first, second = (int(global_valid_tokens(mine, dist.group.WORLD)) for _ in range(2))
+    return first, second, int(mine)
+
+
+def test_the_count_is_not_reduced_in_the_callers_tensor():
+    assert run_ranks(2, count_in_a_tensor, timeout=LIMIT) == [(21, 21, 10), (21, 21, 11)]
+
+
 def test_valid_tokens_are_counted_over_the_given_group():
     assert run_ranks(3, counts, timeout=LIMIT) == [(7, 33, 5), (7, 33, 2), (7, 33, 5)]
 
@@ -242,6 +258,7 @@ def test_valid_tokens_are_counted_over_the_given_group():
 def broadcast_in_a_slice() -> tuple[dict, dict]:
     rank = dist.get_rank()
     model = decoder(seed=rank)
+    model.blocks[1].up.weight.requires_grad_(False)  # a frozen weight is read by forward as well
     model.positions += rank
     model.register_buffer("mask", torch.tensor([rank % 2 == 0, True]))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -252,7 +269,7 @@ def broadcast_in_a_slice() -> tuple[dict, dict]:
 
 def test_different_first_weights_and_buffers_are_healed_by_the_broadcast():
     befores, afters = zip(*run_ranks(4, broadcast_in_a_slice, timeout=LIMIT), strict=True)
-    for name in ("positions", "blocks.0.qkv.weight"):
+    for name in ("positions", "blocks.0.qkv.weight", "blocks.1.up.weight"):
         assert not torch.equal(befores[1][name], befores[3][name]), "the ranks must differ before, or nothing is shown"
     root = 1 if all(torch.equal(afters[1][k], befores[1][k]) for k in befores[1]) else 3  # torch sorts a group's ranks
     for rank in (1, 3):
@@ -289,6 +306,25 @@ def test_the_number_of_collectives_is_the_number_of_buckets_however_many_micro_b
         for micro_batches in (1, 3):
             for calls, _, made, _ in run_ranks(2, one_step_sent, version, micro_batches, timeout=LIMIT):
                 assert calls == {"all_reduce": made} and made == buckets
+
+
+def nested_no_sync() -> tuple[int, int]:
+    model = decoder()
+    reducer = reducer_of("bucketed", model, dist.group.WORLD)
+    tokens, labels = make_batch(0, dist.get_world_size())[dist.get_rank()][1]
+    with communication() as sent:
+        with reducer.no_sync():
+            with reducer.no_sync():
+                mean_loss(model, tokens, labels.clamp(min=0)).backward()
+            mean_loss(model, tokens, labels.clamp(min=0)).backward()  # the outer one is still there
+        inside = sent.calls["all_reduce"]
+        mean_loss(model, tokens, labels.clamp(min=0)).backward()
+        reducer.finish()
+    return inside, sent.calls["all_reduce"] - len(reducer.buckets)
+
+
+def test_leaving_an_inner_no_sync_does_not_end_the_outer_one():
+    assert run_ranks(2, nested_no_sync, timeout=LIMIT) == [(0, 0)] * 2
 
 
 def step_collectives() -> tuple[int, int]:
@@ -374,6 +410,42 @@ def test_the_first_bucket_leaves_before_the_last_gradient_is_ready(version):
 def test_the_naive_version_sends_nothing_before_backward_has_ended():
     for events, buckets in run_ranks(2, events_of_a_step, "naive", timeout=LIMIT):
         assert [what for what, _ in events] == ["ready"] * buckets + ["launch", "wait"] * buckets
+
+
+class LateNetwork:
+    """Stands in for dist.all_reduce. A sum appears when it is waited for, and not a moment earlier; until then its
+    tensor holds NaN. So a wait that is missing, or a look at what is under way, is found out on a fast network too."""
+
+    def __init__(self) -> None:
+        self.real = dist.all_reduce
+
+    def __call__(self, tensor: Tensor, *args, async_op: bool = False, **kwargs):
+        if not async_op:
+            return self.real(tensor, *args, **kwargs)
+        under_way = tensor.clone()
+        work = self.real(under_way, *args, async_op=True, **kwargs)
+        tensor.fill_(float("nan"))
+        return SimpleNamespace(wait=lambda: (work.wait(), tensor.copy_(under_way)))
+
+
+def on_a_late_network(version: str, late: int) -> Trace:
+    """Three steps; the rank `late` also pauses before each of its launches."""
+    network = LateNetwork()
+
+    def all_reduce(*args, **kwargs):
+        time.sleep(0.002 if dist.get_rank() == late else 0)
+        return network(*args, **kwargs)
+
+    with patch.object(dist, "all_reduce", all_reduce):
+        return replica_trace(version, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("version", ["overlapped", "bucketed"])
+def test_every_bucket_is_waited_for_and_left_alone_while_it_is_under_way(version, late):
+    want = oracle_trace(3)
+    for rank, got in enumerate(run_ranks(3, on_a_late_network, version, late, timeout=LIMIT)):
+        assert_same_trace(got, want, rank=rank)
 
 
 def ready_in_two_orders(version: str) -> tuple[list[int], dict]:
@@ -520,6 +592,108 @@ def test_each_dtype_has_its_own_buckets_in_the_order_backward_completes_them():
     sizes = [(4, half), (4, full), (4, half), (4, full), (4, full)]
     for buckets, _ in run_ranks(1, buckets_of, sizes, 32, timeout=LIMIT):
         assert buckets == [[4, 3], [1], [2, 0]]  # bucket [2, 0] was begun before [1], but is complete after it
+
+
+def test_the_first_bucket_may_be_smaller_than_the_others():
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(6)]
+    assert [len(bucket) for bucket in cut_into_buckets(parameters, 32)] == [2, 2, 2]
+    assert [len(bucket) for bucket in cut_into_buckets(parameters, 32, first_bytes=16)] == [1, 2, 2, 1]
+
+
+def another_order(first: str) -> tuple[list, list, dict]:
+    """Four parameters of one size. Rank 0 completes a, b, c, d in this order, and rank 1 b, a, d, c; the reducer, which
+    goes by the order in which they were registered, expects d, c, b, a."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.full((7,), 2.0**i).double()) for i, name in enumerate("abcd")})
+    reducer = BucketedReducer(model, dist.group.WORLD, bucket_bytes=56, rebuild=True)
+    cuts, early, x0 = [], [], torch.full((7,), dist.get_rank() + 1.0).double()
+    for _ in range(3):
+        model.zero_grad()
+        x = x0
+        for name in reversed(first if dist.get_rank() == 0 else first[1] + first[0] + first[3] + first[2]):
+            x = x * model[name]
+        x.sum().backward()
+        reducer.finish()
+        whats = [what for what, _ in reducer.events]
+        early.append(whats[: len(whats) - whats[::-1].index("ready") - 1].count("launch"))
+        cuts.append([[reducer.names[p] for p in bucket] for bucket in reducer.buckets])
+        assert all(p.grad is reducer.views[p] for p in model.values())
+    return cuts, early, gradients(model)
+
+
+def test_buckets_are_rebuilt_once_in_the_order_in_which_rank_0_completed_its_gradients():
+    results = run_ranks(2, another_order, "abcd", timeout=LIMIT)
+    want = {name: torch.full((7,), 3 * 64 / 2.0**i).double() for i, name in enumerate("abcd")}
+    for rank, (cuts, _, got) in enumerate(results):
+        assert cuts == [[["a"], ["b"], ["c"], ["d"]]] * 3, "cut again after the first step, alike on all ranks"
+        assert_same_named(got, want, what="gradient of", rank=rank)
+    assert results[0][1] == [0, 3, 3], "before, all had to wait for d; after, only the last does"
+
+
+def in_fp32(main_grads: bool) -> tuple[float, float, list]:
+    """Distance of bf16 gradients from float64: of the sum over 16 micro-batches and all ranks, and of one in fp32."""
+    model, group = decoder().bfloat16(), dist.group.WORLD
+    exact, dense = deepcopy(model).double(), deepcopy(model)
+    options = {"main_grads": True} if main_grads else {}
+    reducer = reducer_of("bucketed", model, group, **options)
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in dense.parameters()}
+    with communication() as sent:
+        for _ in range(2):  # twice, so that what the first step left would show
+            model.zero_grad()
+            batch = make_batch(0, dist.get_world_size(), 16)
+            for i, (tokens, labels) in enumerate(batch[dist.get_rank()]):
+                with nullcontext() if i == 15 else reducer.no_sync():
+                    mean_loss(model, tokens, labels.clamp(min=0)).backward()
+            reducer.finish()
+    for part in batch:
+        for tokens, labels in part:
+            mean_loss(exact, tokens, labels.clamp(min=0)).backward()
+            dense.zero_grad()
+            mean_loss(dense, tokens, labels.clamp(min=0)).backward()
+            for p in dense.parameters():
+                sums[p] += p.grad
+    got = [p.main_grad if main_grads else p.grad for p in model.parameters()]
+    want = [p.grad for p in exact.parameters()]
+    errors = [
+        sum((a.double() - b).square().sum() for a, b in zip(tensors, want, strict=True)).sqrt().item()
+        for tensors in (got, list(sums.values()))
+    ]
+    state = [str(got[0].dtype), all(p.grad is None for p in model.parameters()), sent.payload["all_reduce"] // 2]
+    return *errors, [*state, sum(p.numel() for p in model.parameters())]
+
+
+def test_main_grads_are_as_exact_as_sums_in_fp32_and_those_in_bf16_are_not():
+    for error, dense, (dtype, no_grad, payload, numel) in run_ranks(2, in_fp32, True, timeout=LIMIT):
+        assert (dtype, no_grad, payload) == ("torch.float32", True, 4 * numel), "what travels is fp32"
+        assert error <= 1.1 * dense, f"{error:.3g}, sums in fp32 {dense:.3g}"
+    for error, dense, (dtype, *_) in run_ranks(2, in_fp32, False, timeout=LIMIT):
+        assert dtype == "torch.bfloat16" and error > 1.5 * dense, "or nothing is shown"
+
+
+def unused_main_grads() -> list:
+    model = Odd()
+    reducer = BucketedReducer(model, dist.group.WORLD, bucket_bytes=700, main_grads=True, find_unused=True)
+    for used in ([0, 1], [dist.get_rank()]):
+        model(data_of(dist.get_rank()), used).backward()
+        reducer.finish()
+    return [model.nobody.weight.main_grad, model.branches[0].weight.main_grad.double()]
+
+
+def test_main_grads_of_parameters_that_a_rank_did_not_use_hold_no_leftovers():
+    model = Odd()
+    for rank in range(2):
+        model(data_of(rank), [rank]).backward()
+    for rank, (nobody, branch) in enumerate(run_ranks(2, unused_main_grads, timeout=LIMIT)):
+        assert nobody is None
+        assert_same(branch, model.branches[0].weight.grad, tol=1e-6, what="a branch of one rank", rank=rank)
+
+
+def own_all_reduce_and_early() -> None:
+    with pytest.raises(ValueError, match="early=False"):
+        BucketedReducer(nn.Linear(2, 2), dist.group.WORLD, all_reduce=dist.all_reduce)
+
+
+def test_an_all_reduce_that_blocks_cannot_be_early():
+    run_ranks(1, own_all_reduce_and_early, timeout=LIMIT)
 
 
 # ---------------------------------------------------------------------------------------------- more than one step

@@ -1,0 +1,95 @@
+"""Count the bytes that an all-reduce really puts on the wire: the operating system's count, in a network of its own.
+
+A meter of torch.distributed's calls knows what an all-reduce was *given*; that it sends 2(P-1)/P times as much is the
+formula of an algorithm. Here nothing is assumed. `count` starts this file inside `unshare -rn`, where Linux gives it a
+loopback interface that nobody else uses; P processes sum a tensor, and /proc/net/dev says what went through.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from collectives import COLLECTIVES
+
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1  # Linux, include/uapi/linux/sockios.h and if.h
+
+
+def why_not() -> str:
+    """Why bytes cannot be counted here, or "" if they can."""
+    if sys.platform != "linux" or shutil.which("unshare") is None:
+        return "needs Linux and its command unshare"
+    done = subprocess.run(["unshare", "-rn", "true"], capture_output=True, text=True)
+    return f"this system forbids network namespaces: {done.stderr.strip()}" if done.returncode else ""
+
+
+def count(ranks: int, numel: int) -> dict[str, int]:
+    """Bytes on the wire, headers included, of all ranks together, for one sum of `numel` float32: by collective."""
+    command = ["unshare", "-rn", sys.executable, __file__, str(ranks), str(numel)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RuntimeError(f"counting bytes failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout)
+
+
+def loopback_up() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        flags = struct.unpack("16sh", fcntl.ioctl(any_socket, SIOCGIFFLAGS, struct.pack("16sh", b"lo", 0)))[1]
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", flags | IFF_UP))
+
+
+def sent_so_far() -> int:
+    line = next(row for row in Path("/proc/net/dev").read_text().splitlines() if row.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def one_rank(rank: int, ranks: int, numel: int, store: str) -> dict[str, int]:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit)
+    found = {}
+    for name in ("all_reduce_ring", "all_reduce_tree", "all_reduce_naive", "torch"):
+        x = torch.ones(numel)
+        run = dist.all_reduce if name == "torch" else COLLECTIVES[name]
+        run(x, group=dist.group.WORLD)  # the first time opens connections
+        dist.barrier()
+        before = sent_so_far()
+        dist.barrier()  # nobody begins before all have read
+        run(x, group=dist.group.WORLD)
+        dist.barrier()
+        found[name] = sent_so_far() - before
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    ranks, numel = int(sys.argv[1]), int(sys.argv[2])
+    loopback_up()
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(1, ranks):
+            child = os.fork()  # torch is imported once
+            if child == 0:
+                one_rank(rank, ranks, numel, f"{folder}/store")
+                os._exit(0)
+            children.append(child)
+        found = one_rank(0, ranks, numel, f"{folder}/store")
+        failed = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(failed):
+        sys.exit(f"ranks ended with {failed}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
