@@ -1,4 +1,4 @@
-"""The ground floor of ZeRO beside a model written independently, beside in_depth, and beside the harness's own counters."""
+"""The ground floor of ZeRO beside a model written a second time, beside in_depth, beside the harness's counters."""
 
 import contextlib
 import io
@@ -58,11 +58,7 @@ def first_weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def unsharded_loss(w: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> Tensor:
-    logits = (
-        llama(w, tokens.reshape(-1, tokens.shape[-1]))
-        .flatten(0, 1)
-        .to(torch.promote_types(torch.float32, w["0.weight"].dtype))
-    )
+    logits = llama(w, tokens.reshape(-1, tokens.shape[-1])).flatten(0, 1)
     wanted = labels.flatten() != NO_LABEL
     return -logits[wanted].log_softmax(-1).gather(1, labels.flatten()[wanted][:, None]).sum() / wanted.sum()
 
@@ -109,7 +105,6 @@ def trained(
     micro_batches: int = 2,
     optimizer=torch.optim.SGD,
     ahead: int = 1,
-    delays: bool = False,
     **options,
 ) -> Trace:
     group = group or dist.group.WORLD
@@ -171,7 +166,7 @@ def test_two_slices_of_the_world_train_two_models_at_the_same_time(stage):
         assert_same_trace(got, want, rank=rank)
 
 
-# ---------------------------------------------------------------------------------------------------------- order in time
+# -------------------------------------------------------------------------------------------------------- order in time
 
 
 def slowly(collective, seed: int):
@@ -195,6 +190,37 @@ def with_delays(stage: int, ahead: int) -> Trace:
 def test_ranks_that_come_late_change_nothing(stage, ahead):
     want = oracle(2)
     for rank, got in enumerate(run_ranks(2, with_delays, stage, ahead)):
+        assert_same_trace(got, want, rank=rank)
+
+
+class Lazily:
+    """A collective whose result is NaN until somebody waits for it."""
+
+    def __init__(self, collective):
+        self.collective = collective
+
+    def __call__(self, out: Tensor, given: Tensor, group: dist.ProcessGroup, async_op: bool = False):
+        self.out, self.arrived = out, torch.empty_like(out)
+        self.collective(self.arrived, given, group=group)
+        out.fill_(math.nan)
+        work = Lazily(self.collective)
+        work.out, work.arrived = out, self.arrived
+        return work
+
+    def wait(self) -> None:
+        self.out.copy_(self.arrived)
+
+
+def lazily(stage: int, ahead: int) -> Trace:
+    collectives = zero.all_gather, zero.reduce_scatter
+    zero.all_gather, zero.reduce_scatter = map(Lazily, collectives)
+    return trained(stage, ahead=ahead)
+
+
+@pytest.mark.parametrize(("stage", "ahead"), [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0)])
+def test_nothing_is_used_before_somebody_has_waited_for_it(stage, ahead):
+    want = oracle(2)
+    for rank, got in enumerate(run_ranks(2, lazily, stage, ahead)):
         assert_same_trace(got, want, rank=rank)
 
 
@@ -237,7 +263,7 @@ def test_a_gradient_leaves_while_backward_goes_on_and_at_most_one_is_on_its_way(
             assert events.index(("send", 3)) < events.index(("backward", 2)) < events.index(("sum", 3))
 
 
-# ------------------------------------------------------------------------------------------------------------------ bytes
+# ---------------------------------------------------------------------------------------------------------------- bytes
 
 
 def counted(stage: int, micro_batches: int, ahead: int, adam: bool) -> tuple[list[int], list[int], list[int], int]:
@@ -287,9 +313,7 @@ def test_bytes_kept_whole_and_sent_are_those_of_the_formulas(stage, ranks):
 
 
 @pytest.mark.parametrize(("stage", "micro_batches", "times"), [(1, 3, 2), (2, 3, 4), (3, 3, 9), (2, 1, 2), (3, 1, 3)])
-def test_further_micro_batches_cost_stage_1_nothing_stage_2_one_more_and_stage_3_three_more(
-    stage, micro_batches, times
-):
+def test_a_further_micro_batch_costs_stage_1_nothing_stage_2_one_more_and_stage_3_three(stage, micro_batches, times):
     [(harness, *_), _] = run_ranks(2, counted, stage, micro_batches, 0, False)
     p = sum(2 * -(-sum(x.numel() for x in layer.parameters()) // 2) for layer in make_layers())
     assert harness[2] == times * 8 * p // 2
@@ -356,6 +380,14 @@ def test_a_forward_without_gradient_and_two_forwards_before_their_backwards_are_
         assert_same(gradients, torch.cat(mine), what="gradients of two forwards", rank=rank)
 
 
+def test_rope_computes_its_angles_in_float32_at_least():
+    x = torch.randn(1, 500, 2, zero.D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for dtype, rounding in ((torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 1e-4)):
+        given = x.to(dtype)
+        error = (zero.rope(given).double() - zero.rope(given.double())).abs().max().item()
+        assert error <= 1.5 * rounding * given.abs().max().item(), f"{dtype}: {error:.2e}"
+
+
 MANY = 16  # micro-batches, so that where they are summed makes a difference
 
 
@@ -389,7 +421,7 @@ def test_in_bf16_the_gradient_is_as_near_to_float64_as_that_of_one_process(stage
         assert error <= 1.5 * own, f"rank {rank}: {error:.2e} from float64, one process {own:.2e}"
 
 
-# -------------------------------------------------------------------------------------------------------- in_depth, script
+# ----------------------------------------------------------------------------------------------------- in_depth, script
 
 
 def in_depth_trace(stage: int) -> Trace:
@@ -427,13 +459,16 @@ def test_in_depth_gives_the_same_losses_gradients_and_weights(stage):
 def said_by_main(*options: str) -> tuple[int | str | None, str, str]:
     """Exit code, stdout, stderr of the script's own main, in the ranks that are there already."""
     said, complained = io.StringIO(), io.StringIO()
+    up_and_down = dist.init_process_group, dist.destroy_process_group
     sys.argv = ["zero.py", *options]
     dist.init_process_group, dist.destroy_process_group = (lambda *a, **k: None), (lambda: None)
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
-        try:
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
             code = main()
-        except SystemExit as end:
-            code = end.code
+    except SystemExit as end:
+        code = end.code
+    finally:
+        dist.init_process_group, dist.destroy_process_group = up_and_down
     return code, said.getvalue(), complained.getvalue()
 
 
