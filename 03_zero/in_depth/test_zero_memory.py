@@ -1,27 +1,19 @@
 """The formulas against the numbers that the paper prints, and what the chapter's scripts share."""
 
+import importlib
+import io
+import math
 import sys
+from contextlib import contextmanager, redirect_stdout
 
 import pytest
 import torch
 import torch.distributed as dist
+from _zero_demo import IGNORE, Decoder, WireCounter, make_batch, measure, token_loss_sum, valid_tokens, worst_of
 from harness.meter import communication, storage_bytes
 from harness.ranks import run_ranks
-from zero_memory import (
-    GB,
-    IGNORE,
-    Decoder,
-    WireCounter,
-    bytes_per_parameter,
-    bytes_sent,
-    largest_model,
-    main,
-    make_batch,
-    measure,
-    paper_tables,
-    token_loss_sum,
-    valid_tokens,
-)
+from zero3 import make_zero
+from zero_memory import GB, bytes_per_parameter, bytes_sent, largest_model, main, paper_tables
 
 # Table 1 of 1910.02054: GB per device, for 7.5B, 128B and 1T parameters; stages 1, 2, 3.
 TABLE_1 = {
@@ -85,7 +77,7 @@ def test_the_printed_tables_hold_the_numbers_of_the_abstract():
 
 
 def measured() -> list[tuple[int, int, int, float]]:
-    return [measure(stage, dist.group.WORLD, torch.device("cpu")) for stage in range(4)]
+    return [measure(stage, dist.group.WORLD, torch.device("cpu"), make_zero if stage else None) for stage in range(4)]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -98,7 +90,7 @@ def test_a_model_that_trains_holds_and_sends_what_the_formulas_say(ranks):
 
 def counted() -> tuple[float, float]:
     with WireCounter(dist.group.WORLD) as mine, communication() as harness:
-        measure(3, dist.group.WORLD, torch.device("cpu"))
+        measure(3, dist.group.WORLD, torch.device("cpu"), make_zero)
     return mine.bytes, harness.sent["reduce_scatter"] + harness.sent["all_gather"] + harness.sent["all_reduce"]
 
 
@@ -134,3 +126,35 @@ def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys):
         main()
     lines = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2 and len(lines) == 1 and "--tabels" in lines[0]
+
+
+def test_the_worst_of_some_errors_is_nan_if_one_is():
+    assert worst_of([]) == 0.0 and worst_of([1e-3, 1e-9]) == 1e-3
+    for errors in ([math.nan], [1.0, math.nan], [math.nan, 1.0]):
+        assert math.isnan(worst_of(errors))
+
+
+def demo_with_nan(name: str) -> tuple[object, str]:
+    """The script's main with an error that is NaN, in the group that is there."""
+    module, demo = importlib.import_module(name), importlib.import_module("_zero_demo")
+
+    @contextmanager
+    def world():
+        yield dist.group.WORLD, torch.device("cpu")
+
+    module.world = world
+    for place in (module, demo):
+        place.error = lambda got, want: math.nan
+    said, sys.argv = io.StringIO(), [f"{name}.py"]
+    with redirect_stdout(said):
+        try:
+            module.main()
+        except SystemExit as end:
+            return end.code, said.getvalue()
+    return "did not end", said.getvalue()
+
+
+@pytest.mark.parametrize("name", ["zero_stages", "zero3", "zero_state", "zero_r"])
+def test_no_demo_says_pass_when_an_error_is_nan(name):
+    for code, said in run_ranks(2, demo_with_nan, name):
+        assert code == 1 and "PASS" not in said, said

@@ -39,17 +39,9 @@ from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
+from _zero_demo import OneLineParser, Row, error_against_the_unsharded_model, measure, report, world
 from torch import Tensor, nn
-from zero_memory import (
-    OneLineParser,
-    Row,
-    bytes_per_parameter,
-    bytes_sent,
-    error_against_the_unsharded_model,
-    measure,
-    report,
-    world,
-)
+from zero_memory import bytes_per_parameter, bytes_sent
 
 # N is the number of ranks, S the elements of a shard; model tensors are [B, S, H] (batch, sequence, hidden) as always.
 # An update that looks at one element at a time does not notice that it is given a slice of a parameter.
@@ -322,9 +314,10 @@ class Zero1:
 
     def start(self, param: nn.Parameter) -> None:
         """`param.grad` is final on this rank. The hook calls this; without hooks, you do."""
+        self.finished, late = False, self.finished
         if not self.syncing:
             return
-        if param in self.ready or (self.stage == 1 and self.finished):
+        if param in self.ready or (self.stage == 1 and late):
             raise RuntimeError(
                 f"the gradient of {self.names[param]!r} became final twice: call finish() after each backward that "
                 "sends, and at stage 1 run all micro-batches but the last inside no_sync()"
@@ -367,7 +360,10 @@ class Zero1:
         work.wait()
 
     def finish(self) -> None:
-        """After each backward that sends, on every rank: send what is unsent and wait for all of it."""
+        """After each backward that sends, on every rank: send what is unsent and wait for all of it.
+
+        Without it some gradients are not summed, or not yet: `step` and `clip_grad_norm` then refuse.
+        """
         for index in range(len(self.buckets)):
             if index not in self.launched:
                 self.launch(index)
@@ -378,11 +374,20 @@ class Zero1:
 
     # ---- norm, update
 
+    def check_finished(self) -> None:
+        """RuntimeError if gradients are under way or were never sent: three of nine weights would be silently wrong."""
+        if not self.finished:
+            raise RuntimeError(
+                f"stage {self.stage}: gradients are not summed yet; call finish() after backward, on every rank, or "
+                "use micro_batch(last=...), which does"
+            )
+
     def gradient_pieces(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter's name, the part of its summed gradient that this rank owns).
 
         Together the ranks have each element once, and no padding: sum the squares over the group for the norm.
         """
+        self.check_finished()
         for index, bucket in enumerate(self.buckets):
             for p, where, _ in bucket.pieces():
                 yield self.names[p], self.gradient_shard(index)[where]
@@ -411,6 +416,7 @@ class Zero1:
     @torch.no_grad()
     def step(self) -> None:
         """Update my shard bucket by bucket; each bucket's all-gather travels while the next bucket is updated."""
+        self.check_finished()
         works: list[Any] = []
         # --- exercise 3.27: update slice by slice, and let the slices travel meanwhile ---
         for index in range(len(self.buckets)):
@@ -502,7 +508,7 @@ class Zero2(Zero1):
             p.grad = None
         for shard in self.gradients:
             shard.zero_()
-        self.events = []
+        self.finished, self.events = False, []
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -559,16 +565,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, 
 # ------------------------------------------------------------------------------------------------------------- demo
 
 
+def one_of(make: Callable[..., Zero1], stage: int, *of: Any, units: Any, master: torch.dtype) -> Zero1:
+    """A stage for `measure`, which offers units at every stage, with everything in one bucket."""
+    return make(*of, master=master, bucket_bytes=25 * 2**20)
+
+
 def demo(stage: int, make: Callable[..., Zero1], group: dist.ProcessGroup, device: torch.device) -> list[Row]:
     """Rows of the table for one stage: three steps beside the oracle, then the bytes of a mixed-precision step."""
     ranks = dist.get_world_size(group)
     worst = error_against_the_unsharded_model(make, group, device)
-    held, psi, kept, sent = measure(stage, group, device)
+    held, psi, kept, sent = measure(stage, group, device, partial(one_of, make))
     must_hold, must_send = round(psi * bytes_per_parameter(stage, ranks)), bytes_sent(stage, ranks, 2 * psi, kept)
     return [
         ("largest error against the oracle (SGD, float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10),
         (f"bytes held, bf16 and AdamW, Psi = {psi:,}", must_hold, held, must_hold == held),
-        ("bytes sent in a step", f"{must_send:.0f}", f"{sent:.0f}", abs(must_send - sent) < 1e-6),
+        ("bytes sent in a step (payload x formula)", f"{must_send:.0f}", f"{sent:.0f}", abs(must_send - sent) < 1e-6),
     ]
 
 
