@@ -20,6 +20,7 @@ from test_zero_stages import (
     awkward,
     decoder,
     distance,
+    distance_from_float64,
     in_full_precision,
     in_two_groups,
     loss_without_an_mlp,
@@ -602,3 +603,25 @@ def test_a_stage_that_is_no_stage_and_a_stage_3_without_units_are_refused():
     assert "units=model.layers" in said[0]
     for line, value in zip(said[1:], ("'2'", "True", "0", "2.0"), strict=True):
         assert f"ZeRO stage {value} does not exist; use 1, 2 or 3" in line
+
+
+def gradient_in_bf16(wide: bool) -> tuple[dict[str, Tensor], int, float]:
+    model = decoder(dtype=torch.bfloat16)
+    options = dict(reduce_dtype=torch.float32, accumulate_dtype=torch.float32) if wide else {}
+    zero = zero3(model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, master=torch.float32, **options)
+    with communication() as sent:
+        train_step(model, zero, make_batch(0, dist.get_world_size(), 32, length=8)[dist.get_rank()])
+    return zero.full_gradients(), storage_bytes(zero.gradients), sent.sent["reduce_scatter"]
+
+
+def test_sums_in_fp32_are_nearer_to_float64_keep_4_bytes_a_shard_and_send_4():
+    exact = decoder(dtype=torch.bfloat16).double()
+    parts = [pair for part in make_batch(0, 2, 32, length=8) for pair in part]
+    valid = sum((y != IGNORE).sum() for _, y in parts)
+    for x, y in parts:
+        (token_loss_sum(exact, x, y) / valid).backward()
+    want = {name: p.grad for name, p in exact.named_parameters()}
+    for wide, narrow in zip(*(run_ranks(2, gradient_in_bf16, w) for w in (True, False)), strict=True):
+        near, far = distance_from_float64(wide[0], want), distance_from_float64(narrow[0], want)
+        assert far > 1.5 * near, f"in bf16 {far:.2e}, in fp32 {near:.2e}"
+        assert wide[1] == 2 * narrow[1] and wide[2] == 2 * narrow[2]

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from _zero_demo import IGNORE, Decoder, WireCounter, make_batch, measure, token_loss_sum, valid_tokens, worst_of
 from harness.meter import communication, storage_bytes
 from harness.ranks import run_ranks
+from torch import nn
 from zero3 import make_zero
 from zero_memory import GB, bytes_per_parameter, bytes_sent, largest_model, main, paper_tables
+from zero_stages import ExchangeAndSum, SendToAll
 
 # Table 1 of 1910.02054: GB per device, for 7.5B, 128B and 1T parameters; stages 1, 2, 3.
 TABLE_1 = {
@@ -65,6 +67,13 @@ def test_stages_1_and_2_send_what_data_parallelism_sends_and_stage_3_half_as_muc
     assert [bytes_sent(stage, 1, 1000) for stage in range(4)] == [0, 0, 0, 0]
 
 
+def test_gradients_summed_in_fp32_travel_as_4_bytes_beside_weights_of_2():
+    sent = [bytes_sent(stage, 4, 4000, weights=2000, micro_batches=2) for stage in range(4)]
+    assert sent == [6000, 4500, 7500, 12000]
+    assert bytes_sent(3, 4, 4000, kept=400, weights=2000) == 0.75 * (4000 + 4000 - 400)
+    assert bytes_per_parameter(2, 4, gradient=4) == 2 + 16 / 4
+
+
 def test_a_stage_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match="stage 4 does not exist; use 0, 1, 2 or 3"):
         bytes_per_parameter(4, 2)
@@ -97,6 +106,24 @@ def counted() -> tuple[float, float]:
 def test_the_demos_counter_of_bytes_agrees_with_the_harness():
     for mine, harness in run_ranks(2, counted):
         assert mine == harness > 0
+
+
+def counted_point_to_point() -> tuple[float, float]:
+    def make(stage: int, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, units, master):
+        options = {"reduce_scatter": ExchangeAndSum, "all_gather": SendToAll, "master": master}
+        return make_zero(stage, model, optimizer, group, units=units, **options)
+
+    sent, formula = [], []
+    for stage in (1, 2, 3):
+        _, psi, kept, bytes_ = measure(stage, dist.group.WORLD, torch.device("cpu"), make)
+        sent.append(bytes_)
+        formula.append(bytes_sent(stage, dist.get_world_size(), 2 * psi, kept))
+    return sent, formula
+
+
+def test_messages_from_rank_to_rank_are_counted_too_and_are_as_many_bytes():
+    for sent, formula in run_ranks(3, counted_point_to_point):
+        assert sent == pytest.approx(formula, abs=1e-6)
 
 
 def shares() -> tuple[int, list[int]]:

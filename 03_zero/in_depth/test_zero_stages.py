@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _zero_demo import IGNORE, Decoder, make_batch, train_step, valid_tokens
+from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step, valid_tokens
 from harness.meter import communication, held_bytes, peak_memory, storage_bytes
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
 from torch import Tensor, nn
+from zero_memory import bytes_per_parameter, bytes_sent
 from zero_stages import ExchangeAndSum, SendToAll, Zero1, Zero2, main
 
 STAGES = [1, 2]
@@ -706,3 +707,76 @@ def gently_clipped(stage: int) -> tuple[float, float]:
 def test_a_gradient_shorter_than_the_limit_is_left_alone(stage):
     for norm, change in run_ranks(2, gently_clipped, stage):
         assert 0 < norm < 1e6 and change == 0.0
+
+
+# ------------------------------------------------------------------------------------------------ sums in fp32
+
+MANY = 64  # micro-batches
+
+
+def gradient_of_many(stage: int, wide: bool, hooks: bool = True) -> tuple[dict[str, Tensor], dict[str, float]]:
+    model = decoder(dtype=torch.bfloat16)
+    options = dict(reduce_dtype=torch.float32, accumulate_dtype=torch.float32) if wide else {}
+    kind = {1: Zero1, 2: Zero2}[stage]
+    zero = kind(model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, master=torch.float32, **options)
+    with communication() as sent:
+        train_step(model, zero, make_batch(0, dist.get_world_size(), MANY, length=8)[dist.get_rank()])
+        gradients = zero.full_gradients()
+        before = sent.sent["all_gather"]
+        zero.step()
+    held = held_bytes(model, zero)
+    return gradients, {
+        "gradients": storage_bytes(zero.gradients),
+        "reduced": sent.sent["reduce_scatter"],
+        "gathered": sent.sent["all_gather"] - before,
+        "states": held.optimizer,
+        "weights": held.parameters,
+    }
+
+
+def distance_from_float64(gradients: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    square = sum((gradients[name].double() - want[name]).square().sum() for name in want)
+    return (square / sum(x.square().sum() for x in want.values())).sqrt().item()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sums_in_fp32_are_as_near_to_float64_as_one_process_and_sums_in_bf16_twice_as_far(stage):
+    exact, dense = decoder(dtype=torch.bfloat16).double(), decoder(dtype=torch.bfloat16)
+    parts = [pair for part in make_batch(0, 2, MANY, length=8) for pair in part]
+    valid = sum((y != IGNORE).sum() for _, y in parts)
+    own = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in dense.named_parameters()}
+    for x, y in parts:
+        for model in (exact, dense):
+            (token_loss_sum(model, x, y) / valid).backward()
+        for name, p in dense.named_parameters():  # summed without any rounding: what one process can do at best
+            own[name] += p.grad
+            p.grad = None
+    want = {name: p.grad for name, p in exact.named_parameters()}
+    best = distance_from_float64(own, want)
+    wide, narrow = ([got for got, _ in run_ranks(2, gradient_of_many, stage, w)] for w in (True, False))
+    for rank in range(2):
+        error, rounded = distance_from_float64(wide[rank], want), distance_from_float64(narrow[rank], want)
+        assert error <= 1.5 * best, f"rank {rank}: {error:.2e}, one process {best:.2e}"
+        assert rounded > 2 * error, f"rank {rank}: in bf16 {rounded:.2e}, in fp32 {error:.2e}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sums_in_fp32_keep_4_bytes_of_gradient_and_send_4(stage):
+    psi = padded(decoder(), 3)
+    for _, got in run_ranks(3, gradient_of_many, stage, True):
+        assert got["gradients"] == (4 * psi if stage == 1 else 4 * psi // 3)
+        assert got["gradients"] + got["states"] + got["weights"] == psi * bytes_per_parameter(stage, 3, gradient=4)
+        reduced = bytes_sent(stage, 3, 4 * psi, micro_batches=MANY, weights=2 * psi)
+        assert got["reduced"] + got["gathered"] == pytest.approx(reduced, abs=1e-6)
+
+
+def in_fp32_everywhere(stage: int) -> Trace:
+    wide = dict(reduce_dtype=torch.float64, accumulate_dtype=torch.float64)
+    return zero_trace(lambda *a: sharded(stage, *a, **wide), dist.group.WORLD, micro_batches=3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_dtype_that_the_gradients_have_anyway_changes_nothing(stage):
+    want = oracle_trace(2, micro_batches=3)
+    for rank, got in enumerate(run_ranks(2, in_fp32_everywhere, stage)):
+        assert_same_trace(got, want, rank=rank)

@@ -47,7 +47,8 @@ GB = 1e9  # the paper's gigabyte
 def bytes_per_parameter(stage: int, ranks: int, k: int = 12, weight: int = 2, gradient: int = 2) -> float:
     """Bytes of weights, gradients and optimizer states on a rank, per parameter of the model.
 
-    `k` bytes of optimizer state per parameter; plain fp32 training with Adam is k=8, weight=4, gradient=4.
+    `k` bytes of optimizer state per parameter; plain fp32 training with Adam is k=8, weight=4, gradient=4. A bf16 model
+    whose gradients are accumulated in fp32 keeps gradient=4 beside weight=2: 4 Psi / N from stage 2 on, not 2 Psi / N.
     Raises ValueError for a stage that does not exist. 1910.02054, figure 1.
     """
     if stage not in STAGES:
@@ -70,19 +71,26 @@ def largest_model(memory: float, stage: int, ranks: int) -> float:
     # --- end exercise ---
 
 
-def bytes_sent(stage: int, ranks: int, gradients: int, kept: int = 0, micro_batches: int = 1) -> float:
-    """Bytes each rank puts on the wire per step, for gradients (and weights) of `gradients` bytes.
+def bytes_sent(
+    stage: int, ranks: int, gradients: int, kept: int = 0, micro_batches: int = 1, weights: int | None = None
+) -> float:
+    """Bytes each rank sends per step, for gradients of `gradients` bytes and weights of `weights`, if not as many.
+
+    A payload times the formula of a ring; with gradients reduced in fp32 and weights in bf16, weights = gradients / 2.
 
     From stage 2 on every micro-batch is reduced at once. Stage 3 gathers the weights for forward and for backward,
     except `kept` bytes that stay in between. 1910.02054, section 7.
     """
     # --- exercise 3.23: reduce-scatters and all-gathers of each stage, a ring's (N-1)/N of the tensor each ---
+    weights = gradients if weights is None else weights
     if stage == 3:
-        times = micro_batches * (3 * gradients - kept)
+        times = micro_batches * (gradients + 2 * weights - kept)
     elif stage == 2:
-        times = micro_batches * gradients + gradients  # the reduce-scatters; the updated weights go round once
+        times = micro_batches * gradients + weights  # the reduce-scatters; the updated weights go round once
+    elif stage == 1:
+        times = gradients + weights  # the two halves of an all-reduce, with the update in between
     else:
-        times = 2 * gradients  # stage 0: an all-reduce. Stage 1: its two halves, with the update in between
+        times = 2 * gradients
     return times * (ranks - 1) / ranks
     # --- end exercise ---
 
