@@ -161,7 +161,7 @@ def error_against_the_unsharded_model(
 
 
 class WireCounter(TorchDispatchMode):
-    """Bytes that this rank sends: of a message to one rank its payload, of a collective its payload times the formula of
+    """Bytes that this rank sends: a message to one rank its payload, a collective its payload times the formula of
     a ring, which the library is free to undercut or to exceed. gloo exceeds it: its reduce-scatter is an all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup):
