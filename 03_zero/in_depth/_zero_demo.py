@@ -99,10 +99,17 @@ def valid_tokens(batch: list[MicroBatch], group: dist.ProcessGroup, device: torc
 # ------------------------------------------------------------------------------------------- a step, and the oracle
 
 
-def train_step(model: nn.Module, zero: Any, batch: list[MicroBatch], max_norm: float | None = None) -> Tensor:
+def train_step(
+    model: nn.Module,
+    zero: Any,
+    batch: list[MicroBatch],
+    max_norm: float | None = None,
+    everyone: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Forward and backward over this rank's micro-batches, at any stage. Returns the loss of the global batch; the
     gradients are where the stage keeps them, so `zero.step()` comes next."""
-    valid = valid_tokens(batch, zero.group, batch[0][0].device)
+    group = everyone or zero.group  # all ranks with other tokens: more than the shards' where there are copies of these
+    valid = valid_tokens(batch, group, batch[0][0].device)
     total = torch.zeros((), dtype=torch.float64, device=valid.device)
     zero.zero_grad()
     for i, (tokens, labels) in enumerate(batch):
@@ -112,7 +119,7 @@ def train_step(model: nn.Module, zero: Any, batch: list[MicroBatch], max_norm: f
         total += loss.detach()
     if max_norm is not None:
         zero.clip_grad_norm(max_norm)
-    dist.all_reduce(total, group=zero.group)  # only to show it
+    dist.all_reduce(total, group=group)  # only to show it
     return total
 
 
@@ -140,7 +147,7 @@ def error_against_the_unsharded_model(
     errors: list[float] = []
     for step in range(3):
         batch = [[(x.to(device), y.to(device)) for x, y in part] for part in make_batch(step, ranks)]
-        loss = train_step(model, zero, batch[rank])
+        loss = train_step(model, zero, batch[rank], everyone=group)
         x, y = (torch.cat([pair[i] for part in batch for pair in part]) for i in (0, 1))
         oracle.zero_grad()
         want = token_loss_sum(oracle, x, y) / (y != IGNORE).sum()
@@ -161,12 +168,12 @@ def error_against_the_unsharded_model(
 
 
 class WireCounter(TorchDispatchMode):
-    """Bytes that this rank sends: a message to one rank its payload, a collective its payload times the formula of
+    """Bytes that this rank sends in a group: a message to one rank its payload, a collective its payload times that of
     a ring, which the library is free to undercut or to exceed. gloo exceeds it: its reduce-scatter is an all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__()
-        self.ranks, self.bytes = dist.get_world_size(group), 0.0
+        self.name, self.ranks, self.bytes = group.group_name, dist.get_world_size(group), 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname not in ("recv_", "barrier", "monitored_barrier_"):
@@ -180,7 +187,9 @@ class WireCounter(TorchDispatchMode):
             if func._opname not in known:  # to count it as nothing would be a lie
                 raise NotImplementedError(f"the demo's counter does not know what {func._opname} sends")
             tensors, times = known[func._opname]
-            self.bytes += times * sum(t.nbytes for t in tensors)
+            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            own = dist.ProcessGroup.unbox(given["process_group"]).group_name == self.name
+            self.bytes += own * times * sum(t.nbytes for t in tensors)
         return func(*args, **(kwargs or {}))
 
 
