@@ -113,6 +113,5 @@ def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys, arguments
     with pytest.raises(SystemExit) as stop:
         main()
     lines = capsys.readouterr().err.strip().splitlines()
-    assert (
-        stop.value.code == 2 and len(lines) == 1 and arguments[0] in lines[0] and lines[0].startswith("zero_hybrid.py")
-    )
+    assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("zero_hybrid.py: ")
+    assert arguments[0] in lines[0]

@@ -3,9 +3,9 @@
 Problem. Stage 3 over N ranks gathers each layer from all of them, twice a step, and the slowest link decides. Inside a
 machine links are an order of magnitude faster than between machines, and N is larger than what the memory asks for.
 
-Idea. Shard over the S ranks of a machine only, and let R machines be copies of each other. Weights are then gathered inside
-the machine. A gradient is summed inside it by the reduce-scatter, and what is left of it, a shard, is summed with the
-same shard of the other machines:
+Idea. Shard over the S ranks of a machine only, and let R machines be copies of each other. Weights are then gathered
+inside the machine. A gradient is summed inside it by the reduce-scatter, and what is left of it, a shard, is summed with
+the same shard of the other machines:
 
                       shards, fast links ->
         machine 0   | rank 0: shard 0 | rank 1: shard 1 |      gather weights and reduce-scatter gradients in a row,
@@ -57,7 +57,7 @@ from zero_stages import Zero1, reduce_scatter
 
 
 def grid(ranks: int, shards: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The groups of shards (rows: consecutive ranks, one machine) and of copies (columns). ValueError if S is no part."""
+    """The groups of shards (rows: consecutive ranks, one machine) and of copies (columns). ValueError if there are none."""
     if shards < 1 or ranks % shards:
         raise ValueError(f"{shards} shards do not divide {ranks} ranks")
     # --- exercise 3.44: who holds the other shards of my copy, who the other copies of my shard? ---
@@ -107,7 +107,7 @@ def make_hybrid(
 ) -> Zero1:
     """`make_zero` over the group of shards, whose gradients are summed over the copies too.
 
-    The loss is divided by the tokens of all ranks, copies included. A norm over the shards is that of all gradients: the
+    The loss is divided by the tokens of all ranks, copies included. A norm over the shards is that of all gradients:
     copies hold the same. Weights start as those of the first copy's first rank.
     """
     for p in module.parameters():
@@ -117,8 +117,8 @@ def make_hybrid(
 
 
 def bytes_across(shards: int, copies: int, gradients: int, micro_batches: int = 1) -> float:
-    """Bytes each rank sends to other machines in a step, for gradients of `gradients` bytes in all: an all-reduce of its
-    shard, in every micro-batch."""
+    """Bytes each rank sends to other machines in a step, for gradients of `gradients` bytes in all: an all-reduce of
+    its shard, in every micro-batch."""
     # --- exercise 3.46: what crosses the slow links? ---
     return micro_batches * 2 * (gradients / shards) * (copies - 1) / copies
     # --- end exercise ---
@@ -130,7 +130,7 @@ def bytes_across(shards: int, copies: int, gradients: int, micro_batches: int = 
 def measure(
     row: dist.ProcessGroup, column: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, int, int, float, float]:
-    """One bf16 AdamW step: bytes held, padded parameters, bytes of kept weights, bytes sent in the machine and across."""
+    """One bf16 AdamW step: bytes held, padded parameters, bytes of kept weights, sent in the machine, sent across."""
     torch.manual_seed(0)
     model = Decoder().to(device, torch.bfloat16)
     zero = make_hybrid(
