@@ -4,8 +4,8 @@ Problem. Stage 3 over N ranks gathers each layer from all of them, twice a step,
 machine links are an order of magnitude faster than between machines, and N is larger than what the memory asks for.
 
 Idea. Shard over the S ranks of a machine only, and let R machines be copies of each other. Weights are then gathered
-inside the machine. A gradient is summed inside it by the reduce-scatter, and what is left of it, a shard, is summed with
-the same shard of the other machines:
+inside the machine. A gradient is summed inside it by the reduce-scatter, and what is left of it, a shard, is summed
+with the same shard of the other machines:
 
                       shards, fast links ->
         machine 0   | rank 0: shard 0 | rank 1: shard 1 |      gather weights and reduce-scatter gradients in a row,
@@ -57,7 +57,7 @@ from zero_stages import Zero1, reduce_scatter
 
 
 def grid(ranks: int, shards: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The groups of shards (rows: consecutive ranks, one machine) and of copies (columns). ValueError if there are none."""
+    """Groups of shards (rows: consecutive ranks, one machine) and of copies (columns). ValueError if there are none."""
     if shards < 1 or ranks % shards:
         raise ValueError(f"{shards} shards do not divide {ranks} ranks")
     # --- exercise 3.44: who holds the other shards of my copy, who the other copies of my shard? ---
