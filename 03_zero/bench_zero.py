@@ -31,7 +31,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from zero3 import make_zero
 
-# A model of 1.7M parameters in six layers, where the ground floor has four small ones: the same blocks.
+# A model of 1.8M parameters in six layers, where the ground floor has four small ones: the same blocks.
 zero.V, zero.H, zero.HEADS, zero.KV, zero.D, zero.FF, BLOCKS, ROWS, LENGTH = 512, 192, 6, 3, 32, 512, 4, 2, 64
 
 
@@ -178,7 +178,7 @@ def compare(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
                 "seconds of a step / in_depth's (quartiles)",
             ],
             rows,
-            f"1.7M parameters in fp32 with AdamW, {ROWS} x {LENGTH} tokens a rank. The weights after two steps of SGD "
+            f"1.8M parameters in fp32 with AdamW, {ROWS} x {LENGTH} tokens a rank. The weights after two steps of SGD "
             "in float64 were compared first. The peak is all that is alive at once in a step. Bytes sent are payloads "
             "times the formula of a ring. in_depth's stage 3 does not recompute.",
         )
