@@ -177,19 +177,21 @@ class WireCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname not in ("recv_", "barrier", "monitored_barrier_"):
+            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            group = dist.ProcessGroup.unbox(given["process_group"])
             share = (self.ranks - 1) / self.ranks
+            last = (group.rank() - given.get("root_rank", 0)) % group.size() == group.size() - 1  # of a line from root
             known = {
                 "_allgather_base_": (args[:1], share),
                 "_reduce_scatter_base_": (args[1:2], share),
                 "allreduce_": (args[0], 2 * share),
                 "send": (args[0], 1),
+                "broadcast_": (args[0], 0 if last else 1),
             }
             if func._opname not in known:  # to count it as nothing would be a lie
                 raise NotImplementedError(f"the demo's counter does not know what {func._opname} sends")
             tensors, times = known[func._opname]
-            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            own = dist.ProcessGroup.unbox(given["process_group"]).group_name == self.name
-            self.bytes += own * times * sum(t.nbytes for t in tensors)
+            self.bytes += (group.group_name == self.name) * times * sum(t.nbytes for t in tensors)
         return func(*args, **(kwargs or {}))
 
 
