@@ -97,7 +97,8 @@ def benchmark(device: torch.device) -> None:
             ],
             rows,
             "fp32, AdamW, each layer a unit, 2 x 64 tokens a rank. The weights after two steps in float64 were "
-            "compared first. The peak is what a step needs beyond the shards that stay, on the rank with the largest.",
+            "compared first. The peak is what a step needs beyond the shards that stay, on the rank with the largest. "
+            "Bytes sent are payloads times the formula of a ring.",
         )
 
 

@@ -18,7 +18,14 @@ from harness.report import write_result
 from zero3 import make_zero
 from zero_memory import GB, STAGES, bytes_per_parameter, bytes_sent, largest_model
 
-COLUMNS = ["stage", "parameters, padded", "held: formula", "held: measured", "sent: formula", "sent: measured"]
+COLUMNS = [
+    "stage",
+    "parameters, padded",
+    "held: formula",
+    "held: measured",
+    "sent: formula of the step",
+    "sent: payloads x formula",
+]
 COLUMNS += ["7.5B parameters on 64 ranks", "largest on 64 ranks of 32 GB", "largest on 1024 ranks of 16 GB"]
 UNITS = [" GB", "B", "B"]
 
@@ -41,7 +48,8 @@ def benchmark(device: torch.device) -> None:
             COLUMNS,
             rows,
             "A decoder in bf16 with AdamW and fp32 master weights (K = 12), one step of one micro-batch. Stage 3 keeps "
-            "its last unit and the root gathered between forward and backward, and so sends less than 3/2.",
+            "its last unit and the root gathered between forward and backward, and so sends less than 3/2. Bytes held are measured; bytes sent are the payload of each call times the formula of "
+            "a ring.",
         )
 
 
