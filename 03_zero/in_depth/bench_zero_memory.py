@@ -48,8 +48,8 @@ def benchmark(device: torch.device) -> None:
             COLUMNS,
             rows,
             "A decoder in bf16 with AdamW and fp32 master weights (K = 12), one step of one micro-batch. Stage 3 keeps "
-            "its last unit and the root gathered between forward and backward, and so sends less than 3/2. Bytes held are measured; bytes sent are the payload of each call times the formula of "
-            "a ring.",
+            "its last unit and the root gathered between forward and backward, and so sends less than 3/2. Bytes held "
+            "are measured; bytes sent are the payload of each call times the formula of a ring.",
         )
 
 
