@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import torch.distributed as dist
 from _launch import RANKS, largest, launch, must_be_equal
+from _zero_demo import Decoder, make_batch, token_loss_sum
 from harness.meter import communication, peak_memory
 from harness.report import Ratio, paired, write_result
 from torch.distributed.fsdp import fully_shard
 from zero3 import Zero3
-from zero_memory import Decoder, make_batch, token_loss_sum
 
 MODELS = {"0.9M": {"hidden": 128, "layers": 4}, "6.4M": {"hidden": 256, "layers": 8}}
 
@@ -97,7 +97,8 @@ def benchmark(device: torch.device) -> None:
             ],
             rows,
             "fp32, AdamW, each layer a unit, 2 x 64 tokens a rank. The weights after two steps in float64 were "
-            "compared first. The peak is what a step needs beyond the shards that stay, on the rank with the largest.",
+            "compared first. The peak is what a step needs beyond the shards that stay, on the rank with the largest. "
+            "Bytes sent are payloads times the formula of a ring.",
         )
 
 

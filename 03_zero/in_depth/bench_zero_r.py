@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import torch.distributed as dist
 from _launch import RANKS, launch, must_be_equal
+from _zero_demo import Decoder
 from harness.meter import communication, saved_activations
 from harness.report import paired, write_result
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zero_memory import Decoder
 from zero_r import Offloaded, ParallelBlock, Partitioned, Replicated, recompute
 
 LAYERS, SHAPE = 4, (2, 256, 192)  # B, S, H

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import torch.distributed as dist
 from _launch import RANKS, largest, launch, must_be_equal
+from _zero_demo import Decoder, make_batch, token_loss_sum
 from harness.meter import peak_memory
 from harness.report import Ratio, paired, write_result
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from zero3 import make_zero
-from zero_memory import Decoder, make_batch, token_loss_sum
 from zero_stages import ExchangeAndSum, SendToAll
 
 MODELS = {"0.9M": {"hidden": 128, "layers": 4}, "3.3M": {"hidden": 256, "layers": 4}}

@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import torch.distributed as dist
 from _launch import RANKS, launch, must_be_equal
+from _zero_demo import make_batch
 from bench_zero3 import Ours, Torchs
 from harness.meter import communication
 from harness.report import paired, write_result
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from zero_memory import make_batch
 from zero_state import full_state_dict
 
 MODELS = {"0.9M": {"hidden": 128, "layers": 4}, "3.3M": {"hidden": 256, "layers": 4}}

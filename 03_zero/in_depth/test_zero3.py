@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step, valid_tokens
 from harness.meter import communication, peak_memory, storage_bytes
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace
 from harness.ranks import run_ranks
@@ -19,6 +20,7 @@ from test_zero_stages import (
     awkward,
     decoder,
     distance,
+    distance_from_float64,
     in_full_precision,
     in_two_groups,
     loss_without_an_mlp,
@@ -35,7 +37,6 @@ from test_zero_stages import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero3 import Dropped, Zero3, main, make_zero
-from zero_memory import IGNORE, Decoder, make_batch, token_loss_sum, train_step, valid_tokens
 
 
 def zero3(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, **options) -> Zero3:
@@ -533,8 +534,94 @@ def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys):
 
 def test_the_script_runs_from_a_folder_of_its_own(tmp_path):
     here = Path(__file__).parent
-    for name in ("zero_stages.py", "zero3.py", "zero_memory.py"):
+    for name in ("zero_stages.py", "zero3.py", "zero_memory.py", "_zero_demo.py"):
         shutil.copy(here / name, tmp_path)
     result = subprocess.run([sys.executable, "zero3.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "PASS"
+
+
+def without_hooks() -> tuple[list, dict[str, Tensor]]:
+    model = decoder()
+    zero = zero3(model, sgd(model), dist.group.WORLD, hooks=False)
+    (batch,) = make_batch(0, dist.get_world_size(), 1)[dist.get_rank()]
+    valid = valid_tokens([batch], dist.group.WORLD)
+    zero.zero_grad()
+    (token_loss_sum(model, *batch) / valid).backward()
+    so_far = [event for event in zero.events if event[0] == "reduce"]
+    for p in model.parameters():
+        zero.start(p)
+    zero.finish()
+    return so_far, zero.full_gradients()
+
+
+def test_without_hooks_backward_reduces_nothing_and_finish_does():
+    model = decoder()
+    mean_loss(model, *whole_batch(0, 2, 1)).backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    for rank, (so_far, got) in enumerate(run_ranks(2, without_hooks)):
+        assert so_far == [], "reduced although hooks=False"
+        assert_same_named(got, want, what="gradient of", rank=rank)
+
+
+def forgotten() -> list[str]:
+    model = decoder()
+    zero = zero3(model, sgd(model), dist.group.WORLD)
+    zero.zero_grad()
+    mean_loss(model, *make_batch(0, dist.get_world_size(), 1)[dist.get_rank()][0]).backward()
+    said = []
+    for use in (zero.step, lambda: zero.clip_grad_norm(1.0)):
+        try:
+            use()
+            said.append("not refused")
+        except RuntimeError as error:
+            said.append(str(error))
+    zero.finish()
+    zero.step()
+    return said
+
+
+def test_step_and_clipping_refuse_while_gradients_are_not_summed():
+    for said in run_ranks(2, forgotten):
+        assert all("stage 3" in line and "call finish()" in line for line in said), said
+
+
+def impossible() -> list[str]:
+    model = decoder()
+    said = []
+    for stage, units in ((3, []), ("2", model.layers), (True, model.layers), (0, model.layers), (2.0, model.layers)):
+        try:
+            make_zero(stage, model, sgd(model), dist.group.WORLD, units=units)
+            said.append("not refused")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_stage_that_is_no_stage_and_a_stage_3_without_units_are_refused():
+    [said] = run_ranks(1, impossible)
+    assert "units=model.layers" in said[0]
+    for line, value in zip(said[1:], ("'2'", "True", "0", "2.0"), strict=True):
+        assert f"ZeRO stage {value} does not exist; use 1, 2 or 3" in line
+
+
+def gradient_in_bf16(wide: bool) -> tuple[dict[str, Tensor], int, float]:
+    model = decoder(dtype=torch.bfloat16)
+    options = dict(reduce_dtype=torch.float32, accumulate_dtype=torch.float32) if wide else {}
+    zero = zero3(model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, master=torch.float32, **options)
+    with communication() as sent:
+        train_step(model, zero, make_batch(0, dist.get_world_size(), 32, length=8)[dist.get_rank()])
+    return zero.full_gradients(), storage_bytes(zero.gradients), sent.sent["reduce_scatter"]
+
+
+def test_sums_in_fp32_are_nearer_to_float64_keep_4_bytes_a_shard_and_send_4():
+    exact = decoder(dtype=torch.bfloat16).double()
+    parts = [pair for part in make_batch(0, 2, 32, length=8) for pair in part]
+    valid = sum((y != IGNORE).sum() for _, y in parts)
+    for x, y in parts:
+        (token_loss_sum(exact, x, y) / valid).backward()
+    want = {name: p.grad for name, p in exact.named_parameters()}
+    for wide, narrow in zip(*(run_ranks(2, gradient_in_bf16, w) for w in (True, False)), strict=True):
+        near, far = distance_from_float64(wide[0], want), distance_from_float64(narrow[0], want)
+        assert far > 1.5 * near, f"in bf16 {far:.2e}, in fp32 {near:.2e}"
+        assert wide[1] == 2 * narrow[1] and wide[2] == 2 * narrow[2]

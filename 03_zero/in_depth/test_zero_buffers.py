@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from _zero_demo import Decoder, make_batch
 from harness.meter import communication, peak_memory
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
@@ -24,7 +25,6 @@ from zero_buffers import (
     replay,
     training_step,
 )
-from zero_memory import Decoder, make_batch
 
 SIZES = (1000, 3, 0, 4097, 256, 1)
 
@@ -216,3 +216,51 @@ def test_the_demo_ends_with_pass(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0 and capsys.readouterr().out.splitlines()[-1] == "PASS"
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def a_buffer_without_room() -> None:
+    all_reduce_through(torch.empty(0), [torch.ones(3)], dist.group.WORLD)
+
+
+def test_a_buffer_without_room_is_refused_and_does_not_run_for_ever():
+    with pytest.raises(AssertionError, match="a buffer of 0 elements"):
+        run_ranks(1, a_buffer_without_room, timeout=20)
+
+
+def through_a_narrow_one(buffer: torch.dtype, tensor: torch.dtype) -> list[Tensor]:
+    kept = [torch.full((3,), 257, dtype=tensor), torch.full((2,), 2**24 + 1 if tensor == torch.int64 else 1).to(tensor)]
+    before = [t.clone() for t in kept]
+    try:
+        all_reduce_through(torch.empty(4, dtype=buffer), kept, dist.group.WORLD)
+    except ValueError as error:
+        assert str(buffer) in str(error) and str(tensor) in str(error)
+        assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True)), "refused, but changed before"
+        return kept
+    raise AssertionError("not refused")
+
+
+@pytest.mark.parametrize(
+    ("buffer", "tensor"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.int64), (torch.float32, torch.float64)],
+)
+def test_a_buffer_that_would_round_is_refused_before_anything_is_sent(buffer, tensor):
+    run_ranks(1, through_a_narrow_one, buffer, tensor)
+
+
+def test_an_arena_that_would_round_is_refused():
+    arena = Arena(10, torch.bfloat16)
+    with pytest.raises(ValueError, match="arena is torch.bfloat16, the tensor torch.float32: copying would round"):
+        arena.hold(torch.ones(2))
+    assert arena.used == 0
+
+
+def mixed() -> None:
+    all_reduce_fused([torch.ones(2), torch.ones(2, dtype=torch.int64)], dist.group.WORLD)
+
+
+def test_the_fused_version_refuses_a_mixture_that_it_would_round():
+    with pytest.raises(AssertionError, match="copying would round"):
+        run_ranks(1, mixed)

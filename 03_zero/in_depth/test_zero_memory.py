@@ -1,27 +1,21 @@
 """The formulas against the numbers that the paper prints, and what the chapter's scripts share."""
 
+import importlib
+import io
+import math
 import sys
+from contextlib import contextmanager, redirect_stdout
 
 import pytest
 import torch
 import torch.distributed as dist
+from _zero_demo import IGNORE, Decoder, WireCounter, make_batch, measure, token_loss_sum, valid_tokens, worst_of
 from harness.meter import communication, storage_bytes
 from harness.ranks import run_ranks
-from zero_memory import (
-    GB,
-    IGNORE,
-    Decoder,
-    WireCounter,
-    bytes_per_parameter,
-    bytes_sent,
-    largest_model,
-    main,
-    make_batch,
-    measure,
-    paper_tables,
-    token_loss_sum,
-    valid_tokens,
-)
+from torch import nn
+from zero3 import make_zero
+from zero_memory import GB, bytes_per_parameter, bytes_sent, largest_model, main, paper_tables
+from zero_stages import ExchangeAndSum, SendToAll
 
 # Table 1 of 1910.02054: GB per device, for 7.5B, 128B and 1T parameters; stages 1, 2, 3.
 TABLE_1 = {
@@ -73,6 +67,13 @@ def test_stages_1_and_2_send_what_data_parallelism_sends_and_stage_3_half_as_muc
     assert [bytes_sent(stage, 1, 1000) for stage in range(4)] == [0, 0, 0, 0]
 
 
+def test_gradients_summed_in_fp32_travel_as_4_bytes_beside_weights_of_2():
+    sent = [bytes_sent(stage, 4, 4000, weights=2000, micro_batches=2) for stage in range(4)]
+    assert sent == [6000, 4500, 7500, 12000]
+    assert bytes_sent(3, 4, 4000, kept=400, weights=2000) == 0.75 * (4000 + 4000 - 400)
+    assert bytes_per_parameter(2, 4, gradient=4) == 2 + 16 / 4
+
+
 def test_a_stage_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match="stage 4 does not exist; use 0, 1, 2 or 3"):
         bytes_per_parameter(4, 2)
@@ -85,7 +86,7 @@ def test_the_printed_tables_hold_the_numbers_of_the_abstract():
 
 
 def measured() -> list[tuple[int, int, int, float]]:
-    return [measure(stage, dist.group.WORLD, torch.device("cpu")) for stage in range(4)]
+    return [measure(stage, dist.group.WORLD, torch.device("cpu"), make_zero if stage else None) for stage in range(4)]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -98,13 +99,31 @@ def test_a_model_that_trains_holds_and_sends_what_the_formulas_say(ranks):
 
 def counted() -> tuple[float, float]:
     with WireCounter(dist.group.WORLD) as mine, communication() as harness:
-        measure(3, dist.group.WORLD, torch.device("cpu"))
-    return mine.bytes, harness.sent["reduce_scatter"] + harness.sent["all_gather"] + harness.sent["all_reduce"]
+        measure(3, dist.group.WORLD, torch.device("cpu"), make_zero)
+    return mine.bytes, harness.total
 
 
 def test_the_demos_counter_of_bytes_agrees_with_the_harness():
     for mine, harness in run_ranks(2, counted):
         assert mine == harness > 0
+
+
+def counted_point_to_point() -> tuple[float, float]:
+    def make(stage: int, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, units, master):
+        options = {"reduce_scatter": ExchangeAndSum, "all_gather": SendToAll, "master": master}
+        return make_zero(stage, model, optimizer, group, units=units, **options)
+
+    sent, formula = [], []
+    for stage in (1, 2, 3):
+        _, psi, kept, bytes_ = measure(stage, dist.group.WORLD, torch.device("cpu"), make)
+        sent.append(bytes_)
+        formula.append(bytes_sent(stage, dist.get_world_size(), 2 * psi, kept))
+    return sent, formula
+
+
+def test_messages_from_rank_to_rank_are_counted_too_and_are_as_many_bytes():
+    for sent, formula in run_ranks(3, counted_point_to_point):
+        assert sent == pytest.approx(formula, abs=1e-6)
 
 
 def shares() -> tuple[int, list[int]]:
@@ -134,3 +153,35 @@ def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys):
         main()
     lines = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2 and len(lines) == 1 and "--tabels" in lines[0]
+
+
+def test_the_worst_of_some_errors_is_nan_if_one_is():
+    assert worst_of([]) == 0.0 and worst_of([1e-3, 1e-9]) == 1e-3
+    for errors in ([math.nan], [1.0, math.nan], [math.nan, 1.0]):
+        assert math.isnan(worst_of(errors))
+
+
+def demo_with_nan(name: str) -> tuple[object, str]:
+    """The script's main with an error that is NaN, in the group that is there."""
+    module, demo = importlib.import_module(name), importlib.import_module("_zero_demo")
+
+    @contextmanager
+    def world():
+        yield dist.group.WORLD, torch.device("cpu")
+
+    module.world = world
+    for place in (module, demo):
+        place.error = lambda got, want: math.nan
+    said, sys.argv = io.StringIO(), [f"{name}.py"]
+    with redirect_stdout(said):
+        try:
+            module.main()
+        except SystemExit as end:
+            return end.code, said.getvalue()
+    return "did not end", said.getvalue()
+
+
+@pytest.mark.parametrize("name", ["zero_stages", "zero3", "zero_state", "zero_r"])
+def test_no_demo_says_pass_when_an_error_is_nan(name):
+    for code, said in run_ranks(2, demo_with_nan, name):
+        assert code == 1 and "PASS" not in said, said

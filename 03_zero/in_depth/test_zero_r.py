@@ -1,5 +1,6 @@
 """Partitioned and offloaded checkpoints: same gradients as the unsharded model, 1/N of the bytes, 1/12 more traffic."""
 
+import gc
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness.meter import communication, saved_activations, storage_bytes
+from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum
+from harness.meter import communication, peak_memory, saved_activations, storage_bytes
 from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
 from torch import Tensor, nn
 from zero_buffers import Arena
-from zero_memory import GB, IGNORE, Decoder, make_batch, token_loss_sum
+from zero_memory import GB
 from zero_r import (
     CONFIGURATIONS,
     CopyEngine,
@@ -371,3 +373,29 @@ def back_at_once() -> list[float]:
 
 def test_the_way_back_begins_after_the_way_out_has_ended():
     assert run_ranks(1, back_at_once) == [[1.0] * 4]
+
+
+def left_on_the_device() -> int:
+    keeper = keeper_of("P_a+cpu", dist.group.WORLD)
+    with peak_memory() as memory:
+        for _ in range(LAYERS):
+            keeper.keep(torch.ones(TOKENS, HIDDEN, dtype=torch.float64))
+        for ticket in keeper.order:
+            ticket.wait_out()
+        gc.collect()
+        return memory.current
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_offloaded_piece_leaves_the_device_when_its_copy_has_been_made(ranks):
+    for left in run_ranks(ranks, left_on_the_device):
+        assert left <= 8 * piece_of(ranks), "more than the piece whose copy was the last to be started"
+
+
+def rounded_on_the_way_out() -> None:
+    Offloaded(dist.group.WORLD, 1, 4, torch.bfloat16).keep(torch.ones(4))
+
+
+def test_a_host_buffer_that_would_round_is_refused():
+    with pytest.raises(AssertionError, match="host buffer is torch.bfloat16, the tensor torch.float32"):
+        run_ranks(1, rounded_on_the_way_out)

@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step, valid_tokens
 from harness.meter import communication, held_bytes, peak_memory, storage_bytes
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
 from torch import Tensor, nn
-from zero_memory import IGNORE, Decoder, make_batch, train_step, valid_tokens
+from zero_memory import bytes_per_parameter, bytes_sent
 from zero_stages import ExchangeAndSum, SendToAll, Zero1, Zero2, main
 
 STAGES = [1, 2]
@@ -188,6 +189,16 @@ def test_two_slices_of_the_world_train_two_models_at_the_same_time():
 # --------------------------------------------------------------------------------------------- optimizers and clipping
 
 
+def schedule(options: dict) -> None:
+    """Every option that a schedule may change, not the learning rate alone."""
+    options["lr"] *= 0.7
+    options["weight_decay"] = 0.5 * options["weight_decay"] + 0.03
+    if "betas" in options:
+        options["betas"] = tuple(0.9 * beta for beta in options["betas"])
+    if "momentum" in options:
+        options["momentum"] *= 0.8
+
+
 def unsharded_steps(optimizer: torch.optim.Optimizer, model: nn.Module, ranks: int, max_norm: float) -> list[float]:
     norms = []
     for step in range(4):
@@ -197,7 +208,7 @@ def unsharded_steps(optimizer: torch.optim.Optimizer, model: nn.Module, ranks: i
             p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         for options in optimizer.param_groups:
-            options["lr"] *= 0.7
+            schedule(options)
         optimizer.step()
     return norms
 
@@ -211,7 +222,7 @@ def sharded_steps(make: Callable[..., Zero1], optimizer_of: Callable, model: nn.
         train_step(model, zero, make_batch(step, ranks)[rank])
         norms.append(zero.clip_grad_norm(max_norm).item())
         for options in zero.param_groups:
-            options["lr"] *= 0.7
+            schedule(options)
         zero.step()
     return norms, zero.full_weights()
 
@@ -618,7 +629,7 @@ def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys, arguments
 
 def test_the_script_runs_from_a_folder_of_its_own(tmp_path):
     here = Path(__file__).parent
-    for name in ("zero_stages.py", "zero3.py", "zero_memory.py"):
+    for name in ("zero_stages.py", "zero_memory.py", "_zero_demo.py"):
         shutil.copy(here / name, tmp_path)
     command = [sys.executable, "zero_stages.py", "--stage", "2"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
@@ -635,7 +646,8 @@ def drop_an_owner(kind):
     model = nn.Linear(3, 2)
     zero = kind(model, torch.optim.AdamW(model.parameters()), dist.group.WORLD)
     zero.zero_grad()
-    model(torch.ones(1, 3)).sum().backward()
+    with zero.micro_batch(last=True):
+        model(torch.ones(1, 3)).sum().backward()
     zero.step()
     reference = weakref.ref(zero)
     del model, zero
@@ -646,3 +658,125 @@ def drop_an_owner(kind):
 @pytest.mark.parametrize("kind", [Zero1, Zero2])
 def test_an_owner_that_is_no_longer_used_is_freed_with_its_shards_and_its_group(kind):
     assert run_ranks(1, drop_an_owner, kind) == [True]
+
+
+# ------------------------------------------------------------------------------------ what forgets itself is refused
+
+
+def forgotten(stage: int, what: str) -> str:
+    model = decoder()
+    zero = sharded(stage, model, sgd(model), dist.group.WORLD, bucket_bytes=2**14)
+    tokens, labels = make_batch(0, dist.get_world_size(), 1)[dist.get_rank()][0]
+    zero.zero_grad()
+    if what == "unsent":  # accumulated on this rank, and never sent
+        with zero.no_sync():
+            mean_loss(model, tokens, labels).backward()
+    else:
+        mean_loss(model, tokens, labels).backward()
+    said = []
+    for use in (zero.step, lambda: zero.clip_grad_norm(1.0), lambda: list(zero.gradient_pieces())):
+        try:
+            use()
+            said.append("not refused")
+        except RuntimeError as error:
+            said.append(str(error))
+    zero.finish()
+    zero.step()  # now it may
+    return "|".join(said)
+
+
+@pytest.mark.parametrize("what", ["open", "unsent"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_step_and_clipping_refuse_while_gradients_are_not_summed(stage, what):
+    for said in run_ranks(2, forgotten, stage, what):
+        assert said.count("call finish() after backward") == 3, said
+        assert f"stage {stage}" in said
+
+
+def gently_clipped(stage: int) -> tuple[float, float]:
+    model = decoder()
+    zero = sharded(stage, model, sgd(model), dist.group.WORLD)
+    train_step(model, zero, make_batch(0, dist.get_world_size())[dist.get_rank()])
+    before = zero.full_gradients()
+    norm = zero.clip_grad_norm(1e6).item()
+    after = zero.full_gradients()
+    return norm, max((after[name] - before[name]).abs().max().item() for name in before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_shorter_than_the_limit_is_left_alone(stage):
+    for norm, change in run_ranks(2, gently_clipped, stage):
+        assert 0 < norm < 1e6 and change == 0.0
+
+
+# ------------------------------------------------------------------------------------------------ sums in fp32
+
+MANY = 64  # micro-batches
+
+
+def gradient_of_many(stage: int, wide: bool, hooks: bool = True) -> tuple[dict[str, Tensor], dict[str, float]]:
+    model = decoder(dtype=torch.bfloat16)
+    options = dict(reduce_dtype=torch.float32, accumulate_dtype=torch.float32) if wide else {}
+    kind = {1: Zero1, 2: Zero2}[stage]
+    zero = kind(model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, master=torch.float32, **options)
+    with communication() as sent:
+        train_step(model, zero, make_batch(0, dist.get_world_size(), MANY, length=8)[dist.get_rank()])
+        gradients = zero.full_gradients()
+        before = sent.sent["all_gather"]
+        zero.step()
+    held = held_bytes(model, zero)
+    return gradients, {
+        "gradients": storage_bytes(zero.gradients),
+        "reduced": sent.sent["reduce_scatter"],
+        "gathered": sent.sent["all_gather"] - before,
+        "states": held.optimizer,
+        "weights": held.parameters,
+    }
+
+
+def distance_from_float64(gradients: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    square = sum((gradients[name].double() - want[name]).square().sum() for name in want)
+    return (square / sum(x.square().sum() for x in want.values())).sqrt().item()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sums_in_fp32_are_as_near_to_float64_as_one_process_and_sums_in_bf16_twice_as_far(stage):
+    exact, dense = decoder(dtype=torch.bfloat16).double(), decoder(dtype=torch.bfloat16)
+    parts = [pair for part in make_batch(0, 2, MANY, length=8) for pair in part]
+    valid = sum((y != IGNORE).sum() for _, y in parts)
+    own = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in dense.named_parameters()}
+    for x, y in parts:
+        for model in (exact, dense):
+            (token_loss_sum(model, x, y) / valid).backward()
+        for name, p in dense.named_parameters():  # summed without any rounding: what one process can do at best
+            own[name] += p.grad
+            p.grad = None
+    want = {name: p.grad for name, p in exact.named_parameters()}
+    best = distance_from_float64(own, want)
+    wide, narrow = ([got for got, _ in run_ranks(2, gradient_of_many, stage, w)] for w in (True, False))
+    for rank in range(2):
+        error, rounded = distance_from_float64(wide[rank], want), distance_from_float64(narrow[rank], want)
+        assert error <= 1.5 * best, f"rank {rank}: {error:.2e}, one process {best:.2e}"
+        assert rounded > 2 * error, f"rank {rank}: in bf16 {rounded:.2e}, in fp32 {error:.2e}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sums_in_fp32_keep_4_bytes_of_gradient_and_send_4(stage):
+    psi = padded(decoder(), 3)
+    for _, got in run_ranks(3, gradient_of_many, stage, True):
+        assert got["gradients"] == (4 * psi if stage == 1 else 4 * psi // 3)
+        assert got["gradients"] + got["states"] + got["weights"] == psi * bytes_per_parameter(stage, 3, gradient=4)
+        reduced = bytes_sent(stage, 3, 4 * psi, micro_batches=MANY, weights=2 * psi)
+        assert got["reduced"] + got["gathered"] == pytest.approx(reduced, abs=1e-6)
+
+
+def in_fp32_everywhere(stage: int) -> Trace:
+    wide = dict(reduce_dtype=torch.float64, accumulate_dtype=torch.float64)
+    return zero_trace(lambda *a: sharded(stage, *a, **wide), dist.group.WORLD, micro_batches=3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_dtype_that_the_gradients_have_anyway_changes_nothing(stage):
+    want = oracle_trace(2, micro_batches=3)
+    for rank, got in enumerate(run_ranks(2, in_fp32_everywhere, stage)):
+        assert_same_trace(got, want, rank=rank)

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from _zero_demo import IGNORE, Decoder, make_batch, train_step
 from harness.meter import communication, peak_memory
 from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
 from test_zero_stages import awkward, decoder, in_two_groups, mean_loss, whole_batch, with_momentum
 from torch import Tensor
 from zero3 import make_zero
-from zero_memory import IGNORE, Decoder, make_batch, train_step
 from zero_state import FullState, full_state_dict, gathered_states, load_buckets, load_full_state_dict, main, shard_of
 
 STAGES = [1, 2, 3]

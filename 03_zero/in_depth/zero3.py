@@ -36,6 +36,7 @@ The last line is PASS, or the script exits with 1 and says which number is off.
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -43,9 +44,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _zero_demo import OneLineParser, report, world
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from zero_memory import OneLineParser, report, world
 from zero_stages import Bucket, Zero1, Zero2, all_gather, demo
 
 # N is the number of ranks, S the elements of a rank's shard.
@@ -347,6 +348,7 @@ class Zero3(Zero2):
         self.drop_all()
 
     def step(self) -> None:
+        self.check_finished()
         self.drop_all()  # what is gathered is about to be out of date
         super().step()
 
@@ -386,9 +388,12 @@ def make_zero(
     **options: Any,
 ) -> Zero1:
     """The sharded optimizer of a stage. `units` (for stage 3) may be given at every stage."""
-    if stage not in (1, 2, 3):
-        raise ValueError(f"ZeRO stage {stage} does not exist; use 1, 2 or 3 (stage 0 is plain data parallelism)")
+    if type(stage) is not int or stage not in (1, 2, 3):  # not "2", not True
+        raise ValueError(f"ZeRO stage {stage!r} does not exist; use 1, 2 or 3 (stage 0 is plain data parallelism)")
+    units = list(units)
     if stage == 3:
+        if not units:
+            raise ValueError("stage 3 without units would gather all weights at once; give units=model.layers, say")
         return Zero3(module, optimizer, group, units=units, master=master, **options)
     return (Zero1, Zero2)[stage - 1](module, optimizer, group, master=master, **options)
 
@@ -401,8 +406,8 @@ def main() -> None:
     with world() as (group, device):
         made: list[Zero3] = []
 
-        def make(module: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> Zero3:
-            made.append(Zero3(module, optimizer, group, units=module.layers))  # type: ignore[arg-type]
+        def make(module: Any, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, **options: Any) -> Zero3:
+            made.append(Zero3(module, optimizer, group, units=module.layers, **options))
             return made[-1]
 
         rows = demo(3, make, group, device)
@@ -414,8 +419,9 @@ def main() -> None:
         )
         rows.append(("unit n+1 is asked for before unit n has computed", "True", early, early))
         if dist.get_rank(group) == 0:
-            print(f"stage 3 on {dist.get_world_size(group)} {device.type} rank(s); a step begins with")
-            print("  " + ", ".join(f"{what} {who}" for what, who in events if what != "ready")[:400], "...")
+            print(f"stage 3 on {dist.get_world_size(group)} {device.type} rank(s); the last step was")
+            said = ", ".join(f"{what} {who}".replace(" ", "\0") for what, who in events if what != "ready")
+            print("\n".join(f"  {line}" for line in textwrap.wrap(said.replace(",\0", ", "), 116)).replace("\0", " "))
         right = report(rows, group)
     sys.exit(0 if right else 1)
 

@@ -40,11 +40,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _zero_demo import Decoder, OneLineParser, Row, make_batch, report, token_loss_sum, world
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from zero_memory import Decoder, OneLineParser, Row, make_batch, report, token_loss_sum, world
 
 # Shapes: B batch, S sequence, H hidden.
 
@@ -54,6 +54,8 @@ from zero_memory import Decoder, OneLineParser, Row, make_batch, report, token_l
 def all_reduce_fused(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> int:
     """The version to beat: one message, and a buffer as large as all tensors together. Returns the messages sent."""
     tensors = list(tensors)
+    for tensor in tensors:
+        check_dtype("first tensor", tensors[0], tensor)
     buffer = torch.cat([t.flatten() for t in tensors])
     dist.all_reduce(buffer, group=group)
     for t, piece in zip(tensors, buffer.split([t.numel() for t in tensors]), strict=True):
@@ -61,11 +63,25 @@ def all_reduce_fused(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> int
     return 1
 
 
+def check_dtype(place: str, there: Tensor, tensor: Tensor) -> None:
+    """ValueError if copying `tensor` to `there` would round it in silence."""
+    if tensor.dtype != there.dtype:
+        raise ValueError(
+            f"the {place} is {there.dtype}, the tensor {tensor.dtype}: copying would round; give it its own"
+        )
+
+
 def all_reduce_through(buffer: Tensor, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> int:
     """C_B: sum contiguous tensors over the group, in place, through a flat buffer of constant size.
 
     Every rank gives tensors of the same sizes in the same order. Returns the number of messages, ceil(elements / C).
+    Raises ValueError for a buffer without room, and for one of another dtype, in which the sums would be rounded.
     """
+    tensors = list(tensors)
+    if not buffer.numel():
+        raise ValueError("a buffer of 0 elements is never full; give it at least one")
+    for tensor in tensors:
+        check_dtype("buffer", buffer, tensor)
     pieces: list[Tensor] = []  # what the buffer holds at present, as views of the tensors
     messages = filled = 0
 
@@ -99,7 +115,8 @@ def all_reduce_through(buffer: Tensor, tensors: Iterable[Tensor], group: dist.Pr
 class Arena:
     """One allocation from which tensors are cut end to end, all to be given back together.
 
-    Raises ValueError when it is full: its size is computed beforehand, so that is a mistake in the computation.
+    Raises ValueError when it is full: its size is computed beforehand, so that is a mistake in the computation. Also
+    for a tensor of another dtype, which would be rounded.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"):
@@ -108,6 +125,7 @@ class Arena:
 
     def hold(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` in the arena. The tensor itself may die; its hole in the heap closes."""
+        check_dtype("arena", self.memory, tensor)
         # --- exercise 3.36: cut the next piece, and refuse to write past the end ---
         end = self.used + tensor.numel()
         if end > self.memory.numel():

@@ -42,23 +42,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from zero_buffers import Arena
-from zero_memory import (
-    GB,
+from _zero_demo import (
     Block,
     Decoder,
     OneLineParser,
     Row,
     WireCounter,
-    bytes_per_parameter,
     error,
     make_batch,
     report,
     table,
     token_loss_sum,
     world,
+    worst_of,
 )
+from torch import Tensor, nn
+from zero_buffers import Arena, check_dtype
+from zero_memory import GB, bytes_per_parameter
 from zero_stages import all_gather
 
 # Shapes: B batch, S sequence, H hidden, D head dim. N is the number of tensor-parallel ranks.
@@ -175,6 +175,7 @@ class Offloaded(Partitioned):
     def keep(self, x: Tensor) -> tuple[Tensor | None, Any]:
         if not self.free:
             raise ValueError(f"host buffer of {len(self.host)} checkpoints is full; give it one slot for each layer")
+        check_dtype("host buffer", self.host, x)
         piece, slot = self.piece(x), self.free.pop()
         for last in self.order[-1:]:  # its copy has had a layer's time: let its source go
             last.wait_out()
@@ -411,12 +412,12 @@ def run_once(keeper: Any, group: dist.ProcessGroup, device: torch.device) -> tup
         loss = token_loss_sum(lambda _: model.head(model.norm(x)), tokens, labels)  # type: ignore[arg-type]
         loss.backward()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    worst = max(error(loss.detach(), want.detach()), error(model.embed.weight.grad, oracle.embed.weight.grad))
+    errors = [error(loss.detach(), want.detach()), error(model.embed.weight.grad, oracle.embed.weight.grad)]
     for mine, full in zip(model.layers, oracle.layers, strict=True):
         for name, whole in full.named_children():
             part = my_part(name, whole.weight.grad, HEADS, rank, ranks)
-            worst = max(worst, error(mine.get_parameter(name).grad, part))
-    return worst, kept, wire.bytes
+            errors.append(error(mine.get_parameter(name).grad, part))
+    return worst_of(errors), kept, wire.bytes
 
 
 def main() -> None:

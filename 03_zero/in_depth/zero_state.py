@@ -39,9 +39,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _zero_demo import IGNORE, Decoder, OneLineParser, Row, error, make_batch, report, train_step, world, worst_of
 from torch import Tensor
 from zero3 import make_zero
-from zero_memory import IGNORE, Decoder, OneLineParser, Row, error, make_batch, report, train_step, world
 from zero_stages import Zero1
 
 FullState = dict[str, dict[str, Any]]
@@ -201,7 +201,7 @@ def main() -> None:
         few = dist.new_group(list(range(half)))
         if rank < half:
             resumed = full_state_dict(trained(few, 1, range(2, 4), device, saved))
-            worst = max(
+            worst = worst_of(
                 error(got[kind], want[kind])
                 for got, want in (
                     (resumed["weights"], straight["weights"]),

@@ -1,0 +1,117 @@
+"""Shards inside a machine and copies across, beside the unsharded model; and how many bytes stay inside."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from _zero_demo import make_batch, train_step
+from harness.meter import communication, storage_bytes
+from harness.oracle import Trace, assert_same_trace
+from harness.ranks import run_ranks
+from test_zero_stages import awkward, decoder, oracle_trace, sgd
+from zero_hybrid import bytes_across, grid, main, make_groups, make_hybrid
+from zero_memory import bytes_per_parameter, bytes_sent
+
+
+def hybrid_trace(shards: int, stage: int = 3, build=decoder, columns_first: bool = False) -> Trace:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    row, column = make_groups(shards)
+    if columns_first:  # machines that are no consecutive ranks
+        row, column = column, row
+    model = build(100 * rank)  # other weights on each rank: those of the first must win
+    if build is awkward:
+        model.load_state_dict(build(0).state_dict())  # frozen weights are not sent within a group of shards
+    elif rank == 0:
+        model = build(0)
+    zero = make_hybrid(model, sgd(model), row, column, stage=stage, units=model.layers)
+    trace = Trace()
+    for step in range(3):
+        batch = make_batch(step, ranks, 2)[rank]
+        trace.losses.append(train_step(model, zero, batch, everyone=dist.group.WORLD).item())
+        trace.gradients.append(zero.full_gradients())
+        zero.step()
+    trace.weights = zero.full_weights()
+    return trace
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks, shards):
+    want = oracle_trace(ranks)
+    for rank, got in enumerate(run_ranks(ranks, hybrid_trace, shards)):
+        assert_same_trace(got, want, rank=rank)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_take_copies_too(stage):
+    want = oracle_trace(4)
+    for rank, got in enumerate(run_ranks(4, hybrid_trace, 2, stage)):
+        assert_same_trace(got, want, rank=rank)
+
+
+def test_machines_need_not_be_consecutive_ranks_and_parameters_may_be_frozen_tied_unused():
+    want = oracle_trace(4, awkward)
+    for rank, got in enumerate(run_ranks(4, hybrid_trace, 2, 3, awkward, columns_first=True)):
+        assert_same_trace(got, want, rank=rank)
+
+
+def clipped_norm() -> float:
+    row, column = make_groups(2)
+    model = decoder()
+    zero = make_hybrid(model, sgd(model), row, column, units=model.layers)
+    train_step(model, zero, make_batch(0, 4)[dist.get_rank()], everyone=dist.group.WORLD)
+    return zero.clip_grad_norm(1e9).item()
+
+
+def test_the_norm_counts_each_shard_once_although_copies_have_it_too():
+    from test_zero_stages import mean_loss, whole_batch
+
+    model = decoder()
+    mean_loss(model, *whole_batch(0, 4)).backward()
+    want = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    assert run_ranks(4, clipped_norm) == pytest.approx([want] * 4, rel=1e-10)
+
+
+def bytes_of_a_step(shards: int) -> tuple[int, int, float, float, int]:
+    row, column = make_groups(shards)
+    model = decoder(dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = make_hybrid(model, optimizer, row, column, units=model.layers, master=torch.float32, keep=False)
+    batch = make_batch(0, dist.get_world_size(), 2)[dist.get_rank()]
+    with communication() as sent:
+        train_step(model, zero, batch, everyone=dist.group.WORLD)
+        zero.step()
+    psi = sum(bucket.padded for bucket in zero.buckets)
+    held = storage_bytes(t for tensors in zero.held().values() for t in tensors if t.dim())
+    loss_and_divisor = [payload for name, payload, _ in sent.events if name == "all_reduce" and payload == 8]
+    ranks = dist.get_world_size()
+    across = sent.sent["all_reduce"] - 2 * sum(loss_and_divisor) * (ranks - 1) / ranks
+    return psi, held, sent.sent["all_gather"] + sent.sent["reduce_scatter"], across, len(loss_and_divisor)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_bytes_held_sent_in_the_machine_and_across_are_those_of_the_formulas(shards):
+    for psi, held, inside, across, others in run_ranks(4, bytes_of_a_step, shards):
+        assert others == 2
+        assert held == round(psi * bytes_per_parameter(3, shards))
+        assert inside == pytest.approx(bytes_sent(3, shards, 2 * psi, micro_batches=2), abs=1e-6)
+        assert across == pytest.approx(bytes_across(shards, 4 // shards, 2 * psi, micro_batches=2), abs=1e-6)
+
+
+def test_rows_and_columns_of_the_grid_cover_all_ranks_and_meet_in_one():
+    rows, columns = grid(12, 4)
+    assert rows == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert columns == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    for shards in (0, -2, 5):
+        with pytest.raises(ValueError, match=f"{shards} shards do not divide 12 ranks"):
+            grid(12, shards)
+
+
+@pytest.mark.parametrize("arguments", [["--shards", "3"], ["--shards", "0"], ["--shards", "x"], ["--shard", "1"]])
+def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["zero_hybrid.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("zero_hybrid.py: ")
+    assert arguments[0] in lines[0]
