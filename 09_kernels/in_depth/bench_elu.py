@@ -17,7 +17,7 @@ import elu as chapter
 import torch
 import torch.nn.functional as F
 from _cuda import call
-from bench_matmul import copy_bandwidth, timer
+from bench_matmul_ladder import copy_bandwidth, timer
 from elu import VERSIONS, elu, errors
 from harness.report import paired, write_result
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from _fused_demo import DEVICE, adamw_run, allowed, compare, inputs, worst
-from bench_matmul import copy_bandwidth, timer
+from bench_matmul_ladder import copy_bandwidth, timer
 from fused import FUSED, MOVED, REFERENCE, bytes_moved
 from fused_adamw import AdamW, adamw_
 from fused_adamw import bytes_moved as adamw_bytes

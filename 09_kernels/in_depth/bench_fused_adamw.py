@@ -20,7 +20,7 @@ import fused_adamw
 import torch
 from _fused_demo import DEVICE, adamw_run, allowed, worst
 from bench_fused import SETTINGS, Traffic, parse
-from bench_matmul import copy_bandwidth, timer
+from bench_matmul_ladder import copy_bandwidth, timer
 from fused_adamw import AdamW, adamw_, bytes_held, bytes_moved, flatten
 from harness.meter import held_bytes
 from harness.report import write_result

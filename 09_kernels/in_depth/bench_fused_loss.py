@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 from _fused_demo import DEVICE, allowed, compare, loss_inputs
 from bench_fused import parse
-from bench_matmul import copy_bandwidth, timer
+from bench_matmul_ladder import copy_bandwidth, timer
 from fused_loss import (
     FUSED,
     REFERENCE,
