@@ -221,9 +221,10 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     mean = drawn.mean(dtype=torch.float32).item()
     report.add("rounded stochastically: mean of 4096 weights", "2 ± 0.02", f"{mean:.3f}", abs(mean - 2) < 0.02)
     # Replicas must draw the same bits, or their weights drift apart and no gradient brings them back together.
-    alike = [torch.empty_like(drawn) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(alike, drawn, group=group)
-    report.add("ranks with the same weights, same seed", len(alike), sum(torch.equal(drawn, other) for other in alike))
+    mine = drawn.to(device)  # nccl sends what lies on a GPU, and nothing else
+    alike = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(alike, mine, group=group)
+    report.add("ranks with the same weights, same seed", len(alike), sum(torch.equal(mine, other) for other in alike))
     return report.finish()
 
 

@@ -25,6 +25,7 @@ interpreter, those in .cu files through g++), the order inside a collective.
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import time
@@ -232,6 +233,10 @@ def _accessed(t: Tensor, write: bool) -> None:
 
 INTEGER_PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::dot", "aten::mv", "aten::baddbmm"}
 HOST_MAY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+ONLY_SHAPES = {
+    f"aten::{kind}_{how}" for kind in ("empty", "zeros", "ones", "full", "rand", "randn") for how in ("like",)
+}
+ONLY_SHAPES |= {f"aten::new_{kind}" for kind in ("empty", "zeros", "ones", "full", "empty_strided")}
 MOVES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::resize_", "aten::_resize_output_", "aten::record_stream"}
 
 
@@ -245,6 +250,7 @@ class Device(TorchDispatchMode):
         places = [place(x) for x in given]
         if name.startswith(("c10d::", "_c10d_functional::")):
             _check_collective(name, args, given, places)
+        quiet = _is_view(func) or name in ONLY_SHAPES  # reads and writes no element of what it is given
         where = max(places, default=WILD) if all(p == WILD for p in places) else max(p for p in places if p != WILD)
         if name == "aten::copy_":
             return self.copy(func, args, kwargs, given, places)
@@ -255,9 +261,9 @@ class Device(TorchDispatchMode):
             stream.work()
             if Stream.made > 1 or _accesses:
                 written = self.written(func, args)
-                for x in given:
+                for x in given if not quiet else ():
                     _ordered(x, any(x is y for y in written), stream.knows, f"stream {stream.id}", name)
-        elif _accesses:
+        elif _accesses and not quiet:
             for x in given:
                 _ordered(x, bool(func._schema.is_mutable), _host, "the host", name)
         if name == "aten::_local_scalar_dense" and on_device:
@@ -274,11 +280,9 @@ class Device(TorchDispatchMode):
                     _note(x, where)
         if on_device and Stream.made > 1:
             written = self.written(func, args)
-            for x in given:
-                _accessed(x, any(x is y for y in written))
-            for x in tree_leaves(out):
-                if isinstance(x, Tensor) and not any(x is y for y in given):
-                    _accessed(x, not _is_view(func))
+            made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and not any(x is y for y in given)]
+            for x in made if name in ONLY_SHAPES else [] if quiet else [*given, *made]:
+                _accessed(x, any(x is y for y in [*written, *made]))
         return out
 
     @staticmethod
@@ -467,6 +471,8 @@ def _factory(name: str, like: bool) -> Callable:
     @functools.wraps(make)
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         model = next((x for x in args if isinstance(x, Tensor)), kwargs.get("input")) if like else None
+        if device is None and model is None and torch._C._len_torch_function_stack():  # `with torch.device("meta")`
+            device = torch.get_default_device()
         where = place(model) if model is not None and device is None else _index(device)
         if where is None or (isinstance(model, Tensor) and device is None and _key(model) is None):
             return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
@@ -571,18 +577,37 @@ class Generator(torch.Generator):
         return torch.device("cuda", self.where) if self.where is not None and self.where >= 0 else torch.device("cpu")
 
 
+class Attribute(property):
+    """A property with a name: torch asks the attributes of its tensors for it."""
+
+    def __init__(self, name: str, get: Callable) -> None:
+        super().__init__(get)
+        self.__name__ = name
+
+
 def _install_tensor() -> None:
     tensor: Any = torch.Tensor
     _real.update(device=tensor.device, to=tensor.to, numpy=tensor.numpy)
-    tensor.device = property(lambda t: torch.device("cuda", p) if (p := place(t)) >= 0 else _real["device"].__get__(t))
-    tensor.is_cuda = property(lambda t: place(t) >= 0)
-    tensor.is_cpu = property(lambda t: place(t) < 0 and _real["device"].__get__(t).type == "cpu")
+    tensor.device = Attribute(
+        "device", lambda t: torch.device("cuda", p) if (p := place(t)) >= 0 else _real["device"].__get__(t)
+    )
+    tensor.is_cuda = Attribute("is_cuda", lambda t: place(t) >= 0)
+    tensor.is_cpu = Attribute("is_cpu", lambda t: place(t) < 0 and _real["device"].__get__(t).type == "cpu")
     tensor.get_device = lambda t: place(t) if place(t) >= 0 else -1
     tensor.to, tensor.numpy, tensor.__array__ = _to, _no_numpy, _no_array
     tensor.cpu = lambda t, memory_format=None: _to(t, "cpu")
     tensor.cuda = lambda t, device=None, non_blocking=False, **_: _to(
         t, torch.device("cuda", _index("cuda" if device is None else device)), non_blocking=non_blocking
     )
+    deepcopy = tensor.__deepcopy__
+
+    def copied(t: Tensor, memo: Any) -> Tensor:
+        copy = deepcopy(t, memo)
+        if place(t) != HOST and place(copy) == HOST:
+            _note(copy, place(t))
+        return copy
+
+    tensor.__deepcopy__ = copied
     tensor.record_stream = lambda t, stream: None
     tensor.is_pinned = lambda t, device=None: _key(t) in _pinned
 
@@ -693,7 +718,7 @@ def _install_cuda(count: int) -> None:
         reset_peak_memory_stats=reset_peak, is_bf16_supported=lambda *a, **k: True, manual_seed=elapsed,
         manual_seed_all=elapsed, get_rng_state=lambda d="cuda": torch.get_rng_state(),
         set_rng_state=lambda s, d="cuda": torch.set_rng_state(s), is_current_stream_capturing=lambda: False,
-        memory_stats=lambda d=None: {
+        memory_stats=lambda d=None: collections.defaultdict(int) | {
             "allocated_bytes.all.peak": _memory["peak"], "reserved_bytes.all.peak": _memory["peak"],
             "allocated_bytes.all.current": _memory["now"], "reserved_bytes.all.current": _memory["now"],
             "num_alloc_retries": 0, "num_ooms": 0,
@@ -738,4 +763,18 @@ def install_division(interpreter: Any) -> None:
         odd = (exact.view(np.int32) & 1).astype(bool) & np.isfinite(exact)
         return np.where(odd, np.nextafter(exact, np.float32(0)), exact)
 
+    def off(function: Any) -> Any:
+        """ex2.approx and rsqrt.approx are right to 2 units in the last place as well."""
+
+        def compute(x: Any) -> Any:
+            exact = function(x)
+            if exact.dtype != np.float32:
+                return exact
+            odd = (exact.view(np.int32) & 1).astype(bool) & np.isfinite(exact)
+            return np.where(odd, np.nextafter(np.nextafter(exact, np.float32(0)), np.float32(0)), exact)
+
+        return compute
+
+    builder.create_exp = lambda self, x: self.unary_op(x, off(np.exp))
+    builder.create_exp2 = lambda self, x: self.unary_op(x, off(np.exp2))
     builder.create_fdiv = lambda self, a, b: self.binary_op(a, b, divide)
