@@ -17,10 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from _fused_demo import DEVICE, adamw_run, allowed, compare, inputs, worst
-from bench_matmul_ladder import copy_bandwidth, timer
+from _interpreter import INTERPRETED
+from bench_matmul_ladder import copied, timed
 from fused import FUSED, MOVED, REFERENCE, bytes_moved
 from fused_adamw import AdamW, adamw_
 from fused_adamw import bytes_moved as adamw_bytes
+from harness import predictions
+from harness.ceilings import Table, device_here
 from harness.meter import saved_activations
 from harness.report import write_result
 from torch import Tensor
@@ -113,12 +116,44 @@ def count(folder: Path | None) -> None:
     )
 
 
+def time_adamw(n: int, device: torch.device, seconds: Callable) -> tuple[float, int, str, str]:
+    """Seconds of a step of n parameters, its bytes, what torch's takes, and nothing for torch.compile."""
+    p, g, m, v = (torch.randn(n, device=device).abs_() for _ in range(4))
+    mine = seconds(lambda: adamw_(p, g, m, v, step=10, eps=1e-8, **SETTINGS))
+    weight = torch.nn.Parameter(p)
+    weight.grad = g
+    torchs = torch.optim.AdamW([weight], fused=True, **SETTINGS)
+    torchs.step()
+    return mine, adamw_bytes(n), f"{seconds(torchs.step) / mine:.2f}", "-"
+
+
 def time_all(dry: bool, folder: Path | None) -> None:
-    dtype = torch.float16 if dry else torch.bfloat16
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
     batch, seq, hidden = (1, 8, 64) if dry else (4, 8192, 4096)
-    device, seconds = ("cpu", timer(True, 1)) if dry else ("cuda", timer(False, 30))
-    copied = copy_bandwidth(seconds, device, 4096 if dry else 2**28)
-    rows = []
+    device, seconds, gpu = device_here(), timed(dry, 30), predictions.here()
+    copy = copied(dry)
+    table = Table(
+        "09_fused_gpu",
+        f"Fused kernels, {batch * seq:,} rows of {hidden:,}, {str(dtype).removeprefix('torch.')}",
+        [
+            "kernel",
+            "ms",
+            "of the copy bandwidth",
+            "eager takes, times",
+            "torch.compile takes, times",
+            *predictions.COLUMNS,
+        ],
+        f"Bytes by the formula, over those of a large copy in the same run, {copy / 1e12:.3g} TB/s. Cold L2 cache, "
+        "median of 30 calls. RoPE: 32 heads of 128. SwiGLU: 14,336 columns. Predicted: those bytes over 90 % of the "
+        "data sheet's bandwidth.",
+        folder,
+    )
+
+    def row(what: str, mine: float, nbytes: float, *others: str) -> None:
+        cells = predictions.cells(predictions.moved(gpu, nbytes), mine)
+        table.add(what, mine * 1e3, f"{nbytes / mine / copy:.0%}", *others, *cells)
+
+    row("AdamW, float32 (eager: torch's fused=True)", *time_adamw(4096 if dry else 2**28, device, seconds))
     for name, (tensors, rest) in inputs(1, seq, hidden).items():
         shapes = [(hidden,) if x.dim() == 1 else (batch, seq, *x.shape[2:]) for x in tensors]
         if name == "rope":
@@ -152,27 +187,8 @@ def time_all(dry: bool, folder: Path | None) -> None:
         for i, what in enumerate(("forward", "backward")):
             mine = times["fused"][i]
             others = [f"{times[v][i] / mine:.2f}" if v in times else "-" for v in ("eager", "compile")]
-            rows.append([f"{name}, {what}", mine * 1e3, f"{moved[i] / mine / copied:.0%}", *others])
+            row(f"{name}, {what}", mine, moved[i], *others)
         del leaves
-    n = 4096 if dry else 2**28
-    p, g, m, v = (torch.randn(n, device=device).abs_() for _ in range(4))
-    mine = seconds(lambda: adamw_(p, g, m, v, step=10, eps=1e-8, **SETTINGS))
-    weight = torch.nn.Parameter(p)
-    weight.grad = g
-    torchs = torch.optim.AdamW([weight], fused=True, **SETTINGS)
-    torchs.step()
-    theirs = seconds(torchs.step)
-    share = f"{adamw_bytes(n) / mine / copied:.0%}"
-    rows.append(["AdamW, float32 (eager: torch's fused=True)", mine * 1e3, share, f"{theirs / mine:.2f}", "-"])
-    write_result(
-        "09_fused_gpu",
-        f"Fused kernels, {batch * seq:,} rows of {hidden:,}, {str(dtype).removeprefix('torch.')}",
-        ["kernel", "ms", "of the copy bandwidth", "eager takes, times", "torch.compile takes, times"],
-        rows,
-        f"Bytes by the formula, over those of a large copy in the same run, {copied / 1e12:.3g} TB/s. Cold L2 cache, "
-        "median of 30 calls. RoPE: 32 heads of 128. SwiGLU: 14,336 columns.",
-        folder,
-    )
 
 
 def parse(script: str, about: str) -> argparse.Namespace:
@@ -196,7 +212,7 @@ def main() -> None:
     if options.figures:
         return  # it has none
     on_gpu = options.gpu and not options.dry
-    low = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+    low = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
     verify([torch.float32, *low], (200, 4096, 8192, 16384) if on_gpu else (200,))
     if options.gpu:
         verify_adamw()
