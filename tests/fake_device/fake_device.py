@@ -268,7 +268,8 @@ class Device(TorchDispatchMode):
                 _ordered(x, bool(func._schema.is_mutable), _host, "the host", name)
         if name == "aten::_local_scalar_dense" and on_device:
             _current[0].synchronize()
-        call = STAND_INS.get(name, func) if on_device and func._schema.overload_name in STOOD_IN else func
+        full = f"{name}.{func._schema.overload_name}".rstrip(".")
+        call = STAND_INS.get(full, func) if on_device else func
         out = call(*args, **kwargs)
         if name in MOVES or name.startswith("c10d::"):
             where = HOST if name in ("aten::set_", "aten::record_stream") or not on_device else where
@@ -363,13 +364,17 @@ def _divided(a: Any, b: Any, *rest: Any, **more: Any) -> Any:
     return torch.ops.aten.div.Tensor(a, b, *rest, **more)
 
 
-STAND_INS = {
-    "aten::div": _divided,
+def _wider(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """CUDA's product with a result in fp32, which a CPU does not have."""
+    return torch.ops.aten.mm(a.to(out_dtype), b.to(out_dtype))
+
+
+STAND_INS: dict[str, Callable] = {
+    "aten::mm.dtype": _wider,
     "aten::_scaled_dot_product_flash_attention": _flash,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
 }
-
-STOOD_IN = {"", "Tensor", "Scalar"}  # the overloads that the table is for
+STAND_INS |= {f"aten::div.{overload}": _divided for overload in ("Tensor", "Scalar")}
 
 # ----------------------------------------------------------------------------------------------------------- collectives
 
