@@ -264,8 +264,8 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     for block in MODES:
         got, want = quantize(x, e4m3, block), reference_quantize(x, e4m3, block)
         # Neither division is IEEE's on a GPU: Triton's `/` is div.full.f32, right to 2 units in the last place, and
-        # PyTorch multiplies by the reciprocal of a number, right to 1.5. Both together are less than 4 apart. (tl.div_rn
-        # is exact, and slow for nothing: whoever multiplies takes the scale that was stored.)
+        # PyTorch multiplies by the reciprocal of a number, right to 1.5. Both together are less than 4 apart. Exact
+        # ones (tl.div_rn) would be slow for nothing: whoever multiplies takes the scale that was stored.
         apart = (got.scale.view(torch.int32) - want.scale.view(torch.int32)).abs().max().item()
         limit = 0 if device.type == "cpu" else 4
         where = f"scales of {block[0]} x {block[1]}: apart, in units of the last place"
