@@ -137,8 +137,8 @@ def on_gpu(dry: bool, out: Path | None) -> None:
         "07_expert_compute_gpu",
         "Forward and backward of the experts of one layer on one device",
         ["experts", "milliseconds", "TFLOPs per second", *predictions.COLUMNS],
-        f"{len(rows)} rows of {H} for {experts} experts of {F_}, the busiest with {max(counts)}; bf16; median. Predicted"
-        " from the products alone, 80 % of the data sheet's rate; padded, of as many rows as the busiest expert has.",
+        f"{len(rows)} rows of {H} for {experts} experts of {F_}, the busiest with {max(counts)}; bf16; median. "
+        "Predicted from the products alone, 80 % of the rate; padded, of as many rows as the busiest expert has.",
         out,
     )
     for name in ("grouped", *(name for name in COMPUTES if name != "grouped")):

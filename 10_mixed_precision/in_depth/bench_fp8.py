@@ -174,7 +174,7 @@ def predicted_linear(name: str, tokens: int, size: int) -> float | None:
         return None
     elements = 2 * (tokens * size) + size * size  # x and dy, and the weight; each is quantised for two products
     # Bytes for each element: 16 bits read and 8 written, twice for blocks along rows and columns; one scale of a
-    # tensor reads it once more for the amax, and turns a copy around. Scales of rows are left to PyTorch, an operation a pass.
+    # tensor reads it once more for the amax, and turns a copy around. Scales of rows are left to PyTorch.
     passes = {"block": 2 * 3, "row": 2 * 20}.get(name, 2 + 3 + 2)
     quantised = predictions.moved(gpu, passes * elements, 6)
     return bf16 / (fp8 + (quantised or 0.0))

@@ -477,7 +477,8 @@ def _factory(name: str, like: bool) -> Callable:
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         model = next((x for x in args if isinstance(x, Tensor)), kwargs.get("input")) if like else None
         if device is None and model is None and torch._C._len_torch_function_stack():  # `with torch.device("meta")`
-            device = torch.get_default_device()
+            stack = torch.overrides._get_current_function_mode_stack()
+            device = next((mode.device for mode in stack[::-1] if hasattr(mode, "device")), None)
         where = place(model) if model is not None and device is None else _index(device)
         if where is None or (isinstance(model, Tensor) and device is None and _key(model) is None):
             return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
@@ -672,7 +673,7 @@ def _install_tensor() -> None:
 def _install_cuda(count: int) -> None:
     cuda: Any = torch.cuda
     properties = types.SimpleNamespace(
-        name=NAME, major=9, minor=0, total_memory=2 * 2**30, multi_processor_count=132, L2_cache_size=2**14,
+        name=NAME, major=9, minor=0, total_memory=2 * 2**30, multi_processor_count=1, L2_cache_size=2**14,
         shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="", is_integrated=0, uuid="none",
     )  # fmt: skip
