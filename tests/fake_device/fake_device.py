@@ -6,7 +6,7 @@ A program that is only ever run on a CPU has mistakes that no CPU shows. Here th
 more. Its tensors are ordinary CPU tensors, so that all numbers are right; each storage has a note of where it is said
 to be, which every operator hands on to what it returns. With the notes, these are refused as on a real GPU:
 
-    two devices in one operator           "Expected all tensors to be on the same device" (0-dimensional host tensors go)
+    two devices in one operator           "Expected all tensors to be on the same device"; single numbers of the host go
     a host tensor in a collective of nccl "No backend type associated with device type cpu"
     a device tensor sent over gloo        gloo sends from host memory only
     .numpy() and np.asarray               numpy reads host memory only
@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
 import os
 import time
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ def _index(device: Any) -> int | None:
 class Stream:
     """A queue of work. `knows[other]`: how many pieces of work of the other are done before its next one begins."""
 
-    everyone: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
+    everyone: ClassVar[weakref.WeakValueDictionary[int, Stream]] = weakref.WeakValueDictionary()
     made = 0
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
@@ -229,7 +230,7 @@ def _accessed(t: Tensor, write: bool) -> None:
     _accesses[key] = [*kept[-200:], mine]
 
 
-# -------------------------------------------------------------------------------------------------------- every operator
+# ------------------------------------------------------------------------------------------------------- every operator
 
 INTEGER_PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::dot", "aten::mv", "aten::baddbmm"}
 HOST_MAY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
@@ -376,7 +377,7 @@ STAND_INS: dict[str, Callable] = {
 }
 STAND_INS |= {f"aten::div.{overload}": _divided for overload in ("Tensor", "Scalar")}
 
-# ----------------------------------------------------------------------------------------------------------- collectives
+# ---------------------------------------------------------------------------------------------------------- collectives
 
 _nccl: set[str] = set()  # names of the groups that were asked to use nccl
 
@@ -451,14 +452,12 @@ def _install_collectives() -> None:
     c10d.is_nccl_available = torch.distributed.is_nccl_available = lambda: True
 
 
-# ------------------------------------------------------------------------------------------------- torch's Python surface
+# ----------------------------------------------------------------------------------------------- torch's Python surface
 
-FACTORIES = (
-    "empty zeros ones full rand randn randint randperm arange linspace logspace eye tensor scalar_tensor empty_strided "
-    "normal tril_indices triu_indices hann_window"
-).split()
-ALIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like".split()
-NEW = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
+FACTORIES = ["empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "logspace"]
+FACTORIES += ["eye", "tensor", "scalar_tensor", "empty_strided", "normal", "tril_indices", "triu_indices"]
+ALIKE = [f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
+NEW = [f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "tensor", "empty_strided")]
 
 
 def _check_generator(generator: Any, where: int) -> None:
@@ -533,7 +532,7 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             args, copy = args[:-1], args[-1]
         if args and isinstance(args[0], int) and not isinstance(args[0], bool):
             args = (torch.device("cuda", args[0]), *args[1:])
-        device, dtype, asynchronous, form = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items()})
+        device, dtype, asynchronous, form = torch._C._nn._parse_to(*args, **kwargs)
         blocking = not asynchronous
     where = place(self) if device is None else _index(device)
     rest: dict[str, Any] = {"dtype": dtype or self.dtype, "copy": copy}
@@ -559,8 +558,8 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _no_numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
     if place(self) >= 0:
         raise TypeError(
-            f"can't convert cuda:{place(self)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-            "memory first."
+            f"can't convert cuda:{place(self)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+            "host memory first."
         )
     _ordered(self, False, _host, "the host", "numpy()")
     return _real["numpy"](self, *args, **kwargs)
@@ -747,7 +746,7 @@ def install(module: Any = None) -> None:
     """torch as if FAKE_GPUS were there, in this process, until it ends."""
     if _real:
         return
-    import torch._dynamo  # a dispatch mode imports it, and it wants to find torch as it is
+    importlib.import_module("torch._dynamo")  # a dispatch mode imports it, and it wants to find torch as it is
 
     _now["count"] = int(os.environ["FAKE_GPUS"])
     _install_tensor()
@@ -757,7 +756,7 @@ def install(module: Any = None) -> None:
 
 
 def install_division(interpreter: Any) -> None:
-    """Triton's `/` of two fp32 numbers is div.full.f32, right to 2 units in the last place: half of ours are off by 1."""
+    """Triton's `/` in fp32 is div.full.f32, right to 2 units in the last place: half of ours are off by one."""
     import numpy as np
 
     builder = interpreter.InterpreterBuilder
