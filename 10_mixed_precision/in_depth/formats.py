@@ -154,7 +154,9 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, generator: torch.Generator |
     draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
     rounded = torch.floor(steps + draw) * gap  # floor(steps + draw) is one more iff draw >= 1 - fraction
     # --- end exercise ---
-    rounded = torch.where(x.isinf(), x.double(), rounded.clamp(-form.max, form.max))  # infinite only if x was
+    # Infinite only if x was, and the format has infinities: what a cast to e4m3 makes of one differs between torch's.
+    edge = torch.full_like(rounded, math.inf if form.ieee else form.max).copysign(rounded)
+    rounded = torch.where(x.isinf(), edge, rounded.clamp(-form.max, form.max))
     return rounded.to(dtype)
 
 

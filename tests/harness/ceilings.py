@@ -184,9 +184,9 @@ class Ceiling:
 
 def ceilings(device: torch.device, dry: bool) -> tuple[list[Ceiling], str]:
     """What to measure, and a note on the sizes. They shrink where other processes left little memory."""
-    free = free_bytes(device)
+    free, repeats = free_bytes(device), 2 if dry else 20
     copied = 2**20 if dry else min(4 * GIB, free // 8) // 4096 * 4096
-    side = 256 if dry else max(n for n in (1024, 2048, 4096, 8192) if n == 1024 or 12 * n * n < free // 4)
+    side = 128 if dry else max(n for n in (1024, 2048, 4096, 8192) if n == 1024 or 12 * n * n < free // 4)
     linked = 2**20 if dry else min(GIB, free // 8)
     gpu = predictions.here()
     flops = 2 * side**3
@@ -199,27 +199,31 @@ def ceilings(device: torch.device, dry: bool) -> tuple[list[Ceiling], str]:
         Ceiling(
             "copy within the device, read + written",
             "TB/s",
-            lambda: copy_bandwidth(device, copied),
+            lambda: copy_bandwidth(device, copied, repeats),
             gpu and 2 * copied / predictions.moved(gpu, 2 * copied),
         ),
-        Ceiling("host to device, pinned", "GB/s", lambda: link_bandwidth(device, linked, True), gpu and link(gpu)),
-        Ceiling("device to host, pinned", "GB/s", lambda: link_bandwidth(device, linked, False), gpu and link(gpu)),
+        Ceiling(
+            "host to device, pinned", "GB/s", lambda: link_bandwidth(device, linked, True, repeats), gpu and link(gpu)
+        ),
+        Ceiling(
+            "device to host, pinned", "GB/s", lambda: link_bandwidth(device, linked, False, repeats), gpu and link(gpu)
+        ),
         Ceiling(
             "matrix product, bf16",
             "TFLOP/s",
-            lambda: matmul_rate(device, side),
+            lambda: matmul_rate(device, side, repeats=repeats),
             gpu and flops / predictions.product(gpu, flops),
         ),
         Ceiling(
             "matrix product, fp32 (no TF32)",
             "TFLOP/s",
-            lambda: matmul_rate(device, side // 2, torch.float32),
+            lambda: matmul_rate(device, side // 2, torch.float32, repeats),
             gpu and flops / 8 / predictions.product(gpu, flops / 8, "fp32"),
         ),
     ]
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):  # older ones have no fp8
         expected = gpu and gpu.fp8 and flops / predictions.product(gpu, flops, "fp8")
-        found.append(Ceiling("matrix product, fp8", "TFLOP/s", lambda: fp8_rate(device, side), expected))
+        found.append(Ceiling("matrix product, fp8", "TFLOP/s", lambda: fp8_rate(device, side, repeats), expected))
     return found, sizes
 
 
