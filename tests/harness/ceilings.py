@@ -57,6 +57,8 @@ class Table:
         if self.folder is None or self.path is None:
             with contextlib.redirect_stdout(io.StringIO()):  # it prints the whole table
                 self.path = write_result(self.name, self.title, self.columns, *cells, folder=self.folder)
+            if not self.path.exists():
+                print(f"{self.path.name} is not written: the tree has changes that are not committed", flush=True)
             return
         record = json.loads(self.path.read_text())  # its environment stays: to find that out takes a second
         rows = [[{"ratio": asdict(cell)} if isinstance(cell, Ratio) else cell for cell in row] for row in self.rows]
@@ -250,7 +252,7 @@ def main() -> int:
         "What the device reaches at most: every floor below is computed from these",
         ["what", "median (quartiles)", "unit", "of the data sheet", "predicted", "measured / predicted"],
         f"{sizes}. Random data, each result verified, cold L2 cache. Predicted: 90 % of the data sheet's bandwidth, 80 "
-        "% of its rate, 85 % of the link's.",
+        "% of its rate, 85 % of the link's; these are rates, so above 1 is faster than expected.",
         args.out,
     )
     for ceiling in found:
