@@ -53,10 +53,9 @@ class Table:
     def write(self, **changed: Any) -> None:
         """Also after `notes` or an old row has been changed."""
         self.notes = changed.get("notes", self.notes)
-        cells = [self.rows, self.notes]
         if self.folder is None or self.path is None:
             with contextlib.redirect_stdout(io.StringIO()):  # it prints the whole table
-                self.path = write_result(self.name, self.title, self.columns, *cells, folder=self.folder)
+                self.path = write_result(self.name, self.title, self.columns, self.rows, self.notes, self.folder)
             if not self.path.exists():
                 print(f"{self.path.name} is not written: the tree has changes that are not committed", flush=True)
             return
@@ -194,38 +193,35 @@ def ceilings(device: torch.device, dry: bool) -> tuple[list[Ceiling], str]:
     flops = 2 * side**3
     sizes = f"{copied / GIB:.3g} GiB copied within the device, {linked / GIB:.3g} GiB over the link; {side} cubed"
 
-    def link(gpu: predictions.Gpu) -> float:
-        return 0.85 * gpu.link  # packets have heads
+    def over(work: float, seconds: float | None) -> float | None:
+        return work / seconds if seconds else None
 
+    link = 0.85 * gpu.link if gpu else None  # packets have heads
+    products = {kind: over(flops, predictions.product(gpu, flops, kind)) for kind in ("bf16", "fp8")}
+    products["fp32"] = over(flops / 8, predictions.product(gpu, flops / 8, "fp32"))  # half the side
+    moved = over(2 * copied, predictions.moved(gpu, 2 * copied))
     found = [
         Ceiling(
-            "copy within the device, read + written",
-            "TB/s",
-            lambda: copy_bandwidth(device, copied, repeats),
-            gpu and 2 * copied / predictions.moved(gpu, 2 * copied),
+            "copy within the device, read + written", "TB/s", lambda: copy_bandwidth(device, copied, repeats), moved
         ),
-        Ceiling(
-            "host to device, pinned", "GB/s", lambda: link_bandwidth(device, linked, True, repeats), gpu and link(gpu)
-        ),
-        Ceiling(
-            "device to host, pinned", "GB/s", lambda: link_bandwidth(device, linked, False, repeats), gpu and link(gpu)
-        ),
+        Ceiling("host to device, pinned", "GB/s", lambda: link_bandwidth(device, linked, True, repeats), link),
+        Ceiling("device to host, pinned", "GB/s", lambda: link_bandwidth(device, linked, False, repeats), link),
         Ceiling(
             "matrix product, bf16",
             "TFLOP/s",
             lambda: matmul_rate(device, side, repeats=repeats),
-            gpu and flops / predictions.product(gpu, flops),
+            products["bf16"],
         ),
         Ceiling(
             "matrix product, fp32 (no TF32)",
             "TFLOP/s",
             lambda: matmul_rate(device, side // 2, torch.float32, repeats),
-            gpu and flops / 8 / predictions.product(gpu, flops / 8, "fp32"),
+            products["fp32"],
         ),
     ]
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):  # older ones have no fp8
-        expected = gpu and gpu.fp8 and flops / predictions.product(gpu, flops, "fp8")
-        found.append(Ceiling("matrix product, fp8", "TFLOP/s", lambda: fp8_rate(device, side, repeats), expected))
+        fp8 = Ceiling("matrix product, fp8", "TFLOP/s", lambda: fp8_rate(device, side, repeats), products["fp8"])
+        found.append(fp8)
     return found, sizes
 
 
