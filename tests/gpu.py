@@ -24,6 +24,7 @@ Exit code: 0 if all that ran is right, 1 if a step failed or was too slow, 2 if 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
@@ -310,6 +311,15 @@ class Outcome:
     output: str = ""  # its end, if something went wrong
 
 
+LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def die_with_parent() -> None:
+    """Between fork and exec: SIGKILL to this program shall not leave a benchmark behind that holds the GPU."""
+    if LIBC is not None:
+        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Children:
     """The processes that are running: each leads a group of its own, so that what it started ends with it."""
 
@@ -331,7 +341,13 @@ class Children:
                 if self.stopped:
                     return None
                 child = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
                 )
                 self.running.add(child)
             until = time.monotonic() + max(seconds, 1.0)

@@ -344,6 +344,10 @@ time.sleep(600)
         if who == "the whole run":
             child.kill()
             child.wait(timeout=20)
+            mine, until = Path("/proc", (tmp_path / "pid").read_text()), time.monotonic() + 20
+            while mine.exists() and "Z" not in (mine / "stat").read_text().split()[2] and time.monotonic() < until:
+                time.sleep(0.1)
+            assert not mine.exists() or "Z" in (mine / "stat").read_text().split()[2], "it would hold the GPU"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
