@@ -75,13 +75,13 @@ tables: $(READY)  ## fill the tables of the READMEs from results/
 .PHONY: gpu gpu-kernels results
 GPU_PYTHON = $(if $(wildcard $(READY)),$(PY),$(PYTHON))
 GPU_ARGS   = $(if $(DRY),--dry) $(if $(SECTION),--section $(SECTION)) $(if $(OUT),--out $(OUT)) \
-	     $(if $(BUDGET),--budget $(BUDGET)) $(ARGS)
+	     $(if $(BUDGET),--budget $(BUDGET)) $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
 
-gpu:  ## on a GPU: verify, measure and record all of it, in nine minutes; DRY=1 without one, SECTION=kernels alone
-	$(GPU_PYTHON) tests/gpu.py $(GPU_ARGS)
+gpu:  ## print the calls to make on a GPU; SECTION=flash,train runs some, in nine minutes; DRY=1 on a stand-in GPU
+	@$(GPU_PYTHON) tests/gpu.py $(GPU_ARGS)
 
-gpu-kernels:  ## on a GPU: only the kernels of chapter 09
-	$(GPU_PYTHON) tests/gpu.py $(GPU_ARGS) --section ceilings,correct,kernels
+gpu-kernels:  ## on a GPU: FlashAttention and the ladder of matrix products
+	@$(GPU_PYTHON) tests/gpu.py --section flash,matmul $(GPU_ARGS)
 
 results: $(READY)  ## tables and figures of the READMEs from results/; FROM=FILE takes the file of a GPU run in first
 	$(PY) tests/harness/report.py $(if $(FROM),--take $(FROM))

@@ -1,24 +1,22 @@
-"""Everything that only a GPU can show, in one command: verify, measure, record.
+"""Everything that only a GPU can show: verify, measure, record. A GPU is often borrowed, for calls of ten minutes.
 
-    python tests/gpu.py                            all sections, the most valuable first, in under nine minutes
-    python tests/gpu.py --section kernels,fp8      some of them
-    python tests/gpu.py --dry                      the same program on the CPU with tiny sizes: proves the command only
-    python tests/gpu.py --out DIR --budget 300     where to write, and how long it may take in all
+    python tests/gpu.py                            prints the calls to make, the most valuable first; runs nothing
+    python tests/gpu.py --section flash,train      runs some sections (or `all`) in under nine minutes
+    python tests/gpu.py --dry --section flash      the same program at tiny sizes on a stand-in GPU (default: all)
+    python tests/gpu.py --section fp8 --out DIR --budget 300     where to write, and how long it may take in all
 
-A GPU is often borrowed for minutes, so nothing waits for the end. Every step is a process of its own with a deadline;
-what it measured is in DEVICE.json as soon as it is done, and what goes wrong in one does not keep the next from
-running. What the time does not allow is left out, and named.
-
-    environment and ceilings -> kernels are right -> kernels are fast -> the trainer's step -> fp8 -> layers
-      -> chapters on nccl -> ranks that share a GPU -> ranks on several GPUs -> FPDT
+Nothing waits for the end. Every step is a process of its own with a deadline; it writes its result anew with every row,
+and this program looks once a second and puts what it finds into DEVICE.json. So whatever ends a call, also a SIGKILL,
+leaves what had been measured; what goes wrong in one step does not keep the next from running. What the time does not
+allow is left out, and named. The next call with the same --out goes on in the same file.
 
 DEVICE.json holds the device, driver, versions, commit and date, the outcome of every step, and every result with its
-spread; `make results FROM=DEVICE.json` puts them into results/ and fills the tables of the READMEs. Written straight
-into results/ (the default), they are there already.
+spread and with what was predicted (harness/predictions.py). `make results FROM=DEVICE.json` puts them into results/ and
+fills the tables of the READMEs. Written straight into results/ (the default), they are there already.
 
 It needs Python, torch and triton. Without tqdm a stand-in of a few lines is used; without pytest, nvcc or a C++
 compiler the steps that need them are "not run". Nothing is installed, and nothing is written into the tree but the
-results.
+results. A dry run has a GPU that is not there (fake_device/): it refuses what CUDA and nccl refuse.
 
 Exit code: 0 if all that ran is right, 1 if a step failed or was too slow, 2 if nothing could be started.
 """
@@ -26,6 +24,7 @@ Exit code: 0 if all that ran is right, 1 if a step failed or was too slow, 2 if 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
@@ -47,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.goals import judge
 from harness.house import ROOT, chapter_of, files, scripts
-from harness.report import file_name
+from harness.report import environment, file_name
 
 PASSED, FAILED, TOO_SLOW, NOT_RUN, LEFT_OUT = "passed", "failed", "too slow", "not run", "left out"
 
@@ -120,7 +119,8 @@ class Step:
     ends_with: str = ""  # the last line of its output
     needs: tuple[str, ...] = ()  # of Machine.tools
     gib: float = 0.0  # of free GPU memory
-    least: float = 3.0  # seconds without which it is not begun, since it writes only at its end
+    expected: float = 10.0  # seconds, about; what the steps behind it may count on
+    least: float = 3.0  # seconds without which it is not begun
 
 
 @dataclass(frozen=True)
@@ -128,30 +128,32 @@ class Section:
     name: str
     about: str
     steps: Callable[[Machine], list[Step]]
-    limit: float  # seconds it may take when others wait behind it
+    expected: float  # seconds, about: an estimate until a GPU has shown better
     least: float  # seconds without which it is not begun
     together: bool = False  # its steps measure no time, and may run side by side
 
 
-# Benchmarks of a folder, the most valuable first; others follow by name. A number: GiB that its sizes need.
-ORDER = (
-    "bench_matmul_ladder",
-    "bench_fused",
-    "bench_flash_kernels",
-    "bench_fused_loss",
-    "bench_fp8",
-    "bench_fpdt_store",
-)
-MEMORY = {
-    "bench_fused": 30.0,
-    "bench_fused_loss": 60.0,
-    "bench_fpdt_attention": 40.0,
-    "bench_fp8": 30.0,
-    "bench_train_gpu": 8.0,
+# A benchmark that is started with --gpu: its section, about how many seconds it takes, the GiB that its sizes need, and
+# the fewest seconds with which it is worth starting (it has to compile and to verify first). In a section the most
+# valuable is first. One that is not named here comes last in `layers`.
+BENCHMARKS = {
+    "bench_flash_kernels": ("flash", 330, 8, 60),
+    "bench_flash_attention_hopper": ("flash", 60, 8, 20),
+    "bench_train_gpu": ("train", 240, 8, 60),
+    "bench_fused": ("kernels", 130, 30, 40),
+    "bench_fused_loss": ("kernels", 110, 60, 40),
+    "bench_fused_adamw": ("kernels", 40, 20, 15),
+    "bench_elu": ("kernels", 50, 8, 20),
+    "bench_matmul_ladder": ("matmul", 120, 4, 30),
+    "bench_fp8": ("fp8", 120, 30, 30),
+    "bench_fp8_kernels": ("fp8", 60, 6, 20),
+    "bench_fpdt_attention": ("fpdt", 450, 40, 120),
+    "bench_fpdt_store": ("layers", 60, 4, 15),
+    "bench_expert_dispatch": ("layers", 40, 8, 15),
+    "bench_split_backward": ("layers", 30, 8, 10),
 }
-LEAST = {"bench_fpdt_attention": 240.0, "bench_flash_kernels": 60.0}
+OTHER = ("layers", 60, 4, 10)
 SOURCES = {"bench_matmul_ladder", "bench_elu"}  # these also build .cu files
-SECTION_OF = {"08": "fpdt", "09": "kernels", "10": "fp8", "11": "train"}
 
 
 def gpu_benchmarks() -> dict[str, list[Path]]:
@@ -159,9 +161,10 @@ def gpu_benchmarks() -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for script in files("bench_*.py"):
         if re.search(rf"python \S*\b{script.stem}\.py --gpu", script.read_text()):
-            found.setdefault(SECTION_OF.get(chapter_of(script).name[:2], "layers"), []).append(script)
+            found.setdefault(BENCHMARKS.get(script.stem, OTHER)[0], []).append(script)
+    order = list(BENCHMARKS)
     for benches in found.values():
-        benches.sort(key=lambda script: (ORDER.index(script.stem) if script.stem in ORDER else len(ORDER), script.stem))
+        benches.sort(key=lambda script: (order.index(script.stem) if script.stem in order else len(order), script.stem))
     return found
 
 
@@ -174,19 +177,21 @@ def relative(script: Path) -> str:
     return str(script.relative_to(ROOT))
 
 
-def measuring(machine: Machine, script: Path) -> Step:
+def measuring(machine: Machine, script: Path, expected: float = 0.0) -> Step:
     """A benchmark, which verifies on the device before it times."""
     command = [sys.executable, str(script), "--gpu", *(["--dry"] if machine.dry else []), "--out", "{out}"]
     if '"--seconds"' in script.read_text():
         command += ["--seconds", "{seconds}"]
     compiler = "g++" if machine.dry else "nvcc"
+    _, about, gib, least = BENCHMARKS.get(script.stem, OTHER)
     return Step(
         relative(script),
         tuple(command),
         measures=True,
         needs=(compiler,) if script.stem in SOURCES else (),
-        gib=MEMORY.get(script.stem, 4.0),
-        least=3.0 if machine.dry else LEAST.get(script.stem, 10.0),
+        gib=gib,
+        expected=expected or about,
+        least=3.0 if machine.dry else least,
     )
 
 
@@ -195,7 +200,7 @@ def benchmarks(section: str) -> Callable[[Machine], list[Step]]:
 
 
 def ceilings(machine: Machine) -> list[Step]:
-    return [measuring(machine, ROOT / "tests/harness/ceilings.py")]
+    return [measuring(machine, ROOT / "tests/harness/ceilings.py", expected=25.0)]
 
 
 def kernel_tests(machine: Machine) -> list[Step]:
@@ -210,7 +215,7 @@ def kernel_tests(machine: Machine) -> list[Step]:
 def chapters(machine: Machine) -> list[Step]:
     chosen = chapter_scripts()
     if machine.dry:
-        chosen = [script for script in chosen if script.stem in ("gradient_reducers", "formats")]
+        chosen = [script for script in chosen if script.stem in ("gradient_reducers", "formats", "fpdt_store")]
     return [Step(relative(s), (sys.executable, str(s)), ends_with="PASS", gib=2.0) for s in chosen]
 
 
@@ -241,17 +246,57 @@ def several(machine: Machine) -> list[Step]:
 
 
 SECTIONS = (
-    Section("ceilings", "environment and measured ceilings", ceilings, 45, 10),
-    Section("correct", "tests of the kernels on the device", kernel_tests, 90, 20, together=True),
-    Section("kernels", "kernels: verified, then timed", benchmarks("kernels"), 200, 40),
-    Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 110, 40),
-    Section("fp8", "mixed precision and fp8", benchmarks("fp8"), 60, 20),
-    Section("layers", "split backward, experts", benchmarks("layers"), 40, 15),
-    Section("chapters", "chapter scripts on the device", chapters, 90, 20, together=True),
-    Section("shared", "several ranks share the GPU, over gloo", sharing, 60, 20),
-    Section("several", "several ranks, a GPU each, over nccl", several, 120, 30),
-    Section("fpdt", "FPDT: streams, pinned memory, the longest sequence", benchmarks("fpdt"), 330, 60),
+    Section("flash", "FlashAttention against PyTorch's kernels", benchmarks("flash"), 400, 60),
+    Section("ceilings", "what the device can do at most", ceilings, 30, 10),
+    Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 250, 60),
+    Section("matmul", "the ladder of matrix products against cuBLAS", benchmarks("matmul"), 130, 30),
+    Section("kernels", "fused kernels against the copy bandwidth", benchmarks("kernels"), 340, 40),
+    Section("fp8", "fp8 against bf16", benchmarks("fp8"), 190, 30),
+    Section("fpdt", "FPDT: a step, and the longest sequence", benchmarks("fpdt"), 460, 120),
+    Section("layers", "host link, experts, split backward", benchmarks("layers"), 140, 15),
+    Section("correct", "the tests of chapter 09 on the device", kernel_tests, 400, 30, together=True),
+    Section("chapters", "the scripts of all chapters on the device", chapters, 400, 30, together=True),
+    Section("shared", "several ranks share the GPU, over gloo", sharing, 90, 20),
+    Section("several", "several ranks, a GPU each, over nccl", several, 400, 30),
 )
+CALL = 520.0  # seconds of a call of at most ten minutes, less what starting takes
+
+
+def calls(sections: Sequence[Section], budget: float) -> list[list[Section]]:
+    """Neighbours that fit into one call, in order."""
+    groups: list[list[Section]] = []
+    for section in sections:
+        if groups and sum(s.expected for s in groups[-1]) + section.expected <= budget:
+            groups[-1].append(section)
+        else:
+            groups.append([section])
+    return groups
+
+
+def commit_here() -> str:
+    """The commit of this checkout; "" where there is no git, or something has changed."""
+    known = environment()["commit"]
+    return known if re.fullmatch(r"[0-9a-f]{10}", known) else ""
+
+
+def plan_text(sections: Sequence[Section], budget: float) -> str:
+    """The calls to make, with their expected seconds."""
+    rest = f" COMMIT={commit}" if (commit := commit_here()) else ""
+    lines = ["No section was named, so nothing was run. One call for each section, the most valuable first:", ""]
+    names = [f"make gpu SECTION={section.name}{rest}" for section in sections]
+    for name, section in zip(names, sections, strict=True):
+        lines.append(f"  {name:{max(map(len, names))}}  # about {section.expected:3.0f} s: {section.about}")
+    lines += ["", f"To start a machine costs a minute. Together, in calls of at most {budget:.0f} s:", ""]
+    for group in calls(sections, budget):
+        total = sum(section.expected for section in group)
+        lines.append(f"  make gpu SECTION={','.join(section.name for section in group)}{rest}  # about {total:.0f} s")
+    lines += [
+        "",
+        "OUT=DIR writes one file, DIR/DEVICE.json, and every call adds to it; without OUT they go to results/. The",
+        "seconds are estimates. A section that has more to do than time measures the goals' shapes first.",
+    ]
+    return "\n".join(lines)
+
 
 # -------------------------------------------------------------------------------------------------------------- doing
 
@@ -266,6 +311,15 @@ class Outcome:
     output: str = ""  # its end, if something went wrong
 
 
+LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def die_with_parent() -> None:
+    """Between fork and exec: SIGKILL to this program shall not leave a benchmark behind that holds the GPU."""
+    if LIBC is not None:
+        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Children:
     """The processes that are running: each leads a group of its own, so that what it started ends with it."""
 
@@ -273,20 +327,37 @@ class Children:
         self.running: set[subprocess.Popen] = set()
         self.lock, self.stopped = threading.Lock(), False
 
-    def run(self, command: Sequence[str], environment: dict[str, str], log: Path, seconds: float) -> int | None:
-        """The exit code; None if it was ended because the time was over."""
+    def run(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        seconds: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> int | None:
+        """The exit code; None if it was ended because the time was over. `look` is called about once a second."""
         with log.open("wb") as output:
             with self.lock:
                 if self.stopped:
                     return None
                 child = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
                 )
                 self.running.add(child)
+            until = time.monotonic() + max(seconds, 1.0)
             try:
-                code = child.wait(timeout=max(seconds, 1.0))
-                return None if self.stopped else code
-            except subprocess.TimeoutExpired:
+                while (left := until - time.monotonic()) > 0:
+                    try:
+                        code = child.wait(timeout=min(left, 1.0))
+                        return None if self.stopped else code
+                    except subprocess.TimeoutExpired:
+                        look()
                 return None
             finally:
                 end(child)
@@ -320,6 +391,7 @@ class Run:
         self.machine, self.out, self.environment, self.work = machine, out, environment, work
         self.begun, self.budget = time.monotonic(), budget
         self.children = Children()
+        self.lock, self.seen = threading.RLock(), {}  # type: ignore[var-annotated]
         self.path = out / ("dry.json" if machine.dry else f"{file_name(machine.device)}.json")
         self.record: dict[str, Any] = {
             "device": machine.device,
@@ -358,10 +430,11 @@ class Run:
         spare = max(5.0, seconds - 5.0)  # to end by itself rather than to be ended
         command = [part.replace("{out}", str(place)).replace("{seconds}", f"{spare:.0f}") for part in step.command]
         begun = time.monotonic()
-        code = self.children.run(command, self.environment, log, seconds)
+        code = self.children.run(command, self.environment, log, seconds, look=lambda: self.look(place))
         took = round(time.monotonic() - begun, 1)
         output = log.read_text(errors="replace").strip()
-        outcome = Outcome(step.name, PASSED, took, results=self.collect(place))
+        with self.lock:
+            outcome = Outcome(step.name, PASSED, took, results=self.collect(place))
         last = output.splitlines()[-1] if output else "no output"
         if code is None:
             outcome.status = TOO_SLOW
@@ -380,19 +453,31 @@ class Run:
                 outcome.reason += f"; out of memory, {machine.free_gib:.0f} GiB were free at the start"
         return outcome
 
+    def look(self, place: Path) -> None:
+        """Keep what a running step has written so far: nobody knows whether this program sees its end."""
+        changed = {file: file.stat().st_mtime_ns for file in place.glob("*.json")}
+        with self.lock:
+            if changed and changed != self.seen.get(place):
+                self.seen[place] = changed
+                self.collect(place)
+                self.save()
+
     def collect(self, place: Path) -> list[str]:
         """Take over the results in a folder; also of a step that failed later: it had verified what it wrote."""
         names = []
         for file in sorted(place.glob("*.json")):
-            record = json.loads(file.read_text())
+            try:
+                record = json.loads(file.read_text())
+            except json.JSONDecodeError:  # half written: the next look finds the whole
+                continue
             self.record["results"][record["name"]] = record
             names.append(record["name"])
             if not self.machine.dry and self.out == ROOT / "results":
                 shutil.copy(file, self.out / file.name)
         return names
 
-    def section(self, section: Section, alone: bool) -> list[Outcome]:
-        """Run a section's steps, and record each of them at once."""
+    def section(self, section: Section, behind: float = 0.0) -> list[Outcome]:
+        """Run a section's steps, and record each of them at once. `behind`: seconds that those behind it expect."""
         steps = section.steps(self.machine)
         entry: dict[str, Any] = {"name": section.name, "about": section.about, "steps": []}
         others = [other for other in self.record["sections"] if other["name"] != section.name]
@@ -417,19 +502,21 @@ class Run:
             reason = f"{left:.0f} s are left, and it needs about {section.least:.0f}; --section {section.name}"
             note(Outcome(section.name, LEFT_OUT, reason=reason))
             return found
-        deadline = time.monotonic() + (left if alone or self.machine.dry else min(left, section.limit))
+        deadline = time.monotonic() + (left if self.machine.dry else max(left - behind, min(left, section.expected)))
         cores = os.cpu_count() or 2
         together = min(8, max(2, cores // 2)) if section.together else 2 if self.machine.dry else 1
-        lock = threading.Lock()
 
-        def one(step: Step) -> None:
-            outcome = self.step(section, step, deadline)
-            with lock:
+        def one(place: int) -> None:
+            later = 0.0 if together > 1 else sum(step.expected for step in steps[place + 1 :])
+            now = time.monotonic()
+            until = max(deadline - later, min(deadline, now + steps[place].expected))
+            outcome = self.step(section, steps[place], until)
+            with self.lock:
                 note(outcome)
 
         with ThreadPoolExecutor(together) as pool:
             try:
-                list(pool.map(one, steps))
+                list(pool.map(one, range(len(steps))))
             except KeyboardInterrupt:
                 self.children.stop()  # before the pool waits for its threads, which wait for them
                 raise
@@ -514,7 +601,7 @@ def trange(*arguments, **options):
 def surroundings(dry: bool, work: Path, have_tqdm: bool) -> dict[str, str]:
     """The environment of every step: nothing is written into the tree or into a home that is not there."""
     environment = dict(os.environ)
-    paths = [str(ROOT / "tests")]
+    paths = [str(ROOT / "tests/fake_device")] * dry + [str(ROOT / "tests")]
     if not have_tqdm:
         (work / "stand-in" / "tqdm").mkdir(parents=True, exist_ok=True)
         (work / "stand-in" / "tqdm" / "__init__.py").write_text(TQDM)
@@ -528,7 +615,7 @@ def surroundings(dry: bool, work: Path, have_tqdm: bool) -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     if dry:
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment |= {"FAKE_GPUS": "2", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return environment
 
 
@@ -547,18 +634,23 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argparse.Namespace:
     parser = _Parser("gpu.py", allow_abbrev=False, description="Verify, measure and record what only a GPU can show.")
     names = [section.name for section in sections]
-    parser.add_argument("--section", default="", help=f"some of {', '.join(names)}, with commas; default: all")
-    parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny sizes: proves this command")
+    parser.add_argument("--section", default="", help=f"some of {', '.join(names)}, with commas, or all")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on a stand-in GPU: proves this command")
     parser.add_argument("--out", type=Path, help="folder to write to; default: results/, or a temporary one with --dry")
-    parser.add_argument("--budget", type=float, default=520.0, help="seconds that it may take (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=CALL, help="seconds that it may take (default: %(default)s)")
     parser.add_argument("--commit", default="", help="what this tree is, where there is no git to ask")
     args = parser.parse_args(arguments)
-    args.section = [name for name in re.split(r"[,\s]+", args.section) if name] or names
+    asked = [name for name in re.split(r"[,\s]+", args.section) if name]
+    args.section = names if asked == ["all"] or (args.dry and not asked) else asked
     for name in args.section:
         if name not in names:
-            parser.error(f"--section {name} is unknown; use {', '.join(names)}")
+            parser.error(f"--section {name} is unknown; use all, {', '.join(names)}")
     if not 0 < args.budget < float("inf"):
         parser.error(f"--budget {args.budget:g} must be a positive number of seconds")
+    least = {section.name: section.least for section in sections if section.name in args.section}
+    if least and not args.dry and args.budget < min(least.values()):
+        smallest = min(least, key=least.__getitem__)
+        parser.error(f"--budget {args.budget:g} is too small: the least, {smallest}, needs {least[smallest]:.0f} s")
     args.out = (args.out or (Path(tempfile.mkdtemp(prefix="gpu-dry-")) if args.dry else ROOT / "results")).resolve()
     if args.dry and args.out == ROOT / "results":
         parser.error(f"--out {args.out}: a dry run measures nothing, and must not write there; name another folder")
@@ -573,6 +665,9 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
 
 def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = SECTIONS) -> int:
     args = parse(arguments, sections)
+    if not args.section:
+        print(plan_text(sections, args.budget))
+        return 0
     find_nvcc()
     if args.commit:
         os.environ["COMMIT"] = args.commit
@@ -592,15 +687,20 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
         chosen = [section for section in sections if section.name in args.section]
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: keep what there is
         try:
-            for section in chosen:
-                run.section(section, alone=len(chosen) == 1)
+            for place, section in enumerate(chosen):
+                run.section(section, behind=sum(later.expected for later in chosen[place + 1 :]))
         except KeyboardInterrupt:
             print("\nstopped; what was measured is kept", file=sys.stderr)
             summary(run, args.section)
             return 130
         finally:
             signal.signal(signal.SIGTERM, before)
-        return summary(run, args.section)
+        code = summary(run, args.section)
+        steps = [step for entry in run.record["sections"] if entry["name"] in args.section for step in entry["steps"]]
+        if steps and all(step["status"] == NOT_RUN for step in steps):
+            print(f"gpu.py: nothing could be run: {steps[0]['step']}: {steps[0]['reason']}", file=sys.stderr)
+            return 2
+        return code
 
 
 if __name__ == "__main__":

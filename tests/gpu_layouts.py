@@ -2,7 +2,7 @@
 
     python tests/gpu_layouts.py --share [--out DIR]      several ranks on one GPU, over gloo
     python tests/gpu_layouts.py [--out DIR]              one GPU for each rank, over nccl
-    python tests/gpu_layouts.py [--share] --dry --out DIR     the same program on the CPU, over gloo
+    python tests/gpu_layouts.py [--share] --dry --out DIR     fewer layouts, on the CPU or a stand-in GPU (gpu.py --dry)
 
 On the CPU the tests of the trainer show this in float64 for a hundred layouts. Here it is about what a CPU cannot show:
 streams, kernels, and collectives of tensors that lie on a GPU. The model is small, in fp32 without TF32, and the
@@ -95,9 +95,9 @@ def difference(options: dict[str, Any], device: torch.device, want: tuple) -> st
 
 
 def rank_main(rank: int, world: int, share: bool, dry: bool, store: str, answer: str) -> None:
-    device = torch.device("cpu") if dry else torch.device("cuda", 0 if share else rank)
+    device = torch.device("cuda", 0 if share else rank) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(1)
-    backend = "gloo" if dry or share else "nccl"
+    backend = "gloo" if share or device.type == "cpu" else "nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     file = dist.FileStore(store, world)
@@ -112,7 +112,7 @@ def rank_main(rank: int, world: int, share: bool, dry: bool, store: str, answer:
     found = {}
     for name in names:
         options = LAYOUTS[name]
-        if options.get("sends") and share and not dry:
+        if options.get("sends") and share and device.type == "cuda":
             found[name] = "left out: gloo sends no CUDA tensors"
         else:
             found[name] = difference(options, device, want[options.get("experts", 0)])
@@ -125,7 +125,7 @@ def rank_main(rank: int, world: int, share: bool, dry: bool, store: str, answer:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hold the trainer's layouts on GPUs against one rank.")
     parser.add_argument("--share", action="store_true", help="all ranks on the first GPU, over gloo")
-    parser.add_argument("--dry", action="store_true", help="the same on the CPU, over gloo")
+    parser.add_argument("--dry", action="store_true", help="fewer layouts, to try the program")
     parser.add_argument("--out", type=Path, help="folder for the result instead of results/")
     args = parser.parse_args()
     if args.dry and not args.out:
@@ -145,13 +145,13 @@ def main() -> int:
         mp.spawn(rank_main, (world, args.share, args.dry, f"{folder}/store", answer), nprocs=world)
         found: dict[str, str] = torch.load(answer)
     # What could not run counts as wrong only where everything has to run.
-    gloo_on_gpu = args.share and not args.dry
+    gloo_on_gpu = args.share and torch.cuda.is_available()
     wrong = []
     for name, error in found.items():
         excused = gloo_on_gpu and error.startswith(("not run", "left out")) and name != "data parallel"
         if not excused and not (error[:1].isdigit() and float(error) <= TOLERANCE):
             wrong.append(f"{name}: {error}")
-    how = "gloo, all on one device" if args.share or args.dry else "nccl, a GPU each"
+    how = "gloo, all on one device" if args.share or not gpus else "nccl, a GPU each"
     write_result(
         "11_layouts_shared_gpu" if args.share else "11_layouts_gpus",
         f"The trainer on {world} ranks against one rank: three steps of plain SGD, fp32",

@@ -1,5 +1,7 @@
 """The command for borrowed GPUs, where there is none: that it runs, keeps what it has, and says what went wrong."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -17,7 +19,7 @@ from harness.goals import GOALS, judge, number
 from harness.ranks import run_ranks
 from harness.report import ROOT, Ratio, fill, take, write_result
 
-sys.path.insert(0, str(ROOT / "11_5d_trainer"))
+sys.path[:0] = [str(ROOT / "11_5d_trainer"), str(ROOT / "11_5d_trainer/bench"), str(ROOT / "01_single_gpu/in_depth")]
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -25,59 +27,75 @@ NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="module")
-def dry_run(tmp_path_factory):
-    """What `make gpu DRY=1` prints and writes: once for all tests here, about a minute and a half."""
-    out = tmp_path_factory.mktemp("dry")
-    before = {file: file.stat().st_mtime_ns for file in (ROOT / "results").iterdir()}
-    command = [sys.executable, str(ROOT / "tests/gpu.py"), "--dry", "--out", str(out), "--budget", "900"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=out, env=NO_GPU)
-    after = {file: file.stat().st_mtime_ns for file in (ROOT / "results").iterdir()}
+def dry_folder(tmp_path_factory):
+    """Where the dry runs of this module write; each section adds to one file, as the calls on a GPU do."""
+    return tmp_path_factory.mktemp("dry")
+
+
+def dry_run(folder, section):
+    """What `make gpu DRY=1 SECTION=...` prints and writes, on the stand-in GPU."""
+    command = [sys.executable, str(ROOT / "tests/gpu.py"), "--dry", "--section", section, "--out", str(folder)]
+    done = subprocess.run(
+        [*command, "--budget", "400"], capture_output=True, text=True, timeout=450, cwd=folder, env=NO_GPU
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    changed = sorted(str(file) for file in before.keys() | after.keys() if before.get(file) != after.get(file))
-    return done.stdout, json.loads((out / "dry.json").read_text()), changed
+    return done.stdout, json.loads((folder / "dry.json").read_text())
 
 
-def test_the_dry_run_passes_every_step_of_every_section(dry_run):
-    said, record, _ = dry_run
+def one_in_every_run_the_others_to_prove(sections):
+    """`make test` takes the cheapest section; `make prove` all of them."""
+    return [s.name if s.name == "ceilings" else pytest.param(s.name, marks=pytest.mark.prove) for s in sections]
+
+
+@pytest.mark.parametrize("name", one_in_every_run_the_others_to_prove(gpu.SECTIONS))
+def test_a_section_passes_on_the_stand_in_gpu_and_leaves_what_goals_and_readmes_look_for(dry_folder, name):
+    before = {file: file.stat().st_mtime_ns for file in (ROOT / "results").iterdir()}
+    said, record = dry_run(dry_folder, name)
     assert said.strip().splitlines()[-1].startswith("PASS (dry")
-    steps = {entry["name"]: entry["steps"] for entry in record["sections"]}
-    assert list(steps) == [section.name for section in gpu.SECTIONS]
-    assert all(step["status"] == "passed" for found in steps.values() for step in found)
-    for section, scripts in gpu.gpu_benchmarks().items():
-        ran = {step["step"] for step in steps[section] if step["results"]}
-        assert ran == {gpu.relative(script) for script in scripts}, f"section {section}"
-
-
-def test_the_dry_run_leaves_the_committed_results_alone(dry_run):
-    _, _, changed = dry_run
-    dry = [file for file in changed if any(name in Path(file).name for name in dry_run[1]["results"])]
-    assert not dry, dry
-
-
-def test_every_goal_finds_the_columns_that_it_reads(dry_run):
-    results = dry_run[1]["results"]
-    for goal in GOALS:
-        assert set(goal.columns) <= set(results[goal.result]["columns"]), f"{goal.what} reads {goal.columns}"
-
-
-def test_every_result_of_a_gpu_has_its_place_in_a_readme(dry_run):
+    [steps] = [entry["steps"] for entry in record["sections"] if entry["name"] == name]
+    assert steps and all(step["status"] == "passed" for step in steps), steps
+    if benches := gpu.gpu_benchmarks().get(name):
+        assert {step["step"] for step in steps if step["results"]} == {gpu.relative(script) for script in benches}
+    written = {result: record["results"][result] for step in steps for result in step["results"]}
     readmes = "".join(file.read_text() for file in [ROOT / "README.md", *ROOT.glob("*/README.md")])
     shown = set(re.findall(r"<!-- gpu results: ([\w.-]+) -->", readmes))
-    assert set(dry_run[1]["results"]) <= shown, sorted(set(dry_run[1]["results"]) - shown)
+    assert set(written) <= shown, f"no README shows {sorted(set(written) - shown)}"
+    for result, about in written.items():
+        assert about["verified"] is True, result
+        assert about["environment"]["device"] == record["device"] == "stand-in for an NVIDIA H200", result
+        assert {"torch", "python", "commit", "date"} <= set(about["environment"]), result
+        for goal in GOALS:
+            assert goal.result != result or set(goal.columns) <= set(about["columns"]), f"{goal.what}: {goal.columns}"
+        if any(word in " ".join(about["columns"]) for word in ("ms", "TFLOP", "/s", "seconds")):
+            foreseen = [column for column in about["columns"] if "predicted" in column or column == "floor, ms"]
+            assert foreseen, f"{result} says nothing of what was expected: {about['columns']}"
+    after = {file: file.stat().st_mtime_ns for file in (ROOT / "results").iterdir()}
+    changed = [file.name for file in before.keys() | after.keys() if before.get(file) != after.get(file)]
+    assert not [file for file in changed if file.split(".")[0] in written], "a dry run wrote into results/"
 
 
-def test_the_record_of_a_run_says_where_when_and_with_what_and_whether_it_was_verified(dry_run):
-    record = dry_run[1]
-    assert record["dry"] is True
-    assert {"device", "torch", "python", "commit", "date"} <= set(record["environment"])
-    for name, result in record["results"].items():
-        assert result["verified"] is True, name
-        assert result["environment"]["device"] == record["device"], name
+def test_every_goal_is_measured_by_some_section():
+    source = "".join(script.read_text() for benches in gpu.gpu_benchmarks().values() for script in benches)
+    source += (ROOT / "08_fpdt/in_depth/_fpdt_gpu.py").read_text()
+    for goal in GOALS:
+        assert f'"{goal.result}"' in source, goal.what
 
 
-def test_a_dry_run_cannot_be_taken_for_results(dry_run, tmp_path):
+@pytest.mark.prove
+@pytest.mark.parametrize("script", [gpu.relative(script) for script in gpu.chapter_scripts()])
+def test_a_script_of_a_chapter_passes_on_the_stand_in_gpu(tmp_path, script):
+    """What `--section chapters` runs on a GPU, which would refuse more than a CPU does."""
+    environment = gpu.surroundings(True, tmp_path, True) | {"FAKE_GPUS": "1"}
+    command = [sys.executable, str(ROOT / script)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.strip().splitlines()[-1] == "PASS", (
+        done.stdout[-1500:] + done.stderr[-1500:]
+    )
+
+
+def test_a_dry_run_cannot_be_taken_for_results(tmp_path):
+    go(tmp_path, section("one", writes("first")))
     file = tmp_path / "dry.json"
-    file.write_text(json.dumps(dry_run[1]))
     with pytest.raises(ValueError, match="a dry run measures nothing"):
         take(file, tmp_path / "results")
     assert not (tmp_path / "results").exists()
@@ -103,8 +121,8 @@ def writes(name, then="", verified=True):
     return python(code, "{out}", name=name, measures=True)
 
 
-def section(name, *steps, limit=60.0, least=0.0):
-    return Section(name, f"about {name}", lambda machine: list(steps), limit, least)
+def section(name, *steps, expected=60.0, least=0.0):
+    return Section(name, f"about {name}", lambda machine: list(steps), expected, least)
 
 
 def dry_machine(dry=True, environment=None):
@@ -184,7 +202,7 @@ time.sleep(600)
 """
     run = start(tmp_path, budget=8.0)
     steps = python(parent, name="hangs"), python("pass", name="behind it")
-    hangs, behind = run.section(section("slow", *steps), alone=False)
+    hangs, behind = run.section(section("slow", *steps))
     assert (hangs.status, behind.status) == ("too slow", "left out")
     assert hangs.reason.startswith("ended after") and behind.reason.endswith("it needs about 3; --section slow")
     assert gpu.summary(run, ["slow"]) == 1
@@ -196,24 +214,74 @@ time.sleep(600)
 
 def test_what_does_not_fit_into_the_time_is_left_out_by_name(tmp_path):
     run = start(tmp_path, budget=30.0)
-    [outcome] = run.section(section("long", python("pass"), least=40.0), alone=False)
+    [outcome] = run.section(section("long", python("pass"), least=40.0))
     assert outcome.status == "left out"
     assert re.fullmatch(r"(29|30) s are left, and it needs about 40; --section long", outcome.reason)
-    [outcome] = run.section(section("short", python("pass"), least=2.0), alone=False)
+    [outcome] = run.section(section("short", python("pass"), least=2.0))
     assert outcome.status == "passed"
     assert gpu.summary(run, ["long", "short"]) == 0, "to have no time is no error"
 
 
 def test_too_little_memory_is_named_with_what_is_needed(tmp_path):
     run = start(tmp_path, free_gib=10.0)
-    [outcome] = run.section(section("large", python("pass", gib=30.0)), alone=True)
+    [outcome] = run.section(section("large", python("pass", gib=30.0)))
     assert outcome.status == "not run"
     assert outcome.reason == "needs 30 GiB of GPU memory, and 10 of 139 GiB were free"
 
 
+def on(patch, tmp_path, machine_there, *sections):
+    patch.setattr(gpu, "probe", lambda dry, environment: machine_there)
+    return gpu.main(["--section", "all", "--out", str(tmp_path)], sections)
+
+
+def test_a_gpu_that_another_process_fills_ends_in_one_line_and_keeps_the_record(tmp_path, monkeypatch, capsys):
+    steps = section("large", python("pass", name="large", gib=30.0)), section("small", python("pass", gib=4.0))
+    assert on(monkeypatch, tmp_path, machine(free_gib=2.0), *steps) == 2
+    said = capsys.readouterr()
+    assert said.err == "gpu.py: nothing could be run: large: needs 30 GiB of GPU memory, and 2 of 139 GiB were free\n"
+    assert "another process holds memory of this GPU" in said.out
+    assert len(json.loads((tmp_path / "nvidia-h200.json").read_text())["sections"]) == 2
+
+
+def test_a_gpu_without_a_byte_left_ends_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "PROBE", "raise RuntimeError('CUDA error: out of memory')")
+    assert gpu.main(["--section", "ceilings", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(
+        "gpu.py: PyTorch cannot use this device (RuntimeError: CUDA error: out of memory); --dry tries"
+    )
+
+
+def test_without_nvcc_only_what_is_written_in_cuda_is_not_run(tmp_path):
+    run = start(tmp_path)
+    ladder, other = run.section(section("a", python("pass", needs=("nvcc",)), python("pass")))
+    assert (ladder.status, ladder.reason, other.status) == ("not run", "nvcc is not here", "passed")
+
+
+def test_without_a_section_the_calls_are_printed_with_their_seconds_and_nothing_runs(capsys):
+    assert gpu.main([]) == 0
+    said = capsys.readouterr().out
+    lines = re.findall(r"^  make gpu SECTION=(\w+) .*# about +(\d+) s: ", said, re.MULTILINE)
+    assert [name for name, _ in lines] == [section.name for section in gpu.SECTIONS] and lines[0][0] == "flash"
+    assert all(0 < int(seconds) <= gpu.CALL for _, seconds in lines), "each fits into a call"
+    together = re.findall(r"^  make gpu SECTION=([\w,]+)(?: COMMIT=\w+)?  # about (\d+) s$", said, re.MULTILINE)
+    assert [name for names, _ in together for name in names.split(",")] == [section.name for section in gpu.SECTIONS]
+    assert all(int(seconds) <= gpu.CALL for _, seconds in together)
+    known = {stem for stem, (name, *_) in gpu.BENCHMARKS.items()}
+    assert known == {script.stem for benches in gpu.gpu_benchmarks().values() for script in benches}
+    for section in gpu.SECTIONS:
+        steps = [step.expected for step in section.steps(machine(gpus=4)) if step.measures]
+        assert section.together or sum(steps) <= section.expected, f"{section.name} has less time than its steps expect"
+
+
+def test_a_section_leaves_the_time_that_those_behind_it_expect(tmp_path):
+    run = start(tmp_path, budget=12.0)
+    [first] = run.section(section("first", python("import time; time.sleep(60)"), expected=5.0), behind=8.0)
+    assert first.status == "too slow" and 4.0 <= first.seconds < 9.0
+
+
 def test_one_gpu_says_that_the_section_for_several_is_not_run(tmp_path):
     [several] = [section for section in gpu.SECTIONS if section.name == "several"]
-    [outcome] = start(tmp_path).section(several, alone=False)
+    [outcome] = start(tmp_path).section(several)
     assert (outcome.status, outcome.reason) == ("not run", "1 GPU; nothing to do for it")
     names = [step.name for step in several.steps(machine(gpus=8))]
     assert names[0] == "tests/gpu_layouts.py" and any("pipeline_executor.py" in name for name in names)
@@ -226,16 +294,19 @@ def test_nvcc_and_pytest_are_asked_of_the_steps_that_need_them():
     assert not any(step.needs for step in gpu.chapters(machine()))
 
 
-def test_a_stopped_run_keeps_what_it_measured(tmp_path):
+def started(tmp_path, *sections):
+    """A run of these sections (as source text) in a process of its own, on a machine that is made up."""
     program = (
         f"import sys; sys.path[:0] = [{str(ROOT / 'tests')!r}]; import gpu, test_gpu as t; gpu.probe = t.dry_machine;"
-        f"sys.exit(gpu.main(['--dry', '--out', {str(tmp_path)!r}],"
-        " [t.section('a', t.writes('kept')), t.section('b', t.python('import time; time.sleep(600)', name='sleeps'))]))"
+        f"sys.exit(gpu.main(['--dry', '--out', {str(tmp_path)!r}], [{', '.join(sections)}]))"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=NO_GPU
-    )
-    assert child.stdout is not None
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen([sys.executable, "-c", program], text=True, env=NO_GPU, **pipes)
+
+
+def test_a_stopped_run_keeps_what_it_measured(tmp_path):
+    sleeps = "t.section('b', t.python('import time; time.sleep(600)', name='sleeps'))"
+    child = started(tmp_path, "t.section('a', t.writes('kept'))", sleeps)
     for line in child.stdout:
         if line.startswith("b: "):
             break
@@ -248,6 +319,46 @@ def test_a_stopped_run_keeps_what_it_measured(tmp_path):
     assert record["sections"][1]["steps"][0]["reason"] == "stopped"
 
 
+@pytest.mark.parametrize("who", ["the step", "the whole run"])
+def test_a_section_that_is_killed_leaves_every_row_it_had_measured(tmp_path, who):
+    """A table that grows; SIGKILL while its third row is computed, to the benchmark or to all of it."""
+    rows = f"""
+import pathlib, sys, time
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from harness.ceilings import Table
+table = Table("grows", "T", ["row"], folder=pathlib.Path(sys.argv[1]))
+for row in range(2):
+    table.add(row)
+pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(__import__("os").getpid()))
+time.sleep(600)
+"""
+    (tmp_path / "grows.py").write_text(rows)
+    step = f"t.Step('grows', (sys.executable, {str(tmp_path / 'grows.py')!r}, '{{out}}'), measures=True)"
+    child = started(tmp_path, f"t.section('a', {step})", "t.section('b', t.writes('after'))")
+    file, until = tmp_path / "dry.json", time.monotonic() + 60
+    try:
+        while time.monotonic() < until:
+            if file.exists() and len(json.loads(file.read_text())["results"].get("grows", {"rows": []})["rows"]) == 2:
+                break
+            time.sleep(0.2)
+        if who == "the whole run":
+            child.kill()
+            child.wait(timeout=20)
+            mine, until = Path("/proc", (tmp_path / "pid").read_text()), time.monotonic() + 20
+            while mine.exists() and "Z" not in (mine / "stat").read_text().split()[2] and time.monotonic() < until:
+                time.sleep(0.1)
+            assert not mine.exists() or "Z" in (mine / "stat").read_text().split()[2], "it would hold the GPU"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    child.communicate(timeout=60)
+    record = json.loads(file.read_text())
+    assert record["results"]["grows"]["rows"] == [[0], [1]]
+    if who == "the step":
+        assert child.returncode == 1 and "after" in record["results"], "the next section runs all the same"
+        assert record["sections"][0]["steps"][0]["status"] == "failed"
+
+
 def test_sections_that_ran_before_stay_in_the_file(tmp_path):
     go(tmp_path, section("one", writes("first")))
     code, steps, results = go(tmp_path, section("two", writes("second")))
@@ -257,13 +368,17 @@ def test_sections_that_ran_before_stay_in_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--section", "kernel"], "--section kernel is unknown; use ceilings, correct, kernels, train, fp8, layers, "),
+        (
+            ["--section", "kernel"],
+            "--section kernel is unknown; use all, flash, ceilings, train, matmul, kernels, fp8, ",
+        ),
+        (["--section", "train", "--budget", "20"], "--budget 20 is too small: the least, train, needs 60 s"),
         (["--budget", "0"], "--budget 0 must be a positive number of seconds"),
         (["--budget", "nan"], "--budget nan must be a positive number of seconds"),
         (["--dry", "--out", "results"], "a dry run measures nothing, and must not write there; name another folder"),
         (["--dry", "--out", "/dev/null/x"], "--out /dev/null/x cannot be written to"),
         (["--fast"], "unrecognized arguments: --fast; --help lists the options"),
-        ([], "PyTorch finds no CUDA GPU here; --dry tries the whole program on the CPU"),
+        (["--section", "all"], "PyTorch finds no CUDA GPU here; --dry tries the whole program on the CPU"),
     ],
 )
 def test_bad_input_ends_in_one_line(options, line, monkeypatch, capsys):
@@ -451,7 +566,7 @@ def wrong_and_right_ways():
     def start(way, job, device):
         if way.kernels == "none":
             raise RuntimeError("no kernel image is available for this device")
-        me = right(way, job, device)
+        me = right(dataclasses.replace(way, compiled=False), job, device)  # compiling takes half a minute
         if way.compiled:  # stands for a kernel that is wrong by a per cent
             with torch.no_grad():
                 me.model.lm_head.weight.mul_(1.1)

@@ -38,6 +38,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -149,14 +150,38 @@ def backward_for_input(
     if output.node not in on_the_way:  # the output does not depend on the inputs: all of it is left to W
         cuts.append(Cut.at(output, grad))
     parts = [part for node in later for part in node.weight_parts]
-    return list(found), WeightPart([cut for cut in cuts if cut.weights and cut.kept()], parts)
+    cuts = [cut for cut in cuts if cut.weights and cut.kept()]
+    written_in_python = any(isinstance(cut.node, torch._C._FunctionBase) for cut in cuts)
+    owner = output if written_in_python and not python_nodes_own_their_graph() else None
+    return list(found), WeightPart(cuts, parts, owner)
+
+
+@cache
+def python_nodes_own_their_graph() -> bool:
+    """Does the node of a torch.autograd.Function keep itself alive? In torch 2.11 only whoever is before it does so,
+    or the `ownership_token` of the output's edge: there W has to hold that edge until it is through."""
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> Tensor:
+            return grad
+
+    node = Same.apply(torch.ones(1, requires_grad=True)).grad_fn  # and the tensor is gone
+    try:
+        return node is not None and node.next_functions is not None
+    except RuntimeError:
+        return False
 
 
 class WeightPart:
     """What B left to do. It holds the graph, and with it the activations, until `run` is through: W."""
 
-    def __init__(self, cuts: list[Cut], parts: list["WeightPart"]):
-        self.cuts, self.parts = cuts, parts  # parts: those of the recomputed blocks inside
+    def __init__(self, cuts: list[Cut], parts: list["WeightPart"], owner: GradientEdge | None = None):
+        self.cuts, self.parts, self.owner = cuts, parts, owner  # parts: those of the recomputed blocks inside
 
     def run(self) -> None:
         """W. Adds the gradient to `.grad` of every weight, and fires its hooks, once each."""
@@ -184,7 +209,7 @@ class WeightPart:
                 del cut.node, cut.grads
         for part in self.parts:
             result += part.gradients()
-        self.cuts, self.parts = [], []
+        self.cuts, self.parts, self.owner = [], [], None
         return result
 
 

@@ -28,8 +28,9 @@ from fpdt_attention import EXPLICIT, FUSED, Kernel, attend, attend_backward, mer
 from fpdt_costs import Hardware, Sizes, model_host_peak, recommend
 from fpdt_model import chunked_loss, fpdt_block, loss_sum, use_fpdt
 from fpdt_store import DeviceMemory, Store, available_host_memory, machine_for
+from harness import predictions
+from harness.ceilings import Table, device_here
 from harness.oracle import error_between
-from harness.report import write_result
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -266,6 +267,17 @@ def step(
     return seconds, torch.cuda.max_memory_allocated(device) if cuda else meter.peak + others
 
 
+def predicted_step(plan: Plan, S: int, layers: int) -> str:
+    """Seconds, from the data sheet: forward is computed twice; attention's softmax halves its rate."""
+    gpu = predictions.here()
+    if gpu is None:
+        return "-"
+    attention = 3 * layers * 2 * S * S * plan.hidden
+    rest = flops(plan, S, layers) - attention
+    work = (rest * 4 / 3 + 2 * attention * 1.5) / (predictions.MULTIPLIED * gpu.bf16)
+    return f"{work:.3g}"
+
+
 def free(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -278,7 +290,7 @@ def chunks_for(plan: Plan, S: int, h: Hardware) -> int:
     return best.u if best else S // 64
 
 
-def measure(dry: bool, out: Path | None) -> int:
+def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
     if not dry and not torch.cuda.is_available():
         print(
             "bench_fpdt_attention.py: --gpu needs a GPU and there is none; add --dry --out DIR to try it on the CPU",
@@ -288,66 +300,85 @@ def measure(dry: bool, out: Path | None) -> int:
     if dry and out is None:
         print("bench_fpdt_attention.py: --dry writes nothing to results/; say where with --out DIR", file=sys.stderr)
         return 2
-    plan, device = (TINY, torch.device("cpu")) if dry else (REAL, torch.device("cuda", 0))
-    dtype = torch.float32 if dry else torch.bfloat16
+    plan, device = TINY if dry else REAL, device_here()
+    cuda, dtype = device.type == "cuda", torch.float32 if dry else torch.bfloat16
     dist.init_process_group(
-        "gloo" if dry else "nccl",
+        "nccl" if cuda else "gloo",
         store=dist.HashStore(),
         rank=0,
         world_size=1,
-        **({} if dry else {"device_id": device}),
+        **({"device_id": device} if cuda else {}),
     )
     begun = time.perf_counter()
     name, kernel, reached = choose_kernel(plan, device, dtype)
     verify_model(kernel, device, dtype)
     h = Hardware(flops=reached, link=link_speed(device))
-    peak_flops = None if dry else next((f for key, f in PEAKS.items() if key in torch.cuda.get_device_name()), None)
-    rows, longest = [], []
-    for S in plan.lengths:
-        for way in WAYS:
-            # 4.5/3 of the counted work is done: forward twice, and backward is 2.5 forwards
-            one = 1.5 * (flops(plan, S, 1)) / reached
-            layers = max(1, min(plan.layers, int(plan.seconds / 2 / one)))
+    peak_flops = next((f for key, f in PEAKS.items() if key in torch.cuda.get_device_name()), None) if cuda else None
+    z = Sizes(plan.lengths[-1], 1, 1, plan.heads, plan.kv_heads, plan.hidden // plan.heads)
+    where = f"{name}, {reached / 1e12:.3g} TFLOP/s forward; link {h.link / 1e9:.3g} GB/s. "
+    table = Table(
+        "08_fpdt_gpu",
+        f"One step of a Llama of hidden size {plan.hidden} and {plan.layers} layers; those that did not run are held",
+        ["tokens", "way", "layers that ran", "tokens of a chunk", "seconds", "MFU", "peak, GB", "predicted, s"],
+        where + "MFU counts the half of attention that is not masked, and recomputation not at all. Host memory of all "
+        f"layers at {plan.lengths[-1]:,} tokens: {model_host_peak(z, plan.hidden, plan.layers, 'input') / 1e9:.3g} GB. "
+        "Predicted: what is computed, forward twice, at 80 % of the data sheet's rate, attention at half of it.",
+        out,
+    )
+    longest = Table(
+        "08_fpdt_longest",
+        "The longest sequence whose step fits, memory of all layers held",
+        ["way", "tokens", "peak, GB", "ended by"],
+        where
+        + "One layer runs, with the allocations and copies of a real step; its attention sees a part of the keys.",
+        out,
+    )
+
+    def one_step(S: int, way: str) -> None:
+        # 4.5/3 of the counted work is done: forward twice, and backward is 2.5 forwards
+        one = 1.5 * (flops(plan, S, 1)) / reached
+        layers = max(1, min(plan.layers, int(plan.seconds / 2 / one)))
+        expected = predicted_step(plan, S, layers)
+        try:
+            seconds, peak = step(plan, way, S, layers, chunks_for(plan, S, h), device, dtype, kernel)
+            rate = flops(plan, S, layers) / seconds
+            mfu = f"{rate / peak_flops:.1%}" if peak_flops else "n/a"
+            cells = [layers, S // chunks_for(plan, S, h), round(seconds, 3), mfu, round(peak / 1e9, 3), expected]
+            table.add(S, way, *cells)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            table.add(S, way, layers, "", "out of memory", "", type(error).__name__, expected)
+        free(device)
+
+    def search(way: str, until: float) -> None:
+        """Doubles the length until it does not fit; the row grows with what was found, and stays if this is ended."""
+        S, fits, why, last = plan.lengths[-1], 0, "the search ends here", 0
+        longest.rows.append([way, 0, "", "nothing tried yet"])
+        while plan.longest >= S:
+            if time.perf_counter() - begun > until:
+                why = "the time was over"
+                break
             try:
-                seconds, peak = step(plan, way, S, layers, chunks_for(plan, S, h), device, dtype, kernel)
-                rate = flops(plan, S, layers) / seconds
-                mfu = f"{rate / peak_flops:.1%}" if peak_flops else "n/a"
-                rows.append([S, way, layers, S // chunks_for(plan, S, h), round(seconds, 3), mfu, round(peak / 1e9, 3)])
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                rows.append([S, way, layers, "", "out of memory", "", type(error).__name__])
-            free(device)
-    for way in WAYS:
-        S, fits, why = plan.lengths[-1], 0, "the search ends here"
-        while plan.longest >= S and time.perf_counter() - begun < 270:
-            try:
-                _, peak = step(plan, way, S, 1, chunks_for(plan, S, h), device, dtype, kernel, True)
-                fits, last = S, peak
+                _, last = step(plan, way, S, 1, chunks_for(plan, S, h), device, dtype, kernel, True)
+                fits = S
             except (MemoryError, torch.OutOfMemoryError) as error:
                 why = f"{type(error).__name__} at {S:,}"
                 break
             finally:
                 free(device)
+            longest.rows[-1] = [way, fits, round(last / 1e9, 3), f"{S:,} fit, more not tried yet"]
+            longest.write()
             S *= 2
-        longest.append([way, fits, round(last / 1e9, 3) if fits else "", why])
+        longest.rows[-1] = [way, fits, round(last / 1e9, 3) if fits else "", why]
+        longest.write()
+
+    # The goals first: FPDT at the longest length of the table, and how far it goes; the others for comparison.
+    one_step(plan.lengths[-1], WAYS[0])
+    search(WAYS[0], 0.6 * limit)
+    for S in plan.lengths[::-1]:
+        for way in WAYS:
+            if (S, way) != (plan.lengths[-1], WAYS[0]) and time.perf_counter() - begun < 0.8 * limit:
+                one_step(S, way)
+    for way in WAYS[1:]:
+        search(way, 0.9 * limit)
     dist.destroy_process_group()
-    z = Sizes(plan.lengths[-1], 1, 1, plan.heads, plan.kv_heads, plan.hidden // plan.heads)
-    where = f"{name}, {reached / 1e12:.3g} TFLOP/s forward; link {h.link / 1e9:.3g} GB/s. "
-    write_result(
-        "08_fpdt_gpu",
-        f"One step of a Llama of hidden size {plan.hidden} and {plan.layers} layers; those that did not run are held",
-        ["tokens", "way", "layers that ran", "tokens of a chunk", "seconds", "MFU", "peak, GB"],
-        rows,
-        where + "MFU counts the half of attention that is not masked, and recomputation not at all. Host memory of all "
-        f"layers at {plan.lengths[-1]:,} tokens: {model_host_peak(z, plan.hidden, plan.layers, 'input') / 1e9:.3g} GB.",
-        folder=out,
-    )
-    write_result(
-        "08_fpdt_longest",
-        "The longest sequence whose step fits, memory of all layers held",
-        ["way", "tokens", "peak, GB", "ended by"],
-        longest,
-        where
-        + "One layer runs, with the allocations and copies of a real step; its attention sees a part of the keys.",
-        folder=out,
-    )
     return 0

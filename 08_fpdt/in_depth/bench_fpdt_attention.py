@@ -154,6 +154,7 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="measure on the GPU")
     parser.add_argument("--dry", action="store_true", help="with --gpu: the same program on the CPU, tiny")
     parser.add_argument("--out", type=Path, help="folder for the results of --gpu; default results/")
+    parser.add_argument("--seconds", type=float, default=450.0, help="about how long --gpu may take")
     args = parser.parse_args()
     if args.figures:
         figures()
@@ -161,7 +162,7 @@ def main() -> int:
     if args.gpu:
         from _fpdt_gpu import measure
 
-        return measure(args.dry, args.out)
+        return measure(args.dry, args.out, args.seconds)
     for ranks in (1, 2):
         run_ranks(ranks, verify, timeout=120)
     rows = memory_rows()

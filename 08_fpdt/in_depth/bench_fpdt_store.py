@@ -14,13 +14,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from fpdt_costs import idle_time
-from fpdt_store import Buffer, CpuMachine, CudaMachine, DeviceMemory, Op, Prefetch, Race, Store, machine_for
+from fpdt_store import Buffer, CpuMachine, DeviceMemory, Op, Prefetch, Race, Store, machine_for
+from harness import predictions
+from harness.ceilings import Table, device_here
 from harness.report import write_result
 from torch import Tensor
 
@@ -169,10 +172,24 @@ def timed(call: Callable[[], object], cuda: bool, repeats: int) -> float:
     return statistics.median(times)
 
 
-def copies(device: torch.device, sizes: tuple[int, ...], repeats: int) -> list[list]:
+def copies(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Path | None) -> None:
     """GB/s of single copies, each way, from pinned and from ordinary memory."""
-    cuda, machine = device.type == "cuda", machine_for(device)
-    rows = []
+    cuda, machine, gpu = device.type == "cuda", machine_for(device), predictions.here()
+    table = Table(
+        "08_fpdt_link",
+        "Copies between host and device, GB/s, by size",
+        [
+            "bytes",
+            "pinned, to the device",
+            "pinned, to the host",
+            "pageable, to the device",
+            "pageable, to the host",
+            "pinned, predicted",
+        ],
+        "One copy at a time, from the call until it is done; medians. Predicted: 10 µs for a call and its end, and the "
+        "bytes at 85 % of the link's data sheet.",
+        out,
+    )
     for size in sizes:
         there = torch.full((size // 4,), 1.0, device=device)
         rates = []
@@ -183,56 +200,13 @@ def copies(device: torch.device, sizes: tuple[int, ...], repeats: int) -> list[l
                 if not torch.equal(to.cpu(), source.cpu()):
                     sys.exit(f"a copy of {size} bytes brings other numbers")
                 rates.append(round(size / took / 1e9, 2) if cuda else "n/a on CPU")
-        rows.append([size, *rates])
-    return rows
+        table.add(size, *rates, round(size / (1e-5 + size / (0.85 * gpu.link)) / 1e9, 2) if gpu else "-")
 
 
-def overlaps(device: torch.device, size: int, repeats: int) -> list[list]:
+def overlaps(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Path | None) -> None:
     """Milliseconds of a walk with one slot and with two, beside its copies alone and its computation alone."""
-    cuda, elements = device.type == "cuda", size // 4
-    machine = CudaMachine(device) if cuda else CpuMachine()
-    store = Store(machine)
-    hosts = store_all(store, CHUNKS, elements, device)
-    want = expected(CHUNKS, elements, device)
-    a = torch.randn(2048 if cuda else 32, 2048 if cuda else 32, device=device, dtype=torch.bfloat16)
-    here = torch.ones(elements, device=device)
-    one = timed(lambda: a @ a, cuda, repeats)
-    fetch = timed(lambda: walk(store, hosts, device, 2, torch.sum), cuda, repeats) / CHUNKS
-    rows = []
-    for share in (0.5, 1.0, 2.0):
-        products = max(1, round(share * fetch / one))
-
-        def work(x: Tensor, products: int = products) -> Tensor:
-            for _ in range(products):
-                a @ a
-            return x.sum()
-
-        compute = timed(lambda work=work: [work(here) for _ in hosts], cuda, repeats)
-        walks = []
-        for sets in (1, 2):
-            walks.append(timed(lambda sets=sets, work=work: walk(store, hosts, device, sets, work), cuda, repeats))
-            if not torch.allclose(walk(store, hosts, device, sets, work), want, rtol=1e-5):
-                sys.exit(f"a walk with {sets} slots reads other chunks than were stored")
-        cells = [round(1e3 * x, 3) if cuda else "n/a on CPU" for x in (CHUNKS * fetch, compute, *walks)]
-        hidden = (walks[0] - walks[1]) / min(CHUNKS * fetch, compute)
-        rows.append([size, share, *cells, f"{hidden:.0%}" if cuda else "n/a on CPU"])
-    return rows
-
-
-def measure(dry: bool, out: Path | None) -> None:
-    verify()
-    device, repeats = torch.device("cpu" if dry else "cuda"), 2 if dry else 20
-    rates = copies(device, (2**10, 2**12) if dry else (2**16, 2**20, 2**24, 2**28), repeats)
-    rows = [row for size in ((2**10,) if dry else (2**22, 2**26)) for row in overlaps(device, size, repeats)]
-    write_result(
-        "08_fpdt_link",
-        "Copies between host and device, GB/s, by size",
-        ["bytes", "pinned, to the device", "pinned, to the host", "pageable, to the device", "pageable, to the host"],
-        rates,
-        "One copy at a time, from the call until it is done; medians.",
-        folder=out,
-    )
-    write_result(
+    cuda, machine = device.type == "cuda", machine_for(device)
+    table = Table(
         "08_fpdt_overlap",
         f"A walk over {CHUNKS} chunks on the host, in ms: what two slots hide",
         [
@@ -243,11 +217,48 @@ def measure(dry: bool, out: Path | None) -> None:
             "one slot",
             "two slots",
             "hidden, of the shorter",
+            "two slots, predicted",
         ],
-        rows,
-        "Computations: matrix products until the share is reached. Every chunk's sum was checked. Medians.",
-        folder=out,
+        "Computations: matrix products until the share is reached. Every chunk's sum was checked. Medians. Predicted by"
+        " the closed form of fpdt_costs.py: the first fetch, then the longer of both, from the two columns before.",
+        out,
     )
+    for size in sizes:
+        elements, store = size // 4, Store(machine)
+        hosts = store_all(store, CHUNKS, elements, device)
+        want = expected(CHUNKS, elements, device)
+        side = 2048 if size >= 2**20 else 32
+        a = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+        here = torch.ones(elements, device=device)
+        one = timed(lambda a=a: a @ a, cuda, repeats)
+        fetch = timed(lambda hosts=hosts, s=store: walk(s, hosts, device, 2, torch.sum), cuda, repeats) / CHUNKS
+        for share in (0.5, 1.0, 2.0):
+            products = max(1, min(round(share * fetch / one), 1000 if size >= 2**20 else 3))
+
+            def work(x: Tensor, products: int = products, a: Tensor = a) -> Tensor:
+                for _ in range(products):
+                    a @ a
+                return x.sum()
+
+            compute = timed(lambda work=work, x=here, hosts=hosts: [work(x) for _ in hosts], cuda, repeats)
+            walks = []
+            for sets in (1, 2):
+                run = partial(walk, store, hosts, device, sets, work)
+                walks.append(timed(run, cuda, repeats))
+                if not torch.allclose(run(), want, rtol=1e-5):
+                    sys.exit(f"a walk with {sets} slots reads other chunks than were stored")
+            hidden = (walks[0] - walks[1]) / min(CHUNKS * fetch, compute)
+            foreseen = fetch + (CHUNKS - 1) * max(fetch, compute / CHUNKS) + compute / CHUNKS
+            cells = [round(1e3 * x, 3) if cuda else "n/a on CPU" for x in (CHUNKS * fetch, compute, *walks)]
+            last = f"{hidden:.0%}" if cuda else "n/a on CPU"
+            table.add(size, share, *cells, last, round(1e3 * foreseen, 3) if cuda else "n/a on CPU")
+
+
+def measure(dry: bool, out: Path | None) -> None:
+    verify()
+    device, repeats = device_here(), 2 if dry else 20
+    copies(device, (2**10, 2**12) if dry else (2**28, 2**24, 2**20, 2**16), repeats, out)
+    overlaps(device, (2**10,) if dry else (2**26, 2**22), repeats, out)
 
 
 def main() -> int:

@@ -94,8 +94,8 @@ def call(source: str, function: str, *arguments: Tensor | int | float, order: in
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     device = tensors[0].device
     assert all(x.is_contiguous() and x.device == device for x in tensors)
-    on_gpu = device.type == "cuda"
-    lib = library(source, device.type, torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
+    on_gpu = device.type == "cuda" and torch.version.cuda is not None  # a stand-in GPU (tests/fake_device) has no CUDA
+    lib = library(source, "cuda" if on_gpu else "cpu", torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
     c_arguments: list = []
     for x in arguments:
         if isinstance(x, Tensor):

@@ -17,8 +17,10 @@ import elu as chapter
 import torch
 import torch.nn.functional as F
 from _cuda import call
-from bench_matmul_ladder import copy_bandwidth, timer
+from bench_matmul_ladder import copied, timed
 from elu import VERSIONS, elu, errors
+from harness import predictions
+from harness.ceilings import Table, device_here
 from harness.report import paired, write_result
 
 ALPHA = 1.3
@@ -29,7 +31,7 @@ def verify_all(device: str) -> None:
     for n, scale in ((5003, 4.0), (1027, 1e-3)):
         x = scale * torch.randn(n, generator=torch.Generator().manual_seed(n)).to(device)
         for version in VERSIONS:
-            if version == "compile" and device == "cpu" and scale < 1:
+            if version == "compile" and chapter.INTERPRETED and scale < 1:
                 continue  # what it writes for a CPU loses the digits of expm1 near 0 (see README.md)
             worst = errors(x, ALPHA, lambda t, v=version: elu(t, ALPHA, v))
             if not (worst[0] <= 2 and worst[1] <= 2):
@@ -82,13 +84,26 @@ def count(folder: Path | None) -> None:
 
 
 def time_all(dry: bool, folder: Path | None) -> None:
-    device, n = ("cpu", 4096) if dry else ("cuda", 2**27)
-    seconds = timer(dry, 30)
-    copied = copy_bandwidth(seconds, device, n)
+    device, n, gpu = device_here(), 4096 if dry else 2**27, predictions.here()
+    seconds, copy = timed(dry, 30), copied(dry)
     x = torch.randn(n, device=device)
     leaf, dy = x.clone().requires_grad_(), torch.randn(n, device=device)
     compiled = torch.compile(chapter.elu_eager)
-    rows = []
+    table = Table(
+        "09_elu_gpu",
+        f"ELU of {n:,} numbers, fp32",
+        [
+            "version",
+            "forward, ms",
+            "of the copy bandwidth",
+            "backward, ms",
+            "of the copy bandwidth ",
+            *predictions.COLUMNS,
+        ],
+        f"One kernel has to move 8 bytes per element forward, 12 backward; a copy of as many numbers moves "
+        f"{copy / 1e12:.3g} TB/s. Median of 30 calls with a cold L2 cache. Predicted for both together.",
+        folder,
+    )
     for version in ("F.elu", *VERSIONS):
 
         def run(t, version=version):
@@ -99,32 +114,23 @@ def time_all(dry: bool, folder: Path | None) -> None:
         forward = seconds(lambda run=run: run(x))
         y = run(leaf)
         backward = seconds(lambda y=y: torch.autograd.grad(y, leaf, dy, retain_graph=True))
-        shares = [f"{bytes_ * n / took / copied:.0%}" for bytes_, took in ((8, forward), (12, backward))]
-        rows.append([version, forward * 1e3, shares[0], backward * 1e3, shares[1]])
-    write_result(
-        "09_elu_gpu",
-        f"ELU of {n:,} numbers, fp32",
-        ["version", "forward, ms", "of the copy bandwidth", "backward, ms", "of the copy bandwidth "],
-        rows,
-        f"One kernel has to move 8 bytes per element forward, 12 backward; a copy of as many numbers moves "
-        f"{copied / 1e12:.3g} TB/s. Median of 30 calls with a cold L2 cache.",
-        folder,
-    )
+        shares = [f"{bytes_ * n / took / copy:.0%}" for bytes_, took in ((8, forward), (12, backward))]
+        expected = predictions.moved(gpu, 20 * n, 2) if version != "eager" else None
+        cells = predictions.cells(expected, forward + backward)
+        table.add(version, forward * 1e3, shares[0], backward * 1e3, shares[1], *cells)
     fields, bias = x.view(-1, 1024), torch.randn(1024, device=device)
-    three, one = (seconds(lambda f=f: f(fields, bias)) for f in (chapter.gelu_in_three, chapter.gelu_in_one))
     out = torch.empty_like(x)
-    alternate, agree = (seconds(lambda w=w: call("elu.cu", "run_diverge", n, w, x, out)) for w in (0, 1))
-    write_result(
+    fusion = Table(
         "09_fusion_gpu",
         "Fusion and divergence, timed",
-        ["what", "over", "seconds: ratio"],
-        [
-            ["bias + GELU in three kernels", "in one", three / one],
-            ["lanes of a warp disagree", "whole warps disagree", alternate / agree],
-        ],
-        f"{n:,} numbers, fp32.",
+        ["what", "over", "seconds: ratio", "predicted"],
+        f"{n:,} numbers, fp32. Predicted from the bytes moved, 28 to 8, and from the paths that a warp goes, 2 to 1.",
         folder,
     )
+    three, one = (seconds(lambda f=f: f(fields, bias)) for f in (chapter.gelu_in_three, chapter.gelu_in_one))
+    fusion.add("bias + GELU in three kernels", "in one", three / one, 28 / 8)
+    alternate, agree = (seconds(lambda w=w: call("elu.cu", "run_diverge", n, w, x, out)) for w in (0, 1))
+    fusion.add("lanes of a warp disagree", "whole warps disagree", alternate / agree, 2.0)
 
 
 def main() -> None:
@@ -139,7 +145,7 @@ def main() -> None:
     if options.dry and not (options.gpu and options.out):
         print("bench_elu.py: --dry goes with --gpu and --out DIR: its numbers are no results", file=sys.stderr)
         sys.exit(2)
-    verify_all("cuda" if torch.cuda.is_available() and not chapter.INTERPRETED else "cpu")
+    verify_all(device_here().type)
     if options.gpu:
         time_all(options.dry, options.out)
     else:

@@ -10,29 +10,28 @@ four were asked for. bench_flash_kernels.py --gpu compares both kernels with PyT
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
-from _flash_launch import plan_of
 from _interpreter import INTERPRETED
 from bench_flash_kernels import (
     BINARY_COLUMNS,
     ERROR_COLUMNS,
-    SPECIALISED_TILES,
+    SHAPES_GPU,
+    TINY,
+    Measurement,
     binary_rows,
     error_rows,
     exact,
-    fastest,
-    inputs,
     matmul_rate,
     seconds,
 )
-from flash_attention_hopper import SPECIALISED, TILES, specialised_forward
-from flash_kernels import TRITON, triton_backward, triton_forward
-from flash_tiles import Version
+from flash_attention_hopper import SPECIALISED, TILES
+from flash_kernels import TRITON
+from harness import predictions
+from harness.ceilings import Table
 from harness.report import ROOT, write_result
 
 COMPILED = [("float16", "64"), ("float16", "128"), ("bfloat16", "64"), ("bfloat16", "128")]
@@ -64,35 +63,26 @@ def cpu() -> None:
 
 def gpu(folder: Path) -> None:
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
-    shapes = [(1, 70, 2, 1, 32, True)]
-    if not INTERPRETED:
-        shapes = [(2, 8192, 16, 16, D, causal) for D in (64, 128) for causal in (True, False)]
-        shapes += [(2, 8192, 32, 8, 128, True), (16, 1024, 16, 16, 128, True)]
     rate = matmul_rate(dtype, 256 if INTERPRETED else 8192)
-    rows = []
-    for B, S, N, N_kv, D, causal in shapes:
-        q, k, v, _ = inputs(B, S, N, N_kv, D, dtype)
-        check, mask = partial(exact, dtype=dtype, D=D, S=70 if INTERPRETED else 500), dict(causal=causal, dtype=dtype)
-        check(TRITON)
-        plain = seconds(partial(triton_forward, q, k, v, plan=plan_of(q), **mask))
-        trials = {}
-        for tiles in [TILES] if INTERPRETED else [TILES, *SPECIALISED_TILES]:
-            forward = partial(specialised_forward, tiles=tiles)
-            trials[str(tuple(tiles))] = partial(Version, forward, triton_backward), partial(forward, q, k, v, **mask)
-        shape = f"{B} × {S} tokens, {N} heads of {D}, {'causal' if causal else 'full'}"
-        best, took, _ = fastest(f"specialised, {shape}", trials, check)
-        flops = 4 * B * N * S * S * D * (0.5 if causal else 1.0)
-        rate_now = f"{flops / took / 1e12:.0f}" if not INTERPRETED else "n/a on CPU"
-        rows.append([shape, plain * 1e3, took * 1e3, plain / took, rate_now, f"{flops / took / rate:.2f}", best])
-    write_result(
+    table = Table(
         "09_flash_hopper_speed",
         f"The warp-specialised forward pass against the plain one, {str(dtype)[6:]}",
-        ["shape", "plain, ms", "specialised, ms", "times as fast", "TFLOP/s", "of matmul", "tiles"],
-        rows,
-        "Plain: flash_kernels.py with the tiles of its plan. TFLOP/s count 4 · B · N · S² · D, half if causal. `of "
-        "matmul`: share of the rate measured for a matrix product of 8192 cubed. Tiles: rows, columns, warps, stages.",
-        folder=folder,
+        ["shape", "plain, ms", "specialised, ms", "times as fast", "TFLOP/s", "of matmul", *predictions.COLUMNS],
+        "Each with the tiles of its plan; bench_flash_kernels.py --gpu tries others. TFLOP/s count 4 · B · N · S² · D, "
+        "half if causal. `of matmul`: share of the rate measured for a matrix product of 8192 cubed. Predicted from "
+        "the SASS, for the specialised one (tests/harness/predictions.py).",
+        folder,
     )
+    for shape in TINY if INTERPRETED else SHAPES_GPU:
+        one = Measurement(shape, dtype, rate)
+        for version in (TRITON, SPECIALISED):
+            exact(version, dtype, shape.D, 70 if INTERPRETED else 500)
+        plain, took = seconds(one.forward(one.plan.forward)), seconds(one.specialised(TILES))
+        reached = f"{shape.flops / took / 1e12:.0f}" if not INTERPRETED else "n/a when interpreted"
+        cells = predictions.cells(one.predicted("forward", "specialised"), took)
+        table.add(
+            str(shape), plain * 1e3, took * 1e3, plain / took, reached, f"{shape.flops / took / rate:.2f}", *cells
+        )
 
 
 def main() -> None:

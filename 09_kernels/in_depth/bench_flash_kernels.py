@@ -12,13 +12,13 @@ are from events, each run after the L2 cache has been filled with something else
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -29,12 +29,14 @@ from flash_attention_hopper import TILES, specialised_forward
 from flash_kernels import TRITON, triton_backward, triton_forward
 from flash_tiles import Version, explicit_attention, step, torch_attention
 from flash_tiles import error as error_of
+from harness import predictions
+from harness.ceilings import Table, device_here, timer
 from harness.report import ROOT, write_result
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HERE = Path(__file__).resolve().parent
-DEVICE = "cpu" if INTERPRETED else "cuda"
+DEVICE = device_here().type
 SHAPES = [("float16", "64"), ("float16", "128"), ("bfloat16", "256"), ("float32", "64"), ("float32", "128")]
 
 # What else may be fastest: tried by --gpu, after the plan's own.
@@ -131,21 +133,7 @@ def cpu() -> None:
 
 def seconds(function: Callable[[], object], repeats: int = 25) -> float:
     """Median; on a GPU between events, with a cold L2 cache."""
-    if INTERPRETED:
-        start = time.perf_counter()
-        function()
-        return time.perf_counter() - start
-    flush = torch.empty(256 * 2**20, dtype=torch.int8, device=DEVICE)  # several times the L2 cache
-    for _ in range(3):
-        function()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in events:
-        flush.zero_()
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) / 1e3 for start, end in events)
+    return timer(torch.device(DEVICE), 2 if INTERPRETED else repeats)(function).median
 
 
 def matmul_rate(dtype: torch.dtype, size: int) -> float:
@@ -154,21 +142,31 @@ def matmul_rate(dtype: torch.dtype, size: int) -> float:
     return 2 * size**3 / seconds(lambda: a @ b)
 
 
-def fastest(what: str, tried: dict[str, tuple[Callable[[], Version], Callable]], check: Callable) -> tuple:
-    """The fastest of `tried` that is right: (name, its seconds, those of the first, which has to be right)."""
-    found = {}
-    for name, (version, function) in tried.items():
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+def fastest(what: str, default: Call, tried: dict[str, Call], until: float) -> tuple[str, float, float]:
+    """The fastest of the default and of `tried`: (name, its seconds, those of the default).
+
+    The default has been held against float64; each of the others has to agree with it before it is timed. When the
+    time is over, those that are left are not tried.
+    """
+    found, want = {"plan": seconds(default)}, default()
+    for name, call in tried.items():
+        if time.monotonic() > until:
+            print(f"{what}: {name} and what follows were not tried, for want of time", flush=True)
+            break
         try:
-            check(version())
-            found[name] = seconds(function)
-        except (SystemExit, Exception) as reason:  # a size of tile may not compile or not fit; the others go on
-            if not found:
-                raise
+            off = error_of(list(call()), list(want))
+            if not off <= 2 * torch.finfo(want[0].dtype).eps:  # each is off by a rounding of its own
+                raise ArithmeticError(f"differs from the plan's by {off:.1e}")
+            found[name] = seconds(call)
+        except Exception as reason:  # a size of tile may not compile or not fit; the others go on
             line = (str(reason).strip() or type(reason).__name__).splitlines()[0][:120]
             print(f"{what}, {name}: left out ({line})", flush=True)
     best = min(found, key=found.__getitem__)
     print(f"{what}: {best}; " + ", ".join(f"{n} {s * 1e3:.3f} ms" for n, s in found.items()), flush=True)
-    return best, found[best], next(iter(found.values()))
+    return best, found[best], found["plan"]
 
 
 def theirs(backend: SDPBackend, given: list[Tensor], causal: bool) -> tuple[float, float] | None:
@@ -187,88 +185,128 @@ def theirs(backend: SDPBackend, given: list[Tensor], causal: bool) -> tuple[floa
     return forward, backward
 
 
-def measure(dtype: torch.dtype, B: int, S: int, N: int, N_kv: int, D: int, causal: bool, rate: float) -> list[list]:
-    """The rows of one shape, forward and backward."""
-    given = inputs(B, S, N, N_kv, D, dtype)
-    q, k, v, dout = given
-    check = partial(exact, dtype=dtype, D=D, S=70 if INTERPRETED else 500)
-    plan, mask = plan_of(q), dict(causal=causal, dtype=dtype)
-    trials: dict = {}
-    for tiles in [plan.forward] if INTERPRETED else [plan.forward, *FORWARD]:
-        forward = partial(triton_forward, plan=plan._replace(forward=tiles))
-        trials[f"plain {tuple(tiles)}"] = (
-            lambda f=forward: Version(f, triton_backward),
-            lambda f=forward: f(q, k, v, **mask),
-        )
-    if INTERPRETED or torch.cuda.get_device_capability()[0] == 9:
-        for tiles in [TILES] if INTERPRETED else [TILES, *SPECIALISED_TILES]:
-            forward = partial(specialised_forward, tiles=tiles)
-            trials[f"specialised {tuple(tiles)}"] = (
-                lambda f=forward: Version(f, triton_backward),
-                lambda f=forward: f(q, k, v, **mask),
-            )
-    shape = f"{S} tokens, D {D}, {'causal' if causal else 'full'}"
-    best, forward_time, forward_default = fastest(f"forward, {shape}", trials, check)
+class Shape(NamedTuple):
+    B: int
+    S: int
+    N: int
+    N_kv: int
+    D: int
+    causal: bool
 
-    out, lse = triton_forward(q, k, v, **mask)
+    def __str__(self) -> str:
+        heads = "" if self.N_kv == self.N else f", {self.N_kv} K/V heads"
+        return f"{self.S} tokens, D {self.D}{heads}, {'causal' if self.causal else 'full'}"
 
-    def backwards(plans: dict[str, Plan]) -> dict:
-        made = {n: partial(triton_backward, plan=p) for n, p in plans.items()}
-        return {
-            n: (lambda f=f: Version(triton_forward, f), lambda f=f: f(dout, q, k, v, out, lse, **mask))
-            for n, f in made.items()
-        }
-
-    plans = {f"dq {tuple(t)}": plan._replace(dq=t) for t in ([plan.dq] if INTERPRETED else [plan.dq, *DQ])}
-    best_dq, _, backward_default = fastest(f"backward, {shape}", backwards(plans), check)
-    plan = plans[best_dq]
-    tried = [plan.dkdv] if INTERPRETED else [plan.dkdv, *DKDV]
-    plans = {f"dk, dv {tuple(t)}": plan._replace(dkdv=t) for t in tried}
-    best_dkdv, backward_time, _ = fastest(f"backward, {shape}", backwards(plans), check)
-
-    flash, cudnn = (theirs(b, given, causal) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
-    flops = 4 * B * N * S * S * D * (0.5 if causal else 1.0)
-    rows = []
-    for index, (name, mine, default, work, how) in enumerate(
-        (
-            ("forward", forward_time, forward_default, flops, best),
-            ("backward", backward_time, backward_default, 2.5 * flops, f"{best_dq}; {best_dkdv}"),
-        )
-    ):
-        ratios = [f"{other[index] / mine:.2f}" if other else "n/a" for other in (flash, cudnn)]
-        rows.append(
-            [
-                name,
-                shape,
-                f"{mine * 1e3:.3f}",
-                f"{default / mine:.2f}",
-                f"{work / mine / 1e12:.0f}" if not INTERPRETED else "n/a on CPU",
-                f"{work / mine / rate:.2f}",
-                *ratios,
-                how,
-            ]
-        )
-    return rows
+    @property
+    def flops(self) -> float:
+        return 4 * self.B * self.N * self.S**2 * self.D * (0.5 if self.causal else 1.0)
 
 
-def gpu(folder: Path) -> None:
-    dtype = torch.float16 if INTERPRETED else torch.bfloat16
-    shapes = [(1, 70, 2, 1, 32, True)]
-    if not INTERPRETED:
-        shapes = [(2, 8192, 16, 16, D, causal) for D in (64, 128) for causal in (True, False)]
-        shapes += [(2, 8192, 32, 8, 128, True), (16, 1024, 16, 16, 128, True)]
+# The goals' shape first. All of them with the plan's tiles, then the same again with the best of several.
+SHAPES_GPU = [Shape(2, 8192, 16, 16, D, causal) for D in (128, 64) for causal in (True, False)]
+SHAPES_GPU += [Shape(2, 8192, 32, 8, 128, True), Shape(16, 1024, 16, 16, 128, True)]
+TINY = [Shape(1, 70, 2, 1, 32, True)]
+SPEED_COLUMNS = ["pass", "shape", "ms", "speed-up by tuning", "TFLOP/s", "of matmul", "times flash", "times cuDNN"]
+SPEED_COLUMNS += ["tiles", *predictions.COLUMNS]
+
+
+class Measurement:
+    """One shape: forward and backward with the plan's tiles, PyTorch's two kernels, then other tiles."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, rate: float) -> None:
+        self.shape, self.dtype, self.rate = shape, dtype, rate
+        self.given = inputs(*shape[:5], dtype)
+        self.plan = plan_of(self.given[0])
+        self.mask = dict(causal=shape.causal, dtype=dtype)
+        self.others: list = []
+
+    def forward(self, tiles: Tiles) -> Call:
+        q, k, v, _ = self.given
+        return lambda: triton_forward(q, k, v, plan=self.plan._replace(forward=tiles), **self.mask)
+
+    def specialised(self, tiles: Tiles) -> Call:
+        q, k, v, _ = self.given
+        return lambda: specialised_forward(q, k, v, tiles=tiles, **self.mask)
+
+    def backward(self, plan: Plan) -> Call:
+        q, k, v, dout = self.given
+        if not hasattr(self, "saved"):
+            self.saved = triton_forward(q, k, v, **self.mask)
+        return lambda: triton_backward(dout, q, k, v, *self.saved, plan=plan, **self.mask)
+
+    def predicted(self, which: str, best: str) -> float | None:
+        B, S, N, _, D, causal = self.shape
+        kernels = ["dq", "dkdv"] if which == "backward" else ["specialised" if "special" in best else "forward"]
+        found = [predictions.attention(predictions.here(), kernel, B, S, N, D, causal) for kernel in kernels]
+        return None if None in found else sum(found)
+
+    def row(self, which: str, mine: float, default: float, how: str) -> list:
+        index = ("forward", "backward").index(which)
+        work = self.shape.flops * (1, 2.5)[index]
+        rate = f"{work / mine / 1e12:.0f}" if not INTERPRETED else "n/a when interpreted"
+        ratios = [f"{other[index] / mine:.2f}" if other else "n/a" for other in self.others]
+        cells = [which, str(self.shape), f"{mine * 1e3:.3f}", f"{default / mine:.2f}", rate]
+        expected = predictions.cells(self.predicted(which, how), mine)
+        return [*cells, f"{work / mine / self.rate:.2f}", *ratios, how, *expected]
+
+    def with_the_plan(self) -> list[list]:
+        """Verified against float64, timed against PyTorch's."""
+        exact(TRITON, self.dtype, self.shape.D, 70 if INTERPRETED else 500)
+        backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+        self.others = [theirs(backend, self.given, self.shape.causal) for backend in backends]
+        times = seconds(self.forward(self.plan.forward)), seconds(self.backward(self.plan))
+        return [
+            self.row(which, took, took, "the plan's")
+            for which, took in zip(("forward", "backward"), times, strict=True)
+        ]
+
+    def tuned_forward(self, until: float) -> list:
+        tried = {f"plain {tuple(t)}": self.forward(t) for t in ([] if INTERPRETED else FORWARD)}
+        if INTERPRETED or torch.cuda.get_device_capability()[0] == 9:
+            # The specialised ones first: where they are right, one of them should be the fastest.
+            special = [TILES] if INTERPRETED else [TILES, *SPECIALISED_TILES]
+            tried = {f"specialised {tuple(t)}": self.specialised(t) for t in special} | tried
+        best, took, default = fastest(f"forward, {self.shape}", self.forward(self.plan.forward), tried, until)
+        return self.row("forward", took, default, best)
+
+    def tuned_backward(self, until: float) -> list:
+        plan, how = self.plan, []
+        first = took = seconds(self.backward(plan))
+        for name, sizes in (("dq", DQ), ("dkdv", DKDV)):
+            plans = {f"{name} {tuple(t)}": plan._replace(**{name: t}) for t in ([] if INTERPRETED else sizes)}
+            tried = {label: self.backward(p) for label, p in plans.items()}
+            best, took, _ = fastest(f"backward, {self.shape}", self.backward(plan), tried, until)
+            plan = plans.get(best, plan)
+            how.append(best)
+        return self.row("backward", took, first, "; ".join(how))
+
+
+def gpu(folder: Path, limit: float) -> None:
+    begun, dtype = time.monotonic(), torch.float16 if INTERPRETED else torch.bfloat16
     rate = matmul_rate(dtype, 256 if INTERPRETED else 8192)
-    rows = [row for shape in shapes for row in measure(dtype, *shape, rate=rate)]
-    write_result(
+    table = Table(
         "09_flash_speed",
         f"FlashAttention in Triton, {str(dtype)[6:]}, against PyTorch's flash and cuDNN kernels",
-        ["pass", "shape", "ms", "speed-up by tuning", "TFLOP/s", "of matmul", "times flash", "times cuDNN", "tiles"],
-        rows,
+        SPEED_COLUMNS,
         "TFLOP/s count 4 · B · N · S² · D forward (half if causal) and 2.5 times that backward, whatever a kernel "
         "computes twice. `of matmul`: share of the rate measured for a matrix product of 8192 cubed. `times flash`: "
-        "how many times as fast as SDPA's flash back end. Tiles: rows, columns, warps, stages.",
-        folder=folder,
+        "how many times as fast as SDPA's flash back end. Tiles: rows, columns, warps, stages. Predicted from the SASS "
+        "of the plan's tiles (tests/harness/predictions.py). A shape that stands there twice was tuned later.",
+        folder,
     )
+    shapes, until = TINY if INTERPRETED else SHAPES_GPU, begun + 0.85 * limit
+    for shape in shapes:
+        if table.rows and time.monotonic() > begun + 0.5 * limit:
+            break
+        for row in Measurement(shape, dtype, rate).with_the_plan():
+            table.add(*row)
+    for shape in shapes:
+        if time.monotonic() > until:
+            break
+        measurement = Measurement(shape, dtype, rate)
+        measurement.with_the_plan()  # compiled by now
+        for row in (measurement.tuned_forward(until), measurement.tuned_backward(until)):
+            table.add(*row)
 
 
 def main() -> None:
@@ -276,6 +314,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="time on a GPU")
     parser.add_argument("--dry", action="store_true", help="with --gpu: the same on the CPU, tiny; needs --out")
     parser.add_argument("--out", type=Path, help="folder for the results; default results/")
+    parser.add_argument("--seconds", type=float, default=400.0, help="about how long --gpu may take")
     parser.add_argument("--figures", action="store_true", help="draw the figures again; here there are none")
     args = parser.parse_args()
     if args.figures:
@@ -285,7 +324,7 @@ def main() -> None:
         return
     if INTERPRETED and not (args.dry and args.out):
         parser.exit(2, "bench_flash_kernels.py: --gpu finds no GPU; on a CPU use --gpu --dry --out DIR\n")
-    gpu(args.out or ROOT / "results")
+    gpu(args.out or ROOT / "results", args.seconds)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ First ten steps must be as exact as torch.optim.AdamW's, one tensor at a time an
 in both; only then is anything counted, timed or written.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +21,10 @@ import fused_adamw
 import torch
 from _fused_demo import DEVICE, adamw_run, allowed, worst
 from bench_fused import SETTINGS, Traffic, parse
-from bench_matmul_ladder import copy_bandwidth, timer
+from bench_matmul_ladder import copied, timed
 from fused_adamw import AdamW, adamw_, bytes_held, bytes_moved, flatten
+from harness import predictions
+from harness.ceilings import Table
 from harness.meter import held_bytes
 from harness.report import write_result
 from torch import Tensor, nn
@@ -144,35 +147,36 @@ def count(folder: Path | None) -> None:
 
 
 def time_all(dry: bool, folder: Path | None) -> None:
-    hidden, seconds = (16, timer(True, 1)) if dry else (2048, timer(False, 20))
-    copied = copy_bandwidth(seconds, DEVICE, 4096 if dry else 2**28)
-    rows = []
+    hidden, seconds, gpu = 16 if dry else 2048, timed(dry, 20), predictions.here()
+    copy, first = copied(dry), 0.0
+    shapes = shapes_of(hidden)
+    numel = sum(math.prod(shape) for shape in shapes)
+    table = Table(
+        "09_fused_adamw_gpu",
+        f"One step of AdamW, {numel:,} float32 parameters in {len(shapes)} tensors",
+        ["optimizer", "tensors", "ms", "of the copy bandwidth", "time / flat buffer", *predictions.COLUMNS],
+        f"Bytes by the formula, 28 for each parameter, over those of a large copy in the same run, {copy / 1e12:.3g} "
+        "TB/s. Cold L2 cache, median of 20. Predicted: those bytes, and a start for each kernel.",
+        folder,
+    )
 
     def run(name: str, kind: Callable, of: Callable[[list], list], **options: Any) -> None:
         """Made, timed, and let go before the next: at most one set of weights and states is there at a time."""
+        nonlocal first
         weights = of(parameters(hidden))
         optimizer = kind(weights, **SETTINGS, **options)
         optimizer.step()
-        took, numel = seconds(optimizer.step), sum(p.numel() for p in weights)
-        rows.append([name, len(weights), took * 1e3, f"{bytes_moved(numel) / took / copied:.0%}"])
+        took = seconds(optimizer.step)
+        first = first or took
+        expected = predictions.moved(gpu, bytes_moved(numel), len(weights) if kind is AdamW else 1)
+        cells = predictions.cells(expected if kind is AdamW else None, took)
+        table.add(name, len(weights), took * 1e3, f"{bytes_moved(numel) / took / copy:.0%}", took / first, *cells)
 
     run("this kernel, one flat buffer", AdamW, lambda ps: [flatten(ps)])
     run("this kernel, one for each tensor", AdamW, list)
     run("torch, fused=True", torch.optim.AdamW, list, fused=True)
     run("torch, foreach=True", torch.optim.AdamW, list, foreach=True)
     run("torch, foreach=False", torch.optim.AdamW, list, foreach=False, fused=False)
-    for row in rows:
-        row.append(row[2] / rows[0][2])
-    numel = sum(p.numel() for p in parameters(hidden))
-    write_result(
-        "09_fused_adamw_gpu",
-        f"One step of AdamW, {numel:,} float32 parameters in {len(shapes_of(hidden))} tensors",
-        ["optimizer", "tensors", "ms", "of the copy bandwidth", "time / flat buffer"],
-        rows,
-        f"Bytes by the formula, 28 for each parameter, over those of a large copy in the same run, {copied / 1e12:.3g} "
-        "TB/s. Cold L2 cache, median of 20.",
-        folder,
-    )
 
 
 def main() -> None:

@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from _fused_demo import DEVICE, allowed, compare, loss_inputs
+from _interpreter import INTERPRETED
 from bench_fused import parse
-from bench_matmul_ladder import copy_bandwidth, timer
+from bench_matmul_ladder import copied, timed
 from fused_loss import (
     FUSED,
     REFERENCE,
@@ -27,9 +28,12 @@ from fused_loss import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
+from harness import predictions
+from harness.ceilings import Table, device_here
 from harness.figures import write_figure
 from harness.meter import peak_memory
 from harness.report import write_result
+from torch import Tensor
 
 VOCAB, HIDDEN, CHUNK, TOKENS = 4096, 64, 128, (128, 256, 512, 1024)
 
@@ -87,16 +91,32 @@ def draw(axes, result) -> None:
 
 
 def time_all(dry: bool, folder: Path | None) -> None:
-    dtype = torch.float16 if dry else torch.bfloat16
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
     tokens, vocab, hidden = (64, 500, 32) if dry else (32768, 128256, 4096)
-    device, seconds = ("cpu", timer(True, 1)) if dry else ("cuda", timer(False, 5))
-    copied = copy_bandwidth(seconds, device, 4096 if dry else 2**28)
+    device, gpu = device_here(), predictions.here()
+    seconds, copy = timed(dry, 5), copied(dry)
     labels = torch.randint(vocab, (tokens,), device=device)
+    precision = str(dtype).removeprefix("torch.")
+    layer(dry, folder, dtype, tokens, vocab, hidden, labels)  # the goal's table first
 
-    rows = []
     rows_of_logits = tokens if dry else 8192
     logits = torch.randn(rows_of_logits, vocab, device=device, dtype=dtype).requires_grad_()
     some = labels[:rows_of_logits]
+    table = Table(
+        "09_cross_entropy_gpu",
+        f"Cross-entropy of {rows_of_logits:,} rows of {vocab:,} logits, {precision}",
+        [
+            "version",
+            "forward, ms",
+            "of the copy bandwidth",
+            "backward, ms",
+            "of the copy bandwidth ",
+            *predictions.COLUMNS,
+        ],
+        f"Counted as one reading of the logits forward, a reading and a writing backward; a copy moves "
+        f"{copy / 1e12:.3g} TB/s. Cold L2 cache, median of 5. Predicted for both together, from those bytes.",
+        folder,
+    )
     versions = {"fused": cross_entropy, "eager": cross_entropy_reference}
     if not dry:
         versions["torch.compile"] = torch.compile(cross_entropy_reference, dynamic=False)
@@ -109,35 +129,41 @@ def time_all(dry: bool, folder: Path | None) -> None:
         with torch.no_grad():
             forward = seconds(partial(call, logits, some))
         times = forward, seconds(backward)
-        shares = [f"{k * logits.nbytes / t / copied:.0%}" for k, t in zip((1, 2), times, strict=True)]
-        rows.append([name, times[0] * 1e3, shares[0], times[1] * 1e3, shares[1]])
+        shares = [f"{k * logits.nbytes / t / copy:.0%}" for k, t in zip((1, 2), times, strict=True)]
+        expected = predictions.moved(gpu, 3 * logits.nbytes, 2) if name == "fused" else None
+        cells = predictions.cells(expected, sum(times))
+        table.add(name, times[0] * 1e3, shares[0], times[1] * 1e3, shares[1], *cells)
         del loss, backward
-    del logits
-    write_result(
-        "09_cross_entropy_gpu",
-        f"Cross-entropy of {rows_of_logits:,} rows of {vocab:,} logits, {str(dtype).removeprefix('torch.')}",
-        ["version", "forward, ms", "of the copy bandwidth", "backward, ms", "of the copy bandwidth "],
-        rows,
-        f"Counted as one reading of the logits forward, a reading and a writing backward; a copy moves "
-        f"{copied / 1e12:.3g} TB/s. Cold L2 cache, median of 5.",
-        folder,
-    )
 
+
+def layer(
+    dry: bool, folder: Path | None, dtype: torch.dtype, tokens: int, vocab: int, hidden: int, labels: Tensor
+) -> None:
+    """The output layer and its loss: time, and the peak of memory beside weights and inputs."""
+    device, seconds, gpu = labels.device, timed(dry, 5), predictions.here()
     h = torch.randn(tokens, hidden, device=device, dtype=dtype).requires_grad_()
     weight = (torch.randn(vocab, hidden, device=device, dtype=dtype) / hidden**0.5).requires_grad_()
-    rows = []
+    table = Table(
+        "09_fused_loss_gpu",
+        f"The output layer and its loss: {tokens:,} tokens, {vocab:,} words, hidden {hidden:,}, forward and backward",
+        ["version", "ms", "peak GiB beyond inputs", "time / PyTorch", "peak / PyTorch", *predictions.COLUMNS],
+        f"{str(dtype).removeprefix('torch.')}; median of 5. Predicted: three products of the layer at 80 % of the data "
+        "sheet's rate, and the logits of every chunk written, read twice, written again and read twice.",
+        folder,
+    )
+    first: list[float] = []
     versions = {"PyTorch": linear_cross_entropy_reference}
+    for chunk in (16, 32) if dry else (2048, 4096, 1024, 8192):
+        versions[f"fused, {chunk} tokens at a time"] = partial(linear_cross_entropy, chunk=chunk)
     if not dry:
         versions["torch.compile"] = torch.compile(linear_cross_entropy_reference, dynamic=False)
-    for chunk in (16, 32) if dry else (1024, 2048, 4096, 8192):
-        versions[f"fused, {chunk} tokens at a time"] = partial(linear_cross_entropy, chunk=chunk)
     for name, call in versions.items():
 
         def step(call=call):
             return torch.autograd.grad(call(h, weight, labels) / tokens, (h, weight))
 
         took, peak = seconds(step), 0
-        if not dry:
+        if device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
@@ -145,23 +171,18 @@ def time_all(dry: bool, folder: Path | None) -> None:
             step()
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
-        rows.append([name, took * 1e3, peak / 2**30])
-    for row in rows:
-        row += [row[1] / rows[0][1], row[2] / rows[0][2] if rows[0][2] else 0.0]
-    write_result(
-        "09_fused_loss_gpu",
-        f"The output layer and its loss: {tokens:,} tokens, {vocab:,} words, hidden {hidden:,}, forward and backward",
-        ["version", "ms", "peak GiB beyond inputs", "time / PyTorch", "peak / PyTorch"],
-        rows,
-        f"{str(dtype).removeprefix('torch.')}; median of 5.",
-        folder,
-    )
+        first = first or [took, peak]
+        products = predictions.product(gpu, 3 * 2 * tokens * vocab * hidden)
+        logits = predictions.moved(gpu, 6 * tokens * vocab * dtype.itemsize)
+        expected = products + logits if name.startswith("fused") and products and logits else None
+        cells = [took / first[0], peak / first[1] if first[1] else 0.0, *predictions.cells(expected, took)]
+        table.add(name, took * 1e3, peak / 2**30, *cells)
 
 
 def main() -> None:
     options = parse("bench_fused_loss.py", "Measure the output layer and its loss.")
     if not options.figures:
-        low = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+        low = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
         for vocab in (500, 9000):  # in one block, and in two
             verify([torch.float32, *low], vocab)
         if options.gpu:

@@ -11,9 +11,7 @@ Times on a GPU: CUDA events around one call, with the L2 cache overwritten befor
 
 import argparse
 import shutil
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import _cuda
 import matmul_ladder as ladder
 import torch
+from harness import predictions
+from harness.ceilings import Table, copy_bandwidth, device_here, timer
 from harness.figures import write_figure
 from harness.report import write_result
 from matmul_ladder import GPUS, LADDER, RUNGS, TRITON, check_matmul, error_ratio, occupancy, verify, within
@@ -136,76 +136,53 @@ def predict_and_count(folder: Path | None) -> None:
 # --------------------------------------------------------------------------------------------------------- on a GPU
 
 
-def timer(dry: bool, repeats: int) -> Callable[[Callable[[], object]], float]:
-    """A function that says how many seconds a call takes: the median, with a cold L2 cache."""
-    if dry:
-
-        def on_cpu(run: Callable[[], object]) -> float:
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-
-        return on_cpu
-    flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")  # larger than any L2
-
-    def on_gpu(run: Callable[[], object]) -> float:
-        for _ in range(3):
-            run()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        for begin, end in events:
-            flush.zero_()
-            begin.record()
-            run()
-            end.record()
-        torch.cuda.synchronize()
-        return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
-
-    return on_gpu
-
-
-def copy_bandwidth(seconds: Callable[[Callable[[], object]], float], device: str, numbers: int) -> float:
+def copied(dry: bool, repeats: int = 20) -> float:
     """Bytes per second, read and written, of the copy of a large tensor: what a memory-bound kernel can hope for."""
-    source, target = torch.zeros(numbers, device=device), torch.empty(numbers, device=device)
-    return 2 * source.nbytes / seconds(lambda: target.copy_(source))
+    return copy_bandwidth(device_here(), 2**16 if dry else 2**30, 2 if dry else repeats).median
+
+
+def timed(dry: bool, repeats: int) -> Callable[[Callable[[], object]], float]:
+    """A function that says how many seconds a call takes: the median, with a cold L2 cache."""
+    clock = timer(device_here(), 2 if dry else repeats)
+    return lambda run: clock(run).median
 
 
 def time_ladder(dry: bool, folder: Path | None) -> None:
-    device = "cpu" if dry else "cuda"
+    device, gpu = device_here(), predictions.here()
     n = {torch.float32: 128, torch.bfloat16: 256} if dry else {torch.float32: 4096, torch.bfloat16: 8192}
-    seconds = timer(dry, 20)
+    seconds = timed(dry, 20)
     torch.backends.cuda.matmul.allow_tf32 = False  # cuBLAS in fp32 shall compute in fp32
-    rows = []
+    table = Table(
+        "09_matmul_gpu",
+        "The ladder, timed",
+        ["rung", "precision", "M = N = K", "TFLOP/s", "of cuBLAS", *predictions.COLUMNS],
+        f"Median of 20 calls with a cold L2 cache; TF32 off. A copy of a large tensor moves {copied(dry) / 1e12:.3g} "
+        "TB/s. Predicted from the SASS of each rung (tests/harness/predictions.py).",
+        folder,
+    )
+    # The tensor cores' rungs first, fast before slow: who ends this early has the ones that matter.
     for dtype, names in (
-        (torch.float32, [*(r.name for r in LADDER if r.dtype == torch.float32), TRITON]),
-        (torch.bfloat16, [r.name for r in LADDER if r.dtype == torch.bfloat16]),
+        (torch.bfloat16, [r.name for r in LADDER[::-1] if r.dtype == torch.bfloat16]),
+        (torch.float32, [*(r.name for r in LADDER[::-1] if r.dtype == torch.float32), TRITON]),
     ):
-        size = n[dtype]
+        size, precision = n[dtype], str(dtype).removeprefix("torch.")
         a = torch.randn(size, size, device=device).to(dtype)
         b = torch.randn(size, size, device=device).to(dtype).t()  # as F.linear hands over its weight
         b = b.contiguous() if dtype == torch.float32 else b
         cublas = seconds(lambda a=a, b=b: torch.mm(a, b))
         rate = 2 * size**3 / 1e12
-        rows.append(
-            ["torch.mm" if dry else "cuBLAS (torch.mm)", str(dtype).removeprefix("torch."), size, rate / cublas, "100%"]
-        )
+        expected = predictions.product(gpu, 2 * size**3, "bf16" if dtype == torch.bfloat16 else "fp32")
+        table.add("cuBLAS (torch.mm)", precision, size, rate / cublas, "100%", *predictions.cells(expected, cublas))
         for name in names:
-            if name in RUNGS and not dry and not runs(name):
+            if name in RUNGS and device.type == "cuda" and not runs(name):
                 continue
             out = torch.full((size, size), float("nan"), dtype=dtype, device=device)
             ratio = error_ratio(ladder.matmul(a, b, name, out=out), a, b)
             if not within(ratio, 2):
                 sys.exit(f"{name} at {size}: its error is {ratio} times that of torch.mm")
             took = seconds(lambda a=a, b=b, out=out, name=name: ladder.matmul(a, b, name, out=out))
-            rows.append([name, rows[-1][1], size, rate / took, f"{cublas / took:.0%}"])
-    copied = copy_bandwidth(seconds, device, 2**16 if dry else 2**28)
-    write_result(
-        "09_matmul_gpu",
-        "The ladder, timed",
-        ["rung", "precision", "M = N = K", "TFLOP/s", "of cuBLAS"],
-        rows,
-        f"Median of 20 calls with a cold L2 cache; TF32 off. A copy of a large tensor moves {copied / 1e12:.3g} TB/s.",
-        folder,
-    )
+            cells = predictions.cells(predictions.ladder(gpu, name, size), took)
+            table.add(name, precision, size, rate / took, f"{cublas / took:.0%}", *cells)
 
 
 def main() -> None:
@@ -227,7 +204,7 @@ def main() -> None:
         )
         sys.exit(2)
     if not options.figures:
-        verify_all("cuda" if options.gpu and not options.dry else "cpu")
+        verify_all(device_here().type if options.gpu else "cpu")
         if options.gpu:
             time_ladder(options.dry, options.out)
             return

@@ -154,7 +154,9 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, generator: torch.Generator |
     draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
     rounded = torch.floor(steps + draw) * gap  # floor(steps + draw) is one more iff draw >= 1 - fraction
     # --- end exercise ---
-    rounded = torch.where(x.isinf(), x.double(), rounded.clamp(-form.max, form.max))  # infinite only if x was
+    # Infinite only if x was, and the format has infinities: what a cast to e4m3 makes of one differs between torch's.
+    edge = torch.full_like(rounded, math.inf if form.ieee else form.max).copysign(rounded)
+    rounded = torch.where(x.isinf(), edge, rounded.clamp(-form.max, form.max))
     return rounded.to(dtype)
 
 
@@ -221,9 +223,10 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     mean = drawn.mean(dtype=torch.float32).item()
     report.add("rounded stochastically: mean of 4096 weights", "2 ± 0.02", f"{mean:.3f}", abs(mean - 2) < 0.02)
     # Replicas must draw the same bits, or their weights drift apart and no gradient brings them back together.
-    alike = [torch.empty_like(drawn) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(alike, drawn, group=group)
-    report.add("ranks with the same weights, same seed", len(alike), sum(torch.equal(drawn, other) for other in alike))
+    mine = drawn.to(device)  # nccl sends what lies on a GPU, and nothing else
+    alike = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(alike, mine, group=group)
+    report.add("ranks with the same weights, same seed", len(alike), sum(torch.equal(mine, other) for other in alike))
     return report.finish()
 
 

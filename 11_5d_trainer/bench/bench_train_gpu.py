@@ -40,7 +40,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import activations, forward_flops, parameters, peak_flops, step_flops
-from harness.ceilings import GIB, copy_bandwidth, free_bytes, matmul_rate
+from harness import predictions
+from harness.ceilings import GIB, copy_bandwidth, device_here, free_bytes, matmul_rate
 from harness.oracle import error_between
 from harness.report import Ratio, ratio_of, write_result
 from llama import LlamaConfig
@@ -174,9 +175,9 @@ def gradients(way: Way, job: Job, device: torch.device) -> dict[str, torch.Tenso
     return {name: g.detach().float().clone() for name, g in me.engine.full_gradients().items()}
 
 
-def verify(ways: tuple[Way, ...], device: torch.device) -> dict[Way, str]:
+def verify(ways: tuple[Way, ...], device: torch.device, tiny: bool = True) -> dict[Way, str]:
     """What is wrong with each of `ways`; "" if nothing is."""
-    job = Job("to verify", TINY if device.type == "cpu" else SMALL, 16 if device.type == "cpu" else 256, 1, 2)
+    job = Job("to verify", TINY if tiny else SMALL, 16 if tiny else 256, 1, 2)
     exact = gradients(Way("torch", "fp32"), job, device)
     verdict = {}
     own: dict[str, dict[str, float]] = {}  # by precision: what PyTorch's kernels are off by
@@ -267,7 +268,7 @@ def breakdown(
     On a GPU only kernels and copies are counted, from the trace: they follow each other on one stream. On the CPU each
     operation counts without those inside it.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type == "cuda" and torch.version.cuda is not None  # a stand-in GPU leaves no trace
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
         for i in range(steps):
             if i == 1:  # the first one also wakes the profiler up, and does not count for the clock
@@ -319,6 +320,21 @@ def floors(job: Job, copy: float, product: float) -> dict[str, float]:
     return least | {"optimizer and clipping": parameters(c) * (2 + 2 + 2 * 12 + 2) / copy}
 
 
+BASIS = (
+    "Predicted: the floors of all parts by the data sheet, 90 % of its bandwidth and 80 % of its rate; attention 50 %."
+)
+
+
+def predicted_step(job: Job) -> float | None:
+    """Seconds of a step, before anything is measured."""
+    gpu = predictions.here()
+    if gpu is None:
+        return None
+    least = floors(job, predictions.COPIED * gpu.bandwidth, predictions.MULTIPLIED * gpu.bf16)
+    softmax = least["attention"] * (predictions.MULTIPLIED / 0.5 - 1)  # by the SASS of chapter 09's kernels
+    return sum(least.values()) + softmax
+
+
 def breakdown_rows(job: Job, way: Way, found: tuple, copy: float, product: float) -> list[list[Any]]:
     spent, unnamed, wall = found
     least = floors(job, copy, product)
@@ -336,21 +352,25 @@ def breakdown_rows(job: Job, way: Way, found: tuple, copy: float, product: float
 
 def run(dry: bool, out: Path | None, limit: float) -> int:
     begun = time.perf_counter()
-    device = torch.device("cpu") if dry else torch.device("cuda", 0)
-    if not dry:
+    device = device_here()
+    if device.type == "cuda":
         torch.cuda.set_device(device)
         draw_on(device)
     dist.init_process_group(
-        "gloo" if dry else "nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=120)
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=120),
     )
     ways = DRY_WAYS if dry else WAYS
-    verdict = verify(ways, device)
+    verdict = verify(ways, device, tiny=dry)
     right = [way for way in ways if not verdict[way]]
     free(device)
     product = matmul_rate(device, 256 if dry else 8192).median
     copy = copy_bandwidth(device, 2**20 if dry else min(2 * GIB, free_bytes(device) // 8 // 4096 * 4096)).median
     free(device)
-    peak = None if dry else peak_flops(torch.cuda.get_device_name(device))
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     rows: list[list[Any]] = []
     parts: list[list[Any]] = []
     notes = [f"{way} is left out: {what}." for way, what in verdict.items() if what]
@@ -385,8 +405,9 @@ def run(dry: bool, out: Path | None, limit: float) -> int:
                     round(job.samples * job.seq / seconds) if not dry else "n/a on CPU",
                     f"{reached / peak:.1%}" if peak else "n/a",
                     f"{reached / product:.1%}",
-                    round(got.peak / GIB, 1) if not dry else "n/a",
+                    round(got.peak / GIB, 1) if device.type == "cuda" else "n/a",
                     round(job.predicted_bytes() / GIB, 1),
+                    *predictions.cells(predicted_step(job), seconds),
                 ]
             )
             if what:
@@ -419,9 +440,10 @@ def save(rows: list, parts: list, notes: list[str], copy: float, product: float,
             "of the matrix product",
             "peak GiB",
             "predicted GiB",
+            *predictions.COLUMNS,
         ],
         rows,
-        " ".join([against, "Gradients of each way were verified first. Goal: 60 % MFU.", *notes]),
+        " ".join([against, "Gradients of each way were verified first. Goal: 60 % MFU.", BASIS, *notes]),
         folder=out,
     )
     write_result(

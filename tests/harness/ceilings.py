@@ -1,7 +1,7 @@
 """What this device can do at most: the numbers that every other measurement is held against.
 
     python tests/harness/ceilings.py --gpu [--out DIR]       on a GPU: writes results/gpu_ceilings.DEVICE.json
-    python tests/harness/ceilings.py --gpu --dry --out DIR   the same program on the CPU, tiny
+    python tests/harness/ceilings.py --gpu --dry --out DIR   the same program at tiny sizes, to try it
 
 A kernel has to move its bytes and to do its operations. Bytes over the copy bandwidth and operations over the rate of
 matrix products are two times, and the larger one is its floor: nothing runs below it. Data sheets print rates that no
@@ -10,10 +10,13 @@ shows a rate that training never sees).
 """
 
 import argparse
+import contextlib
+import io
+import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +27,74 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "01_single_gpu" / "in_depth"))
 
+from harness import predictions
 from harness.report import Ratio, ratio_of, write_result
 
 GIB = 2**30
 
 
+class Table:
+    """A result that is written anew with every row: whoever ends the program keeps the rows that it had.
+
+    A folder is named by tests/gpu.py, which looks into it every second. Without one the result goes to results/, and
+    there only from a clean tree.
+    """
+
+    def __init__(self, name: str, title: str, columns: Sequence[str], notes: str = "", folder: Path | None = None):
+        self.name, self.title, self.columns, self.notes, self.folder = name, title, list(columns), notes, folder
+        self.rows: list[list[Any]] = []
+        self.path: Path | None = None
+
+    def add(self, *row: Any) -> None:
+        self.rows.append(list(row))
+        self.write()
+        print(f"{self.name}: " + "; ".join(str(cell) for cell in row), flush=True)
+
+    def write(self, **changed: Any) -> None:
+        """Also after `notes` or an old row has been changed."""
+        self.notes = changed.get("notes", self.notes)
+        if self.folder is None or self.path is None:
+            with contextlib.redirect_stdout(io.StringIO()):  # it prints the whole table
+                self.path = write_result(self.name, self.title, self.columns, self.rows, self.notes, self.folder)
+            if not self.path.exists():
+                print(f"{self.path.name} is not written: the tree has changes that are not committed", flush=True)
+            return
+        record = json.loads(self.path.read_text())  # its environment stays: to find that out takes a second
+        rows = [[{"ratio": asdict(cell)} if isinstance(cell, Ratio) else cell for cell in row] for row in self.rows]
+        half = self.path.with_suffix(".part")
+        half.write_text(json.dumps(record | {"rows": rows, "notes": self.notes}, indent=1) + "\n")
+        half.replace(self.path)  # whole, or as it was
+
+
+def device_here() -> torch.device:
+    """The GPU, or the stand-in of a dry run, or the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def l2_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
 def timer(device: torch.device, repeats: int) -> Callable[[Callable[[], Any]], Ratio]:
-    """A function that says how many seconds a call takes: median and quartiles, on a GPU with a cold L2 cache."""
+    """A function that says how many seconds a call takes: median and quartiles, on a GPU with a cold L2 cache.
+
+    At least two repeats; up to three are for dry runs, which do not warm up.
+    """
     if device.type != "cuda":
 
         def on_cpu(run: Callable[[], Any]) -> Ratio:
             seconds = []
-            for _ in range(max(3, repeats)):
+            for _ in range(max(2, repeats)):
                 start = time.perf_counter()
                 run()
                 seconds.append(time.perf_counter() - start)
             return ratio_of(seconds)
 
         return on_cpu
-    flush = torch.empty(256 * 2**20, dtype=torch.int8, device=device)  # larger than any L2 cache
+    flush = torch.empty(4 * l2_bytes(device), dtype=torch.int8, device=device)
 
     def on_gpu(run: Callable[[], Any]) -> Ratio:
-        for _ in range(3):
+        for _ in range(3 if repeats > 3 else 0):
             run()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for begin, end in events:
@@ -131,33 +180,55 @@ class Ceiling:
     what: str
     unit: str
     measure: Callable[[], Ratio]
+    predicted: float | None = None  # in the same units, from the data sheet, before anything ran
 
 
-def ceilings(device: torch.device) -> tuple[list[Ceiling], str]:
+def ceilings(device: torch.device, dry: bool) -> tuple[list[Ceiling], str]:
     """What to measure, and a note on the sizes. They shrink where other processes left little memory."""
-    cuda, free = device.type == "cuda", free_bytes(device)
-    copied = min(4 * GIB, free // 8) // 4096 * 4096 if cuda else 2**20
-    side = 256
-    if cuda:
-        side = max(n for n in (1024, 2048, 4096, 8192) if n == 1024 or 12 * n * n < free // 4)
-    linked = min(GIB, free // 8) if cuda else 2**20
+    free, repeats = free_bytes(device), 2 if dry else 20
+    copied = 2**20 if dry else min(4 * GIB, free // 8) // 4096 * 4096
+    side = 128 if dry else max(n for n in (1024, 2048, 4096, 8192) if n == 1024 or 12 * n * n < free // 4)
+    linked = 2**20 if dry else min(GIB, free // 8)
+    gpu = predictions.here()
+    flops = 2 * side**3
     sizes = f"{copied / GIB:.3g} GiB copied within the device, {linked / GIB:.3g} GiB over the link; {side} cubed"
+
+    def over(work: float, seconds: float | None) -> float | None:
+        return work / seconds if seconds else None
+
+    link = 0.85 * gpu.link if gpu else None  # packets have heads
+    products = {kind: over(flops, predictions.product(gpu, flops, kind)) for kind in ("bf16", "fp8")}
+    products["fp32"] = over(flops / 8, predictions.product(gpu, flops / 8, "fp32"))  # half the side
+    moved = over(2 * copied, predictions.moved(gpu, 2 * copied))
     found = [
-        Ceiling("copy within the device, read + written", "TB/s", lambda: copy_bandwidth(device, copied)),
-        Ceiling("host to device, pinned", "GB/s", lambda: link_bandwidth(device, linked, True)),
-        Ceiling("device to host, pinned", "GB/s", lambda: link_bandwidth(device, linked, False)),
-        Ceiling("matrix product, bf16", "TFLOP/s", lambda: matmul_rate(device, side)),
-        Ceiling("matrix product, fp32 (no TF32)", "TFLOP/s", lambda: matmul_rate(device, side // 2, torch.float32)),
+        Ceiling(
+            "copy within the device, read + written", "TB/s", lambda: copy_bandwidth(device, copied, repeats), moved
+        ),
+        Ceiling("host to device, pinned", "GB/s", lambda: link_bandwidth(device, linked, True, repeats), link),
+        Ceiling("device to host, pinned", "GB/s", lambda: link_bandwidth(device, linked, False, repeats), link),
+        Ceiling(
+            "matrix product, bf16",
+            "TFLOP/s",
+            lambda: matmul_rate(device, side, repeats=repeats),
+            products["bf16"],
+        ),
+        Ceiling(
+            "matrix product, fp32 (no TF32)",
+            "TFLOP/s",
+            lambda: matmul_rate(device, side // 2, torch.float32, repeats),
+            products["fp32"],
+        ),
     ]
-    if not cuda or torch.cuda.get_device_capability(device) >= (8, 9):  # older ones have no fp8
-        found.append(Ceiling("matrix product, fp8", "TFLOP/s", lambda: fp8_rate(device, side)))
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):  # older ones have no fp8
+        fp8 = Ceiling("matrix product, fp8", "TFLOP/s", lambda: fp8_rate(device, side, repeats), products["fp8"])
+        found.append(fp8)
     return found, sizes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what the device can do at most.")
     parser.add_argument("--gpu", action="store_true", help="measure")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: the same on the CPU, tiny")
+    parser.add_argument("--dry", action="store_true", help="with --gpu: the same at tiny sizes, to try the program")
     parser.add_argument("--out", type=Path, help="folder for the result instead of results/")
     args = parser.parse_args()
     if args.dry and not args.out:
@@ -168,29 +239,31 @@ def main() -> int:
         return 2
     from accounting import peak_flops
 
-    device = torch.device("cpu" if args.dry else "cuda")
-    peak = None if args.dry else peak_flops(torch.cuda.get_device_name(device))
+    device = device_here()
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     torch.manual_seed(0)
-    found, sizes = ceilings(device)
-    rows: list[list[Any]] = []
+    found, sizes = ceilings(device, args.dry)
+    table = Table(
+        "gpu_ceilings",
+        "What the device reaches at most: every floor below is computed from these",
+        ["what", "median (quartiles)", "unit", "of the data sheet", "predicted", "measured / predicted"],
+        f"{sizes}. Random data, each result verified, cold L2 cache. Predicted: 90 % of the data sheet's bandwidth, 80 "
+        "% of its rate, 85 % of the link's; these are rates, so above 1 is faster than expected.",
+        args.out,
+    )
     for ceiling in found:
+        scale = {"G": 1e9, "T": 1e12}[ceiling.unit[0]]
+        expected = f"{ceiling.predicted / scale:.3g}" if ceiling.predicted else "-"
         try:
             reached = ceiling.measure()
         except RuntimeError as error:  # no kernel for it, or no memory: the others go on
-            rows.append([ceiling.what, f"n/a: {str(error).strip().splitlines()[0][:80]}", ceiling.unit, "n/a"])
+            why = f"n/a: {str(error).strip().splitlines()[0][:80]}"
+            table.add(ceiling.what, why, ceiling.unit, "n/a", expected, "-")
             continue
         share = f"{reached.median / peak:.0%}" if peak and ceiling.what.endswith("bf16") else "n/a"
-        scale = {"G": 1e9, "T": 1e12}[ceiling.unit[0]]
+        over = f"{reached.median / ceiling.predicted:.2f}" if ceiling.predicted else "-"
         value = Ratio(*(x / scale for x in (reached.median, reached.low, reached.high)))
-        rows.append([ceiling.what, value, ceiling.unit, share])
-    write_result(
-        "gpu_ceilings",
-        "What the device reaches at most: every floor below is computed from these",
-        ["what", "median (quartiles)", "unit", "of the data sheet"],
-        rows,
-        f"{sizes}. Random data, each result verified, cold L2 cache.",
-        folder=args.out,
-    )
+        table.add(ceiling.what, value, ceiling.unit, share, expected, over)
     return 0
 
 

@@ -1,0 +1,785 @@
+"""A GPU that is not there: CPU tensors that say they are on one, and refuse what CUDA and nccl refuse.
+
+    FAKE_GPUS=1 PYTHONPATH=tests/fake_device python any_script.py
+
+A program that is only ever run on a CPU has mistakes that no CPU shows. Here the same program runs with one device
+more. Its tensors are ordinary CPU tensors, so that all numbers are right; each storage has a note of where it is said
+to be, which every operator hands on to what it returns. With the notes, these are refused as on a real GPU:
+
+    two devices in one operator           "Expected all tensors to be on the same device"; single numbers of the host go
+    a host tensor in a collective of nccl "No backend type associated with device type cpu"
+    a device tensor sent over gloo        gloo sends from host memory only
+    .numpy() and np.asarray               numpy reads host memory only
+    a generator of the other device       torch.rand(..., generator=g, device=d)
+    products of integers, .is_pinned()    CUDA has no kernel for them; memory is pinned only if it was asked for
+    reading too early                     the host reads a tensor that a non-blocking copy may still be writing; a
+                                          stream reads what another one writes, and no event or synchronisation orders
+                                          the two; elapsed_time of an event that nobody waited for
+    the bits of a CPU's division          CUDA's tensor / number multiplies by the reciprocal, and Triton's `/` of fp32
+                                          is div.full.f32, right to 2 units in the last place: here they are, too
+
+Order in time is kept by vector clocks: a stream knows how far each other stream was when it last waited for it, and so
+does the host. What is not here: speed, memory that runs out, kernels compiled for a GPU (Triton's run in its
+interpreter, those in .cu files through g++), the order inside a collective.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import os
+import time
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NAME = "stand-in for an NVIDIA H200"
+HOST, WILD = -1, -2  # WILD: made inside torch without a word of where, for example zeros in a backward
+_places: dict[int, int] = {}  # storage -> index of its GPU, or WILD; the others are on the host
+_pinned: set[int] = set()
+_sizes: dict[int, int] = {}  # storage of a GPU -> bytes
+_memory = {"now": 0, "peak": 0}
+_now = {"device": 0, "count": 1}
+_real: dict[str, Any] = {}
+
+
+def _key(t: Tensor) -> int | None:
+    """The storage of an ordinary CPU tensor; None for meta, fake and sparse tensors, which are let through."""
+    try:
+        storage = t.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return storage._cdata if _real["device"].__get__(t).type == "cpu" else None
+
+
+def place(t: Tensor) -> int:
+    """The index of its GPU, HOST or WILD."""
+    return _places.get(_key(t), HOST)  # type: ignore[arg-type]
+
+
+def _forget(key: int) -> None:
+    _places.pop(key, None)
+    _pinned.discard(key)
+    _accesses.pop(key, None)
+    _memory["now"] -= _sizes.pop(key, 0)
+
+
+def _note(t: Tensor, where: int) -> None:
+    """From now on the storage of `t` is there."""
+    key = _key(t)
+    if key is None:
+        return
+    known = key in _places
+    if where == HOST:
+        _places.pop(key, None)
+        _memory["now"] -= _sizes.pop(key, 0)
+        return
+    if not known and key not in _pinned:
+        weakref.finalize(t.untyped_storage(), _forget, key).atexit = False
+    _places[key] = where
+    if where >= 0 and key not in _sizes:
+        _sizes[key] = t.untyped_storage().nbytes()
+        _memory["now"] += _sizes[key]
+        _memory["peak"] = max(_memory["peak"], _memory["now"])
+
+
+def _index(device: Any) -> int | None:
+    """The GPU's index of what was given as `device=`; HOST for the CPU, None for what is neither."""
+    if device is None:
+        return HOST
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cuda":
+        index = _now["device"] if device.index is None else device.index
+        if not index < _now["count"]:
+            raise RuntimeError(f"CUDA error: invalid device ordinal ({device}; there are {_now['count']})")
+        return index
+    return HOST if device.type == "cpu" else None
+
+
+# -------------------------------------------------------------------------------------------------------- order in time
+
+
+class Stream:
+    """A queue of work. `knows[other]`: how many pieces of work of the other are done before its next one begins."""
+
+    everyone: ClassVar[weakref.WeakValueDictionary[int, Stream]] = weakref.WeakValueDictionary()
+    made = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        Stream.made += 1
+        self.id, self.cuda_stream = Stream.made, 0
+        self.knows: dict[int, int] = {}
+        self.device = torch.device("cuda", _now["device"] if device is None else max(_index(device) or 0, 0))
+        Stream.everyone[self.id] = self
+
+    def work(self) -> None:
+        """One more piece of work, after all that the host has waited for."""
+        _learn(self.knows, _host)
+        self.knows[self.id] = self.knows.get(self.id, 0) + 1
+
+    def wait_event(self, event: Event) -> None:
+        _learn(self.knows, event.knows)
+
+    def wait_stream(self, other: Stream) -> None:
+        _learn(self.knows, other.knows)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _learn(_host, self.knows)
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def __enter__(self) -> Stream:
+        self._before = _current[0]
+        _current[0] = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _current[0] = self._before
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
+        self.timing, self.knows, self.at = enable_timing, {}, None
+        self.knows: dict[int, int]
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or _current[0]
+        stream.work()  # so that even an event on an idle stream has to be waited for
+        self.knows, self.at = dict(stream.knows), time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or _current[0]).wait_event(self)
+
+    def synchronize(self) -> None:
+        _learn(_host, self.knows)
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        for event in (self, end):
+            if not event.timing or event.at is None:
+                raise ValueError("Both events must be created with enable_timing=True, and recorded")
+            if not _knows_all(_host, event.knows):
+                raise RuntimeError("device not ready: elapsed_time of an event that nobody has waited for")
+        return 1e3 * (end.at - self.at)
+
+
+_host: dict[int, int] = {}
+_current: list[Stream] = []
+# storage -> [first byte, last byte + 1, stream, its piece of work, was it a write]
+_accesses: dict[int, list[tuple[int, int, int, int, bool]]] = {}
+
+
+def _learn(knows: dict[int, int], others: dict[int, int]) -> None:
+    for stream, done in others.items():
+        if knows.get(stream, 0) < done:
+            knows[stream] = done
+
+
+def _knows_all(knows: dict[int, int], others: dict[int, int]) -> bool:
+    return all(knows.get(stream, 0) >= done for stream, done in others.items())
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    first = t.storage_offset() * t.itemsize
+    last = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    return first, first + last * t.itemsize
+
+
+def _ordered(t: Tensor, write: bool, knows: dict[int, int], who: str, what: str) -> None:
+    """Raises if somebody writes `t`, or reads what is written here, and may not be done."""
+    key = _key(t)
+    if key is None or not (past := _accesses.get(key)):
+        return
+    first, last = _span(t)
+    for a, b, stream, piece, wrote in past:
+        if (write or wrote) and a < last and first < b and knows.get(stream, 0) < piece:
+            doing, other = ("writes" if write else "reads"), ("written" if wrote else "read")
+            raise RuntimeError(
+                f"{who} {doing} in {what} what may still be {other} by stream {stream}: wait for it first"
+            )
+
+
+def _accessed(t: Tensor, write: bool) -> None:
+    key, stream = _key(t), _current[0]
+    if key is None:
+        return
+    if key not in _places and key not in _pinned and key not in _accesses:
+        weakref.finalize(t.untyped_storage(), _forget, key).atexit = False
+    past = _accesses.setdefault(key, [])
+    span = _span(t)
+    mine = (*span, stream.id, stream.knows[stream.id], write)
+    # Of one stream the last access to the same bytes stands for those before it.
+    kept = [p for p in past if not (p[:3] == mine[:3] and p[4] <= write)]
+    _accesses[key] = [*kept[-200:], mine]
+
+
+# ------------------------------------------------------------------------------------------------------- every operator
+
+INTEGER_PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::dot", "aten::mv", "aten::baddbmm"}
+HOST_MAY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+ONLY_SHAPES = {
+    f"aten::{kind}_{how}" for kind in ("empty", "zeros", "ones", "full", "rand", "randn") for how in ("like",)
+}
+ONLY_SHAPES |= {f"aten::new_{kind}" for kind in ("empty", "zeros", "ones", "full", "empty_strided")}
+MOVES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::resize_", "aten::_resize_output_", "aten::record_stream"}
+
+
+class Device(TorchDispatchMode):
+    """Sees every operator, also those of a backward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        places = [place(x) for x in given]
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            _check_collective(name, args, given, places)
+        quiet = _is_view(func) or name in ONLY_SHAPES  # reads and writes no element of what it is given
+        where = max(places, default=WILD) if all(p == WILD for p in places) else max(p for p in places if p != WILD)
+        if name == "aten::copy_":
+            return self.copy(func, args, kwargs, given, places)
+        on_device = where >= 0
+        if on_device:
+            self.check(name, given, places)
+            stream = _current[0]
+            stream.work()
+            if Stream.made > 1 or _accesses:
+                written = self.written(func, args)
+                for x in given if not quiet else ():
+                    _ordered(x, any(x is y for y in written), stream.knows, f"stream {stream.id}", name)
+        elif _accesses and not quiet:
+            for x in given:
+                _ordered(x, bool(func._schema.is_mutable), _host, "the host", name)
+        if name == "aten::_local_scalar_dense" and on_device:
+            _current[0].synchronize()
+        full = f"{name}.{func._schema.overload_name}".rstrip(".")
+        call = STAND_INS.get(full, func) if on_device else func
+        out = call(*args, **kwargs)
+        if name in MOVES or name.startswith("c10d::"):
+            where = HOST if name in ("aten::set_", "aten::record_stream") or not on_device else where
+            if where == HOST:
+                return out
+        if where != HOST:
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor) and place(x) in (HOST, WILD) and not any(x is y for y in given):
+                    _note(x, where)
+        if on_device and Stream.made > 1:
+            written = self.written(func, args)
+            made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and not any(x is y for y in given)]
+            for x in made if name in ONLY_SHAPES else [] if quiet else [*given, *made]:
+                _accessed(x, any(x is y for y in [*written, *made]))
+        return out
+
+    @staticmethod
+    def written(func: Any, args: Any) -> list[Tensor]:
+        if not func._schema.is_mutable:
+            return []
+        found: list[Tensor] = []
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+        return found
+
+    @staticmethod
+    def check(name: str, given: list[Tensor], places: list[int]) -> None:
+        """Refuse what no kernel of a GPU takes."""
+        there = {p for p in places if p >= 0}
+        strangers = [x for x, p in zip(given, places, strict=True) if p == HOST and x.dim() and x.numel()]
+        if name in HOST_MAY_INDEX:
+            strangers = [x for x in strangers if x is given[0] or x.dtype not in (torch.int64, torch.bool, torch.int32)]
+        if name in MOVES or name.startswith(("c10d::", "_c10d_functional::")):
+            strangers = []
+        if strangers or len(there) > 1:
+            devices = sorted({f"cuda:{p}" for p in there} | ({"cpu"} if strangers else set()), reverse=True)
+            raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found {', '.join(devices)}")
+        if name in INTEGER_PRODUCTS and not (given[0].is_floating_point() or given[0].is_complex()):
+            raise RuntimeError(f'"{name.removeprefix("aten::")}_cuda" not implemented for {given[0].dtype}')
+
+    @staticmethod
+    def copy(func: Any, args: Any, kwargs: Any, given: list[Tensor], places: list[int]) -> Any:
+        to, source = given
+        by_device = max(places) >= 0
+        asynchronous = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        stream = _current[0]
+        if by_device:
+            stream.work()
+            for x, write in ((to, True), (source, False)):
+                _ordered(x, write, stream.knows, f"stream {stream.id}", "a copy")
+        else:
+            for x, write in ((to, True), (source, False)):
+                _ordered(x, write, _host, "the host", "a copy")
+        out = func(*args, **kwargs)
+        if by_device:
+            between = min(place(to), place(source)) == HOST
+            for x, write in ((to, True), (source, False)):
+                # From pageable memory the driver takes a copy of its own before the call returns.
+                staged = place(x) == HOST and not write and _key(x) not in _pinned
+                if not staged and (Stream.made > 1 or (asynchronous and place(x) == HOST)):
+                    _accessed(x, write)
+            if between and not asynchronous:
+                stream.synchronize()
+        return out
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *rest: Any, **more: Any):
+    """CUDA's flash kernel by the CPU's, with the outputs of the former."""
+    more.pop("return_debug_mask", None)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(q, k, v, dropout_p, is_causal, **more)
+    none = torch.empty(0)
+    return out, lse, none, none, q.shape[2], k.shape[2], none, none, none
+
+
+def _flash_backward(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *rest, scale=None):
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(dout, q, k, v, out, lse, dropout_p, is_causal, scale=scale)
+
+
+def _divided(a: Any, b: Any, *rest: Any, **more: Any) -> Any:
+    """By a number of the host: times its reciprocal (BinaryDivTrueKernel.cu)."""
+    number = b if not isinstance(b, Tensor) else b.item() if not b.dim() and place(b) < 0 else None
+    if number and isinstance(a, Tensor) and a.dtype == torch.float32 and not rest and not more:
+        return torch.ops.aten.mul.Tensor(a, torch.ones(()).div(number))
+    return torch.ops.aten.div.Tensor(a, b, *rest, **more)
+
+
+def _wider(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """CUDA's product with a result in fp32, which a CPU does not have."""
+    return torch.ops.aten.mm(a.to(out_dtype), b.to(out_dtype))
+
+
+STAND_INS: dict[str, Callable] = {
+    "aten::mm.dtype": _wider,
+    "aten::_scaled_dot_product_flash_attention": _flash,
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+}
+STAND_INS |= {f"aten::div.{overload}": _divided for overload in ("Tensor", "Scalar")}
+
+# ---------------------------------------------------------------------------------------------------------- collectives
+
+_nccl: set[str] = set()  # names of the groups that were asked to use nccl
+
+
+def _check_collective(name: str, args: Any, given: list[Tensor], places: list[int]) -> None:
+    import torch.distributed as dist
+
+    groups = [x for x in args if isinstance(x, str)]
+    for x in args:
+        if isinstance(x, torch.ScriptObject):
+            try:
+                groups.append(dist.ProcessGroup.unbox(x).group_name)
+            except (RuntimeError, TypeError, AttributeError):
+                continue
+    nccl = any(group in _nccl for group in groups)
+    if nccl and "monitored_barrier" in name:
+        raise RuntimeError("monitored_barrier is for gloo only")
+    if "barrier" in name or "wait_tensor" in name or "_wrap_tensor" in name:
+        return
+    if nccl and any(p == HOST for p in places):
+        raise RuntimeError(f"{name}: No backend type associated with device type cpu")
+    if not nccl and name in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_") and any(p >= 0 for p in places):
+        raise RuntimeError(f"{name}: gloo sends and receives in host memory only, not on cuda")
+
+
+def _install_collectives() -> None:
+    import torch.distributed.distributed_c10d as c10d
+
+    start, new_group, backend_of = c10d.init_process_group, c10d.new_group, c10d.get_backend
+    object_device = c10d._get_object_coll_device
+
+    def wants_nccl(backend: Any, device: Any) -> bool:
+        return str(backend or "").lower() == "nccl" or (
+            backend is None and device is not None and _index(device) != HOST
+        )
+
+    def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        nccl = wants_nccl(backend, device_id)
+        start("gloo" if nccl or backend is None else backend, *args, **kwargs)
+        if nccl:
+            _nccl.add(c10d.GroupMember.WORLD.group_name)
+
+    def inherits(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        world = c10d.GroupMember.WORLD.group_name in _nccl
+        nccl = str(backend).lower() == "nccl" or (backend is None and world)
+        kwargs.pop("device_id", None)
+        group = new_group(ranks, timeout, "gloo" if nccl else backend, *args, **kwargs)
+        if nccl and group is not c10d.GroupMember.NON_GROUP_MEMBER:
+            _nccl.add(group.group_name)
+        return group
+
+    def get_backend(group: Any = None) -> Any:
+        group = group or c10d.GroupMember.WORLD
+        return "nccl" if getattr(group, "group_name", None) in _nccl else backend_of(group)
+
+    def coll_device(group: Any = None) -> str:
+        return "cuda" if get_backend(group) == "nccl" else object_device(group)
+
+    def end(group: Any = None) -> None:
+        if group is None or group is c10d.GroupMember.WORLD:
+            _nccl.clear()
+        destroy(group)
+
+    destroy = c10d.destroy_process_group
+    changed = dict(
+        init_process_group=init_process_group, new_group=inherits, get_backend=get_backend, destroy_process_group=end
+    )
+    for module in (c10d, torch.distributed):
+        for name, function in changed.items():
+            setattr(module, name, functools.wraps(getattr(c10d, name) if module is c10d else function)(function))
+    c10d._get_object_coll_device = coll_device
+    c10d.is_nccl_available = torch.distributed.is_nccl_available = lambda: True
+
+
+# ----------------------------------------------------------------------------------------------- torch's Python surface
+
+FACTORIES = ["empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "logspace"]
+FACTORIES += ["eye", "tensor", "scalar_tensor", "empty_strided", "normal", "tril_indices", "triu_indices"]
+ALIKE = [f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
+NEW = [f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "tensor", "empty_strided")]
+
+
+def _check_generator(generator: Any, where: int) -> None:
+    if generator is None:
+        return
+    has = getattr(generator, "where", HOST)
+    if (has >= 0) != (where >= 0):
+        kinds = ["cuda" if x >= 0 else "cpu" for x in (where, has)]
+        raise RuntimeError(f"Expected a '{kinds[0]}' device type for generator but found '{kinds[1]}'")
+
+
+def _factory(name: str, like: bool) -> Callable:
+    make = getattr(torch, name)
+
+    @functools.wraps(make)
+    def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        model = next((x for x in args if isinstance(x, Tensor)), kwargs.get("input")) if like else None
+        if device is None and model is None and torch._C._len_torch_function_stack():  # `with torch.device("meta")`
+            stack = torch.overrides._get_current_function_mode_stack()
+            device = next((mode.device for mode in stack[::-1] if hasattr(mode, "device")), None)
+        where = place(model) if model is not None and device is None else _index(device)
+        if where is None or (isinstance(model, Tensor) and device is None and _key(model) is None):
+            return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
+        _check_generator(kwargs.get("generator"), where)
+        out = make(*args, **kwargs) if model is None or device is None else make(*args, device="cpu", **kwargs)
+        if kwargs.get("out") is None:
+            _note(out, where)
+            if where >= 0 and Stream.made > 1:
+                _current[0].work()
+                _accessed(out, True)
+        if pin_memory:
+            _pin(out)
+        return out
+
+    return made
+
+
+def _pin(t: Tensor) -> None:
+    key = _key(t)
+    if key is not None and key not in _pinned:
+        weakref.finalize(t.untyped_storage(), _forget, key).atexit = False
+        _pinned.add(key)
+
+
+class _Move(torch.autograd.Function):
+    """A copy on another device; the gradient goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: int, blocking: bool) -> Tensor:
+        ctx.where = place(x)
+        return _moved(x, where, blocking)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _moved(grads[0], ctx.where, True), None, None
+
+
+def _moved(x: Tensor, where: int, blocking: bool) -> Tensor:
+    with torch.no_grad():
+        made = torch.empty_like(x, device=torch.device("cuda", where) if where >= 0 else "cpu")
+        made.copy_(x, non_blocking=not blocking)
+    return made
+
+
+def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    other = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("other")
+    copy = kwargs.pop("copy", False)
+    if isinstance(other, Tensor):
+        device, dtype, blocking, form = other.device, other.dtype, True, None
+    else:
+        if len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool):
+            args, copy = args[:-1], args[-1]
+        if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+            args = (torch.device("cuda", args[0]), *args[1:])
+        device, dtype, asynchronous, form = torch._C._nn._parse_to(*args, **kwargs)
+        blocking = not asynchronous
+    where = place(self) if device is None else _index(device)
+    rest: dict[str, Any] = {"dtype": dtype or self.dtype, "copy": copy}
+    if form is not None:
+        rest["memory_format"] = form
+    if where is None or _key(self) is None:  # meta and the like
+        return _real["to"](self, **rest, **({} if device is None else {"device": device}))
+    here = place(self)
+    if here == WILD or where == WILD:
+        out = _real["to"](self, **rest)
+        _note(out, where)
+        return out
+    if here == where:
+        return _real["to"](self, **rest)
+    moved = (
+        _Move.apply(self, where, blocking)
+        if self.requires_grad and torch.is_grad_enabled()
+        else _moved(self.detach(), where, blocking)
+    )
+    return _real["to"](moved, **(rest | {"copy": False}))
+
+
+def _no_numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if place(self) >= 0:
+        raise TypeError(
+            f"can't convert cuda:{place(self)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+            "host memory first."
+        )
+    _ordered(self, False, _host, "the host", "numpy()")
+    return _real["numpy"](self, *args, **kwargs)
+
+
+def _no_array(self: Tensor, dtype: Any = None) -> Any:
+    values = _no_numpy(self)
+    return values if dtype is None else values.astype(dtype, copy=False)
+
+
+class Generator(torch.Generator):
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = "cpu") -> None:
+        self.where = _index(device)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.where) if self.where is not None and self.where >= 0 else torch.device("cpu")
+
+
+class Attribute(property):
+    """A property with a name: torch asks the attributes of its tensors for it."""
+
+    def __init__(self, name: str, get: Callable) -> None:
+        super().__init__(get)
+        self.__name__ = name
+
+
+def _install_tensor() -> None:
+    tensor: Any = torch.Tensor
+    _real.update(device=tensor.device, to=tensor.to, numpy=tensor.numpy)
+    tensor.device = Attribute(
+        "device", lambda t: torch.device("cuda", p) if (p := place(t)) >= 0 else _real["device"].__get__(t)
+    )
+    tensor.is_cuda = Attribute("is_cuda", lambda t: place(t) >= 0)
+    tensor.is_cpu = Attribute("is_cpu", lambda t: place(t) < 0 and _real["device"].__get__(t).type == "cpu")
+    tensor.get_device = lambda t: place(t) if place(t) >= 0 else -1
+    tensor.to, tensor.numpy, tensor.__array__ = _to, _no_numpy, _no_array
+    tensor.cpu = lambda t, memory_format=None: _to(t, "cpu")
+    tensor.cuda = lambda t, device=None, non_blocking=False, **_: _to(
+        t, torch.device("cuda", _index("cuda" if device is None else device)), non_blocking=non_blocking
+    )
+    deepcopy = tensor.__deepcopy__
+
+    def copied(t: Tensor, memo: Any) -> Tensor:
+        copy = deepcopy(t, memo)
+        if place(t) != HOST and place(copy) == HOST:
+            _note(copy, place(t))
+        return copy
+
+    tensor.__deepcopy__ = copied
+    tensor.record_stream = lambda t, stream: None
+    tensor.is_pinned = lambda t, device=None: _key(t) in _pinned
+
+    def pin_memory(t: Tensor, device: Any = None) -> Tensor:
+        if place(t) >= 0:
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        copy = t.clone()
+        _pin(copy)
+        return copy
+
+    tensor.pin_memory = pin_memory
+    for name in NEW:
+        make = getattr(tensor, name)
+
+        def new(self: Tensor, *args: Any, make: Any = make, device: Any = None, pin_memory: bool = False, **kw: Any):
+            where = place(self) if device is None else _index(device)
+            if where is None or _key(self) is None:
+                return make(self, *args, **kw, **({} if device is None else {"device": device}))
+            out = make(self, *args, **kw)
+            _note(out, where)
+            if pin_memory:
+                _pin(out)
+            return out
+
+        setattr(tensor, name, functools.wraps(make)(new))
+    for name in FACTORIES + ALIKE:
+        if hasattr(torch, name):
+            setattr(torch, name, _factory(name, name in ALIKE))
+
+    as_tensor = torch.as_tensor
+
+    def as_tensor_on(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+        found = data if isinstance(data, Tensor) else as_tensor(data, dtype=dtype)
+        where = {} if device is None else {"device": device}
+        return found.to(**where, **({} if dtype is None else {"dtype": dtype})) if where or dtype else found
+
+    torch.as_tensor = as_tensor_on
+    torch.Generator = Generator  # type: ignore[misc]
+    for name in ("multinomial", "bernoulli"):
+        draw = getattr(torch, name)
+
+        def drawn(x: Tensor, *args: Any, draw: Any = draw, generator: Any = None, **kwargs: Any) -> Tensor:
+            _check_generator(generator, place(x))
+            return draw(x, *args, generator=generator, **kwargs)
+
+        setattr(torch, name, drawn)
+    for name in ("normal_", "uniform_", "random_", "bernoulli_", "exponential_"):
+        fill = getattr(tensor, name)
+
+        def filled(self: Tensor, *args: Any, fill: Any = fill, generator: Any = None, **kwargs: Any) -> Tensor:
+            _check_generator(generator, place(self))
+            return fill(self, *args, generator=generator, **kwargs)
+
+        setattr(tensor, name, filled)
+
+
+def _install_cuda(count: int) -> None:
+    cuda: Any = torch.cuda
+    properties = types.SimpleNamespace(
+        name=NAME, major=9, minor=0, total_memory=2 * 2**30, multi_processor_count=1, L2_cache_size=2**14,
+        shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="", is_integrated=0, uuid="none",
+    )  # fmt: skip
+
+    class device:
+        def __init__(self, which: Any) -> None:
+            self.index = None if which is None else _index(which)
+
+        def __enter__(self) -> None:
+            self.before = _now["device"]
+            if self.index is not None and self.index >= 0:
+                _now["device"] = self.index
+
+        def __exit__(self, *error: Any) -> None:
+            _now["device"] = self.before
+
+    def stream(s: Stream | None) -> Any:
+        return s if s is not None else device(None)
+
+    def set_device(which: Any) -> None:
+        index = _index(which)
+        if index is not None and index >= 0:
+            _now["device"] = index
+
+    def synchronize(device: Any = None) -> None:
+        for s in list(Stream.everyone.values()):
+            s.synchronize()
+
+    def reset_peak(device: Any = None) -> None:
+        _memory["peak"] = _memory["now"]
+
+    def elapsed(*_: Any, **__: Any) -> None:
+        return None
+
+    first = Stream()
+    _current.append(first)
+    cuda.first_stream = first  # kept alive
+    changed = dict(
+        is_available=lambda: True, device_count=lambda: count, current_device=lambda: _now["device"],
+        is_initialized=lambda: True, _lazy_init=elapsed, init=elapsed, set_device=set_device, device=device,
+        device_of=lambda t: device(t.device if place(t) >= 0 else None), get_device_name=lambda d=None: NAME,
+        get_device_capability=lambda d=None: (9, 0), get_device_properties=lambda d=None: properties,
+        mem_get_info=lambda d=None: (properties.total_memory - _memory["now"], properties.total_memory),
+        synchronize=synchronize, Stream=Stream, Event=Event, stream=stream, current_stream=lambda d=None: _current[0],
+        default_stream=lambda d=None: first, empty_cache=elapsed, ipc_collect=elapsed,
+        memory_allocated=lambda d=None: _memory["now"], max_memory_allocated=lambda d=None: _memory["peak"],
+        memory_reserved=lambda d=None: _memory["now"], max_memory_reserved=lambda d=None: _memory["peak"],
+        reset_peak_memory_stats=reset_peak, is_bf16_supported=lambda *a, **k: True, manual_seed=elapsed,
+        manual_seed_all=elapsed, get_rng_state=lambda d="cuda": torch.get_rng_state(),
+        set_rng_state=lambda s, d="cuda": torch.set_rng_state(s), is_current_stream_capturing=lambda: False,
+        memory_stats=lambda d=None: collections.defaultdict(int) | {
+            "allocated_bytes.all.peak": _memory["peak"], "reserved_bytes.all.peak": _memory["peak"],
+            "allocated_bytes.all.current": _memory["now"], "reserved_bytes.all.current": _memory["now"],
+            "num_alloc_retries": 0, "num_ooms": 0,
+        },
+    )  # fmt: skip
+    for name, value in changed.items():
+        setattr(cuda, name, value)
+    cuda.nccl.version = lambda: (2, 28, 9)  # c10d's messages name it
+    torch.version.cuda = None  # kernels of .cu files go to g++ and not to nvcc
+    autocast: Any = torch.autocast
+    begin = autocast.__init__
+
+    def on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    autocast.__init__ = on_cpu
+
+
+def install(module: Any = None) -> None:
+    """torch as if FAKE_GPUS were there, in this process, until it ends."""
+    if _real:
+        return
+    importlib.import_module("torch._dynamo")  # a dispatch mode imports it, and it wants to find torch as it is
+
+    _now["count"] = int(os.environ["FAKE_GPUS"])
+    _install_tensor()
+    _install_cuda(_now["count"])
+    _install_collectives()
+    Device().__enter__()
+
+
+def install_division(interpreter: Any) -> None:
+    """Triton's `/` in fp32 is div.full.f32, right to 2 units in the last place: half of ours are off by one."""
+    import numpy as np
+
+    builder = interpreter.InterpreterBuilder
+
+    def divide(a: Any, b: Any) -> Any:
+        exact = np.divide(a, b)
+        if exact.dtype != np.float32:
+            return exact
+        odd = (exact.view(np.int32) & 1).astype(bool) & np.isfinite(exact)
+        return np.where(odd, np.nextafter(exact, np.float32(0)), exact)
+
+    def off(function: Any) -> Any:
+        """ex2.approx and rsqrt.approx are right to 2 units in the last place as well."""
+
+        def compute(x: Any) -> Any:
+            exact = function(x)
+            if exact.dtype != np.float32:
+                return exact
+            odd = (exact.view(np.int32) & 1).astype(bool) & np.isfinite(exact)
+            return np.where(odd, np.nextafter(np.nextafter(exact, np.float32(0)), np.float32(0)), exact)
+
+        return compute
+
+    builder.create_exp = lambda self, x: self.unary_op(x, off(np.exp))
+    builder.create_exp2 = lambda self, x: self.unary_op(x, off(np.exp2))
+    builder.create_fdiv = lambda self, a, b: self.binary_op(a, b, divide)

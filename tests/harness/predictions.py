@@ -1,0 +1,182 @@
+"""What a kernel should take, written down before it runs: from bytes, operations and the instructions of its binary.
+
+A measurement alone says little: is 3 ms good? Each benchmark of a GPU therefore has a column with the time expected,
+computed here from constants of the GPU that was found, and one with the time measured over it. Where the two part, a
+sentence of the model is wrong, and that is where to look.
+
+Three models, each a maximum of what is used at the same time:
+
+    moved        bytes over the copy bandwidth, and the start of a kernel
+    product      FLOPs over the rate that a matrix product reaches
+    issued       instructions of the innermost loop, counted in the SASS, over what a multiprocessor issues in a clock:
+                 4 instructions of a warp, 16 results of the special functions, 1 access to memory of 128 bytes
+
+Constants are of data sheets and of the architecture; `COPIED` and `MULTIPLIED` are what a copy and a matrix product
+reach of them on an H200 under load, where the clock falls. Nothing here is measured in the run that it is held against.
+"""
+
+import re
+from dataclasses import dataclass
+
+COPIED, MULTIPLIED = 0.90, 0.80  # of the data sheet's bandwidth, and of its rate
+START = 4e-6  # seconds from one kernel's end to the next one's first load
+MMA_SYNC = 0.62  # of wgmma's rate: what Hopper gives the older instruction
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU by its data sheet (SXM where there are two), dense, without sparsity."""
+
+    name: str  # a pattern for torch.cuda.get_device_name
+    bandwidth: float  # bytes/s
+    bf16: float  # FLOP/s
+    fp32: float
+    fp8: float | None
+    link: float  # bytes/s from the host, one way
+    processors: int
+    clock: float  # Hz at which the rates are reached
+
+    @property
+    def tensor(self) -> float:
+        """bf16 FLOPs of a multiprocessor in one clock."""
+        return self.bf16 / self.processors / self.clock
+
+    @property
+    def clocks(self) -> float:
+        """Clocks of all multiprocessors in a second, under load."""
+        return MULTIPLIED * self.processors * self.clock
+
+
+GPUS = (
+    Gpu(r"H200", 4.8e12, 989.4e12, 66.9e12, 1978.9e12, 64e9, 132, 1.83e9),
+    Gpu(r"H100.*PCIe", 2.0e12, 756e12, 51e12, 1513e12, 64e9, 114, 1.62e9),
+    Gpu(r"H100", 3.35e12, 989.4e12, 66.9e12, 1978.9e12, 64e9, 132, 1.83e9),
+    Gpu(r"A100.*80", 2.04e12, 312e12, 19.5e12, None, 32e9, 108, 1.41e9),
+    Gpu(r"A100", 1.56e12, 312e12, 19.5e12, None, 32e9, 108, 1.41e9),
+    Gpu(r"B200", 8.0e12, 2250e12, 75e12, 4500e12, 64e9, 148, 1.85e9),
+)
+
+
+def gpu_called(device_name: str) -> Gpu | None:
+    """None for a GPU that is not in the table: then nothing is predicted. A guess would be worse than none."""
+    return next((gpu for gpu in GPUS if re.search(gpu.name, device_name, re.IGNORECASE)), None)
+
+
+def here() -> Gpu | None:
+    import torch
+
+    return gpu_called(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+
+
+def moved(gpu: Gpu | None, nbytes: float, kernels: int = 1) -> float | None:
+    """Seconds to read and write so many bytes."""
+    return None if gpu is None else kernels * START + nbytes / (COPIED * gpu.bandwidth)
+
+
+def product(gpu: Gpu | None, flops: float, kind: str = "bf16") -> float | None:
+    """Seconds of matrix products with tensor cores (bf16, fp8) or without (fp32)."""
+    rate = None if gpu is None else getattr(gpu, kind)
+    return START + flops / (MULTIPLIED * rate) if rate else None
+
+
+# ------------------------------------------------------------------------------------------------------ FlashAttention
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The innermost loop of a kernel that nothing masks, by its SASS for sm_90 (bf16, the tiles of the plan)."""
+
+    products: int  # matrix products of 2 D FLOPs for each score
+    instructions: int  # of one thread, once round
+    special: int  # of these on the special functions: 2^x
+    masked: int  # instructions of the same loop where it also masks
+    tile: tuple[int, int]  # rows and columns: scores of one round
+    threads: int  # that share them
+    overlaps: bool = False  # do products of one tile run beside the softmax of another?
+
+    def clocks(self, gpu: Gpu, D: int, masked: bool) -> float:
+        """Of one multiprocessor, for one score."""
+        scores = self.tile[0] * self.tile[1]
+        vector = max(
+            (self.masked if masked else self.instructions) * self.threads / scores / 128,
+            self.special * self.threads / scores / 16,
+        )
+        tensor = self.products * 2 * D / gpu.tensor
+        return max(tensor, vector) if self.overlaps else tensor + vector
+
+
+# Counted by tests/test_predictions.py in what Triton makes of the kernels; nothing runs for it.
+LOOPS = {
+    ("forward", 64): Loop(2, 458, 66, 986, (128, 128), 256),
+    ("forward", 128): Loop(2, 494, 66, 1029, (128, 128), 256),
+    ("dq", 64): Loop(3, 266, 32, 425, (128, 64), 256),
+    ("dq", 128): Loop(3, 292, 32, 474, (128, 64), 256),
+    ("dkdv", 64): Loop(4, 444, 32, 625, (64, 128), 256),
+    ("dkdv", 128): Loop(4, 497, 32, 733, (64, 128), 256),
+    ("specialised", 64): Loop(2, 697, 66, 697, (64, 128), 128, overlaps=True),
+    ("specialised", 128): Loop(2, 741, 66, 741, (64, 128), 128, overlaps=True),
+}
+
+
+def attention(gpu: Gpu | None, kernel: str, B: int, S: int, N: int, D: int, causal: bool) -> float | None:
+    """Seconds of one kernel of chapter 09 over [B, S, N, D]. A causal mask leaves half of the scores and the diagonal
+    of tiles, which costs the masked loop."""
+    loop = LOOPS.get((kernel, D))
+    if gpu is None or loop is None:
+        return None
+    diagonal = B * N * S * max(loop.tile) if causal else 0
+    plain = B * N * S * S / (2 if causal else 1) - diagonal / 2
+    clocks = plain * loop.clocks(gpu, D, False) + diagonal * loop.clocks(gpu, D, True)
+    return START + clocks / gpu.clocks
+
+
+# ----------------------------------------------------------------------------------------------- the ladder of products
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What 32 multiply-adds of a warp cost beside themselves, by SASS and by the counts of chapter 09."""
+
+    instructions: float  # all, the multiply-add included
+    accesses: float  # turns of shared memory, or accesses to the cache
+
+
+LADDER = {
+    "naive": Rung(73 / 16, 33 / 4),  # 33 sectors of 32 bytes, 4 of which come in a clock
+    "coalesced": Rung(73 / 16, 2),
+    "shared_tiles": Rung(96 / 32, 2),
+    "coarsened_1d": Rung(370 / 64, 1.125),
+    "coarsened_2d": Rung((352 - 82 + 8 * 82) / 512, 0.75),
+    "vectorised": Rung(565 / 512, 0.25),
+    "warp_tiles": Rung(579 / 512, 0.25),
+}
+
+
+def ladder(gpu: Gpu | None, rung: str, size: int) -> float | None:
+    """Seconds of a product of `size` cubed by a rung of the ladder."""
+    if gpu is None:
+        return None
+    if rung in LADDER:
+        clocks = max(LADDER[rung].instructions / 4, LADDER[rung].accesses)
+        return START + size**3 / 32 * clocks / gpu.clocks
+    flops = 2 * size**3
+    if rung == "mma_tiles":
+        return START + flops / (MMA_SYNC * MULTIPLIED * gpu.bf16)
+    if rung in ("tma_wgmma", "persistent"):
+        # Tiles of 128 x 256 come in waves, one for each multiprocessor; the last wave may be half empty.
+        tiles = (size // 128) * (size // 256)
+        waves = -(-tiles // gpu.processors)
+        seconds = waves * gpu.processors * (flops / tiles) / (MULTIPLIED * gpu.bf16)
+        # Without a second group of warps nothing computes while a tile is stored.
+        return START + seconds + (0 if rung == "persistent" else 2 * size**2 / (COPIED * gpu.bandwidth))
+    return None
+
+
+# --------------------------------------------------------------------------------------------------- in a table's cells
+
+COLUMNS = ["predicted, ms", "measured / predicted"]
+
+
+def cells(predicted: float | None, measured: float) -> list[str]:
+    """Of seconds: the two cells that stand beside a measured time."""
+    return ["-", "-"] if predicted is None else [f"{1e3 * predicted:.3g}", f"{measured / predicted:.2f}"]

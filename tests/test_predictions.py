@@ -1,0 +1,124 @@
+"""The numbers expected of a GPU: that they are what their formulas say, and that the binaries are what was counted."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from harness import predictions
+from harness.house import find
+from harness.predictions import LADDER, LOOPS, attention, cells, gpu_called, ladder, moved, product
+from harness.report import ROOT
+
+H200 = gpu_called("NVIDIA H200")
+
+
+def test_a_gpu_is_found_by_its_name_and_an_unknown_one_predicts_nothing():
+    assert H200.bandwidth == 4.8e12 and gpu_called("NVIDIA H100 80GB HBM3").bandwidth == 3.35e12
+    assert gpu_called("NVIDIA A100-SXM4-80GB").fp8 is None and gpu_called("NVIDIA H100 PCIe").processors == 114
+    assert gpu_called("GeForce GT 710") is None
+    assert moved(None, 1e9) is None and attention(None, "forward", 1, 1, 1, 64, True) is None
+    assert product(gpu_called("A100"), 1e12, "fp8") is None and cells(None, 1.0) == ["-", "-"]
+
+
+def test_bytes_and_operations_over_the_rates_of_the_data_sheet():
+    assert moved(H200, 4.8e12 * 0.9) == pytest.approx(1.0, abs=1e-5)
+    assert product(H200, 989.4e12 * 0.8) == pytest.approx(1.0, abs=1e-5)
+    assert cells(2e-3, 3e-3) == ["2", "1.50"]
+    assert H200.tensor == pytest.approx(4096, rel=0.01), "a multiprocessor of Hopper: 4096 FLOPs of bf16 in a clock"
+
+
+def test_attention_by_hand():
+    """One score at D = 128: 512 FLOPs take 1/8 of a clock; 66 of 2^x on 256 threads for 128 x 128 scores 1/16 more."""
+    loop = LOOPS["forward", 128]
+    assert loop.clocks(H200, 128, masked=False) == pytest.approx(512 / 4096 + 66 * 256 / 16384 / 16, rel=0.01)
+    full = attention(H200, "forward", 2, 8192, 16, 128, causal=False)
+    assert full == pytest.approx(2 * 16 * 8192**2 * 0.1895 / (0.8 * 132 * 1.83e9), rel=0.01)
+    causal = attention(H200, "forward", 2, 8192, 16, 128, causal=True)
+    assert 0.5 * full < causal < 0.55 * full
+    assert attention(H200, "specialised", 2, 8192, 16, 128, False) < full, "products run beside the softmax"
+
+
+def test_each_rung_of_the_ladder_is_expected_to_be_faster_than_the_one_before():
+    fp32 = [ladder(H200, name, 4096) for name in ("naive", "coalesced", "coarsened_1d", "coarsened_2d", "vectorised")]
+    assert fp32 == sorted(fp32, reverse=True) and ladder(H200, "warp_tiles", 4096) >= product(H200, 2 * 4096**3, "fp32")
+    bf16 = [ladder(H200, name, 8192) for name in ("mma_tiles", "tma_wgmma", "persistent")]
+    assert bf16 == sorted(bf16, reverse=True)
+    assert ladder(H200, "triton", 4096) is None
+
+
+# ---------------------------------------------------------------------------------------------- counted in the binaries
+
+COUNT = r"""
+import json, os, re, subprocess, sys, tempfile
+from pathlib import Path
+import torch, triton
+import _flash_compile as compiled
+from _flash_launch import plan_for
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+def loops(sass):
+    lines = re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?(.*?);", sass, re.M)
+    code = [(int(at, 16), text) for at, text in lines]
+    for at, text in code:
+        back = re.match(r"BRA\S*\s+.*?(0x[0-9a-f]+)", text)
+        if back and int(back[1], 16) <= at:
+            yield [t for a, t in code if int(back[1], 16) <= a <= at]
+
+def inner(sass, least):
+    "Loops with products and 2^x and no loop inside: plain and masked, the shorter first."
+    found = [b for b in loops(sass) if sum("HGMMA" in t for t in b) and sum("MUFU.EX2" in t for t in b) >= least]
+    return sorted([b for b in found if sum(t.startswith("BRA") for t in b) < 4], key=len)[:2]
+
+out = {}
+for D in (64, 128):
+    plan = plan_for(D, torch.bfloat16, True)
+    for name, kernel, signature, constants, warps, stages in compiled.sources(90, torch.bfloat16, D, plan, False):
+        if name == "delta":
+            continue
+        signature = signature | dict.fromkeys(constants, "constexpr")
+        aligned = {}
+        for place, (key, kind) in enumerate(signature.items()):
+            parts = [(place, p) for p in range(6) if p != 2 or D % 16 == 0] if isinstance(kind, tuple) else [(place,)]
+            if isinstance(kind, tuple) or key in ("lse", "delta", "S_q", "S_k"):
+                aligned |= {path: [["tt.divisibility", 16]] for path in parts}
+        source = ASTSource(kernel, signature, {(list(signature).index(c),): x for c, x in constants.items()}, aligned)
+        built = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps, num_stages=stages)
+        )
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(built.asm["cubin"])
+            sass = subprocess.run([compiled.CUOBJDUMP, "-sass", file.name], capture_output=True, text=True).stdout
+        bodies = inner(sass, 16)
+        out[f"{name} {D}"] = [len(b) for b in bodies] + [sum(t.startswith("MUFU") for t in bodies[0])]
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.prove
+def test_the_loops_of_the_kernels_have_as_many_instructions_as_were_counted():
+    """With the pinned Triton; another version may compile a little differently, and 15 % is what may go unsaid."""
+    pytest.importorskip("triton")
+    import json
+
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(find("_flash_compile.py").parent)}
+    done = subprocess.run([sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counted = json.loads(done.stdout.splitlines()[-1])
+    for (name, D), loop in LOOPS.items():
+        instructions, masked, special = counted[f"{name} {D}"]
+        for what, want, got in (
+            ("instructions", loop.instructions, instructions),
+            ("masked", loop.masked, masked),
+            ("2^x", loop.special, special),
+        ):
+            assert abs(got - want) <= 0.15 * want, f"{name}, D {D}: {what} {got}, and {want} in predictions.py"
+
+
+def test_every_rung_with_a_prediction_is_a_rung():
+    source = find("matmul_ladder.py").read_text()
+    names = set(re.findall(r"Rung\(\d+, \"(\w+)\"", source))
+    assert set(LADDER) <= names and {"mma_tiles", "tma_wgmma", "persistent"} <= names
+    assert predictions.COLUMNS and (ROOT / "tests/harness/predictions.py").exists()
