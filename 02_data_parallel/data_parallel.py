@@ -334,9 +334,7 @@ def main() -> None:
     dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     rank, wrong = dist.get_rank(), []
     if rank == 0:
-        print(
-            f"{dist.get_world_size()} ranks, {device.type}. sent: bytes, by all ranks; held: bytes of gradients, by one"
-        )
+        print(f"{dist.get_world_size()} ranks, {device.type}. Sent: bytes of all ranks. Held: one rank's gradients.")
         print("version        error  messages  early          sent     formula       held    formula   tokens/s")
     for version in (naive, overlapped, partial(bucketed, bucket_bytes=kib * 1024)):
         wrong += prove(version, dist.group.WORLD, device)

@@ -58,23 +58,8 @@ def measure(numel: int) -> dict[str, Ratio]:
     }
 
 
-def main() -> None:
-    rows = []
-    sent = {message: run_ranks(RANKS, verify, numel) for message, numel in MESSAGES.items()}
-    for term, (message, numel) in enumerate(MESSAGES.items()):  # term 0: rounds, messages; term 1: volume, bytes
-        total = {name: sum(rank[name][term] for rank in sent[message]) for name in OURS}
-        for name, ratio in run_ranks(RANKS, measure, numel, timeout=300)[0].items():
-            own = cost(name, RANKS)[term] / cost("all_reduce_ring", RANKS)[term] if name in OURS else "-"
-            one = total[name] / total["all_reduce_ring"] if name in OURS else "-"
-            rows.append([message, f"{name} / all_reduce_ring", ratio, one, own])
-    write_result(
-        "02_collectives",
-        f"All-reduce on {RANKS} ranks: seconds over those of the ring",
-        ["message", "versions", "measured: median (quartiles)", "predicted, one link", "predicted, own links"],
-        rows,
-        "The ranks are processes of one machine, so all messages pass through one memory and a few cores. There the "
-        "ring has nothing to gain: it sends as many bytes as the others in all, in more messages.",
-    )
+def count_bytes() -> None:
+    """What really goes over the wire: a count and no timing, so it may also be called alone."""
     if problem := _wire.why_not():
         print(f"bytes on the wire are not counted: {problem}")
         return
@@ -92,6 +77,26 @@ def main() -> None:
         "Counted in a network namespace of its own, headers of TCP and IP included. All ranks together send as much in "
         "one version as in another; in the ring each rank sends a P-th of it.",
     )
+
+
+def main() -> None:
+    rows = []
+    sent = {message: run_ranks(RANKS, verify, numel) for message, numel in MESSAGES.items()}
+    for term, (message, numel) in enumerate(MESSAGES.items()):  # term 0: rounds, messages; term 1: volume, bytes
+        total = {name: sum(rank[name][term] for rank in sent[message]) for name in OURS}
+        for name, ratio in run_ranks(RANKS, measure, numel, timeout=300)[0].items():
+            own = cost(name, RANKS)[term] / cost("all_reduce_ring", RANKS)[term] if name in OURS else "-"
+            one = total[name] / total["all_reduce_ring"] if name in OURS else "-"
+            rows.append([message, f"{name} / all_reduce_ring", ratio, one, own])
+    write_result(
+        "02_collectives",
+        f"All-reduce on {RANKS} ranks: seconds over those of the ring",
+        ["message", "versions", "measured: median (quartiles)", "predicted, one link", "predicted, own links"],
+        rows,
+        "The ranks are processes of one machine, so all messages pass through one memory and a few cores. There the "
+        "ring has nothing to gain: it sends as many bytes as the others in all, in more messages.",
+    )
+    count_bytes()
 
 
 if __name__ == "__main__":
