@@ -27,7 +27,7 @@ from harness.report import paired, write_result
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
 RANKS, N, N_KV, D = 4, 4, 4, 32
-S, S_KERNEL = 1024, 2048  # a kernel is so fast that less would measure calls of functions
+S, S_KERNEL = 1024, 4096  # a kernel is so fast that less would measure calls of functions
 BASE = "ring, zigzag"
 TORCH = "PyTorch's ring"
 aten = torch.ops.aten

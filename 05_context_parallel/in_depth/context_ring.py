@@ -313,7 +313,7 @@ class Ring:
 
     def collect(self) -> Tensor:
         assert self.home is not None
-        return self.home if self.parcel is None else self.home + self.wait(self.parcel)
+        return self.home if self.parcel is None else self.home.add_(self.wait(self.parcel))
 
 
 class AttentionToBlocks(torch.autograd.Function):
