@@ -366,14 +366,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = OneLineParser(description="Ulysses, and Ulysses x ring.", allow_abbrev=False)
     parser.add_argument("--version", choices=["all", "ulysses", "usp"], default="all")
     parser.add_argument("--attention", choices=["all", *KINDS], default="all")
-    parser.add_argument("--ulysses-size", type=int, default=0, help="U, ranks per all-to-all in USP; default 2 if even")
-    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="of the ring in USP; default %(default)s")
+    parser.add_argument("--ulysses-size", type=int, help="U, ranks per all-to-all in USP; default 2 if even")
+    parser.add_argument("--layout", choices=LAYOUTS, help="of the ring in USP; default zigzag")
     parser.add_argument("--cost-model", action="store_true", help="only print predicted and published TFLOPs")
     add_model_options(parser)
     args, P = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
     check_model_options(parser, args)
-    args.ulysses_size = args.ulysses_size or (2 if P % 2 == 0 else 1)
-    U = args.ulysses_size
+    given = [word for word in sys.argv[1:] if word.startswith("--") and word != "--cost-model"]
+    if args.cost_model and given:
+        parser.error(f"{given[0]} changes nothing in --cost-model, which is of one model and one machine; leave it out")
+    for option, value in (("--layout", args.layout), ("--ulysses-size", args.ulysses_size)):
+        if args.version == "ulysses" and value is not None:
+            parser.error(f"{option} {value} is of Ulysses x ring; leave it out, or use --version usp")
+    args.layout = args.layout or "zigzag"
+    U = args.ulysses_size = (2 if P % 2 == 0 else 1) if args.ulysses_size is None else args.ulysses_size
     if args.version == "usp" and args.attention in ("window", "sparse"):
         parser.error(f"--attention {args.attention} does not fit the blocks of a ring; use --version ulysses")
     if U < 1 or P % U:
