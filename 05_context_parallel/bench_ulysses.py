@@ -1,74 +1,61 @@
 """Ulysses and the mesh of the ground floor beside the zigzag ring, a plain all-gather and Ulysses in depth, on 4 ranks.
 
-python 05_context_parallel/bench_ulysses.py             verify, measure, write results and the figure
-python 05_context_parallel/bench_ulysses.py --figures   only draw
+    python 05_context_parallel/bench_ulysses.py             verify, measure, write results and the figure
+    python 05_context_parallel/bench_ulysses.py --figures   only draw
+
+All compute attention by the same kernel, PyTorch's. A time is that of the work of all ranks, which share the cores.
 """
 
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
 
 import ring_attention
-import torch
 import torch.distributed as dist
 import ulysses as script
+from bench_ring_attention import inputs, kernel, kernel_backward, local, measured, step
 from context_ring import allgather_attention
 from context_ulysses import ulysses as ulysses_in_depth
 from harness.figures import COLOURS, write_figure
-from harness.meter import communication, saved_activations
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
-from harness.report import paired, write_result
+from harness.report import write_result
 
-RANKS, S, N, N_KV, D = 4, 1024, 8, 2, 32
+RANKS, S, N, N_KV, D = 4, 2048, 8, 2, 32
 BASE = "Ulysses"
 
 
-def inputs():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, S, n, D, generator=generator) for n in (N, N_KV, N_KV, N)]
-
-
-def step(attention, q, k, v, dout):
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-
-
 def run_all() -> dict:
-    """On every rank: verify each version; then bytes sent and kept, processor seconds, and time over the base's."""
-    group, rank, made, found = dist.group.WORLD, dist.get_rank(), {}, {}
+    """On every rank: verify each version; then bytes sent and kept, and time over the base's."""
+    group, rank, made = dist.group.WORLD, dist.get_rank(), {}
     row, column = script.mesh(2, 2, list(range(RANKS)))
-    deep, gather = ulysses_in_depth(group), allgather_attention(group, "contiguous")
-    contiguous, zigzag = script.positions_of(S, 0, 1, rank, RANKS), script.positions_of(S, rank, RANKS, 0, 1)
-    both = script.positions_of(S, rank // 2, 2, rank % 2, 2)
+    alone = [dist.new_group([r]) for r in range(RANKS)][rank]
+
+    def ring(of):
+        """The ring in two loops, in place of the simplest one. It keeps K/V in a tensor of their own; with a copy of q,
+        the buffer in which the swap brought all three need not be kept besides."""
+        return lambda q, k, v: ring_attention.Ring.apply(q.contiguous(), k, v, "zigzag", of)
+
+    one_device = ring(alone)  # a ring of one rank is one call of the kernel
+    deep = ulysses_in_depth(group, lambda q, k, v, *, causal: one_device(q, k, v))
+    gather = allgather_attention(group, "contiguous", local())
+    parts = {R: script.positions_of(S, rank * R // RANKS, R, rank % (RANKS // R), RANKS // R) for R in (1, 2, RANKS)}
     for name, where, attention in (
-        (BASE, contiguous, lambda *qkv: script.ulysses(*qkv, group, script.dense)),
-        ("Ulysses x ring, 2 x 2", both, lambda *x: script.ulysses(*x, row, lambda *qkv: script.ring(*qkv, column))),
-        ("ring, zigzag", zigzag, lambda *qkv: ring_attention.Ring.apply(*qkv, "zigzag", group)),
-        ("Ulysses (in_depth)", contiguous, lambda *qkv: deep(*qkv, causal=True)),
-        ("all-gather (in_depth)", contiguous, lambda *qkv: gather(*qkv, causal=True)),
+        (BASE, parts[1], lambda *qkv: script.ulysses(*qkv, group, one_device)),
+        ("Ulysses x ring, 2 x 2", parts[2], lambda *qkv: script.ulysses(*qkv, row, ring(column))),
+        ("ring, zigzag", parts[RANKS], ring(group)),
+        ("Ulysses (in_depth)", parts[1], lambda *qkv: deep(*qkv, causal=True)),
+        ("all-gather (in_depth), contiguous", parts[1], lambda *qkv: gather(*qkv, causal=True)),
     ):
-        mine = [x[:, where].contiguous() for x in inputs()]
+        mine = [x[:, where].contiguous() for x in inputs(S, (N, N_KV))]
         made[name] = where, lambda f=attention, m=mine: step(f, *m)
-    want = step(script.dense, *inputs())
-    for name, (where, run) in made.items():
-        with communication() as sent, saved_activations() as kept:
-            got = run()
-        for what, x, whole in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
-            assert_same(x, whole[:, where], 1e-5, f"{what} of {name}", rank)
-        found[name] = [sent.total, kept.bytes]
-    for name, (_, run) in made.items():
-        ratio = paired(run, made[BASE][1], repeats=7, warmup=1, setup=dist.barrier) if name != BASE else 1
-        dist.barrier()
-        start = time.process_time()
-        for _ in range(5):
-            run()
-        found[name] += [time.process_time() - start, ratio]
-    return found
+    plain = ring_attention.piece, ring_attention.piece_backward
+    ring_attention.piece, ring_attention.piece_backward = kernel, kernel_backward
+    try:
+        return measured(made, BASE, inputs(S, (N, N_KV)))
+    finally:
+        ring_attention.piece, ring_attention.piece_backward = plain
 
 
 def draw_swap(axes, result):
@@ -106,7 +93,7 @@ def write_computed() -> None:
         "Ulysses on 4 ranks, 6 query heads and 2 K/V heads: which ranks hold which tokens of which heads",
         ["when", "head", "tokens of", "ranks"],
         rows,
-        "By `heads_of` of ulysses.py.",
+        "Computed by `heads_of` of ulysses.py, not measured.",
     )
 
 
@@ -114,19 +101,13 @@ def main() -> None:
     if "--figures" in sys.argv[1:]:
         figures()
         return
-    ranks = run_ranks(RANKS, run_all, timeout=400)
-    base = max(found[BASE][2] for found in ranks)
+    ranks = run_ranks(RANKS, run_all, timeout=300)
     write_result(
         "05_ground_ulysses",
         f"Forward and backward of causal attention on {RANKS} ranks, {N} heads that share {N_KV} K/V heads",
-        ["version", "busiest rank's work", "time", "bytes sent by a rank", "bytes kept by a rank"],
-        [
-            [name, max(f[name][2] for f in ranks) / base, ratio, sent, kept]
-            for name, (sent, kept, _, ratio) in ranks[-1].items()
-        ],
-        f"{S} tokens, heads of {D}, float32. Work is the processor time of the rank that uses most, time that of all "
-        "four on this machine, both over those of Ulysses, which uses PyTorch's kernel; the rings and the all-gather "
-        "compute attention in readable PyTorch.",
+        ["version", "time over Ulysses", "bytes sent by a rank", "bytes kept by a rank"],
+        [[name, ratio, sent, kept] for name, (sent, kept, _, ratio) in ranks[-1].items()],
+        f"{S} tokens, heads of {D}, float32; the same kernel in all. Bytes are counted; those kept are for backward.",
     )
     write_computed()
     figures()

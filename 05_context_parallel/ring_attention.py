@@ -117,11 +117,8 @@ def first_ring(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.Process
     and all scores; nothing is computed while a message is on its way; and pairs that the mask hides are computed."""
     rank, P, s = group.rank(), group.size(), q.shape[1]
     tokens = [positions_of(layout, P * s, r, P).to(q.device) for r in range(P)]
-    kv, out, lse = (
-        torch.stack((k, v)),
-        0.0,
-        torch.tensor(float("-inf"), device=q.device),
-    )  # nothing seen: weighs nothing
+    kv, out = torch.stack((k, v)), 0.0
+    lse = torch.tensor(float("-inf"), device=q.device)  # nothing seen: weighs nothing
     for t in range(P):
         mask = tokens[(rank - t) % P] <= tokens[rank][:, None]  # [s, t]: keys that are not later than the query
         out, lse = merge(out, lse, *piece(q, *kv, mask))

@@ -296,6 +296,8 @@ def order(layout: str) -> tuple[list, list]:
         q, k, v, dout = (x[:, where].bfloat16() for x in inputs())
         out = script.Ring.apply(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), layout, group)
         forward = list(events)
+        posts, waits = (forward.count((what, "K/V")) for what in ("post", "wait"))
+        assert posts == waits, f"forward posts {posts} messages and waits for {waits} of them"  # backward would hang
         events.clear()
         out.backward(dout)
     finally:

@@ -140,8 +140,12 @@ def both_floors(heads: tuple[int, int], R: int, dtype: torch.dtype, deep: bool) 
     return ours, results_of(lambda *qkv: other(*qkv, causal=True), *mine), where
 
 
-# Heads that ranks do not share out evenly are beyond in_depth; (12, 4) on 3 and 6 ranks needs copies of some K/V heads.
-CASES = [((8, 2), 4, 1, True), ((8, 8), 4, 2, True), ((8, 1), 4, 2, True), ((6, 2), 4, 1, False), ((12, 4), 3, 1, True)]
+# Heads that ranks do not share out evenly are beyond in_depth. Of (6, 3) on 2 ranks, the three query heads of each use
+# 0 0 1 and 0 1 1 of two K/V heads; of (12, 4) on 3 ranks, four use 0 0 0 1, 0 0 1 1 and 0 1 1 1.
+CASES = [
+    *[((8, 2), 4, 1, True), ((8, 8), 4, 2, True), ((8, 1), 4, 2, True), ((6, 2), 4, 1, False)],
+    *[((6, 3), 2, 1, True), ((12, 4), 3, 1, True)],
+]
 
 
 @pytest.mark.parametrize(("heads", "P", "R", "deep"), CASES)

@@ -112,7 +112,8 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, attention
     queries, kv = heads_of(group.rank(), group.size(), N, N_kv)
     q, k, v = to_heads(q, k, v, group)
     uses = [kv.index(h * N_kv // N) for h in queries]  # which of my K/V heads each of my query heads uses: 0 0 1 1, say
-    if uses != [i * len(kv) // len(queries) for i in range(len(queries))]:  # 0 1 1: no kernel knows that. Copy, here
+    equal = [i * len(kv) // len(queries) for i in range(len(queries))]
+    if len(queries) % len(kv) or uses != equal:  # 0 0 1 or 0 1 1: no kernel knows that. Copy, here
         k, v = k[:, :, uses], v[:, :, uses]
     return to_tokens(attention(q, k, v), N, group)
 

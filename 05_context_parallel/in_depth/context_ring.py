@@ -279,7 +279,10 @@ class Ring:
         return received
 
     def blocks(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(owner, its K/V), the own one first. While the caller works on a block, the next one is on its way."""
+        """(owner, its K/V), the own one first. While the caller works on a block, the next one is on its way.
+
+        Two blocks are alive, no third one, if the caller lets go of a block before it asks for the next.
+        """
         # --- exercise 5.25: the rounds of the ring; compute and communication overlap ---
         for step in range(self.size):
             last = step == self.size - 1
@@ -287,6 +290,7 @@ class Ring:
             yield (self.rank - step) % self.size, kv
             if not last:
                 kv = self.wait(parcel)
+                parcel = None  # it holds the block that was sent, which would be a third one when the next is posted
         # --- end exercise ---
 
     def send_home(self, owner: int, gradient: Tensor) -> None:
@@ -302,13 +306,14 @@ class Ring:
             self.home = gradient.to(wide, copy=True)
             return
         arrived = None if self.parcel is None else self.wait(self.parcel)
+        self.parcel = None  # with it goes what was sent in the last round, before the next message needs its memory
         travelling = gradient.to(wide, copy=True) if arrived is None else arrived.add_(gradient)
         self.parcel = self.post(travelling)
         # --- end exercise ---
 
     def collect(self) -> Tensor:
         assert self.home is not None
-        return self.home if self.parcel is None else self.home + self.wait(self.parcel)
+        return self.home if self.parcel is None else self.home.add_(self.wait(self.parcel))
 
 
 class AttentionToBlocks(torch.autograd.Function):
@@ -322,12 +327,12 @@ class AttentionToBlocks(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, Transport, group, plan, local) -> Tensor:
         out = torch.zeros_like(at_least_fp32(q))
         lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf)  # [B, N, S/P]: no key seen so far
-        for owner, (k_block, v_block) in Transport(group).blocks(torch.stack((k, v))):
-            if plan[owner] is None:
-                continue  # wholly masked: nothing to compute, but the block has to travel on
-            rows, columns, causal = plan[owner]
-            part = local.forward(q[:, rows], k_block[:, columns], v_block[:, columns], causal=causal)
-            out[:, rows], lse[:, :, rows] = merge(out[:, rows], lse[:, :, rows], *part)
+        for owner, block in Transport(group).blocks(torch.stack((k, v))):
+            if plan[owner] is not None:  # if wholly masked, there is nothing to compute, but the block has to travel on
+                rows, columns, causal = plan[owner]
+                part = local.forward(q[:, rows], *block[:, :, columns], causal=causal)
+                out[:, rows], lse[:, :, rows] = merge(out[:, rows], lse[:, :, rows], *part)
+            del block  # or it would be alive while the one after the next is on its way: three in all
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.arguments = Transport, group, plan, local
@@ -339,20 +344,15 @@ class AttentionToBlocks(torch.autograd.Function):
         Transport, group, plan, local = ctx.arguments
         transport, dq = Transport(group), torch.zeros_like(at_least_fp32(q))
         dkv = dq.new_zeros(2, *k.shape)  # my part of the gradient of one block, in fp32 like dq; used for each in turn
-        for owner, (k_block, v_block) in transport.blocks(torch.stack((k, v))):
+        for owner, block in transport.blocks(torch.stack((k, v))):
             dkv.zero_()
             if plan[owner] is not None:
                 rows, columns, causal = plan[owner]
-                given = (
-                    dout[:, rows],
-                    q[:, rows],
-                    k_block[:, columns],
-                    v_block[:, columns],
-                    out[:, rows],
-                    lse[:, :, rows],
-                )
-                dq_part, dkv[0, :, columns], dkv[1, :, columns] = local.backward(*given, causal=causal)
-                dq[:, rows] += dq_part
+                dout_, q_, out_ = (x[:, rows] for x in (dout, q, out))
+                share = local.backward(dout_, q_, *block[:, :, columns], out_, lse[:, :, rows], causal=causal)
+                dq[:, rows] += share[0]
+                dkv[0, :, columns], dkv[1, :, columns] = share[1:]
+            del block  # as in forward
             transport.send_home(owner, dkv)
         dk, dv = transport.collect()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
@@ -379,12 +379,19 @@ def attention_over(Transport: type, group: dist.ProcessGroup, layout: str, local
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str) -> None:
     """ValueError, in one line, for what the blocks cannot do."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(f"{name} is {list(x.shape)}; give it [batch, tokens, heads, head dim], none of them 0")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}; give all three one dtype")
         if x.dtype.itemsize < 2:
             raise ValueError(
                 f"{name} is {x.dtype}, too coarse for sums of exponentials; convert it to bfloat16 or wider"
             )
     if k.shape != v.shape:
         raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} travel as one message; give them one shape")
+    for what, axis in (("batch", 0), ("head dim", 3)):
+        if q.shape[axis] != k.shape[axis]:
+            raise ValueError(f"q has {what} {q.shape[axis]}, k and v have {k.shape[axis]}; give all three one {what}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads do not divide among {k.shape[2]} K/V heads; use a divisor")
     if causal and q.shape[1] != k.shape[1]:
@@ -489,14 +496,17 @@ WHOLE = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
 
 class Wire(TorchDispatchMode):
     """Counts the bytes this rank sends inside `attention`: messages as they are, collectives of `size` ranks by their
-    ring algorithms, in which (P-1)/P of the whole tensor leave each rank."""
+    ring algorithms, in which (P-1)/P of the whole tensor leave each rank; of unequal rows all but those for itself."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, rank: int = 0):
         super().__init__()
-        self.size, self.bytes = size, 0
+        self.size, self.rank, self.bytes = size, rank, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and func._opname in WHOLE:
+        if func.namespace == "c10d" and func._opname == "alltoall_base_" and args[4]:  # rows for each rank, not equal
+            rows, own = sum(args[4]), args[4][self.rank]
+            self.bytes += args[1].nbytes // rows * (rows - own)
+        elif func.namespace == "c10d" and func._opname in WHOLE:
             self.bytes += args[WHOLE[func._opname]].nbytes * (self.size - 1) // self.size
         elif func.namespace == "c10d" and func._opname == "send":
             self.bytes += args[0][0].nbytes
@@ -570,6 +580,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def check_model_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.heads < 1 or args.kv_heads < 1 or args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
+    if args.seq < 3:  # of 2 tokens only the first has a label, and it sees itself alone: q and k have no gradient
+        parser.error(f"--seq {args.seq} is too short for a token with a label to see another; use 3 or more")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")

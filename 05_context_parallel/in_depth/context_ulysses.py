@@ -18,8 +18,8 @@ a second all-to-all brings the output back.
 What a rank sends per layer and forward pass, in elements (M = S·H, batch 1; backward the same). The paper's form, left,
 counts whole messages; (P-1)/P of that really leaves the rank:
     Ulysses, N K/V heads     4M/P                                       2309.14509, section 3.2
-    Ulysses, N_kv K/V heads  (2 + 2 lcm(N_kv, P)/N) M/P                 fewer K/V heads than ranks: as many copies
-    Megatron's sequence par. 4M                                         as there are ranks that need them, no more
+    Ulysses, N_kv K/V heads  (2 + 2 C/N) M/P                            C: K/V heads that all ranks get, each those it
+    Megatron's sequence par. 4M                                         needs: max(N_kv, P) if one divides the other
     ring attention           2 (P-1)/P · N_kv/N · M                     constant in P too, not falling
 If sequence and ranks grow together, M/P stays the same: Ulysses sends as much as before, the others ever more.
 
@@ -36,7 +36,6 @@ The last line is PASS, or the script exits with 1 and says which number is off.
 
 import argparse
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -58,6 +57,7 @@ from context_ring import (
     Wire,
     add_model_options,
     against_oracle,
+    at_least_fp32,
     check_inputs,
     check_layout,
     check_model_options,
@@ -111,17 +111,53 @@ class Swap(torch.autograd.Function):
         return ctx.back(dx, ctx.group), None, None, None
 
 
-def copy_kv_heads(x: Tensor, P: int) -> Tensor:
-    """K or V with as few heads as P ranks can share out: [B, S/P, N_kv, D] -> [B, S/P, lcm(N_kv, P), D].
+def kv_heads_of(rank: int, P: int, N: int, N_kv: int) -> list[int]:
+    """The K/V heads that `rank` of P needs: those of its query heads, rank·N/P to (rank+1)·N/P - 1, each once.
 
-    Rank r gets query heads r·N/P to (r+1)·N/P - 1 and needs the K/V heads that these share. If P divides N_kv, they are
-    N_kv/P heads, and nothing is copied. If not, a K/V head is needed on several ranks, and lcm(N_kv, P)/N_kv copies of
-    it serve them, however many query heads there are. In backward the gradients of the copies are summed.
+    If P divides N_kv they are N_kv/P heads, and no head goes to two ranks. If N_kv divides P it is one. If neither,
+    ranks get different numbers: of N = 12, N_kv = 4 on 6 ranks 1, 2, 1, 1, 2, 1.
     """
-    # --- exercise 5.29: K/V heads for more ranks than there are K/V heads ---
-    copies = math.lcm(x.shape[2], P) // x.shape[2]
-    return x if copies == 1 else x.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
+    # --- exercise 5.29: the K/V heads that a rank needs, and no more ---
+    queries = range(rank * N // P, (rank + 1) * N // P)
+    return sorted({head * N_kv // N for head in queries})  # N/N_kv neighbours share one
     # --- end exercise ---
+
+
+def repeated_kv_heads(rank: int, P: int, N: int, N_kv: int) -> list[int] | None:
+    """None if the K/V heads of `rank` serve equally many of its query heads each, which any kernel knows. If not, which
+    of them each query head uses (0 0 1, say): K and V have to be repeated so, after they were sent."""
+    mine, n = kv_heads_of(rank, P, N, N_kv), N // P
+    uses = [mine.index((rank * n + i) * N_kv // N) for i in range(n)]
+    return None if n % len(mine) == 0 and uses == [i * len(mine) // n for i in range(n)] else uses
+
+
+class SwapKV(torch.autograd.Function):
+    """K or V: some tokens of all heads -> all tokens of the heads that a rank needs, [B, S/P, N_kv, D] -> [B, S, m, D].
+
+    `heads[r]` goes to rank r, so that a head may go to several ranks; in backward the gradients that come back from
+    these are summed, in fp32 or better."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, heads: list[list[int]]) -> Tensor:
+        ctx.group, ctx.heads, ctx.N_kv = group, heads, x.shape[2]
+        rank, P, sizes = group.rank(), group.size(), [len(of) for of in heads]
+        rows = x.movedim(2, 0)[[head for of in heads for head in of]].contiguous()  # [C, B, S/P, D], for rank 0, 1, ...
+        received = rows.new_empty(P * sizes[rank], *rows.shape[1:])
+        dist.all_to_all_single(received, rows, [sizes[rank]] * P, sizes, group=group)  # -> [P m, B, S/P, D]
+        return (
+            received.unflatten(0, (P, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        )  # -> [B, P, S/P, m, D] -> [B, S, m, D]
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple:
+        P, sizes = ctx.group.size(), [len(of) for of in ctx.heads]
+        rows = dx.unflatten(1, (P, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1).contiguous()  # [P m, B, S/P, D]
+        received = rows.new_empty(sum(sizes), *rows.shape[1:])
+        dist.all_to_all_single(received, rows, sizes, [dx.shape[2]] * P, group=ctx.group)  # -> [C, B, S/P, D]
+        of = torch.tensor([head for of in ctx.heads for head in of], device=dx.device)
+        received = at_least_fp32(received)
+        home = received.new_zeros(ctx.N_kv, *received.shape[1:]).index_add_(0, of, received)
+        return home.to(dx.dtype).movedim(0, 2), None, None
 
 
 def check_heads(heads: int, P: int) -> None:
@@ -139,11 +175,14 @@ def ulysses(group: dist.ProcessGroup, attention: Attention = dense_attention) ->
 
     def parallel(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         """q [B, S/P, N, D], k and v [B, S_kv/P, N_kv, D] -> [B, S/P, N, D]."""
-        P = group.size()
+        P, N, N_kv = group.size(), q.shape[2], k.shape[2]
         check_inputs(q, k, v, causal, "contiguous")
-        check_heads(q.shape[2], P)
-        k, v = copy_kv_heads(k, P), copy_kv_heads(v, P)
-        q, k, v = (Swap.apply(x, group, to_heads, to_tokens) for x in (q, k, v))  # [B, S, N/P, D]
+        check_heads(N, P)
+        heads = [kv_heads_of(r, P, N, N_kv) for r in range(P)]
+        q = Swap.apply(q, group, to_heads, to_tokens)  # [B, S, N/P, D]
+        k, v = (SwapKV.apply(x, group, heads) for x in (k, v))  # [B, S_kv, m, D]
+        if uses := repeated_kv_heads(group.rank(), P, N, N_kv):
+            k, v = k[:, :, uses], v[:, :, uses]
         out = attention(q, k, v, causal=causal)
         return Swap.apply(out, group, to_tokens, to_heads)  # [B, S, N/P, D] -> [B, S/P, N, D]
 
@@ -181,7 +220,10 @@ def usp_positions(layout: str, S: int, ring_rank: int, R: int, ulysses_rank: int
 
 def usp_groups(P: int, U: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """This rank's (Ulysses group, ring group) in a world of P = R · U ranks: rank = ring_rank · U + ulysses_rank, so
-    that Ulysses, which sends more, is among neighbours."""
+    that Ulysses, which sends more, is among neighbours. ValueError unless U divides P."""
+    if U < 1 or P % U:
+        fits = ", ".join(str(u) for u in range(1, P + 1) if P % u == 0)
+        raise ValueError(f"{P} ranks are not rows of {U} ranks of Ulysses; use rows of {fits}")
     grid = torch.arange(P).view(-1, U)
     mine: list = [None, None]
     for axis, groups in enumerate((grid.tolist(), grid.T.tolist())):
@@ -234,16 +276,18 @@ KINDS: dict[str, Attention] = {
 # ------------------------------------------------------------------------------------------------ what it costs: bytes
 
 
-def sent_per_layer(kind: str, S: int, H: int, P: int, N: int, N_kv: int) -> int:
-    """Elements that each rank sends in the forward pass of one layer (batch 1), exactly; backward sends as many.
+def sent_per_layer(kind: str, S: int, H: int, P: int, N: int, N_kv: int, rank: int = 0) -> int:
+    """Elements that `rank` sends in the forward pass of one layer (batch 1), exactly. All ranks send the same, except
+    in Ulysses if neither of N_kv and P divides the other.
 
-    ulysses   4 all-to-alls                                     q and out of N heads, k and v of lcm(N_kv, P)
+    ulysses   4 all-to-alls; backward as many, of all ranks    q and out of N heads, k and v of those others need
     megatron  2 all-gathers and 2 reduce-scatters of [S, H]     tensor + sequence parallel (2205.05198)
     ring      P - 1 blocks of K and V                           its backward also sends dK and dV, in fp32
     """
     per_head = S * H // N
     if kind == "ulysses":
-        return (2 * N + 2 * math.lcm(N_kv, P)) * per_head * (P - 1) // P // P
+        others = sum(len(kv_heads_of(r, P, N, N_kv)) for r in range(P) if r != rank)
+        return (2 * (N - N // P) + 2 * others) * per_head // P
     return {"megatron": 4 * N, "ring": 2 * N_kv}[kind] * per_head * (P - 1) // P
 
 
@@ -322,14 +366,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = OneLineParser(description="Ulysses, and Ulysses x ring.", allow_abbrev=False)
     parser.add_argument("--version", choices=["all", "ulysses", "usp"], default="all")
     parser.add_argument("--attention", choices=["all", *KINDS], default="all")
-    parser.add_argument("--ulysses-size", type=int, default=0, help="U, ranks per all-to-all in USP; default 2 if even")
-    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="of the ring in USP; default %(default)s")
+    parser.add_argument("--ulysses-size", type=int, help="U, ranks per all-to-all in USP; default 2 if even")
+    parser.add_argument("--layout", choices=LAYOUTS, help="of the ring in USP; default zigzag")
     parser.add_argument("--cost-model", action="store_true", help="only print predicted and published TFLOPs")
     add_model_options(parser)
     args, P = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
     check_model_options(parser, args)
-    args.ulysses_size = args.ulysses_size or (2 if P % 2 == 0 else 1)
-    U = args.ulysses_size
+    given = [word for word in sys.argv[1:] if word.startswith("--") and word != "--cost-model"]
+    if args.cost_model and given:
+        parser.error(f"{given[0]} changes nothing in --cost-model, which is of one model and one machine; leave it out")
+    for option, value in (("--layout", args.layout), ("--ulysses-size", args.ulysses_size)):
+        if args.version == "ulysses" and value is not None:
+            parser.error(f"{option} {value} is of Ulysses x ring; leave it out, or use --version usp")
+    args.layout = args.layout or "zigzag"
+    U = args.ulysses_size = (2 if P % 2 == 0 else 1) if args.ulysses_size is None else args.ulysses_size
     if args.version == "usp" and args.attention in ("window", "sparse"):
         parser.error(f"--attention {args.attention} does not fit the blocks of a ring; use --version ulysses")
     if U < 1 or P % U:
@@ -375,22 +425,25 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             if kind == "cross":
                 attention, local = every_other_key(attention), every_other_key(local)
             step = partial(train_step, positions=positions.to(device), attention=attention, group=group)
-            with Wire(swap) as wire:
+            with Wire(swap, rank % swap) as wire:
                 error = against_oracle(deepcopy(model), step, S, local)
-            # Elements of one head's dim of 2 sequences: q and out, k and v swapped; then the ring. Backward the same
-            # again, in which the ring sends K and V as well as their gradients.
-            kv_heads = math.lcm(args.kv_heads, swap)
-            swapped = (2 * args.heads * S + 2 * kv_heads * keys) // P * (swap - 1) // swap
-            ringed = 2 * (kv_heads // U) * keys * (R - 1) // R if version == "usp" else 0
-            predicted = (2 * swapped + 3 * ringed) * 2 * model.head_dim * dtype.itemsize
+            # Elements of one head's dim of 2 sequences: q and out, k and v swapped, backward as many, counting heads
+            # that others need and those that come home; then the ring, which in backward sends K and V and dK/dV.
+            heads = [len(kv_heads_of(r, swap, args.heads, args.kv_heads)) for r in range(swap)]
+            n, m = args.heads // swap, heads[rank % swap]
+            others, home = sum(heads) - m, m * (swap - 1)
+            swapped = 4 * (args.heads - n) * S // P + 2 * (others + home) * keys // P
+            ring_heads = n if repeated_kv_heads(rank % swap, swap, args.heads, args.kv_heads) else m
+            ringed = 2 * ring_heads * keys * (R - 1) // R if version == "usp" else 0
+            predicted = (swapped + 3 * ringed) * 2 * model.head_dim * dtype.itemsize
             found: list = [None] * P
-            dist.all_gather_object(found, (error, wire.bytes // 3), group=group)  # bytes of one step
-            errors, sent = zip(*found, strict=True)
+            dist.all_gather_object(found, (error, wire.bytes // 3, predicted), group=group)  # bytes of one step
+            errors, sent, wanted = zip(*found, strict=True)
             name = f"{version} {kind}"
             if rank == 0:
-                print(f"{name:16} {max(errors):8.1e} {max(sent):11} {predicted:11}")
+                print(f"{name:16} {max(errors):8.1e} {max(sent):11} {max(wanted):11}")
             wrong += [f"{name}: rank {r} off by {e:.1e}" for r, e in enumerate(errors) if not e <= tolerance]
-            wrong += [f"{name}: sent {sent}, predicted {predicted}"] * (set(sent) != {predicted})
+            wrong += [f"{name}: sent {sent}, predicted {wanted}"] * (sent != wanted)
     return wrong
 
 

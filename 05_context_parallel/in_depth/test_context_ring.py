@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -39,7 +40,7 @@ from context_ring import (
     unshard,
 )
 from harness.meter import communication, peak_memory, saved_activations
-from harness.oracle import Trace, assert_same, assert_same_trace, error_between, sgd_trace
+from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
 from torch import Tensor
 
@@ -198,10 +199,10 @@ def random_qkv(heads: tuple[int, int], length: int = S, scale: float = 1.0) -> l
     return [torch.randn(shape, generator=generator, dtype=torch.float64) * scale for shape in shapes]
 
 
-def results_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """out, dq, dk, dv of causal attention."""
+def results_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool = True) -> list[Tensor]:
+    """out, dq, dk, dv."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, causal=True)
+    out = attention(q, k, v, causal=causal)
     out.backward(dout)
     return [out.detach(), q.grad, k.grad, v.grad]
 
@@ -222,8 +223,12 @@ def whole(results: list[list[list[Tensor]]], case: int) -> list[Tensor]:
     return [unshard([results[rank][case][i] for rank in range(len(results))], layout) for i in range(4)]
 
 
+def rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
 @pytest.mark.parametrize("local", ["explicit", "flash"])
-def test_bfloat16_errs_at_most_two_and_a_half_times_as_much_as_dense_bfloat16_attention(local):
+def test_bfloat16_errs_at_most_one_and_a_half_times_as_much_as_dense_bfloat16_attention(local):
     given = random_qkv((8, 8))
     exact = results_of(dense_attention, *(x.bfloat16().double() for x in given))
     dense = results_of(dense_attention, *(x.bfloat16() for x in given))
@@ -231,8 +236,54 @@ def test_bfloat16_errs_at_most_two_and_a_half_times_as_much_as_dense_bfloat16_at
     for case in range(len(CASES)):
         for name, got, low, want in zip(NAMES, whole(results, case), dense, exact, strict=True):
             assert got.dtype == torch.bfloat16
-            ours, theirs = error_between(got, want), error_between(low, want)
-            assert ours <= 2.5 * theirs, f"{CASES[case]} {name}: error {ours:.2e}, dense bf16 {theirs:.2e}"
+            ours, theirs = (rms(x - want) for x in (got, low))
+            assert ours <= 1.5 * theirs, f"{CASES[case]} {name}: error {ours:.2e}, dense bf16 {theirs:.2e}"
+
+
+def sums_over_the_rounds() -> list[list[Tensor]]:
+    """out, dq, dk, dv of a kernel whose results show every rounding. Of 4 rounds the first gives 1, each other a little
+    more (out; all have the same weight) or a little (gradients): too little for bf16, beside 1, and enough together."""
+    group, results = dist.group.WORLD, []
+    for version in VERSIONS:
+        calls = {"forward": 0, "backward": 0}
+
+        def share(x: Tensor, first: float, later: float, which: str, calls=calls) -> Tensor:
+            return torch.full(x.shape, later if calls[which] else first)
+
+        def forward(q, k, v, *, causal, share=share, calls=calls):
+            out = share(q, 1.0, 1 + 2**-7, "forward")
+            calls["forward"] += 1
+            return out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+        def backward(dout, q, k, v, out, lse, *, causal, share=share, calls=calls):
+            shares = [share(x, 1.0, 2**-9, "backward") for x in (q, k, v)]
+            calls["backward"] += 1
+            return tuple(shares)
+
+        x = torch.ones(1, 2, 1, 4, dtype=torch.bfloat16)
+        attention = VERSIONS[version](group, "contiguous", LocalAttention(forward, backward))
+        results.append(results_of(attention, x, x, x, x, causal=False))
+    return results
+
+
+def test_what_is_summed_over_the_rounds_is_rounded_once_at_the_end():
+    want = torch.tensor(1 + 0.75 * 2**-7).bfloat16()  # 1 + 2^-7; rounded in every round it would stay 1
+    assert want > 1
+    for rank, versions in enumerate(run_ranks(4, sums_over_the_rounds)):
+        for version, results in zip(VERSIONS, versions, strict=True):
+            # All-gather begins with the block of rank 0, to which all ranks then give 1: no sum to look at there.
+            for name, x in list(zip(NAMES, results, strict=True))[: 4 if version == "ring" else 2]:
+                assert torch.equal(x, want.expand_as(x)), f"{version}, rank {rank}: {name} is {x.unique().tolist()}"
+
+
+def test_cross_entropy_of_a_bfloat16_model_is_computed_in_float32():
+    logits = (10 * torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(0))).bfloat16()
+    labels = next_token_labels(text(2, 16) % 128)
+    loss = script.loss_sum(lambda *_: logits, labels, labels, torch.arange(16), dense_attention)
+    kept = labels != script.IGNORE
+    want = -logits.double().log_softmax(-1)[kept].gather(-1, labels[kept][:, None]).sum()
+    assert loss.dtype == torch.float32
+    assert_same(loss, want, 1e-6, "the loss of bf16 logits")
 
 
 def test_another_local_attention_plugs_in_and_is_exact():
@@ -456,6 +507,64 @@ def test_the_ring_holds_two_blocks_where_all_gather_holds_all_and_both_save_only
         assert results["allgather"][1] - results["ring"][1] == ((P + 1 + P + 1) - (2 + 4)) * block
 
 
+def alive_at_each_post(layout: str, causal: bool) -> list[list[int]]:
+    """Whenever a message is posted: how many blocks of K/V, and how many of dK/dV, are alive on this rank.
+
+    In bf16, so that a block of dK/dV, in fp32, is twice as large as one of K/V; with 5 query heads, nothing else is as
+    large as either. gloo's threads may let go late: the smallest of several counts."""
+    group, plain, counts = dist.group.WORLD, dist.batch_isend_irecv, []
+    q, dout = (torch.ones(1, 64, 5, 8, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.ones(1, 64, 1, 8, dtype=torch.bfloat16) for _ in range(2))
+    block = 2 * k.nbytes
+    attention = script.ring_attention(group, layout, LocalAttention(no_work, no_work_backward))
+    for _ in range(5):
+        seen = []
+        with peak_memory() as memory:
+
+            def batch(messages, memory=memory, seen=seen):
+                sizes = list(memory._sizes.values())
+                seen.append((sizes.count(block), sizes.count(2 * block)))
+                return plain(messages)
+
+            dist.batch_isend_irecv = batch
+            try:
+                attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), causal=causal).backward(dout)
+            finally:
+                dist.batch_isend_irecv = plain
+        counts.append(seen)
+    return [[min(x) for x in zip(*at, strict=True)] for at in zip(*counts, strict=True)]
+
+
+@pytest.mark.parametrize(("layout", "causal"), [("zigzag", True), ("contiguous", True), ("striped", False)])
+def test_whenever_a_message_is_posted_two_blocks_are_alive_and_no_third(layout, causal):
+    for rank, counts in enumerate(run_ranks(4, alive_at_each_post, layout, causal)):
+        forward, backward = counts[:3], counts[3:]
+        assert [kv for kv, _ in forward] == [2, 2, 2], f"rank {rank}: the block in use and the one that arrives"
+        assert len(backward) == 6 and all(kv <= 2 for kv, _ in backward), f"rank {rank}, backward: {backward}"
+        # This round's share, the own sum at home, what leaves and what arrives.
+        assert max(dkv for _, dkv in backward) == 4, f"rank {rank}, backward: {backward}"
+
+
+def alive_until_waited_for() -> tuple[bool, bool]:
+    """Is what `post` sends alive while the message is under way, if the works do not hold it? And afterwards?"""
+    plain, dist.batch_isend_irecv = dist.batch_isend_irecv, lambda messages: []
+    try:
+        tensor = torch.ones(4)
+        sent = weakref.ref(tensor)
+        parcel = script.Ring(dist.group.WORLD).post(tensor)
+        del tensor
+        meanwhile = sent() is not None
+        script.Ring(dist.group.WORLD).wait(parcel)
+        del parcel
+        return meanwhile, sent() is not None
+    finally:
+        dist.batch_isend_irecv = plain
+
+
+def test_what_is_sent_stays_alive_until_it_was_waited_for():
+    assert run_ranks(2, alive_until_waited_for) == [(True, False)] * 2
+
+
 # ------------------------------------------------------------------------------------------------------------- overlap
 
 
@@ -534,9 +643,10 @@ def test_masked_blocks_are_not_computed_but_travel_on():
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-def error_of(q_shape, k_shape, dtype=torch.float32, causal=True, layout="zigzag", v_shape=None) -> str:
+def error_of(q_shape, k_shape, dtype=torch.float32, causal=True, layout="zigzag", v_shape=None, v_dtype=None) -> str:
     attention = script.ring_attention(dist.group.WORLD, layout)
     q, k, v = (torch.zeros(shape).to(dtype) for shape in (q_shape, k_shape, v_shape or k_shape))
+    v = v.to(v_dtype or dtype)
     try:
         attention(q, k, v, causal=causal)
     except ValueError as error:
@@ -551,18 +661,28 @@ def errors() -> list[str]:
         error_of((1, 8, 4, 4), (1, 8, 3, 4)),
         error_of((1, 7, 4, 4), (1, 7, 4, 4)),
         error_of((1, 8, 4, 4), (1, 8, 4, 4), v_shape=(1, 8, 4, 2)),
+        error_of((2, 8, 4, 4), (1, 8, 4, 4)),
+        error_of((1, 8, 4, 4), (1, 8, 4, 8)),
+        error_of((1, 8, 4), (1, 8, 4)),
+        error_of((1, 8, 4, 4), (1, 0, 4, 4), causal=False),
+        error_of((1, 8, 4, 4), (1, 8, 4, 4), v_dtype=torch.bfloat16),
         error_of((1, 8, 4, 4), (1, 16, 4, 4), causal=False),
     ]
 
 
 def test_what_a_ring_cannot_do_is_said_in_one_line():
-    cross, fp8, heads, odd, shapes, allowed = run_ranks(1, errors)[0]
+    cross, fp8, heads, odd, shapes, batch, dim, three, none, dtypes, allowed = run_ranks(1, errors)[0]
+    assert "batch 2" in batch and "have 1" in batch
+    assert "head dim 4" in dim and "have 8" in dim
+    assert "q is [1, 8, 4]" in three and "head dim" in three
+    assert "k is [1, 0, 4, 4]" in none
+    assert "v is torch.bfloat16" in dtypes and "q is torch.float32" in dtypes
     assert "8 queries" in cross and "16 keys" in cross and "cross attention" in cross and "causal=False" in cross
     assert "float8_e4m3fn" in fp8 and "bfloat16" in fp8
     assert "4 query heads" in heads and "3 K/V heads" in heads
     assert "7 tokens" in odd and "zigzag" in odd and "even" in odd
     assert "[1, 8, 4, 2]" in shapes
-    assert all("\n" not in message for message in (cross, fp8, heads, odd, shapes))
+    assert all("\n" not in message for message in (cross, fp8, heads, odd, shapes, batch, dim, three, none, dtypes))
     assert allowed == "", "cross attention without a causal order is fine"
 
 
@@ -602,7 +722,10 @@ def test_copied_alone_the_script_passes(tmp_path):
     ("argv", "words"),
     [
         (["--seq", "100"], ["--seq 100", "2P = 8", "zigzag", "96 or 104"]),
-        (["--seq", "0", "--layout", "striped"], ["--seq 0", "use 4"]),
+        (["--seq", "0", "--layout", "striped"], ["--seq 0", "3 or more"]),
+        (["--seq", "2"], ["--seq 2", "3 or more"]),
+        (["--version", "allgather", "--layout", "striped", "--seq", "1"], ["--seq 1", "3 or more"]),
+        (["--seq", "3", "--layout", "striped"], ["--seq 3", "use 4"]),
         (["--kv-heads", "3"], ["--kv-heads 3", "--heads 4", "divisor"]),
         (["--dtype", "float8_e4m3fn"], ["--dtype", "float8_e4m3fn", "float32"]),
         (["--attention", "cross"], ["--attention", "cross", "causal", "full"]),

@@ -14,16 +14,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from context_ring import LAYOUTS, Model, dense_attention, layout_positions, shard_sequence, text, train_step
+from context_ring import (
+    EXPLICIT,
+    LAYOUTS,
+    LocalAttention,
+    Model,
+    dense_attention,
+    layout_positions,
+    shard_sequence,
+    text,
+    train_step,
+)
 from context_ulysses import (
     KINDS,
     PAPER,
     Machine,
     block_sparse,
-    copy_kv_heads,
     cost_model,
     demo,
     every_other_key,
+    kv_heads_of,
     masked,
     parse_arguments,
     print_cost_model,
@@ -39,7 +49,7 @@ from context_ulysses import (
     usp_positions,
 )
 from harness.meter import communication, saved_activations
-from harness.oracle import Trace, assert_same_trace, error_between, sgd_trace
+from harness.oracle import Trace, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
 from torch import Tensor
 
@@ -124,13 +134,14 @@ def test_loss_every_gradient_and_weights_equal_the_unsharded_block_for_every_kin
             assert_same_trace(got, expected, tol, rank=rank)
 
 
-def odd_kv_heads() -> Trace:
-    return ulysses_trace(dist.group.WORLD, (6, 3), "causal")
+def odd_kv_heads(heads: tuple[int, int]) -> Trace:
+    return ulysses_trace(dist.group.WORLD, heads, "causal")
 
 
-def test_kv_heads_that_neither_divide_the_ranks_nor_are_divided_by_them_work():
-    for rank, got in enumerate(run_ranks(2, odd_kv_heads)):
-        assert_same_trace(got, oracle_trace((6, 3), "causal"), rank=rank)
+@pytest.mark.parametrize(("ranks", "heads"), [(2, (6, 3)), (6, (12, 4))])
+def test_kv_heads_that_neither_divide_the_ranks_nor_are_divided_by_them_work(ranks, heads):
+    for rank, got in enumerate(run_ranks(ranks, odd_kv_heads, heads)):
+        assert_same_trace(got, oracle_trace(heads, "causal"), rank=rank)
 
 
 def two_slices() -> Trace:
@@ -144,7 +155,7 @@ def test_two_slices_of_the_world_train_two_models_at_the_same_time():
         assert_same_trace(got, oracle_trace((8, 2), "causal", seed=rank % 2), rank=rank)
 
 
-USP_CASES = [((8, 8), "causal"), ((8, 2), "causal"), ((8, 1), "causal"), ((2, 1), "causal"), ((8, 2), "full")]
+USP_CASES = [(heads, "causal") for heads in ((8, 8), (8, 2), (8, 1), (2, 1), (6, 3))] + [((8, 2), "full")]
 
 
 def usp_traces(U: int) -> list[Trace]:
@@ -198,11 +209,13 @@ def test_all_tokens_of_some_heads_arrive_in_order_and_the_way_back_is_the_invers
         assert inverse, f"rank {rank}"
 
 
-def test_kv_heads_are_copied_for_the_ranks_that_need_them_and_not_for_the_query_heads():
-    for kv_heads, P, want in [(8, 4, 8), (2, 4, 4), (1, 4, 4), (3, 2, 6), (2, 1, 2), (8, 8, 8)]:
-        assert copy_kv_heads(torch.zeros(1, 2, kv_heads, 3), P).shape[2] == want
-    x = torch.arange(2.0).view(1, 1, 2, 1)
-    assert copy_kv_heads(x, 4).flatten().tolist() == [0, 0, 1, 1], "neighbouring query heads share a K/V head"
+def test_every_rank_gets_the_kv_heads_that_its_query_heads_use_and_no_other():
+    for N, N_kv, P, copies in [(8, 8, 4, 8), (8, 2, 4, 4), (8, 1, 4, 4), (6, 3, 2, 4), (8, 2, 1, 2), (12, 4, 6, 8)]:
+        heads = [kv_heads_of(rank, P, N, N_kv) for rank in range(P)]
+        for rank, mine in enumerate(heads):
+            queries = list(range(N))[rank * N // P :][: N // P]
+            assert mine == sorted({head // (N // N_kv) for head in queries}), f"{N}, {N_kv}: rank {rank} of {P}"
+        assert sum(len(mine) for mine in heads) == copies
 
 
 def random_qkv(heads: tuple[int, int]) -> list[Tensor]:
@@ -226,8 +239,28 @@ def bfloat16_results(heads: tuple[int, int], which: str) -> list[Tensor]:
     return [*results_of(attention, *(x.bfloat16()[:, where] for x in random_qkv(heads))), where]
 
 
+def calls_of_the_kernel() -> list[int]:
+    calls = [0, 0]
+
+    def forward(*args, **kwargs):
+        calls[0] += 1
+        return EXPLICIT.forward(*args, **kwargs)
+
+    def backward(*args, **kwargs):
+        calls[1] += 1
+        return EXPLICIT.backward(*args, **kwargs)
+
+    x = torch.ones(1, 4, 4, 4, requires_grad=True)
+    usp(*usp_groups(4, 2), "zigzag", LocalAttention(forward, backward))(x, x, x, causal=True).sum().backward()
+    return calls
+
+
+def test_ulysses_times_ring_computes_with_the_kernel_that_it_is_given():
+    assert run_ranks(4, calls_of_the_kernel) == [[2, 2]] * 4, "one piece for each of 2 rounds, forward and backward"
+
+
 @pytest.mark.parametrize("which", ["ulysses", "usp"])
-def test_bfloat16_errs_at_most_two_and_a_half_times_as_much_as_dense_bfloat16_attention(which):
+def test_bfloat16_errs_at_most_one_and_a_half_times_as_much_as_dense_bfloat16_attention(which):
     for heads in HEADS:
         given = random_qkv(heads)
         exact = results_of(dense_attention, *(x.bfloat16().double() for x in given))
@@ -236,8 +269,8 @@ def test_bfloat16_errs_at_most_two_and_a_half_times_as_much_as_dense_bfloat16_at
         order = torch.cat([where for *_, where in results]).argsort()
         for i, name in enumerate(NAMES):
             got = torch.cat([result[i] for result in results], 1)[:, order]
-            ours, theirs = error_between(got, exact[i]), error_between(dense[i], exact[i])
-            assert ours <= 2.5 * theirs, f"{heads} {name}: error {ours:.2e}, dense bf16 {theirs:.2e}"
+            ours, theirs = ((x.double() - exact[i]).square().mean().sqrt().item() for x in (got, dense[i]))
+            assert ours <= 1.5 * theirs, f"{heads} {name}: error {ours:.2e}, dense bf16 {theirs:.2e}"
 
 
 # -------------------------------------------------------------------------------------------------- kinds of attention
@@ -260,7 +293,7 @@ def test_each_kind_sees_what_its_name_says():
 # ----------------------------------------------------------------------------------------------- what it costs: bytes
 
 
-def sent_by_ulysses(heads: tuple[int, int], length: int) -> tuple[dict, dict, dict]:
+def sent_by_ulysses(heads: tuple[int, int], length: int = S) -> tuple[dict, dict, dict]:
     P = dist.get_world_size()
     q, k, v = (torch.ones(1, length // P, n, 4, requires_grad=True) for n in (*heads, heads[1]))
     with communication() as forward:
@@ -274,12 +307,31 @@ def sent_by_ulysses(heads: tuple[int, int], length: int) -> tuple[dict, dict, di
 def test_four_all_to_alls_send_exactly_the_formula_and_backward_the_same(P, heads):
     N, N_kv = heads
     hidden = 4 * N
-    for forward, backward, calls in run_ranks(P, sent_by_ulysses, heads, S):
+    for forward, backward, calls in run_ranks(P, sent_by_ulysses, heads):
         want = 4 * sent_per_layer("ulysses", S, hidden, P, N, N_kv)  # float32
         assert calls == {"all_to_all": 4}
         assert forward == backward == {"all_to_all": want}
         if N_kv == N:
             assert want == 4 * (4 * S * hidden / P) * (P - 1) / P, "the paper's 4 N h / P, less what stays"
+
+
+def test_of_12_heads_that_share_4_on_6_ranks_8_copies_are_sent_and_not_12():
+    head = S // 6 * 4 * 4  # bytes of one head of one rank's tokens, float32
+    for rank, (forward, backward, _) in enumerate(run_ranks(6, sent_by_ulysses, (12, 4))):
+        m = (1, 2, 1, 1, 2, 1)[rank]
+        assert forward == {"all_to_all": (2 * 10 + 2 * (8 - m)) * head}, f"rank {rank}"
+        assert forward["all_to_all"] == 4 * sent_per_layer("ulysses", S, 48, 6, 12, 4, rank)
+        assert backward == {"all_to_all": (2 * 10 + 2 * 5 * m) * head}, f"rank {rank}"
+
+
+def test_on_8_ranks_the_ring_sends_half_as_much_in_forward_and_nearly_as_much_in_a_step_of_bfloat16():
+    """128 heads that share 8, as the README says. K/V twice; dK/dV are as many numbers, in fp32, which count double."""
+    per_M = {kind: sent_per_layer(kind, 4096, 16384, 8, 128, 8) / (4096 * 16384) for kind in ("ring", "ulysses")}
+    assert per_M["ring"] == pytest.approx(0.109, abs=5e-4) and per_M["ulysses"] == pytest.approx(0.232, abs=5e-4)
+    step = {"ring": per_M["ring"] * (1 + 1 + 2), "ulysses": 2 * per_M["ulysses"]}
+    assert step["ring"] == pytest.approx(0.438, abs=6e-4) and step["ulysses"] == pytest.approx(0.465, abs=5e-4)
+    assert per_M["ring"] / per_M["ulysses"] == pytest.approx(0.47, abs=5e-3)
+    assert step["ring"] / step["ulysses"] == pytest.approx(0.94, abs=5e-3)
 
 
 def sent_by_megatron(length: int) -> float:
@@ -377,6 +429,14 @@ def test_the_cost_model_meets_its_two_calibrated_rows_and_predicts_the_other_thr
     assert predicted[65536, 64] > predicted[262144, 256], "weak scaling loses too"
 
 
+def test_what_a_rank_keeps_for_itself_takes_no_time():
+    machine = Machine()
+    assert step_seconds(65536, machine.batch, machine)["all-to-all"] == 0, "one rank has nobody to send to"
+    message = 2 * 65536 * machine.hidden / 8  # bf16, 8 ranks in one node: a rank sends 7 of the 8 parts of a message
+    want = 12 * machine.layers * message * 7 / 8 / machine.inside
+    assert step_seconds(65536, 8 * machine.batch, machine)["all-to-all"] == pytest.approx(want)
+
+
 def test_a_network_twice_as_slow_costs_time_only_where_messages_leave_the_node():
     fast, slow = Machine(), replace(Machine(), outside=Machine().outside / 2)
     inside, outside = (65536, 64), (131072, 128)  # 8 ranks of Ulysses, one node; and 16, two nodes
@@ -389,13 +449,17 @@ def test_a_network_twice_as_slow_costs_time_only_where_messages_leave_the_node()
 
 
 def errors() -> list[str]:
-    x = torch.zeros(1, 4, 3, 4)
+    x, y = torch.zeros(1, 4, 3, 4), torch.zeros(2, 4, 2, 8)
     messages = []
     for call in (
         lambda: ulysses(dist.group.WORLD)(x, x, x, causal=True),
         lambda: ulysses(dist.group.WORLD)(x[:, :, :2], x[:, :2, :2], x[:, :2, :2], causal=True),
         lambda: ulysses(dist.group.WORLD)(*(x[:, :, :2].to(torch.float8_e5m2) for _ in range(3)), causal=False),
         lambda: usp(dist.group.WORLD, dist.group.WORLD)(x[:, :, :2], x[:, :2, :2], x[:, :2, :2], causal=True),
+        lambda: ulysses(dist.group.WORLD)(y, y[:1], y[:1], causal=True),
+        lambda: ulysses(dist.group.WORLD)(y, y[..., :4], y[..., :4], causal=True),
+        lambda: usp_groups(4, 3),
+        lambda: usp_groups(4, 0),
     ):
         try:
             call()
@@ -406,12 +470,15 @@ def errors() -> list[str]:
 
 
 def test_what_ulysses_cannot_do_is_said_in_one_line():
-    for heads, cross, fp8, ring in run_ranks(2, errors):
+    for heads, cross, fp8, ring, batch, dim, three, none in run_ranks(2, errors):
+        assert "batch 2" in batch and "head dim 8" in dim
+        assert "4 ranks" in three and "rows of 3" in three and "1, 2, 4" in three
+        assert "rows of 0" in none
         assert "3 query heads" in heads and "2 ranks" in heads and "use 1, 3 ranks, or USP" in heads
         assert "cross attention" in cross and "causal=False" in cross
         assert "cross attention" in ring and "causal=False" in ring
         assert "float8_e5m2" in fp8
-        assert all("\n" not in message for message in (heads, cross, fp8, ring))
+        assert all("\n" not in message for message in (heads, cross, fp8, ring, batch, dim, three, none))
 
 
 # ----------------------------------------------------------------------------------------------------------- the script
@@ -452,6 +519,11 @@ def test_the_cost_model_is_printed_with_its_assumptions_and_its_deviations(capsy
         (["--seq", "100"], ["--seq 100", "25 tokens", "multiple of 8"]),
         (["--version", "usp", "--attention", "window"], ["--attention window", "ring", "--version ulysses"]),
         (["--ulysses-size", "3"], ["--ulysses-size 3", "4 ranks"]),
+        (["--ulysses-size", "0"], ["--ulysses-size 0", "4 ranks"]),
+        (["--seq", "2"], ["--seq 2", "3 or more"]),
+        (["--version", "ulysses", "--layout", "striped"], ["--layout striped", "--version usp"]),
+        (["--version", "ulysses", "--ulysses-size", "2"], ["--ulysses-size 2", "--version usp"]),
+        (["--cost-model", "--seq", "96"], ["--seq", "--cost-model", "leave it out"]),
         (["--kv-heads", "3"], ["--kv-heads 3", "--heads 4"]),
         (["--workers", "3"], ["--workers"]),
     ],
