@@ -75,8 +75,8 @@ def run_as_main(script, port):
             exec(compile(script.read_text(), str(script), "exec"), alive)
     except SystemExit as end:
         code = end.code or 0
-    except Exception:
-        code = traceback.format_exc()
+    except Exception as error:
+        code = "".join(traceback.format_exception(error))
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ |= before
