@@ -50,7 +50,7 @@ from fpdt_attention import (
     wide,
 )
 from fpdt_costs import Sizes, block_link_bytes, model_host_peak
-from fpdt_store import Buffer, CpuMachine, DeviceMemory, OneLineParser, Prefetch, Store, check_host, machine_for
+from fpdt_store import Buffer, CpuMachine, DeviceMemory, Guard, OneLineParser, Prefetch, Store, check_host, machine_for
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -175,9 +175,11 @@ class FPDT:
 
 class Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, fpdt: FPDT, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, fpdt: FPDT, trained: bool, *parameters: Tensor
+    ) -> Tensor:  # fmt: skip
         store, group, y = fpdt.core.store, fpdt.core.group, torch.empty_like(x)
-        run, trained = Gradients(fpdt.pieces, trained=False), any(ctx.needs_input_grad)
+        run = Gradients(fpdt.pieces, trained=False)
 
         def source(i: int) -> tuple[Tensor, Tensor, Tensor]:
             return run.call("qkv", fpdt.rows(x, i), *fpdt.tables(cos, sin, i), group.size())
@@ -194,12 +196,14 @@ class Block(torch.autograd.Function):
         ctx.x = [fpdt.inputs.offload(fpdt.rows(x, i).contiguous()) for i in range(fpdt.core.u)] if trained else []
         for buffer in [] if keep else kept.buffers():
             store.drop(buffer)
+        ctx.guard = Guard((store, kept.buffers() if keep else []), (fpdt.inputs, ctx.x))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple:
         fpdt, core, store, group = ctx.fpdt, ctx.fpdt.core, ctx.fpdt.core.store, ctx.fpdt.core.group
         run, dx, device = Gradients(fpdt.pieces, trained=True), torch.empty_like(dy), dy.device
+        ctx.guard.release()
         away: list[Buffer] = []  # dô_i
         held: list[Tensor] = []
 
@@ -256,7 +260,7 @@ class Block(torch.autograd.Function):
         for buffer in ctx.x:
             fpdt.inputs.drop(buffer)
         ctx.x, ctx.kept = [], None
-        return dx, None, None, None, *run.result()
+        return dx, None, None, None, None, *run.result()
 
 
 def untracked(source: Callable[[int], Sequence[Tensor]], i: int) -> list[Tensor]:
@@ -284,7 +288,10 @@ def fpdt_block(
         T = x.shape[1]
         if T % chunks or T // chunks % finer:
             raise ValueError(f"{T} tokens of a rank do not divide into {chunks} chunks of {finer} pieces")
-        return Block.apply(x, cos, sin, fpdt, *fpdt.pieces.parameters())
+        # Asked here: inside `apply` gradients are always off, and needs_input_grad is true under no_grad, too.
+        parameters = list(fpdt.pieces.parameters())
+        trained = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))
+        return Block.apply(x, cos, sin, fpdt, trained, *parameters)
 
     return run
 
