@@ -20,7 +20,7 @@ but fetching them like c: from some c on, the next chunk arrives while the devic
 X bytes: one chunk of a rank's x, or of its q, k, v, out, dq. L: its log-sum-exp. A = n c^2 e: scores of two chunks, n
 heads of a rank, e bytes a number. With u chunks and pairs = u (u - 1) / 2, a layer moves in a step
     device -> host    u (8 X + 2 L) + pairs X                 q k v out lse y, dh dout delta dx; dq
-    host -> device    u (10 X + 2 L) + pairs (5 X + 2 L)      x, x out dy, k v x dh, q lse dout delta; the same for a pair
+    host -> device    u (10 X + 2 L) + pairs (5 X + 2 L)      x, x out dy, k v x dh, q lse dout delta; a pair
     rank -> ranks     u (8 X + L) (P - 1) / P                 q k v, out, dout delta, dq dk dv: for any u
 and the device has at most 3 A + 35 X + 8 L beyond weights, of chunks of 64 tokens or more. Yao et al. 2024, 2408.16978.
 

@@ -70,7 +70,7 @@ def counted(S: int, u: int) -> tuple[list[int], list[int]]:
     with communication() as wire, peak_memory() as memory:
         fpdt.step(*batch)
     assert link.held == 0, f"{link.held} bytes are still on the host after the step"
-    integers = 3 * 8 * -(-S // (u * fpdt.P)) * u + 16  # tokens, labels, places; loss and share
+    integers = 8 * S + 2 * 8 * S // fpdt.P + 24  # places, on the host; tokens and labels; three scalars
     sent = wire.sent["all_to_all"]
     return [memory.peak - integers, link.most, link.out, link.back, sent], list(formulas(S, fpdt.P, u))
 
