@@ -402,8 +402,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         print(f"{P} rank(s) on {device.type}, {S} tokens, {args.heads}/{args.kv_heads} heads of {D}, float64")
         print(f"{'chunks':>6} {'error':>8}   bytes: {'link':>9} {'predicted':>9} {'network':>9} {'predicted':>9}"
               f" {'peak fwd':>9} {'predicted':>9}")  # fmt: skip
-    u = 1
-    while u <= args.chunks:
+    for u in [n for n in range(1, args.chunks + 1) if args.chunks % n == 0]:  # its divisors cut the sequence, too
         now = sizes.with_chunks(u)
         store, mine = Store(machine_for(device)), fpdt_positions(S, group.rank(), P, u)
         x = [t[:, mine].clone().requires_grad_() for t in (q, k, v)]
@@ -435,14 +434,13 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         if group.rank() == 0:
             line = " ".join(f"{number:9,}" for _, *both in counted for number in both)
             print(f"{u:6} {max(off for off, _ in found):8.1e}          {line}")
-        u *= 2
     return wrong
 
 
 def main() -> int:
     parser = OneLineParser(description="Causal attention in chunks that wait on the host.", allow_abbrev=False)
     parser.add_argument("--seq", type=int, default=512, help="tokens of the whole sequence; default %(default)s")
-    parser.add_argument("--chunks", type=int, default=8, help="at most; 1, 2, 4 ... are shown; default %(default)s")
+    parser.add_argument("--chunks", type=int, default=8, help="its divisors are shown; default %(default)s")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=4)
     args = parser.parse_args()

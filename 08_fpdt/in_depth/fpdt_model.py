@@ -379,7 +379,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         print(f"{P} rank(s) on {device.type}, {S} tokens, {layers} layers, {args.heads}/{args.kv_heads} heads, float64")
         titles = f"{'link':>10} {'predicted':>10} {'host':>10} {'predicted':>10}"
         print(f"{'chunks':>6} {'keep':>10} {'error':>8}   bytes: {titles}")
-    for u in [2**n for n in range(args.chunks.bit_length()) if 2**n <= args.chunks]:
+    for u in [n for n in range(1, args.chunks + 1) if args.chunks % n == 0]:  # its divisors cut the sequence, too
         for keep in ("input", "attention"):
             store = Store(machine_for(device))
             model = use_fpdt(Llama(**sizes).to(device, dtype), u, group, store, keep=keep)
@@ -457,12 +457,13 @@ def main() -> int:
     parser = OneLineParser(description="A Llama in chunks.", allow_abbrev=False)
     parser.add_argument("--watch", action="store_true", help="one step of 65536 tokens under a memory budget")
     parser.add_argument("--seq", type=int, help="tokens of the whole sequence; default 128, or 65536 to watch")
-    parser.add_argument("--chunks", type=int, help="default 4 (1, 2 and 4 are shown), or 32 to watch")
+    parser.add_argument("--chunks", type=int, help="default 4 (its divisors are shown), or 32 to watch")
     parser.add_argument("--budget-mb", type=int, default=60, help="of the device, to watch; default %(default)s")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     args = parser.parse_args()
-    args.seq, args.chunks = args.seq or (65536 if args.watch else 128), args.chunks or (32 if args.watch else 4)
+    args.seq = (65536 if args.watch else 128) if args.seq is None else args.seq
+    args.chunks = (32 if args.watch else 4) if args.chunks is None else args.chunks
     check_ranks_and_heads(parser, args)
     P = int(os.environ.get("WORLD_SIZE", "1"))
     if args.watch and P > 1:
