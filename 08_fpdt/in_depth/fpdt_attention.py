@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 from _fpdt_demo import Wire, check_ranks_and_heads, dense_attention, run, text
 from fpdt_costs import Sizes, attention_peak, host_peak, link_bytes, network_bytes
-from fpdt_store import Buffer, DeviceMemory, OneLineParser, Prefetch, Store, check_host, machine_for
+from fpdt_store import Buffer, DeviceMemory, Guard, OneLineParser, Prefetch, Store, check_host, machine_for
 from torch import Tensor
 
 # Legend of shapes: B batch, S sequence, N query heads, N_kv key/value heads, D head dim; P ranks, u chunks,
@@ -332,19 +332,21 @@ class ChunkedAttention:
 
 class FPDTAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: ChunkedAttention) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: ChunkedAttention, keep: bool) -> Tensor:
         out, s = torch.empty_like(q), q.shape[1] // core.u
 
         def put(i: int, chunk: Tensor) -> None:
             out[:, i * s : (i + 1) * s] = chunk
 
         ctx.core, ctx.shapes = core, (q.shape, k.shape)
-        ctx.kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], put, q.device, keep=True)
+        ctx.kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], put, q.device, keep)
+        ctx.guard = Guard((core.store, ctx.kept.buffers()))
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple:
         core, s = ctx.core, dout.shape[1] // ctx.core.u
+        ctx.guard.release()
         dq, dk, dv = (dout.new_empty(shape) for shape in (*ctx.shapes, ctx.shapes[1]))
         away = [core.store.offload(to_heads(chunk, core.group)) for chunk in dout.split(s, dim=1)]
 
@@ -353,7 +355,7 @@ class FPDTAttention(torch.autograd.Function):
                 grad[:, j * s : (j + 1) * s] = chunk
 
         core.backward(ctx.kept, away, put, dout.device)
-        return dq, dk, dv, None
+        return dq, dk, dv, None, None
 
 
 def fpdt_attention(group: dist.ProcessGroup, chunks: int, store: Store, kernel: Kernel | None = None) -> Callable:
@@ -368,7 +370,9 @@ def fpdt_attention(group: dist.ProcessGroup, chunks: int, store: Store, kernel: 
             raise ValueError("FPDT is for causal attention: without a mask every chunk needs the chunks after it")
         P = group.size()
         check_sizes(q.shape[1] * P, P, chunks, q.shape[2])
-        return FPDTAttention.apply(q, copy_kv_heads(k, P), copy_kv_heads(v, P), core)
+        # Asked here: inside `apply` gradients are always off, and needs_input_grad is true under no_grad, too.
+        keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        return FPDTAttention.apply(q, copy_kv_heads(k, P), copy_kv_heads(v, P), core, keep)
 
     return attention
 
@@ -398,8 +402,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         print(f"{P} rank(s) on {device.type}, {S} tokens, {args.heads}/{args.kv_heads} heads of {D}, float64")
         print(f"{'chunks':>6} {'error':>8}   bytes: {'link':>9} {'predicted':>9} {'network':>9} {'predicted':>9}"
               f" {'peak fwd':>9} {'predicted':>9}")  # fmt: skip
-    u = 1
-    while u <= args.chunks:
+    for u in [n for n in range(1, args.chunks + 1) if args.chunks % n == 0]:  # its divisors cut the sequence, too
         now = sizes.with_chunks(u)
         store, mine = Store(machine_for(device)), fpdt_positions(S, group.rank(), P, u)
         x = [t[:, mine].clone().requires_grad_() for t in (q, k, v)]
@@ -431,14 +434,13 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         if group.rank() == 0:
             line = " ".join(f"{number:9,}" for _, *both in counted for number in both)
             print(f"{u:6} {max(off for off, _ in found):8.1e}          {line}")
-        u *= 2
     return wrong
 
 
 def main() -> int:
     parser = OneLineParser(description="Causal attention in chunks that wait on the host.", allow_abbrev=False)
     parser.add_argument("--seq", type=int, default=512, help="tokens of the whole sequence; default %(default)s")
-    parser.add_argument("--chunks", type=int, default=8, help="at most; 1, 2, 4 ... are shown; default %(default)s")
+    parser.add_argument("--chunks", type=int, default=8, help="its divisors are shown; default %(default)s")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=4)
     args = parser.parse_args()

@@ -50,7 +50,7 @@ from fpdt_attention import (
     wide,
 )
 from fpdt_costs import Sizes, block_link_bytes, model_host_peak
-from fpdt_store import Buffer, CpuMachine, DeviceMemory, OneLineParser, Prefetch, Store, check_host, machine_for
+from fpdt_store import Buffer, CpuMachine, DeviceMemory, Guard, OneLineParser, Prefetch, Store, check_host, machine_for
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -175,9 +175,11 @@ class FPDT:
 
 class Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, fpdt: FPDT, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, fpdt: FPDT, trained: bool, *parameters: Tensor
+    ) -> Tensor:  # fmt: skip
         store, group, y = fpdt.core.store, fpdt.core.group, torch.empty_like(x)
-        run, trained = Gradients(fpdt.pieces, trained=False), any(ctx.needs_input_grad)
+        run = Gradients(fpdt.pieces, trained=False)
 
         def source(i: int) -> tuple[Tensor, Tensor, Tensor]:
             return run.call("qkv", fpdt.rows(x, i), *fpdt.tables(cos, sin, i), group.size())
@@ -194,12 +196,14 @@ class Block(torch.autograd.Function):
         ctx.x = [fpdt.inputs.offload(fpdt.rows(x, i).contiguous()) for i in range(fpdt.core.u)] if trained else []
         for buffer in [] if keep else kept.buffers():
             store.drop(buffer)
+        ctx.guard = Guard((store, kept.buffers() if keep else []), (fpdt.inputs, ctx.x))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple:
         fpdt, core, store, group = ctx.fpdt, ctx.fpdt.core, ctx.fpdt.core.store, ctx.fpdt.core.group
         run, dx, device = Gradients(fpdt.pieces, trained=True), torch.empty_like(dy), dy.device
+        ctx.guard.release()
         away: list[Buffer] = []  # dô_i
         held: list[Tensor] = []
 
@@ -256,7 +260,7 @@ class Block(torch.autograd.Function):
         for buffer in ctx.x:
             fpdt.inputs.drop(buffer)
         ctx.x, ctx.kept = [], None
-        return dx, None, None, None, *run.result()
+        return dx, None, None, None, None, *run.result()
 
 
 def untracked(source: Callable[[int], Sequence[Tensor]], i: int) -> list[Tensor]:
@@ -284,7 +288,10 @@ def fpdt_block(
         T = x.shape[1]
         if T % chunks or T // chunks % finer:
             raise ValueError(f"{T} tokens of a rank do not divide into {chunks} chunks of {finer} pieces")
-        return Block.apply(x, cos, sin, fpdt, *fpdt.pieces.parameters())
+        # Asked here: inside `apply` gradients are always off, and needs_input_grad is true under no_grad, too.
+        parameters = list(fpdt.pieces.parameters())
+        trained = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))
+        return Block.apply(x, cos, sin, fpdt, trained, *parameters)
 
     return run
 
@@ -372,7 +379,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         print(f"{P} rank(s) on {device.type}, {S} tokens, {layers} layers, {args.heads}/{args.kv_heads} heads, float64")
         titles = f"{'link':>10} {'predicted':>10} {'host':>10} {'predicted':>10}"
         print(f"{'chunks':>6} {'keep':>10} {'error':>8}   bytes: {titles}")
-    for u in [2**n for n in range(args.chunks.bit_length()) if 2**n <= args.chunks]:
+    for u in [n for n in range(1, args.chunks + 1) if args.chunks % n == 0]:  # its divisors cut the sequence, too
         for keep in ("input", "attention"):
             store = Store(machine_for(device))
             model = use_fpdt(Llama(**sizes).to(device, dtype), u, group, store, keep=keep)
@@ -450,12 +457,13 @@ def main() -> int:
     parser = OneLineParser(description="A Llama in chunks.", allow_abbrev=False)
     parser.add_argument("--watch", action="store_true", help="one step of 65536 tokens under a memory budget")
     parser.add_argument("--seq", type=int, help="tokens of the whole sequence; default 128, or 65536 to watch")
-    parser.add_argument("--chunks", type=int, help="default 4 (1, 2 and 4 are shown), or 32 to watch")
+    parser.add_argument("--chunks", type=int, help="default 4 (its divisors are shown), or 32 to watch")
     parser.add_argument("--budget-mb", type=int, default=60, help="of the device, to watch; default %(default)s")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     args = parser.parse_args()
-    args.seq, args.chunks = args.seq or (65536 if args.watch else 128), args.chunks or (32 if args.watch else 4)
+    args.seq = (65536 if args.watch else 128) if args.seq is None else args.seq
+    args.chunks = (32 if args.watch else 4) if args.chunks is None else args.chunks
     check_ranks_and_heads(parser, args)
     P = int(os.environ.get("WORLD_SIZE", "1"))
     if args.watch and P > 1:

@@ -246,6 +246,24 @@ class Store:
         slot.readers.append(self.machine.record("compute"))
 
 
+class Guard:
+    """Gives host buffers back when its owner is gone: a forward whose result is thrown away never has a backward."""
+
+    def __init__(self, *owned: tuple[Store, Sequence[Buffer]]) -> None:
+        self.finalizer = weakref.finalize(self, self.drop, owned)
+        self.finalizer.atexit = False
+
+    @staticmethod
+    def drop(owned: Sequence[tuple[Store, Sequence[Buffer]]]) -> None:
+        for store, buffers in owned:
+            for buffer in buffers:
+                store.drop(buffer)
+
+    def release(self) -> None:
+        """Backward has come, and gives the buffers back by itself."""
+        self.finalizer.detach()
+
+
 class Prefetch:
     """Brings the host buffers `lookup(key)` to slots on the device, for one key after the other.
 

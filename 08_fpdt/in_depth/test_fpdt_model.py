@@ -339,3 +339,27 @@ def small_watch() -> list[str]:
 def test_under_a_memory_budget_the_dense_model_fails_and_fpdt_trains():
     assert run_ranks(1, small_watch) == [[]]
     assert DeviceMemory().limit is None
+
+
+def bytes_waiting(keep: str) -> list[tuple[int, int]]:
+    """(in use, allocated) on the host: before, after ten validations, after ten forwards without a backward."""
+    store = Store(CpuMachine())
+    model = use_fpdt(Llama(**SIZES).double(), 4, dist.group.WORLD, store, keep=keep)
+    tokens, labels = batch(S, 64, 0)
+    seen = []
+    for times, grad in ((1, True), (10, False), (10, True)):
+        for _ in range(times):
+            with torch.set_grad_enabled(grad):
+                loss = loss_sum(model, tokens, labels, torch.arange(S), 4)
+            if times == 1:
+                loss.backward()
+            del loss
+        seen.append((store.host_bytes, store.allocated))
+    return seen
+
+
+@pytest.mark.parametrize("keep", ["input", "attention"])
+def test_ten_validations_and_ten_abandoned_forwards_leave_not_a_byte_on_the_host(keep):
+    [seen] = run_ranks(1, bytes_waiting, keep)
+    assert {held for held, _ in seen} == {0}, f"bytes still in use after a step, validations, forwards: {seen}"
+    assert len({allocated for _, allocated in seen}) == 1, f"the pool of host buffers grew: {seen}"
