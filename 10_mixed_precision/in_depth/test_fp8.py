@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
+from formats import scale_of
 from fp8 import (
     RECIPES,
     TILE,
@@ -21,7 +22,6 @@ from fp8 import (
     emulated_matmul,
     quantize,
     relative,
-    scale_of,
     tensor_core_matmul,
     transpose,
     with_outliers,
