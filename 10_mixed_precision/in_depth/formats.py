@@ -21,9 +21,10 @@ Idea. A format is two numbers, the bits of the exponent and those of the mantiss
     e5m2          8        5           2       gradients
 
 Formulas, for M bits of mantissa: spacing above 2^k is 2^(k-M); epsilon, the spacing above 1, is 2^-M; rounding to the
-nearest is off by at most half a spacing. So w + u is w again as soon as |u| < 2^(k-M-1): an *update is lost* if it is
-smaller than about 1/2^(M+1) of the weight, 1/256 in bf16. Stochastic rounding rounds up with a probability equal to
-the fraction of the gap that is covered, and is right on average.
+nearest is off by at most half a spacing. So w + u is w again as soon as |u| < 2^(k-M-1). As w lies between 2^k and
+twice that, an update below 1/2^(M+2) of the weight (in bf16 1/512) is always *lost*, one above 1/2^(M+1) (1/256) never,
+and between the two it depends on w. Stochastic rounding rounds up with a probability equal to the fraction of the gap
+that is covered, and is right on average.
 
 Run it:
     python formats.py                                    the table, checked against torch; sums that stall
@@ -35,10 +36,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from _precision_demo import OneLineParser, Report, launch
+import torch.nn.functional as F
+from _precision_demo import OneLineParser, Report, launch, wide
 from torch import Tensor
 
 
@@ -131,6 +134,9 @@ FORMATS = {
     )
 }
 OF_DTYPE = {f.dtype: f for f in FORMATS.values() if f.dtype is not None}
+e4m3 = torch.float8_e4m3fn
+TILE = 128
+Block = tuple[int, int]  # (rows, columns) that share a scale; 0 stands for all of them
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,10 +176,79 @@ def running_sum(terms: Tensor, dtype: torch.dtype) -> Tensor:
     # --- end exercise ---
 
 
-def lost_updates(before: Tensor, exact: Tensor, after: Tensor) -> float:
-    """The share of elements that should have changed, from `before` to `exact`, and did not: after == before."""
+def lost_updates(before: Tensor, exact: Tensor, after: Tensor) -> Tensor:
+    """[elements that should have changed, from `before` to `exact`, and did not; those that should have changed].
+
+    Counts, not a share: counts of several tensors add up, and a matrix weighs more than a norm.
+    """
     asked = exact.double() != before.double()
-    return ((after == before) & asked).sum().item() / max(1, asked.sum().item())
+    return torch.stack([((after == before) & asked).sum(), asked.sum()])
+
+
+def share_of(counts: list[Tensor]) -> float | None:
+    """The share of lost elements in all tensors together, whatever their sizes; None if there are none."""
+    if not counts:
+        return None
+    lost, asked = torch.stack(counts).sum(0).tolist()
+    return lost / max(1, asked)
+
+
+# --------------------------------------------------------------------------------------- numbers that share a scale
+
+
+class Quantized(NamedTuple):
+    """x ~ values · scale, where scale [ceil(R/rows), ceil(C/columns)] has one number for each block of x [R, C]."""
+
+    values: Tensor
+    scale: Tensor
+    block: Block
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.values.to(dtype) * expand(self.scale, self.block, self.values.shape).to(dtype)
+
+
+def amax_of(x: Tensor, block: Block) -> Tensor:
+    """The largest |x| of each block, in fp32. x [R, C] -> [ceil(R/rows), ceil(C/columns)]; the last may be smaller."""
+    if x.numel() == 0:  # no tokens came: blocks of whole columns have an amax of 0, and of blocks of rows there is none
+        return x.new_zeros([-(-n // b) if b else 1 for n, b in zip(x.shape, block, strict=True)], dtype=torch.float32)
+    rows, columns = block[0] or x.shape[0], block[1] or x.shape[1]
+    # --- exercise 10.30: the largest element of each block ---
+    padded = F.pad(x.detach().abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))  # zeros do not change a maximum
+    tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [R/rows, rows, C/columns, columns]
+    return tiles.amax(dim=(1, 3)).float()
+    # --- end exercise ---
+
+
+def expand(scale: Tensor, block: Block, shape: torch.Size) -> Tensor:
+    """One scale per block -> one per element (a view where there is only one)."""
+    if scale.numel() != 1:
+        scale = scale.repeat_interleave(block[0] or shape[0], 0).repeat_interleave(block[1] or shape[1], 1)
+        return scale[: shape[0], : shape[1]]
+    return scale.expand(shape)
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The s that puts amax on the largest number of the format; 1 for a block of zeros, which must not give 0 / 0."""
+    # --- exercise 10.31: a scale that wastes no range and divides by nothing dangerous ---
+    scale = (amax / OF_DTYPE[dtype].max).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(amax == 0, torch.ones_like(scale), scale)  # the scale of NaN is NaN, not 1
+    # --- end exercise ---
+
+
+def quantize(x: Tensor, dtype: torch.dtype, block: Block = (0, 0), amax: Tensor | None = None) -> Quantized:
+    """x [R, C] in fp8. `amax`, if given, replaces that of x; what is larger saturates."""
+    scale = scale_of(amax_of(x, block) if amax is None else amax, dtype)
+    return Quantized(to_fp8(wide(x) / expand(scale, block, x.shape), dtype), scale, block)
+
+
+def transpose(q: Quantized) -> Quantized:
+    return Quantized(q.values.T, q.scale.T, q.block[::-1])
+
+
+def emulated_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """a [M, K] times b [N, K]ᵀ: the products of the 8-bit values and their scales, summed in fp32 (fp64 for fp64)."""
+    kind = torch.promote_types(dtype, torch.float32)
+    return (a.dequantize(kind) @ b.dequantize(kind).T).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- demo

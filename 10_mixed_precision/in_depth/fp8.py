@@ -1,6 +1,6 @@
 """A linear layer in 8 bits: one scale per tensor, per row, or per tile, for three matrix products.
 
-Problem. Tensor cores multiply fp8 twice as fast as bf16, but e4m3 holds 17 powers of two and eight steps in each. A
+Problem. Tensor cores multiply fp8 twice as fast as bf16, but e4m3 holds 18 powers of two and eight steps in each. A
 gradient of 1e-5 is zero in it, an activation of 500 is too large. So every tensor needs a scale. One scale must cover
 the largest element, and a single outlier then pushes all the others towards zero.
 
@@ -21,9 +21,10 @@ With one scale per tensor, or per 128 x 128 block, one quantised copy serves bot
 
     recipe           scale of x, dy / W        from                    formats (forward, gradients)    source
     tensor           whole / whole             this tensor             e4m3, e5m2                      2209.05433
-    tensor-delayed   whole / whole             largest of last steps   e4m3, e5m2                      Transf. Engine
+    tensor-delayed   whole / whole             largest of 16 steps     e4m3, e5m2                      Transf. Engine
     row              1 x all / 1 x all         this tensor             e4m3, e4m3                      torchao
     block            1 x 128 / 128 x 128       this tensor             e4m3, e4m3                      2412.19437, 3.3.2
+(16 steps are this file's choice; Transformer Engine looks back over 1024 unless told otherwise.)
 
 Sharing. If ranks hold pieces of a tensor, its amax is the largest of all pieces: an all-reduce (MAX) over that group,
 or ranks would round the same numbers differently. Delayed scaling sends all amaxes of a step as one message. Tiles
@@ -34,74 +35,27 @@ Bytes kept for backward: x and W in fp8, M·K + N·K, and their scales. A bf16 l
 Run it:
     python fp8.py                                    every recipe: errors of the three products, bytes kept
     torchrun --nproc_per_node 2 fp8.py               tokens cut over ranks: same results as on one rank
-On a CPU the arithmetic is emulated: real fp8 values, products in fp32. On Hopper it runs on fp8 tensor cores
-(fp8_kernels.py). The last line is PASS, or the script exits with 1 and says which number is off.
+This script emulates, on a GPU too: real fp8 values, products in fp32. `Fp8Linear(recipe, device="cuda")` multiplies on
+the fp8 tensor cores of a Hopper GPU (fp8_kernels.py), as `bench_fp8.py --gpu` and the trainer do.
+The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from _precision_demo import Decoder, OneLineParser, Report, batch, launch, loss_sum, stdlib_bytes, wide
-from formats import OF_DTYPE, to_fp8
+from _precision_demo import Decoder, OneLineParser, Report, batch, launch, loss_sum, stdlib_bytes
+from formats import TILE, Block, Quantized, amax_of, e4m3, emulated_matmul, expand, quantize, transpose
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # Legend: x [M, K] activations of M tokens, W [N, K] a weight, dy [M, N] the gradient of y. Blocks are (rows, columns);
 # 0 stands for all of them.
-e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-TILE = 128
-Block = tuple[int, int]
-
-# ------------------------------------------------------------------------------------------------------ quantisation
-
-
-class Quantized(NamedTuple):
-    """x ~ values · scale, where scale [ceil(R/rows), ceil(C/columns)] has one number for each block of x [R, C]."""
-
-    values: Tensor
-    scale: Tensor
-    block: Block
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.values.to(dtype) * expand(self.scale, self.block, self.values.shape).to(dtype)
-
-
-def amax_of(x: Tensor, block: Block) -> Tensor:
-    """The largest |x| of each block, in fp32. x [R, C] -> [ceil(R/rows), ceil(C/columns)]; the last may be smaller."""
-    rows, columns = block[0] or x.shape[0], block[1] or x.shape[1]
-    # --- exercise 10.30: the largest element of each block ---
-    padded = F.pad(x.detach().abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))  # zeros do not change a maximum
-    tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [R/rows, rows, C/columns, columns]
-    return tiles.amax(dim=(1, 3)).float()
-    # --- end exercise ---
-
-
-def expand(scale: Tensor, block: Block, shape: torch.Size) -> Tensor:
-    """One scale per block -> one per element (a view where there is only one)."""
-    if scale.numel() > 1:
-        scale = scale.repeat_interleave(block[0] or shape[0], 0).repeat_interleave(block[1] or shape[1], 1)
-        return scale[: shape[0], : shape[1]]
-    return scale.expand(shape)
-
-
-def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The s that puts amax on the largest number of the format; 1 for a block of zeros, which must not give 0 / 0."""
-    # --- exercise 10.31: a scale that wastes no range and divides by nothing dangerous ---
-    scale = (amax / OF_DTYPE[dtype].max).clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.where(amax == 0, torch.ones_like(scale), scale)  # the scale of NaN is NaN, not 1
-    # --- end exercise ---
-
-
-def quantize(x: Tensor, dtype: torch.dtype, block: Block = (0, 0), amax: Tensor | None = None) -> Quantized:
-    """x [R, C] in fp8. `amax`, if given, replaces that of x; what is larger saturates."""
-    scale = scale_of(amax_of(x, block) if amax is None else amax, dtype)
-    return Quantized(to_fp8(wide(x) / expand(scale, block, x.shape), dtype), scale, block)
+e5m2 = torch.float8_e5m2
 
 
 def check_finite(amax: Tensor, what: str) -> None:
@@ -138,12 +92,6 @@ RECIPES = {
 }
 
 
-def emulated_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """a [M, K] times b [N, K]ᵀ: the products of the 8-bit values and their scales, summed in fp32 (fp64 for fp64)."""
-    kind = torch.promote_types(dtype, torch.float32)
-    return (a.dequantize(kind) @ b.dequantize(kind).T).to(dtype)
-
-
 def tensor_core_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, promote: int = TILE, bits: int = 14) -> Tensor:
     """The same as Hopper's tensor cores add it up, for looking at, not for training: memory M·N·33.
 
@@ -170,10 +118,6 @@ def tensor_core_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, promote: 
             partial = torch.zeros_like(total)
     # --- end exercise ---
     return total.to(dtype)
-
-
-def transpose(q: Quantized) -> Quantized:
-    return Quantized(q.values.T, q.scale.T, q.block[::-1])
 
 
 class ThreeProducts(torch.autograd.Function):
@@ -249,6 +193,8 @@ class Fp8Linear:
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))  # y takes the dtype of x
         rows = x.reshape(-1, x.shape[-1])  # [B, S, K] -> [M, K]
+        # A rank without tokens (an expert nobody chose) still shares its amax; a kernel has nothing to do for it.
+        matmul = self.matmul if len(rows) else emulated_matmul
         if self.kernels:
             check_sizes(rows.shape[0], *weight.shape)
 
@@ -261,18 +207,19 @@ class Fp8Linear:
             return first, self.quantize(tensor, role, along_columns, weight)
 
         with torch.autocast(kind, enabled=False):  # it would round the emulated product's fp32 operands to bf16
-            return ThreeProducts.apply(rows, weight, operands, self.matmul).unflatten(0, x.shape[:-1])
+            return ThreeProducts.apply(rows, weight, operands, matmul).unflatten(0, x.shape[:-1])
 
     def quantize(self, tensor: Tensor, role: str, block: Block, weight: Tensor) -> Quantized:
         """One operand in fp8, by the recipe and, if there are, by the kernels of the GPU."""
         dtype = self.recipe.gradient_dtype if role == "dy" else e4m3
+        kernels = self.kernels if tensor.numel() else None
         what = {"x": "an input", "w": "a weight", "dy": "a gradient"}[role] + f" of shape {list(tensor.shape)}"
         if self.per_tensor:
-            amax = self.kernels.amax(tensor) if self.kernels else amax_of(tensor, block)
+            amax = kernels.amax(tensor) if kernels else amax_of(tensor, block)
             self.watch(amax, what)
             amax = self.share(amax, role, weight)
-            return (self.kernels.cast if self.kernels else quantize)(tensor, dtype, block, amax)
-        q = (self.kernels.quantize if self.kernels else quantize)(tensor, dtype, block)
+            return (kernels.cast if kernels else quantize)(tensor, dtype, block, amax)
+        q = (kernels.quantize if kernels else quantize)(tensor, dtype, block)
         self.watch(q.scale, what)  # a scale of a block with NaN or infinity is not finite either
         return q
 
@@ -280,7 +227,7 @@ class Fp8Linear:
         if amax.device.type == "cpu":
             check_finite(amax, what)
         else:
-            self.bad.append((what, amax.amax()))
+            self.bad.append((what, amax.amax() if amax.numel() else amax.sum()))
 
     def share(self, amax: Tensor, role: str, weight: Tensor) -> Tensor:
         """The amax that makes the scale [1, 1]: of this tensor or of the last steps, of this rank's piece or of all."""

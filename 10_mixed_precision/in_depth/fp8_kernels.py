@@ -43,9 +43,20 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from _precision_demo import OneLineParser, Report, launch
-from formats import OF_DTYPE, to_fp8
-from fp8 import TILE, Block, Quantized, amax_of, e4m3, emulated_matmul, expand, scale_of, transpose
-from fp8 import quantize as reference_quantize
+from formats import (
+    OF_DTYPE,
+    TILE,
+    Block,
+    Quantized,
+    amax_of,
+    e4m3,
+    emulated_matmul,
+    expand,
+    scale_of,
+    to_fp8,
+    transpose,
+)
+from formats import quantize as reference_quantize
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 

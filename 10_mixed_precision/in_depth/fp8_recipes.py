@@ -41,8 +41,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _precision_demo import Decoder, OneLineParser, Report, batch, launch, loss_sum, stdlib_bytes, wide
-from formats import OF_DTYPE, lost_updates, stochastic_round
-from fp8 import TILE, Block, Fp8Linear, Quantized, amax_of, e4m3, expand, quantize, scale_of
+from formats import (
+    OF_DTYPE,
+    TILE,
+    Block,
+    Quantized,
+    amax_of,
+    e4m3,
+    expand,
+    lost_updates,
+    quantize,
+    scale_of,
+    share_of,
+    stochastic_round,
+)
+from fp8 import Fp8Linear
 from precision_policies import ITEMS, POLICIES, LossScaler, MixedAdamW, adamw_update
 from torch import Tensor, nn
 
@@ -195,7 +208,8 @@ class RecipeAdamW:
     """
 
     def __init__(self, model: Decoder, row: Row, linear: RecipeLinear, lr: float):
-        self.row, self.linear, self.lr, self.steps, self.lost = row, linear, lr, 0, 0.0
+        self.row, self.linear, self.lr, self.steps = row, linear, lr, 0
+        self.lost: float | None = None  # of the matrices, the share of elements whose last update rounding took away
         self.names = {p: name for name, p in model.matrices().items()}
         others = [(name, p) for name, p in model.named_parameters() if p not in self.names]
         self.rest = MixedAdamW(others, POLICIES["fp32" if row.weights == fp32 else "bf16"], lr)
@@ -264,8 +278,8 @@ class RecipeAdamW:
         scaler.update(finite)
         if finite:
             self.steps += 1
-            shares = [self.update(p, inverse) for p in self.items]
-            self.lost = sum(shares) / len(shares)
+            counts = [self.update(p, inverse) for p in self.items]
+            self.lost = share_of([count for count in counts if count is not None])
             self.rest.steps += 1
             for p, state in self.rest.state.items():
                 self.rest.update(p, state, inverse)
@@ -277,10 +291,10 @@ class RecipeAdamW:
                 items["accumulation"].write(torch.zeros_like(items["accumulation"].read()))
         return finite
 
-    def update(self, p: nn.Parameter, inverse: float) -> float:
+    def update(self, p: nn.Parameter, inverse: float) -> Tensor | None:
         items, gradient = self.items[p], self.gradient(p)
         if gradient is None:
-            return 0.0
+            return None
         holder = items.get("master", items["weights"])
         w, m, v = holder.read(), items["exp_avg"].read(), items["exp_avg_sq"].read()
         before = w.clone()

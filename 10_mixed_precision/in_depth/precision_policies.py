@@ -29,7 +29,7 @@ Bytes per parameter, item by item (`Policy.bytes`), at the end of backward, when
 Run it:
     python precision_policies.py                                    every policy for 12 steps, beside fp32
     torchrun --nproc_per_node 2 precision_policies.py               data parallel: gradients and overflow are shared
-    python precision_policies.py --policy fp16-dynamic              one of them
+    python precision_policies.py --policy fp16                      one of them
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _precision_demo import Decoder, OneLineParser, Report, batch, launch, loss_sum, stdlib_bytes, wide
-from formats import lost_updates, stochastic_round
+from formats import lost_updates, share_of, stochastic_round
 from torch import Tensor, nn
 
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
@@ -296,13 +296,12 @@ class MixedAdamW:
         scaler.update(finite)
         if finite:
             self.steps += 1
-            shares = [self.update(p, state, inverse) for p, state in self.state.items()]
-            measured = [share for share in shares if share is not None]
-            self.lost = sum(measured) / len(measured) if measured else None
+            counts = [self.update(p, state, inverse) for p, state in self.state.items()]
+            self.lost = share_of([count for count in counts if count is not None])
         self.zero_grad()
         return finite
 
-    def update(self, p: nn.Parameter, state: dict[str, Any], inverse: float) -> float | None:
+    def update(self, p: nn.Parameter, state: dict[str, Any], inverse: float) -> Tensor | None:
         gradient = state.get("accumulation", p.grad)
         if gradient is None:
             return None

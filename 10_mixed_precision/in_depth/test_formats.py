@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from formats import FORMATS, lost_updates, running_sum, stochastic_round, to_fp8
+from formats import FORMATS, lost_updates, running_sum, share_of, stochastic_round, to_fp8
 
 WITH_DTYPE = [f for f in FORMATS.values() if f.dtype is not None]
 by_name = pytest.mark.parametrize("form", WITH_DTYPE, ids=lambda f: f.name)
@@ -90,8 +90,23 @@ def test_an_accumulator_stalls_when_a_term_is_half_of_its_spacing(dtype, stalls)
 def test_only_updates_that_were_asked_for_can_be_lost():
     before = torch.tensor([1.0, 1.0, 1.0, 2.0]).bfloat16()
     exact = torch.tensor([1.0, 1.001, 1.5, 2.001])  # the first asks for nothing
-    assert lost_updates(before, exact, exact.bfloat16()) == pytest.approx(2 / 3)
-    assert lost_updates(before, before.float(), before) == 0
+    assert lost_updates(before, exact, exact.bfloat16()).tolist() == [2, 3]
+    assert lost_updates(before, before.float(), before).tolist() == [0, 0]
+
+
+def test_the_share_of_lost_updates_counts_elements_and_not_tensors():
+    norm, matrix = torch.ones(10), torch.ones(30, 30)
+    counts = [lost_updates(norm, norm + 1, norm), lost_updates(matrix, matrix + 1, matrix + 1)]
+    assert share_of(counts) == pytest.approx(10 / 910), "all of a small tensor, nothing of a large one"
+    assert share_of([]) is None
+    assert share_of([lost_updates(norm, norm, norm)]) == 0.0
+
+
+def test_an_update_in_bf16_is_lost_below_a_512th_of_the_weight_and_arrives_above_a_256th():
+    w = torch.linspace(1, 2, 129)[:-1].bfloat16()  # every number of bf16 between two powers of two
+    moved = {part: w.double() * (1 + 1 / part) for part in (515, 300, 255)}
+    shares = {part: share_of([lost_updates(w, exact, exact.bfloat16())]) for part, exact in moved.items()}
+    assert shares[515] == 1 and 0.1 < shares[300] < 0.2 and shares[255] == 0, shares
 
 
 def test_an_unknown_option_is_one_line(tmp_path):

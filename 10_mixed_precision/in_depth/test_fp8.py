@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
+from formats import scale_of
 from fp8 import (
     RECIPES,
     TILE,
@@ -21,7 +22,6 @@ from fp8 import (
     emulated_matmul,
     quantize,
     relative,
-    scale_of,
     tensor_core_matmul,
     transpose,
     with_outliers,
@@ -347,3 +347,29 @@ def test_a_transposed_operand_has_the_transposed_scales():
     q = quantize(random(256, 300), e4m3, (TILE, TILE))
     assert_same(transpose(q).dequantize(), q.dequantize().T, 0.0, "transposed")
     assert isinstance(transpose(q), Quantized)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_tokens_are_no_error_and_give_gradients_of_zero(recipe):
+    """As an expert that nobody chose sees them."""
+    linear, weight = Fp8Linear(recipe), torch.randn(48, 32).requires_grad_()
+    for _ in range(2):
+        x = torch.empty(0, 5, 32, requires_grad=True)
+        y = linear(x, weight)
+        y.sum().backward()
+        linear.end_step()
+        assert y.shape == (0, 5, 48) and x.grad.shape == (0, 5, 32)
+        assert torch.equal(weight.grad, torch.zeros(48, 32)), recipe
+
+
+def some_without_tokens() -> torch.Tensor:
+    linear, weight = Fp8Linear("tensor", dist.group.WORLD), torch.eye(16).requires_grad_()
+    y = linear(torch.full((3 * dist.get_rank(), 16), 2.0), weight)
+    y.sum().backward()
+    dist.all_reduce(weight.grad)
+    return weight.grad
+
+
+def test_a_rank_without_tokens_still_shares_its_amax():
+    for got in run_ranks(2, some_without_tokens):
+        assert_same(got, torch.full((16, 16), 6.0), 1e-6, "weight gradient")
