@@ -19,25 +19,25 @@ line of it, or a slab, and an argument.
                4  5    6  7               12 13   14 15     4 chunks (zigzag), outside the matrices one half of these
 
 ep needs no ranks of its own. Between the matrices all ranks of a stage hold different tokens, and any of them can be
-where an expert lives: rows of ep neighbours hold all experts of a layer. For the same reason one table says who sums
-which gradient. It takes part in the sum who holds the same weights and has used them for other tokens:
+where an expert lives: ep neighbours hold all experts of a layer. For the same reason one table says who sums which
+gradient: those who hold the same weights, and have used them for other tokens.
 
     weight                          cut into       summed over               because
     q, k, v, o, gate, up, down      tp pieces      dp x cp                   tp ranks hold other pieces
     norms, router, embed, head      nothing        stage = dp x cp x tp      all of the stage saw other tokens
-    w1, w3, w2 (experts)            ep pieces      same experts of a stage   the row's tokens have come to it already
+    w1, w3, w2 (experts)            ep pieces      same experts of a stage   their neighbours' tokens came to them
 
 Nothing is averaged: the loss is a sum over tokens, divided by the labels of the whole global batch. ZeRO-1 cuts each of
-the three sums into shards, which their owners update. Every number of the model is then owned by exactly one rank of
-the world, so the norm of the gradient is a sum over all ranks, in which nothing counts twice.
+the three sums into shards, which their owners update. Every number of the model is then owned by one rank of the world,
+so the norm of the gradient is a sum over all ranks, in which nothing counts twice.
 
     python five_d.py                                                                one rank
     torchrun --nproc_per_node 16 five_d.py --pp 2 --cp 2 --tp 2 --ep 2              dp is what remains: 2
     torchrun --nproc_per_node 4 five_d.py --tp 2 --ep 2 --train 300                 learns, and writes a sample
 gloo on CPUs, nccl on GPUs. Ends with PASS when losses, gradients, norms and weights of three steps are those of one
 process to 1e-10, and bytes those of the formulas. Left out: a loss that balances the experts (07), embedding and head
-cut by words (04), a ring that keeps no blocks and sends while it computes (05). Sources: Narayanan et al. 2021, arXiv
-2104.04473; Korthikanti et al. 2022, 2205.05198; Llama 3, 2407.21783, section 3.3; ZeRO, 1910.02054; and the chapters'.
+cut by words (04), a ring that keeps no blocks and sends while it computes (05). Sources: arXiv 2104.04473, section 3
+(grid), 2205.05198 (sequence parallel), 2407.21783, section 3.3 (Llama 3), 1910.02054 (ZeRO); and those of the chapters.
 """
 
 import argparse
@@ -263,15 +263,14 @@ def ring(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
 
 
 def positions_of(length: int, mesh: Mesh) -> Tensor:
-    """Where in the sequence the tokens of this rank's tp group stand, in rising order: [s]. Under the causal mask late
-    tokens have more work: so each rank has one of the first cp chunks, and its mirror image among the last."""
+    """Where in the sequence the tokens of this rank's tp group stand: [s], a chunk and its mirror image of 2 cp."""
     chunks = torch.arange(length + -length % (2 * mesh.cp * mesh.tp)).chunk(2 * mesh.cp)
     return torch.cat((chunks[mesh.cp_rank], chunks[2 * mesh.cp - 1 - mesh.cp_rank]))
 
 
 def cut(tokens: Tensor, labels: Tensor, config: Config, mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
-    """The global batch [batch, length] -> this rank's M micro-batches of tokens and labels, [s/tp, b] each. Labels were
-    shifted before anything is cut. Zeros fill up a sequence; they have no labels, and no token sees them."""
+    """The global batch [batch, length], labels shifted already -> M of tokens and labels of this rank, [s/tp, b] each.
+    Zeros fill up a sequence; they have no labels, and no token sees them."""
     # --- exercise 11.3: my samples, and of each of them my tokens ---
     positions, mine = positions_of(config.length, mesh).to(tokens.device), []
     for x, zero in ((tokens, 0), (labels, IGNORE)):
@@ -305,26 +304,23 @@ def moe(x: Tensor, w: Weights, i: int, config: Config, group: Group) -> Tensor:
     return (pairs * share[..., None]).sum(1).to(x.dtype)
 
 
-def block(x: Tensor, w: Weights, i: int, positions: Tensor, config: Config, mesh: Mesh) -> Tensor:
-    """[s/tp, b, H] -> the same. In attention and in a dense feed-forward a rank meets all s tokens of its tp group."""
-    gather, scatter = (partial(f, group=mesh.group["tp"]) for f in (gathered, summed))
-    y = Message.apply(norm(x, w[f"{i}.norm1"]), gather, scatter)  # [s, b, H]
-    q, k, v = (linear(y, w[f"{i}.{name}"]).unflatten(-1, (-1, config.hidden // config.heads)) for name in "qkv")
-    out = ring(rope(q, positions), rope(k, positions), v, mesh.group["cp"])  # [s, b, N/tp, D], K/V [s, b, N_kv/tp, D]
-    x = x + Message.apply(linear(out.flatten(2), w[f"{i}.o"]), scatter, gather)
-    y = norm(x, w[f"{i}.norm2"])
-    if config.experts:
-        return x + moe(y.flatten(0, 1), w, i, config, mesh.group["ep"]).view_as(x)  # to an expert a token is a token
-    y = swiglu(Message.apply(y, gather, scatter), w[f"{i}.gate"], w[f"{i}.up"], w[f"{i}.down"])
-    return x + Message.apply(y, scatter, gather)
-
-
 def run_stage(x: Tensor, w: Weights, config: Config, mesh: Mesh) -> Tensor:
-    """Tokens [s/tp, b] on the first stage, else [s/tp, b, H] -> the same, or logits [s/tp, b, V] on the last."""
-    positions = positions_of(config.length, mesh).to(x.device)
+    """Tokens [s/tp, b] on the first stage, else [s/tp, b, H] -> the same, or logits [s/tp, b, V] on the last. Inside
+    attention and a dense feed-forward a rank meets all s tokens of its tp group."""
+    gather, scatter = (partial(f, group=mesh.group["tp"]) for f in (gathered, summed))
+    positions, D = positions_of(config.length, mesh).to(x.device), config.hidden // config.heads
     x = w["embed"][x].to(config.dtype) if mesh.stage == 0 else x
     for i in layers_of(mesh.stage, config, mesh):
-        x = block(x, w, i, positions, config, mesh)
+        y = Message.apply(norm(x, w[f"{i}.norm1"]), gather, scatter)  # [s/tp, b, H] -> [s, b, H]
+        q, k, v = (linear(y, w[f"{i}.{name}"]).unflatten(-1, (-1, D)) for name in "qkv")  # [s, b, N/tp or N_kv/tp, D]
+        y = ring(rope(q, positions), rope(k, positions), v, mesh.group["cp"])  # [s, b, N/tp, D]
+        x = x + Message.apply(linear(y.flatten(2), w[f"{i}.o"]), scatter, gather)  # [s, b, H] -> [s/tp, b, H]
+        y = norm(x, w[f"{i}.norm2"])
+        if config.experts:
+            x = x + moe(y.flatten(0, 1), w, i, config, mesh.group["ep"]).view_as(x)  # to experts a token is a token
+        else:
+            y = swiglu(Message.apply(y, gather, scatter), *(w[f"{i}.{name}"] for name in ("gate", "up", "down")))
+            x = x + Message.apply(y, scatter, gather)
     return linear(norm(x, w["norm"]), w["head"]) if mesh.stage == mesh.pp - 1 else x
 
 
@@ -342,10 +338,8 @@ def trade(x: Tensor | None, answer: Tensor | None, peer: int, group: Group) -> T
 
 
 def forward_backward(batch: list, targets: Tensor, w: Weights, config: Config, mesh: Mesh) -> Tensor:
-    """Adds to all gradients; returns this rank's part of the loss. With one stage it is gradient accumulation.
-
-    In turn j a stage runs the forward of micro-batch j and the backward of an older one, j - ahead: so many forwards
-    come before its first backward as stages follow it, and no more than ahead + 1 micro-batches are kept."""
+    """Adds to all gradients; returns this rank's part of the loss. In turn j a stage runs the forward of micro-batch j
+    and the backward of an older one, j - ahead: so many stages follow it, and it keeps ahead + 1 micro-batches."""
     group, M, kept, loss = mesh.group["pp"], len(batch), deque(), torch.zeros_like(targets, dtype=torch.float64)
     ahead = min(mesh.pp - 1 - mesh.stage, M)
     message = partial(torch.empty, *batch[0][0].shape, config.hidden, dtype=config.dtype, device=targets.device)
@@ -390,7 +384,7 @@ class Line:
         self.group, self.shapes = group, {name: p.shape for name, p in pieces.items()}
         self.weights = self.lay(pieces)  # [n S]
         self.gradients = torch.zeros_like(self.weights)
-        self.shard = self.mine(self.weights)  # [S], the same memory: the optimizer changes the weights themselves
+        self.shard = self.weights.chunk(group.size())[group.rank()]  # [S], a view: what is updated are the weights
         self.shard.grad = torch.zeros_like(self.shard)
         self.w, gradients = self.named(self.weights), self.named(self.gradients)
         for name, p in self.w.items():
@@ -399,9 +393,6 @@ class Line:
     def lay(self, tensors: Weights) -> Tensor:
         line = torch.cat([tensors[name].flatten() for name in self.shapes])
         return F.pad(line, (0, -len(line) % self.group.size()))  # with zeros, which stay zero
-
-    def mine(self, line: Tensor) -> Tensor:
-        return line.chunk(self.group.size())[self.group.rank()]
 
     def named(self, line: Tensor) -> Weights:
         sizes = [shape.numel() for shape in self.shapes.values()]
@@ -416,9 +407,13 @@ def make_lines(pieces: Weights, mesh: Mesh) -> list[Line]:
     return [Line(lines[over], mesh.group[over]) for over in sorted(lines)]  # in one order on all ranks
 
 
-def update(lines: list[Line], optimizer: torch.optim.Optimizer, limit: float, mesh: Mesh) -> Tensor:
-    """From each rank's gradients to new weights on all, by ZeRO-1; the gradient is clipped to a norm of `limit`.
-    Returns the norm that it had."""
+def train_step(batch: list, lines: list[Line], optimizer, limit: float, config: Config, mesh: Mesh) -> tuple:
+    """Loss and gradient norm of the global batch. The clipped gradient stays in the shards until the next step."""
+    targets = torch.stack([(labels != IGNORE).sum() for _, labels in batch]).sum()
+    dist.all_reduce(targets, group=mesh.group["stage"])  # 02: of all ranks that see other tokens
+    w = {name: p for line in lines for name, p in line.w.items()}
+    loss = forward_backward(batch, targets.clamp(min=1), w, config, mesh)
+    dist.all_reduce(loss, group=mesh.group["all"])  # only to show it: each rank of the last stage has a part
     # --- exercise 11.5: sum each gradient, and leave its shard to its owner ---
     works = []
     for line in lines:  # all on their way; then a wait for each
@@ -438,17 +433,7 @@ def update(lines: list[Line], optimizer: torch.optim.Optimizer, limit: float, me
         all_gather_single(line.weights, line.shard.clone(), group=line.group)  # [S] -> all-gather -> [n S]
         line.gradients.zero_()
         sent["zero"] += 2 * (line.weights.nbytes - line.shard.nbytes)  # by rings, there and back
-    return norm
-
-
-def train_step(batch: list, lines: list[Line], optimizer, limit: float, config: Config, mesh: Mesh) -> tuple:
-    """Loss and gradient norm of the global batch. The gradient stays in the shards until the next step."""
-    targets = torch.stack([(labels != IGNORE).sum() for _, labels in batch]).sum()
-    dist.all_reduce(targets, group=mesh.group["stage"])  # 02: of all ranks that see other tokens
-    w = {name: p for line in lines for name, p in line.w.items()}
-    loss = forward_backward(batch, targets.clamp(min=1), w, config, mesh)
-    dist.all_reduce(loss, group=mesh.group["all"])  # only to show it: each rank of the last stage has a part
-    return loss.item(), update(lines, optimizer, limit, mesh).item()
+    return loss.item(), norm.item()
 
 
 # ------------------------------------------------------------------------------------------------------------ the proof
@@ -458,8 +443,7 @@ def corpus() -> Tensor:
 
 
 def batch_of(data: Tensor, seed: int, config: Config, prompts: bool) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of a global batch, [batch, length], alike on every rank. With `prompts`, samples have unequal
-    numbers of labels, and the last ones none."""
+    """Tokens and labels of a global batch, [batch, length]. After prompts there are fewer labels, at last none."""
     begin = torch.randint(len(data) - config.length, (config.batch, 1), generator=torch.Generator().manual_seed(seed))
     both, t = data[begin + torch.arange(config.length + 1)], torch.arange(config.length)
     prompt = t * max(config.batch - 4, 1) < torch.arange(config.batch)[:, None] * config.length * prompts
@@ -485,8 +469,7 @@ def formulas(lines: list[Line], config: Config, mesh: Mesh, states: int, rows: i
 
 
 def check(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
-    """Three steps of plain SGD, the second one clipped, beside the same on a mesh of this rank alone, which has all
-    weights and all samples and sends nothing. Returns what is wrong on any rank."""
+    """Three steps of plain SGD, one of them clipped, beside one process: the same on a mesh of this rank alone."""
     alone, whole = Mesh([dist.get_rank()], 1, 1, 1, 1), {n: x.to(device) for n, x in whole_weights(config).items()}
     lines, right = make_lines(my_pieces(whole, config, mesh), mesh), make_lines(whole, alone)
     optimizer, oracle = (torch.optim.SGD([line.shard for line in x], lr=0.1) for x in (lines, right))
@@ -501,7 +484,9 @@ def check(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
         want = my_pieces({n: x for line in right for n, x in line.named(line.shard.grad).items()}, config, mesh)
         for line in lines:
             over = f"gradient summed over {line.group.group_desc}, step {step}"
-            errors[over] = (line.shard.grad - line.mine(line.lay(want))).abs().max().item()
+            errors[over] = (
+                (line.shard.grad - line.lay(want).chunk(line.group.size())[line.group.rank()]).abs().max().item()
+            )
     want = my_pieces({n: x.detach() for line in right for n, x in line.w.items()}, config, mesh)
     errors |= {n: (x.detach() - want[n]).abs().max().item() for line in lines for n, x in line.w.items()}
     wrong = [f"{what} is off by {error:.1e}" for what, error in errors.items() if not error <= 1e-10]  # so NaN is
@@ -575,17 +560,12 @@ def parse(words: list[str] | None, world: int) -> tuple[argparse.Namespace, Conf
     if args.pp > config.layers:
         parser.error(f"--pp {args.pp} is more than the {config.layers} layers; use 1 to {config.layers}")
     ranks = args.pp * args.cp * args.tp
-    dp, stage = world // ranks, world // args.pp
+    dp, stage, samples = world // ranks, world // args.pp, config.batch // max(world // ranks, 1)
     for option, value, n, what in (
         ("tp", args.tp, config.kv_heads, f"{config.kv_heads} key/value heads"),
         ("pp x --cp x --tp", ranks, world, f"{world} ranks"),
         ("nproc_per_node: dp", dp, config.batch, f"{config.batch} samples"),
-        (
-            "micro-batches",
-            args.micro_batches,
-            config.batch // max(dp, 1),
-            f"{config.batch // max(dp, 1)} samples of a rank",
-        ),
+        ("micro-batches", args.micro_batches, samples, f"{samples} samples of a rank"),
         ("ep", args.ep, math.gcd(config.experts, stage), f"{config.experts} experts and {stage} ranks of a stage"),
     ):
         if n % value:
