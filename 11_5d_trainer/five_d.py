@@ -1,10 +1,8 @@
 """Five axes of parallelism in one file: data, tensor (with sequence), context, pipeline and expert; and ZeRO-1.
 
-Problem. A large model has all problems at once: too many layers, too large matrices, too long sequences, too many
-experts, too much data. The chapters solve one each. Here they meet, and the mistakes that are left lie between them.
-
-Idea. Each technique cuts another thing, and knows of its own group only. Lay the ranks out on a grid: each group is a
-line of it, or a slab, and an argument.
+A large model has all problems at once: too many layers, too large matrices, too long sequences, too many experts, too
+much data. Each technique cuts another thing, and knows of its own group only. So lay the ranks out on a grid: each
+group is a line of it, or a slab, and an argument. The mistakes that are left lie between the techniques.
 
     axis  chapter  cuts                      sends                                                          when
     dp    02, 03   the batch                 gradients: reduce-scatter; weights: all-gather (ZeRO-1)        a step
@@ -31,13 +29,12 @@ Nothing is averaged: the loss is a sum over tokens, divided by the labels of the
 the three sums into shards, which their owners update. Every number of the model is then owned by one rank of the world,
 so the norm of the gradient is a sum over all ranks, in which nothing counts twice.
 
-    python five_d.py                                                                one rank
+    python five_d.py                                                                one rank, gloo or nccl
     torchrun --nproc_per_node 16 five_d.py --pp 2 --cp 2 --tp 2 --ep 2              dp is what remains: 2
     torchrun --nproc_per_node 4 five_d.py --tp 2 --ep 2 --train 300                 learns, and writes a sample
-gloo on CPUs, nccl on GPUs. Ends with PASS when losses, gradients, norms and weights of three steps are those of one
-process to 1e-10, and bytes those of the formulas. Left out: a loss that balances the experts (07), embedding and head
-cut by words (04), a ring that keeps no blocks and sends while it computes (05). Sources: arXiv 2104.04473, section 3
-(grid), 2205.05198 (sequence parallel), 2407.21783, section 3.3 (Llama 3), 1910.02054 (ZeRO); and those of the chapters.
+Ends with PASS when losses, gradients, norms and weights of three steps are those of one process to 1e-10, bytes those
+of the formulas. Left out: balance of experts (07), words cut by tp (04), a ring that keeps no blocks (05). Sources: arXiv
+2104.04473 (the grid), 2407.21783, section 3.3 (Llama 3); and those of the chapters.
 """
 
 import argparse
@@ -47,7 +44,6 @@ import sys
 import tokenize
 import zlib
 from collections import Counter, deque, namedtuple
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -58,17 +54,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-# S tokens of a sequence (zeros at the end make it a multiple of 2 cp tp), s = S / cp of them on a context rank; b
-# sequences in each of M micro-batches. H hidden size, N query and N_kv key/value heads of D numbers; E experts with FF
-# numbers inside, of which a token uses K; V words. An activation is [s / tp, b, H]: sequence first, so that what the
-# ranks of a tp group hold lies end to end when it is gathered.
+# S tokens of a sequence (with zeros at the end, a multiple of 2 cp tp), s = S / cp on a context rank; b sequences
+# in each of M micro-batches. H hidden size, N query and N_kv key/value heads of D numbers; E experts, of which a token
+# uses K; V words. Activations are [s / tp, b, H]: sequence first, so that what a tp group gathers lies end to end.
 V, IGNORE = 256, -100  # bytes; a label that is no target
 Config = namedtuple("Config", "layers hidden heads kv_heads inner experts top_k length batch micro_batches dtype")
 TINY = Config(4, 32, 8, 4, 24, 4, 2, 45, 32, 4, torch.float64)  # dtype: what is computed with
 MODEL = Config(4, 128, 8, 4, 352, 4, 2, 128, 32, 4, torch.float32)  # for --train
 COLUMNS, ROWS, EXPERTS = ("q", "k", "v", "gate", "up"), ("o", "down"), ("w1", "w3", "w2")
-Weights = dict[str, Tensor]
-Group = dist.ProcessGroup
+Weights, LIMIT = dict[str, Tensor], timedelta(seconds=120)  # of a collective; new groups would wait half an hour
 sent: Counter[str] = Counter()  # bytes that have left this rank, by what their group is called
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -76,8 +70,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 # ----------------------------------------------------------------------------------------- 01: the model, and the whole
 def wide(x: Tensor) -> Tensor:
-    """bf16 becomes fp32, in which sums over many terms are safe; fp32 and fp64 stay as they are."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 to fp32, in which long sums are safe
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -90,9 +83,8 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
     """Rotate [s, b, n, D] by the tokens' places in the whole sequence, whoever holds them; angles in fp32."""
-    frequency = 1.0 / 10000.0 ** (torch.arange(0, x.shape[-1], 2, device=x.device).float() / x.shape[-1])
-    angle = positions[:, None, None, None].float() * frequency  # [s, 1, 1, D/2]
-    a, b = x.chunk(2, -1)
+    exponent, (a, b) = torch.arange(0, x.shape[-1], 2, device=x.device).float() / x.shape[-1], x.chunk(2, -1)
+    angle = positions[:, None, None, None].float() * (1.0 / 10000.0**exponent)  # [s, 1, 1, D/2]
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1).to(x.dtype)
 
 
@@ -100,17 +92,12 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return linear(F.silu(linear(x, gate)) * linear(x, up), down)
 
 
-def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum over tokens: only who knows the whole global batch can divide by the right number."""
-    return F.cross_entropy(wide(logits).flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
 def whole_weights(config: Config) -> Weights:
     """Each drawn from its own name: the same model in every layout."""
     H, FF, E, kv = config.hidden, config.inner, config.experts, config.kv_heads * config.hidden // config.heads
     layer = {"norm1": (H,), "norm2": (H,), "q": (H, H), "k": (kv, H), "v": (kv, H), "o": (H, H)}
-    mixture = {"router": (E, H), "w1": (E, FF, H), "w3": (E, FF, H), "w2": (E, H, FF)}
-    layer |= mixture if E else {"gate": (FF, H), "up": (FF, H), "down": (H, FF)}
+    layer |= {"router": (E, H), "w1": (E, FF, H), "w3": (E, FF, H), "w2": (E, H, FF)} if E else {}
+    layer |= {} if E else {"gate": (FF, H), "up": (FF, H), "down": (H, FF)}
     shapes = {"embed": (V, H), "norm": (H,), "head": (V, H)}
     shapes |= {f"{i}.{name}": shape for i in range(config.layers) for name, shape in layer.items()}
     seeds = {name: torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in shapes}
@@ -140,11 +127,10 @@ class Mesh:
         # --- end exercise ---
         (self.pp, self.dp, self.cp, self.tp), self.ep, me = grid.shape, ep, dist.get_rank()
         self.stage, self.dp_rank, self.cp_rank, self.tp_rank = (grid == me).nonzero()[0].tolist()
-        limit = timedelta(seconds=120)  # a new group does not inherit the world's, but waits half an hour
-        self.group: dict[str, Group] = {}
+        self.group: dict[str, dist.ProcessGroup] = {}
         for name, groups in lines.items():
             mine = next(line for line in groups.tolist() if me in line)
-            self.group[name] = dist.new_group(mine, limit, use_local_synchronization=True, group_desc=name)
+            self.group[name] = dist.new_group(mine, LIMIT, use_local_synchronization=True, group_desc=name)
 
 
 def layers_of(stage: int, config: Config, mesh: Mesh) -> range:
@@ -154,8 +140,10 @@ def layers_of(stage: int, config: Config, mesh: Mesh) -> range:
 def place_of(name: str, config: Config, mesh: Mesh) -> tuple[int, int, int] | None:
     """(pieces, piece, dim): what this rank holds of a weight is `whole.chunk(pieces, dim)[piece]`. None: nothing."""
     layer, _, kind = name.rpartition(".")
-    ends = {"embed": 0, "norm": mesh.pp - 1, "head": mesh.pp - 1}
-    if not (int(layer) in layers_of(mesh.stage, config, mesh) if layer else mesh.stage == ends[kind]):
+    here = (
+        int(layer) in layers_of(mesh.stage, config, mesh) if layer else mesh.stage == (mesh.pp - 1) * (kind != "embed")
+    )
+    if not here:
         return None
     if kind in COLUMNS or kind in ROWS:  # [out, in]: columns, and so heads, are cut in dim 0
         return mesh.tp, mesh.tp_rank, int(kind in ROWS)
@@ -172,19 +160,16 @@ def gather_whole(mine: Weights, config: Config, mesh: Mesh) -> Weights:
     everyone, found = [{}] * mesh.group["all"].size(), {}
     placed = {(name, *place_of(name, config, mesh)): piece.detach().cpu() for name, piece in mine.items()}
     dist.all_gather_object(everyone, placed, group=mesh.group["all"])
-    for (name, _, _, dim), piece in sorted(
-        {k: x for each in everyone for k, x in each.items()}.items(), key=lambda x: x[0]
-    ):
-        found.setdefault((name, dim), []).append(piece)  # in the order of the pieces; those of several ranks are equal
+    pieces = {place: piece for each in everyone for place, piece in each.items()}  # replicas are equal
+    for name, _, index, dim in sorted(pieces):
+        found.setdefault((name, dim), []).append(pieces[name, _, index, dim])
     return {name: torch.cat(pieces, dim) for (name, dim), pieces in found.items()}
 
 
 # -------------------------------------------------------------------------------------- messages that have a derivative
-class Message(torch.autograd.Function):
-    """`there` carries x to other ranks. `back` carries the gradient of what arrived to where it came from."""
-
+class Message(torch.autograd.Function):  # `there` carries x, `back` the gradient of what arrived to where it came from
     @staticmethod
-    def forward(ctx, x: Tensor, there: Callable, back: Callable) -> Tensor:
+    def forward(ctx, x: Tensor, there, back) -> Tensor:
         ctx.back = back
         return there(x.contiguous())
 
@@ -193,7 +178,7 @@ class Message(torch.autograd.Function):
         return ctx.back(g.contiguous()), None, None
 
 
-def gathered(x: Tensor, group: Group) -> Tensor:
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """04, g: before columns, all tokens of the tp group. All ranks' products used them; so it goes back by `summed`."""
     whole = x.new_empty(group.size() * len(x), *x.shape[1:])
     all_gather_single(whole, x, group=group)  # [s/tp, b, H] -> all-gather -> [s, b, H]
@@ -201,7 +186,7 @@ def gathered(x: Tensor, group: Group) -> Tensor:
     return whole
 
 
-def summed(x: Tensor, group: Group) -> Tensor:
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """04, g*: behind rows, a rank has a share of a sum; its own tokens' sums remain. It goes back by `gathered`."""
     mine = x.new_empty(len(x) // group.size(), *x.shape[1:])
     reduce_scatter_single(mine, x, group=group)  # [s, b, H] -> reduce-scatter -> [s/tp, b, H]
@@ -209,18 +194,23 @@ def summed(x: Tensor, group: Group) -> Tensor:
     return mine
 
 
-def rotated(x: Tensor, group: Group, step: int) -> Tensor:
-    """05: to the next rank of the ring, from the one before. It goes back the other way round."""
-    (rank, c), received = (group.rank(), group.size()), torch.empty_like(x)
-    send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + step) % c)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - step) % c)
-    for work in dist.batch_isend_irecv([send, receive]):
+def swapped(x: Tensor | None, to: int, got: Tensor | None, source: int, group: dist.ProcessGroup) -> Tensor | None:
+    """Send x to one rank and receive `got` from another, at once: if all sent first, nobody would listen."""
+    both = [(f, y, peer) for f, y, peer in ((dist.isend, x, to), (dist.irecv, got, source)) if y is not None]
+    works = [dist.P2POp(f, y, group=group, group_peer=peer) for f, y, peer in both if 0 <= peer < group.size()]
+    for work in dist.batch_isend_irecv(works) if works else []:
         work.wait()
-    sent[group.group_desc] += x.nbytes
-    return received
+    sent[group.group_desc] += x.nbytes if x is not None and 0 <= to < group.size() else 0
+    return got if 0 <= source < group.size() else None  # before the first stage and after the last there is nobody
 
 
-def exchanged(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+def rotated(x: Tensor, group: dist.ProcessGroup, step: int) -> Tensor:
+    """05: to the next rank of the ring, from the one before. It goes back the other way round."""
+    (rank, c), got = (group.rank(), group.size()), torch.empty_like(x)
+    return swapped(x, (rank + step) % c, got, (rank - step) % c, group)
+
+
+def exchanged(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
     """07: the first send[0] rows of x to rank 0 of the group, and so on. Back by the same, send and receive swapped."""
     y = x.new_empty(sum(receive), *x.shape[1:])
     dist.all_to_all_single(y, x, receive, send, group=group)  # [n, H] -> all-to-all -> [n', H]
@@ -245,9 +235,8 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
     return (lse - total).exp()[..., None] * out + (more_lse - total).exp()[..., None] * more, total
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
-    """Causal attention of tokens in zigzag: a rank has an early chunk and a late one, end to end. The K/V of all ranks
-    come by; no mask is in memory, and nothing that one would hide is computed."""
+def ring(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention of tokens in zigzag: this rank has an early chunk and a late one. All ranks' K/V come by."""
     rank, half, kv = group.rank(), len(q) // 2, torch.stack((k, v))
     # --- exercise 11.2: keys and values go round; what do my two chunks see of each other rank's two? ---
     out, lse = piece(q, *kv, causal=True)
@@ -269,13 +258,12 @@ def positions_of(length: int, mesh: Mesh) -> Tensor:
 
 
 def cut(tokens: Tensor, labels: Tensor, config: Config, mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
-    """The global batch [batch, length], labels shifted already -> M of tokens and labels of this rank, [s/tp, b] each.
-    Zeros fill up a sequence; they have no labels, and no token sees them."""
+    """The global batch [batch, length], its labels already shifted -> M micro-batches of this rank, [s/tp, b] each."""
     # --- exercise 11.3: my samples, and of each of them my tokens ---
     positions, mine = positions_of(config.length, mesh).to(tokens.device), []
     for x, zero in ((tokens, 0), (labels, IGNORE)):
         x = x.chunk(mesh.dp)[mesh.dp_rank]  # dp: some samples
-        x = F.pad(x, (0, len(positions) * mesh.cp - config.length), value=zero)[:, positions]  # cp: [., S] -> [., s]
+        x = F.pad(x, (0, len(positions) * mesh.cp - config.length), value=zero)[:, positions]  # cp: -> [., s]
         x = x.chunk(mesh.tp, 1)[mesh.tp_rank]  # tp: [., s] -> [., s/tp]
         mine.append(x.T.chunk(config.micro_batches, 1))  # M of [s/tp, b]
     return list(zip(*mine, strict=True))
@@ -283,7 +271,7 @@ def cut(tokens: Tensor, labels: Tensor, config: Config, mesh: Mesh) -> list[tupl
 
 
 # ----------------------------------------------------------------------------- a layer, and what a stage of layers does
-def moe(x: Tensor, w: Weights, i: int, config: Config, group: Group) -> Tensor:
+def moe(x: Tensor, w: Weights, i: int, config: Config, group: dist.ProcessGroup) -> Tensor:
     """07: x [T, H] of this rank -> the same. w1, w3, w2 are those of its E/ep experts, the router is whole."""
     K, ep, each = config.top_k, group.size(), config.experts // group.size()
     best, experts = F.linear(wide(x), w[f"{i}.router"]).softmax(-1).topk(K)  # [T, K]; in bf16, experts would tie
@@ -295,8 +283,7 @@ def moe(x: Tensor, w: Weights, i: int, config: Config, group: Group) -> Tensor:
     sent["rows"] += sum(out) + sum(back) - 2 * out[group.rank()]  # a row, or its answer, leaves this rank
     there, home = (partial(exchanged, send=a, receive=b, group=group) for a, b in ((out, back), (back, out)))
     rows = Message.apply(x[order // K], there, home)  # [T K, H] -> [n', H], by sender, then by expert
-    mine = torch.arange(each, device=x.device).repeat(ep).repeat_interleave(receive.flatten())
-    by_expert = mine.argsort(stable=True)  # [n']
+    by_expert = torch.arange(each, device=x.device).repeat(ep).repeat_interleave(receive.flatten()).argsort(stable=True)
     parts = zip(rows[by_expert].split(receive.sum(0).tolist()), *(w[f"{i}.{n}"] for n in EXPERTS), strict=True)
     answers = torch.cat([swiglu(*part) for part in parts])  # zero rows have a gradient, too: zero, and not None
     answers = Message.apply(answers[by_expert.argsort()], home, there)  # [n', H] -> [T K, H]
@@ -305,8 +292,7 @@ def moe(x: Tensor, w: Weights, i: int, config: Config, group: Group) -> Tensor:
 
 
 def run_stage(x: Tensor, w: Weights, config: Config, mesh: Mesh) -> Tensor:
-    """Tokens [s/tp, b] on the first stage, else [s/tp, b, H] -> the same, or logits [s/tp, b, V] on the last. Inside
-    attention and a dense feed-forward a rank meets all s tokens of its tp group."""
+    """Tokens [s/tp, b] on the first stage, else [s/tp, b, H] -> the same, or logits [s/tp, b, V] on the last."""
     gather, scatter = (partial(f, group=mesh.group["tp"]) for f in (gathered, summed))
     positions, D = positions_of(config.length, mesh).to(x.device), config.hidden // config.heads
     x = w["embed"][x].to(config.dtype) if mesh.stage == 0 else x
@@ -325,41 +311,29 @@ def run_stage(x: Tensor, w: Weights, config: Config, mesh: Mesh) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------- 06: the pipeline, 1F1B
-def trade(x: Tensor | None, answer: Tensor | None, peer: int, group: Group) -> Tensor | None:
-    """Send x to a neighbour, receive `answer` from it; both at once, as in 1F1B they cross. None: nothing this way."""
-    if not 0 <= peer < group.size():  # before the first stage and after the last there is nobody
-        return None
-    both = [(f, y) for f, y in ((dist.isend, x), (dist.irecv, answer)) if y is not None]
-    works = dist.batch_isend_irecv([dist.P2POp(f, y, group=group, group_peer=peer) for f, y in both]) if both else []
-    for work in works:
-        work.wait()
-    sent[group.group_desc] += 0 if x is None else x.nbytes
-    return answer
-
-
 def forward_backward(batch: list, targets: Tensor, w: Weights, config: Config, mesh: Mesh) -> Tensor:
-    """Adds to all gradients; returns this rank's part of the loss. In turn j a stage runs the forward of micro-batch j
-    and the backward of an older one, j - ahead: so many stages follow it, and it keeps ahead + 1 micro-batches."""
+    """Adds to all gradients, returns this rank's part of the loss. In turn j: forward of j, backward of j - ahead."""
     group, M, kept, loss = mesh.group["pp"], len(batch), deque(), torch.zeros_like(targets, dtype=torch.float64)
-    ahead = min(mesh.pp - 1 - mesh.stage, M)
+    ahead, before, after = min(mesh.pp - 1 - mesh.stage, M), mesh.stage - 1, mesh.stage + 1
     message = partial(torch.empty, *batch[0][0].shape, config.hidden, dtype=config.dtype, device=targets.device)
-    x = trade(None, message(), mesh.stage - 1, group)
+    x = swapped(None, before, message(), before, group)
     for j in range(M + ahead):
         y = dx = None
         if j < M:
             x = batch[j][0] if x is None else x.requires_grad_()  # the graph of this rank begins here
             y = run_stage(x, w, config, mesh)
-            if mesh.stage == mesh.pp - 1:
-                y = loss_sum(y, batch[j][1]) / targets  # divided before backward: what remains are sums
+            if after == mesh.pp:
+                y = F.cross_entropy(wide(y).flatten(0, 1), batch[j][1].flatten(), ignore_index=IGNORE, reduction="sum")
+                y = y / targets  # before backward, and by the labels of the whole batch: what remains are sums
                 loss += y.detach()
             kept.append((x, y))
-            y = y.detach().contiguous()
-        gradient = trade(y, message() if j >= ahead else None, mesh.stage + 1, group)
+            y = y.detach()
+        gradient = swapped(y, after, message() if j >= ahead else None, after, group)
         if j >= ahead:
             x, y = kept.popleft()
             y.backward(gradient)
             dx = x.grad
-        x = trade(dx, message() if j + 1 < M else None, mesh.stage - 1, group)
+        x = swapped(dx, before, message() if j + 1 < M else None, before, group)
     return loss
 
 
@@ -377,10 +351,9 @@ def summed_over(name: str) -> str:
 
 
 class Line:
-    """03: weights whose gradients the same group sums, end to end in one tensor of n equal shards, of which this rank
-    owns one. `w` are views of the line with the weights' names and shapes, their gradients views of another line."""
+    """03: weights whose gradients the same group sums, end to end: n equal shards, one of them mine. `w` are views."""
 
-    def __init__(self, pieces: Weights, group: Group):
+    def __init__(self, pieces: Weights, group: dist.ProcessGroup):
         self.group, self.shapes = group, {name: p.shape for name, p in pieces.items()}
         self.weights = self.lay(pieces)  # [n S]
         self.gradients = torch.zeros_like(self.weights)
@@ -401,18 +374,15 @@ class Line:
 
 
 def make_lines(pieces: Weights, mesh: Mesh) -> list[Line]:
-    lines: dict[str, Weights] = {}
-    for name, p in pieces.items():
-        lines.setdefault(summed_over(name), {})[name] = p
-    return [Line(lines[over], mesh.group[over]) for over in sorted(lines)]  # in one order on all ranks
+    overs = sorted({summed_over(name) for name in pieces})  # in one order on all ranks
+    return [Line({n: x for n, x in pieces.items() if summed_over(n) == over}, mesh.group[over]) for over in overs]
 
 
 def train_step(batch: list, lines: list[Line], optimizer, limit: float, config: Config, mesh: Mesh) -> tuple:
     """Loss and gradient norm of the global batch. The clipped gradient stays in the shards until the next step."""
     targets = torch.stack([(labels != IGNORE).sum() for _, labels in batch]).sum()
     dist.all_reduce(targets, group=mesh.group["stage"])  # 02: of all ranks that see other tokens
-    w = {name: p for line in lines for name, p in line.w.items()}
-    loss = forward_backward(batch, targets.clamp(min=1), w, config, mesh)
+    loss = forward_backward(batch, targets.clamp(min=1), {n: p for x in lines for n, p in x.w.items()}, config, mesh)
     dist.all_reduce(loss, group=mesh.group["all"])  # only to show it: each rank of the last stage has a part
     # --- exercise 11.5: sum each gradient, and leave its shard to its owner ---
     works = []
@@ -437,16 +407,11 @@ def train_step(batch: list, lines: list[Line], optimizer, limit: float, config: 
 
 
 # ------------------------------------------------------------------------------------------------------------ the proof
-def corpus() -> Tensor:
-    files = sorted(Path(tokenize.__file__).parent.glob("*.py"))  # the source of Python's standard library, as bytes
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
-
-
 def batch_of(data: Tensor, seed: int, config: Config, prompts: bool) -> tuple[Tensor, Tensor]:
     """Tokens and labels of a global batch, [batch, length]. After prompts there are fewer labels, at last none."""
     begin = torch.randint(len(data) - config.length, (config.batch, 1), generator=torch.Generator().manual_seed(seed))
-    both, t = data[begin + torch.arange(config.length + 1)], torch.arange(config.length)
-    prompt = t * max(config.batch - 4, 1) < torch.arange(config.batch)[:, None] * config.length * prompts
+    both, ahead = data[begin + torch.arange(config.length + 1)], torch.arange(config.batch)[:, None] * config.length
+    prompt = torch.arange(config.length) * max(config.batch - 4, 1) < ahead * prompts
     return both[:, :-1], both[:, 1:].masked_fill(prompt, IGNORE)
 
 
@@ -455,25 +420,24 @@ def formulas(lines: list[Line], config: Config, mesh: Mesh, states: int, rows: i
     layers, M, e = len(layers_of(mesh.stage, config, mesh)), config.micro_batches, config.dtype.itemsize
     x = len(positions_of(config.length, mesh)) * config.batch // (mesh.dp * M) * config.hidden * e  # [s, b, H]
     kv = 2 * x * config.kv_heads // (config.heads * mesh.tp)  # K and V of this rank's heads
-    halves = 1 if config.experts else 2  # of a layer, in which tp gathers and scatters x, forward and backward
     whole, own = (sum(x.nbytes for x in part) for part in zip(*((n.weights, n.shard) for n in lines), strict=True))
     return {
         "held": 2 * whole + (1 + states) * own,  # weights, gradients; sums of gradients, optimizer
-        "tp": 4 * halves * layers * M * x * (mesh.tp - 1) // mesh.tp,
+        "tp": 4 * (1 if config.experts else 2) * layers * M * x * (mesh.tp - 1) // mesh.tp,  # x gathered, and scattered
         "cp": 2 * layers * M * (mesh.cp - 1) * kv,  # K/V once round, their gradients back
         "pp": ((mesh.stage > 0) + (mesh.stage < mesh.pp - 1)) * M * x // mesh.tp,
-        # How many rows travel only the router knows. A row and its answer, in backward their gradients; the counts.
-        "ep": 2 * rows * config.hidden * e + layers * M * (mesh.ep - 1) * config.experts // mesh.ep * 8,
+        "ep": 2 * rows * config.hidden * e
+        + layers * M * (mesh.ep - 1) * config.experts // mesh.ep * 8,  # rows, as routed; counts
         "zero": 2 * (whole - own),
     }
 
 
-def check(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
+def check(config: Config, mesh: Mesh, device: torch.device, data: Tensor) -> list[str]:
     """Three steps of plain SGD, one of them clipped, beside one process: the same on a mesh of this rank alone."""
     alone, whole = Mesh([dist.get_rank()], 1, 1, 1, 1), {n: x.to(device) for n, x in whole_weights(config).items()}
     lines, right = make_lines(my_pieces(whole, config, mesh), mesh), make_lines(whole, alone)
     optimizer, oracle = (torch.optim.SGD([line.shard for line in x], lr=0.1) for x in (lines, right))
-    everyone, errors, losses, data = [([], [])] * mesh.group["all"].size(), {}, [], corpus()
+    everyone, errors, losses = [([], [])] * mesh.group["all"].size(), {}, []
     for step, limit in enumerate((math.inf, 0.5, math.inf)):
         batch = [x.to(device) for x in batch_of(data, step, config, prompts=True)]
         want_loss, want_norm = train_step(cut(*batch, config, alone), right, oracle, limit, config, alone)
@@ -483,10 +447,8 @@ def check(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
         losses.append(f"{loss:.6f}")
         want = my_pieces({n: x for line in right for n, x in line.named(line.shard.grad).items()}, config, mesh)
         for line in lines:
-            over = f"gradient summed over {line.group.group_desc}, step {step}"
-            errors[over] = (
-                (line.shard.grad - line.lay(want).chunk(line.group.size())[line.group.rank()]).abs().max().item()
-            )
+            error = line.shard.grad - line.lay(want).chunk(line.group.size())[line.group.rank()]
+            errors[f"gradient summed over {line.group.group_desc}, step {step}"] = error.abs().max().item()
     want = my_pieces({n: x.detach() for line in right for n, x in line.w.items()}, config, mesh)
     errors |= {n: (x.detach() - want[n]).abs().max().item() for line in lines for n, x in line.w.items()}
     wrong = [f"{what} is off by {error:.1e}" for what, error in errors.items() if not error <= 1e-10]  # so NaN is
@@ -504,20 +466,16 @@ def check(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     return [words for _, theirs in everyone for words in theirs]
 
 
-# ------------------------------------------------------------------------------------------------------- the real thing
-
-
-def train(config: Config, mesh: Mesh, device: torch.device, steps: int) -> list[str]:
-    """AdamW on nine tenths of the corpus. Ends with the loss of the other tenth, and a sample."""
-    data, first, seen = corpus(), mesh.group["all"].rank() == 0, len(corpus()) * 9 // 10
+def train(config: Config, mesh: Mesh, device: torch.device, data: Tensor, steps: int) -> list[str]:
+    """AdamW; no decay for norms, embedding, head. Ends with a sample, written by rank 0 with the weights of all."""
+    first = mesh.group["all"].rank() == 0
     whole = {name: x.to(device, torch.float32) for name, x in whole_weights(config).items()}
     lines = make_lines(my_pieces(whole, config, mesh), mesh)
-    # Norms share a line with embedding and head, which are better left alone, too: no decay for this one.
     groups = [{"params": [x.shard], "weight_decay": 0.1 * (x.group.group_desc != "stage")} for x in lines]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=3e-4)
     for step in (bar := tqdm(range(steps), disable=not first, mininterval=1)):
-        batch = (x.to(device) for x in batch_of(data[:seen], step, config, prompts=False))
+        batch = (x.to(device) for x in batch_of(data, step, config, prompts=False))
         loss, norm = train_step(cut(*batch, config, mesh), lines, optimizer, 1.0, config, mesh)
         rate.step()
         bar.set_postfix(loss=f"{loss:.3f}", norm=f"{norm:.2f}")
@@ -526,14 +484,11 @@ def train(config: Config, mesh: Mesh, device: torch.device, steps: int) -> list[
     whole = gather_whole({name: p for line in lines for name, p in line.w.items()}, config, mesh)
     if first:
         whole, alone = {name: p.to(device) for name, p in whole.items()}, Mesh([dist.get_rank()], 1, 1, 1, 1)
-        x, labels = (x.T.to(device) for x in batch_of(data[seen:], 0, config, prompts=False))
-        loss = loss_sum(run_stage(x, whole, config, alone), labels).item() / labels.numel()
-        print(f"loss {loss:.3f} on text that it has not seen. It writes:\n")
         text = data[: config.length, None].to(device)
         for _ in range(300):  # the last token of `length`, over and over
             logits = run_stage(text[-config.length :], whole, config, alone)[-1, 0].float()
             text = torch.cat((text, torch.multinomial((logits / 0.7).softmax(-1), 1)[None]))
-        print(bytes(text[config.length :, 0].tolist()).decode(errors="replace"), flush=True)
+        print(f"loss {loss:.3f}. It writes:\n\n{bytes(text[config.length :, 0].tolist()).decode(errors='replace')}")
     return []
 
 
@@ -542,10 +497,10 @@ def parse(words: list[str] | None, world: int) -> tuple[argparse.Namespace, Conf
     parser = argparse.ArgumentParser(description="Five axes of parallelism in one file", allow_abbrev=False)
     line = "five_d.py: {}\n" if os.environ.get("RANK", "0") == "0" else ""  # one, and not one from each rank
     parser.error = lambda words: parser.exit(2, line.format(words))
-    for axis, what in {"pp": "the layers", "cp": "a sequence", "tp": "matrices", "ep": "the experts"}.items():
-        parser.add_argument(f"--{axis}", type=int, default=1, help=f"cut {what} into so many parts")
-    parser.add_argument("--experts", type=int, default=4, help="in each layer; 0: a dense feed-forward")
-    parser.add_argument("--micro-batches", type=int, default=4, help="in a step, of each data-parallel rank")
+    whats = {"pp": "stages", "cp": "parts of a sequence", "tp": "parts of matrices", "ep": "ranks for all experts"}
+    whats |= {"experts": "in each layer; 0: a dense feed-forward", "micro-batches": "in a step, of each rank"}
+    for option, what in whats.items():
+        parser.add_argument(f"--{option}", type=int, default=1 if len(option) == 2 else 4, help=what)
     parser.add_argument("--train", type=int, nargs="?", const=300, metavar="STEPS", help="learn text in so many steps")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="with --train (default fp32)")
     args = parser.parse_args(words)
@@ -555,8 +510,7 @@ def parse(words: list[str] | None, world: int) -> tuple[argparse.Namespace, Conf
     if args.precision and not args.train:
         parser.error(f"--precision {args.precision} is for --train; without it there are three steps in float64")
     config = MODEL._replace(dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32) if args.train else TINY
-    top_k = min(config.top_k, args.experts)
-    config = config._replace(experts=args.experts, top_k=top_k, micro_batches=args.micro_batches)
+    config = config._replace(experts=args.experts, top_k=min(2, args.experts), micro_batches=args.micro_batches)
     if args.pp > config.layers:
         parser.error(f"--pp {args.pp} is more than the {config.layers} layers; use 1 to {config.layers}")
     ranks = args.pp * args.cp * args.tp
@@ -582,11 +536,13 @@ def main() -> int:
     if torch.cuda.is_available():
         torch.cuda.set_device(device := torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(seconds=120), **alone)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=LIMIT, **alone)
     mesh = Mesh(list(range(dist.get_world_size())), args.pp, args.cp, args.tp, args.ep)
     if dist.get_rank() == 0:
         print(f"pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} x tp {mesh.tp}, ep {mesh.ep}, on {device.type}")
-    wrong = train(config, mesh, device, args.train) if args.train else check(config, mesh, device)
+    files = sorted(Path(tokenize.__file__).parent.glob("*.py"))  # the source of Python's standard library, as bytes
+    data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+    wrong = (partial(train, steps=args.train) if args.train else check)(config, mesh, device, data)
     if dist.get_rank() == 0 and (wrong or not args.train):
         print(f"FAIL: {'; '.join(wrong[:5])}" if wrong else "PASS")
     dist.destroy_process_group()
