@@ -33,8 +33,8 @@ so the norm of the gradient is a sum over all ranks, in which nothing counts twi
     torchrun --nproc_per_node 16 five_d.py --pp 2 --cp 2 --tp 2 --ep 2              dp is what remains: 2
     torchrun --nproc_per_node 4 five_d.py --tp 2 --ep 2 --train 300                 learns, and writes a sample
 Ends with PASS when losses, gradients, norms and weights of three steps are those of one process to 1e-10, bytes those
-of the formulas. Left out: balance of experts (07), words cut by tp (04), a ring that keeps no blocks (05). Sources: arXiv
-2104.04473 (the grid), 2407.21783, section 3.3 (Llama 3); and those of the chapters.
+of the formulas. Left out: balance of experts (07), words cut by tp (04), a ring that keeps no blocks (05). Sources:
+arXiv 2104.04473 (the grid), 2407.21783, section 3.3 (Llama 3); and those of the chapters.
 """
 
 import argparse
@@ -140,10 +140,8 @@ def layers_of(stage: int, config: Config, mesh: Mesh) -> range:
 def place_of(name: str, config: Config, mesh: Mesh) -> tuple[int, int, int] | None:
     """(pieces, piece, dim): what this rank holds of a weight is `whole.chunk(pieces, dim)[piece]`. None: nothing."""
     layer, _, kind = name.rpartition(".")
-    here = (
-        int(layer) in layers_of(mesh.stage, config, mesh) if layer else mesh.stage == (mesh.pp - 1) * (kind != "embed")
-    )
-    if not here:
+    i = int(layer or (0 if kind == "embed" else config.layers - 1))  # norm and head are with the last layer
+    if i not in layers_of(mesh.stage, config, mesh):
         return None
     if kind in COLUMNS or kind in ROWS:  # [out, in]: columns, and so heads, are cut in dim 0
         return mesh.tp, mesh.tp_rank, int(kind in ROWS)
