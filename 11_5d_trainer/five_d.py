@@ -33,8 +33,7 @@ so the norm of the gradient is a sum over all ranks, in which nothing counts twi
     torchrun --nproc_per_node 16 five_d.py --pp 2 --cp 2 --tp 2 --ep 2              dp is what remains: 2
     torchrun --nproc_per_node 4 five_d.py --tp 2 --ep 2 --train 300                 learns, and writes a sample
 Ends with PASS when losses, gradients, norms and weights of three steps are those of one process to 1e-10, bytes those
-of the formulas. Left out: balance of experts (07), words cut by tp (04), a ring that keeps no blocks (05). Sources:
-arXiv 2104.04473 (the grid), 2407.21783, section 3.3 (Llama 3); and those of the chapters.
+of the formulas. Left out: balance of experts (07), words cut by tp (04). Sources: arXiv 2104.04473 and 2407.21783.
 """
 
 import argparse
