@@ -324,12 +324,12 @@ def forward_backward(batch: list, targets: Tensor, w: Weights, config: Config, m
                 y = y / targets  # before backward, and by the labels of the whole batch: what remains are sums
                 loss += y.detach()
             kept.append((x, y))
-            y = y.detach()
+            y = y.detach().contiguous()
         gradient = swapped(y, after, message() if j >= ahead else None, after, group)
         if j >= ahead:
             x, y = kept.popleft()
             y.backward(gradient)
-            dx = x.grad
+            dx = None if x.grad is None else x.grad.contiguous()
         x = swapped(dx, before, message() if j + 1 < M else None, before, group)
     return loss
 

@@ -92,12 +92,11 @@ def place(layout):
     return layers, heads, experts, mine
 
 
-def measure():
+def measure_speed():
     rows = []
     for name, (layout, words) in LAYOUTS.items():
         error, ratio = run_ranks(4, beside_the_trainer, layout, f"{OPTIONS} {words}", timeout=120)[0]
         rows.append([name, error, Ratio(*ratio)])
-    places = run_ranks(8, place, (2, 2, 2, 2))
     write_result(
         "11_five_d",
         "five_d.py beside the trainer, 4 ranks, dense, ZeRO-1",
@@ -106,6 +105,10 @@ def measure():
         f"{SIZES.layers} layers of hidden size {SIZES.hidden} in float64, {SIZES.batch} x {SIZES.length} tokens a step "
         f"in {SIZES.micro_batches} micro-batches, plain SGD. Three steps were compared first.",
     )
+
+
+def measure_places():
+    places = run_ranks(8, place, (2, 2, 2, 2))
     kinds = ("layers", "heads", "experts", "tokens")
     write_result(
         "11_five_d_mesh",
@@ -142,5 +145,6 @@ def figures():
 
 if __name__ == "__main__":
     if "--figures" not in sys.argv:
-        measure()
+        measure_speed()
+        measure_places()
     figures()
