@@ -396,7 +396,7 @@ def test_it_learns_and_writes_a_sample(dtype):
     (wrong, said), (_, nothing) = run_ranks(2, learns, Layout(2, tp=2, ep=2), dtype)
     loss = float(said.split()[1].rstrip("."))
     assert wrong == [] and nothing == ""
-    assert loss < 3.8, f"after 30 steps the loss is {loss}; bytes at random have 5.5"
+    assert loss < 4.5, f"after 30 steps the loss is {loss}; it begins at 6, and bytes at random have 5.5"
     assert len(said) > 250
 
 
