@@ -49,7 +49,7 @@ def batch_of(step, config):
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(256, (config.batch, config.length + 1), generator=generator)
     labels = tokens[:, 1:].masked_fill(torch.rand(config.batch, config.length, generator=generator) < 0.4, IGNORE)
-    labels[2 if step == 1 else config.batch - 2 :] = IGNORE
+    labels[2 if step == 1 else max(2, config.batch - 2) :] = IGNORE
     return tokens[:, :-1], labels
 
 
