@@ -44,7 +44,7 @@ def draw(axes, sizes) -> None:
             at, gigabytes = [row[1] for row in mine], [row[column] for row in mine]
             axes.plot(at, gigabytes, linestyle=style, color=COLOURS[colour], label=f"{model}, {what}")
     axes.axhline(80, color=GREY, linewidth=0.8)
-    axes.text(rows[0][1], 84, "80 GB, all of one GPU", fontsize=7, va="bottom")
+    axes.text(131072, 84, "80 GB, all of one GPU", fontsize=7, va="bottom", ha="right")
     axes.set(xscale="log", yscale="log", xlabel="tokens in a sequence", ylabel="GB kept for backward")
     ticks = sorted({row[1] for row in rows})
     axes.set_xticks(ticks, [f"{tick // 1024} k" for tick in ticks])

@@ -22,7 +22,7 @@ CONFIG, BATCH, SEQ, REPEATS = LlamaConfig(hidden=192, layers=4, intermediate=512
 
 def draw(axes, points) -> None:
     for name, colour, mark in (("whole blocks", "idle", "s"), ("by operations", "compute", "o")):
-        rows = sorted((row[2], row[1]) for row in points["rows"] if row[0] == name)
+        rows = [(row[2], row[1]) for row in points["rows"] if row[0] == name]  # from everything kept to nothing kept
         axes.plot(*zip(*rows, strict=True), marker=mark, markersize=3, color=COLOURS[colour], label=name)
     axes.set(xlabel="matrix FLOPs done again, % of a step", ylabel="GB kept by all blocks", ylim=(0, None))
     axes.legend()

@@ -600,12 +600,12 @@ def test_the_first_bucket_may_be_smaller_than_the_others():
     assert [len(bucket) for bucket in cut_into_buckets(parameters, 32, first_bytes=16)] == [1, 2, 2, 1]
 
 
-def another_order(first: str) -> tuple[list, list, dict]:
+def another_order(first: str) -> tuple[list, list, list]:
     """Four parameters of one size. Rank 0 completes a, b, c, d in this order, and rank 1 b, a, d, c; the reducer, which
     goes by the order in which they were registered, expects d, c, b, a."""
     model = nn.ParameterDict({name: nn.Parameter(torch.full((7,), 2.0**i).double()) for i, name in enumerate("abcd")})
     reducer = BucketedReducer(model, dist.group.WORLD, bucket_bytes=56, rebuild=True)
-    cuts, early, x0 = [], [], torch.full((7,), dist.get_rank() + 1.0).double()
+    cuts, early, sums, x0 = [], [], [], torch.full((7,), dist.get_rank() + 1.0).double()
     for _ in range(3):
         model.zero_grad()
         x = x0
@@ -617,15 +617,17 @@ def another_order(first: str) -> tuple[list, list, dict]:
         early.append(whats[: len(whats) - whats[::-1].index("ready") - 1].count("launch"))
         cuts.append([[reducer.names[p] for p in bucket] for bucket in reducer.buckets])
         assert all(p.grad is reducer.views[p] for p in model.values())
-    return cuts, early, gradients(model)
+        sums.append(gradients(model))
+    return cuts, early, sums
 
 
 def test_buckets_are_rebuilt_once_in_the_order_in_which_rank_0_completed_its_gradients():
     results = run_ranks(2, another_order, "abcd", timeout=LIMIT)
     want = {name: torch.full((7,), 3 * 64 / 2.0**i).double() for i, name in enumerate("abcd")}
-    for rank, (cuts, _, got) in enumerate(results):
+    for rank, (cuts, _, sums) in enumerate(results):
         assert cuts == [[["a"], ["b"], ["c"], ["d"]]] * 3, "cut again after the first step, alike on all ranks"
-        assert_same_named(got, want, what="gradient of", rank=rank)
+        for step, got in enumerate(sums):
+            assert_same_named(got, want, what=f"step {step}, gradient of", rank=rank)
     assert results[0][1] == [0, 3, 3], "before, all had to wait for d; after, only the last does"
 
 
