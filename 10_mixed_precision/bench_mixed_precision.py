@@ -43,7 +43,10 @@ def verify(ours, depth) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         wrong = mp.check(dist.group.WORLD, "cpu")
     pairs = zip(products(ours), products(depth), strict=True)
-    wrong += [f"fp8 linear {i} is not the depth's" for i, (a, b) in enumerate(pairs) if not torch.allclose(a, b, 1e-3)]
+    # The same 8-bit numbers, but scaled and summed in fp32 in another order: a sum that comes out near 0 has no digits
+    # to compare, so each product is compared as a whole. Only the order may differ.
+    off = {what: ((a - b).norm() / b.norm()).item() for what, (a, b) in zip(("y", "dx", "dW"), pairs, strict=True)}
+    wrong += [f"{what} of the fp8 linear is {e:.0e} from the depth's" for what, e in off.items() if not e <= 1e-5]
     if wrong:
         sys.exit("bench_mixed_precision.py: " + "; ".join(wrong))
 
@@ -62,22 +65,14 @@ def measure() -> None:
     rows, P = [], right["states"].shape[1]
     for name, policy in mp.POLICIES.items():
         run, kind = mp.train(policy, group, "cpu"), name.split("-")[0]
-        must = mp.distance(mp.train(mp.MUST[kind], group, "cpu"), right) if kind in mp.MUST else None
+        must = mp.distance(mp.train(mp.MUST[kind], group, "cpu"), right) if kind in mp.MUST else "-"
         zeros = (run["gradients"][0] == 0)[right["gradients"][0] != 0].double().mean().item()
         lost = (run["states"].diff(dim=0) == 0)[run["gradients"] != 0].double().mean().item()
         rows.append([name, run["held"] // P, mp.distance(run, right), must, zeros, lost, run["skipped"]])
-    columns = [
-        "policy",
-        "bytes per weight",
-        "error",
-        "rounding alone",
-        "gradients zero",
-        "updates lost",
-        "steps skipped",
-    ]
+    columns = ["policy", "bytes per weight", "error", "rounding alone", "gradients zero", "updates lost", "skipped"]
     write_result(
         "10_ground_policies", "Three steps of each policy: how far the weights are from where float64 moves them",
-        columns, rows, "As a part of that way. Shares are of elements.",
+        columns, rows, "Errors are parts of the way that float64 moves them, shares are of elements. Skipped: steps.",
     )  # fmt: skip
     rows = []
     for name, form in mp.FORMATS.items():
@@ -103,9 +98,10 @@ def draw_repairs(axes, result) -> None:
     rows = [row for row in result["rows"] if row[0] != "fp32"]
     for i, (name, _, error, must, *_) in enumerate(rows):
         mended = "mended" in name or name == "fp16-scaling"
-        axes.barh(i, error, left=1e-4, color=COLOURS["weights" if mended else "gradients"])
+        axes.barh(i, error - 1e-4, left=1e-4, color=COLOURS["weights" if mended else "gradients"])
         axes.plot([must, must], [i - 0.45, i + 0.45], color=GREY, lw=2)
     axes.set_xscale("log")
+    axes.invert_yaxis()
     axes.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], xlim=(1e-4, 2))
     axes.set(xlabel="error after three steps; line: what rounding alone costs", title="Failures and repairs")
 
