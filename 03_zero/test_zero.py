@@ -6,6 +6,7 @@ import math
 import random
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -356,6 +357,21 @@ def test_no_step_and_no_validation_leaves_anything_behind(stage):
 
 
 # --------------------------------------------------------------------------------------------------------- modes, casts
+
+
+def forgotten(stage: int) -> bool:
+    sharded = STAGES[stage](make_layers(), dist.group.WORLD)
+    tokens, labels = make_batch(0, sharded.n, 1)
+    forward_backward(sharded, tokens[dist.get_rank()], labels[dist.get_rank()])
+    reference = weakref.ref(sharded)
+    del sharded
+    gc_collect()
+    return reference() is None
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_who_is_no_longer_used_is_freed_and_does_not_keep_its_group(stage):
+    assert run_ranks(1, forgotten, stage) == [True]
 
 
 def logits_and_gradients(stage: int) -> tuple[Tensor, Tensor, bool]:

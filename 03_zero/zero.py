@@ -32,6 +32,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -42,7 +43,6 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# ------------------------------------------------------------------------------------------------------ a small Llama
 def rope(x: Tensor) -> Tensor:  # [B, T, heads, D]: turn pairs of numbers by angles that grow with the position
     half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
     frequency = 10000.0 ** (-torch.arange(half, dtype=wide, device=x.device) / half)
@@ -110,8 +110,7 @@ class Unit:
         self.line = line.to(compute or line.dtype)  # what the layer computes with: [N S]; stage 3 lets it go
         layer.to("meta")  # the layer keeps its code and lets its own weights go
 
-    def run(self, line: Tensor, x: Tensor) -> Tensor:
-        """The layer's forward, with the line [N S] seen as its parameters."""
+    def run(self, line: Tensor, x: Tensor) -> Tensor:  # its forward, with the line [N S] seen as its parameters
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = zip(self.shapes.items(), line[: sum(sizes)].split(sizes), strict=True)
         return torch.func.functional_call(self.layer, {name: part.view(shape) for (name, shape), part in parts}, (x,))
@@ -196,7 +195,8 @@ class Zero2(Zero1):
 
     def hold(self, i: int, unit: Unit) -> None:
         super().hold(i, unit)
-        unit.line.register_post_accumulate_grad_hook(lambda line: self.send_and_forget(i, line))
+        me = weakref.proxy(self)  # a hook that kept me alive would do so for good, and with me the process group
+        unit.line.register_post_accumulate_grad_hook(lambda line: me.send_and_forget(i, line))
 
     def send_and_forget(self, i: int, line: Tensor) -> None:
         gradient, line.grad = line.grad, None
