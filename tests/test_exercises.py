@@ -586,7 +586,7 @@ def test_changes_outside_the_fences_are_named_and_do_not_count(tiny, tmp_path):
     ("argv", "words"),
     [
         (["start", "77"], "chapter '77' has no exercises; there are 01, 02"),
-        (["check", "02", "2.77"], "exercise '2.77' is not in 02_data_parallel; there are 2.21, 2.22"),
+        (["check", "02", "2.77"], "exercise '2.77' is not in 02_data_parallel; there are 2.1, 2.2"),
         (["check", "02"], "does not exist; `start 02` makes it"),
         (["grade", "."], "holds no submission"),
         (["grade", "nowhere"], "is not a folder"),

@@ -192,7 +192,7 @@ def test_an_unknown_option_is_one_line_and_exit_code_2(chapter):
 
 
 # Which planted mistake each benchmark has to notice before it times anything: `spoils` in exercises/mistakes.
-SPOILERS = {bench: mistake for mistake in all_mistakes() for bench in mistake.spoils.split()}
+SPOILERS = {bench: m for m in all_mistakes() if m.script[:2] != "11" for bench in m.spoils.split()}
 
 
 def test_every_benchmark_has_a_mistake_that_it_must_notice():

@@ -66,7 +66,7 @@ def test_in_the_covering_set_all_kinds_meet_by_twos_and_by_threes_or_are_refused
 @pytest.mark.parametrize("most", [4, pytest.param(8, marks=pytest.mark.prove)])
 def test_every_two_kinds_of_parallelism_together_give_the_loss_gradients_and_weights_of_one_process(most, text):
     layouts, _ = covering(pairs=False, triples=False, most=most)
-    assert fuzz.verify(layouts, text) == len(layouts) < 25
+    assert fuzz.verify(layouts, text) == len(layouts) < 50
     assert max(one.ranks for one in layouts) == most
 
 
