@@ -133,6 +133,7 @@ def losses_of_runs(lines):
     return [torch.tensor(list(fuzz.losses(fuzz.run(words)).values()), dtype=torch.float64) for words in lines]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("ranks", [4, 16])
 def test_twenty_adamw_steps_give_the_losses_and_norms_of_one_rank(ranks, text, tmp_path):
     def words(layout, name):
@@ -189,7 +190,8 @@ SAVED = {  # by four ranks, in the most complicated layouts
 }
 
 
-@pytest.mark.parametrize("some", ["at 1 and 2 ranks", pytest.param("all", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("some", ["at 1 and 2 ranks", "all"])
 def test_a_run_saved_in_one_layout_goes_on_in_24_others_with_the_same_losses(some, text, tmp_path):
     words = {
         name: [*options(text, layout, clip=1, steps=6, save_every=4, keep=9), "--out", str(tmp_path / name)]
