@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -183,9 +184,9 @@ def slowly(collective, seed: int):
 
 
 def with_delays(stage: int, ahead: int) -> Trace:
-    zero.all_gather = slowly(zero.all_gather, dist.get_rank())
-    zero.reduce_scatter = slowly(zero.reduce_scatter, 10 + dist.get_rank())
-    return trained(stage, ahead=ahead)
+    late = slowly(zero.all_gather, dist.get_rank()), slowly(zero.reduce_scatter, 10 + dist.get_rank())
+    with patch.multiple(zero, all_gather=late[0], reduce_scatter=late[1]):
+        return trained(stage, ahead=ahead)
 
 
 @pytest.mark.parametrize(("stage", "ahead"), [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0)])
@@ -214,9 +215,8 @@ class Lazily:
 
 
 def lazily(stage: int, ahead: int) -> Trace:
-    collectives = zero.all_gather, zero.reduce_scatter
-    zero.all_gather, zero.reduce_scatter = map(Lazily, collectives)
-    return trained(stage, ahead=ahead)
+    with patch.multiple(zero, all_gather=Lazily(zero.all_gather), reduce_scatter=Lazily(zero.reduce_scatter)):
+        return trained(stage, ahead=ahead)
 
 
 @pytest.mark.parametrize(("stage", "ahead"), [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0)])
@@ -512,8 +512,8 @@ def with_a_nan(option: str) -> tuple[int | str | None, str, str]:
         if dist.get_rank() == 1 and self.units[0].shard.grad is not None:
             self.units[0].shard.grad[0] = math.nan
 
-    Zero1.receive = receive
-    return said_by_main(*option.split())
+    with patch.object(Zero1, "receive", receive):
+        return said_by_main(*option.split())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,10 +1,12 @@
 """The ring on the ground floor against one process, against the ring in the depth, and against its own formulas."""
 
+import contextlib
 import random
 import sys
 import time
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import ring_attention as script
@@ -232,9 +234,9 @@ def no_piece_backward(dout, q, k, v, out, lse, mask):
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
+@patch.multiple(script, piece=no_piece, piece_backward=no_piece_backward)
 def peaks() -> list[int]:
     """Peaks of forward and backward, if the pieces need no memory beyond their results; and what is left."""
-    script.piece, script.piece_backward = no_piece, no_piece_backward
     group, found = dist.group.WORLD, []
     q, k, v, dout = (torch.ones(1, 64, 1, 8) for _ in range(4))
     for _ in range(5):  # gloo may release a buffer late: the smallest of five counts
@@ -289,8 +291,10 @@ def order(layout: str) -> tuple[list, list]:
         events.append(("compute", ""))
         return plain_backward(*args)
 
-    script.piece, script.piece_backward, dist.batch_isend_irecv = piece, piece_backward, batch
-    try:
+    with (
+        patch.multiple(script, piece=piece, piece_backward=piece_backward),
+        patch.object(dist, "batch_isend_irecv", batch),
+    ):
         group = dist.group.WORLD
         where = script.positions_of(layout, 48, group.rank(), group.size())
         q, k, v, dout = (x[:, where].bfloat16() for x in inputs())
@@ -300,8 +304,6 @@ def order(layout: str) -> tuple[list, list]:
         assert posts == waits, f"forward posts {posts} messages and waits for {waits} of them"  # backward would hang
         events.clear()
         out.backward(dout)
-    finally:
-        dist.batch_isend_irecv = plain_batch
     return forward, events
 
 
@@ -332,8 +334,11 @@ def test_what_the_mask_hides_is_not_computed_but_travels_on():
 
 
 def checked(spoil: str) -> list[str]:
+    patches = contextlib.ExitStack()
     if spoil == "nan":
-        script.merge = lambda out, lse, more, more_lse: (more * torch.nan, more_lse)
+        patches.enter_context(
+            patch.object(script, "merge", lambda out, lse, more, more_lse: (more * torch.nan, more_lse))
+        )
     if spoil == "bytes":
         script.count["sent, step"] = 0
         plain = script.post
@@ -342,8 +347,9 @@ def checked(spoil: str) -> list[str]:
             script.count["sent, step"] += 8
             return plain(block, into, group, step)
 
-        script.post = twice
-    return script.check(31, dist.group.WORLD, "cpu")
+        patches.enter_context(patch.object(script, "post", twice))
+    with patches:
+        return script.check(31, dist.group.WORLD, "cpu")
 
 
 def test_the_check_is_content_with_any_length_and_notices_nan_and_bytes():

@@ -1,10 +1,12 @@
 """Ulysses on the ground floor against one process, against the depth, and against its own formulas."""
 
+import contextlib
 import random
 import sys
 import time
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -252,11 +254,10 @@ def test_bytes_and_pairs_are_those_of_the_formulas_and_what_the_script_counts_is
 
 
 def checked(spoil: str) -> list[str]:
+    spoiled: contextlib.AbstractContextManager = contextlib.nullcontext()
     if spoil == "nan":
-        script.dense, plain = (
-            (lambda *qkv: plain(*qkv) * torch.nan if qkv[0].shape[2] < 6 else plain(*qkv)),
-            script.dense,
-        )
+        plain = script.dense
+        spoiled = patch.object(script, "dense", lambda *x: plain(*x) * (torch.nan if x[0].shape[2] < 6 else 1))
     if spoil == "bytes":
         plain_all = dist.all_to_all_single
 
@@ -264,12 +265,9 @@ def checked(spoil: str) -> list[str]:
             script.count["sent, step"] += 8
             return plain_all(*args, **kwargs)
 
-        script.dist.all_to_all_single = more
-    try:
+        spoiled = patch.object(dist, "all_to_all_single", more)
+    with spoiled:
         return script.check(31, [(1, 2), (2, 1)], dist.group.WORLD, "cpu")
-    finally:
-        if spoil == "bytes":
-            script.dist.all_to_all_single = plain_all
 
 
 def test_the_check_is_content_with_any_length_and_notices_nan_and_bytes():

@@ -11,6 +11,7 @@ import sys
 import time
 from functools import cache, partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -447,15 +448,14 @@ def test_in_bf16_the_pipeline_is_no_further_from_float64_than_one_process_is():
 def said_by_the_demo(order=None, micro_batches=6, layers=6, spoil=False):
     args = argparse.Namespace(order=order, micro_batches=micro_batches, layers=layers)
     plain, said = pipe.whole_model, io.StringIO()
-    if spoil:
 
-        def with_nan(blocks):
-            model = plain(blocks)
+    def perhaps_with_nan(blocks):
+        model = plain(blocks)
+        if spoil:
             model[1].up.weight.data[0, 0] = math.nan
-            return model
+        return model
 
-        pipe.whole_model = with_nan
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said), patch.object(pipe, "whole_model", perhaps_with_nan):
         wrong = pipe.demo(args, dist.group.WORLD, "cpu")
     return wrong, said.getvalue()
 

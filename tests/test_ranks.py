@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -177,6 +178,35 @@ def test_modules_stay_between_two_calls_unless_every_call_is_to_have_its_own(tmp
     pool.fresh = True
     run_ranks(1, count_imports, str(tmp_path))  # the call after which they are unloaded
     assert [run_ranks(1, count_imports, str(tmp_path)) for _ in range(2)] == [[1], [1]]
+
+
+def patch_and_leave(folder, what):
+    sys.path.insert(0, folder)
+    import counted
+
+    if what == "a method":
+        counted.Counted.count = lambda self: 2
+    if what == "a function":
+        counted.count = lambda: 2
+    if what == "a collective":
+        dist.all_reduce = lambda *args: None
+    with patch.object(counted, "other", lambda: 3):
+        return counted.count(), counted.other()
+
+
+PATCHED = {"a method": "counted.Counted.count", "a function": "counted.count", "a collective": "all_reduce"}
+
+
+@pytest.mark.parametrize(("what", "name"), PATCHED.items())
+def test_a_patch_that_the_next_call_would_meet_fails_and_is_named(what, name, tmp_path, pool):
+    text = "class Counted:\n    def count(self):\n        return 1\n\n\ndef count():\n    return 1\n\n\nother = count\n"
+    (tmp_path / "counted.py").write_text(text)
+    pool.fresh = False
+    for _ in range(2):
+        assert run_ranks(1, patch_and_leave, str(tmp_path), "") == [(1, 3)]
+    with pytest.raises(RankFailure, match=rf"not taken back: \S*{name}\n"):
+        run_ranks(1, patch_and_leave, str(tmp_path), what)
+    assert run_ranks(1, patch_and_leave, str(tmp_path), "") == [(1, 3)]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import _wire
 import collectives
@@ -302,8 +303,8 @@ def rounds_of_the_ring():
         calls[len(sends), len(receives)] += 1
         exchange(group, sends, receives)
 
-    collectives.exchange = counted
-    collectives.all_reduce_ring(make(64), dist.group.WORLD)
+    with patch.object(collectives, "exchange", counted):
+        collectives.all_reduce_ring(make(64), dist.group.WORLD)
     return dict(calls)
 
 
@@ -320,13 +321,13 @@ def with_delays():
         time.sleep(pauses.random() * (0.006 if rank == 1 else 0.002))
         exchange(*args, **kwargs)
 
-    collectives.exchange = delayed
     order = random.Random(7).sample(sorted(COLLECTIVES) * 3, 3 * len(COLLECTIVES))  # the same on all ranks
     inputs = [make(10 * world + i % 3 - 1, seed=i) for i in range(len(order))]
-    got = [
-        ours(name, x.clone(), i % world, dist.group.WORLD)
-        for i, (name, x) in enumerate(zip(order, inputs, strict=True))
-    ]
+    with patch.object(collectives, "exchange", delayed):
+        got = [
+            ours(name, x.clone(), i % world, dist.group.WORLD)
+            for i, (name, x) in enumerate(zip(order, inputs, strict=True))
+        ]
     for i, (name, x) in enumerate(zip(order, inputs, strict=True)):
         everyone = [torch.empty_like(x) for _ in range(world)]
         dist.all_gather(everyone, x)
@@ -365,8 +366,8 @@ def late_arrivals_with_buffers():
         for work in [dist.irecv(into, group=group, group_src=by) for into, by in receives]:
             work.wait()
 
-    collectives.exchange = buffered
-    times = late_arrivals()
+    with patch.object(collectives, "exchange", buffered):
+        times = late_arrivals()
     for work in under_way:
         work.wait()
     return times

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
+from unittest.mock import patch
 
 import overlap
 import pytest
@@ -103,10 +104,10 @@ def late_ranks() -> None:
         time.sleep(0.02 * noise.random() * dist.get_rank())
         return real(outgoing, group)
 
-    overlap.exchange = late
-    want = run_block("simple", dist.group.WORLD, True)
-    for _ in range(3):
-        assert_same_named(run_block("ring", dist.group.WORLD, True), want, 1e-12, rank=dist.get_rank())
+    with patch.object(overlap, "exchange", late):
+        want = run_block("simple", dist.group.WORLD, True)
+        for _ in range(3):
+            assert_same_named(run_block("ring", dist.group.WORLD, True), want, 1e-12, rank=dist.get_rank())
 
 
 def test_ranks_that_are_late_change_nothing_and_hang_nothing():

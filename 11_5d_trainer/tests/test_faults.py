@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import time
+from unittest.mock import patch
 
 import chapters  # noqa: F401  finds the chapters below
 import checkpoint
@@ -88,8 +89,8 @@ def with_a_full_disk(words, who):
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
         save(self, *args)
 
-    checkpoint.Saver.save = limited
-    fuzz.run(words)
+    with patch.object(checkpoint.Saver, "save", limited):
+        fuzz.run(words)
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -1,8 +1,10 @@
-"""Unload modules of this repository, so that the next run of a process that stays imports its own versions."""
+"""Modules of this repository in a process that stays: unload them, or see to it that a run leaves them as they were."""
 
 import os
 import sys
 from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
 
 
 def forget_modules(keep: Iterable[str]) -> None:
@@ -11,9 +13,36 @@ def forget_modules(keep: Iterable[str]) -> None:
     A test module and its chapter are then imported afresh, so nothing that a run changed in them reaches the next, and
     a changed copy of a chapter is really the one that runs. Installed packages stay, and what `keep` has begun.
     """
+    for name in _ours(keep):
+        del sys.modules[name]
+
+
+def functions(keep: Iterable[str]) -> dict[str, Any]:
+    """Functions, classes and methods of the modules that `forget_modules(keep)` would unload, and of torch.distributed.
+
+    Of two such dictionaries, one from before a run and one from after, `replaced` says what the run has patched.
+    """
+    found = {}
+    for name, module in (_ours(keep) | {"torch.distributed": sys.modules["torch.distributed"]}).items():
+        for key, value in list(vars(module).items()):
+            if callable(value):
+                found[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {f"{name}.{key}.{method}": it for method, it in vars(value).items() if callable(it)}
+    return found
+
+
+def replaced(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names that stand for something else than before: patches that nobody has taken back."""
+    return sorted(name for name, value in before.items() if after.get(name, value) is not value)
+
+
+def _ours(keep: Iterable[str]) -> dict[str, ModuleType]:
     packages = {name.partition(".")[0] for name in keep}
+    found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         installed = "site-packages" in file or "dist-packages" in file or file.startswith(os.path.dirname(os.__file__))
         if file and not installed and name.partition(".")[0] not in packages:
-            del sys.modules[name]
+            found[name] = module
+    return found

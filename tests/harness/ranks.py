@@ -46,7 +46,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .forget import forget_modules
+from .forget import forget_modules, functions, replaced
 
 # Imported once by the fork server, so that no rank pays for them again.
 PRELOAD = [
@@ -138,7 +138,7 @@ def _serve(pipe: Connection, stack_file: str) -> None:
                 fresh, *job = pickle.loads(pipe.recv_bytes())
             except EOFError:  # the test process is gone
                 return
-            pipe.send_bytes(pickle.dumps(_run_job(*job)))
+            pipe.send_bytes(pickle.dumps(_run_job(None if fresh else preloaded, *job)))
             pipe.recv_bytes()  # release
             # Whatever still refers to a group (a work, a cache of a module) keeps its threads: collect, twice.
             if fresh:
@@ -158,8 +158,9 @@ def _end_with_the_test_process() -> None:
 
 
 def _run_job(
-    rank: int, world_size: int, store: str, timeout: float, search_path: list[str], call: bytes
+    stay: set[str] | None, rank: int, world_size: int, store: str, timeout: float, search_path: list[str], call: bytes
 ) -> tuple[str, Any]:
+    """`stay` is None, or the modules from before the first job: what was imported since stays for the next one."""
     try:
         sys.path[:] = search_path
         dist.init_process_group(
@@ -171,7 +172,11 @@ def _run_job(
             timeout=timedelta(seconds=2 * timeout + 10),
         )
         fn, args, kwargs = pickle.loads(call)
-        return "done", pickle.dumps(fn(*args, **kwargs))
+        before = functions(stay) if stay is not None else {}
+        answer = pickle.dumps(fn(*args, **kwargs))
+        if left := replaced(before, functions(stay) if stay is not None else {}):
+            raise RuntimeError(f"patches that the next call would meet were not taken back: {', '.join(left)}")
+        return "done", answer
     except BaseException:  # SystemExit included: whatever ends the function is reported, not lost
         return "raised", traceback.format_exc()
 
