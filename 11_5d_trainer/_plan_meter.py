@@ -38,7 +38,7 @@ def even_load() -> Iterator[None]:
 
 
 def measured(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
-    """Train two steps as the options say, experts with an even load; of the second, the bytes. On every rank."""
+    """Train two steps as the options say, experts with an even load: what the first sends, what the second needs."""
     with even_load():
         return measured_steps(words, sizes)
 
@@ -55,8 +55,10 @@ def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
         rank_module.train_step(me, batches)
 
     batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
-    step()  # makes the optimizer's states
+    with communication() as sent:
+        step()  # makes the optimizer's states
     result: dict[str, Any] = {"rank": me.mesh.place["pp"]}
+    result["sent"] = {name: count for name, count in sent.sent.items() if count}
     result["activations"] = [] if config.fpdt_chunks else alive_after_forward(me, batches)
     result |= held(me)
     me.engine.zero_grad()
@@ -66,9 +68,6 @@ def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
         step()
     gathered = sum(result[what] for what in ("weights", "gradients", "optimizer states"))
     result["peak"] = gathered + memory.peak
-    with communication() as sent:
-        step()
-    result["sent"] = {name: count for name, count in sent.sent.items() if count}
     return result
 
 

@@ -27,7 +27,7 @@ def functions(keep: Iterable[str]) -> dict[str, Any]:
         for key, value in list(vars(module).items()):
             if callable(value):
                 found[f"{name}.{key}"] = value
-            if isinstance(value, type) and value.__module__ == name:
+            if issubclass(type(value), type) and value.__module__ == name:
                 found |= {f"{name}.{key}.{method}": it for method, it in vars(value).items() if callable(it)}
     return found
 
