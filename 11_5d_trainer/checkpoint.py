@@ -105,15 +105,19 @@ def checksum(path: Path) -> int:
 
 def complete(run: Path) -> list[Path]:
     """The finished checkpoints of a run, oldest first."""
-    found = [path.parent for path in (run / "checkpoints").glob("step-*/manifest.json")]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted((path.parent for path in (run / "checkpoints").glob("step-*/manifest.json")), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Of a finished checkpoint. Its name does not sort: step-1000000 comes before step-999999."""
+    return int(path.name.removeprefix("step-"))
 
 
 def set_aside_later(run: Path, step: int, group: dist.ProcessGroup) -> None:
     """Rename complete checkpoints of later steps: the run is about to go through those steps again."""
     if dist.get_rank(group) == 0:
         for path in complete(run):
-            if int(path.name.removeprefix("step-")) > step:
+            if step_of(path) > step:
                 aside = path.with_name(f"superseded-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)

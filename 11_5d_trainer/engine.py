@@ -9,7 +9,7 @@ hold the same experts; where these differ there are two owners side by side (`To
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -276,6 +276,15 @@ def whole_tensors(engine: Together, model: Any, mesh: Mesh) -> Iterator[tuple[st
             tensor = join_pieces(model, name, value, mesh)
             each_its_own = tensor.unbind() if expert_names(model, name) else [tensor]
             yield from ((each, kind, one, parts) for each, one in zip(names, each_its_own, strict=True))
+
+
+@torch.no_grad()
+def load_masters(engine: Together, pieces: Callable[[list[str]], dict[str, Tensor]]) -> None:
+    """Masters from weights of more bits than the model's; `pieces` gives this rank's, of a bucket at a time."""
+    for owner in engine.owners:
+        for index, bucket in enumerate(owner.buckets):
+            mine = pieces([owner.names[p] for p, _, _ in bucket.pieces()])
+            owner.masters[index].copy_(zero_state.shard_of(owner, index, mine))
 
 
 State = dict[str, dict[str, Any]]  # {"weights": {name: tensor}, "optimizer": {name: {kind: tensor}}}

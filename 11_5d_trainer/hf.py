@@ -9,6 +9,7 @@ both, and installed with transformers; without it, `pip install safetensors`.
 
 import argparse
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,15 @@ FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
+# What else may stand in a config.json: it changes nothing about the function that is trained, or is looked at below.
+KNOWN = {
+    *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_bias"),
+    *("bos_token_id", "dtype", "eos_token_id", "head_dim", "hidden_act", "initializer_range"),
+    *("max_position_embeddings", "mlp_bias", "model_type", "num_experts_per_tok", "num_local_experts", "pad_token_id"),
+    *("pretraining_tp", "rope_parameters", "rope_scaling", "router_aux_loss_coef", "sliding_window", "torch_dtype"),
+    *("transformers_version", "use_cache"),
+}
+KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # and exported as they came
 KINDS = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
 
 
@@ -78,6 +88,8 @@ def read_sizes(folder: str) -> tuple[LlamaConfig, tuple[int, int]]:
         raise UsageError(f"--init {folder} has heads of {head_dim}, not of hidden size / heads, which is not done here")
     if found.get("attention_bias") or found.get("mlp_bias"):
         raise UsageError(f"--init {folder} has biases, which no layer has here")
+    if unknown := [key for key in found if found[key] and key not in KNOWN and key not in FIELDS.values()]:
+        raise UsageError(f"--init {folder} has {unknown[0]} = {found[unknown[0]]!r}, which means nothing here")
     if found.get("hidden_act", "silu") != "silu":
         raise UsageError(f"--init {folder} uses {found['hidden_act']} in its MLPs; only silu is known here")
     try:
@@ -117,11 +129,23 @@ def read_weights(folder: str, names: set[str]) -> Mapping[str, Tensor]:
     return Lazy(sorted(names), lambda name: found[name].get_tensor(name))
 
 
-def config_json(sizes: LlamaConfig, moe: MoEConfig | None, dtype: str) -> dict[str, Any]:
+def keep_origin(folder: str, run: Path) -> None:
+    """Copy what training does not use and an export gives back: the run may outlive the folder it began with."""
+    (run / "origin").mkdir(exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        if (Path(folder) / name).exists():
+            shutil.copy(Path(folder) / name, run / "origin")
+
+
+def config_json(
+    sizes: LlamaConfig, moe: MoEConfig | None, dtype: str, seq_len: int, origin: dict[str, Any]
+) -> dict[str, Any]:
+    """`origin` is the config.json that the run began with; positions are those it had, or those of the training."""
     kind = "mixtral" if moe else "llama"
     about = {theirs: getattr(sizes, ours) for ours, theirs in FIELDS.items()}
     about |= {"model_type": kind, "architectures": [KINDS[kind]], "hidden_act": "silu", "torch_dtype": dtype}
     about |= {"head_dim": sizes.head_dim, "attention_bias": False, "mlp_bias": False}
+    about |= {"max_position_embeddings": seq_len} | {key: origin[key] for key in KEPT if key in origin}
     if moe:
         about |= {"num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k}
     return about
@@ -143,9 +167,10 @@ def in_files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
 def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: int = 5 * 10**9) -> str:
     """Write the newest whole checkpoint of a run as a Hugging Face model. Returns the checkpoint's name.
 
-    Large models become several files of at most `file_bytes`; one of them is in memory at a time.
+    Large models become several files of at most `file_bytes`; one of them is in memory at a time. In fp32, a run of
+    bf16-master gives its masters. Raises UsageError where there is no checkpoint, or a run in `folder`.
     """
-    _, path, progress, _ = checkpoint.find(run)
+    home, path, progress, _ = checkpoint.find(run)
     config = Config(**progress.config)
     sizes = LlamaConfig(**progress.sizes)
     moe = config.mixture(sizes)
@@ -156,7 +181,12 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     dtype = dtype or WEIGHTS.get(config.precision, torch.float32)
     like = full_shapes(sizes, moe)
     weights = checkpoint.load(path, like, dtype)["weights"]
+    if config.precision == "bf16-master" and dtype == torch.float32:
+        states = checkpoint.load(path, like, torch.bfloat16)["optimizer"]
+        weights = Lazy(like, lambda name: states[name]["master"])
     out = Path(folder)
+    if (out / "checkpoints").exists() or (out / "log.jsonl").exists():
+        raise UsageError(f"{folder} holds a run, whose config.json would be lost; export to another folder")
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("model*.safetensors*"):  # of an export before this one: a reader would mix them
         old.unlink()
@@ -169,7 +199,12 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
         index = {"metadata": {"total_size": size}, "weight_map": where}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     kind = str(dtype).removeprefix("torch.")
-    (out / "config.json").write_text(json.dumps(config_json(sizes, moe, kind), indent=1) + "\n")
+    origin = home / "origin" / "config.json"
+    came = json.loads(origin.read_text()) if origin.exists() else {}
+    about = config_json(sizes, moe, kind, config.seq_len, came)
+    (out / "config.json").write_text(json.dumps(about, indent=1) + "\n")
+    if (home / "origin" / "generation_config.json").exists():
+        shutil.copy(home / "origin" / "generation_config.json", out)
     return path.name
 
 

@@ -257,6 +257,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+GROUPS = {  # of `--help`, by their first option
+    "preset": "what is trained",
+    "steps": "how",
+    "zero": "on which ranks: data parallel is what remains of the world",
+    "out": "what is kept and shown",
+}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:  # argparse would print the whole usage as well
         raise UsageError(f"{message}; --help lists the options")
@@ -266,16 +274,19 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     """The options that are on the command line, and no others: a resumed run takes the rest from its checkpoint."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = _Parser("train.py", formatter_class=formatter, allow_abbrev=False, description="Train a Llama.")
+    group: Any = parser
     for field in dataclasses.fields(Config):
         about = field.metadata
         help = f"{about['help']} (default: {field.default!r})"
+        if field.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[field.name])
         if field.type is bool:
             both = argparse.BooleanOptionalAction  # --no-...: a resumed run may do without
-            parser.add_argument(flag(field.name), action=both, default=argparse.SUPPRESS, help=about["help"])
+            group.add_argument(flag(field.name), action=both, default=argparse.SUPPRESS, help=about["help"])
         else:
             kind: Any = field.type
             choices, default = about["choices"], argparse.SUPPRESS
-            parser.add_argument(flag(field.name), type=kind, choices=choices, default=default, help=help)
+            group.add_argument(flag(field.name), type=kind, choices=choices, default=default, help=help)
     return vars(parser.parse_args(arguments))
 
 

@@ -18,7 +18,7 @@ import chapters  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 from data import Sampler
-from engine import Staged, Together, clip_gradients, make_engine
+from engine import Staged, Together, clip_gradients, load_masters, make_engine
 from gradient_reducers import global_valid_tokens
 from hf import read_weights
 from llama import LlamaConfig
@@ -98,10 +98,9 @@ def make_rank(
     schedule = config.pipeline(dist.get_world_size(), sizes.layers)
     mesh = make_mesh(*config.layout(sizes, dist.get_world_size()), config.timeout)
     positions = my_positions(config.seq_len, mesh, config.cp_kind, config.fpdt_chunks).to(device)
-    kernels = config.kernels if config.kernels != "auto" else {"cuda": "triton", "cpu": "torch"}[device.type]
     parts = make_parts(
         mesh,
-        kernels=kernels,
+        kernels=kernels_on(config, device),
         precision=config.precision,
         cp_kind=config.cp_kind,
         recompute=config.recompute,
@@ -134,6 +133,8 @@ def make_rank(
             group["weight_decay"] = config.weight_decay
     master = torch.float32 if config.precision == "bf16-master" else None
     engine = make_engine(config.zero, model, built, mesh, int(config.bucket_mib * 2**20), not schedule, master)
+    if start_from and master:
+        load_masters(engine, lambda names: cut_tensors(model, whole, mesh, names))
     pipeline = None
     if schedule:
         stages = {key: Stage(model, layers, positions) for key, layers in mine.items()}
@@ -144,6 +145,10 @@ def make_rank(
     fp16 = config.precision == "fp16"
     scaler = LossScaler(mesh.groups["world"], config.loss_scale if fp16 else 1.0, dynamic=fp16, patience=2**31)
     return Rank(config, mesh, model, engine, positions, device, pipeline, scaler)
+
+
+def kernels_on(config: Config, device: torch.device) -> str:
+    return config.kernels if config.kernels != "auto" else {"cuda": "triton", "cpu": "torch"}[device.type]
 
 
 def weight_dtype(config: Config) -> torch.dtype:

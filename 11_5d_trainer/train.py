@@ -38,12 +38,21 @@ from data import Corpus, Sampler, load_corpus
 from engine import load_full_state, share_of_state
 from fits import check_memory
 from generate import load_model
-from hf import check_weights, read_sizes
+from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
 from model import PRESETS, full_shapes
 from options import Config, UsageError, check_folder, merge, parse
-from rank import NotFinite, Rank, make_rank, train_step, validate, weight_dtype, who_is_not_finite
+from rank import (
+    NotFinite,
+    Rank,
+    kernels_on,
+    make_rank,
+    train_step,
+    validate,
+    weight_dtype,
+    who_is_not_finite,
+)
 from tqdm import tqdm
 from training_step import generate
 from watch import Watch, board
@@ -111,7 +120,25 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         check_memory(config, sizes, world_size, device)
     if config.out:
         check_folder(config.out, config.restart)
+    check_kernels(config, sizes, device)
     return Plan(config, corpus, sizes, device, resume, messages)
+
+
+def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
+    """Raise UsageError where the fused kernels cannot do this model."""
+    if kernels_on(config, device) != "triton":
+        return
+    from flash_kernels import check_head_dim  # imported here for parts.py's reason
+
+    if config.precision == "fp64":
+        raise UsageError(f"--kernels {config.kernels}: no kernel computes in fp64; use --kernels torch")
+    if device.type == "cpu" and config.precision not in ("fp32", "fp16"):
+        what = f"--kernels {config.kernels} --precision {config.precision}"
+        raise UsageError(f"{what}: Triton's interpreter rounds bf16 wrongly on a CPU; use --kernels torch")
+    try:
+        check_head_dim(sizes.head_dim)
+    except ValueError as error:
+        raise UsageError(f"--kernels {config.kernels}: {error}; or use --kernels torch") from None
 
 
 def find_device(asked: str, local_rank: int) -> torch.device:
@@ -185,6 +212,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         first, training.position = progress.step, progress.samples
         me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
         checkpoint.set_aside_later(run, first, world)
+    elif config.init and leader:
+        keep_origin(config.init, run)
     log = Logger(run, config, first, leader)
     saver = checkpoint.Saver(run, me.mesh.groups["saving"], config.keep)
     speed, watch = Speedometer(plan, me), Watch(me, run, first)
@@ -327,7 +356,8 @@ def agree(plan: Plan) -> tuple[Plan, Path]:
     run, path, progress = plan.resume
     good: list[Any] = [path, plan.messages]
     if dist.get_rank() == 0:
-        for candidate in [path, *(other for other in reversed(checkpoint.complete(run)) if other < path)]:
+        before = [other for other in checkpoint.complete(run) if checkpoint.step_of(other) < progress.step]
+        for candidate in [path, *reversed(before)]:
             what = checkpoint.damage(candidate, contents=True)
             if not what:
                 good[0] = candidate

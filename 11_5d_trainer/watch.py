@@ -342,11 +342,12 @@ class Watch:
         """The end of a run in words: loss, speed, memory, and what went over the wire on each axis."""
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak_memory(self.me.device))
-        steps = [line for line in lines if "loss" in line and line["step"] > self.first + 1] or [lines[-1]]
+        trained = [line for line in lines if "loss" in line]
+        steps = [line for line in trained if line["step"] > self.first + 1] or trained[-1:]  # the first warms up
         speeds = [line["tokens_per_s"] for line in steps if "tokens_per_s" in line]
         mfu = [line["mfu"] for line in steps if line.get("mfu") is not None]
         rows = {
-            "loss": f"{steps[-1].get('loss', math.nan):.4f} at the last step",
+            "loss": f"{steps[-1]['loss']:.4f} at the last step",
             "speed": f"{statistics.median(speeds):,.0f} tokens/s (median), MFU "
             + (f"{statistics.median(mfu):.1%}" if mfu else "n/a")
             if speeds

@@ -76,6 +76,12 @@ def describe(x: Tensor, tokens: int, tma: bool) -> TensorDescriptor | tuple:
     return TensorDescriptor(x, [B, N, S, D], [of_b, of_n, of_s, 1], [1, 1, tokens, W])
 
 
+def check_head_dim(D: int) -> None:
+    """ValueError, in one line, for a size of heads that the kernels' tiles do not have."""
+    if not 32 <= D <= 256 or D % 16:
+        raise ValueError(f"head dim {D} is no multiple of 16 from 32 to 256; pad q, k and v, or use flash_tiles.py")
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
     """ValueError, in one line, for what the kernels cannot do."""
     B, S_q, N, D = q.shape
@@ -88,8 +94,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
             raise ValueError(f"q {[*q.shape]}, k {[*k.shape]} and v {[*v.shape]} do not fit; B and D have to be equal")
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}; the kernels take float16, bfloat16 and float32 (float64: flash_tiles.py)")
-    if not 32 <= D <= 256 or D % 16:
-        raise ValueError(f"head dim {D} is no multiple of 16 from 32 to 256; pad q, k and v, or use flash_tiles.py")
+    check_head_dim(D)
     if q.numel() == 0 or k.numel() == 0:
         raise ValueError(f"q {[*q.shape]} and k {[*k.shape]}: an empty tensor has no tile; leave the call out")
     if N % k.shape[2]:

@@ -43,6 +43,7 @@ import sys
 
 import torch
 from _flash_launch import Plan, check_inputs, describe, plan_of, settings
+from _flash_launch import check_head_dim as check_head_dim
 from _interpreter import INTERPRETED, tl, triton
 from flash_tiles import Attention, Version, add_options, band, check_options, run
 from torch import Tensor

@@ -79,6 +79,8 @@ OPTIONS = [
     ("--loss-scale -2", "--loss-scale -2.0 must be a positive number", 1),
     ("--timeout inf", "--timeout inf must be a positive number", 1),
     ("--clip -1", "--clip -1.0 must not be negative", 1),
+    ("--kernels triton --precision fp64", "--kernels triton: no kernel computes in fp64; use --kernels torch", 1),
+    ("--kernels triton --precision bf16", "--kernels triton --precision bf16: Triton's interpreter rounds bf16", 1),
     ("--weight-decay nan", "--weight-decay nan must not be negative", 1),
     ("--min-lr 1", "--min-lr 1 is more than --lr 0.003; use at most that", 1),
     ("--steps 5 --warmup 9", "--warmup 9 is more than --steps 5; use at most 5", 1),

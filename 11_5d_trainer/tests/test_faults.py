@@ -128,6 +128,21 @@ def test_of_several_damaged_checkpoints_each_is_passed_over_with_its_reason(text
     assert fuzz.losses(run_ranks(2, fuzz.run, ["--resume", str(folder)])[0]) == undisturbed
 
 
+def test_checkpoints_are_ordered_by_their_steps_and_not_by_their_names(text, tmp_path):
+    words = [*fuzz.options(text, "", steps=6, save_every=2, keep=9), "--out", str(tmp_path / "run")]
+    run_ranks(1, fuzz.run, words)
+    saved = tmp_path / "run" / "checkpoints"
+    for old, new in ((2, 999_998), (4, 999_999), (6, 1_000_000)):
+        folder = (saved / f"step-{old:06d}").rename(saved / f"step-{new:06d}")
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["progress"]["step"] = new
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.complete(tmp_path / "run")[-1].name == "step-1000000"
+    damage(tmp_path / "run", "step-1000000", "__0_0.distcp", "corrupted")
+    step, messages = run_ranks(1, agreed, ["--resume", str(tmp_path / "run"), "--steps", "2000000"])[0]
+    assert step == 999_999 and len(messages) == 1, messages
+
+
 def agreed(words):
     plan, _ = train.agree(train.prepare(words, dist.get_world_size()))
     return plan.resume[2].step, plan.messages

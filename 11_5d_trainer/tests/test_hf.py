@@ -233,11 +233,16 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
     assert refusal("long", rope_parameters={"rope_type": "llama3", "factor": 8.0}).startswith("stretches its RoPE")
     old = {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert refusal("older", **old).startswith("stretches its RoPE (linear)")
+    assert refusal("dropping", attention_dropout=0.1) == "has attention_dropout = 0.1, which means nothing here"
+    assert refusal("scaled", logit_scale=2.0).startswith("has logit_scale = 2.0")
     assert refusal("window", sliding_window=16) == "has a sliding window of 16; attention here sees all"
     one = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1}
     assert refusal("switch", **one).startswith("gives each token one expert")
     assert refusal("small", vocab_size=65).startswith("knows 65 tokens and the data has 256; add its --tokenizer")
     assert "cannot be read" in refusal("cut")
+    narrow = ["--kernels", "triton", "--precision", "fp32"]
+    with pytest.raises(UsageError, match="--kernels triton: head dim 8 is no multiple of 16 from 32 to 256.*--kernels"):
+        train.prepare([*words, *narrow, "--init", str(good)], 1)
     with pytest.raises(UsageError, match="holds no config.json; give the folder of a Hugging Face Llama or Mixtral"):
         train.prepare([*words, "--init", str(tmp_path)], 1)
 
@@ -249,6 +254,42 @@ def test_a_llama_that_does_not_say_its_key_value_heads_has_as_many_as_heads(tmp_
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     sizes, _ = hf.read_sizes(str(tmp_path / "model"))
     assert sizes.kv_heads == sizes.heads and sizes.norm_eps == 1e-6
+
+
+def test_the_masters_of_a_bf16_run_begin_and_end_in_fp32(text, tmp_path):
+    folder = new_model(tmp_path / "model")
+    sent = load_file(tmp_path / "model" / "model.safetensors")
+    for ranks, layout in ((1, "--zero 1"), (2, "--zero 3"), (4, "--tp 2 --zero 2")):
+        words = [*arguments(text, steps=1, warmup=0, precision="bf16-master", lr=1e-30, min_lr=0), "--init", folder]
+        _, run_folder = run_ranks(ranks, run, [*words, *layout.split(), "--out", str(tmp_path / f"run{ranks}")], {})[0]
+        hf.export(run_folder, str(tmp_path / "out"), torch.float32)
+        back = load_file(tmp_path / "out" / "model.safetensors")
+        assert back.keys() == sent.keys()
+        assert all(torch.equal(back[name], sent[name]) for name in sent), layout
+        hf.export(run_folder, str(tmp_path / "out"))  # in the run's own precision
+        back = load_file(tmp_path / "out" / "model.safetensors")
+        assert all(torch.equal(back[name], sent[name].bfloat16()) for name in sent), layout
+
+
+def test_what_training_does_not_use_comes_back_as_it_was(text, tmp_path):
+    folder = new_model(tmp_path / "model")
+    changed(tmp_path / "model", max_position_embeddings=777, eos_token_id=[7, 8])
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.25}')
+    words = [*arguments(text, steps=1, warmup=0), "--init", folder, "--out", str(tmp_path / "run")]
+    _, run_folder = run_ranks(1, run, words, {})[0]
+    shutil.rmtree(folder)
+    hf.export(run_folder, str(tmp_path / "out"))
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (about["max_position_embeddings"], about["eos_token_id"]) == (777, [7, 8])
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"temperature": 0.25}
+    _, own = train_on(1, [*arguments(text, steps=1, warmup=0), "--out", str(tmp_path / "own")])
+    hf.export(own, str(tmp_path / "out2"))
+    assert json.loads((tmp_path / "out2" / "config.json").read_text())["max_position_embeddings"] == 16
+    for target in (own, run_folder):
+        before = (tmp_path / "own" / "config.json").read_text()
+        with pytest.raises(UsageError, match="holds a run, whose config.json would be lost; export to another folder"):
+            hf.export(own, target)
+        assert (tmp_path / "own" / "config.json").read_text() == before
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizer

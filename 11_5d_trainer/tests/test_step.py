@@ -1,0 +1,153 @@
+"""A whole run beside a loop of PyTorch's own: AdamW, clip_grad_norm_, and the schedule by its formula."""
+
+import dataclasses
+import functools
+import math
+import types
+
+import chapters  # noqa: F401  finds the chapters below
+import model
+import options
+import pytest
+import torch
+import torch.nn.functional as F
+import train
+from accounting import step_flops
+from data import Sampler, load_corpus
+from engine import full_state
+from harness.oracle import assert_same
+from harness.ranks import run_ranks
+from options import Config
+from test_train import SIZES, SMALL, TEXT, arguments, f64, losses
+
+STEPS, WARMUP, LR, MIN_LR, DECAY = 7, 2, 3e-2, 2e-3, 0.4
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "numbers.txt"
+    file.write_text(TEXT)
+    return str(file)
+
+
+def rate(step):
+    """Reaches LR in step WARMUP - 1 and MIN_LR in the last."""
+    if step < WARMUP:
+        return LR * (step + 1) / WARMUP
+    done = (step - WARMUP) / (STEPS - 1 - WARMUP)
+    return MIN_LR + (LR - MIN_LR) * (1 + math.cos(math.pi * done)) / 2
+
+
+def by_torch(text, clip, precision):
+    """Losses, norms and the last weights of a loop that is written down once more, on one process."""
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    llama = model.alone(SIZES).to(dtype)
+    matrices, scales = ([p for p in llama.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": scales, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    data = Sampler(load_corpus(Config(data=text, seq_len=16)).train, 16, SIZES.vocab_size, 0)
+    found = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        tokens, labels = data.samples([data.window(8 * step + i) for i in range(8)])
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            logits = llama(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1).to(dtype), labels.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(llama.parameters(), clip or math.inf)
+        optimizer.step()
+        found.append((loss.item(), norm.item()))
+    return f64(found), {name: p.detach() for name, p in llama.named_parameters()}
+
+
+def weights_of_a_run(words):
+    """The log, and the weights at its end."""
+    kept, make = [], train.make_rank
+
+    def made(*args, **more):
+        kept.append(make(*args, **more))
+        return kept[-1]
+
+    plan = train.prepare(words, 1)
+    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, **SMALL))
+    plan, folder = train.agree(plan)
+    train.make_rank = made
+    try:
+        log = train.train(plan, folder)
+    finally:
+        train.make_rank = make
+    return losses(log), full_state(kept[0].engine, kept[0].model, kept[0].mesh)["weights"]
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.9, 0.0], ids=["always clipped", "clipped at times", "never clipped"])
+@pytest.mark.parametrize(("precision", "limit"), [("fp64", 1e-9), ("fp32", 2e-5), ("bf16", 2e-2)])
+def test_losses_norms_and_weights_are_those_of_torchs_adamw_clipping_and_schedule(
+    precision, limit, clip, text, tmp_path
+):
+    words = arguments(text, steps=STEPS, warmup=WARMUP, lr=LR, min_lr=MIN_LR, weight_decay=DECAY, clip=clip)
+    words += ["--precision", precision, "--micro-batch", "8", "--kernels", "torch", "--out", str(tmp_path / "run")]
+    got, weights = run_ranks(1, weights_of_a_run, words)[0]
+    want, expected = by_torch(text, clip, precision)
+    norms = want[:, 1]
+    assert {0.05: norms.min() > 0.05, 0.9: norms.min() < 0.9 < norms.max(), 0.0: True}[clip], f"norms are {norms}"
+    assert_same(f64(list(got.values())), want, limit, "losses and norms by step")
+    for name, weight in expected.items():
+        assert_same(weights[name], weight, 10 * limit, name)
+
+
+def speedometer(world, **changes):
+    config = Config(seq_len=16, global_batch=8, micro_batch=2, **changes)
+    plan = types.SimpleNamespace(config=config, model=SIZES)
+    cpu = types.SimpleNamespace(device=torch.device("cpu"))
+    before, train.dist = train.dist, types.SimpleNamespace(get_world_size=lambda: world)
+    try:
+        made = train.Speedometer(plan, cpu)
+    finally:
+        train.dist = before
+    made.peak = 1e9
+    return made
+
+
+def test_mfu_is_the_model_flops_of_one_rank_and_of_the_experts_that_a_token_uses():
+    flops = functools.partial(step_flops, batch=8, seq=16)
+    dense = flops(SIZES).model
+    assert speedometer(4).of_step(0.5) == {"tokens_per_s": 256, "mfu": pytest.approx(dense / 4 / 0.5 / 1e9)}
+    three = flops(dataclasses.replace(SIZES, intermediate=3 * SIZES.intermediate)).model
+    assert speedometer(2, experts=8, top_k=3).of_step(2.0)["mfu"] == pytest.approx(three / 2 / 2.0 / 1e9)
+    again = speedometer(1, recompute="full").of_step(1.0)["mfu"]
+    assert again == pytest.approx(dense / 1e9), "what is computed twice counts once"
+
+
+def test_the_schedule_ends_at_the_least_rate_and_begins_above_zero():
+    config = Config(steps=STEPS, warmup=WARMUP, lr=LR, min_lr=MIN_LR)
+    rates = [train.learning_rate(step, config) for step in range(STEPS)]
+    assert rates == pytest.approx([rate(step) for step in range(STEPS)], rel=1e-12)
+    assert rates[WARMUP - 1] == LR and rates[-1] == pytest.approx(MIN_LR) and rates[0] == LR / WARMUP
+
+
+def test_the_only_step_of_a_run_has_a_loss_in_the_summary(text, tmp_path):
+    words = [*arguments(text, steps=1, warmup=0), "--out", str(tmp_path / "run")]
+    said = run_ranks(1, said_by_a_run, words)[0]
+    assert "loss            5." in said and "nan" not in said, said
+
+
+def said_by_a_run(words):
+    lines = []
+    say, train.Logger.say = train.Logger.say, lambda self, text: lines.append(text)
+    try:
+        weights_of_a_run(words)
+    finally:
+        train.Logger.say = say
+    return "\n".join(lines)
+
+
+def test_help_names_every_option_in_one_of_four_groups(capsys):
+    with pytest.raises(SystemExit):
+        options.parse(["--help"])
+    said = capsys.readouterr().out
+    for title in options.GROUPS.values():
+        assert f"\n{title}:\n" in said
+    first = said.index(f"\n{options.GROUPS['preset']}:")
+    assert all(said.index(f"\n  {options.flag(f.name)}", first) > first for f in dataclasses.fields(Config))
