@@ -1,7 +1,7 @@
 """What `make test` and `make prove` run, and in which order.
 
 make test            all but the tests marked `prove`; of the planted mistakes those whose digest has changed, and one
-                     of each script in turn
+                     of each script in turn; of the layouts of a test marked `turn(n)` every n-th, tomorrow others
 make prove           everything, with modules imported afresh by every rank; writes exercises/ledger.txt
 make prove CH=03     everything about one chapter
 """
@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,16 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what was not asked for, and start what takes long first, so that no worker is alone at the end."""
     chapter = config.getoption("--chapter")
     prove = config.getoption("--prove") or any("::" in word for word in config.args)  # one by name is meant
-    chosen, left = [], []
+    chosen, left, turn, met = [], [], int(os.environ["PLANT_TURN"]), Counter()
     for item in items:
         about = [mark.args[0] for mark in item.iter_markers("chapter")]
         wanted = not chapter or item.path.relative_to(ROOT).parts[0][:2] == chapter or chapter in about
-        (chosen if wanted and (prove or not item.get_closest_marker("prove")) else left).append(item)
+        in_turn = True
+        if mark := item.get_closest_marker("turn"):
+            in_turn = (met[item.path, item.originalname] + turn) % mark.args[0] == 0
+            met[item.path, item.originalname] += 1
+        wanted = wanted and (prove or (in_turn and not item.get_closest_marker("prove")))
+        (chosen if wanted else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
 

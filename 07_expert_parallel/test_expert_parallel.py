@@ -496,7 +496,7 @@ def test_the_file_alone_in_an_empty_folder_finds_nothing_wrong_and_rank_0_prints
 
 
 def check_of_a_spoiled_model(what: str) -> list[str]:
-    plain, cut = ep.whole_weights, ep.my_weights
+    plain, cut, total = ep.whole_weights, ep.my_weights, ep.sum_gradients
     if what == "NaN":
         ep.whole_weights = lambda *a: {n: t * (torch.nan if n == "head" else 1) for n, t in plain(*a).items()}
     elif what == "views":
@@ -508,7 +508,7 @@ def check_of_a_spoiled_model(what: str) -> list[str]:
     try:
         return ep.check(1, 8, dist.group.WORLD, "cpu")
     finally:
-        ep.whole_weights, ep.my_weights = plain, cut
+        ep.whole_weights, ep.my_weights, ep.sum_gradients = plain, cut, total
 
 
 @pytest.mark.parametrize(("what", "words"), [("NaN", "is off by nan"), ("views", "holds"), ("no sum", "is off by")])

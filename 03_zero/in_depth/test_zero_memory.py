@@ -4,7 +4,8 @@ import importlib
 import io
 import math
 import sys
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -169,11 +170,11 @@ def demo_with_nan(name: str) -> tuple[object, str]:
     def world():
         yield dist.group.WORLD, torch.device("cpu")
 
-    module.world = world
-    for place in (module, demo):
-        place.error = lambda got, want: math.nan
     said, sys.argv = io.StringIO(), [f"{name}.py"]
-    with redirect_stdout(said):
+    with ExitStack() as stack, redirect_stdout(said):
+        stack.enter_context(patch.object(module, "world", world))
+        for place in {module, demo}:
+            stack.enter_context(patch.object(place, "error", lambda got, want: math.nan, create=True))
         try:
             module.main()
         except SystemExit as end:

@@ -161,11 +161,13 @@ SIXTEEN = [Layout(16, pp=2, cp=2, tp=2, ep=2), Layout(16, pp=4, cp=2, tp=2, ep=4
 SIXTEEN += [Layout(16, pp=2, cp=2, tp=2, experts=0), Layout(16, pp=2, tp=2, ep=4)]
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("layout", ALONE + SINGLE, ids=name)
 def test_each_axis_alone_is_one_process(layout):
     assert_is_one_process(layout)
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("layout", PAIRS, ids=name)
 def test_two_axes_together_are_one_process(layout):
     assert_is_one_process(layout)

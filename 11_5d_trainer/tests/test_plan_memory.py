@@ -1,7 +1,6 @@
 """The planner's bytes, held against the trainer's meter: what is held and sent exactly, what is kept and the peak."""
 
 import dataclasses
-import os
 
 import chapters  # noqa: F401  finds the chapters below
 import plan_memory as pm
@@ -85,12 +84,12 @@ def all_of(options, sizes):
     return [measured(words, sizes) for words in options]
 
 
-@pytest.fixture(scope="module")
-def rows():
+@pytest.fixture(scope="module", params=range(3))
+def rows(request):
     """(name, layout, mixture of experts, what the meter says) for every pipeline place of every layout."""
     found = []
-    some = {1: LAYOUTS[1], 2: LAYOUTS[2][:-1], 4: LAYOUTS[4][::3]}  # the last of two takes as long as eight others
-    for ranks, layouts in (LAYOUTS if "PROVE" in os.environ else some).items():
+    for ranks, layouts in LAYOUTS.items():
+        layouts = layouts[request.param :: 3]
         options = [BASE | layout for layout in layouts]
         results = run_ranks(ranks, all_of, options, SIZES, timeout=300.0)
         for i, words in enumerate(options):
@@ -102,11 +101,13 @@ def rows():
     return found
 
 
+@pytest.mark.turn(3)
 def test_weights_gradients_and_optimizer_states_of_every_layout_are_exact_to_the_byte(rows):
     for name, layout, moe, meter in rows:
         assert pm.held(SIZES, moe, layout, meter["rank"]) == {what: meter[what] for what in HELD}, name
 
 
+@pytest.mark.turn(3)
 def test_bytes_sent_are_exact_for_every_collective_of_every_layout(rows):
     for name, layout, moe, meter in rows:
         found = plan_traffic.flows(SIZES, moe, layout, meter["rank"], p2p_reduce=True)
@@ -114,6 +115,7 @@ def test_bytes_sent_are_exact_for_every_collective_of_every_layout(rows):
         assert plan_traffic.by_collective(found) == want, name
 
 
+@pytest.mark.turn(3)
 def test_activations_of_every_stage_are_exact(rows):
     for name, layout, moe, meter in rows:
         if layout.fpdt_chunks:
@@ -124,6 +126,7 @@ def test_activations_of_every_stage_are_exact(rows):
             assert got == want, f"{name}, {layers}"
 
 
+@pytest.mark.turn(3)
 def test_the_peak_of_every_layout_is_within_5_percent(rows):
     for name, layout, moe, meter in rows:
         got = sum(pm.peak(SIZES, moe, layout, meter["rank"]).values())

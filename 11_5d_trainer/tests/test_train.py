@@ -167,6 +167,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_loss_every_gradient_and_weights_equal_one_process_on_the_global_batch(ranks, layout, text):
     sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
@@ -194,6 +195,7 @@ PIPELINES = [
 ]
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("ranks", "layout"), PIPELINES, ids=lambda value: str(value))
 def test_every_schedule_gives_the_loss_gradients_and_weights_of_one_process(ranks, layout, tied, text):
@@ -219,6 +221,7 @@ EXPERTS = [
 ]
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize(("ranks", "layout"), EXPERTS, ids=lambda value: str(value))
 def test_experts_wherever_they_live_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, text):
     run_ranks(ranks, three_sgd_steps, [*arguments(text, clip=0, balance=0.1), *layout.split()], FOUR_LAYERS)
@@ -236,6 +239,7 @@ ADAMW_LAYOUTS = [
 ]
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(("ranks", "layout"), ADAMW_LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_clipped_adamw_steps_in_any_layout_give_the_losses_and_norms_of_one_rank(ranks, layout, text, tmp_path):
     words = arguments(text, steps=10)
@@ -256,6 +260,7 @@ KERNEL_LAYOUTS = [(1, ""), (2, "--tp 2 --sequence-parallel"), (2, "--cp 2 --cp-k
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(("ranks", "layout"), KERNEL_LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layout, text, tmp_path):
     words = [*arguments(text, steps=2, global_batch=4, eval_samples=1, precision="fp32", warmup=0), *layout.split()]
@@ -265,7 +270,8 @@ def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layo
     assert_same(fused, plain, 1e-5, "losses and norms of two steps")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-master", "fp16", "fp8-tensor", "fp8-row", "fp8-block"])
+@pytest.mark.turn(3)
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8-row", "bf16-master", "fp8-tensor", "fp8-block"])
 def test_low_precision_in_a_layout_is_as_near_to_fp32_as_on_one_rank(precision, text, tmp_path):
     words = arguments(text, steps=6, zero=1)
     exact = numbers(1, [*words, "--precision", "fp64"], tmp_path / "exact")
@@ -402,6 +408,7 @@ def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
     assert losses(on_disk) == losses(undisturbed)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("written_by", ["", "--zero 3", "--tp 2 --cp 2 --zero 1"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_resuming_in_another_layout_goes_on_with_the_same_losses(written_by, tied, text, tmp_path):

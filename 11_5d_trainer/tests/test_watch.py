@@ -67,6 +67,7 @@ def one_step(words, sizes):
     return mine, sent.total, told
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layout, text):
     sizes = SMALL | {"layers": 4 if "--pp" in layout else 2, "tied": "--tied" in layout}
