@@ -57,6 +57,8 @@ from split_backward import WeightPart, backward_for_input
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+
 # Legend of shapes: B batch, S sequence, H hidden; p ranks, m micro-batches. The executor itself looks at no dimension.
 Result = tuple[str, int, int]  # (F: activation, or B: gradient; the stage that made it; micro-batch)
 
@@ -212,15 +214,16 @@ class Pipeline:
         The first message between two ranks opens a connection, for which nccl lets both wait. So all ranks go through
         their pairs in one common order, (0, 1), (0, 2), (1, 2) ...: the lowest pair still open can always go on.
         """
+        kind = DTYPES.index(self.example.dtype)  # bf16 and fp16 are equally long
         mine = torch.zeros(9, dtype=torch.int64)
-        for i, size in enumerate([self.example.element_size(), *self.example.shape][:9]):
+        for i, size in enumerate([kind, *self.example.shape][:9]):
             mine[i] = size
         mine = mine.to(self.example.device)
         for peer in sorted({m.source + m.destination - self.rank for m in self.program if isinstance(m, Message)}):
             if not torch.equal(mine, theirs := exchange(mine, peer, self.group)):
                 raise ValueError(
-                    f"example: rank {self.rank} has {mine.tolist()} (bytes of an element, shape), rank {peer} "
-                    f"{theirs.tolist()}; stages must hand on tensors of one shape and dtype"
+                    f"example: rank {self.rank} has {DTYPES[mine[0]]} {mine[1:].tolist()}, rank {peer} "
+                    f"{DTYPES[theirs[0]]} {theirs[1:].tolist()}; stages must hand on tensors of one shape and dtype"
                 )
 
     def step(

@@ -15,8 +15,10 @@ from what is ready, under a limit on the activations it may hold. F and B take 2
               idled longest (W1 and W2 on rank 0)
     the end   all W's that are left
 
-Two questions have no answer that is always right: may a warm-up F delay the first B, and may a rank whose B is late
-take another F out of turn? The heuristic tries all four answers and keeps the best; the paper searches a grid as well.
+Three questions have no answer that is always right: may a warm-up F delay the first B, may a rank whose B is late take
+another F out of turn, and should every rank use all the memory there is, or later ranks less, as in ZB-H1 and ZB-H2?
+The heuristic tries all twelve answers and keeps the best; the paper searches a grid as well. What it finds is
+compared with the schedules drawn by hand (`auto` in schedules.py), so that it is never worse than one that fits.
 
 How good is it? `exhaustive` looks at every order there is, pruned but complete, and so proves the optimum for small
 cases. What keeps the number of orders finite:
@@ -38,6 +40,7 @@ The last line is PASS, or the script exits with 1 and says which number is off.
 
 import heapq
 import sys
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 from schedule_simulator import (
@@ -72,11 +75,11 @@ def schedule_of(words: list[list[str]], micro_batches: int) -> Schedule:
 # ------------------------------------------------------------------------------------------------- the heuristic
 
 
-def greedy(p: int, m: int, times: Times, limit: int, eager: bool, ahead: bool) -> Schedule:
-    """One run of the heuristic of section 3.1, with fixed answers to its two questions.
+def greedy(p: int, m: int, times: Times, limits: Sequence[int], eager: bool, ahead: bool) -> Schedule:
+    """One run of the heuristic of section 3.1, with fixed answers to its questions.
 
-    `eager`: a warm-up F may delay the rank's first B. `ahead`: in the steady state a rank whose turn is B, but whose B
-    is not there yet, may take another F if one is ready.
+    `limits[rank]`: what the rank may hold. `eager`: a warm-up F may delay the rank's first B. `ahead`: in the steady
+    state a rank whose turn is B, but whose B is not there yet, may take another F if one is ready.
     """
     cost = [{kind: times.of(Action(kind, rank, 0)) for kind in (F, B, W)} for rank in range(p)]
     c = times.communication
@@ -99,13 +102,13 @@ def greedy(p: int, m: int, times: Times, limit: int, eager: bool, ahead: bool) -
         # --- exercise 6.33: what an idle rank does next ---
         if count[B] == 0:  # warm-up
             in_time = count[F] == 0 or eager or now + cost[rank][F] <= first_b[rank]
-            turn = F if ready[F] and in_time and count[F] < limit else B
+            turn = F if ready[F] and in_time and count[F] < limits[rank] else B
         else:
             last = next(kind for kind in reversed(word) if kind != W)
             turn = B if last == F or count[F] == m else F
             if not ready[turn] and (turn == F or (ahead and coming[F] <= now)):
                 turn = B if turn == F else F  # the other one, if it is there
-        full = turn == F and count[F] - count[W] >= limit
+        full = turn == F and count[F] - count[W] >= limits[rank]
         if ready[turn] and not full:
             choice = turn
         elif waiting_w and (full or gap >= cost[rank][W] or idle[rank] + gap > max(idle)):
@@ -131,14 +134,21 @@ def greedy(p: int, m: int, times: Times, limit: int, eager: bool, ahead: bool) -
 
 
 def automatic(p: int, m: int, times: Times | None = None, limit: int | None = None) -> Schedule:
-    """The best of the heuristic's four runs: smallest cost, then smallest makespan.
+    """The best of the heuristic's twelve runs: smallest cost, then smallest makespan.
 
     `limit`: the most activations of micro-batches that a rank may hold; 2p by default, as the paper's ZB-2p.
     """
     times = times or Times()
     limit = limit or 2 * p
-    runs = [greedy(p, m, times, limit, eager, ahead) for eager, ahead in product((False, True), repeat=2)]
-    return min(runs, key=lambda schedule: (simulate(schedule, times).cost, simulate(schedule, times).makespan))
+    falling = ([limit] * p, [min(limit, p - r) for r in range(p)], [min(limit, 2 * (p - r) - 1) for r in range(p)])
+    answers = product(falling, (False, True), (False, True))
+    return cheapest((greedy(p, m, times, *answer) for answer in answers), times)
+
+
+def cheapest(schedules: Iterable[Schedule], times: Times) -> Schedule:
+    """The smallest cost, then the smallest makespan, then the first."""
+    timelines = [simulate(schedule, times) for schedule in schedules]
+    return min(timelines, key=lambda timeline: (timeline.cost, timeline.makespan)).schedule
 
 
 # --------------------------------------------------------------------------------------------- exhaustive search

@@ -48,11 +48,12 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from _schedule_formulas import LOOPED, published
 from schedule_drawings import save_svg, text
-from schedule_search import automatic
+from schedule_search import automatic, cheapest
 from schedule_simulator import (  # noqa: F401 -- what a runtime needs can be imported from here
     BW,
     Action,
@@ -81,6 +82,7 @@ from schedule_simulator import (  # noqa: F401 -- what a runtime needs can be im
 # Legend: p ranks, m micro-batches, v stages per rank, r this rank. A step is an action without its micro-batch:
 # (kind, stage) or, for the second half of an F&B pair, (kind, stage, True). (W, None) is the oldest W not yet done.
 Step = tuple
+BACKWARD = {BW: (B, W)}
 
 
 def numbered(steps: Iterable[Step]) -> tuple[Action, ...]:
@@ -335,10 +337,25 @@ def dualpipe(p: int, m: int, v: int = 1) -> Schedule:
 
 
 def auto(p: int, m: int, v: int = 1, times: Times | None = None, limit: int | None = None) -> Schedule:
-    """The automatic zero-bubble scheduler (schedule_search.py), for given times and memory."""
+    """The cheapest for given times and memory: of the automatic zero-bubble scheduler (schedule_search.py), or drawn by
+    hand with the same placement, with its backwards in two halves. `limit`: activations a rank may hold; 2p by default.
+    """
     if limit is not None and limit < 1:
         raise ScheduleError(f"auto: a limit of {limit} activations; use 1 or more")
-    return automatic(p, m, times, limit)
+    times, limit = times or Times(), limit or 2 * p
+    drawn = [halved(make(p, m)) for make in (one_f_one_b, afab, naive, zb_h1, zb_h2)]
+    fitting = [schedule for schedule in drawn if max(simulate(schedule, times).peak_activations) <= limit]
+    return replace(cheapest([automatic(p, m, times, limit), *fitting], times), name="auto")
+
+
+def halved(schedule: Schedule) -> Schedule:
+    """Every whole backward as a B and the W behind it: no action ends later, and the B below it may begin earlier."""
+    lists = []
+    for row in schedule.actions:
+        lists.append(
+            tuple(replace(action, kind=kind) for action in row for kind in BACKWARD.get(action.kind, action.kind))
+        )
+    return replace(schedule, actions=tuple(lists))
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -445,6 +462,8 @@ def arguments() -> argparse.Namespace:
     for option, most in (("ranks", 256), ("micro_batches", 4096)):
         if not 1 <= getattr(args, option) <= most:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: use 1 to {most}")
+    if args.stages_per_rank is not None and not 1 <= args.stages_per_rank <= 256:
+        parser.error(f"--stages-per-rank {args.stages_per_rank}: use 1 to 256")
     options = {"in_flight": args.in_flight} if args.in_flight is not None else {}
     options |= {"times": args.times, "limit": args.limit} if args.schedule == "auto" else {}
     args.schedules, args.left_out = [], []

@@ -710,16 +710,19 @@ def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_sent():
     run_ranks(1, refusals)
 
 
-def different_examples():
+def different_examples(examples):
     schedule, rank = build("1f1b", 2, 2), dist.get_rank()
     with pytest.raises(ValueError, match="stages must hand on tensors of one shape and dtype"):
-        Pipeline(
-            schedule, {(0, rank): nn.Identity()}, dist.group.WORLD, loss=torch.sum, example=torch.ones(2, 4 + rank)
-        )
+        Pipeline(schedule, {(0, rank): nn.Identity()}, dist.group.WORLD, loss=torch.sum, example=examples[rank])
 
 
-def test_ranks_that_expect_different_shapes_find_out_at_once():
-    run_ranks(2, different_examples)
+@pytest.mark.parametrize("other", [torch.ones(2, 5), torch.ones(2, 4).double(), torch.ones(2, 4, 1)])
+def test_ranks_that_expect_different_tensors_find_out_at_once(other):
+    run_ranks(2, different_examples, [torch.ones(2, 4), other])
+
+
+def test_two_dtypes_of_equally_many_bytes_are_different():
+    run_ranks(2, different_examples, [torch.ones(2, 4).bfloat16(), torch.ones(2, 4).half()])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import permutations, product
 from pathlib import Path
 
 import pytest
-from schedule_search import Exhaustive, automatic, exhaustive, greedy, schedule_of
+from schedule_search import Exhaustive, automatic, cheapest, exhaustive, greedy, schedule_of
 from schedule_simulator import ScheduleError, Times, check, peak_activations, simulate
 
 HERE = Path(__file__).parent
@@ -112,8 +112,16 @@ def test_with_equal_times_the_heuristic_reaches_zb_h1_and_zb_h2(p):
 
 def test_a_rank_whose_gradient_is_late_may_run_ahead():
     times = Times(3, 4, 6, communication=1)
-    waits = simulate(greedy(6, 8, times, 3, eager=False, ahead=False), times).cost
+    waits = simulate(greedy(6, 8, times, [3] * 6, eager=False, ahead=False), times).cost
     assert simulate(automatic(6, 8, times, 3), times).cost < 0.7 * waits
+
+
+def test_the_cheapest_is_what_occupies_a_rank_least_though_another_ends_earlier():
+    times = Times(2, 2, 5)
+    cheap, early = (schedule_of(words.split(), 2) for words in ("FBFWBW FBFBWW FBFBWW", "FFBBWW FBFBWW FBWFBW"))
+    measured = [(simulate(each, times).cost, simulate(each, times).makespan) for each in (cheap, early)]
+    assert measured == [(30, 32), (31, 31)]
+    assert cheapest([early, cheap], times) == cheap
 
 
 def test_the_heuristic_is_within_12_percent_of_the_proven_optimum():

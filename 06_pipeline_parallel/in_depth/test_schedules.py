@@ -36,6 +36,51 @@ def words(schedule, rank):
     return " ".join(f"{a.kind}{a.micro_batch}" for a in schedule.actions[rank])
 
 
+SWEEP = list(
+    product(
+        [(1, 1, 1), (3, 5, 4), (3, 4, 2), (2, 3, 3), (4, 3, 1), (2, 2, 5), (5, 4, 3), (1, 2, 1)],
+        *((2, 3, 4, 6, 8), (1, 2, 3), (0, 0.5, 1), ("p", "p + 1", "2p - 1", "2p")),
+    )
+)
+
+
+def assert_auto_is_not_beaten(cases):
+    """Returns in how many it is cheaper than all that were drawn by hand."""
+    cheaper = 0
+    for (f, b, w), p, rounds, communication, memory in cases:
+        m, times = p * rounds, Times(f, b, w, communication=communication)
+        limit = {"p": p, "p + 1": p + 1, "2p - 1": 2 * p - 1, "2p": 2 * p}[memory]
+        found = simulate(build("auto", p, m, times=times, limit=limit), times)
+        assert max(found.peak_activations) <= limit
+        by_hand = [simulate(build(name, p, m), times) for name in ("naive", "afab", "1f1b", "zb-h1", "zb-h2")]
+        least = min(each.cost for each in by_hand if max(each.peak_activations) <= limit)
+        assert found.cost <= least, f"{p} ranks, {m} micro-batches, {times}, limit {memory}: {found.cost}, not {least}"
+        cheaper += found.cost < least
+    return cheaper
+
+
+def test_auto_is_never_dearer_than_what_was_drawn_by_hand_and_fits():
+    case = simulate(build("auto", 6, 12, times=Times(3, 5, 4), limit=6), Times(3, 5, 4))
+    assert case.bubble == simulate(build("zb-h1", 6, 12), Times(3, 5, 4)).bubble == 25
+    sample = [case for case in random.Random(0).sample(SWEEP, 120) if case[1] < 8][:60]
+    assert assert_auto_is_not_beaten(sample) > 10
+
+
+@pytest.mark.prove
+def test_in_the_whole_sweep_auto_is_never_dearer_and_often_cheaper():
+    assert len(SWEEP) == 1440
+    assert assert_auto_is_not_beaten(SWEEP) > 300
+
+
+def test_auto_may_hold_twice_the_ranks_unless_it_is_told_otherwise():
+    times = Times(3, 4, 2, communication=1)
+    assert auto_cost(4, 8, times) == auto_cost(4, 8, times, 8) < auto_cost(4, 8, times, 7) < auto_cost(4, 8, times, 4)
+
+
+def auto_cost(p, m, times, limit=None):
+    return simulate(build("auto", p, m, times=times, limit=limit), times).cost
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_list_up_to_8_ranks_16_micro_batches_4_stages_passes_the_checker_and_has_the_published_bubble(name):
     compared = Counter()
@@ -304,6 +349,7 @@ def test_a_wrong_option_is_one_line_with_option_value_and_remedy(capsys, monkeyp
         (["--in-flight", "4"], "--in-flight 4 needs --schedule llama3"),
         (["--schedule", "1f1b", "--limit", "4"], "--limit 4 needs --schedule auto"),
         (["--schedule", "auto", "--limit", "0"], "--limit 0"),
+        (["--stages-per-rank", "0"], "--stages-per-rank 0: use 1 to 256"),
         (["--times", "1,1"], "--times: '1,1': give three positive times"),
         (["--times", "1,1,1,nan"], "--times: '1,1,1,nan': give three positive times"),
         (["--times", "1,1,1,inf"], "--times: '1,1,1,inf': give three positive times"),
