@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 from unittest.mock import patch
@@ -281,6 +282,17 @@ def test_inside_a_node_the_time_is_that_of_four_ring_all_reduces():
     weights = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672
     assert compute == pytest.approx(3 * 2 * 8192 * (weights + 8192 * 8192) / 8 / 400e12)
     assert block_time(LLAMA_70B, 8192, 8192, 1, CLUSTER, "many")[1] == 0
+
+
+def test_no_ring_is_faster_than_the_links_inside_a_node_however_many_nics_there_are():
+    inside, across = block_time(LLAMA_70B, 8192, 8192, 8, CLUSTER, "many")[1], {}
+    for nic in (10e9, 50e9, 200e9, 2000e9):  # 8 of them: 80, 400, 1600 and 16,000 GB/s, beside 450 of NVLink
+        across[nic] = block_time(LLAMA_70B, 8192, 8192, 16, replace(CLUSTER, nic=nic), "many")[1]
+    assert across[10e9] > across[50e9] > across[200e9] == across[2000e9]
+    n = 8192 * 8192 * 2
+    assert across[200e9] == pytest.approx(4 * 2 * 15 * (10e-6 + n / 16 / 450e9)) and across[200e9] > inside
+    one = block_time(LLAMA_70B, 8192, 8192, 16, replace(CLUSTER, nic=2000e9), "one")[1]
+    assert one == across[2000e9], "one ring through one NIC that is faster than NVLink is as fast as NVLink"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from harness.meter import communication, held_bytes, peak_memory
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
-from parallel_block import Config, drops_of_all_ranks, sync_replicated_gradients
+from parallel_block import Config, Parts, drops_of_all_ranks, sync_replicated_gradients
 from parallel_linear import Shard, TensorParallel, initial_weight, load_full_state_dict, shards
 from parallel_llama import (
     IGNORE,
@@ -198,6 +199,53 @@ def test_it_takes_chapter_01s_config_parts_and_recomputation():
         assert_same_named(got_gradients, gradients, what="gradient of", rank=rank)
 
 
+def at_positions(positions: Tensor | None, sequence: bool) -> tuple[float, dict[str, Tensor]]:
+    tp = TensorParallel(dist.group.WORLD, sequence)
+    model = ParallelLlama(SMALL, tp).double()
+    tokens, labels = batch(0)
+    loss = model.cross_entropy(model(tokens, positions), labels) / (labels != IGNORE).sum()
+    loss.backward()
+    sync_replicated_gradients(model, tp.group)
+    return loss.item(), full_state_dict(model, tp.group, {n: p.grad for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("rows", [1, B], ids=["one row for all", "a row for each sequence"])
+def test_positions_are_those_that_the_caller_gives(rows):
+    """In another order: a shift would change nothing, for RoPE knows differences only."""
+    import llama
+
+    order = torch.stack([torch.randperm(3 * S, generator=torch.Generator().manual_seed(row))[:S] for row in range(rows)])
+    positions = order[0] if rows == 1 else order
+    fields = {name: getattr(SMALL, name) for name in llama.LlamaConfig.__dataclass_fields__}
+    model = llama.Llama(llama.LlamaConfig(**fields)).double()
+    tokens, labels = batch(0)
+    want = F.cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    want.backward()
+    for sequence in (False, True):
+        for rank, (loss, gradients) in enumerate(run_ranks(2, at_positions, positions, sequence)):
+            assert_same(loss, want.item(), what="loss", rank=rank)
+            assert_same_named(gradients, {n: p.grad for n, p in model.named_parameters()}, rank=rank)
+
+
+def products_of_a_linear() -> Counter[tuple[int, ...]]:
+    seen: Counter[tuple[int, ...]] = Counter()
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        seen[tuple(weight.shape)] += 1
+        return F.linear(x, weight)
+
+    model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, True), replace(Parts(), linear=linear)).double()
+    model(batch(0)[0])
+    return seen
+
+
+def test_a_linear_of_ones_own_computes_every_product_and_that_of_the_output_layer_too():
+    H, kv, inner, L = SMALL.hidden, SMALL.kv_heads * 4, SMALL.intermediate, SMALL.layers
+    products = [(H // 2, H), (kv // 2, H), (kv // 2, H), (H, H // 2), (inner // 2, H), (inner // 2, H), (H, inner // 2)]
+    want = Counter(products * L) + Counter({(7, H): 1})  # 13 words on 2 ranks
+    assert run_ranks(2, products_of_a_linear) == [want] * 2
+
+
 # -------------------------------------------------------------------------------------------- embedding and the loss
 
 
@@ -283,6 +331,36 @@ def gathered_logits() -> str:
     return "no error"
 
 
+def what_a_stranger_gets(tokens: Tensor, labels: Tensor) -> str:
+    model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, True)).double()
+    try:
+        model.cross_entropy(model(tokens), labels)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])  # 13 words on 4 ranks: 13, 14 and 15 are rows of padding
+def test_a_token_or_a_label_that_is_no_word_is_refused_by_name(ranks):
+    tokens, labels = batch(0)
+    for what in ("token", "label"):
+        for word in (-1, 13, 15, 16, -101, 2**40):
+            ids = [tokens.clone(), labels.clone()]
+            ids[what == "label"][1, 3] = word
+            want = f"{what} {word} is not in 0 .. 12: the model has no such word"
+            assert run_ranks(ranks, what_a_stranger_gets, *ids) == [want] * ranks
+    tokens[0, 0] = IGNORE  # a label, but no token
+    assert run_ranks(ranks, what_a_stranger_gets, tokens, labels)[0].startswith("token -100 is not")
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_first_and_the_last_word_and_no_target_are_taken(ranks):
+    ends = torch.tensor([[0, 12] * (S // 2)] * B)
+    labels = ends.clone()
+    labels[0, :3] = IGNORE
+    assert run_ranks(ranks, what_a_stranger_gets, ends, labels) == ["no error"] * ranks
+
+
 def test_gathered_logits_are_refused_because_their_loss_would_be_too_large_by_log_t():
     assert run_ranks(2, gathered_logits)[0] == "logits of 8 words, but a rank holds 4; do not gather them"
 
@@ -351,6 +429,70 @@ def test_the_state_dict_loads_into_chapter_01s_model():
     model.load_state_dict(state)
     tokens, labels = batch(7)
     assert_same(llama.cross_entropy(model(tokens), labels).item(), loss, what="loss")
+
+
+def state_before_and_after_a_step(sequence: bool) -> list[str]:
+    """Names of what has changed in a state dict (and in one of gradients) while the model trained on."""
+    model = ParallelLlama(replace(SMALL, kv_heads=1), TensorParallel(dist.group.WORLD, sequence)).double()
+    tokens, labels = batch(0)
+    model.cross_entropy(model(tokens), labels).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    states = [full_state_dict(model, model.tp.group), full_state_dict(model, model.tp.group, gradients)]
+    copies = [{name: value.clone() for name, value in state.items()} for state in states]
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1
+            p.grad.mul_(2)
+    pairs = [(name, state[name], copy[name]) for state, copy in zip(states, copies, strict=True) for name in state]
+    return [name for name, now, before in pairs if not torch.equal(now, before)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_dict_does_not_change_while_the_model_trains_on(ranks):
+    for sequence in (False, True):
+        assert run_ranks(ranks, state_before_and_after_a_step, sequence) == [[]] * ranks
+
+
+def refusal(state: dict[str, Tensor], config: Config) -> str:
+    model = ParallelLlama(config, TensorParallel(dist.group.WORLD)).double()
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        load_full_state_dict(model, state)
+    except ValueError as error:
+        assert all(map(torch.equal, before, model.parameters())), "refused, and yet changed"
+        return str(error)
+    return ""
+
+
+def test_a_state_of_another_vocabulary_of_other_layers_or_with_biases_is_refused():
+    def made_of(**changes) -> dict[str, Tensor]:
+        return full_weights(replace(SMALL, **changes))
+
+    block = "model.layers.2."
+    biases = {f"model.layers.{i}.self_attn.{n}_proj.bias": torch.ones(16) for i in range(2) for n in "qkv"}
+    for state, words in (
+        (made_of(vocab_size=14), "of another shape: lm_head.weight [14, 16], not [13, 16], model.embed_tokens"),
+        (made_of(layers=3), f"unexpected: {block}input_layernorm.weight, {block}mlp.down_proj.weight, "),
+        (made_of(layers=1), "missing: model.layers.1.input_layernorm.weight, "),
+        (made_of() | biases, "unexpected: model.layers.0.self_attn.k_proj.bias, "),
+        (made_of(kv_heads=4), "model.layers.0.self_attn.k_proj.weight [16, 16], not [8, 16]"),
+    ):
+        for message in run_ranks(2, refusal, state, SMALL):
+            assert words in message and "\n" not in message, message
+    message = run_ranks(2, refusal, made_of(), replace(SMALL, qkv_bias=True))[0]
+    assert "missing: model.layers.0.self_attn.k_proj.bias, " in message
+    assert run_ranks(2, refusal, made_of(), SMALL) == ["", ""]
+
+
+def test_a_tied_weight_may_come_under_one_of_its_names_but_not_with_two_values():
+    config = replace(SMALL, tied=True)
+    both = full_weights(config)
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    for lacks in (head, table):
+        assert run_ranks(2, refusal, {n: x for n, x in both.items() if n != lacks}, config) == ["", ""]
+    neither = {name: value for name, value in both.items() if name not in (head, table)}
+    assert f"missing: {table} or {head}" in run_ranks(2, refusal, neither, config)[0]
+    assert f"tied, but not equal: {head}" in run_ranks(2, refusal, both | {head: both[head] + 1}, config)[0]
 
 
 def step_of_model(sequence: bool, kv_heads: int) -> tuple[int, int, float, dict[str, int]]:
