@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from harness.meter import communication, held_bytes, peak_memory
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
-from parallel_block import Config, Parts, drops_of_all_ranks, sync_replicated_gradients
-from parallel_linear import Shard, TensorParallel, initial_weight, load_full_state_dict, shards
+from parallel_block import Config, Parts, attention, drops_of_all_ranks, sync_replicated_gradients
+from parallel_linear import COLUMNS, Shard, TensorParallel, initial_weight, load_full_state_dict, shards
 from parallel_llama import (
     IGNORE,
     ParallelLlama,
@@ -159,6 +159,135 @@ def test_it_is_chapter_01s_model_with_the_same_names_weights_loss_and_gradients(
             assert_same_named(got_gradients, gradients, what="gradient of", rank=rank)
 
 
+REFEREES = {  # a model that nobody here wrote, with its norm, and ours
+    "llama": ("LlamaForCausalLM", "LlamaConfig", Config(61, 64, 2, 8, 2, 96)),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", Config(61, 64, 2, 8, 2, 96, rope_theta=1e6, qkv_bias=True)),
+}
+
+
+def long_batch(config: Config) -> tuple[Tensor, Tensor]:
+    """Enough tokens for the error of a bf16 run to be no matter of luck."""
+    pairs = [batch(step, config.vocab_size) for step in range(16)]
+    return torch.cat([tokens for tokens, _ in pairs]), torch.cat([labels for _, labels in pairs])
+
+
+def of_transformers(kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+    """Weights, loss and gradients, all of them as float64. The weights are numbers of bf16, whatever the dtype."""
+    import transformers
+
+    name, sizes, c = REFEREES[kind]
+    made = getattr(transformers, sizes)(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden,
+        intermediate_size=c.intermediate,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        rms_norm_eps=c.norm_eps,
+        rope_theta=c.rope_theta,
+        tie_word_embeddings=False,
+    )
+    model = getattr(transformers, name)(made).to(dtype)
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):  # large enough, and norms and biases uneven enough, to show mistakes
+            p.copy_((0.1 * numbers(*p.shape, seed=i) * (1 + 2 * (p.dim() == 1)) + (p.dim() == 1)).to(torch.bfloat16))
+    tokens, labels = long_batch(c)
+    logits = model(tokens).logits.to(torch.promote_types(dtype, torch.float32))
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    loss.backward()
+    named = dict(model.named_parameters())
+    return (
+        {n: p.detach().double() for n, p in named.items()},
+        loss.item(),
+        {n: p.grad.double() for n, p in named.items()},
+    )
+
+
+def of_ours(
+    kind: str, weights: dict[str, Tensor], dtype: torch.dtype, sequence: bool, column: str
+) -> tuple[float, dict[str, Tensor]]:
+    config = REFEREES[kind][-1]
+    tp = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[column])
+    model = ParallelLlama(config, tp).to(dtype)
+    load_full_state_dict(model, weights)
+    tokens, labels = long_batch(config)
+    loss = model.cross_entropy(model(tokens), labels) / (labels != IGNORE).sum()
+    loss.backward()
+    sync_replicated_gradients(model, tp.group)
+    gradients = full_state_dict(model, tp.group, {n: p.grad for n, p in model.named_parameters()})
+    return loss.item(), {name: gradient.double() for name, gradient in gradients.items()}
+
+
+@pytest.fixture
+def float64_norms(monkeypatch):
+    """transformers takes a norm's mean in float32 even in a float64 model. Here that is done in float64; no more."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    for norm in (LlamaRMSNorm, Qwen2RMSNorm):
+        its = norm.forward
+
+        def forward(self, x, its=its):
+            wide = x.dtype == torch.float64
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon) if wide else its(self, x)
+
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # two key/value heads: on four ranks, two hold the same one
+@pytest.mark.parametrize("kind", REFEREES)
+def test_llama_and_qwen2_with_biases_equal_transformers(kind, ranks, float64_norms):
+    weights, loss, gradients = of_transformers(kind, torch.float64)
+    assert sum(name.endswith("bias") for name in weights) == (6 if kind == "qwen2" else 0)
+    for sequence in (False, True):
+        for rank, (got, mine) in enumerate(run_ranks(ranks, of_ours, kind, weights, torch.float64, sequence, "simple")):
+            assert_same(got, loss, what="loss", rank=rank)
+            assert_same_named(mine, gradients, what="gradient of", rank=rank)
+
+
+def distances(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """How far each gradient is from that in float64. Of the biases, what they are on average: the gradient of a key's
+    bias is a sum of terms that cancel, and so, alone, a matter of luck."""
+    each = {name: ((got[name] - want[name]).norm() / want[name].norm()).item() for name in want}
+    biases = [each.pop(name) for name in want if name.endswith("bias")]
+    return each | ({"biases": (sum(error**2 for error in biases) / len(biases)) ** 0.5} if biases else {})
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", REFEREES)
+def test_in_bf16_llama_and_qwen2_are_at_most_half_again_as_far_from_float64_as_transformers(kind, ranks, float64_norms):
+    weights, loss, gradients = of_transformers(kind, torch.float64)
+    dense = distances(of_transformers(kind, torch.bfloat16)[-1], gradients)
+    for sequence in (False, True):
+        results = run_ranks(ranks, of_ours, kind, weights, torch.bfloat16, sequence, "gather-again")
+        for rank, (got, mine) in enumerate(results):
+            assert_same(got, loss, 1e-3, "loss", rank)
+            for name, error in distances(mine, gradients).items():
+                where = f"gradient of {name} on rank {rank}, sequence parallel {sequence}"
+                assert error <= 1.5 * dense[name], f"{where}: {error:.2e} from float64, dense bf16 {dense[name]:.2e}"
+
+
+def types_in_attention() -> tuple[list[torch.dtype], set[torch.dtype]]:
+    seen = []
+
+    def watching(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        seen.extend((q.dtype, k.dtype, v.dtype))
+        return attention(q, k, v, causal=causal)
+
+    config = replace(SMALL, layers=1, qkv_bias=True)
+    model = ParallelLlama(config, TensorParallel(dist.group.WORLD), Parts(attention=watching))
+    tokens, labels = batch(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.cross_entropy(model(tokens), labels)
+    loss.backward()
+    return seen, {p.grad.dtype for p in model.parameters()}
+
+
+def test_qwen2_under_autocast_computes_its_attention_in_bf16():
+    for inside, gradients in run_ranks(2, types_in_attention):
+        assert inside == [torch.bfloat16] * 3 and gradients == {torch.float32}
+
+
 def gradient_norm(config: Config, sequence: bool) -> float:
     tp = TensorParallel(dist.group.WORLD, sequence)
     model = ParallelLlama(config, tp).double()
@@ -214,7 +343,9 @@ def test_positions_are_those_that_the_caller_gives(rows):
     """In another order: a shift would change nothing, for RoPE knows differences only."""
     import llama
 
-    order = torch.stack([torch.randperm(3 * S, generator=torch.Generator().manual_seed(row))[:S] for row in range(rows)])
+    order = torch.stack(
+        [torch.randperm(3 * S, generator=torch.Generator().manual_seed(row))[:S] for row in range(rows)]
+    )
     positions = order[0] if rows == 1 else order
     fields = {name: getattr(SMALL, name) for name in llama.LlamaConfig.__dataclass_fields__}
     model = llama.Llama(llama.LlamaConfig(**fields)).double()
@@ -496,7 +627,7 @@ def test_a_tied_weight_may_come_under_one_of_its_names_but_not_with_two_values()
 
 
 def step_of_model(sequence: bool, kv_heads: int) -> tuple[int, int, float, dict[str, int]]:
-    config = replace(SMALL, kv_heads=kv_heads)
+    config = replace(SMALL, kv_heads=kv_heads, qkv_bias=kv_heads == 1)
     model = ParallelLlama(config, TensorParallel(dist.group.WORLD, sequence)).double()
     tokens, labels = batch(0)
     with communication() as sent:
