@@ -157,6 +157,33 @@ def column_simple(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, line
     # --- end exercise ---
 
 
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))  # [out/t, in] each -> [sum of out/t, in]
+
+
+def products(x: Tensor, weights: Sequence[Tensor]) -> Columns:
+    """[B, S, in] -> [B, S, out/t] for each weight, by one product: a large one fills a GPU better than three small ones
+    do. It costs a copy of the weights, and one of the result, since a view of a part would keep all of it alive."""
+    y = F.linear(x, stacked(weights))
+    if len(weights) == 1:
+        return (y,)
+    parts = y.split([weight.shape[0] for weight in weights], dim=-1)
+    return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+
+
+def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """[B, S, out/t] for each weight -> [B, S, in], this rank's share, by one product. Its accumulators, which are fp32
+    for bf16, sum over q, k and v. A sum of three products would round between them, and pass through memory."""
+    dy = grads[0] if len(grads) == 1 else torch.cat(list(grads), dim=-1)
+    return dy @ stacked(weights)
+
+
+def weight_gradients(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """[B, S, out/t] for each weight, [B, S, in] -> [out/t, in] each. One product per weight: of one for all, the parts
+    would share their memory, and who takes one gradient away could not free it."""
+    return [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in grads]
+
+
 class GatherAgain(torch.autograd.Function):
     """g and the products in one step, so that backward may keep the shard of x and gather it again."""
 
@@ -166,16 +193,15 @@ class GatherAgain(torch.autograd.Function):
         ctx.group = group
         ctx.save_for_backward(x, *weights)
         whole = all_gather(x, group)  # [B, S/t, H] -> [B, S, H], dropped when this function returns
-        return tuple(F.linear(whole, weight) for weight in weights)
+        return products(whole, weights)
         # --- end exercise ---
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
         whole = all_gather(x, ctx.group)
-        dx = sum(dy @ weight for dy, weight in zip(grads, weights, strict=True))  # [B, S, H], this rank's share
-        dw = [dy.flatten(0, 1).T @ whole.flatten(0, 1) for dy in grads]  # [out/t, B S] @ [B S, H]
-        return reduce_scatter(dx, ctx.group), None, *dw
+        dw = weight_gradients(grads, whole)
+        return reduce_scatter(input_gradient(grads, weights), ctx.group), None, *dw
 
 
 def column_gather_again(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable) -> Columns:
