@@ -83,13 +83,13 @@ def check_words(what: str, ids: Tensor, vocab_size: int, ignore: int | None = No
     for itself, as it does in torch's own embedding: it stops, and the next call that waits for it raises RuntimeError.
     That message cannot name the id; run the batch on a CPU to see it.
     """
-    wrong = (ids < 0) | (ids >= vocab_size)
+    right = (ids >= 0) & (ids < vocab_size)
     if ignore is not None:
-        wrong &= ids != ignore
+        right |= ids == ignore
     if ids.is_cuda:
-        torch._assert_async(~wrong.any(), f"a {what} is not in 0 .. {vocab_size - 1}")
-    elif ids.device.type == "cpu" and wrong.any():  # on the meta device there is nothing to check
-        raise ValueError(f"{what} {ids[wrong][0].item()} is not in 0 .. {vocab_size - 1}: the model has no such word")
+        torch._assert_async(right.all(), f"a {what} is not in 0 .. {vocab_size - 1}")
+    elif ids.device.type == "cpu" and not right.all():  # on the meta device there is nothing to check
+        raise ValueError(f"{what} {ids[~right][0].item()} is not in 0 .. {vocab_size - 1}: the model has no such word")
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -21,6 +21,7 @@ from parallel_llama import (
     IGNORE,
     ParallelLlama,
     VocabParallelEmbedding,
+    check_words,
     full_state_dict,
     recomputed,
     reference_logits,
@@ -29,6 +30,8 @@ from parallel_llama import (
     weights_per_rank,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "01_single_gpu" / "in_depth"))
 
@@ -482,6 +485,25 @@ def test_a_token_or_a_label_that_is_no_word_is_refused_by_name(ranks):
             assert run_ranks(ranks, what_a_stranger_gets, *ids) == [want] * ranks
     tokens[0, 0] = IGNORE  # a label, but no token
     assert run_ranks(ranks, what_a_stranger_gets, tokens, labels)[0].startswith("token -100 is not")
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_gpu_the_device_checks_words_and_the_host_does_not_wait_for_it():
+    """A fake tensor has no values: whoever asks for one, to decide what to do next, gets an exception."""
+    with FakeTensorMode(), Operators() as seen:
+        ids = torch.zeros(2, 3, dtype=torch.long, device="cuda")
+        check_words("token", ids, 13)
+        check_words("label", ids, 13, IGNORE)
+    assert seen.names.count("_assert_async") == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
