@@ -55,9 +55,13 @@ from parallel_linear import (
     column_simple,
     init_weights,
     initial_weight,
+    input_gradient,
+    products,
     reduce_scatter_single,
     row_simple,
+    stacked,
     under_autocast,
+    weight_gradients,
 )
 from torch import Tensor
 
@@ -87,7 +91,7 @@ class Overlapped(torch.autograd.Function):
         ctx.tp, ctx.log = tp, log
         ctx.save_for_backward(x, *weights)
         whole = all_gather(x, tp.group) if tp.sequence_parallel else x
-        return tuple(F.linear(whole, weight) for weight in weights)
+        return products(whole, weights)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -96,11 +100,11 @@ class Overlapped(torch.autograd.Function):
 
         def dx_of_this_rank() -> Tensor:
             log("product dx")
-            return sum(dy @ weight for dy, weight in zip(grads, weights, strict=True))  # [B, S, out/t] -> [B, S, H]
+            return input_gradient(grads, weights)  # [B, S, out/t] each -> [B, S, H]
 
         def dw_of(whole: Tensor) -> list[Tensor]:
             log("product dW")
-            return [dy.flatten(0, 1).T @ whole.flatten(0, 1) for dy in grads]  # [out/t, B S] @ [B S, H]
+            return weight_gradients(grads, whole)  # [out/t, B S] @ [B S, H] each
 
         # --- exercise 4.31: what is sent must be under way while something else is computed ---
         if not tp.sequence_parallel:
@@ -201,20 +205,23 @@ class RingColumn(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         B, chunk, _ = x.shape
         outputs = [x.new_empty(B, tp.size, chunk, weight.shape[0]) for weight in weights]
+        stack, sizes = stacked(weights), [weight.shape[0] for weight in weights]
         for owner, tokens in gathered(x, tp.group, log):
             log("product y")
-            for output, weight in zip(outputs, weights, strict=True):
-                output[:, owner] = F.linear(tokens, weight)  # [B, S/t, H] -> [B, S/t, out/t]
+            parts = F.linear(tokens, stack).split(sizes, dim=-1)  # [B, S/t, H] -> [B, S/t, out/t] each
+            for output, part in zip(outputs, parts, strict=True):
+                output[:, owner] = part
         return tuple(output.flatten(1, 2) for output in outputs)  # [B, t, S/t, out/t] -> [B, S, out/t]
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
         chunks = [dy.unflatten(1, (ctx.tp.size, -1)) for dy in grads]  # [B, t, S/t, out/t]
+        stack, together = stacked(weights), torch.cat(chunks, dim=-1)  # [B, t, S/t, sum of out/t]
 
         def share(c: int) -> Tensor:
             ctx.log("product dx")
-            return sum(dy[:, c] @ weight for dy, weight in zip(chunks, weights, strict=True))
+            return together[:, c] @ stack
 
         dx = scattered(share, ctx.tp.group, ctx.log)
         dw = [torch.zeros_like(weight) for weight in weights]
@@ -384,8 +391,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro-batch, for the cost table")
     args = parser.parse_args()
     for option in ("gpus_per_node", "nvlink_gbs", "nic_gbs", "latency_us", "tflops", "tokens", "sequence"):
-        if not getattr(args, option) > 0:
-            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} must be more than 0")
+        if not 0 < getattr(args, option) < float("inf"):  # which is False for NaN
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} must be a number above 0")
     config = Config()
     try:
         check_sizes(config, int(os.environ.get("WORLD_SIZE", "1")), args.sequence)

@@ -54,6 +54,7 @@ from parallel_linear import (
     Shard,
     TensorParallel,
     cannot_divide,
+    columns,
     init_weights,
     initial_weight,
     shards,
@@ -80,6 +81,7 @@ class Config:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied: bool = False
+    qkv_bias: bool = False  # as Qwen2 has them; may be missing in other configs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -240,10 +242,12 @@ class ParallelAttention(nn.Module):
         self.v_proj = ColumnParallelLinear(config.hidden, kv_width, tp, parts.linear, pieces)
         # --- end exercise ---
         self.o_proj = RowParallelLinear(config.hidden, config.hidden, tp, parts.linear)
+        if getattr(config, "qkv_bias", False):
+            for layer in (self.q_proj, self.k_proj, self.v_proj):
+                layer.add_bias()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
-        q, k, v = self.tp.column(x, weights, self.tp, self.parts.linear)  # one collective for the three
+        q, k, v = columns(x, [self.q_proj, self.k_proj, self.v_proj])  # one collective for the three
         # [B, S, H/t] -> [B, S, N/t, D]; k and v [B, S, N_kv/t, D]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         q, k = self.parts.rope(q, cos, sin), self.parts.rope(k, cos, sin)
@@ -316,18 +320,22 @@ def kept_bytes(
 ) -> dict[str, int]:
     """Bytes that autograd keeps of one block on one rank, by what they are: the count of 2205.05198, section 4.1.
 
-    e is 4 or 8, the bytes of an element (below fp32 a norm also keeps a copy in fp32). RoPE tables and weights are no
-    activations and are left out. Add up the values for the total.
+    e are the bytes of an element of x and of the weights: 8, 4, or 2. Below fp32 a norm keeps its input as the copy in
+    fp32 of which it took the mean, and 1/rms in fp32 as well, and attention its log-sum-exp. RoPE tables and weights
+    are no activations and are left out. Add up the values for the total.
     """
+    wide = max(e, 4)
     n, t, heads = B * S * config.hidden, tp.size, config.heads // tp.size
     h = t if tp.sequence_parallel else 1  # what the region outside the products is divided by
     kv = max(config.kv_heads // t, 1) * (config.hidden // config.heads)
     kept = {
-        "norms: their inputs, normalised inputs, 1/rms": (4 * n + 2 * B * S) // h * e,
+        "norms: their inputs in fp32 or better": 2 * n // h * wide,
+        "norms: normalised inputs": 2 * n // h * e,
+        "norms: 1/rms": 2 * B * S // h * wide,
         "inputs of q, k, v and of gate, up": 2 * n * e // (h if gather_again else 1),
         "masks of dropout outside the products": 2 * n // h * dropout,
         "q, k, v and the output of attention": (2 * n // t + 2 * B * S * kv) * e,
-        "log-sum-exp of attention": B * S * heads * e * (not dropout),
+        "log-sum-exp of attention": B * S * heads * wide * (not dropout),
         "weights of attention: as they were, mask, dropped": B * S * S * heads * (2 * e + 1) * dropout,
         "gate, silu(gate), up, their product": 4 * B * S * config.intermediate // t * e,
     }
@@ -346,7 +354,10 @@ def reference_block(
     S, groups = x.shape[1], config.heads // config.kv_heads
     norm = rms_norm(x, w["input_layernorm.weight"], config.norm_eps)
     q, k, v = (
-        F.linear(norm, w[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, cos.shape[-1] * 2)) for name in "qkv"
+        F.linear(norm, w[f"self_attn.{name}_proj.weight"], w.get(f"self_attn.{name}_proj.bias")).unflatten(
+            -1, (-1, cos.shape[-1] * 2)
+        )
+        for name in "qkv"
     )
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     k, v = (y.repeat_interleave(groups, dim=2) for y in (k, v))  # [B, S, N_kv, D] -> [B, S, N, D]
@@ -378,8 +389,10 @@ def block_weights(config: Config, like: Tensor) -> dict[str, Tensor]:
     H, F_, kv = config.hidden, config.intermediate, config.kv_heads * config.hidden // config.heads
     shapes = {f"self_attn.{n}_proj.weight": (out, H) for n, out in (("q", H), ("k", kv), ("v", kv), ("o", H))}
     shapes |= {"mlp.gate_proj.weight": (F_, H), "mlp.up_proj.weight": (F_, H), "mlp.down_proj.weight": (H, F_)}
-    norms = {f"{name}_layernorm.weight": (H,) for name in ("input", "post_attention")}
-    full = {name: initial_weight(name, shape, 1, seed=0) for name, shape in (shapes | norms).items()}
+    if config.qkv_bias:
+        shapes |= {f"self_attn.{n}_proj.bias": (out,) for n, out in (("q", H), ("k", kv), ("v", kv))}
+    shapes |= {f"{name}_layernorm.weight": (H,) for name in ("input", "post_attention")}
+    full = {name: initial_weight(name, shape, 1, seed=0) for name, shape in shapes.items()}
     return {name: value.to(like).requires_grad_() for name, value in full.items()}
 
 

@@ -157,6 +157,33 @@ def column_simple(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, line
     # --- end exercise ---
 
 
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))  # [out/t, in] each -> [sum of out/t, in]
+
+
+def products(x: Tensor, weights: Sequence[Tensor]) -> Columns:
+    """[B, S, in] -> [B, S, out/t] for each weight, by one product: a large one fills a GPU better than three small ones
+    do. It costs a copy of the weights, and one of the result, since a view of a part would keep all of it alive."""
+    y = F.linear(x, stacked(weights))
+    if len(weights) == 1:
+        return (y,)
+    parts = y.split([weight.shape[0] for weight in weights], dim=-1)
+    return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+
+
+def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """[B, S, out/t] for each weight -> [B, S, in], this rank's share, by one product. Its accumulators, which are fp32
+    for bf16, sum over q, k and v. A sum of three products would round between them, and pass through memory."""
+    dy = grads[0] if len(grads) == 1 else torch.cat(list(grads), dim=-1)
+    return dy @ stacked(weights)
+
+
+def weight_gradients(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """[B, S, out/t] for each weight, [B, S, in] -> [out/t, in] each. One product per weight: of one for all, the parts
+    would share their memory, and who takes one gradient away could not free it."""
+    return [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in grads]
+
+
 class GatherAgain(torch.autograd.Function):
     """g and the products in one step, so that backward may keep the shard of x and gather it again."""
 
@@ -166,16 +193,15 @@ class GatherAgain(torch.autograd.Function):
         ctx.group = group
         ctx.save_for_backward(x, *weights)
         whole = all_gather(x, group)  # [B, S/t, H] -> [B, S, H], dropped when this function returns
-        return tuple(F.linear(whole, weight) for weight in weights)
         # --- end exercise ---
+        return products(whole, weights)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
         whole = all_gather(x, ctx.group)
-        dx = sum(dy @ weight for dy, weight in zip(grads, weights, strict=True))  # [B, S, H], this rank's share
-        dw = [dy.flatten(0, 1).T @ whole.flatten(0, 1) for dy in grads]  # [out/t, B S] @ [B S, H]
-        return reduce_scatter(dx, ctx.group), None, *dw
+        dw = weight_gradients(grads, whole)
+        return reduce_scatter(input_gradient(grads, weights), ctx.group), None, *dw
 
 
 def column_gather_again(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable) -> Columns:
@@ -248,14 +274,20 @@ class Shard:
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
-    """Parameter name -> what this rank holds of it. In this chapter each module has one parameter, `weight`."""
-    return {f"{name}.weight".lstrip("."): m.shard for name, m in model.named_modules() if hasattr(m, "shard")}
+    """Parameter name -> what this rank holds of it: of `weight`, and of the `bias` that is cut like it."""
+    return {
+        f"{name}.{kind}".lstrip("."): module.shard
+        for name, module in model.named_modules()
+        if hasattr(module, "shard")
+        for kind in ("weight", "bias")
+        if isinstance(getattr(module, kind, None), nn.Parameter)
+    }
 
 
 def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> Tensor:
     """The first value of the *full* parameter `name`, from (seed, name) alone, as in chapter 01."""
     if len(shape) == 1:
-        return torch.ones(*shape)
+        return torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     return torch.randn(*shape, generator=generator) * (0.02 / math.sqrt(2 * layers) if residual else 0.02)
@@ -275,9 +307,41 @@ def init_weights(model: nn.Module, layers: int, seed: int) -> None:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give each parameter this rank's piece of the full tensor of its name."""
-    for name, shard in shards(model).items():
-        model.get_parameter(name).copy_(shard.cut(state[name]))
+    """Give each parameter this rank's piece of the full tensor of its name.
+
+    Raises ValueError, and changes nothing, if `state` is not that of this model: a name is missing or unexpected, or a
+    shape differs. A tied parameter has two names; one of them will do, and two must say the same.
+    """
+    held = shards(model)
+    names_of: dict[int, list[str]] = {}
+    for name in held:
+        names_of.setdefault(id(model.get_parameter(name)), []).append(name)
+    problems = [
+        few("missing", [" or ".join(names) for names in names_of.values() if not state.keys() & set(names)]),
+        few("unexpected", list(state.keys() - held.keys())),
+        few("in no Shard", [name for name, _ in model.named_parameters() if name not in held]),
+    ]
+    shapes, differ = [], []
+    for names in names_of.values():
+        given = [name for name in names if name in state]
+        for name in given:
+            want = held[name].full_shape(model.get_parameter(name))
+            if list(state[name].shape) != want:  # `cut` would take a piece of a vocabulary of any size
+                shapes.append(f"{name} {list(state[name].shape)}, not {want}")
+        if len({tuple(state[name].shape) for name in given}) == 1:
+            differ += [name for name in given[1:] if not torch.equal(state[name], state[given[0]])]
+    problems += [few("of another shape", shapes), few("tied, but not equal", differ)]
+    if any(problems):
+        raise ValueError(f"the state is not that of this model; {'; '.join(filter(None, problems))}")
+    for name, shard in held.items():
+        if name in state:
+            model.get_parameter(name).copy_(shard.cut(state[name]))
+
+
+def few(what: str, names: Sequence[str]) -> str:
+    """`what: a, b, c and 4 more`, for a message of one line; empty for no names."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{what}: {', '.join(sorted(names)[:3])}{more}" if names else ""
 
 
 # ------------------------------------------------------------------------------------------------------ the layers
@@ -294,9 +358,35 @@ class ColumnParallelLinear(nn.Module):
         self.tp, self.linear = tp, linear
         self.shard = Shard(outputs, 0, pieces, tp.rank * pieces // tp.size, partial=pieces < tp.size)
         self.weight = nn.Parameter(torch.empty(self.shard.length, inputs))
+        self.bias: nn.Parameter | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tp.column(x, [self.weight], self.tp, self.linear)[0]
+    def add_bias(self) -> None:
+        """y = x Wᵀ + b. A column's bias is with the column: each rank adds its own, and nothing is sent for it."""
+        self.bias = nn.Parameter(torch.zeros(self.shard.length))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """`y`: x Wᵀ, if it has been computed together with that of other layers (`columns`)."""
+        if y is None:
+            (y,) = self.tp.column(x, [self.weight], self.tp, self.linear)
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
+
+
+def columns(x: Tensor, layers: Sequence[nn.Module]) -> Columns:
+    """What each of these layers makes of x. For those that are plain, x is gathered, and its gradient sent, once.
+
+    Each layer is called, so that its hooks run. A layer that somebody has put in the place of ours, or that has hooks
+    which want to see x first or its gradient, is called with x alone, and pays for a collective of its own.
+    """
+    plain = [layer for layer in layers if shares_a_product(layer)]
+    plain = [layer for layer in plain if layer.linear is plain[0].linear]
+    products = plain[0].tp.column(x, [p.weight for p in plain], plain[0].tp, plain[0].linear) if plain else ()
+    made = dict(zip(plain, products, strict=True))
+    return tuple(layer(x, made[layer]) if layer in made else layer(x) for layer in layers)
+
+
+def shares_a_product(layer: nn.Module) -> bool:
+    own = getattr(layer.forward, "__func__", None) is not ColumnParallelLinear.forward
+    return not (own or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 class RowParallelLinear(nn.Module):
@@ -325,13 +415,13 @@ class ParallelMLP(nn.Module):
         super().__init__()
         if problem := cannot_divide(tp.size, "intermediate size", intermediate):
             raise ValueError(problem)
-        self.tp, self.linear, self.act = tp, linear, act
+        self.act = act
         self.gate_proj = ColumnParallelLinear(hidden, intermediate, tp, linear)
         self.up_proj = ColumnParallelLinear(hidden, intermediate, tp, linear)
         self.down_proj = RowParallelLinear(intermediate, hidden, tp, linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.tp.column(x, [self.gate_proj.weight, self.up_proj.weight], self.tp, self.linear)
+        gate, up = columns(x, [self.gate_proj, self.up_proj])
         return self.down_proj(self.act(gate, up))  # [B, S, F/t] -> [B, S, H] or [B, S/t, H]
 
 

@@ -76,6 +76,22 @@ IGNORE = -100  # a label that is no target
 # --------------------------------------------------------------------------------------------- both ends of the model
 
 
+def check_words(what: str, ids: Tensor, vocab_size: int, ignore: int | None = None) -> None:
+    """ValueError for a token or a label that is no word. No rank would have it: each would add a plausible zero.
+
+    On a GPU a Python `if` would wait until everything queued before it is done, at every step. So the device checks
+    for itself, as it does in torch's own embedding: it stops, and the next call that waits for it raises RuntimeError.
+    That message cannot name the id; run the batch on a CPU to see it.
+    """
+    right = (ids >= 0) & (ids < vocab_size)
+    if ignore is not None:
+        right |= ids == ignore
+    if ids.is_cuda:
+        torch._assert_async(right.all(), f"a {what} is not in 0 .. {vocab_size - 1}")
+    elif ids.device.type == "cpu" and not right.all():  # on the meta device there is nothing to check
+        raise ValueError(f"{what} {ids[~right][0].item()} is not in 0 .. {vocab_size - 1}: the model has no such word")
+
+
 class VocabParallelEmbedding(nn.Module):
     """tokens [B, S], the same on every rank -> [B, S, H], or this rank's [B, S/t, H]. A rank holds V/t rows."""
 
@@ -85,6 +101,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.shard.length, hidden))
 
     def forward(self, tokens: Tensor) -> Tensor:
+        check_words("token", tokens, self.shard.size)
         # --- exercise 4.28: look up the tokens that this rank has; the other ranks have the others ---
         row = tokens - self.shard.index * self.shard.length
         elsewhere = (row < 0) | (row >= self.shard.length)
@@ -132,11 +149,12 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
 
     logits [B, S, V/t] of this rank's words, labels [B, S] with -100 for none. It is a sum: divide by the number of
     valid tokens of the whole global batch. Raises ValueError for gathered logits: t equal copies of the vocabulary
-    would make a softmax over t V words, and a loss that is too large by log t.
+    would make a softmax over t V words, and a loss that is too large by log t. A label that is no word is refused too.
     """
     length = Shard(vocab_size, 0, dist.get_world_size(group), 0).length
     if logits.shape[-1] != length:
         raise ValueError(f"logits of {logits.shape[-1]} words, but a rank holds {length}; do not gather them")
+    check_words("label", labels, vocab_size, IGNORE)
     return VocabParallelCrossEntropy.apply(logits, labels, vocab_size, group)
 
 
@@ -273,6 +291,7 @@ def weights_per_rank(config: Config, t: int) -> int:
     """Elements of the parameters on one rank."""
     H, kv = config.hidden, max(config.kv_heads // t, 1) * (config.hidden // config.heads)
     matrices = (2 * H * H + 3 * H * config.intermediate) // t + 2 * H * kv
+    matrices += config.qkv_bias * (H // t + 2 * kv)
     return 2 * -(-config.vocab_size // t) * H + config.layers * (matrices + 2 * H) + H
 
 

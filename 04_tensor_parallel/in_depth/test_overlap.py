@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 from unittest.mock import patch
@@ -213,26 +214,65 @@ def order_of_column(version: str, sequence: bool) -> tuple[list[str], list[str]]
 
 
 def test_the_input_gradient_is_sent_before_the_weight_gradients_and_waited_for_after_them():
-    for _, events in run_ranks(2, order_of_column, "overlapped", False):
-        assert events == ["product", "product", "allreduce", "product", "product", "wait"]
+    for forward, events in run_ranks(2, order_of_column, "overlapped", False):
+        assert forward == ["product"], "one product for both weights"
+        assert events == ["product", "allreduce", "product", "product", "wait"]
     for _, events in run_ranks(2, order_of_column, "simple", False):
         assert events[-1] == "allreduce", "autograd finishes all products first: nothing is hidden"
 
 
 def test_with_sequence_parallel_both_collectives_of_backward_run_beside_products():
-    products = ["product", "product"]
-    for _, events in run_ranks(2, order_of_column, "overlapped", True):
-        assert events == ["allgather_base", *products, "wait", "reduce_scatter_base", *products, "wait"]
+    for forward, events in run_ranks(2, order_of_column, "overlapped", True):
+        assert forward == ["allgather_base", "product"]
+        dw = ["product", "product"]
+        assert events == ["allgather_base", "product", "wait", "reduce_scatter_base", *dw, "wait"]
 
 
 def test_in_the_ring_every_chunk_travels_while_the_one_before_is_multiplied():
     sending = {"send", "recv", "recv_any_source"}
     for forward, _ in run_ranks(4, order_of_column, "ring", True):
         steps = [event for event in forward if event not in sending]
-        assert steps == [*["product", "product", "wait", "wait"] * 3, "product", "product"]
+        assert steps == [*["product", "wait", "wait"] * 3, "product"]
         for step in range(3):  # each step has begun to send and receive before its products
-            position = [i for i, event in enumerate(forward) if event == "product"][2 * step]
+            position = [i for i, event in enumerate(forward) if event == "product"][step]
             assert sum(event in sending for event in forward[:position]) == 2 * (step + 1)
+
+
+def products_of_a_block(version: str) -> tuple[int, int]:
+    """How many products a block asks for, in forward and in backward; attention's own are not among them."""
+    tp = TensorParallel(dist.group.WORLD, True, *VERSIONS[version])
+    block = ParallelBlock(SMALL, tp, Parts(attention=lambda q, k, v, *, causal: q + (k + v).mean(2, keepdim=True)))
+    load_full_state_dict(block.double(), block_weights(SMALL, numbers(1)))
+    x = numbers(2, S // tp.size, SMALL.hidden).requires_grad_()
+    with Order() as forward:
+        z = block(x, COS, SIN)
+    with Order() as backward:
+        z.sum().backward()
+    return forward.events.count("product"), backward.events.count("product")
+
+
+def test_q_k_and_v_are_one_product_and_so_are_gate_and_up_and_their_gradients_of_x():
+    for ranks in (1, 2):
+        assert run_ranks(ranks, products_of_a_block, "simple") == [(7, 14)] * ranks
+        for version in ("gather-again", "overlapped"):  # q k v, o, gate up, down; each dx; and 7 gradients of weights
+            assert run_ranks(ranks, products_of_a_block, version) == [(4, 4 + 7)] * ranks
+    assert run_ranks(2, products_of_a_block, "ring") == [(2 * 4, 2 * (4 + 7))] * 2, "the same for each of 2 chunks"
+
+
+def memory_of_gradients(version: str) -> dict[str, tuple[int, int]]:
+    """Of each gradient of a block: its bytes, and those of the memory that it keeps from being freed."""
+    tp = TensorParallel(dist.group.WORLD, True, *VERSIONS[version])
+    block = ParallelBlock(SMALL, tp, Parts())
+    load_full_state_dict(block.double(), block_weights(SMALL, numbers(1)))
+    block(numbers(2, S // tp.size, SMALL.hidden), COS, SIN).sum().backward()
+    return {name: (p.grad.nbytes, p.grad.untyped_storage().nbytes()) for name, p in block.named_parameters()}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_gradient_shares_no_memory_with_another_so_that_who_takes_it_away_can_free_it(version):
+    for rank, sizes in enumerate(run_ranks(2, memory_of_gradients, version)):
+        for name, (own, held) in sizes.items():
+            assert own == held, f"rank {rank}: the gradient of {name} has {own} bytes, and holds {held}"
 
 
 # ---------------------------------------------------------------------------------------------------- seams and limits
@@ -283,9 +323,28 @@ def test_inside_a_node_the_time_is_that_of_four_ring_all_reduces():
     assert block_time(LLAMA_70B, 8192, 8192, 1, CLUSTER, "many")[1] == 0
 
 
+def test_no_ring_is_faster_than_the_links_inside_a_node_however_many_nics_there_are():
+    inside, across = block_time(LLAMA_70B, 8192, 8192, 8, CLUSTER, "many")[1], {}
+    for nic in (10e9, 50e9, 200e9, 2000e9):  # 8 of them: 80, 400, 1600 and 16,000 GB/s, beside 450 of NVLink
+        across[nic] = block_time(LLAMA_70B, 8192, 8192, 16, replace(CLUSTER, nic=nic), "many")[1]
+    assert across[10e9] > across[50e9] > across[200e9] == across[2000e9]
+    n = 8192 * 8192 * 2
+    assert across[200e9] == pytest.approx(4 * 2 * 15 * (10e-6 + n / 16 / 450e9)) and across[200e9] > inside
+    one = block_time(LLAMA_70B, 8192, 8192, 16, replace(CLUSTER, nic=2000e9), "one")[1]
+    assert one == across[2000e9], "one ring through one NIC that is faster than NVLink is as fast as NVLink"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(["--nic-gbs", "0"], "--nic-gbs 0.0"), (["--sequence", "9"], "sequence 9"), (["--nic", "3"], "--nic")],
+    [
+        (["--nic-gbs", "0"], "--nic-gbs 0.0"),
+        (["--nvlink-gbs", "inf"], "--nvlink-gbs inf"),
+        (["--tflops", "nan"], "--tflops nan"),
+        (["--gpus-per-node", "-8"], "--gpus-per-node -8"),
+        (["--latency-us", ""], "--latency-us"),
+        (["--sequence", "9"], "sequence 9"),
+        (["--nic", "3"], "--nic"),
+    ],
 )
 def test_bad_input_ends_in_one_line_before_any_process_group(options, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["overlap.py", *options])

@@ -24,11 +24,12 @@ from parallel_block import (
     drops_of_all_ranks,
     kept_bytes,
     reference_block,
+    rms_norm,
     rope_tables,
     sync_in_backward,
     sync_replicated_gradients,
 )
-from parallel_linear import Shard, TensorParallel, load_full_state_dict, shards
+from parallel_linear import COLUMNS, Shard, TensorParallel, load_full_state_dict, shards
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -121,7 +122,7 @@ def slices(kv_heads: int) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     for sequence in (False, True):
         tp = TensorParallel(groups[dist.get_rank() % 2], sequence)
-        compare_with_oracle(replace(SMALL, kv_heads=kv_heads), 0.3, tp)
+        compare_with_oracle(replace(SMALL, kv_heads=kv_heads, qkv_bias=True), 0.3, tp)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -178,6 +179,28 @@ def test_the_hook_version_leaves_the_same_gradients_after_every_backward():
         assert_same_named(by_hook, after, rank=rank)
 
 
+def gradients_in_a_bucket() -> list[str]:
+    """Parameters whose gradient is no longer in the bucket, or not what the bucket says, after the sum of shares."""
+    tp = TensorParallel(dist.group.WORLD, True)
+    block = make_block(replace(SMALL, kv_heads=1), tp)
+    bucket = torch.zeros(sum(p.numel() for p in block.parameters()), dtype=torch.float64)
+    at, views = 0, {}
+    for name, p in block.named_parameters():
+        p.grad = views[name] = bucket[at : at + p.numel()].view_as(p)
+        at += p.numel()
+    block_loss(block).backward()
+    sync_replicated_gradients(block, tp.group)
+    alone = make_block(replace(SMALL, kv_heads=1), tp)
+    block_loss(alone).backward()
+    sync_replicated_gradients(alone, tp.group)
+    want = dict(alone.named_parameters())
+    return [n for n, p in block.named_parameters() if p.grad is not views[n] or not torch.equal(views[n], want[n].grad)]
+
+
+def test_sums_of_shares_are_written_to_where_the_gradient_is_which_may_be_a_bucket():
+    assert run_ranks(2, gradients_in_a_bucket) == [[], []]
+
+
 def two_micro_batches() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     tp, totals = TensorParallel(dist.group.WORLD, True), []
     for hook in (False, True):
@@ -228,27 +251,31 @@ def test_two_all_reduces_each_way_or_as_many_bytes_in_two_all_gathers_and_two_re
 # ------------------------------------------------------------------------------------------- what is kept for backward
 
 
-def kept(sequence: bool, kv_heads: int, p: float) -> tuple[int, int, list[int]]:
-    tp = TensorParallel(dist.group.WORLD, sequence)
+def kept(
+    sequence: bool, kv_heads: int, p: float, dtype: torch.dtype = torch.float64, column: str = "gather-again"
+) -> tuple[int, int, list[int]]:
+    tp = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[column])
     config = replace(SMALL, kv_heads=kv_heads)
-    block = make_block(config, tp, p)
-    x = piece(numbers(B, S, SMALL.hidden), tp).clone().requires_grad_()
+    block = make_block(config, tp, p).to(dtype)
+    x = piece(numbers(B, S, SMALL.hidden).to(dtype), tp).clone().requires_grad_()
     torch.manual_seed(0)
     with saved_activations(exclude=[*block.parameters(), COS, SIN]) as saved:
         block(x, COS, SIN)
-    return saved.bytes, sum(kept_bytes(config, B, S, tp, 8, p > 0).values()), sorted(saved.storages.values())
+    predicted = kept_bytes(config, B, S, tp, dtype.itemsize, p > 0, gather_again=column == "gather-again")
+    return saved.bytes, sum(predicted.values()), sorted(saved.storages.values())
 
 
-def kept_in_all_layouts(p: float) -> list[tuple[str, int, int]]:
-    layouts = [(sequence, kv_heads) for sequence in (False, True) for kv_heads in (1, 4)]
-    where = f"{dist.get_world_size()} ranks, sequence parallel {{}}, {{}} key/value heads"
-    return [(where.format(*layout), *kept(*layout, p)[:2]) for layout in layouts]
+def kept_in_all_layouts(p: float, dtype: torch.dtype) -> list[tuple[str, int, int]]:
+    layouts = [(sequence, kv_heads, column) for sequence in (False, True) for kv_heads in (1, 4) for column in COLUMNS]
+    where = f"{dist.get_world_size()} ranks, sequence parallel {{}}, {{}} key/value heads, {{}}, {dtype}"
+    return [(where.format(*layout), *kept(*layout[:2], p, dtype, layout[2])[:2]) for layout in layouts]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("p", [0.0, 0.1])
-def test_bytes_kept_for_backward_are_those_of_the_formula(p):
+def test_bytes_kept_for_backward_are_those_of_the_formula(p, dtype):
     for ranks in (1, 2, 4):
-        for rank, layouts in enumerate(run_ranks(ranks, kept_in_all_layouts, p)):
+        for rank, layouts in enumerate(run_ranks(ranks, kept_in_all_layouts, p, dtype)):
             for where, measured, predicted in layouts:
                 assert measured == predicted, f"{where}, rank {rank}: {measured} bytes, but should be {predicted}"
 
@@ -318,6 +345,16 @@ def evaluated() -> float:
 
 def test_nothing_is_dropped_in_evaluation():
     assert run_ranks(2, evaluated) == [0.0, 0.0]
+
+
+# ---------------------------------------------------------------------------------------------------- low precision
+
+
+def test_a_norm_takes_its_mean_in_fp32_and_rounds_once():
+    x = (300 * numbers(4, 4096)).to(torch.bfloat16)
+    got = rms_norm(x, torch.ones(4096, dtype=torch.bfloat16), 1e-5)
+    assert got.dtype == torch.bfloat16
+    assert_same(got, F.rms_norm(x.double(), (4096,), eps=1e-5).to(torch.bfloat16), 0.0, "bf16 rms_norm")
 
 
 # ------------------------------------------------------------------------------------------------ seams and bad input

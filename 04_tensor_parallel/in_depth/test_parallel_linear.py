@@ -260,6 +260,55 @@ def test_every_degree_starts_from_the_same_model_and_no_two_ranks_hold_the_same_
             assert_same(whole, full, 0.0, what=f"{name} put together from {ranks} ranks")
 
 
+def full_state(**changes: Tensor | None) -> dict[str, Tensor]:
+    """The MLP's state with some entries changed, added, or (None) taken away."""
+    state = full_weights() | {name.replace("__", "."): value for name, value in changes.items()}
+    return {name: value for name, value in state.items() if value is not None}
+
+
+WRONG_STATES = {
+    "gate_proj.weight [30, 6], not [24, 6]": dict(gate_proj__weight=torch.ones(30, H)),
+    "gate_proj.weight [12, 6], not [24, 6]": dict(gate_proj__weight=torch.ones(12, H)),  # a piece, not the whole
+    "down_proj.weight [24, 6], not [6, 24]": dict(down_proj__weight=torch.ones(F_, H)),
+    "missing: up_proj.weight": dict(up_proj__weight=None),
+    "unexpected: gate_proj.bias, up_proj.bias": dict(gate_proj__bias=torch.ones(F_), up_proj__bias=torch.ones(F_)),
+    "unexpected: extra.a, extra.b, extra.c and 1 more": {f"extra__{name}": torch.ones(1) for name in "dcba"},
+}
+
+
+def what_is_said(state: dict[str, Tensor], model: torch.nn.Module | None = None) -> tuple[str, bool]:
+    """The message, and whether any parameter has changed."""
+    mlp = model or ParallelMLP(H, F_, TensorParallel(dist.group.WORLD)).double()
+    with torch.no_grad():
+        for p in mlp.parameters():
+            p.fill_(0.5)
+    message = "no error"
+    try:
+        load_full_state_dict(mlp, state)
+    except ValueError as error:
+        message = str(error)
+    return message, any((p != 0.5).any().item() for p in mlp.parameters())
+
+
+@pytest.mark.parametrize("words", WRONG_STATES)
+def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing(words):
+    for message, changed in run_ranks(2, what_is_said, full_state(**WRONG_STATES[words])):
+        assert message.startswith("the state is not that of this model; ") and words in message, message
+        assert "\n" not in message and not changed
+    assert run_ranks(2, what_is_said, full_state()) == [("no error", True)] * 2
+
+
+def one_message_for_everything() -> str:
+    model = ParallelMLP(H, F_, TensorParallel(dist.group.WORLD)).double()
+    model.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))  # nobody says which piece a rank holds
+    return what_is_said(full_state(up_proj__weight=None, head__weight=torch.ones(2)), model)[0]
+
+
+def test_one_message_says_all_that_is_wrong_with_a_state():
+    want = "missing: up_proj.weight; unexpected: head.weight; in no Shard: scale"
+    assert run_ranks(1, one_message_for_everything)[0].endswith(want)
+
+
 def seams() -> tuple[int, Tensor, Tensor]:
     calls = []
 
@@ -304,6 +353,115 @@ def test_under_autocast_gradients_are_fp32_and_as_near_as_bf16_can_be():
     for dtypes, *errors in run_ranks(2, under_bf16):
         assert set(dtypes) == {torch.float32}
         assert all(0 < error < 0.05 for error in errors), errors
+
+
+def bytes_under_bf16(column: str, sequence: bool) -> tuple[float, float]:
+    """Bytes sent for an fp32 input, with autocast to bf16 and without."""
+    tp, totals = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[column]), []
+    for low in (True, False):
+        mlp = ParallelMLP(H, F_, tp)
+        init_weights(mlp, 1, 0)
+        x = piece(numbers(B, S, H).float(), tp).clone().requires_grad_()
+        with communication() as sent, torch.autocast("cpu", torch.bfloat16, enabled=low):
+            mlp(x).float().sum().backward()
+        totals.append(sent.total)
+    return totals[0], totals[1]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("column", COLUMNS)
+def test_under_autocast_inputs_are_cast_before_they_are_sent_and_cost_half_the_bytes(column, sequence):
+    for low, full in run_ranks(2, bytes_under_bf16, column, sequence):
+        assert 0 < 2 * low == full, f"{low} bytes under autocast, {full} without"
+
+
+class Wired(torch.nn.Module):
+    """A layer that somebody puts in the place of another: it does its work by itself, and adds one."""
+
+    def __init__(self, inner: ColumnParallelLinear):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 1
+
+
+def watched_mlp(what: str, sequence: bool) -> tuple[Tensor, Tensor, list[Tensor], dict[str, int]]:
+    """z, dx, what the hook saw or nothing, and collectives of a step, after `what` has been done to gate_proj."""
+    tp = TensorParallel(dist.group.WORLD, sequence)
+    mlp = ParallelMLP(H, F_, tp).double()
+    load_full_state_dict(mlp, full_weights())
+    gate, seen = mlp.gate_proj, []
+    if what == "hook":
+        gate.register_forward_hook(lambda layer, args, y: seen.append(y.detach()))
+    elif what == "hook that changes":
+        gate.register_forward_hook(lambda layer, args, y: y + 1)
+    elif what == "hook before":
+        gate.register_forward_pre_hook(lambda layer, args: (2 * args[0],))
+    elif what == "hook in backward":
+        gate.register_full_backward_hook(lambda layer, dx, dy: (3 * dx[0],))
+    elif what == "replaced":
+        mlp.gate_proj = Wired(gate)
+    elif what == "other forward":
+        gate.forward = lambda x, y=None, forward=gate.forward: forward(x) + 1
+    elif what == "other linear":
+        gate.linear = lambda x, weight: F.linear(x, weight) + 1
+    x = piece(numbers(B, S, H), tp).clone().requires_grad_()
+    with communication() as sent:
+        z = mlp(x)
+        z.backward(piece(numbers(B, S, H, seed=1), tp))
+    return z.detach(), x.grad, seen, dict(sent.calls)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    "what",
+    ["hook", "hook that changes", "hook before", "hook in backward", "replaced", "other forward", "other linear"],
+)
+def test_hooks_on_a_column_parallel_layer_run_and_a_layer_in_its_place_is_called(what, sequence):
+    w = full_weights()
+    x = numbers(B, S, H).requires_grad_()
+    gate_x = x * 2 if what == "hook before" else x
+    if what == "hook in backward":
+        gate_x = x.clone()
+        gate_x.register_hook(lambda grad: 3 * grad)
+    gate = F.linear(gate_x, w["gate_proj.weight"])
+    shown = gate + 1 if what in ("hook that changes", "replaced", "other forward", "other linear") else gate
+    want = F.linear(F.silu(shown) * F.linear(x, w["up_proj.weight"]), w["down_proj.weight"])
+    want.backward(numbers(B, S, H, seed=1))
+    for rank, (z, dx, seen, calls) in enumerate(run_ranks(2, watched_mlp, what, sequence)):
+        mine = Shard(S, 1, 2, rank).cut if sequence else (lambda y: y)
+        assert_same(z, mine(want), what=f"{what}: output", rank=rank)
+        assert_same(dx, mine(x.grad), what=f"{what}: gradient of x", rank=rank)
+        if what == "hook":
+            assert_same(seen[0], gate.chunk(2, -1)[rank], what="what the hook saw", rank=rank)
+        if what in ("hook", "hook that changes"):
+            plain = {"all_gather": 3, "reduce_scatter": 2} if sequence else {"all_reduce": 2}
+            assert calls == plain, "a hook that only looks at the output costs no collective"
+
+
+def with_biases(pieces: int) -> tuple[dict[str, Tensor], Tensor, dict[str, int]]:
+    tp = TensorParallel(dist.group.WORLD, True)
+    column = ColumnParallelLinear(H, 8, tp, pieces=pieces)
+    column.add_bias()
+    column.double()
+    load_full_state_dict(column, {"weight": numbers(8, H), "bias": numbers(8, seed=1)})
+    with communication() as sent:
+        y = column(piece(numbers(B, S, H), tp))
+        y.backward(numbers(B, S, 8, seed=2).chunk(pieces, -1)[tp.rank * pieces // tp.size])
+    return {"bias": column.bias.grad, "weight": column.weight.grad}, y.detach(), dict(sent.calls)
+
+
+def test_a_column_s_bias_is_cut_with_it_and_nothing_is_sent_for_it():
+    x, w, b = numbers(B, S, H), numbers(8, H).requires_grad_(), numbers(8, seed=1).requires_grad_()
+    want = F.linear(x, w, b)
+    want.backward(numbers(B, S, 8, seed=2))
+    for pieces in (1, 2, 4):
+        for rank, (grads, y, calls) in enumerate(run_ranks(4, with_biases, pieces)):
+            mine = rank * pieces // 4
+            assert_same(y, want.chunk(pieces, -1)[mine], what="output", rank=rank)
+            assert_same(grads["bias"], b.grad.chunk(pieces)[mine], what="gradient of the bias", rank=rank)
+            assert calls == {"all_gather": 2, "reduce_scatter": 1}
 
 
 def linear_alone() -> tuple[Tensor, Tensor]:

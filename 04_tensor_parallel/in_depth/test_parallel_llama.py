@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch.nn.functional as F
 from harness.meter import communication, held_bytes, peak_memory
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
-from parallel_block import Config, drops_of_all_ranks, sync_replicated_gradients
-from parallel_linear import Shard, TensorParallel, initial_weight, load_full_state_dict, shards
+from parallel_block import Config, Parts, attention, drops_of_all_ranks, sync_replicated_gradients
+from parallel_linear import COLUMNS, Shard, TensorParallel, initial_weight, load_full_state_dict, shards
 from parallel_llama import (
     IGNORE,
     ParallelLlama,
     VocabParallelEmbedding,
+    check_words,
     full_state_dict,
     recomputed,
     reference_logits,
@@ -28,6 +30,8 @@ from parallel_llama import (
     weights_per_rank,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "01_single_gpu" / "in_depth"))
 
@@ -158,6 +162,135 @@ def test_it_is_chapter_01s_model_with_the_same_names_weights_loss_and_gradients(
             assert_same_named(got_gradients, gradients, what="gradient of", rank=rank)
 
 
+REFEREES = {  # a model that nobody here wrote, with its norm, and ours
+    "llama": ("LlamaForCausalLM", "LlamaConfig", Config(61, 64, 2, 8, 2, 96)),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", Config(61, 64, 2, 8, 2, 96, rope_theta=1e6, qkv_bias=True)),
+}
+
+
+def long_batch(config: Config) -> tuple[Tensor, Tensor]:
+    """Enough tokens for the error of a bf16 run to be no matter of luck."""
+    pairs = [batch(step, config.vocab_size) for step in range(16)]
+    return torch.cat([tokens for tokens, _ in pairs]), torch.cat([labels for _, labels in pairs])
+
+
+def of_transformers(kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+    """Weights, loss and gradients, all of them as float64. The weights are numbers of bf16, whatever the dtype."""
+    import transformers
+
+    name, sizes, c = REFEREES[kind]
+    made = getattr(transformers, sizes)(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden,
+        intermediate_size=c.intermediate,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        rms_norm_eps=c.norm_eps,
+        rope_theta=c.rope_theta,
+        tie_word_embeddings=False,
+    )
+    model = getattr(transformers, name)(made).to(dtype)
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):  # large enough, and norms and biases uneven enough, to show mistakes
+            p.copy_((0.1 * numbers(*p.shape, seed=i) * (1 + 2 * (p.dim() == 1)) + (p.dim() == 1)).to(torch.bfloat16))
+    tokens, labels = long_batch(c)
+    logits = model(tokens).logits.to(torch.promote_types(dtype, torch.float32))
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    loss.backward()
+    named = dict(model.named_parameters())
+    return (
+        {n: p.detach().double() for n, p in named.items()},
+        loss.item(),
+        {n: p.grad.double() for n, p in named.items()},
+    )
+
+
+def of_ours(
+    kind: str, weights: dict[str, Tensor], dtype: torch.dtype, sequence: bool, column: str
+) -> tuple[float, dict[str, Tensor]]:
+    config = REFEREES[kind][-1]
+    tp = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[column])
+    model = ParallelLlama(config, tp).to(dtype)
+    load_full_state_dict(model, weights)
+    tokens, labels = long_batch(config)
+    loss = model.cross_entropy(model(tokens), labels) / (labels != IGNORE).sum()
+    loss.backward()
+    sync_replicated_gradients(model, tp.group)
+    gradients = full_state_dict(model, tp.group, {n: p.grad for n, p in model.named_parameters()})
+    return loss.item(), {name: gradient.double() for name, gradient in gradients.items()}
+
+
+@pytest.fixture
+def float64_norms(monkeypatch):
+    """transformers takes a norm's mean in float32 even in a float64 model. Here that is done in float64; no more."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    for norm in (LlamaRMSNorm, Qwen2RMSNorm):
+        its = norm.forward
+
+        def forward(self, x, its=its):
+            wide = x.dtype == torch.float64
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon) if wide else its(self, x)
+
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # two key/value heads: on four ranks, two hold the same one
+@pytest.mark.parametrize("kind", REFEREES)
+def test_llama_and_qwen2_with_biases_equal_transformers(kind, ranks, float64_norms):
+    weights, loss, gradients = of_transformers(kind, torch.float64)
+    assert sum(name.endswith("bias") for name in weights) == (6 if kind == "qwen2" else 0)
+    for sequence in (False, True):
+        for rank, (got, mine) in enumerate(run_ranks(ranks, of_ours, kind, weights, torch.float64, sequence, "simple")):
+            assert_same(got, loss, what="loss", rank=rank)
+            assert_same_named(mine, gradients, what="gradient of", rank=rank)
+
+
+def distances(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """How far each gradient is from that in float64. Of the biases, what they are on average: the gradient of a key's
+    bias is a sum of terms that cancel, and so, alone, a matter of luck."""
+    each = {name: ((got[name] - want[name]).norm() / want[name].norm()).item() for name in want}
+    biases = [each.pop(name) for name in want if name.endswith("bias")]
+    return each | ({"biases": (sum(error**2 for error in biases) / len(biases)) ** 0.5} if biases else {})
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", REFEREES)
+def test_in_bf16_llama_and_qwen2_are_at_most_half_again_as_far_from_float64_as_transformers(kind, ranks, float64_norms):
+    weights, loss, gradients = of_transformers(kind, torch.float64)
+    dense = distances(of_transformers(kind, torch.bfloat16)[-1], gradients)
+    for sequence in (False, True):
+        results = run_ranks(ranks, of_ours, kind, weights, torch.bfloat16, sequence, "gather-again")
+        for rank, (got, mine) in enumerate(results):
+            assert_same(got, loss, 1e-3, "loss", rank)
+            for name, error in distances(mine, gradients).items():
+                where = f"gradient of {name} on rank {rank}, sequence parallel {sequence}"
+                assert error <= 1.5 * dense[name], f"{where}: {error:.2e} from float64, dense bf16 {dense[name]:.2e}"
+
+
+def types_in_attention() -> tuple[list[torch.dtype], set[torch.dtype]]:
+    seen = []
+
+    def watching(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        seen.extend((q.dtype, k.dtype, v.dtype))
+        return attention(q, k, v, causal=causal)
+
+    config = replace(SMALL, layers=1, qkv_bias=True)
+    model = ParallelLlama(config, TensorParallel(dist.group.WORLD), Parts(attention=watching))
+    tokens, labels = batch(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.cross_entropy(model(tokens), labels)
+    loss.backward()
+    return seen, {p.grad.dtype for p in model.parameters()}
+
+
+def test_qwen2_under_autocast_computes_its_attention_in_bf16():
+    for inside, gradients in run_ranks(2, types_in_attention):
+        assert inside == [torch.bfloat16] * 3 and gradients == {torch.float32}
+
+
 def gradient_norm(config: Config, sequence: bool) -> float:
     tp = TensorParallel(dist.group.WORLD, sequence)
     model = ParallelLlama(config, tp).double()
@@ -196,6 +329,55 @@ def test_it_takes_chapter_01s_config_parts_and_recomputation():
     for rank, (got, got_gradients) in enumerate(run_ranks(4, with_chapter_01s_parts)):
         assert_same(got, loss, what="loss", rank=rank)
         assert_same_named(got_gradients, gradients, what="gradient of", rank=rank)
+
+
+def at_positions(positions: Tensor | None, sequence: bool) -> tuple[float, dict[str, Tensor]]:
+    tp = TensorParallel(dist.group.WORLD, sequence)
+    model = ParallelLlama(SMALL, tp).double()
+    tokens, labels = batch(0)
+    loss = model.cross_entropy(model(tokens, positions), labels) / (labels != IGNORE).sum()
+    loss.backward()
+    sync_replicated_gradients(model, tp.group)
+    return loss.item(), full_state_dict(model, tp.group, {n: p.grad for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("rows", [1, B], ids=["one row for all", "a row for each sequence"])
+def test_positions_are_those_that_the_caller_gives(rows):
+    """In another order: a shift would change nothing, for RoPE knows differences only."""
+    import llama
+
+    order = torch.stack(
+        [torch.randperm(3 * S, generator=torch.Generator().manual_seed(row))[:S] for row in range(rows)]
+    )
+    positions = order[0] if rows == 1 else order
+    fields = {name: getattr(SMALL, name) for name in llama.LlamaConfig.__dataclass_fields__}
+    model = llama.Llama(llama.LlamaConfig(**fields)).double()
+    tokens, labels = batch(0)
+    want = F.cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    want.backward()
+    for sequence in (False, True):
+        for rank, (loss, gradients) in enumerate(run_ranks(2, at_positions, positions, sequence)):
+            assert_same(loss, want.item(), what="loss", rank=rank)
+            assert_same_named(gradients, {n: p.grad for n, p in model.named_parameters()}, rank=rank)
+
+
+def products_of_a_linear() -> Counter[tuple[int, ...]]:
+    seen: Counter[tuple[int, ...]] = Counter()
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        seen[tuple(weight.shape)] += 1
+        return F.linear(x, weight)
+
+    model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, True), replace(Parts(), linear=linear)).double()
+    model(batch(0)[0])
+    return seen
+
+
+def test_a_linear_of_ones_own_computes_every_product_and_that_of_the_output_layer_too():
+    H, kv, inner, L = SMALL.hidden, SMALL.kv_heads * 4, SMALL.intermediate, SMALL.layers
+    products = [(H // 2, H), (kv // 2, H), (kv // 2, H), (H, H // 2), (inner // 2, H), (inner // 2, H), (H, inner // 2)]
+    want = Counter(products * L) + Counter({(7, H): 1})  # 13 words on 2 ranks
+    assert run_ranks(2, products_of_a_linear) == [want] * 2
 
 
 # -------------------------------------------------------------------------------------------- embedding and the loss
@@ -283,6 +465,55 @@ def gathered_logits() -> str:
     return "no error"
 
 
+def what_a_stranger_gets(tokens: Tensor, labels: Tensor) -> str:
+    model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, True)).double()
+    try:
+        model.cross_entropy(model(tokens), labels)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])  # 13 words on 4 ranks: 13, 14 and 15 are rows of padding
+def test_a_token_or_a_label_that_is_no_word_is_refused_by_name(ranks):
+    tokens, labels = batch(0)
+    for what in ("token", "label"):
+        for word in (-1, 13, 15, 16, -101, 2**40):
+            ids = [tokens.clone(), labels.clone()]
+            ids[what == "label"][1, 3] = word
+            want = f"{what} {word} is not in 0 .. 12: the model has no such word"
+            assert run_ranks(ranks, what_a_stranger_gets, *ids) == [want] * ranks
+    tokens[0, 0] = IGNORE  # a label, but no token
+    assert run_ranks(ranks, what_a_stranger_gets, tokens, labels)[0].startswith("token -100 is not")
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_gpu_the_device_checks_words_and_the_host_does_not_wait_for_it():
+    """A fake tensor has no values: whoever asks for one, to decide what to do next, gets an exception."""
+    with FakeTensorMode(), Operators() as seen:
+        ids = torch.zeros(2, 3, dtype=torch.long, device="cuda")
+        check_words("token", ids, 13)
+        check_words("label", ids, 13, IGNORE)
+    assert seen.names.count("_assert_async") == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_first_and_the_last_word_and_no_target_are_taken(ranks):
+    ends = torch.tensor([[0, 12] * (S // 2)] * B)
+    labels = ends.clone()
+    labels[0, :3] = IGNORE
+    assert run_ranks(ranks, what_a_stranger_gets, ends, labels) == ["no error"] * ranks
+
+
 def test_gathered_logits_are_refused_because_their_loss_would_be_too_large_by_log_t():
     assert run_ranks(2, gathered_logits)[0] == "logits of 8 words, but a rank holds 4; do not gather them"
 
@@ -353,8 +584,72 @@ def test_the_state_dict_loads_into_chapter_01s_model():
     assert_same(llama.cross_entropy(model(tokens), labels).item(), loss, what="loss")
 
 
+def state_before_and_after_a_step(sequence: bool) -> list[str]:
+    """Names of what has changed in a state dict (and in one of gradients) while the model trained on."""
+    model = ParallelLlama(replace(SMALL, kv_heads=1), TensorParallel(dist.group.WORLD, sequence)).double()
+    tokens, labels = batch(0)
+    model.cross_entropy(model(tokens), labels).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    states = [full_state_dict(model, model.tp.group), full_state_dict(model, model.tp.group, gradients)]
+    copies = [{name: value.clone() for name, value in state.items()} for state in states]
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1
+            p.grad.mul_(2)
+    pairs = [(name, state[name], copy[name]) for state, copy in zip(states, copies, strict=True) for name in state]
+    return [name for name, now, before in pairs if not torch.equal(now, before)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_dict_does_not_change_while_the_model_trains_on(ranks):
+    for sequence in (False, True):
+        assert run_ranks(ranks, state_before_and_after_a_step, sequence) == [[]] * ranks
+
+
+def refusal(state: dict[str, Tensor], config: Config) -> str:
+    model = ParallelLlama(config, TensorParallel(dist.group.WORLD)).double()
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        load_full_state_dict(model, state)
+    except ValueError as error:
+        assert all(map(torch.equal, before, model.parameters())), "refused, and yet changed"
+        return str(error)
+    return ""
+
+
+def test_a_state_of_another_vocabulary_of_other_layers_or_with_biases_is_refused():
+    def made_of(**changes) -> dict[str, Tensor]:
+        return full_weights(replace(SMALL, **changes))
+
+    block = "model.layers.2."
+    biases = {f"model.layers.{i}.self_attn.{n}_proj.bias": torch.ones(16) for i in range(2) for n in "qkv"}
+    for state, words in (
+        (made_of(vocab_size=14), "of another shape: lm_head.weight [14, 16], not [13, 16], model.embed_tokens"),
+        (made_of(layers=3), f"unexpected: {block}input_layernorm.weight, {block}mlp.down_proj.weight, "),
+        (made_of(layers=1), "missing: model.layers.1.input_layernorm.weight, "),
+        (made_of() | biases, "unexpected: model.layers.0.self_attn.k_proj.bias, "),
+        (made_of(kv_heads=4), "model.layers.0.self_attn.k_proj.weight [16, 16], not [8, 16]"),
+    ):
+        for message in run_ranks(2, refusal, state, SMALL):
+            assert words in message and "\n" not in message, message
+    message = run_ranks(2, refusal, made_of(), replace(SMALL, qkv_bias=True))[0]
+    assert "missing: model.layers.0.self_attn.k_proj.bias, " in message
+    assert run_ranks(2, refusal, made_of(), SMALL) == ["", ""]
+
+
+def test_a_tied_weight_may_come_under_one_of_its_names_but_not_with_two_values():
+    config = replace(SMALL, tied=True)
+    both = full_weights(config)
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    for lacks in (head, table):
+        assert run_ranks(2, refusal, {n: x for n, x in both.items() if n != lacks}, config) == ["", ""]
+    neither = {name: value for name, value in both.items() if name not in (head, table)}
+    assert f"missing: {table} or {head}" in run_ranks(2, refusal, neither, config)[0]
+    assert f"tied, but not equal: {head}" in run_ranks(2, refusal, both | {head: both[head] + 1}, config)[0]
+
+
 def step_of_model(sequence: bool, kv_heads: int) -> tuple[int, int, float, dict[str, int]]:
-    config = replace(SMALL, kv_heads=kv_heads)
+    config = replace(SMALL, kv_heads=kv_heads, qkv_bias=kv_heads == 1)
     model = ParallelLlama(config, TensorParallel(dist.group.WORLD, sequence)).double()
     tokens, labels = batch(0)
     with communication() as sent:
