@@ -89,7 +89,9 @@ class SendToAll:
 
     def __init__(self, flat: Tensor, mine: Tensor, *, group: dist.ProcessGroup, async_op: bool):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        slices = flat.view(ranks, -1)  # [N, S]; mine is slices[rank] already
+        slices = flat.view(ranks, -1)  # [N, S]
+        if slices[rank].data_ptr() != mine.data_ptr():  # stage 3 keeps its shard elsewhere
+            slices[rank].copy_(mine)
         self.works = [
             work
             for other in range(ranks)
