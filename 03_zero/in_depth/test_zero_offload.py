@@ -338,6 +338,33 @@ def test_on_a_stand_in_gpu_host_and_device_are_apart_and_each_waits_for_the_othe
     assert stage == 3 or "bytes allocated on the device" in done.stdout  # by the device's own count
 
 
+STATE = """
+import torch
+from _zero_demo import Decoder, make_batch, train_step, world
+from zero_offload import make_offloaded
+from zero_state import full_state_dict, load_full_state_dict
+with world() as (group, device):
+    for stage in (2, 3):
+        model = Decoder().to(device)
+        zero = make_offloaded(stage, model, torch.optim.AdamW(model.parameters(), fused=True), group, units=model.layers)
+        for step in range(2):
+            train_step(model, zero, [(x.to(device), y.to(device)) for x, y in make_batch(step, 1)[0]], max_norm=0.1)
+            zero.step()
+            state = full_state_dict(zero)
+            load_full_state_dict(zero, state)
+            assert all(t.device.type == "cpu" for t in zero.on_host())
+            assert all(t.device.type == "cuda" for t in zero.on_device())
+print("PASS")
+"""
+
+
+def test_on_a_stand_in_gpu_clipping_saving_and_loading_know_where_things_are():
+    path = os.pathsep.join([FAKE["PYTHONPATH"], str(ROOT / "03_zero/in_depth")])
+    environment = os.environ | FAKE | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", STATE], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["PASS"], done.stdout[-900:] + done.stderr[-900:]
+
+
 # ------------------------------------------------------------------------------------------------ the state, by name
 
 

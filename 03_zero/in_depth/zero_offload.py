@@ -313,7 +313,7 @@ def measure(
     optimizer = torch.optim.AdamW(model.parameters())
     zero = make_offloaded(stage, model, optimizer, group, units=model.layers, master=torch.float32)
     batch = [(x.to(device), y.to(device)) for x, y in make_batch(0, ranks, micro_batches)[rank]]
-    train_step(model, zero, batch)
+    train_step(model, zero, batch, max_norm=1.0)
     zero.step()
     allocated = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
     return sum(bucket.padded for bucket in zero.buckets), zero, allocated
