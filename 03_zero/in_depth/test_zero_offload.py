@@ -346,7 +346,8 @@ from zero_state import full_state_dict, load_full_state_dict
 with world() as (group, device):
     for stage in (2, 3):
         model = Decoder().to(device)
-        zero = make_offloaded(stage, model, torch.optim.AdamW(model.parameters(), fused=True), group, units=model.layers)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        zero = make_offloaded(stage, model, optimizer, group, units=model.layers)
         for step in range(2):
             train_step(model, zero, [(x.to(device), y.to(device)) for x, y in make_batch(step, 1)[0]], max_norm=0.1)
             zero.step()

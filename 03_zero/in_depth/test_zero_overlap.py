@@ -39,24 +39,28 @@ SMALL = 8_000  # bytes of a bucket: several of them
 
 
 class Late:
-    """A gather that is under way for long: what others send is NaN until somebody waits, and old again after that.
-
-    It starts at another moment on each rank. What `wait` brings is what was sent: my own part too, so that an update
-    which did not wait is undone.
+    """A gather that is long under way: what others send is NaN until somebody waits, and it starts at another moment
+    on each rank. Nobody may touch its buffer meanwhile: neither the part that is sent, nor with another gather.
     """
 
     chance = random.Random(0)
 
     def __init__(self, flat: Tensor, mine: Tensor, *, group: dist.ProcessGroup, async_op: bool):
+        before = getattr(flat, "late", None)
+        assert before is None or before.arrived is None, "a second gather into a buffer whose first is under way"
         time.sleep(self.chance.choice([0, 0, 0.002]) * dist.get_rank(group))
-        rank, self.flat, self.arrived = dist.get_rank(group), flat, torch.empty_like(flat)
-        all_gather(self.arrived, mine.clone(), group=group)
+        rank, self.flat, self.mine, self.given = dist.get_rank(group), flat, mine, mine.clone()
+        self.arrived = torch.empty_like(flat)
+        all_gather(self.arrived, self.given, group=group)
         parts = flat.view(dist.get_world_size(group), -1)  # [N, S]
         parts[:rank].fill_(math.nan)
         parts[rank + 1 :].fill_(math.nan)
+        flat.late = self
 
     def wait(self) -> None:
+        assert torch.equal(self.mine, self.given), "what is being sent has been written"
         self.flat.copy_(self.arrived)
+        self.arrived = None
 
 
 def overlapped(stage: int, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, **options):

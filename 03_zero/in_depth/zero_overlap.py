@@ -113,9 +113,13 @@ class Overlapped1(Zero1):
             self.send_off(index)
         # --- end exercise ---
 
+    def update(self, index: int) -> None:
+        super().update(index)
+        self.log.append(("update", index))
+
     def send_off(self, index: int) -> None:
         """Start the gather of a bucket; its parameters travel from now on."""
-        self.log += [("update", index), ("gather", index)]
+        self.log.append(("gather", index))
         self.arrivals[index] = Arrival(index, self.publish(index), self.log)
         for p in self.buckets[index].params:
             p.arrival = self.arrivals[index]  # type: ignore[attr-defined]
