@@ -45,14 +45,24 @@ SMALL = 8_000  # bytes of a bucket: several of them
 class LateLink(Link):
     """Copies that take their time: what they write is NaN until they have arrived, and what they read must stay.
 
-    As on a GPU, the host is not stopped when the device waits for what goes down.
+    As on a GPU, the host is not stopped when the device waits for what goes down. A slot may not be used again before the
+    host has waited for what it carries.
     """
 
     chance = random.Random(0)
 
+    def __init__(self, device):
+        super().__init__(device)
+        self.busy: set[int] = set()
+
     def start(self, way, to, source):
+        slot = (to if way == "down" else source).data_ptr()
+        assert slot not in self.busy, "a slot is used again before what it carries has arrived"
+        self.busy.add(slot)
         to.fill_(math.nan)
         crossing = super().start(way, to, source)
+        waits = crossing.wait_on_host
+        crossing.wait_on_host = lambda: (waits(), self.busy.discard(slot))
         if way == "down":
             crossing.wait_on_device = lambda: None
         return crossing
