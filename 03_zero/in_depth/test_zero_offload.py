@@ -45,8 +45,8 @@ SMALL = 8_000  # bytes of a bucket: several of them
 class LateLink(Link):
     """Copies that take their time: what they write is NaN until they have arrived, and what they read must stay.
 
-    As on a GPU, the host is not stopped when the device waits for what goes down. A slot may not be used again before the
-    host has waited for what it carries.
+    As on a GPU, the host is not stopped when the device waits for what goes down. A slot may not be used again before
+    the host has waited for what it carries.
     """
 
     chance = random.Random(0)
