@@ -317,7 +317,7 @@ def check(stage: int, args: argparse.Namespace, group: dist.ProcessGroup, device
     off = torch.tensor([sum(off), *(abs(a - b) for a, b in zip(got, want, strict=True))], dtype=torch.float64)
     dist.all_reduce(off := off.to(device), group=group)  # a sum: NaN stays NaN, and each rank knows of all others
     if rank == 0:
-        print(f"stage {stage}: error {off[0]:.1e}; bytes kept, whole at most, sent {got}, by formula {want}")
+        print(f"stage {stage}: error {off[0]:.1e}; bytes kept, whole at most, sent by a ring {got}, formula {want}")
         speed = 3 * tokens.numel() / (time.perf_counter() - begin)
         print(f"  {speed:,.0f} tokens/s; a step:", ", ".join(f"{what} {i}" for what, i in zero.events[:14]), "...")
     return "" if (off <= 1e-10).all() else f"stage {stage}: error; bytes kept, whole, sent are off by {off.tolist()}"

@@ -37,6 +37,7 @@ from test_zero_stages import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero3 import Dropped, Zero3, main, make_zero
+from zero_stages import ExchangeAndSum, SendToAll
 
 
 def zero3(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, **options) -> Zero3:
@@ -61,6 +62,13 @@ def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(
 def test_results_do_not_depend_on_what_is_kept_or_prefetched(options):
     want = oracle_trace(2)
     for rank, got in enumerate(run_ranks(2, trace, **options)):
+        assert_same_trace(got, want, rank=rank)
+
+
+def test_point_to_point_gives_what_the_collectives_give():
+    want = oracle_trace(3, micro_batches=3)
+    options = {"reduce_scatter": ExchangeAndSum, "all_gather": SendToAll}
+    for rank, got in enumerate(run_ranks(3, trace, decoder, 3, **options)):
         assert_same_trace(got, want, rank=rank)
 
 

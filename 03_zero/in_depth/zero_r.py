@@ -449,7 +449,7 @@ def main() -> None:
             rows += [
                 (f"{name}: largest error (float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10),
                 (f"{name}: bytes kept of {layers} layers", keeps, kept, keeps == kept),
-                (f"{name}: bytes sent", f"{sends:.0f}", f"{sent:.0f}", abs(sends - sent) < 1e-6),
+                (f"{name}: bytes sent (payload x formula)", f"{sends:.0f}", f"{sent:.0f}", abs(sends - sent) < 1e-6),
             ]
         rows.append(
             (

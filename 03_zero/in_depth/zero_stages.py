@@ -89,7 +89,9 @@ class SendToAll:
 
     def __init__(self, flat: Tensor, mine: Tensor, *, group: dist.ProcessGroup, async_op: bool):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        slices = flat.view(ranks, -1)  # [N, S]; mine is slices[rank] already
+        slices = flat.view(ranks, -1)  # [N, S]
+        if slices[rank].data_ptr() != mine.data_ptr():  # stage 3 keeps its shard elsewhere
+            slices[rank].copy_(mine)
         self.works = [
             work
             for other in range(ranks)
@@ -234,7 +236,7 @@ class Zero1:
         self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket.params}
         self.hold_weights()
         # The optimizer's own copy of my shard. Without `master` it is no copy: it is my part of the weights.
-        self.masters = [self.weight_shard(i).to(master or b.params[0].dtype) for i, b in enumerate(self.buckets)]
+        self.masters = [self.own_copy(i, master or b.params[0].dtype) for i, b in enumerate(self.buckets)]
         self.segments = [self.cut(i) for i in range(len(self.buckets))]
         self.inner = [self.make_inner(type(optimizer), segments) for segments in self.segments]
         self.hold_gradients()
@@ -280,6 +282,9 @@ class Zero1:
 
     def weight_shard(self, index: int) -> Tensor:
         return self.flats[index][self.buckets[index].mine]
+
+    def own_copy(self, index: int, dtype: torch.dtype) -> Tensor:
+        return self.weight_shard(index).to(dtype)
 
     def hold_gradients(self) -> None:
         self.gradients = [bucket.zeros(bucket.padded, self.accumulate_dtype) for bucket in self.buckets]
@@ -464,6 +469,9 @@ class Zero1:
         mine.copy_(self.masters[index])  # rounds to the model's dtype; without `master` they are the same memory
         self.events.append(("gather", index))
         return [self.all_gather(self.flats[index], mine, group=self.group, async_op=True)]
+
+    def arrive(self) -> None:
+        """Wait for weights that are still on their way after step(): here none, but see zero_overlap.py."""
 
     # ---- what is held, and whole tensors again
 

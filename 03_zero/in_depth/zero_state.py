@@ -109,6 +109,7 @@ def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping
     A tensor is asked for when it is needed and where it has elements in my shard, and is dropped once they are copied:
     the mappings may read it from a disk. All ranks of the group call it between two steps.
     """
+    zero.arrive()
     for index, bucket in enumerate(zero.buckets):
         states = {zero.names[p]: everything[zero.names[p]] for p, _, _ in bucket.pieces()}  # all that my shard needs
         # --- exercise 3.33: the optimizer works on the master weights, where there are any ---

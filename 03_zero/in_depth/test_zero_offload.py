@@ -1,0 +1,474 @@
+"""The optimizer on the host, beside the unsharded model: bytes on either side and on the link; who waits for whom."""
+
+import gc
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+import weakref
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from _zero_demo import make_batch, train_step
+from harness.meter import communication, peak_memory, storage_bytes
+from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace
+from harness.ranks import run_ranks
+from harness.report import ROOT
+from test_zero_stages import (
+    awkward,
+    decoder,
+    distance_from_float64,
+    in_two_groups,
+    mean_loss,
+    oracle_trace,
+    padded,
+    sgd,
+    sharded_steps,
+    unsharded_steps,
+    zero_trace,
+)
+from torch import Tensor, nn
+from zero3 import make_zero
+from zero_memory import bytes_per_parameter, bytes_sent
+from zero_offload import Link, Offload2, Offload3, bytes_apart, bytes_over_the_link, main, make_offloaded
+from zero_state import full_state_dict, load_full_state_dict
+
+STAGES = [2, 3]
+SMALL = 8_000  # bytes of a bucket: several of them
+
+
+class LateLink(Link):
+    """Copies that take their time: what they write is NaN until they have arrived, and what they read must stay.
+
+    As on a GPU, the host is not stopped when the device waits for what goes down. A slot may not be used again before
+    the host has waited for what it carries.
+    """
+
+    chance = random.Random(0)
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.busy: set[int] = set()
+
+    def start(self, way, to, source):
+        slot = (to if way == "down" else source).data_ptr()
+        assert slot not in self.busy, "a slot is used again before what it carries has arrived"
+        self.busy.add(slot)
+        to.fill_(math.nan)
+        crossing = super().start(way, to, source)
+        waits = crossing.wait_on_host
+        crossing.wait_on_host = lambda: (waits(), self.busy.discard(slot))
+        if way == "down":
+            crossing.wait_on_device = lambda: None
+        return crossing
+
+    def carry(self, to, source):
+        time.sleep(self.chance.choice([0.001, 0.001, 0.003]))
+        super().carry(to, source)
+
+
+def with_link(make_link, kind):
+    return type(kind.__name__, (kind,), {"make_link": lambda self, device: make_link(device)})
+
+
+def offloaded(stage: int, model: nn.Module, optimizer: torch.optim.Optimizer, group, late: bool = False, **options):
+    kind = {2: Offload2, 3: Offload3}[stage]
+    kind = with_link(LateLink, kind) if late else kind
+    options |= {"bucket_bytes": SMALL} if stage == 2 else {"units": model.layers}
+    return kind(model, optimizer, group, **options)
+
+
+def traces(build=decoder, micro_batches: int = 2, late: bool = False) -> list[Trace]:
+    world = dist.group.WORLD
+    return [zero_trace(lambda *a, s=s: offloaded(s, *a, late), world, build, 0, micro_batches) for s in STAGES]
+
+
+# ------------------------------------------------------------------------------------------------- the one oracle
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks):
+    want = oracle_trace(ranks)
+    for rank, results in enumerate(run_ranks(ranks, traces)):
+        for got in results:
+            assert_same_trace(got, want, rank=rank)
+
+
+def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
+    want = oracle_trace(3, awkward)
+    for rank, results in enumerate(run_ranks(3, traces, awkward)):
+        for got in results:
+            assert_same_trace(got, want, rank=rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_three_micro_batches_add_up_on_the_host_however_late_the_copies_arrive(ranks):
+    want = oracle_trace(ranks, micro_batches=3)
+    for rank, results in enumerate(run_ranks(ranks, traces, decoder, 3, late=True)):
+        for got in results:
+            assert_same_trace(got, want, rank=rank)
+
+
+def two_slices() -> list[Trace]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    return [zero_trace(lambda *a, s=s: offloaded(s, *a), groups[mine], seed=mine) for s in STAGES]
+
+
+def test_two_slices_of_the_world_train_two_models_at_the_same_time():
+    want = [oracle_trace(2, seed=mine) for mine in (0, 1)]
+    for rank, results in enumerate(run_ranks(4, two_slices)):
+        for got in results:
+            assert_same_trace(got, want[rank % 2], rank=rank)
+
+
+def clipped_steps(stage: int):
+    return sharded_steps(lambda *a: offloaded(stage, *a, late=True), in_two_groups, awkward(), 0.5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(stage):
+    model = awkward()
+    norms = unsharded_steps(in_two_groups(model), model, 3, max_norm=0.5)
+    assert max(norms) > 0.5  # or nothing would be clipped
+    want = {name: p.detach() for name, p in model.named_parameters()}
+    for rank, (got_norms, got) in enumerate(run_ranks(3, clipped_steps, stage)):
+        assert_same(torch.tensor(got_norms), torch.tensor(norms), 1e-9, "gradient norm", rank)
+        assert_same_named(got, want, 1e-9, "weight", rank)
+
+
+def mixed_steps(stage: int, host: bool, wide: bool) -> dict[str, Tensor]:
+    model, rank, ranks = decoder(dtype=torch.bfloat16), dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = dict(reduce_dtype=torch.float32, accumulate_dtype=torch.float32) if wide else {}
+    if host:
+        zero = offloaded(stage, model, optimizer, dist.group.WORLD, late=True, master=torch.float32, **options)
+    else:
+        options |= {"bucket_bytes": SMALL} if stage == 2 else {"units": model.layers}
+        zero = make_zero(stage, model, optimizer, dist.group.WORLD, master=torch.float32, **options)
+    for step in range(3):
+        train_step(model, zero, make_batch(step, ranks, 3)[rank])
+        zero.step()
+    return zero.full_weights()
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["bf16 sums", "fp32 sums"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_with_master_weights_is_bit_equal_to_the_stage_that_is_not_offloaded(stage, wide):
+    want = run_ranks(2, mixed_steps, stage, False, wide)
+    for rank, got in enumerate(run_ranks(2, mixed_steps, stage, True, wide)):
+        for name in got:
+            assert torch.equal(got[name], want[rank][name]), f"{name} on rank {rank}"
+
+
+MANY = 64  # micro-batches
+
+
+def gradient_of_many(**options) -> dict[str, Tensor]:
+    model = decoder(dtype=torch.bfloat16)
+    zero = offloaded(2, model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, master=torch.float32, **options)
+    train_step(model, zero, make_batch(0, 1, MANY, length=8)[0])
+    return zero.full_gradients()
+
+
+def test_sums_on_the_host_in_fp32_are_as_near_to_float64_as_one_process_and_in_bf16_are_not():
+    exact, dense = decoder(dtype=torch.bfloat16).double(), decoder(dtype=torch.bfloat16)
+    (parts,) = make_batch(0, 1, MANY, length=8)
+    own = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in dense.named_parameters()}
+    counts = [(y != -100).sum() for _, y in parts]
+    for (x, y), count in zip(parts, counts, strict=True):
+        for model in (exact, dense):
+            (mean_loss(model, x, y) * count / sum(counts)).backward()
+        for name, p in dense.named_parameters():  # summed without any rounding: what one process can do at best
+            own[name] += p.grad
+            p.grad = None
+    want = {name: p.grad for name, p in exact.named_parameters()}
+    best = distance_from_float64(own, want)
+    (wide,) = run_ranks(1, gradient_of_many, accumulate_dtype=torch.float32)
+    (narrow,) = run_ranks(1, gradient_of_many)
+    assert distance_from_float64(wide, want) <= 1.5 * best
+    assert distance_from_float64(narrow, want) > 1.5 * distance_from_float64(wide, want)
+
+
+# ------------------------------------------------------------------------------------------------------------- bytes
+
+
+def bytes_of_a_step(stage: int, dtype: torch.dtype, micro_batches: int) -> dict[str, float]:
+    """What one AdamW step leaves in memory, seen from outside, and sends."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batch = make_batch(0, ranks, micro_batches)[rank]
+    options = {"bucket_bytes": 2**40} if stage == 2 else {"keep": False}
+    with peak_memory() as memory:
+        model = decoder(dtype=dtype)
+        optimizer = torch.optim.AdamW(model.parameters())
+        master = torch.float32 if dtype == torch.bfloat16 else None
+        zero = make_offloaded(
+            stage, model, optimizer, dist.group.WORLD, units=model.layers, master=master, **options
+        )  # fmt: skip
+        with communication() as sent:
+            train_step(model, zero, batch)
+            zero.step()
+        zero.land_all()
+        gc.collect()
+        counters = sum(v.nbytes for state in zero.state.values() for v in state.values() if v.dim() == 0)
+        alive = memory.current - counters
+    device, host = ([t for t in ts if t.dim()] for ts in (zero.on_device(), zero.on_host()))
+    shared = {t.untyped_storage()._cdata for t in device} & {t.untyped_storage()._cdata for t in host}
+    return {
+        "psi": sum(bucket.padded for bucket in zero.buckets),
+        "alive": alive - sum(slot.nbytes for slot in zero.slots),
+        "slots": sum(slot.nbytes for slot in zero.slots),
+        "longest": max(bucket.shard_numel for bucket in zero.buckets),
+        "device": storage_bytes(device),
+        "host": storage_bytes(host),
+        "shared": len(shared),
+        "sent": sent.sent["reduce_scatter"] + sent.sent["all_gather"],
+    } | zero.link.bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_on_the_device_on_the_host_and_on_the_link_are_those_of_the_paper(stage, ranks):
+    """2 Psi on the device, 14 Psi / N on the host, 2 Psi / N down a micro-batch, 2 Psi / N up: all that lives."""
+    for got in run_ranks(ranks, bytes_of_a_step, stage, torch.bfloat16, 3):
+        psi = got["psi"]
+        assert got["device"] == (2 * psi if stage == 2 else 2 * psi // ranks)
+        assert got["host"] == 14 * psi // ranks and got["shared"] == 0
+        assert got["alive"] == got["device"] + got["host"], "something offloaded is alive on the device as well"
+        assert got["slots"] == 2 * 2 * got["longest"]
+        assert (got["down"], got["up"]) == (3 * 2 * psi // ranks, 2 * psi // ranks)
+        assert (got["device"], got["host"]) == pytest.approx([psi * each for each in bytes_apart(stage, ranks)])
+        assert (got["down"], got["up"]) == bytes_over_the_link(ranks, 2 * psi, 2 * psi, 3)
+        assert got["sent"] == pytest.approx(bytes_sent(stage, ranks, 2 * psi, micro_batches=3), abs=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_without_master_weights_the_host_has_a_copy_of_its_own(ranks):
+    psi = padded(decoder(), ranks)
+    for got in run_ranks(ranks, bytes_of_a_step, 2, torch.float32, 1):
+        assert got["device"] == 4 * psi and got["host"] == (12 + 4) * psi // ranks and got["shared"] == 0
+        assert got["alive"] == got["device"] + got["host"]
+        assert (got["device"], got["host"]) == pytest.approx([psi * each for each in bytes_apart(2, ranks, 12, 4, 4)])
+
+
+def test_table_1_of_the_paper_and_the_same_bytes_on_the_link_for_any_number_of_ranks():
+    assert [bytes_per_parameter(2, 1), sum(bytes_apart(2, 1)), bytes_apart(2, 1)[0]] == [16, 16, 2]  # 16 M, 2 M
+    for ranks in (1, 2, 64):
+        assert sum(bytes_over_the_link(ranks, 2, 2)) * ranks == 4  # 4 M
+    assert bytes_over_the_link(2, 200, 100, 4) == (400, 50)
+    for stage in (0, 1, 4):
+        with pytest.raises(ValueError, match=f"stage {stage} is not offloaded"):
+            bytes_apart(stage, 2)
+
+
+# --------------------------------------------------------------------------------------------------------- lifetimes
+
+
+class Watched(Link):
+    """What is on its way down, and for how long the device keeps it."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.pieces: list[weakref.ref] = []
+        self.most, self.sizes = 0, Counter()
+
+    def alive(self) -> int:
+        return sum(storage() is not None for storage in self.pieces)
+
+    def start(self, way, to, source):
+        if way == "down":
+            storage = source.untyped_storage()
+            self.sizes[storage.nbytes()] += 1
+            self.pieces.append(weakref.ref(storage))
+            self.most = max(self.most, self.alive())
+            del storage
+        return super().start(way, to, source)
+
+
+def watched_steps(stage: int) -> tuple[int, int, list[int], list[int], list[int]]:
+    model, rank, ranks = decoder(), dist.get_rank(), dist.get_world_size()
+    kind = with_link(Watched, {2: Offload2, 3: Offload3}[stage])
+    options = {"bucket_bytes": SMALL} if stage == 2 else {"units": model.layers}
+    zero = kind(model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, **options)
+    left, current = [], []
+    train_step(model, zero, make_batch(0, ranks)[rank])  # Adam's moments are made in the first step
+    zero.step()
+    with peak_memory() as memory:
+        for step in range(3):
+            train_step(model, zero, make_batch(step, ranks)[rank])
+            left.append(zero.link.alive())
+            zero.step()
+            zero.land_all()
+            gc.collect()
+            time.sleep(0.05)  # gloo's threads may hold on to a buffer a little longer than its collective
+            current.append(memory.current)
+    shards = sorted({8 * bucket.shard_numel for bucket in zero.buckets})
+    return zero.link.most, len(zero.buckets), left, current, [sorted(zero.link.sizes) == shards]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_offloaded_piece_leaves_the_device_and_is_never_more_than_a_shard(stage):
+    for most, buckets, left, current, only_shards in run_ranks(2, watched_steps, stage):
+        assert buckets > 3 - (stage == 3) and most <= 3  # two under way, and the one that is about to be
+        assert left == [0, 0, 0], "gradients that have arrived are still on the device"
+        assert only_shards == [True], "a view keeps the bucket of all ranks alive"
+        assert current[0] == current[1] == current[2] <= 0, "memory grows with every step"
+
+
+# -------------------------------------------------------------------------------------------------- order and devices
+
+
+def events_of_a_step() -> tuple[list[tuple[str, object]], int]:
+    model = decoder()
+    zero = offloaded(2, model, sgd(model), dist.group.WORLD)
+    train_step(model, zero, make_batch(0, dist.get_world_size(), 1)[dist.get_rank()])
+    zero.step()
+    return zero.events, len(zero.buckets)
+
+
+def test_gradients_go_down_during_backward_and_weights_go_up_before_the_next_update():
+    for events, buckets in run_ranks(2, events_of_a_step):
+        last_ready = max(i for i, (what, _) in enumerate(events) if what == "ready")
+        early = [i for i, (what, _) in enumerate(events) if what == "down" and i < last_ready]
+        assert buckets > 3 and len(early) >= buckets - 3
+        for index in range(buckets):
+            assert events.index(("update", index)) < events.index(("up", index)) < events.index(("gather", index))
+            assert index == buckets - 1 or events.index(("gather", index)) < events.index(("update", index + 1))
+
+
+HERE, STAND_IN = Path(__file__).parent, ROOT / "tests/fake_device"
+FAKE = {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{HERE}", "FAKE_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}
+with_a_stand_in = pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
+
+
+@with_a_stand_in
+@pytest.mark.parametrize("stage", STAGES)
+def test_on_a_stand_in_gpu_host_and_device_are_apart_and_each_waits_for_the_other(stage):
+    """It refuses what a GPU does not forgive: a slot that is read before its copy has arrived, or written before."""
+    command = [sys.executable, str(HERE / "zero_offload.py"), "--stage", str(stage)]
+    done = subprocess.run(command, env=os.environ | FAKE, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout[-900:] + done.stderr[-900:]
+    assert "on 1 cuda rank(s)" in done.stdout
+    assert stage == 3 or "bytes allocated on the device" in done.stdout  # by the device's own count
+
+
+STATE = """
+import torch
+from _zero_demo import Decoder, make_batch, train_step, world
+from zero_offload import make_offloaded
+from zero_state import full_state_dict, load_full_state_dict
+with world() as (group, device):
+    for stage in (2, 3):
+        model = Decoder().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        zero = make_offloaded(stage, model, optimizer, group, units=model.layers)
+        for step in range(2):
+            train_step(model, zero, [(x.to(device), y.to(device)) for x, y in make_batch(step, 1)[0]], max_norm=0.1)
+            zero.step()
+            state = full_state_dict(zero)
+            load_full_state_dict(zero, state)
+            assert all(t.device.type == "cpu" for t in zero.on_host())
+            assert all(t.device.type == "cuda" for t in zero.on_device())
+print("PASS")
+"""
+
+
+@with_a_stand_in
+def test_on_a_stand_in_gpu_clipping_saving_and_loading_know_where_things_are():
+    command = [sys.executable, "-c", STATE]
+    done = subprocess.run(command, env=os.environ | FAKE, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["PASS"], done.stdout[-900:] + done.stderr[-900:]
+
+
+# ------------------------------------------------------------------------------------------------ the state, by name
+
+
+def straight(steps: int) -> dict:
+    model = decoder()
+    zero = make_zero(2, model, in_two_groups(model), dist.group.WORLD, bucket_bytes=SMALL)
+    return goes_on(model, zero, range(steps))
+
+
+def goes_on(model: nn.Module, zero, steps: range) -> dict:
+    for step in steps:
+        train_step(model, zero, make_batch(step, 1)[0] if dist.get_world_size() == 1 else shares(step))
+        zero.step()
+    return full_state_dict(zero)
+
+
+def shares(step: int) -> list[tuple[Tensor, Tensor]]:
+    """The same global batch on two ranks as on one: a micro-batch each."""
+    return [make_batch(step, 1)[0][dist.get_rank()]]
+
+
+def resumed(stage: int, host: bool, state: dict) -> dict:
+    model = decoder(1)
+    options = {"bucket_bytes": SMALL} if stage < 3 else {}
+    make = make_offloaded if host else make_zero
+    zero = make(stage, model, in_two_groups(model), dist.group.WORLD, units=model.layers, **options)
+    load_full_state_dict(zero, state)
+    return goes_on(model, zero, range(2, 4))
+
+
+@pytest.mark.parametrize(("first", "then"), [((2, False), (3, True)), ((2, True), (1, False)), ((3, True), (2, True))])
+def test_a_run_goes_on_with_or_without_offloading_as_if_nothing_had_happened(first, then):
+    (want,) = run_ranks(1, straight, 4)
+    saved = run_ranks(2, saved_after_two, *first)[0]
+    for rank, got in enumerate(run_ranks(2, resumed, *then, saved)):
+        assert_same_named(got["weights"], want["weights"], 1e-9, "weight", rank)
+        for name, state in want["optimizer"].items():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert_same(got["optimizer"][name][kind], state[kind], 1e-9, f"{kind} of {name}", rank)
+
+
+def saved_after_two(stage: int, host: bool) -> dict:
+    model = decoder()
+    options = {"bucket_bytes": SMALL} if stage < 3 else {}
+    make = make_offloaded if host else make_zero
+    zero = make(stage, model, in_two_groups(model), dist.group.WORLD, units=model.layers, **options)
+    return goes_on(model, zero, range(2))
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def refused() -> list[str]:
+    model, said = decoder(), []
+    for stage, units in ((1, ()), (4, ()), ("2", ()), (True, ()), (3, ())):
+        try:
+            make_offloaded(stage, model, sgd(model), dist.group.WORLD, units=units)
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    zero = offloaded(2, model, sgd(model), dist.group.WORLD)
+    mean_loss(model, *make_batch(0, 1)[0][0]).backward()
+    for use in (zero.step, lambda: zero.clip_grad_norm(1.0)):
+        try:
+            use()
+            said.append("accepted")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_stage_that_is_not_offloaded_a_stage_3_without_units_and_a_forgotten_finish_are_refused():
+    (said,) = run_ranks(1, refused)
+    for message, stage in zip(said[:4], (1, 4, "2", True), strict=True):
+        assert message == f"stage {stage!r} is not offloaded; use 2 or 3"
+    assert "give units=model.layers" in said[4]
+    assert all("call finish() after backward" in message for message in said[5:]) and len(said) == 7
+
+
+@pytest.mark.parametrize("arguments", [["--stage", "1"], ["--stage", "x"], ["--stge", "2"], ["--stage"]])
+def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["zero_offload.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("zero_offload.py: ")
+    assert arguments[0] in lines[0]
