@@ -51,6 +51,8 @@ const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <numeric>
@@ -414,6 +416,31 @@ const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
             }
     return nullptr;
 }
+
+// ---- a program of its own: what matmul.cu, on the ground floor, uses of CUDA's runtime beside kernels
+
+using cudaError_t = int;
+enum { cudaSuccess = 0, cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
+namespace cuda_on_cpu {
+static std::string launch_error;
+}
+#define LAUNCH(kernel, grid, block, ...)                                                \
+    do {                                                                                \
+        if (const char* error = launch(kernel, grid, block, 0, nullptr, __VA_ARGS__))   \
+            cuda_on_cpu::launch_error = error;                                          \
+    } while (0)
+inline cudaError_t cudaMalloc(void** p, size_t bytes) {
+    *p = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    return *p ? cudaSuccess : 1;
+}
+inline cudaError_t cudaFree(void* p) { return free(p), cudaSuccess; }
+inline cudaError_t cudaMemset(void* p, int byte, size_t bytes) { return memset(p, byte, bytes), cudaSuccess; }
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
+    return memcpy(to, from, bytes), cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return !cuda_on_cpu::launch_error.empty(); }
+inline cudaError_t cudaGetLastError() { return cudaDeviceSynchronize(); }
+inline const char* cudaGetErrorString(cudaError_t) { return cuda_on_cpu::launch_error.c_str(); }
 
 // For Python: in which order threads run, and whether to count (which is slow).
 extern "C" void cuda_on_cpu_set(int order, int counting) {
