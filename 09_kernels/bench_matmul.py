@@ -3,10 +3,10 @@
     python 09_kernels/bench_matmul.py              any machine: verify, count, write results and figures; no speed
     python 09_kernels/bench_matmul.py --figures    only draw, from what results/ has
 
-First the program must say PASS, its kernels must be as exact as torch's product in three orders of their threads and
-equal in_depth's to the bit, and fetch what the formulas say. Only then is anything written. Sectors, loads and bank turns
-are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nvcc makes for an H100. With --gpu the program
-is built with nvcc and timed; --gpu --dry --out DIR goes through the same motions on the CPU.
+First the program must say PASS, its kernels must be as exact as torch's product in three orders of their threads, equal
+in_depth's to the bit, and fetch what the formulas say. Only then is anything written. Sectors, loads and turns of banks
+are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nvcc makes for an H100. With --gpu the
+program is built with nvcc and timed; --gpu --dry --out DIR goes through the same motions on the CPU.
 """
 
 import argparse
@@ -46,11 +46,11 @@ extern "C" const char* run_places(int* rows, int* cols, int* stores, void*) {
 }
 """
 
-# ------------------------------------------------------------------------------------------------ an H100 by its papers
+# ----------------------------------------------------------------------------------------------- an H100 by its papers
 
-# NVIDIA H100 SXM: data sheet (TFLOP/s, HBM), white paper (multiprocessors, sizes), CUDA programming guide (32 banks of 4
-# bytes a clock; 128 FMAs a clock, each of which reads three registers). L2's bytes a clock and the latencies in clocks:
-# table 3 of doi.org/10.1016/j.ultsonch.2023.106546. TB/s at the 1.755 GHz of that table; HBM's is the data sheet's.
+# NVIDIA H100 SXM: data sheet (TFLOP/s, HBM), white paper (multiprocessors, sizes), CUDA programming guide (32 banks of
+# 4 bytes a clock; 128 FMAs a clock, each of which reads three registers). L2's bytes a clock and the latencies in
+# clocks: table 3 of doi.org/10.1016/j.ultsonch.2023.106546. TB/s at the 1.755 GHz of that table; HBM's: data sheet.
 CLOCK, SMS, PEAK, DRAM = 1.755e9, 132, 66.9, 3.35
 HIERARCHY = [  # name, whose, how many there are, bytes of one, bytes a clock of one, latency in clocks
     ["registers", "a thread's, up to 255", SMS, 256 * 1024, 128 * 3 * 4, 0],
@@ -70,12 +70,12 @@ def write_hierarchy() -> None:
         "The memories of an H100 (SXM), by its papers",
         ["memory", "whose", "how many", "bytes of one", "bytes of all", "TB/s of all", "clocks until a load answers"],
         rows,
-        f"{SMS} multiprocessors at {CLOCK / 1e9} GHz. From NVIDIA's data sheet, white paper and programming guide; L2's "
-        "speed and the latencies from doi 10.1016/j.ultsonch.2023.106546, table 3. Registers: what 128 FMAs a clock read.",
+        f"{SMS} multiprocessors at {CLOCK / 1e9} GHz. NVIDIA's data sheet, white paper and programming guide; L2's speed "
+        "and the latencies: doi 10.1016/j.ultsonch.2023.106546, table 3. Registers: what 128 FMAs a clock read.",
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- the kernels
+# ---------------------------------------------------------------------------------------------------------- the kernels
 
 
 def build(folder: Path, on_gpu: bool) -> Path:
@@ -155,18 +155,22 @@ def count(inside: str) -> None:
         blocks = 65536 // (-(-used.registers // 8) * 8 * (256 if kernel == "register_tiles" else 1024))
         dram, shared = min(PEAK, DRAM * intensity), PEAK / max(1, 4 * clocks)
         rows.append(
-            [kernel, round(asked), got.load_sectors, round(intensity, 3), f"{loop.shared_loads} / {loop.fmas}"]
-            + [used.registers, blocks, round(dram, 2), round(shared, 1)]
+            [
+                *(kernel, round(asked), got.load_sectors, round(intensity, 3), f"{loop.shared_loads} / {loop.fmas}"),
+                *(used.registers, blocks, round(dram, 2), round(shared, 1)),
+            ]
         )
     write_result(
         "09_ground",
         f"The kernels of matmul.cu at {M} x {N} x {K}: what they ask of which memory, and what it allows on an H100",
-        ["kernel", "sectors by formula", "counted", "FLOPs per byte", "shared loads / FMAs", "registers"]
-        + ["blocks that fit", "TFLOP/s, if DRAM answered", "TFLOP/s, if the near memory did"],
+        [
+            *("kernel", "sectors by formula", "counted", "FLOPs per byte", "shared loads / FMAs", "registers"),
+            *("blocks that fit", "TFLOP/s, if DRAM answered", "TFLOP/s, if the near memory did"),
+        ],
         rows,
-        f"Sectors of 32 bytes that loads ask for. Shared loads and FMAs: of a thread, in the machine code for sm_90. Blocks: "
-        f"on one multiprocessor, by registers. Bounds: {DRAM} TB/s; 128 bytes a clock of each multiprocessor; at most "
-        f"{PEAK} TFLOP/s. Computed, not timed: caches lie between the two.",
+        "Sectors of 32 bytes that loads ask for. Shared loads and FMAs: of a thread, in the machine code for sm_90. "
+        f"Blocks: on a multiprocessor, by registers. Bounds: {DRAM} TB/s; 128 bytes a clock of each multiprocessor; at "
+        f"most {PEAK} TFLOP/s. Computed, not timed: caches lie between the two.",
     )
     rows = []
     for name, (loop, used) in found.items():
@@ -196,15 +200,25 @@ def write_places(inside: str) -> None:
     call(inside, "run_places", rows, cols, stores)
     if len((rows[:, :, None] * 128 + cols[:, None, :]).unique()) != 128 * 128:
         sys.exit("register_tiles: not every element of the tile has an owner")
-    places = [[t, int(r[0]), int(r[1] - r[0]), int(c[0]), int(c[1] - c[0])] for t, (r, c) in enumerate(zip(rows, cols))]
+    places = [
+        [t, int(r[0]), int(r[1] - r[0]), int(c[0]), int(c[1] - c[0])]
+        for t in range(256)
+        for r, c in [(rows[t], cols[t])]
+    ]
     columns = ["thread", "first row", "row step", "first column", "column step"]
     write_result("09_places", "register_tiles: which 8 x 8 elements of the tile a thread owns", columns, places)
-    banks = [["load a[0]: As[k][my row]", lane, int(rows[lane, 0]) % 32] for lane in range(32)]
-    banks += [["load b[0]: Bs[k][my column]", lane, int(cols[lane, 0]) % 32] for lane in range(32)]
-    banks += [["store As, columns of 128 + 4", lane, int(stores[lane]) % 32] for lane in range(32)]
-    banks += [["store As, were columns 128", lane, (lane % 8 * 128 + lane // 8) % 32] for lane in range(32)]
+    addresses = {
+        "load a[0]": rows[:32, 0],
+        "load b[0]": cols[:32, 0],
+        "store As": stores[:32],
+        "store As, if LDA were 128": torch.tensor([lane % 8 * 128 + lane // 8 for lane in range(32)]),
+    }
     write_result(
-        "09_banks", "register_tiles: the bank that each lane of warp 0 asks for", ["access", "lane", "bank"], banks
+        "09_banks",
+        "register_tiles, at k = 0: the address in As or Bs, in numbers, that each lane of warp 0 asks for",
+        ["access", *(f"lane {lane}" for lane in range(32))],
+        [[access, *asked.tolist()] for access, asked in addresses.items()],
+        "The bank of an address is its remainder by 32.",
     )
 
 
@@ -339,25 +353,19 @@ def draw_tile(axes, places, banks) -> None:
         middle.plot([0, 24], [r, r], color=GREY, lw=1.6)
     for c in range(0, 25, 8):
         middle.plot([c, c], [0, 12], color=GREY, lw=1.6)
-    middle.set(title=f"its upper left corner by lanes; lane {lane} owns the blue ones", xlim=(0, 24), ylim=(12, 0))
-    middle.set(xticks=range(0, 25, 8), yticks=range(0, 13, 4))
-    names = list(dict.fromkeys(row[0] for row in banks["rows"]))
-    for y, name in enumerate(names):
-        asked = [row[2] for row in banks["rows"] if row[0] == name]
-        # Lanes that want the same address are served together: As[k] and Bs[k] are rows, so one bank is one address.
-        waits = [asked.count(bank) if name.startswith("store") else min(1, asked.count(bank)) for bank in range(32)]
+    middle.set(title=f"its first rows and columns by lanes", xlim=(0, 24), ylim=(12, 0))
+    middle.set(xticks=range(0, 25, 8), yticks=range(0, 13, 4), xlabel=f"blue: some of the 64 elements of lane {lane}")
+    for y, (_, *asked) in enumerate(banks["rows"]):
+        waits = [len({address for address in asked if address % 32 == bank}) for bank in range(32)]
         for bank, turns in enumerate(waits):
-            colour = COLOURS["gradients"] if turns > 1 else COLOURS["weights"]
-            bottom.add_patch(
-                Rectangle((bank, y), 1, 0.8, facecolor=colour if turns else "none", alpha=0.5, edgecolor=GREY, lw=0.4)
-            )
+            colour = COLOURS["gradients"] if turns > 1 else COLOURS["weights"] if turns else "none"
+            bottom.add_patch(Rectangle((bank, y), 1, 0.8, facecolor=colour, alpha=0.5, edgecolor=GREY, lw=0.4))
             if turns:
                 bottom.text(bank + 0.5, y + 0.42, str(turns), ha="center", va="center", fontsize=7)
-        turns = max(waits)
-        bottom.text(32.5, y + 0.42, f"{turns} turn{'s' * (turns > 1)}", ha="left", va="center", fontsize=8)
-    bottom.set(title="the banks that one instruction of warp 0 asks for", xlim=(0, 37), ylim=(len(names), -0.1))
-    bottom.set_yticks([y + 0.4 for y in range(len(names))], names, fontsize=7.5)
-    bottom.set(xticks=range(0, 33, 8), xlabel="bank: the number of different addresses on it")
+        bottom.text(32.5, y + 0.42, f"{max(waits)} turn{'s' * (max(waits) > 1)}", ha="left", va="center", fontsize=8)
+    bottom.set(title="different addresses on each bank", xlim=(0, 38), ylim=(len(banks["rows"]), -0.1))
+    bottom.set_yticks([y + 0.4 for y in range(len(banks["rows"]))], [row[0] for row in banks["rows"]], fontsize=8)
+    bottom.set(xticks=range(0, 33, 8), xlabel="bank")
     for panel in axes:
         panel.grid(False)
 

@@ -1,4 +1,4 @@
-"""matmul.cu, the very file, on the CPU: against float64, the rungs of in_depth, its own formulas, and NVIDIA's compiler.
+"""matmul.cu, the very file, on the CPU: against float64, in_depth, its own formulas, and what NVIDIA's compiler makes.
 
 The program is built as its first lines say, and run. Its kernels are also called one by one, with torch's tensors: for
 that the file is included, as it is, into a source with a few C functions more (`INSIDE`).
