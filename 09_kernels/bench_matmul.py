@@ -10,6 +10,7 @@ program is built with nvcc and timed; --gpu --dry --out DIR goes through the sam
 """
 
 import argparse
+import math
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def write_hierarchy() -> None:
         "The memories of an H100 (SXM), by its papers",
         ["memory", "whose", "how many", "bytes of one", "bytes of all", "TB/s of all", "clocks until a load answers"],
         rows,
-        f"{SMS} multiprocessors at {CLOCK / 1e9} GHz. NVIDIA's data sheet, white paper and programming guide; L2's speed "
+        f"{SMS} SMs at {CLOCK / 1e9} GHz. NVIDIA's data sheet, white paper and programming guide; L2's speed "
         "and the latencies: doi 10.1016/j.ultsonch.2023.106546, table 3. Registers: what 128 FMAs a clock read.",
     )
 
@@ -260,62 +261,38 @@ def human(n: float) -> str:
 
 def draw_gpu(axes, result) -> None:
     """The parts of a GPU as boxes, with the sizes and speeds of the result."""
-    from matplotlib.patches import FancyArrowPatch, Rectangle
+    from matplotlib.patches import Rectangle
 
-    size = {row[0]: row for row in result["rows"]}
-
-    def box(x, y, width, height, words, colour=GREY, alpha=0.12, at=0.5, fontsize=8):
-        axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor=GREY, alpha=alpha, linewidth=0))
+    def box(x, y, width, height, words, colour=GREY, alpha=0.3, at=0.5, fontsize=9):
+        axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, alpha=alpha, linewidth=0))
         axes.add_patch(Rectangle((x, y), width, height, facecolor="none", edgecolor=GREY, linewidth=0.8))
         axes.text(x + width / 2, y + height * at, words, ha="center", va="center", fontsize=fontsize)
 
-    def road(x, y0, y1, name, words):
-        speed = size[name][5]
-        arrow = FancyArrowPatch((x, y0), (x, y1), arrowstyle="<|-|>", mutation_scale=9, color=COLOURS["messages"])
-        arrow.set_linewidth(1 + 1.6 * max(0, torch.log2(torch.tensor(speed / 2)).item()))
-        axes.add_patch(arrow)
-        axes.text(x + 2.2, (y0 + y1) / 2, words, ha="left", va="center", fontsize=8)
+    def road(x, y0, y1, speed, words):
+        """As wide as it is fast, on a logarithmic scale."""
+        width = 1.5 * math.log2(speed)
+        axes.plot([x, x], [y0, y1], color=COLOURS["messages"], linewidth=width, solid_capstyle="butt")
+        axes.text(x + 2, (y0 + y1) / 2, words, ha="left", va="center", fontsize=8.5)
 
-    registers, shared, l2, hbm = (row for row in result["rows"])
-    for i, x in enumerate((2, 52)):
-        n = (1, registers[2])[i]
-        box(x, 34, 46, 64, f"multiprocessor (SM) {n}", alpha=0.05, at=0.965, fontsize=9)
+    registers, shared, l2, hbm = result["rows"]
+    for x, n in ((2, 1), (52, registers[2])):
+        title = f"multiprocessor (SM) {n}: up to 64 warps of 32 lanes, in blocks"
+        box(x, 36, 46, 62, title, alpha=0.06, at=0.95)
         for part in range(4):
-            left = x + 1.5 + 10.9 * part
-            box(left, 82, 10.2, 10, "32 FMA units\n1 tensor core", COLOURS["compute"], 0.35, fontsize=7)
-        box(x + 1.5, 68, 43, 8, f"registers {human(registers[3])}: a thread's own", COLOURS["activations"], 0.3)
-        box(x + 1.5, 54.5, 43, 8, "64 warps of 32 lanes (threads), in blocks", alpha=0.0)
-        box(
-            x + 1.5,
-            40,
-            43,
-            8,
-            f"shared memory {human(shared[3])}: a block's own (rest of 256 KB: L1)",
-            COLOURS["weights"],
-            0.3,
-        )
-        road(x + 8, 76, 82, "registers", f"{registers[5]:.0f} TB/s in all SMs")
-        road(x + 8, 48, 54.5, "shared memory", f"{shared[5]:.0f} TB/s in all SMs, after {shared[6]} clocks")
-        axes.plot([x + 8, x + 8], [62.5, 68], color=COLOURS["messages"], linewidth=4)
-        road(
-            x + 8,
-            26.5,
-            34,
-            "L2 cache",
-            f"{l2[5]:.1f} TB/s for all SMs together, after {l2[6]} clocks" if i == 0 else "",
-        )
-    axes.text(50, 66, "...", ha="center", va="center", fontsize=14)
-    box(2, 18.5, 96, 8, f"L2 cache {human(l2[3])}: everybody's; what DRAM has sent lately", COLOURS["optimizer"], 0.3)
-    road(10, 9, 18.5, "HBM (global memory)", f"{hbm[5]:.2f} TB/s, after {hbm[6]} clocks")
-    box(
-        2,
-        1,
-        96,
-        8,
-        f"HBM, the GPU's DRAM {human(hbm[3])}: global memory; every tensor lies here",
-        COLOURS["gradients"],
-        0.3,
-    )
+            words = "32 FMA units\n1 tensor core"
+            box(x + 1.5 + 10.9 * part, 79, 10.2, 11, words, COLOURS["compute"], 0.4, fontsize=8)
+        road(x + 8, 69, 79, registers[5], f"{registers[5]:.0f} TB/s in all SMs")
+        words = f"registers {human(registers[3])}: a thread's own"
+        box(x + 1.5, 60, 43, 9, words, COLOURS["activations"])
+        road(x + 8, 50, 60, shared[5], f"{shared[5]:.0f} TB/s in all SMs, after {shared[6]} clocks")
+        words = f"shared memory {human(shared[3])}: a block's own"
+        box(x + 1.5, 41, 43, 9, words, COLOURS["weights"])
+        road(x + 8, 28, 36, l2[5], f"{l2[5]:.1f} TB/s to all SMs together, after {l2[6]} clocks" if n == 1 else "")
+    axes.text(50, 65, "...", ha="center", va="center", fontsize=14)
+    box(2, 19, 96, 9, f"L2 cache {human(l2[3])}: everybody's; what DRAM sent or took last", COLOURS["optimizer"])
+    road(10, 10, 19, hbm[5], f"{hbm[5]:.2f} TB/s, after {hbm[6]} clocks")
+    words = f"HBM, the GPU's DRAM, {human(hbm[3])}: global memory, where every tensor lies"
+    box(2, 1, 96, 9, words, COLOURS["gradients"])
     axes.set(xlim=(0, 100), ylim=(0, 100), xticks=[], yticks=[])
     axes.axis("off")
 
@@ -353,7 +330,7 @@ def draw_tile(axes, places, banks) -> None:
         middle.plot([0, 24], [r, r], color=GREY, lw=1.6)
     for c in range(0, 25, 8):
         middle.plot([c, c], [0, 12], color=GREY, lw=1.6)
-    middle.set(title=f"its first rows and columns by lanes", xlim=(0, 24), ylim=(12, 0))
+    middle.set(title="the first rows and columns of warp 0, by lanes", xlim=(0, 24), ylim=(12, 0))
     middle.set(xticks=range(0, 25, 8), yticks=range(0, 13, 4), xlabel=f"blue: some of the 64 elements of lane {lane}")
     for y, (_, *asked) in enumerate(banks["rows"]):
         waits = [len({address for address in asked if address % 32 == bank}) for bank in range(32)]
