@@ -23,7 +23,28 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 HEADERS = ("cuda_on_cpu.h", "ptx.h")
-FORWARD, REVERSE = 0, 1  # orders in which the CPU runs the threads of a block; a number above is the seed of a shuffle
+FORWARD, REVERSE = 0, 1  # orders in which the CPU runs the threads of a block; up to a million the seed of a shuffle
+
+
+def ahead(warp: int) -> int:
+    """The order in which this warp of each block runs as far ahead of the others as barriers let it."""
+    return -1 - 2 * warp
+
+
+def behind(warp: int) -> int:
+    """The order in which it runs only when no other warp can."""
+    return -2 - 2 * warp
+
+
+def racing(seed: int) -> int:
+    """Random orders: now one warp runs ahead, now another."""
+    return 1_000_000 + seed
+
+
+def uneven(threads: int) -> list[int]:
+    """For each warp of a block an order in which it is ahead, and one in which it is behind; and two random ones."""
+    warps = range(-(-threads // 32))
+    return [*map(ahead, warps), *map(behind, warps), racing(1), racing(2)]
 
 
 class CudaError(RuntimeError):
