@@ -178,8 +178,8 @@ def predict_and_count(folder: Path | None) -> None:
             *("peak, TFLOP/s", "bandwidth, TB/s"),
         ],
         roofline,
-        "Computed from the formulas and NVIDIA's datasheet of the H200; caches raise the first bound. The second: 128 bytes "
-        "a clock, for the loads in the machine code.",
+        "Computed from the formulas and NVIDIA's datasheet of the H200; caches raise the first bound. The second: 128 "
+        "bytes a clock, for the loads in the machine code.",
         folder,
     )
 
