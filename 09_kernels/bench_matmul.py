@@ -3,7 +3,7 @@
     python 09_kernels/bench_matmul.py              any machine: verify, count, write results and figures; no speed
     python 09_kernels/bench_matmul.py --figures    only draw, from what results/ has
 
-First the program must say PASS, its kernels must be as exact as torch's product in three orders of their threads, equal
+First the program must say PASS, its kernels must be as exact as torch's product in four orders of their threads, equal
 in_depth's to the bit, and fetch what the formulas say. Only then is anything written. Sectors, loads and turns of banks
 are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nvcc makes for an H100. With --gpu the
 program is built with nvcc and timed; --gpu --dry --out DIR goes through the same motions on the CPU.
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
 import _cuda
 import matmul_ladder
 import torch
-from _cuda import FORWARD, REVERSE, call, multiplying_loop
+from _cuda import FORWARD, REVERSE, call, multiplying_loop, racing
 from harness import predictions
 from harness.ceilings import device_here, timer
 from harness.figures import COLOURS, GREY, write_figure
@@ -122,7 +122,7 @@ def verify(inside: str) -> None:
         passing_rows(build(Path(folder), on_gpu=False))
     for kernel in KERNELS:
         a, b = matmul_ladder.random_inputs(139, 130, 77, torch.float32, "cpu")
-        results = [product(inside, kernel, a, b, order) for order in (FORWARD, REVERSE, 7)]
+        results = [product(inside, kernel, a, b, order) for order in (FORWARD, REVERSE, 7, racing(7))]
         error = matmul_ladder.error_ratio(results[0], a, b)
         rung = matmul_ladder.matmul(a, b, kernel.replace("register_tiles", "coarsened_2d"))
         if not error <= 2 or not all(torch.equal(rung, result) for result in results):

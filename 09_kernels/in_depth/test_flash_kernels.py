@@ -334,6 +334,7 @@ def test_the_copy_engine_gets_addresses_and_strides_of_16_bytes_and_only_what_do
         assert lies_where_it_was(offset, 64, False)
         assert not lies_where_it_was(offset, 64, True), f"an address of {offset * dtype.itemsize} bytes is not aligned"
     assert lies_where_it_was(0, 65, False) and not lies_where_it_was(0, 65, True)
+    assert lies_where_it_was(0, 68, True) == (dtype == torch.float32), "68 numbers are 272 bytes, or 136"
     assert not lies_where_it_was(0, 0, True), "one token that stands for all"
 
 
