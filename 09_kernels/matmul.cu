@@ -1,8 +1,8 @@
 // Chapter 9, the ground floor in CUDA: a matrix product, from one thread per number to 64 numbers per thread.
 //
-// The problem. C = A · B, with A [M, K], B [K, N], C [M, N], makes M·N·K multiply-adds (FMAs). The first product that one
-// writes fetches two numbers for each of them. An H100 can do 33·10¹² FMAs in a second, but its memory delivers only
-// 0.84·10¹² numbers of 4 bytes. Without caches its units would compute in one of 80 clocks, and wait in 79.
+// The problem. C = A · B, with A [M, K], B [K, N], C [M, N], makes M·N·K multiply-adds (FMAs). The first product that
+// one writes fetches two numbers for each of them. An H100 can do 33·10¹² FMAs in a second, but its memory delivers
+// only 0.84·10¹² numbers of 4 bytes. Without caches its units would compute in one of 80 clocks, and wait in 79.
 //
 // The idea. Fetch a number once, use it often, from ever nearer places:
 //
@@ -147,7 +147,7 @@ __device__ inline int my_row(int t, int i) { return t / 64 * 32 + i * 4 + t % 32
 __device__ inline int my_col(int t, int j) { return t / 32 % 2 * 64 + j * 8 + t % 8; }
 
 // As is stored column by column, so that the rows of one k are neighbours. A warp fetches 4 rows x 8 numbers of A, whole
-// sectors, and writes them to 8 columns of As: were a column 128 long, all 8 would begin on one bank. With LDA = 128 + 4
+// sectors, and writes them to 8 columns of As: were a column 128 long, all 8 would begin on one bank. With LDA = 132
 // each begins 4 banks further, and 4 x 8 numbers fill the 32 banks.
 constexpr int LDA = BM + 4;
 
@@ -287,7 +287,7 @@ static bool is_right(double error) {  // fp32 rounds by 6e-8; one number left ou
 }
 
 static void add_vectors(int n, bool timed) {
-    std::vector<float> a = random_numbers(n + 256, 1), b = random_numbers(n + 256, 2);  // longer: too much would be seen
+    std::vector<float> a = random_numbers(n + 256, 1), b = random_numbers(n + 256, 2);  // longer: who adds more is seen
     Matrix on_a(a), on_b(b), on_c(a.size());
     auto run = [&] { LAUNCH(vector_add, dim3(blocks(n, 256)), dim3(256), n, on_a.data(), on_b.data(), on_c.data()); };
     run();

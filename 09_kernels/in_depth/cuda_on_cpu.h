@@ -297,7 +297,7 @@ inline bool run_block() {
     while (ended < threads) {
         bool progress = false;
         if (!the.keeps_step()) {
-            // The first warp that can go on does, until it waits for somebody; then it is asked again, before the others.
+            // The first warp that can go on does, until it waits for somebody; then it is asked again before others.
             if (the.order > 0 && before_change-- == 0) {
                 std::shuffle(warps.begin(), warps.end(), the.random);
                 before_change = the.random() % 2 ? int(the.random() % 4) : int(the.random() % 64);  // soon, or later

@@ -21,8 +21,8 @@ constexpr int TILE_K = 64;
 __host__ __device__ inline int swizzled(int row, int chunk) { return row * TILE_K + ((chunk ^ (row & 7)) * 8); }
 
 // How wgmma is told where a tile is. In units of 16 bytes: the address in shared memory (bits 0 to 13), and the way from
-// one group of 8 rows to the next (bits 32 to 45), 1024 bytes here; bits 62 and 63: 1 for the 128-byte swizzle. (Bits 16
-// to 29, the way along K, are not used with a swizzle.) Both compilers build it, and the emulator reads its bits.
+// one group of 8 rows to the next (bits 32 to 45), 1024 bytes here; bits 62 and 63: 1 for the 128-byte swizzle. (Bits
+// 16 to 29, the way along K, are not used with a swizzle.) Both compilers build it; the emulator reads its bits.
 __host__ __device__ inline uint64_t descriptor_of(uint32_t address) {
     return (address >> 4 & 0x3fff) | (uint64_t(1) << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
 }
