@@ -302,7 +302,7 @@ def check(S: int, N_kv: int, rows: int, device: str) -> list[str]:
     for name, block, moved in (("a row at once", None, 2 * x.nbytes), ("online", 16, 3 * x.nbytes + x[:, 0].nbytes)):
         with traffic() as count:
             error = (softmax(x, block) - x.softmax(-1)).abs().max().item()
-        print(f"softmax, {name:18}{error:8.1e} {1e-10:8.1e} {count[0] or '-':>9} ({moved})")
+        print(f"softmax, {name:18}{error:8.1e} {1e-10:8.1e} {count[0] or '-':>8} ({moved:7})")
         bad = not (error <= 1e-10 and count[0] in (moved, None))  # "not", so that NaN is bad
         wrong += [f"softmax, {name}: error {error:.1e}, {count[0]} bytes"] * bad
     f64, f32, f16 = torch.float64, torch.float32, torch.float16 if INTERPRETED.value else torch.bfloat16
@@ -318,8 +318,8 @@ def check(S: int, N_kv: int, rows: int, device: str) -> list[str]:
         kept = sum(x.nbytes for x in given) + 4 * length * max(4, dtype.itemsize)  # q, k, v; out is like dout; LSE
         pairs = list(zip(bytes_, (*bytes_moved(*given[:2], causal, *tiles), kept), strict=True))
         name = f"{'causal' if causal else 'full'}, {length} tokens, {str(dtype)[6:]}"
-        columns = "".join(f"{n or '-':>10} ({formula})" for n, formula in pairs)
-        print(f"{name:27}{off[0].max():8.1e} {allowed.max():8.1e}{columns}{dense_keeps:>10}")
+        columns = "".join(f"{n or '-':>9} ({formula:7})" for n, formula in pairs)
+        print(f"{name:27}{off[0].max():8.1e} {allowed.max():8.1e}{columns}{dense_keeps:>8}")
         wrong += [f"{name}: errors {off[0].tolist()}"] * (not bool((off[0] <= allowed).all()))
         wrong += [f"{name}: {n} bytes, not {formula}" for n, formula in pairs if n not in (formula, None)]
     return wrong
@@ -337,10 +337,10 @@ def main() -> int:
     parser.add_argument("--kv-heads", type=int, default=2, choices=(1, 2, 4), help="for 4 heads; default %(default)s")
     parser.add_argument("--rows", type=int, choices=(16, 32, 64), help="queries in a tile; default: by dtype")
     args = parser.parse_args()
-    if args.tokens < 1 or not (INTERPRETED.value or torch.cuda.is_available()):
-        parser.error(f"--tokens {args.tokens}: use 1 or more; and TRITON_INTERPRET=0 needs a GPU")
+    if args.tokens < 2 or not (INTERPRETED.value or torch.cuda.is_available()):
+        parser.error(f"--tokens {args.tokens}: use 2 or more; and TRITON_INTERPRET=0 needs a GPU")
     torch.manual_seed(0)
-    print("bytes: counted (formula)      error  allowed   forward moves     backward moves  kept    dense keeps")
+    print("bytes: counted (formula)      error  allowed     forward moves    backward moves             keeps  dense")
     wrong = check(args.tokens, args.kv_heads, args.rows or 0, "cpu" if INTERPRETED.value else "cuda")
     print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
     return 1 if wrong else 0
