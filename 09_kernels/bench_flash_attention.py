@@ -174,7 +174,8 @@ def walks() -> tuple[list[list], list[list]]:
         base = min(x[2] for of_one in loads for x in of_one[first::every])
         for p, of_one in enumerate(loads):
             for step, event in enumerate(of_one[first::every]):
-                rows.append([kernel, p * own, own, (event[2] - base) // (D * 4), other, step + 1])
+                mine, met = p * own, (event[2] - base) // (D * 4)
+                rows.append([kernel, mine, min(own, WALK_S - mine), met, min(other, WALK_S - met), step + 1])
     tiles = sum(min(WALK_S, i + R) > j for i in range(0, WALK_S, R) for j in range(0, WALK_S, C))
     if [sum(row[0] == kernel for row in rows) for kernel in ("out", "dk, dv")] != [tiles, tiles]:
         sys.exit(f"the programs do not meet {tiles} tiles each way: {rows}")
@@ -232,14 +233,16 @@ def draw_traffic(axes, bytes_, timeline):
     left.invert_yaxis()
     left.legend(fontsize=8)
     steps = [dict(zip(timeline["columns"], row, strict=True)) for row in timeline["rows"]]
+    products = [row for row in steps if row["FLOPs"]]
     for row in steps:
-        lane, amount = (1, row["bytes"] / 1024) if row["bytes"] else (0, row["FLOPs"] / 2**15)
-        colour = COLOURS["messages"] if lane else COLOURS["compute"]
-        right.bar(row["step"], amount / 5, bottom=1.3 * lane, width=0.85, color=colour)
-        name = "" if row["what"] == "product" else row["what"]
-        right.text(row["step"], 1.3 * lane + amount / 5 + 0.04, name, ha="center", fontsize=7)
-    right.set(yticks=[0.2, 1.5], yticklabels=["products,\non the chip", "to and from\nHBM"], ylim=(0, 2.6))
-    right.set(xlabel="order of events in the program of queries 64 to 95")
+        right.bar(row["step"], row["bytes"] / 1024, width=0.85, color=COLOURS["messages"])
+        name = "" if row["FLOPs"] else row["what"]
+        right.text(row["step"], row["bytes"] / 1024 + 0.1, name, ha="center", fontsize=8)
+    label = f"a product on the chip, {products[0]['FLOPs']:,} FLOPs"
+    right.bar([row["step"] for row in products], -0.8, width=0.85, color=COLOURS["compute"], label=label)
+    right.set(ylabel="KiB to and from HBM", ylim=(-1, 6), yticks=range(5))
+    right.set(xlabel="events in the program of queries 64 to 95, in order")
+    right.legend(fontsize=8, loc="upper center")
     right.grid(False)
 
 
