@@ -98,7 +98,7 @@ def softmax(x: Tensor, block: int | None = None) -> Tensor:
 # ---------------------------------------------------------------------------------------------- 3: attention, forward
 @triton.jit
 def tile_of(head, start, S, N, T: tl.constexpr, D: tl.constexpr):
-    """T tokens of one head, from `start` on, in [B, S, N, D]: where each number is, [T, D]; is there one; tokens."""
+    """T tokens of one head of [B, S, N, D] -> where their numbers are [T, D], which exist [T, 1], their places [T]."""
     t, first = start + tl.arange(0, T), (head // N).to(tl.int64) * S * N + head % N  # 64 bits: B S N D may pass 2^31
     return (first + t[:, None] * N) * D + tl.arange(0, D)[None, :], t[:, None] < S, t
 

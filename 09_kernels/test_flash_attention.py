@@ -381,13 +381,19 @@ def resources(capability: int, element: str, D: int, one_kv_head: bool) -> list[
         (script.forward_kernel, "q k v out LSE"),
         (script.dq_kernel, "q k v out dout LSE DELTA dq"),
         (script.dkdv_kernel, "q k v dout LSE DELTA dk dv"),
+        *(
+            [(row, "x y") for row in (script.softmax_kernel, script.online_softmax_kernel)]
+            if element[2:] != "16"
+            else []
+        ),
     ):
         types = {word.lower(): f"*{wide if word.isupper() else element}" for word in words.split()}
         addresses = len(types)
         constants = dict(CAUSAL=True, R=R, C=C, D=D) | ({"G": 1} if one_kv_head else {})  # Triton compiles a 1 in
-        types |= {
-            name: "constexpr" if name in constants else "i32" for name in ("S", "N", "G", "CAUSAL", "R", "C", "D")
-        }
+        rest = ("S", "N", "G", "CAUSAL", "R", "C", "D")
+        if addresses == 2:
+            constants, rest = {"BLOCK": 1024}, ("length", "BLOCK")
+        types |= {name: "constexpr" if name in constants else "i32" for name in rest}
         where = {(list(types).index(name),): value for name, value in constants.items()}
         source = ASTSource(kernel, types, where, {(at,): [["tt.divisibility", 16]] for at in range(addresses)})
         options = dict(num_warps=8 if dtype.itemsize == 2 else 4)
@@ -414,7 +420,7 @@ def compiled(*shapes: str) -> list[dict]:
 
 def test_every_kernel_compiles_for_sm_90_with_wgmma_and_without_a_stack_or_tf32():
     kernels = compiled("90 bf16 64 0", "90 bf16 128 1", "90 fp32 32 0", "90 fp64 32 0")
-    assert len(kernels) == 12
+    assert len(kernels) == 3 + 3 + 5 + 5
     for kernel in kernels:
         assert kernel["spilled"] == 0, kernel
         assert kernel["shared"] <= 227 * 1024 and kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
