@@ -256,7 +256,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> 
 
 @contextmanager
 def traffic():
-    """[bytes that kernels load and store]: the interpreter executes each load, and its mask says which numbers are there.
+    """[bytes that kernels load and store]: the interpreter executes each load, and a mask says which numbers are there.
     A cache would answer some of them. Compiled kernels are not counted: None."""
     machine = triton.runtime.interpreter.interpreter_builder if INTERPRETED.value else None
     count, plain = [0 if machine else None], {}

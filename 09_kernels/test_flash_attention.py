@@ -326,12 +326,12 @@ def test_saved_are_inputs_output_and_lse_to_the_byte_and_no_memory_grows_with_th
 
 def test_the_script_passes_and_each_of_its_options_changes_what_it_prints(monkeypatch, capsys):
     said = []
-    for options in ("--tokens 6", "--tokens 7", "--tokens 6 --kv-heads 1", "--tokens 17", "--tokens 17 --rows 16"):
+    for options in ("--tokens 6", "--tokens 6 --kv-heads 1", "--tokens 17", "--tokens 17 --rows 16"):
         monkeypatch.setattr(sys, "argv", ["flash_attention.py", *options.split()])
         assert script.main() == 0
         said.append(capsys.readouterr().out)
         assert said[-1].splitlines()[-1] == "PASS"
-    assert len(set(said)) == 5
+    assert len(set(said)) == 4
 
 
 @pytest.mark.parametrize("spoil", ["nan", "bytes"])
