@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 INTERPRETED = script.INTERPRETED.value
-DEVICE = "cpu" if INTERPRETED else "cuda"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 S, N, N_KV, D = 256, 2, 1, 32
 
 

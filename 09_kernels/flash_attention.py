@@ -11,8 +11,7 @@ Idea. What is computed on the chip should be used up on the chip, and a softmax 
               maximum comes, l shrinks by e^(m - new)                                       `online_softmax_kernel`
   3 attention the row need not be written: what is wanted is the sum of e^score · v, and it
               shrinks as l does. A program has R queries; C keys at a time pass by          `forward_kernel`
-  4 backward  m and l together are one number a row, LSE = m + log l: with it every weight
-              e^(score - LSE) is computed again, and none was kept                          `dq_kernel`, `dkdv_kernel`
+  4 backward  no weight is kept: each is e^(score - LSE) again, with LSE = m + log l        `dq_kernel`, `dkdv_kernel`
 
              keys 0    1    2    3      forward and dq: a program has a row of tiles and walks to the right
     queries 0    [/]   .    .    .      dk and dv:      a program has a column of tiles and walks down
@@ -98,7 +97,7 @@ def softmax(x: Tensor, block: int | None = None) -> Tensor:
 # ---------------------------------------------------------------------------------------------- 3: attention, forward
 @triton.jit
 def tile_of(head, start, S, N, T: tl.constexpr, D: tl.constexpr):
-    """T tokens of one head, from `start` on, in [B, S, N, D]: where each number is, [T, D]; is there one; tokens."""
+    """T tokens of one head of [B, S, N, D] -> where their numbers are [T, D], which exist [T, 1], their places [T]."""
     t, first = start + tl.arange(0, T), (head // N).to(tl.int64) * S * N + head % N  # 64 bits: B S N D may pass 2^31
     return (first + t[:, None] * N) * D + tl.arange(0, D)[None, :], t[:, None] < S, t
 
@@ -147,7 +146,7 @@ def forward_kernel(q, k, v, out, lse, S, N, G, CAUSAL: tl.constexpr, R: tl.const
 @triton.jit
 def again(q_i, do_i, lse_i, delta_i, k_j, v_j, start_i, start_j, S, CAUSAL: tl.constexpr):
     """The weights of a tile once more, [R, C], and the gradients of its scores. A row of weights sums to 1, so more for
-    one key is less for the others. How much they lose is one number for the row, delta = sum over all keys of
+    one key is less for the others. How much less is one number for the row, delta = sum over all keys of
     weight · dweight, and that is dout · out (algorithm 2, line 4)."""
     # --- exercise 9.6: weights from the LSE, gradients of scores from delta ---
     weights = tl.exp(scores_of(q_i, k_j, start_i, start_j, S, CAUSAL) - lse_i[:, None])
@@ -257,14 +256,15 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> 
 
 @contextmanager
 def traffic():
-    """[bytes that kernels load and store]: the interpreter executes each load, and its mask says which numbers are
-    there. (A cache would answer some of them.) Compiled kernels are not counted: None."""
-    count, plain, machine = [0 if INTERPRETED.value else None], {}, triton.runtime.interpreter.interpreter_builder
-    for at, name in enumerate(("create_masked_load", "create_masked_store"), 1):  # at: which argument is the mask
+    """[bytes that kernels load and store]: the interpreter executes each load, and a mask says which numbers are there.
+    A cache would answer some of them. Compiled kernels are not counted: None."""
+    machine = triton.runtime.interpreter.interpreter_builder if INTERPRETED.value else None
+    count, plain = [0 if machine else None], {}
+    for mask, name in enumerate(("create_masked_load", "create_masked_store") if machine else (), 1):
         plain[name] = getattr(machine, name)
 
-        def counted(*args, at=at, function=plain[name]):
-            count[0] += int(args[at].data.sum()) * args[0].get_element_ty().primitive_bitwidth // 8
+        def counted(*args, mask=mask, function=plain[name]):
+            count[0] += int(args[mask].data.sum()) * args[0].get_element_ty().primitive_bitwidth // 8
             return function(*args)
 
         setattr(machine, name, counted)
@@ -341,7 +341,7 @@ def main() -> int:
         parser.error(f"--tokens {args.tokens}: use 2 or more; and TRITON_INTERPRET=0 needs a GPU")
     torch.manual_seed(0)
     print("bytes: counted (formula)      error  allowed     forward moves    backward moves             keeps  dense")
-    wrong = check(args.tokens, args.kv_heads, args.rows or 0, "cpu" if INTERPRETED.value else "cuda")
+    wrong = check(args.tokens, args.kv_heads, args.rows or 0, "cuda" if torch.cuda.is_available() else "cpu")
     print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
     return 1 if wrong else 0
 
