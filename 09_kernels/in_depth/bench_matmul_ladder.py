@@ -23,7 +23,7 @@ import matmul_ladder as ladder
 import torch
 from harness import predictions
 from harness.ceilings import Table, copy_bandwidth, device_here, timer
-from harness.figures import write_figure
+from harness.figures import COLOURS, GREY, write_figure
 from harness.report import write_result
 from matmul_ladder import GPUS, LADDER, RUNGS, TRITON, check_matmul, error_ratio, occupancy, verify, within
 
@@ -44,7 +44,15 @@ SHARED = {
 TENSOR_TURNS, TENSOR_CLOCKS = 6 * 4, 16
 # NVIDIA H200 (SXM) datasheet: TFLOP/s without sparsity, and TB/s.
 PEAK, BANDWIDTH = {torch.float32: 67.0, torch.bfloat16: 989.0}, 4.8
-FIGURE = "09_kernels/figures/roofline.svg"
+FIGURE, SWIZZLE = "09_kernels/figures/roofline.svg", "09_kernels/figures/swizzle.svg"
+SWIZZLED = """
+#include "ptx.h"
+extern "C" const char* run_swizzled(int* places, void*) {
+    for (int row = 0; row < 8; row++)
+        for (int chunk = 0; chunk < 8; chunk++) places[row * 8 + chunk] = swizzled(row, chunk) % TILE_K / 8;
+    return nullptr;
+}
+"""
 
 
 def verify_all(device: str) -> None:
@@ -103,6 +111,43 @@ def draw_roofline(axes, result) -> None:
     axes.set_title("What each rung could reach if no cache helped it", fontsize=10)
     axes.plot([], [], "v", color="grey", ms=5, label="what shared memory allows, where that is less")
     axes.legend(loc="upper left", fontsize=8)
+
+
+def write_swizzle(folder: Path | None) -> None:
+    """Where ptx.h puts the 16-byte chunks of 8 rows of a tile."""
+    with tempfile.TemporaryDirectory() as there:
+        source = Path(there) / "swizzled.cu"
+        source.write_text(SWIZZLED)
+        places = torch.zeros(8, 8, dtype=torch.int32)
+        _cuda.call(str(source), "run_swizzled", places)
+    for way in (places, places.t()):  # each chunk of a row somewhere else, and each chunk of a column
+        if not all(sorted(line) == list(range(8)) for line in way.tolist()):
+            sys.exit(f"swizzled() puts two chunks into one place: {places.tolist()}")
+    write_result(
+        "09_swizzle",
+        "The place of each 16-byte chunk in its row of 128 bytes, for 8 rows of a tile in bf16",
+        ["row", *(f"chunk {chunk}" for chunk in range(8))],
+        [[row, *places[row].tolist()] for row in range(8)],
+        "By swizzled() of ptx.h, which follows Hopper's 128-byte swizzle.",
+        folder,
+    )
+
+
+def draw_swizzle(axes, result) -> None:
+    """Rows of a tile over the banks, stored as they are and swizzled; one column of chunks in colour."""
+    chosen = 2
+    for panel, swizzled in zip(axes, (False, True), strict=True):
+        for row, *places in result["rows"]:
+            for chunk, place in enumerate(places if swizzled else range(8)):
+                colour = COLOURS["activations"] if chunk == chosen else "none"
+                panel.bar(place + 0.5, -1, 1, bottom=row + 1, color=colour, edgecolor=GREY, linewidth=0.5)
+                panel.text(place + 0.5, row + 0.52, str(chunk), ha="center", va="center", fontsize=8)
+        title = "chunk c of row r at place c XOR r: 1 turn" if swizzled else "as they are: a column takes 8 turns"
+        panel.set(title=title, xlim=(0, 8), ylim=(8, 0), xlabel="place in the row: four banks each")
+        panel.set_xticks([place + 0.5 for place in range(8)], [f"{4 * p}-{4 * p + 3}" for p in range(8)], fontsize=8)
+        panel.set_yticks([row + 0.5 for row in range(8)], range(8))
+        panel.grid(False)
+    axes[0].set_ylabel("row of the tile")
 
 
 def by_shared_memory(rung, loops: dict) -> float | str:
@@ -260,8 +305,10 @@ def main() -> None:
             time_ladder(options.dry, options.out)
             return
         predict_and_count(options.out)
+        write_swizzle(options.out)
     if not options.out:
         write_figure(FIGURE, ["09_roofline"], draw_roofline, size=(7.0, 4.4))
+        write_figure(SWIZZLE, ["09_swizzle"], draw_swizzle, shape=(1, 2), size=(9.0, 3.2))
 
 
 if __name__ == "__main__":
