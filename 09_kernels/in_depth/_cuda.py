@@ -23,7 +23,28 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 HEADERS = ("cuda_on_cpu.h", "ptx.h")
-FORWARD, REVERSE = 0, 1  # orders in which the CPU runs the threads of a block; a number above is the seed of a shuffle
+FORWARD, REVERSE = 0, 1  # orders in which the CPU runs the threads of a block; up to a million the seed of a shuffle
+
+
+def ahead(warp: int) -> int:
+    """The order in which this warp of each block runs as far ahead of the others as barriers let it."""
+    return -1 - 2 * warp
+
+
+def behind(warp: int) -> int:
+    """The order in which it runs only when no other warp can."""
+    return -2 - 2 * warp
+
+
+def racing(seed: int) -> int:
+    """Random orders: now one warp runs ahead, now another."""
+    return 1_000_000 + seed
+
+
+def uneven(threads: int) -> list[int]:
+    """For each warp of a block an order in which it is ahead, and one in which it is behind; and two random ones."""
+    warps = range(-(-threads // 32))
+    return [*map(ahead, warps), *map(behind, warps), racing(1), racing(2)]
 
 
 class CudaError(RuntimeError):
@@ -41,6 +62,9 @@ class Counters:
     bank_turns_least: int  # and would take without conflicts
     paths: int  # `count_path`: paths that warps went,
     path_requests: int  # and how often they came to a fork
+    shared_requests: int  # loads from shared memory
+    store_turns: int  # as bank_turns, for stores to shared memory
+    store_turns_least: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +74,22 @@ class Resources:
     registers: int
     spills: int
     shared: int  # bytes, without what is asked for at the launch
+    stack: int = 0  # bytes of local memory, which is DRAM: spills, and arrays whose index is not known when it compiles
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The loop of a kernel in which it multiplies, by its machine code: instructions of one thread, once round."""
+
+    instructions: int
+    fmas: int  # multiply-adds in fp32, or (`mma`) of a tensor core
+    shared_loads: int  # however wide,
+    wide_loads: int  # and those of 16 bytes
+    global_loads: int
+
+    def per_fma(self) -> float:
+        """Shared loads per multiply-add."""
+        return self.shared_loads / self.fmas
 
 
 def run_compiler(command: list[str], source: str) -> str:
@@ -119,7 +159,9 @@ def read_counters(lib: ctypes.CDLL) -> Counters:
     numbers = (ctypes.c_int64 * 15)()  # 5 kinds of access: requests, then units, then the least number of units
     lib.cuda_on_cpu_counters(numbers)
     requests, units, least = numbers[0:5], numbers[5:10], numbers[10:15]
-    return Counters(units[0], units[1], requests[0], units[2], least[2], units[4], requests[4])
+    return Counters(
+        units[0], units[1], requests[0], units[2], least[2], units[4], requests[4], requests[2], units[3], least[3]
+    )
 
 
 def resources(source: str, arch: str, cubin: Path | None = None) -> dict[str, Resources]:
@@ -141,7 +183,63 @@ def resources(source: str, arch: str, cubin: Path | None = None) -> dict[str, Re
             return int(match[1]) if match else 0
 
         spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
-        new = Resources(number(r"Used (\d+) registers"), spills, number(r"(\d+) bytes smem"))
+        stack = number(r"(\d+) bytes stack frame")
+        new = Resources(number(r"Used (\d+) registers"), spills, number(r"(\d+) bytes smem"), stack)
         old = found.get(name, Resources(0, 0, 0))
         found[name] = Resources(*(max(pair) for pair in zip(vars(new).values(), vars(old).values(), strict=True)))
     return found
+
+
+def disassembled(cubin: Path) -> dict[str, str]:
+    """The machine code of each kernel in a cubin file, as text."""
+    import triton
+
+    beside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"  # triton brings it along
+    tool = shutil.which("cuobjdump") or (str(beside) if beside.exists() else "")
+    if not tool:
+        raise CudaError("reading machine code needs cuobjdump; install triton or the CUDA toolkit")
+    listing = subprocess.run([tool, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for part in listing.split("Function : ")[1:]:
+        mangled = re.match(r"_Z(\d+)(\w+)", part)
+        if mangled:
+            found.setdefault(mangled[2][: int(mangled[1])], part)
+    return found
+
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?([A-Z][\w.]*)([^;]*);")
+
+
+def multiplying_loop(code: str) -> Loop:
+    """Of the loops in a kernel's machine code the one with most multiply-adds; of several, the innermost.
+
+    A loop is what lies between a branch that goes back and its target. The compiler merges and widens loads and unrolls
+    loops, so what a multiprocessor does per multiply-add is written here and not in the source.
+    """
+    rows = [(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code)]
+    loops = []
+    for last, (at, name, rest) in enumerate(rows):
+        target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
+        if target and int(target[1], 16) < at:
+            names = [row[1] for row in rows[: last + 1] if row[0] >= int(target[1], 16)]
+            count = {
+                kind: sum(re.match(kind, n) is not None for n in names) for kind in ("FFMA|HMMA|HGMMA", "LDS", "LDG")
+            }
+            wide = sum(n.startswith("LDS.128") for n in names)
+            loops.append(Loop(len(names), count["FFMA|HMMA|HGMMA"], count["LDS"], wide, count["LDG"]))
+    if not loops:
+        raise CudaError("there is no loop in this machine code")
+    return max(loops, key=lambda loop: (loop.fmas, -loop.instructions))
+
+
+def program_inside(program: Path, functions: str) -> str:
+    """A source for `call`: a program with a `main` of its own, included as it is, and C functions behind it."""
+    digest = hashlib.sha256(program.read_bytes()).hexdigest()  # in the text, so that a changed program is built anew
+    text = f'#include "cuda_on_cpu.h"\n#define main program_main  // {digest}\n#include "{program}"\n{functions}'
+    folder = Path(tempfile.gettempdir()) / f"chapter-09-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = folder / f"{program.stem}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.cu"
+    half = file.with_suffix(f".{os.getpid()}")
+    half.write_text(text)
+    half.rename(file)
+    return str(file)

@@ -12,6 +12,7 @@ Times on a GPU: CUDA events around one call, with the L2 cache overwritten befor
 import argparse
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,15 +23,36 @@ import matmul_ladder as ladder
 import torch
 from harness import predictions
 from harness.ceilings import Table, copy_bandwidth, device_here, timer
-from harness.figures import write_figure
+from harness.figures import COLOURS, GREY, write_figure
 from harness.report import write_result
 from matmul_ladder import GPUS, LADDER, RUNGS, TRITON, check_matmul, error_ratio, occupancy, verify, within
 
 COUNTED = (128, 256, 128)
 ARCH = "sm_90a"
+# Once round the loop in which a rung multiplies, by its machine code: loads from shared memory of 4 and of 16 bytes,
+# FMAs, and the turns that the loads take. 32 lanes come in one turn, and all of them if they ask for one address; 16
+# bytes a lane in 4 turns of 8 lanes. In coarsened_2d two rows of As lie on one bank, and 8 lanes find Bs on 16 banks:
+# both take twice as long.
+SHARED = {
+    "shared_tiles": (32, 8, 32, 32 + 8),
+    "coarsened_1d": (8, 16, 64, 8 + 16),
+    "coarsened_2d": (8, 2, 64, 8 * 2 + 2 * 8),
+    "vectorised": (0, 4, 64, 4 * 4),
+    "warp_tiles": (0, 32, 512, 32 * 4),
+}
+# Of a warp of mma_tiles: 6 ldmatrix of 512 bytes, for 16 mma of a clock each at the peak.
+TENSOR_TURNS, TENSOR_CLOCKS = 6 * 4, 16
 # NVIDIA H200 (SXM) datasheet: TFLOP/s without sparsity, and TB/s.
 PEAK, BANDWIDTH = {torch.float32: 67.0, torch.bfloat16: 989.0}, 4.8
-FIGURE = "09_kernels/figures/roofline.svg"
+FIGURE, SWIZZLE = "09_kernels/figures/roofline.svg", "09_kernels/figures/swizzle.svg"
+SWIZZLED = """
+#include "ptx.h"
+extern "C" const char* run_swizzled(int* places, void*) {
+    for (int row = 0; row < 8; row++)
+        for (int chunk = 0; chunk < 8; chunk++) places[row * 8 + chunk] = swizzled(row, chunk) % TILE_K / 8;
+    return nullptr;
+}
+"""
 
 
 def verify_all(device: str) -> None:
@@ -76,16 +98,83 @@ def draw_roofline(axes, result) -> None:
             )
             label = "\n".join(names)
             axes.annotate(label, (intensity, y), textcoords="offset points", fontsize=7, color=color, **place)
+        for row in rows:
+            intensity, y = row[columns["FLOPs per byte"]], row[columns["by DRAM, TFLOP/s"]]
+            if (
+                row[columns["by shared memory, TFLOP/s"]] != "no bound"
+                and row[columns["by shared memory, TFLOP/s"]] < y
+            ):
+                below = row[columns["by shared memory, TFLOP/s"]]
+                axes.plot([intensity, intensity], [below, y], ":", color=color, lw=1)
+                axes.plot(intensity, below, "v", color=color, ms=5)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte asked of global memory", ylabel="at most, TFLOP/s")
     axes.set_title("What each rung could reach if no cache helped it", fontsize=10)
+    axes.plot([], [], "v", color="grey", ms=5, label="what shared memory allows, where that is less")
     axes.legend(loc="upper left", fontsize=8)
+
+
+def write_swizzle(folder: Path | None) -> None:
+    """Where ptx.h puts the 16-byte chunks of 8 rows of a tile."""
+    with tempfile.TemporaryDirectory() as there:
+        source = Path(there) / "swizzled.cu"
+        source.write_text(SWIZZLED)
+        places = torch.zeros(8, 8, dtype=torch.int32)
+        _cuda.call(str(source), "run_swizzled", places)
+    for way in (places, places.t()):  # each chunk of a row somewhere else, and each chunk of a column
+        if not all(sorted(line) == list(range(8)) for line in way.tolist()):
+            sys.exit(f"swizzled() puts two chunks into one place: {places.tolist()}")
+    write_result(
+        "09_swizzle",
+        "The place of each 16-byte chunk in its row of 128 bytes, for 8 rows of a tile in bf16",
+        ["row", *(f"chunk {chunk}" for chunk in range(8))],
+        [[row, *places[row].tolist()] for row in range(8)],
+        "By swizzled() of ptx.h, which follows Hopper's 128-byte swizzle.",
+        folder,
+    )
+
+
+def draw_swizzle(axes, result) -> None:
+    """Rows of a tile over the banks, stored as they are and swizzled; one column of chunks in colour."""
+    chosen = 2
+    for panel, swizzled in zip(axes, (False, True), strict=True):
+        for row, *places in result["rows"]:
+            for chunk, place in enumerate(places if swizzled else range(8)):
+                colour = COLOURS["activations"] if chunk == chosen else "none"
+                panel.bar(place + 0.5, -1, 1, bottom=row + 1, color=colour, edgecolor=GREY, linewidth=0.5)
+                panel.text(place + 0.5, row + 0.52, str(chunk), ha="center", va="center", fontsize=8)
+        title = "chunk c of row r at place c XOR r: 1 turn" if swizzled else "as they are: a column takes 8 turns"
+        panel.set(title=title, xlim=(0, 8), ylim=(8, 0), xlabel="place in the row: four banks each")
+        panel.set_xticks([place + 0.5 for place in range(8)], [f"{4 * p}-{4 * p + 3}" for p in range(8)], fontsize=8)
+        panel.set_yticks([row + 0.5 for row in range(8)], range(8))
+        panel.grid(False)
+    axes[0].set_ylabel("row of the tile")
+
+
+def by_shared_memory(rung, loops: dict) -> float | str:
+    """TFLOP/s that a multiprocessor's shared memory, one turn a clock, allows. Ends the program if SHARED is not so."""
+    if rung.name == "mma_tiles":
+        return round(PEAK[rung.dtype] * TENSOR_CLOCKS / TENSOR_TURNS, 1)
+    if rung.name not in SHARED:
+        return "no bound"
+    narrow, wide, fmas, turns = SHARED[rung.name]
+    if loops:
+        loop = loops[rung.name]
+        if (loop.shared_loads - loop.wide_loads, loop.wide_loads, loop.fmas) != (narrow, wide, fmas):
+            sys.exit(f"{rung.name}: {loop} in the machine code, not {(narrow, wide, fmas)}")
+    return round(PEAK[rung.dtype] * min(1.0, fmas / 4 / turns), 1)  # 4 FMAs of 32 lanes in a clock
 
 
 def predict_and_count(folder: Path | None) -> None:
     rows, roofline = [], []
-    used = {}
+    used, loops = {}, {}
     if shutil.which("nvcc"):
-        used = _cuda.resources("matmul_ladder.cu", ARCH) | _cuda.resources("tensor_cores.cu", ARCH)
+        with tempfile.TemporaryDirectory() as there:
+            cubin = Path(there) / "ladder.cubin"
+            used = _cuda.resources("matmul_ladder.cu", ARCH, cubin) | _cuda.resources("tensor_cores.cu", ARCH)
+            code = _cuda.disassembled(cubin)
+        loops = {name: _cuda.multiplying_loop(code[name]) for name in SHARED}
+        if framed := [name for name, mine in used.items() if mine.stack]:
+            sys.exit(f"{', '.join(framed)}: numbers lie in local memory")
     for rung in LADDER:
         counted, predicted = ladder.count(rung, *COUNTED), rung.load_sectors(*COUNTED)
         turns = counted.bank_turns / counted.bank_turns_least if counted.bank_turns_least else 1.0
@@ -104,7 +193,10 @@ def predict_and_count(folder: Path | None) -> None:
         intensity = rung.intensity(*COUNTED)
         peak = PEAK[rung.dtype]
         roofline.append(
-            [rung.name, precision, round(intensity, 3), round(min(peak, BANDWIDTH * intensity), 2), peak, BANDWIDTH]
+            [
+                *(rung.name, precision, round(intensity, 3), round(min(peak, BANDWIDTH * intensity), 2)),
+                *(by_shared_memory(rung, loops), peak, BANDWIDTH),
+            ]
         )
     write_result(
         "09_matmul",
@@ -114,21 +206,25 @@ def predict_and_count(folder: Path | None) -> None:
             "precision",
             "sectors predicted",
             "counted",
-            "turns per shared load",
+            "turns per shared load, in the source",
             "registers",
             "shared bytes",
             "occupancy",
         ],
         rows,
-        f"Sectors of 32 bytes. Registers and shared memory: nvcc for {ARCH}; no kernel spills. Counted, not timed.",
+        f"Sectors of 32 bytes. Registers, shared memory: nvcc for {ARCH}; no kernel has a stack frame. Not timed.",
         folder,
     )
     write_result(
         "09_roofline",
-        "The most that each rung could reach on an H200 if every byte it asks for came from DRAM",
-        ["rung", "precision", "FLOPs per byte", "at most, TFLOP/s", "peak, TFLOP/s", "bandwidth, TB/s"],
+        "The most that each rung could reach on an H200: if all bytes came from DRAM, and by its shared loads",
+        [
+            *("rung", "precision", "FLOPs per byte", "by DRAM, TFLOP/s", "by shared memory, TFLOP/s"),
+            *("peak, TFLOP/s", "bandwidth, TB/s"),
+        ],
         roofline,
-        "Computed from the formulas and from NVIDIA's datasheet of the H200; caches raise the bound.",
+        "Computed from the formulas and NVIDIA's datasheet of the H200; caches raise the first bound. The second: 128 "
+        "bytes a clock, for the loads in the machine code.",
         folder,
     )
 
@@ -209,8 +305,10 @@ def main() -> None:
             time_ladder(options.dry, options.out)
             return
         predict_and_count(options.out)
+        write_swizzle(options.out)
     if not options.out:
         write_figure(FIGURE, ["09_roofline"], draw_roofline, size=(7.0, 4.4))
+        write_figure(SWIZZLE, ["09_swizzle"], draw_swizzle, shape=(1, 2), size=(9.0, 3.2))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@
 //   threads      Each CUDA thread is a fiber: a stack of its own, run until it waits for others, then the next one.
 //   barriers     __syncthreads() lets nobody pass before all threads of the block have come to the *same* line. If some
 //                have ended or wait elsewhere, the launch fails and names them. A GPU would hang, or go on wrongly.
-//   races        `cuda_on_cpu_set` chooses the order in which a block's threads run: forward, in reverse, or shuffled.
-//                A kernel with all its barriers gives the same bits in every order.
+//   races        `cuda_on_cpu_set` chooses the order in which a block's threads run: forward, in reverse, or shuffled,
+//                where all of them keep step; or one warp as far ahead of the others as barriers let it, or as far
+//                behind; or a random mixture. A kernel with all its barriers gives the same bits in every order.
 //   poison       Shared memory is filled with NaN before each block, so what was never written cannot look right.
-//   slowness     Asynchronous copies take as long as they may (forward), no time (reverse), or either (shuffled).
+//   slowness     Asynchronous copies take as long as they may (forward), no time (reverse, ahead, behind), or either.
 //   counters     What NVIDIA's profiler would say of memory accesses: 32-byte sectors, bank conflicts, divergent paths.
 //
 // Not here: clocks, caches, and threads that really run at the same time. No time measured on the CPU says anything.
@@ -51,6 +52,8 @@ const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <numeric>
@@ -122,7 +125,8 @@ struct Fiber {
 };
 
 struct Machine {
-    int order = 0;  // 0 forward, 1 reverse, else the seed of a shuffle
+    int order = 0;  // 0 forward, 1 reverse, up to a million the seed of a shuffle, from there on that of a race;
+                    // -1 - 2w: warp w ahead of all others, -2 - 2w: behind them
     bool counting = false;
     dim3 grid, block, block_index;
     std::vector<Fiber> fibers;
@@ -138,7 +142,8 @@ struct Machine {
     std::mt19937 random;
     std::string error;
 
-    bool late() { return order == 0 || (order != 1 && random() % 2); }
+    bool keeps_step() { return order >= 0 && order < 1000000; }
+    bool late() { return order == 0 || (order > 1 && random() % 2); }
 };
 static Machine the;
 
@@ -281,10 +286,36 @@ inline bool run_block() {
         the.fibers[i].index = int(i);
         std::fill_n(the.fibers[i].made, int(KINDS), 0);
     }
+    std::vector<size_t> warps((threads + 31) / 32);  // who goes first, where warps do not keep step
+    std::iota(warps.begin(), warps.end(), 0);
+    if (the.order < 0) {
+        size_t one = (-the.order - 1) / 2 % warps.size();
+        warps.erase(warps.begin() + one);
+        warps.insert(-the.order % 2 ? warps.begin() : warps.end(), one);
+    }
+    int before_change = 0;
     while (ended < threads) {
         bool progress = false;
+        if (!the.keeps_step()) {
+            // The first warp that can go on does, until it waits for somebody; then it is asked again before others.
+            if (the.order > 0 && before_change-- == 0) {
+                std::shuffle(warps.begin(), warps.end(), the.random);
+                before_change = the.random() % 2 ? int(the.random() % 4) : int(the.random() % 64);  // soon, or later
+            }
+            for (size_t place = 0; place < warps.size() && !progress; place++) {
+                size_t first = warps[place] * 32, last = std::min(first + 32, threads);
+                for (size_t i = first; i < last; i++)
+                    if (the.fibers[i].state == READY || (the.fibers[i].state == WAITING && the.fibers[i].over())) {
+                        resume(the.fibers[i]);
+                        ended += the.fibers[i].state == ENDED;
+                        progress = true;
+                    }
+                progress |= release(first, last, AT_WARP_BARRIER);
+            }
+            if (progress) continue;
+        }
         if (the.order > 1) std::shuffle(order.begin(), order.end(), the.random);
-        for (size_t i : order) {
+        for (size_t i : the.keeps_step() ? order : std::vector<size_t>()) {
             Fiber& fiber = the.fibers[i];
             if (fiber.state == READY || (fiber.state == WAITING && fiber.over())) {
                 resume(fiber);
@@ -414,6 +445,31 @@ const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
             }
     return nullptr;
 }
+
+// ---- a program of its own: what matmul.cu, on the ground floor, uses of CUDA's runtime beside kernels
+
+using cudaError_t = int;
+enum { cudaSuccess = 0, cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
+namespace cuda_on_cpu {
+static std::string launch_error;
+}
+#define LAUNCH(kernel, grid, block, ...)                                                \
+    do {                                                                                \
+        if (const char* error = launch(kernel, grid, block, 0, nullptr, __VA_ARGS__))   \
+            cuda_on_cpu::launch_error = error;                                          \
+    } while (0)
+inline cudaError_t cudaMalloc(void** p, size_t bytes) {
+    *p = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    return *p ? cudaSuccess : 1;
+}
+inline cudaError_t cudaFree(void* p) { return free(p), cudaSuccess; }
+inline cudaError_t cudaMemset(void* p, int byte, size_t bytes) { return memset(p, byte, bytes), cudaSuccess; }
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
+    return memcpy(to, from, bytes), cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return !cuda_on_cpu::launch_error.empty(); }
+inline cudaError_t cudaGetLastError() { return cudaDeviceSynchronize(); }
+inline const char* cudaGetErrorString(cudaError_t) { return cuda_on_cpu::launch_error.c_str(); }
 
 // For Python: in which order threads run, and whether to count (which is slow).
 extern "C" void cuda_on_cpu_set(int order, int counting) {

@@ -94,7 +94,7 @@ __global__ void shared_tiles(int M, int N, int K, global<const float> A, global<
 
 // ----------------------------------------------------------------------------------------------- rung 4: coarsened 1D
 
-// Shared memory is now the limit: two loads from it for each FMA. So a thread computes 8 elements of C, in one column.
+// Shared memory is now the limit: two numbers from it for each FMA. So a thread computes 8 elements of C, in one column.
 // It loads Bs once for all 8. 512 threads share a 64 x 64 tile of C; a step along K is 8 long.
 __global__ void coarsened_1d(int M, int N, int K, global<const float> A, global<const float> B, global<float> C) {
     constexpr int BM = 64, BN = 64, BK = 8, TM = 8, THREADS = 512;

@@ -22,9 +22,9 @@ Without a GPU everything runs on the CPU, through cuda_on_cpu.h and Triton's int
 wgmma are emulated instruction by instruction (ptx.h). That shows that a kernel computes the right thing, in any order
 of its threads, and how many sectors it asks for. It shows nothing about time.
 
-    python matmul_ladder.py   every rung against float64, in three orders of the threads; ends with PASS
+    python matmul_ladder.py   every rung against float64, in four orders of the threads; ends with PASS
     python matmul_ladder.py --rung warp_tiles --size 200 300 77
-    python matmul_ladder.py --resources sm_90a   registers, spills, shared memory, occupancy (needs nvcc, but no GPU)
+    python matmul_ladder.py --resources sm_90a   registers, stack, shared memory, occupancy (needs nvcc, but no GPU)
 
 Shapes: A [M, K], B [K, N], C [M, N].
 """
@@ -40,7 +40,7 @@ from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
-from _cuda import FORWARD, REVERSE, Counters, CudaError, Resources, call, resources
+from _cuda import FORWARD, REVERSE, Counters, CudaError, Resources, call, racing, resources
 from _interpreter import INTERPRETED, tl, triton  # Triton, run by Python where there is no GPU
 from torch import Tensor
 
@@ -265,7 +265,7 @@ def verify(rung: str, M: int, N: int, K: int, device: str) -> tuple[float, bool]
     """(error over PyTorch's, the same bits in every order of the threads) on fresh inputs and a poisoned output."""
     dtype = torch.float32 if rung == TRITON else RUNGS[rung].dtype
     a, b = random_inputs(M, N, K, dtype, device)
-    orders = (FORWARD, REVERSE, 7) if device == "cpu" and rung != TRITON else (FORWARD,)
+    orders = (FORWARD, REVERSE, 7, racing(7)) if device == "cpu" and rung != TRITON else (FORWARD,)
     outs = [matmul(a, b, rung, out=a.new_full((M, N), float("nan")), order=order) for order in orders]
     return error_ratio(outs[0], a, b), all(torch.equal(outs[0], other) for other in outs[1:])
 
@@ -274,15 +274,15 @@ def print_resources(arch: str) -> bool:
     """A table of what each kernel takes of a multiprocessor. False if one takes more than there is."""
     gpu, fits = GPUS[arch], True
     found = resources("matmul_ladder.cu", arch) | resources("tensor_cores.cu", arch)
-    print(f"{'kernel':<14}{'registers':>10}{'spilled':>9}{'shared':>9}{'occupancy':>11}    {arch}")
+    print(f"{'kernel':<14}{'registers':>10}{'stack':>9}{'shared':>9}{'occupancy':>11}    {arch}")
     for rung in LADDER:
         if arch == "sm_80" and rung.capability > (8, 0):
             continue
         used = found[rung.name]
         share = occupancy(used, rung.threads, gpu, rung.dynamic_shared)
-        fits &= used.spills == 0 and used.shared + rung.dynamic_shared <= gpu.block_shared and share > 0
+        fits &= used.stack == 0 and used.shared + rung.dynamic_shared <= gpu.block_shared and share > 0
         shared = used.shared + rung.dynamic_shared
-        print(f"{rung.name:<14}{used.registers:>10}{used.spills:>9}{shared:>9}{share:>11.0%}")
+        print(f"{rung.name:<14}{used.registers:>10}{used.stack:>9}{shared:>9}{share:>11.0%}")
     return fits
 
 
@@ -310,7 +310,7 @@ def main() -> int:
     try:
         if options.resources:
             fits = print_resources(options.resources)
-            print("PASS" if fits else "a kernel spills or does not fit into a multiprocessor")
+            print("PASS" if fits else "a kernel keeps numbers in local memory, or does not fit into a multiprocessor")
             return int(not fits)
         M, N, K = options.size
         return demo([options.rung] if options.rung else [*RUNGS, TRITON], M, N, K, options.device)

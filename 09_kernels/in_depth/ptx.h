@@ -7,6 +7,8 @@
 // delays copies and products as far as the program allows, so that a missing wait reads NaN or yesterday's tile. It
 // says nothing about time, nor about the memory-ordering fences, which do nothing on a CPU.
 #pragma once
+#include <cstdint>
+
 #include "cuda_on_cpu.h"
 
 using bf16 = __nv_bfloat16;
@@ -17,6 +19,13 @@ using bf16 = __nv_bfloat16;
 // swizzle"), which is why one function serves all rungs.
 constexpr int TILE_K = 64;
 __host__ __device__ inline int swizzled(int row, int chunk) { return row * TILE_K + ((chunk ^ (row & 7)) * 8); }
+
+// How wgmma is told where a tile is. In units of 16 bytes: the address in shared memory (bits 0 to 13), and the way from
+// one group of 8 rows to the next (bits 32 to 45), 1024 bytes here; bits 62 and 63: 1 for the 128-byte swizzle. (Bits
+// 16 to 29, the way along K, are not used with a swizzle.) Both compilers build it; the emulator reads its bits.
+__host__ __device__ inline uint64_t descriptor_of(uint32_t address) {
+    return (address >> 4 & 0x3fff) | (uint64_t(1) << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
+}
 
 #ifdef __CUDACC__  // ---------------------------------------------------------------------------------------- on a GPU
 
@@ -92,12 +101,8 @@ __device__ inline void copy_tile(bf16* to, const CUtensorMap* matrix, int row, i
                            : "memory"));
 }
 
-// ---- Hopper: D[64, 256] += A[64, 16] · B[256, 16]ᵀ by 128 threads, straight from shared memory.
-// A descriptor says where a tile is: address / 16; 1024 bytes from one group of 8 rows to the next; 128-byte swizzle.
-__device__ inline uint64_t descriptor(const bf16* tile, int k) {
-    uint64_t address = (address_of(tile) + 2 * k) >> 4;
-    return (address & 0x3fff) | (uint64_t(1) << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
-}
+// ---- Hopper: D[64, 256] += A[64, 16] · B[256, 16]ᵀ by 128 threads, straight from shared memory
+__device__ inline uint64_t descriptor(const bf16* tile, int k) { return descriptor_of(address_of(tile) + 2 * k); }
 __device__ inline void wgmma_fence() { ON_HOPPER(asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory")); }
 __device__ inline void wgmma_commit() { ON_HOPPER(asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory")); }
 #define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
@@ -194,8 +199,11 @@ static bool prepared = [] {
     return true;
 }();
 
-inline float element(const bf16* tile, int row, int k) {  // of a swizzled tile
-    return __bfloat162float(tile[swizzled(row, k / 8) + k % 8]);
+inline float element(uint64_t descriptor, int row, int k) {  // as the tensor core finds it
+    uint32_t start = (descriptor & 0x3fff) << 4, eight_rows = (descriptor >> 32 & 0x3fff) << 4;
+    uint32_t at = start + row / 8 * eight_rows + row % 8 * 128 + 2 * k;
+    if (descriptor >> 62 == 1) at ^= at >> 3 & 0x70;  // 128-byte swizzle: chunk XOR row, both read from the address
+    return __bfloat162float(*reinterpret_cast<const bf16*>(the.dynamic_shared + at));
 }
 
 }  // namespace cuda_on_cpu
@@ -289,22 +297,20 @@ inline void copy_tile(bf16* to, const CUtensorMap* map, int row, int col, uint64
     else copy();
 }
 
-struct Tile {
-    const bf16* tile;
-    int k;
-};
-inline Tile descriptor(const bf16* tile, int k) { return {tile, k}; }
+inline uint64_t descriptor(const bf16* tile, int k) {
+    return descriptor_of(uint32_t((const char*)tile - cuda_on_cpu::the.dynamic_shared) + 2 * k);
+}
 inline void wgmma_fence() {}
-inline void wgmma(float (&d)[128], Tile a, Tile b) {
+inline void wgmma(float (&d)[128], uint64_t a, uint64_t b) {
     using namespace cuda_on_cpu;
     int thread = the.running->index % 128, row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4 * 2;
     mine(products).add([=, sums = &d[0]] {
         for (int upper = 0; upper < 2; upper++) {
             float x[16];
-            for (int k = 0; k < 16; k++) x[k] = element(a.tile, row + 8 * upper, a.k + k);
+            for (int k = 0; k < 16; k++) x[k] = element(a, row + 8 * upper, k);
             for (int j = 0; j < 64; j++) {
                 int col = j / 2 * 8 + pair + j % 2;
-                for (int k = 0; k < 16; k++) sums[j / 2 * 4 + upper * 2 + j % 2] += x[k] * element(b.tile, col, b.k + k);
+                for (int k = 0; k < 16; k++) sums[j / 2 * 4 + upper * 2 + j % 2] += x[k] * element(b, col, k);
             }
         }
     });

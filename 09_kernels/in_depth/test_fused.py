@@ -204,6 +204,18 @@ def test_a_norm_with_float32_weights_on_float16_rows_gives_float32_as_multiplyin
     assert worst([got], [exact]) <= allowed(worst([want], [exact]), torch.float32)
 
 
+def test_what_is_normalised_is_the_sum_as_it_is_stored():
+    """Backward reads the stored sum, rounded to 16 bits, and what goes on past the norm is that sum, too. With float32
+    weights the output has float32's digits, so that 1e-6 tells the norm of the one from the norm of the other."""
+    x, r = (random(5, 300, seed=seed, dtype=torch.float16).to(DEVICE) for seed in (0, 1))
+    w = (1 + 0.1 * random(300, seed=2)).float().to(DEVICE)
+    y, total = add_rms_norm(x, r, w, 1e-5)
+    assert total.dtype == torch.float16 and y.dtype == torch.float32
+    assert torch.equal(total, x + r)
+    error = worst([y], [rms_norm_reference(total.double().cpu(), w.double().cpu(), 1e-5)])
+    assert error <= 1e-6, f"off by {error:.1e} from the norm of the sum that was stored"
+
+
 def test_angles_may_differ_between_samples_as_they_do_with_positions_of_a_shard():
     x = random(2, 5, 3, 16)
     angle = torch.rand(2, 5, 8, generator=torch.Generator().manual_seed(1))

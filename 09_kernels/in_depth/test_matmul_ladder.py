@@ -26,6 +26,7 @@ from matmul_ladder import (
 )
 
 HERE = Path(__file__).resolve().parent
+README = (HERE.parent / "README.md").read_text()
 DEVICE = "cpu" if INTERPRETED else "cuda"  # for Triton; the CUDA sources run on the CPU in these tests
 NVCC = pytest.mark.skipif(
     not shutil.which("nvcc"), reason="nvcc is not on the PATH, so nothing can be compiled for a GPU"
@@ -45,6 +46,25 @@ def test_every_rung_equals_float64_at_odd_sizes_and_in_every_order_of_its_thread
         ratio, same = matmul_ladder.verify(rung, *size, DEVICE if rung == TRITON else "cpu")
         assert ratio <= 2, f"{rung} at {size}: its error is {ratio} times that of PyTorch's product"
         assert same, f"{rung} at {size}: the bits depend on the order in which the threads run"
+
+
+# Blocks with more than one step of each kind: a stage of tma_wgmma is used again from the fifth step of 64 on.
+SMALL = {"shared_tiles": (33, 35, 70), "coarsened_1d": (65, 66, 20), "mma_tiles": (128, 128, 320)}
+LARGE = {"tma_wgmma": (128, 256, 384), "persistent": (200, 300, 384)}
+
+
+@pytest.mark.parametrize("rung", list(RUNGS)[2:])  # the first two have no barrier to forget
+def test_the_bits_are_the_same_when_one_warp_runs_ahead_or_falls_behind_as_far_as_barriers_let_it(rung):
+    size = (SMALL | LARGE).get(rung, (139, 130, 20))
+    a, b = random_inputs(*size, RUNGS[rung].dtype, "cpu")
+    first = matmul_ladder.matmul(a, b, rung)
+    assert error_ratio(first, a, b) <= 2
+    for order in _cuda.uneven(RUNGS[rung].threads):
+        try:
+            same = torch.equal(first, matmul_ladder.matmul(a, b, rung, order=order))
+        except CudaError as error:
+            raise AssertionError(f"{rung}, order {order}: {error}") from None
+        assert same, f"{rung}, order {order}: a warp that is ahead or behind gives other bits"
 
 
 @pytest.mark.parametrize("rung", [*RUNGS, TRITON])
@@ -116,7 +136,7 @@ def test_occupancy_is_decided_by_the_scarcest_resource():
 
 
 @NVCC
-def test_kernels_do_not_spill_and_fit_into_a_multiprocessor_and_use_the_units_they_are_about(tmp_path):
+def test_kernels_have_no_stack_frame_and_fit_into_a_multiprocessor_and_use_the_units_they_are_about(tmp_path):
     cubin = tmp_path / "tensor_cores.cubin"
     for arch, gpu in GPUS.items():
         found = _cuda.resources("matmul_ladder.cu", arch) | _cuda.resources("tensor_cores.cu", arch, cubin)
@@ -124,7 +144,7 @@ def test_kernels_do_not_spill_and_fit_into_a_multiprocessor_and_use_the_units_th
             if arch == "sm_80" and rung.capability > (8, 0):
                 continue
             used = found[rung.name]
-            assert used.spills == 0, f"{rung.name} spills {used.spills} bytes on {arch}"
+            assert used.stack == used.spills == 0, f"{rung.name}: {used.stack} bytes in local memory on {arch}"
             assert used.registers <= gpu.thread_registers
             assert used.shared + rung.dynamic_shared <= gpu.block_shared
             assert occupancy(used, rung.threads, gpu, rung.dynamic_shared) > 0
@@ -140,6 +160,20 @@ def test_kernels_do_not_spill_and_fit_into_a_multiprocessor_and_use_the_units_th
     }.items():
         for instruction in instructions:
             assert instruction in code[name], f"{name} has no {instruction}"
+        assert not re.search(r"\b(LDL|STL)\b", code[name]), f"{name} uses local memory"
+
+
+@NVCC
+def test_the_shared_loads_in_machine_code_are_those_that_the_readme_names(tmp_path):
+    cubin = tmp_path / "matmul_ladder.cubin"
+    _cuda.resources("matmul_ladder.cu", "sm_90a", cubin)
+    code = _cuda.disassembled(cubin)
+    rows = {words[1]: row for row in README.splitlines() if (words := re.match(r"\| \d+ `(\w+)` \|", row))}
+    for name in ("shared_tiles", "coarsened_1d", "coarsened_2d", "vectorised", "warp_tiles"):
+        loop = _cuda.multiplying_loop(code[name])
+        wide = f", {loop.wide_loads} of them of 16 bytes," if loop.wide_loads < loop.shared_loads else " of 16 bytes"
+        says = f"{loop.shared_loads} shared loads{wide} for {loop.fmas} FMAs"
+        assert says in rows[name], f"{name}: {says}, and not {rows[name]}"
 
 
 def machine_code(cubin):
@@ -207,6 +241,15 @@ __global__ void sum_of_a_warp(global<float> out) {
     for (int lanes = 16; lanes; lanes /= 2) v += __shfl_xor_sync(~0u, v, lanes);
     out[threadIdx.x] = v;
 }
+__global__ void diary(global<float> out) {
+    for (int step = 0; step < 4; step++) {
+        if (threadIdx.x % 32 == 0) {
+            out[threadIdx.x + step] = float(out[100]);
+            out[100] = out[100] + 1;
+        }
+        __syncwarp();
+    }
+}
 __global__ void strided(global<const float> in, global<float> out, int stride) {
     __shared__ float storage[32 * 32];
     shared<float> s = storage;
@@ -221,6 +264,7 @@ extern "C" const char* run_unwritten(float* o, void* s) {
 }
 extern "C" const char* run_neighbour(float* o, int b, void* s) { return launch(neighbour, one, dim3(64), 0, s, o, b); }
 extern "C" const char* run_warp_sum(float* o, void* s) { return launch(sum_of_a_warp, one, dim3(64), 0, s, o); }
+extern "C" const char* run_diary(float* o, void* s) { return launch(diary, one, dim3(64), 0, s, o); }
 extern "C" const char* run_strided(const float* i, float* o, int n, void* s) {
     return launch(strided, one, dim3(32), 0, s, i, o, n);
 }
@@ -261,6 +305,22 @@ def test_a_missing_barrier_shows_and_shows_differently_in_another_order(strange)
     assert all(torch.equal(out, right) for out in results[:3])
     assert all(out.isnan().any() for out in results[3:])
     assert not torch.equal(results[3].isnan(), results[4].isnan())
+
+
+def test_a_warp_that_is_ahead_does_all_it_can_before_the_others_and_one_that_is_behind_after_them(strange):
+    def diary(order):
+        out = torch.zeros(128)
+        call(strange, "run_diary", out, order=order)
+        return out[:4].tolist(), out[32:36].tolist()
+
+    first, second = [0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]
+    assert diary(FORWARD) == ([0, 2, 4, 6], [1, 3, 5, 7]), "forward, warps keep step"
+    assert diary(_cuda.ahead(0)) == diary(_cuda.behind(1)) == (first, second)
+    assert diary(_cuda.ahead(1)) == diary(_cuda.behind(0)) == (second, first)
+    races = [diary(_cuda.racing(seed)) for seed in range(20)]
+    assert (first, second) in races and (second, first) in races
+    assert len({str(race) for race in races}) > 2, "a race in which nobody is ever overtaken"
+    assert diary(_cuda.racing(3)) == races[3], "not the same in every run"
 
 
 @pytest.mark.parametrize(("stride", "turns"), [(1, 1), (2, 2), (8, 8), (32, 32), (33, 1)])

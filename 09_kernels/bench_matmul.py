@@ -1,0 +1,383 @@
+"""The kernels of matmul.cu: what they ask of each memory, counted; and beside the rungs of in_depth, in one run.
+
+    python 09_kernels/bench_matmul.py              any machine: verify, count, write results and figures; no speed
+    python 09_kernels/bench_matmul.py --figures    only draw, from what results/ has
+
+First the program must say PASS, its kernels must be as exact as torch's product in four orders of their threads, equal
+in_depth's to the bit, and fetch what the formulas say. Only then is anything written. Sectors, loads and turns of banks
+are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nvcc makes for an H100. With --gpu the
+program is built with nvcc and timed; --gpu --dry --out DIR goes through the same motions on the CPU.
+"""
+
+import argparse
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
+
+import _cuda
+import matmul_ladder
+import torch
+from _cuda import FORWARD, REVERSE, call, multiplying_loop, racing
+from harness import predictions
+from harness.ceilings import device_here, timer
+from harness.figures import COLOURS, GREY, write_figure
+from harness.report import write_result
+
+PROGRAM = Path(__file__).resolve().with_name("matmul.cu")
+KERNELS = {"naive": 1, "coalesced": 2, "shared_tiles": 3, "register_tiles": 4}
+COUNTED = (128, 256, 64)
+FIGURES = "09_kernels/figures"
+INSIDE = """
+extern "C" const char* run_product(int kernel, int M, int N, int K, const float* A, const float* B, float* C, void*) {
+    product(kernel, M, N, K, A, B, C);
+    return cuda_on_cpu::launch_error.empty() ? nullptr : cuda_on_cpu::launch_error.c_str();
+}
+extern "C" const char* run_places(int* rows, int* cols, int* stores, void*) {
+    for (int t = 0; t < THREADS; t++) {
+        for (int i = 0; i < 8; i++) rows[8 * t + i] = my_row(t, i), cols[8 * t + i] = my_col(t, i);
+        stores[t] = t % BK * LDA + t / BK;  // where a thread puts its first number of A
+    }
+    return nullptr;
+}
+"""
+
+# ----------------------------------------------------------------------------------------------- an H100 by its papers
+
+# NVIDIA H100 SXM: data sheet (TFLOP/s, HBM), white paper (multiprocessors, sizes), CUDA programming guide (32 banks of
+# 4 bytes a clock; 128 FMAs a clock, each of which reads three registers). L2's bytes a clock and the latencies in
+# clocks: table 3 of doi.org/10.1016/j.ultsonch.2023.106546. TB/s at the 1.755 GHz of that table; HBM's: data sheet.
+CLOCK, SMS, PEAK, DRAM = 1.755e9, 132, 66.9, 3.35
+HIERARCHY = [  # name, whose, how many there are, bytes of one, bytes a clock of one, latency in clocks
+    ["registers", "a thread's, up to 255", SMS, 256 * 1024, 128 * 3 * 4, 0],
+    ["shared memory", "a block's", SMS, 228 * 1024, 32 * 4, 20],
+    ["L2 cache", "everybody's", 1, 50e6, 5120, 200],
+    ["HBM (global memory)", "everybody's", 1, 80e9, DRAM * 1e12 / CLOCK, 400],
+]
+
+
+def write_hierarchy() -> None:
+    rows = [
+        [name, whose, n, round(size), round(n * size), n * per_clock * CLOCK / 1e12, latency]
+        for name, whose, n, size, per_clock, latency in HIERARCHY
+    ]
+    write_result(
+        "09_hierarchy",
+        "The memories of an H100 (SXM), by its papers",
+        ["memory", "whose", "how many", "bytes of one", "bytes of all", "TB/s of all", "clocks until a load answers"],
+        rows,
+        f"{SMS} SMs at {CLOCK / 1e9} GHz. NVIDIA's data sheet, white paper and programming guide; L2's speed "
+        "and the latencies: doi 10.1016/j.ultsonch.2023.106546, table 3. Registers: what 128 FMAs a clock read.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- the kernels
+
+
+def build(folder: Path, on_gpu: bool) -> Path:
+    """The program, by the command of its first lines. CudaError if it cannot be built."""
+    shutil.copy(PROGRAM, folder)
+    command = [
+        "g++",
+        "-x",
+        "c++",
+        "-std=c++17",
+        "-O1",
+        "-U_FORTIFY_SOURCE",
+        "-include",
+        str(_cuda.HERE / "cuda_on_cpu.h"),
+    ]
+    if on_gpu:
+        (folder / "asks.cu").write_text("#include <cublas_v2.h>\n")
+        asked = subprocess.run(["nvcc", "-E", "asks.cu"], cwd=folder, capture_output=True)
+        command = ["nvcc", "-O3", *(["-lcublas"] if asked.returncode == 0 else [])]
+    _cuda.run_compiler([*command, "-o", str(folder / "matmul"), str(folder / "matmul.cu")], "matmul.cu")
+    return folder / "matmul"
+
+
+def passing_rows(program: Path) -> list[list[str]]:
+    """The words of each line of its table; ends this program unless it says PASS."""
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=500)
+    lines = done.stdout.splitlines() or [""]
+    if done.returncode != 0 or lines[-1] != "PASS":
+        sys.exit(f"matmul: {lines[-1]} {done.stderr.strip()}")
+    return [line.split() for line in lines[1:-1]]
+
+
+def product(inside: str, kernel: str, a, b, order: int = FORWARD, counting: bool = False):
+    c = torch.full((a.shape[0], b.shape[1]), float("nan"))
+    sizes = a.shape[0], b.shape[1], a.shape[1]
+    counters = call(inside, "run_product", KERNELS[kernel], *sizes, a, b, c, order=order, counting=counting)
+    return counters if counting else c
+
+
+def verify(inside: str) -> None:
+    """Ends the program unless every kernel is right."""
+    with tempfile.TemporaryDirectory() as folder:
+        passing_rows(build(Path(folder), on_gpu=False))
+    for kernel in KERNELS:
+        a, b = matmul_ladder.random_inputs(139, 130, 77, torch.float32, "cpu")
+        results = [product(inside, kernel, a, b, order) for order in (FORWARD, REVERSE, 7, racing(7))]
+        error = matmul_ladder.error_ratio(results[0], a, b)
+        rung = matmul_ladder.matmul(a, b, kernel.replace("register_tiles", "coarsened_2d"))
+        if not error <= 2 or not all(torch.equal(rung, result) for result in results):
+            sys.exit(f"{kernel}: its error is {error} times that of torch's product, or an order of threads changes it")
+
+
+def loops_of(source: str) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "out.cubin"
+        used = _cuda.resources(source, "sm_90a", cubin)
+        codes = _cuda.disassembled(cubin)
+    return {name: (multiplying_loop(code), used[name]) for name, code in codes.items() if "FFMA" in code}
+
+
+def count(inside: str) -> None:
+    M, N, K = COUNTED
+    found = loops_of(str(PROGRAM)) | {f"in_depth: {n}": x for n, x in loops_of("matmul_ladder.cu").items()}
+    per_fma = {"naive": 33, "coalesced": 5}  # sectors for 32 FMAs of a warp
+    tile = {"shared_tiles": 32, "register_tiles": 128}
+    rows = []
+    for kernel in KERNELS:
+        got = product(inside, kernel, torch.randn(M, K), torch.randn(K, N), counting=True)
+        asked = M * N * K / 32 * per_fma[kernel] if kernel in per_fma else M * N * K * 2 / tile[kernel] / 8
+        if got.load_sectors != asked or got.bank_turns != got.bank_turns_least:
+            sys.exit(f"{kernel}: {got.load_sectors} sectors, not {asked}, or conflicts between banks")
+        loop, used = found[kernel]
+        # Clocks in which a multiprocessor's memory (128 bytes a clock: 4 sectors, or 1 turn of the banks) serves the 32
+        # FMAs of one instruction; the FMA units need a quarter of a clock for them.
+        clocks = loop.per_fma() if kernel in tile else {"naive": 33 / 4, "coalesced": 2}[kernel]
+        intensity = 2 * M * N * K / (got.load_sectors * 32)
+        blocks = 65536 // (-(-used.registers // 8) * 8 * (256 if kernel == "register_tiles" else 1024))
+        dram, shared = min(PEAK, DRAM * intensity), PEAK / max(1, 4 * clocks)
+        rows.append(
+            [
+                *(kernel, round(asked), got.load_sectors, round(intensity, 3), f"{loop.shared_loads} / {loop.fmas}"),
+                *(used.registers, blocks, round(dram, 2), round(shared, 1)),
+            ]
+        )
+    write_result(
+        "09_ground",
+        f"The kernels of matmul.cu at {M} x {N} x {K}: what they ask of which memory, and what it allows on an H100",
+        [
+            *("kernel", "sectors by formula", "counted", "FLOPs per byte", "shared loads / FMAs", "registers"),
+            *("blocks that fit", "TFLOP/s, if DRAM answered", "TFLOP/s, if the near memory did"),
+        ],
+        rows,
+        "Sectors of 32 bytes that loads ask for. Shared loads and FMAs: of a thread, in the machine code for sm_90. "
+        f"Blocks: on a multiprocessor, by registers. Bounds: {DRAM} TB/s; 128 bytes a clock of each multiprocessor; at "
+        f"most {PEAK} TFLOP/s. Computed, not timed: caches lie between the two.",
+    )
+    rows = []
+    for name, (loop, used) in found.items():
+        loads = f"{loop.shared_loads - loop.wide_loads} + {loop.wide_loads}" if loop.shared_loads else "none"
+        rows.append([name, loop.fmas, loads, loop.global_loads, loop.instructions, used.registers, used.stack])
+    write_result(
+        "09_sass",
+        "Once round the innermost loop, in machine code for sm_90: the ground floor, and the rungs in fp32 of in_depth",
+        [
+            "kernel",
+            "FMAs",
+            "shared loads: of 4 + of 16 bytes",
+            "global loads",
+            "instructions",
+            "registers",
+            "stack bytes",
+        ],
+        rows,
+        "One thread. The compiler unrolls loops, and merges neighbouring loads into wider ones.",
+    )
+
+
+def write_places(inside: str) -> None:
+    """Which elements of the tile each thread of register_tiles owns, by the program's own functions."""
+    rows, cols = torch.zeros(256, 8, dtype=torch.int32), torch.zeros(256, 8, dtype=torch.int32)
+    stores = torch.zeros(256, dtype=torch.int32)
+    call(inside, "run_places", rows, cols, stores)
+    if len((rows[:, :, None] * 128 + cols[:, None, :]).unique()) != 128 * 128:
+        sys.exit("register_tiles: not every element of the tile has an owner")
+    places = [
+        [t, int(r[0]), int(r[1] - r[0]), int(c[0]), int(c[1] - c[0])]
+        for t in range(256)
+        for r, c in [(rows[t], cols[t])]
+    ]
+    columns = ["thread", "first row", "row step", "first column", "column step"]
+    write_result("09_places", "register_tiles: which 8 x 8 elements of the tile a thread owns", columns, places)
+    addresses = {
+        "load a[0]": rows[:32, 0],
+        "load b[0]": cols[:32, 0],
+        "store As": stores[:32],
+        "store As, if LDA were 128": torch.tensor([lane % 8 * 128 + lane // 8 for lane in range(32)]),
+    }
+    write_result(
+        "09_banks",
+        "register_tiles, at k = 0: the address in As or Bs, in numbers, that each lane of warp 0 asks for",
+        ["access", *(f"lane {lane}" for lane in range(32))],
+        [[access, *asked.tolist()] for access, asked in addresses.items()],
+        "The bank of an address is its remainder by 32.",
+    )
+
+
+def time_on_gpu(dry: bool, folder: Path | None) -> None:
+    """What the program prints on this GPU, beside torch's product and the prediction."""
+    gpu, device = predictions.here(), device_here()
+    with tempfile.TemporaryDirectory() as there:
+        rows = passing_rows(build(Path(there), on_gpu=not dry))
+    size = 128 if dry else 4096
+    torch.backends.cuda.matmul.allow_tf32 = False
+    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    theirs = timer(device, 2 if dry else 20)(lambda: a @ b).median
+    table = [["torch.mm", round(2e-12 * size**3 / theirs, 2), "100%", *predictions.cells(None, theirs)]]
+    for words in rows:
+        if words[0] in KERNELS and "TFLOP/s" in words:
+            rate = float(words[words.index("TFLOP/s") - 1])
+            took = 2e-12 * size**3 / rate
+            expected = predictions.ladder(gpu, words[0].replace("register_tiles", "vectorised"), size)
+            table.append([words[0], rate, f"{theirs / took:.0%}", *predictions.cells(expected, took)])
+    write_result(
+        "09_ground_gpu",
+        f"matmul.cu at {size} x {size} x {size}, timed",
+        ["kernel", "TFLOP/s", "of torch.mm (cuBLAS)", *predictions.COLUMNS],
+        table,
+        "fp32 without TF32. The program's own times: the mean of 20 calls. torch.mm: the median of 20, with a cold L2.",
+        folder,
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+def human(n: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if n >= size:
+            return f"{n / size:.0f} {unit}"
+    return f"{n / 1024:.0f} KB"
+
+
+def draw_gpu(axes, result) -> None:
+    """The parts of a GPU as boxes, with the sizes and speeds of the result."""
+    from matplotlib.patches import Rectangle
+
+    def box(x, y, width, height, words, colour=GREY, alpha=0.3, at=0.5, fontsize=9):
+        axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, alpha=alpha, linewidth=0))
+        axes.add_patch(Rectangle((x, y), width, height, facecolor="none", edgecolor=GREY, linewidth=0.8))
+        axes.text(x + width / 2, y + height * at, words, ha="center", va="center", fontsize=fontsize)
+
+    def road(x, y0, y1, speed, words):
+        """As wide as it is fast, on a logarithmic scale."""
+        width = 1.5 * math.log2(speed)
+        axes.plot([x, x], [y0, y1], color=COLOURS["messages"], linewidth=width, solid_capstyle="butt")
+        axes.text(x + 2, (y0 + y1) / 2, words, ha="left", va="center", fontsize=8.5)
+
+    registers, shared, l2, hbm = result["rows"]
+    for x, n in ((2, 1), (52, registers[2])):
+        title = f"multiprocessor (SM) {n}: up to 64 warps of 32 lanes, in blocks"
+        box(x, 36, 46, 62, title, alpha=0.06, at=0.95)
+        for part in range(4):
+            words = "32 FMA units\n1 tensor core"
+            box(x + 1.5 + 10.9 * part, 79, 10.2, 11, words, COLOURS["compute"], 0.4, fontsize=8)
+        road(x + 8, 69, 79, registers[5], f"{registers[5]:.0f} TB/s in all SMs")
+        words = f"registers {human(registers[3])}: a thread's own"
+        box(x + 1.5, 60, 43, 9, words, COLOURS["activations"])
+        road(x + 8, 50, 60, shared[5], f"{shared[5]:.0f} TB/s in all SMs, after {shared[6]} clocks")
+        words = f"shared memory {human(shared[3])}: a block's own"
+        box(x + 1.5, 41, 43, 9, words, COLOURS["weights"])
+        road(x + 8, 28, 36, l2[5], f"{l2[5]:.1f} TB/s to all SMs together, after {l2[6]} clocks" if n == 1 else "")
+    axes.text(50, 65, "...", ha="center", va="center", fontsize=14)
+    box(2, 19, 96, 9, f"L2 cache {human(l2[3])}: everybody's; what DRAM sent or took last", COLOURS["optimizer"])
+    road(10, 10, 19, hbm[5], f"{hbm[5]:.2f} TB/s, after {hbm[6]} clocks")
+    words = f"HBM, the GPU's DRAM, {human(hbm[3])}: global memory, where every tensor lies"
+    box(2, 1, 96, 9, words, COLOURS["gradients"])
+    axes.set(xlim=(0, 100), ylim=(0, 100), xticks=[], yticks=[])
+    axes.axis("off")
+
+
+def draw_tile(axes, places, banks) -> None:
+    """The tile of a block by warps, that of warp 0 by lanes, and the banks that its lanes ask for."""
+    from matplotlib.patches import Rectangle
+
+    owner = torch.zeros(128, 128, dtype=torch.long)
+    for t, row, down, col, right in places["rows"]:
+        owner[row : row + 8 * down : down, col : col + 8 * right : right] = t
+    left, middle, bottom = axes
+    warps = owner // 32
+    left.imshow(warps % 2 + warps // 2 % 2 == 1, cmap="Greys", alpha=0.15, extent=(0, 128, 128, 0))
+    for warp in range(8):
+        rows, cols = (warps == warp).nonzero().T
+        centre = cols.double().mean().item() + 0.5, rows.double().mean().item() + 0.5
+        left.text(*centre, f"warp {warp}", ha="center", va="center", fontsize=9)
+        edge = COLOURS["compute"] if warp == 0 else GREY
+        corner = int(cols.min()), int(rows.min())
+        size = int(cols.max() - cols.min()) + 1, int(rows.max() - rows.min()) + 1
+        left.add_patch(Rectangle(corner, *size, facecolor="none", edgecolor=edge, linewidth=3 if warp == 0 else 1))
+    left.set(title="a block: 128 x 128 of C, 8 warps", xticks=range(0, 129, 32), yticks=range(0, 129, 32))
+    rows, cols = (warps == 0).nonzero().T
+    corner = owner[int(rows.min()) :, int(cols.min()) :][:12, :24]  # the pattern repeats
+    lane = 13
+    for r in range(12):
+        for c in range(24):
+            mine = corner[r, c] == lane
+            middle.add_patch(
+                Rectangle((c, r), 1, 1, facecolor=COLOURS["compute"] if mine else "none", edgecolor=GREY, lw=0.4)
+            )
+            middle.text(c + 0.5, r + 0.52, int(corner[r, c]), ha="center", va="center", fontsize=6.5)
+    for r in range(0, 13, 4):
+        middle.plot([0, 24], [r, r], color=GREY, lw=1.6)
+    for c in range(0, 25, 8):
+        middle.plot([c, c], [0, 12], color=GREY, lw=1.6)
+    middle.set(title="the first rows and columns of warp 0, by lanes", xlim=(0, 24), ylim=(12, 0))
+    middle.set(xticks=range(0, 25, 8), yticks=range(0, 13, 4), xlabel=f"blue: some of the 64 elements of lane {lane}")
+    for y, (_, *asked) in enumerate(banks["rows"]):
+        waits = [len({address for address in asked if address % 32 == bank}) for bank in range(32)]
+        for bank, turns in enumerate(waits):
+            colour = COLOURS["gradients"] if turns > 1 else COLOURS["weights"] if turns else "none"
+            bottom.add_patch(Rectangle((bank, y), 1, 0.8, facecolor=colour, alpha=0.5, edgecolor=GREY, lw=0.4))
+            if turns:
+                bottom.text(bank + 0.5, y + 0.42, str(turns), ha="center", va="center", fontsize=7)
+        bottom.text(32.5, y + 0.42, f"{max(waits)} turn{'s' * (max(waits) > 1)}", ha="left", va="center", fontsize=8)
+    bottom.set(title="different addresses on each bank", xlim=(0, 38), ylim=(len(banks["rows"]), -0.1))
+    bottom.set_yticks([y + 0.4 for y in range(len(banks["rows"]))], [row[0] for row in banks["rows"]], fontsize=8)
+    bottom.set(xticks=range(0, 33, 8), xlabel="bank")
+    for panel in axes:
+        panel.grid(False)
+
+
+def figures() -> None:
+    write_figure(f"{FIGURES}/gpu.svg", ["09_hierarchy"], draw_gpu, size=(10, 6.2))
+    write_figure(f"{FIGURES}/register_tile.svg", ["09_places", "09_banks"], draw_tile, shape=(1, 3), size=(13, 4.2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Verify matmul.cu, count what it asks for, draw it.")
+    parser.add_argument("--figures", action="store_true", help="only draw")
+    parser.add_argument("--gpu", action="store_true", help="build with nvcc and time, on a GPU")
+    parser.add_argument("--dry", action="store_true", help="with --gpu: the same on the CPU, where nothing is timed")
+    parser.add_argument("--out", type=Path, help="folder for the results of --gpu, instead of results/")
+    options = parser.parse_args()
+    if options.gpu and not options.dry and not torch.cuda.is_available():
+        sys.stderr.write("bench_matmul.py: --gpu: torch finds no GPU here; --dry --out DIR tries the program out\n")
+        sys.exit(2)
+    if (options.dry and not (options.gpu and options.out)) or (options.out and not options.gpu):
+        sys.stderr.write("bench_matmul.py: --dry and --out go with --gpu, and --dry with --out\n")
+        sys.exit(2)
+    if options.gpu:
+        time_on_gpu(options.dry, options.out)
+        return
+    if not options.figures:
+        if not shutil.which("nvcc"):
+            sys.exit("bench_matmul.py: instructions are counted in what nvcc compiles, and nvcc is not on the PATH")
+        inside = _cuda.program_inside(PROGRAM, INSIDE)
+        verify(inside)
+        write_hierarchy()
+        count(inside)
+        write_places(inside)
+    figures()
+
+
+if __name__ == "__main__":
+    main()

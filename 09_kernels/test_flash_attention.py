@@ -1,0 +1,438 @@
+"""FlashAttention on the ground floor against the definition in float64, against the depth, against its own formulas.
+And what the compiler makes of it for a GPU that need not be there.
+
+In the interpreter the arithmetic is checked, on a GPU the kernels themselves. As a script, in a process that compiles
+instead of interpreting, this file prints what each kernel takes: `compiled` reads it.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for when this file is run as a script
+sys.path.append(str(Path(__file__).with_name("in_depth")))
+
+import flash_attention as script
+from harness.meter import peak_memory, saved_activations
+from harness.oracle import assert_same
+
+INTERPRETED = script.INTERPRETED.value
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+F64 = torch.float64
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """out and LSE, written out with nothing of the script, a head after the other."""
+    outs, lses = [], []
+    S, G = q.shape[1], q.shape[2] // k.shape[2]
+    hidden = torch.ones(S, S, dtype=torch.bool, device=q.device).triu(1) & causal
+    for n in range(q.shape[2]):
+        scores = q[:, :, n] @ k[:, :, n // G].transpose(1, 2) / math.sqrt(q.shape[-1])  # [B, S, S]
+        scores = scores.masked_fill(hidden, -math.inf)
+        lses.append(scores.logsumexp(-1))
+        outs.append((scores - lses[-1][..., None]).exp() @ v[:, :, n // G])
+    return torch.stack(outs, 2), torch.stack(lses, 1)
+
+
+def inputs(B: int, S: int, N: int, N_kv: int, D: int, dtype: torch.dtype = F64) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(B, S, n, D) for n in (N, N_kv, N_kv, N)]
+    return [torch.randn(shape, generator=generator, dtype=F64).to(DEVICE, dtype) for shape in shapes]
+
+
+def results(attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def wanted(given: list[Tensor], causal: bool) -> list[Tensor]:
+    return results(lambda *x: definition(*x, causal)[0], *(x.double() for x in given))
+
+
+def flash(causal: bool, tiles: tuple = ()):
+    return lambda *x: script.flash_attention(*x, causal=causal, tiles=tiles)
+
+
+# -------------------------------------------------------------------------------------------------- a row of softmax
+
+
+@pytest.mark.parametrize("block", [None, 16, 64], ids=lambda b: f"block-{b}")
+def test_a_row_of_softmax_is_exact_whatever_its_length_and_wherever_its_maximum(block):
+    generator = torch.Generator().manual_seed(0)
+    for length in (1, 15, 16, 33, 70):
+        x = 30 * torch.randn(4, length, generator=generator, dtype=F64)
+        x[1], x[2] = x[1].sort().values, x[2].sort(descending=True).values  # a new maximum in every block, and in none
+        x[3] = torch.linspace(5000, 2000, length)  # e^5000 is no number, and neither is e^(5000 - 4000)
+        assert_same(script.softmax(x.to(DEVICE), block), x.softmax(-1).to(DEVICE), 1e-12, f"rows of {length}")
+    x = torch.randn(3, 40, generator=generator, dtype=F64).to(DEVICE)
+    assert_same(script.softmax(x.T, block), x.T.softmax(-1), 1e-12, "rows that are columns elsewhere")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter counts")
+def test_a_row_at_once_moves_every_number_twice_and_in_blocks_three_times():
+    x = torch.randn(5, 70)
+    for block, trips in ((None, 2), (16, 3)):
+        with script.traffic() as count:
+            script.softmax(x, block)
+        assert count[0] == trips * x.nbytes + (5 * 4 if block else 0), "in blocks: and the first maximum of each row"
+
+
+# ------------------------------------------------------------------------------------------------ attention is exact
+
+CASES = [  # B, S, N, N_kv, D, causal, tiles
+    (1, 32, 1, 1, 16, True, (16, 16)),  # tiles divide the sequence
+    (1, 37, 2, 1, 16, True, (16, 32)),
+    (2, 19, 4, 2, 16, True, (16, 16)),  # two query heads share each of two K/V heads, in two sequences
+    (1, 37, 2, 2, 32, False, (16, 32)),
+    (1, 35, 3, 1, 16, False, (32, 16)),
+    (1, 9, 2, 1, 16, True, (32, 16)),  # less than a tile
+    (1, 1, 1, 1, 16, True, ()),
+]
+
+
+def test_output_lse_and_every_gradient_are_those_of_dense_attention_to_1e_10():
+    for *sizes, causal, tiles in CASES:
+        given = inputs(*sizes)
+        got, want = results(flash(causal, tiles), *given), wanted(given, causal)
+        for name, x, y in zip(NAMES, got, want, strict=True):
+            assert_same(x, y, 1e-10, f"{name} of {sizes}, causal {causal}, tiles {tiles}")
+        lse = script.Attention.apply(*given[:3], causal, *(tiles or (16, 16)))[1]
+        assert_same(lse, definition(*given[:3], causal)[1], 1e-10, f"LSE of {sizes}, causal {causal}, tiles {tiles}")
+
+
+def test_scores_of_a_thousand_neither_overflow_nor_vanish():
+    q, k, v, dout = inputs(1, 40, 2, 1, 16)
+    q = 100 * q
+    for name, x, y in zip(
+        NAMES, results(flash(True, (16, 16)), q, k, v, dout), wanted([q, k, v, dout], True), strict=True
+    ):
+        assert_same(x, y, 1e-9, name)
+
+
+def test_three_steps_of_a_model_give_the_weights_that_dense_attention_gives():
+    found = []
+    for attention in (flash(True), lambda *x: definition(*x, True)[0]):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Embedding(20, 32), nn.Linear(32, 64), nn.Linear(32, 20)]).to(DEVICE, F64)
+        losses = []
+        for step in range(3):
+            tokens = (torch.arange(46, device=DEVICE) * (step + 3) % 20).view(2, 23)
+            x = model[0](tokens[:, :-1])
+            q, k, v = model[1](x).unflatten(-1, (4, 16)).split((2, 1, 1), 2)  # [B, S, heads, D]: slices, not contiguous
+            logits = model[2](x + attention(q, k, v).flatten(2))
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            losses.append(loss.detach())
+            for p in model.parameters():
+                p.data, p.grad = p.data - 0.5 * p.grad, None
+        found.append([torch.stack(losses), *(p.detach() for p in model.parameters())])
+    for at, (x, y) in enumerate(zip(*found, strict=True)):
+        assert_same(x, y, 1e-10, "the losses" if not at else f"weight {at}")
+
+
+def test_it_agrees_with_the_kernels_in_depth():
+    import flash_kernels
+
+    for dtype, limit, causal in ((torch.float32, 2e-6, True), (torch.float16, 2e-3, False)):
+        given = inputs(1, 37, 2, 1, 32, dtype)
+        other = results(lambda *x, c=causal: flash_kernels.flash_attention(*x, causal=c), *given)
+        for name, x, y in zip(NAMES, results(flash(causal), *given), other, strict=True):
+            assert_same(x, y, limit, f"{name} in {dtype}, causal {causal}")
+        mine = script.Attention.apply(*given[:3], causal, 32, 16)[1]
+        assert_same(mine, flash_kernels.triton_forward(*given[:3], causal=causal)[1], 2e-6, f"LSE in {dtype}")
+
+
+# ------------------------------------------------------------------------------------------------------------- casts
+
+
+def round_to_nearest(plain):
+    """The interpreter cuts numbers off when it makes bfloat16 of them. GPUs round, and so does this."""
+
+    def convert(x, source, target, mode):
+        if (source, target) != (script.tl.float32, script.tl.bfloat16):
+            return plain(x, source, target, mode)
+        return torch.from_numpy(x.copy()).bfloat16().view(torch.int16).numpy().view("uint16")
+
+    return convert
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bits_err_at_most_one_and_a_half_times_as_much_as_dense_attention_in_16_bits(dtype, monkeypatch):
+    if INTERPRETED:
+        machine = script.triton.runtime.interpreter
+        monkeypatch.setattr(machine, "_convert_float", round_to_nearest(machine._convert_float))
+    for causal in (True, False):
+        given = inputs(1, 100, 2, 1, 32, dtype)
+        want = wanted(given, causal)
+        dense = results(lambda *x, c=causal: script.dense_attention(*x, causal=c), *given)
+        for name, x, y, z in zip(NAMES, results(flash(causal), *given), want, dense, strict=True):
+            error, allowed = ((a.double() - y).norm().item() for a in (x, z))
+            assert x.dtype == dtype
+            assert error <= 1.5 * allowed, (
+                f"{name}, causal {causal}: off by {error:.2e}, dense attention by {allowed:.2e}"
+            )
+
+
+def test_lse_is_wide_and_so_is_everything_that_is_summed_over_tiles():
+    """A tile that gives much and then three that give little: in fp16, 16 + 0.0075 is 16, and three times."""
+    S, D = 64, 16
+    zero = torch.zeros(1, S, 1, D, dtype=torch.float16, device=DEVICE)
+    little = zero + 0.03
+    little[:, :16] = 64
+    sign = zero + 1
+    sign[:, ::2] = -1
+    for what, q, k, v, dout in (  # scores are all 0, so each weight is 1/64
+        ("dq", zero, little * sign, sign, zero + 1),
+        ("dk", little, zero, sign, zero + 1),
+        ("dv", zero, zero, sign, little),
+        ("out", zero, zero, little, sign),
+    ):
+        at, given = NAMES.index(what), [q, k, v, dout]
+        got, want = results(flash(False, (16, 16)), *given)[at], wanted(given, False)[at]
+        assert_same(got.double(), want, 7e-4, what)
+    lse = script.Attention.apply(zero, zero, zero, False, 16, 16)[1]
+    assert lse.dtype == torch.float32
+    assert_same(lse, torch.full_like(lse, math.log(S)), 1e-6, "LSE")
+
+
+# ----------------------------------------------------------------------------------------------------- edges and modes
+
+
+def test_a_nan_in_one_sequence_or_head_stays_there():
+    """A tile that ran on into the next sequence or head would bring the NaN along, as 0 · NaN."""
+    for causal in (True, False):
+        q, k, v, dout = inputs(2, 37, 2, 2, 16)
+        for x in (q, k, v, dout):
+            x[1], x[0, :, 1] = math.nan, math.nan
+        for name, x in zip(NAMES, results(flash(causal), q, k, v, dout), strict=True):
+            assert x[0, :, 0].isfinite().all(), f"{name}, causal {causal}"
+            assert x[1].isnan().all(), f"{name}, causal {causal}"
+
+
+def test_tiles_beyond_the_diagonal_are_neither_loaded_nor_computed():
+    """NaN in keys that nobody in a tile sees, and in queries that see none of its keys: 0 · NaN would be NaN."""
+    q, k, v, dout = inputs(1, 64, 2, 1, 16)
+    late = [x.index_fill(1, torch.arange(32, 64, device=DEVICE), math.nan) for x in (k, v)]
+    out, dq, *_ = results(flash(True, (16, 16)), q, *late, dout)
+    assert out[:, :32].isfinite().all() and dq[:, :32].isfinite().all()
+    early = [x.index_fill(1, torch.arange(32, device=DEVICE), math.nan) for x in (q, dout)]
+    _, _, dk, dv = results(flash(True, (16, 16)), early[0], k, v, early[1])
+    assert dk[:, 32:].isfinite().all() and dv[:, 32:].isfinite().all()
+
+
+def test_every_number_of_the_results_is_written():
+    """PyTorch fills what is allocated and not written with NaN, if asked to."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3, device=DEVICE).isnan().all()
+        for *sizes, causal, tiles in CASES[1:4]:
+            given = inputs(*sizes)
+            got = [*results(flash(causal, tiles), *given), script.Attention.apply(*given[:3], causal, *tiles)[1]]
+            assert not any(x.isnan().any() for x in got), f"{sizes}, causal {causal}"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_slices_and_expanded_gradients_are_read_right_and_a_second_backward_gives_the_same():
+    B, S, N, D = 2, 21, 2, 16
+    whole = torch.randn(B, S, 3 * N + 1, D, dtype=F64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    q, k, v = whole[:, :, 1:].split(N, 2)
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    dout = torch.full((), 0.5, dtype=F64, device=DEVICE).expand(B, S, N, D)  # what the gradient of a sum looks like
+    for name, x, y in zip(NAMES, results(flash(True), q, k, v, dout), wanted([q, k, v, dout], True), strict=True):
+        assert_same(x, y, 1e-10, name)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = script.flash_attention(q, k, v)
+    first, second = (torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), "two runs give the same bits"
+    with torch.no_grad():
+        assert torch.equal(script.flash_attention(q, k, v), out) and not script.flash_attention(q, k, v).requires_grad
+
+
+def test_what_the_kernels_cannot_do_is_refused_in_one_line():
+    q, k, v, _ = inputs(1, 8, 4, 2, 16)
+    for words, given in {
+        "D is 16": [x[..., :8] for x in (q, k, v)],
+        "N_kv divides N": [q[:, :, :3], k, v],
+        r"k \[1, 4, 2, 16\]": [q, k[:, :4], v[:, :4]],
+        r"v \[1, 8, 1, 16\]": [q, k, v[:, :, :1]],
+    }.items():
+        with pytest.raises(ValueError, match=words) as error:
+            script.flash_attention(*given)
+        assert "\n" not in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------- bytes and memory
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter counts")
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_bytes_moved_are_those_of_a_list_of_all_tiles_and_those_of_the_formula(causal):
+    for B, S, N, N_kv, D, tiles, dtype in (
+        (1, 41, 2, 1, 16, (16, 32), torch.float32),
+        (2, 37, 2, 2, 32, (32, 16), torch.float16),
+        (1, 32, 4, 1, 16, (16, 16), F64),
+    ):
+        R, C = tiles
+        given = inputs(B, S, N, N_kv, D, dtype)
+        e, wide = dtype.itemsize, max(4, dtype.itemsize)
+        rows = [range(i, min(i + R, S)) for i in range(0, S, R)]
+        columns = [range(j, min(j + C, S)) for j in range(0, S, C)]
+        meet = [
+            (i, j) for i in rows for j in columns if not causal or j[0] <= i[-1]
+        ]  # tiles in which anyone sees anything
+        keys, queries = sum(len(j) for _, j in meet), sum(len(i) for i, _ in meet)
+        forward = B * N * (S * (2 * D * e + wide) + keys * 2 * D * e)  # q, out, LSE; k and v of each tile
+        dq = B * N * (S * (4 * D * e + 2 * wide) + keys * 2 * D * e)  # q, dout, out, dq, LSE and delta
+        dkdv = B * N_kv * S * 4 * D * e + B * N * queries * (2 * D * e + 2 * wide)  # k, v, dk, dv; q, dout, LSE, delta
+        assert script.bytes_moved(*given[:2], causal, R, C) == (forward, dq + dkdv), f"formula, {S} tokens, {tiles}"
+        _, (there, back, _) = script.run(script.flash_attention, *given, causal=causal, tiles=tiles)
+        assert (there, back) == (forward, dq + dkdv), f"counted, {S} tokens, tiles {tiles}"
+
+
+def test_saved_are_inputs_output_and_lse_to_the_byte_and_no_memory_grows_with_the_square_of_s():
+    peaks = []
+    for S in (32, 64):
+        q, k, v, dout = inputs(1, S, 4, 2, 16, torch.float16)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        with saved_activations() as saved, peak_memory() as forward:
+            out = script.flash_attention(q, k, v)
+        assert saved.bytes == q.nbytes + k.nbytes + v.nbytes + out.nbytes + 4 * S * 4
+        with peak_memory() as backward:
+            out.backward(dout)
+        peaks.append((forward.peak, backward.peak))
+        if not INTERPRETED:  # the interpreter works on copies of its arguments
+            assert forward.peak == out.nbytes + 4 * S * 4
+            assert backward.peak == q.nbytes + k.nbytes + v.nbytes + 4 * S * 4  # dq, dk, dv and delta
+        assert saved.bytes == script.run(script.flash_attention, q.detach(), k.detach(), v.detach(), dout)[1][2]
+    assert peaks[1] == tuple(2 * peak for peak in peaks[0])
+
+
+# ----------------------------------------------------------------------------------------------------- the script
+
+
+def test_the_script_passes_and_each_of_its_options_changes_what_it_prints(monkeypatch, capsys):
+    said = []
+    for options in ("--tokens 6", "--tokens 6 --kv-heads 1", "--tokens 17", "--tokens 17 --rows 16"):
+        monkeypatch.setattr(sys, "argv", ["flash_attention.py", *options.split()])
+        assert script.main() == 0
+        said.append(capsys.readouterr().out)
+        assert said[-1].splitlines()[-1] == "PASS"
+    assert len(set(said)) == 4
+
+
+@pytest.mark.parametrize("spoil", ["nan", "bytes"])
+def test_the_check_notices_nan_and_bytes(spoil, monkeypatch):
+    if spoil == "nan":
+        monkeypatch.setattr(
+            script, "flash_attention", lambda q, k, v, **how: script.dense_attention(q, k, v) * math.nan
+        )
+        monkeypatch.setattr(script, "softmax", lambda x, block: x * math.nan)
+    else:
+        plain = script.bytes_moved
+        monkeypatch.setattr(script, "bytes_moved", lambda *x: (plain(*x)[0] + 2, plain(*x)[1]))
+    wrong = script.check(12, 2, 0, DEVICE)  # tokens, K/V heads, rows of a tile
+    if spoil == "nan":
+        assert any("softmax, online: error nan" in line for line in wrong)
+        assert any(line.startswith("full, 12 tokens, float64: errors [nan") for line in wrong)
+    elif INTERPRETED:
+        assert any(re.match(r"causal, 12 tokens, float32: \d+ bytes, not \d+", line) for line in wrong)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--tokens", "1"], ["--tokens", "nan"], ["--tokens", ""], ["--kv-heads", "3"], ["--rows", "0"], ["--row", "16"]],
+    ids=" ".join,
+)
+def test_a_bad_option_is_one_line_that_names_it(argv, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["flash_attention.py", *argv])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    said = capsys.readouterr()
+    assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1 and argv[0] in said.err
+
+
+# ------------------------------------------------------------------------------------------------------- compiled
+
+
+def resources(capability: int, element: str, D: int, one_kv_head: bool) -> list[dict]:
+    """Registers, bytes of stack and of shared memory of each kernel, and which instructions it is made of."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": F64}[element]
+    R, C = script.tile_sizes(torch.empty(1, D, dtype=dtype, device="meta"))
+    wide, found = "fp64" if element == "fp64" else "fp32", []
+    dump = Path(script.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    for kernel, words in (
+        (script.forward_kernel, "q k v out LSE"),
+        (script.dq_kernel, "q k v out dout LSE DELTA dq"),
+        (script.dkdv_kernel, "q k v dout LSE DELTA dk dv"),
+        *(
+            [(row, "x y") for row in (script.softmax_kernel, script.online_softmax_kernel)]
+            if element[2:] != "16"
+            else []
+        ),
+    ):
+        types = {word.lower(): f"*{wide if word.isupper() else element}" for word in words.split()}
+        addresses = len(types)
+        constants = dict(CAUSAL=True, R=R, C=C, D=D) | ({"G": 1} if one_kv_head else {})  # Triton compiles a 1 in
+        rest = ("S", "N", "G", "CAUSAL", "R", "C", "D")
+        if addresses == 2:
+            constants, rest = {"BLOCK": 1024}, ("length", "BLOCK")
+        types |= {name: "constexpr" if name in constants else "i32" for name in rest}
+        where = {(list(types).index(name),): value for name, value in constants.items()}
+        source = ASTSource(kernel, types, where, {(at,): [["tt.divisibility", 16]] for at in range(addresses)})
+        options = dict(num_warps=8 if dtype.itemsize == 2 else 4)
+        built = script.triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(built.asm["cubin"])
+            usage = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+        ptx = built.asm["ptx"]
+        about = dict(kernel=kernel.__name__, element=element, D=D, registers=numbers["REG"], warps=options["num_warps"])
+        about |= dict(spilled=numbers["STACK"] + numbers["LOCAL"], shared=built.metadata.shared, tf32="tf32" in ptx)
+        found.append(about | dict(wgmma="wgmma.mma_async" in ptx, R=R, C=C))
+    return found
+
+
+def compiled(*shapes: str) -> list[dict]:
+    """`resources` of each shape, from a process that compiles instead of interpreting."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, *shapes]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_for_sm_90_with_wgmma_and_without_a_stack_or_tf32():
+    kernels = compiled("90 bf16 64 0", "90 bf16 128 1", "90 fp32 32 0", "90 fp64 32 0")
+    assert len(kernels) == 3 + 3 + 5 + 5
+    for kernel in kernels:
+        assert kernel["spilled"] == 0, kernel
+        assert kernel["shared"] <= 227 * 1024 and kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
+        assert kernel["wgmma"] == (kernel["element"] == "bf16"), kernel
+        assert not kernel["tf32"], kernel
+
+
+if __name__ == "__main__":
+    with script.traffic() as nothing:  # a GPU's way through the script, as far as it goes without one
+        script.run(script.dense_attention, *inputs(1, 4, 2, 1, 16))
+    assert nothing == [None]
+    for shape in sys.argv[1:]:
+        capability, element, D, one = shape.split()
+        for line in resources(int(capability), element, int(D), one == "1"):
+            print(json.dumps(line))

@@ -1,0 +1,299 @@
+"""matmul.cu, the very file, on the CPU: against float64, in_depth, its own formulas, and what NVIDIA's compiler makes.
+
+The program is built as its first lines say, and run. Its kernels are also called one by one, with torch's tensors: for
+that the file is included, as it is, into a source with a few C functions more (`INSIDE`).
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).with_name("in_depth")))
+import _cuda
+import matmul_ladder
+from _cuda import FORWARD, REVERSE, CudaError, call
+
+PROGRAM = Path(__file__).with_name("matmul.cu")
+KERNELS = {"naive": 1, "coalesced": 2, "shared_tiles": 3, "register_tiles": 4}
+SIZES = ((139, 263, 77), (1, 1, 1), (5, 300, 8), (33, 31, 130))  # no multiples of a tile; less than one; more than one
+NVCC = pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not on the PATH: nothing can be compiled for a GPU")
+
+INSIDE = """
+static const char* ended() {
+    static std::string error;
+    error = std::move(cuda_on_cpu::launch_error);
+    cuda_on_cpu::launch_error.clear();
+    return error.empty() ? nullptr : error.c_str();
+}
+extern "C" const char* run_product(int kernel, int M, int N, int K, const float* A, const float* B, float* C, void*) {
+    product(kernel, M, N, K, A, B, C);
+    return ended();
+}
+extern "C" const char* run_vector_add(int n, const float* a, const float* b, float* c, void*) {
+    LAUNCH(vector_add, dim3(blocks(n, 256)), dim3(256), n, a, b, c);
+    return ended();
+}
+extern "C" const char* run_places(int* rows, int* cols, void*) {  // of the 64 elements of each thread
+    for (int t = 0; t < THREADS; t++)
+        for (int i = 0; i < 8; i++) rows[8 * t + i] = my_row(t, i), cols[8 * t + i] = my_col(t, i);
+    return nullptr;
+}
+extern "C" const char* run_judge(int M, int N, int K, int count, const float* A, const float* B, const float* C,
+                                 float* says, void*) {  // C: with its margins
+    says[0] = error_of({C, C + count}, {A, A + M * K}, {B, B + K * N}, M, N, K);
+    says[1] = is_right(says[0]);
+    return nullptr;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def inside():
+    return _cuda.program_inside(PROGRAM, INSIDE)
+
+
+def run_kernel(inside, kernel, a, b, order=FORWARD, counting=False):
+    """C, in a field of NaN of which nothing beside C may have changed."""
+    M, N, K = a.shape[0], b.shape[1], a.shape[1]
+    field = torch.full((M * N + 512,), float("nan"))
+    c = field[256 : 256 + M * N].view(M, N)
+    counters = call(inside, "run_product", KERNELS[kernel], M, N, K, a, b, c, order=order, counting=counting)
+    assert field[:256].isnan().all() and field[256 + M * N :].isnan().all(), f"{kernel} writes beside C"
+    return counters if counting else c
+
+
+# ------------------------------------------------------------------------------------------------------ right results
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_is_float64s_product_at_sizes_that_no_tile_divides(inside, kernel):
+    for M, N, K in SIZES:
+        a, b = matmul_ladder.random_inputs(M, N, K, torch.float32, "cpu")  # inside fields of NaN
+        error = matmul_ladder.error_ratio(run_kernel(inside, kernel, a, b), a, b)
+        assert error <= 2, f"{kernel} at {M} x {N} x {K}: its error is {error} times that of torch's product"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_bits_are_the_same_in_every_order_of_the_threads(inside, kernel):
+    threads = 256 if kernel == "register_tiles" else 1024
+    for size, orders in (((139, 130, 77), (REVERSE, 7)), ((33, 31, 70), _cuda.uneven(threads))):
+        a, b = matmul_ladder.random_inputs(*size, torch.float32, "cpu")
+        first = run_kernel(inside, kernel, a, b)
+        for order in orders:
+            other = run_kernel(inside, kernel, a, b, order)
+            assert torch.equal(first, other), f"{kernel}, order {order}: off by {float((first - other).abs().max())}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_in_depth_and_the_ground_floor_give_the_same_bits(inside, kernel):
+    rung = kernel.replace("register_tiles", "coarsened_2d")
+    a, b = matmul_ladder.random_inputs(139, 130, 77, torch.float32, "cpu")
+    assert torch.equal(run_kernel(inside, kernel, a, b), matmul_ladder.matmul(a, b, rung))  # both add k = 0, 1, 2, ...
+
+
+def test_vector_addition_covers_any_length_and_writes_nothing_behind_it(inside):
+    for n in (1, 256, 1000):
+        a, b, field = torch.randn(n + 256), torch.randn(n + 256), torch.full((n + 256,), float("nan"))
+        call(inside, "run_vector_add", n, a, b, field)
+        assert torch.equal(field[:n], a[:n] + b[:n])
+        assert field[n:].isnan().all(), "it wrote behind the end"
+
+
+def test_infinity_stays_in_its_row(inside):
+    a, b = torch.randn(40, 50), torch.randn(50, 40)
+    a[7, 3] = float("inf")
+    for kernel in KERNELS:
+        c = run_kernel(inside, kernel, a, b)
+        assert not c[7].isfinite().any() and c[:7].isfinite().all() and c[8:].isfinite().all(), kernel
+
+
+# ----------------------------------------------------------------------------------------- what it asks of the memory
+
+COUNTED = (128, 256, 64)  # whole tiles of every kernel
+
+
+def predicted(kernel):
+    """Of one product: sectors loaded and stored, loads of a warp from shared memory, turns for each, for each store."""
+    M, N, K = COUNTED
+    loaded = {
+        "naive": M * N * K * 33 // 32,
+        "coalesced": M * N * K * 5 // 32,
+        "shared_tiles": M * N * K * (1 / 32 + 1 / 32) * 4 / 32,
+        "register_tiles": M * N * K * (1 / 128 + 1 / 128) * 4 / 32,
+    }[kernel]
+    shared = {"shared_tiles": M * N * K * 2 // 32, "register_tiles": M * N * K * 16 // 64 // 32}.get(kernel, 0)
+    return loaded, M * N if kernel == "naive" else M * N // 8, shared, 1.0, 1.0
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sectors_shared_loads_and_turns_of_the_banks_are_those_of_the_formulas(inside, kernel):
+    M, N, K = COUNTED
+    got = run_kernel(inside, kernel, torch.randn(M, K), torch.randn(K, N), counting=True)
+    turns = [
+        taken / least if least else 1.0
+        for taken, least in ((got.bank_turns, got.bank_turns_least), (got.store_turns, got.store_turns_least))
+    ]
+    assert (got.load_sectors, got.store_sectors, got.shared_requests, *turns) == predicted(kernel)
+
+
+def test_the_threads_of_register_tiles_own_every_element_of_the_tile_once(inside):
+    rows, cols = torch.zeros(256, 8, dtype=torch.int32), torch.zeros(256, 8, dtype=torch.int32)
+    call(inside, "run_places", rows, cols)
+    owned = (rows[:, :, None] * 128 + cols[:, None, :]).flatten()
+    assert torch.equal(owned.sort().values, torch.arange(128 * 128, dtype=torch.int32))
+    warp = (rows[:32, :, None] * 128 + cols[:32, None, :]).flatten()
+    assert torch.equal(warp.unique() // 128 * 64 + warp.unique() % 128, torch.arange(32 * 64, dtype=torch.int32))
+
+
+# ------------------------------------------------------------------------------------------------- the program itself
+
+
+def build(folder, source, *more):
+    """As the first lines of matmul.cu say, in a folder where nothing else lies."""
+    shutil.copy(_cuda.HERE / "cuda_on_cpu.h", folder)
+    (folder / "matmul.cu").write_text(source)
+    command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-include", "cuda_on_cpu.h", *more]
+    done = subprocess.run([*command, "-o", "matmul", "matmul.cu"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / "matmul"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("alone"), PROGRAM.read_text())
+
+
+def run(program, *options):
+    return subprocess.run([str(program), *options], capture_output=True, text=True, timeout=60)
+
+
+def test_alone_in_a_folder_it_is_built_and_passes(program):
+    done = run(program)
+    assert done.returncode == 0 and done.stderr == ""
+    title, *rows, last = done.stdout.splitlines()
+    assert title.split() == ["kernel", "M", "N", "K", "error"] and last == "PASS"
+    assert [row.split()[0] for row in rows] == ["vector_add", *KERNELS, *KERNELS]
+    assert all(float(row.split()[-1]) <= 1e-6 for row in rows)
+
+
+def test_another_size_is_what_is_multiplied(program):
+    done = run(program, "--size", "3", "70", "5")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS"
+    assert [row.split()[:4] for row in done.stdout.splitlines()[1:-1]] == [[k, "3", "70", "5"] for k in KERNELS]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--no-such-option", "7"], ["7"], ["--size"], ["--size", "1", "2"], ["--size", "1", "2", "3.5"], [""]),
+        *(
+            ["--size", "1", "0", "2"],
+            ["--size", "nan", "1", "1"],
+            ["--size", "1e9", "1", "1"],
+            ["--size", "-4", "2", "3"],
+        ),
+        *(["--size", "12x", "3", "4"], ["--size", "1", "2", "3", "4"], ["--size", "1", "2", "", "--size"]),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(program, options):
+    done = run(program, *options)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(r"matmul: .*--size M N K: three whole numbers from 1 to 32768\n", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("C[row * N + col] = sum;\n}\n\n// ---", "if (row) C[row * N + col] = sum;\n}\n\n// ---", "WRONG"),
+        ("int k = 0; k < K; k++) sum += A", "int k = 1; k < K; k++) sum += A", "WRONG"),
+        ("        __syncthreads();  // nobody reads", "        if (x) __syncthreads();  // nobody reads", "deadlock"),
+        ("    if (i < n) c[i] = ", "    c[i] = ", "WRONG"),
+    ],
+    ids=["not_written", "a_term_is_missing", "not_all_come_to_the_barrier", "beyond_the_end"],
+)
+def test_a_program_with_a_wrong_kernel_does_not_say_pass(tmp_path, old, new, says):
+    text = PROGRAM.read_text()
+    assert old in text
+    done = run(build(tmp_path, text.replace(old, new)))
+    assert done.returncode == 1 and "PASS" not in done.stdout and says in done.stdout
+
+
+def test_its_judge_notices_nan_a_wrong_element_and_what_is_written_beside(inside):
+    M, N, K = 6, 5, 40
+    a, b = torch.randn(M, K), torch.randn(K, N)
+    field = torch.full((M * N + 2048,), float("nan"))
+    field[1024 : 1024 + M * N] = (a.double() @ b.double()).float().flatten()
+
+    def says(changed):
+        out = torch.zeros(2)
+        call(inside, "run_judge", M, N, K, len(changed), a, b, changed, out)
+        return bool(out[1])
+
+    assert says(field)
+    for at, value in ((1024, float("nan")), (1024 + M * N - 1, float("nan")), (0, 1.0), (1024 + M * N, 0.0)):
+        changed = field.clone()
+        changed[at] = value
+        assert not says(changed), f"element {at - 1024} of C may be {value}"
+    rounded = field.clone()
+    rounded[1024 : 1024 + M * N] = (a.bfloat16().float() @ b.bfloat16().float()).flatten()
+    assert not says(rounded), "inputs of 8 bits pass for fp32"
+
+
+def test_a_kernel_that_deadlocks_is_an_error_and_the_next_launch_works(inside, tmp_path):
+    broken = tmp_path / "matmul.cu"
+    text = PROGRAM.read_text()
+    broken.write_text(text.replace("        __syncthreads();  // nobody reads", "        if (x) __syncthreads();  //"))
+    source = _cuda.program_inside(broken, INSIDE)
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    with pytest.raises(CudaError, match="deadlock in block"):
+        run_kernel(source, "shared_tiles", a, b)
+    assert torch.allclose(run_kernel(source, "naive", a, b), a @ b, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------- compiled for a GPU
+
+
+@NVCC
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_no_kernel_has_a_stack_frame_and_two_blocks_of_register_tiles_fit_on_a_multiprocessor(arch):
+    found = _cuda.resources(str(PROGRAM), arch)
+    assert found.keys() == {"vector_add", *KERNELS}
+    for kernel, used in found.items():
+        assert used.spills == used.stack == 0, f"{kernel} keeps {used.stack} bytes of each thread in local memory"
+    assert found["register_tiles"].registers <= 128
+
+
+@NVCC
+def test_in_machine_code_a_thread_of_register_tiles_makes_16_shared_loads_for_64_fmas(tmp_path):
+    cubin = tmp_path / "matmul.cubin"
+    _cuda.resources(str(PROGRAM), "sm_90", cubin)
+    loops = {name: _cuda.multiplying_loop(code) for name, code in _cuda.disassembled(cubin).items() if name in KERNELS}
+    counts = {name: (loop.fmas, loop.shared_loads, loop.wide_loads, loop.global_loads) for name, loop in loops.items()}
+    assert counts["naive"] == counts["coalesced"] == (16, 0, 0, 32)  # the same code: what differs is who is who
+    assert counts["shared_tiles"] == (32, 40, 8, 2)  # the row of As comes in 8 loads of 4 numbers
+    assert counts["register_tiles"] == (64, 16, 0, 0)
+
+
+@NVCC
+def test_nvcc_builds_the_program_and_without_a_gpu_it_says_so_in_one_line(tmp_path):
+    shutil.copy(PROGRAM, tmp_path)
+    command = ["nvcc", "-O3", "-o", "matmul", "matmul.cu", *(["-lcublas"] if has_cublas(tmp_path) else [])]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
+    done = run(tmp_path / "matmul", "--size", "64", "64", "64")
+    if not torch.cuda.is_available():
+        assert done.returncode == 1 and done.stdout.splitlines()[-1].startswith("no memory of a GPU to work in: ")
+    else:
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout
+    assert run(tmp_path / "matmul", "--size", "x").returncode == 2
+
+
+def has_cublas(folder):
+    (folder / "asks.cu").write_text("#include <cublas_v2.h>\n")
+    return subprocess.run(["nvcc", "-E", "asks.cu"], cwd=folder, capture_output=True).returncode == 0
