@@ -293,8 +293,8 @@ def train(S: int, host: Host | None, group, device: str) -> list[Tensor]:
 
 
 def predicted(S: int, P: int, u: int, slots: int, b: int = 8) -> tuple[dict[str, int], int]:
-    """Bytes of a step on a rank, numbers of b >= 4 bytes; and on the device at most, in one layer's attention, if pairs of
-    chunks take most of it (c >= 10 D): x, dx, dout; weights and their gradients; slots; dkv and what a pair makes."""
+    """Bytes of a step on a rank, numbers of b >= 4 bytes; and on the device at most, in one layer's attention, if pairs
+    of chunks take most of it (c >= 10 D): x, dx, dout; weights and their gradients; slots; dkv; what a pair makes."""
     S += -S % (u * P)
     c, n, m, pairs = S // u, N // P, N_KV // P, u * (u - 1) // 2
     Q, K, L, A = c * n * D * b, 2 * c * m * D * b, c * n * b, c * c * n * b  # A: the scores of a pair of chunks
