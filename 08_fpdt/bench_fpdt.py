@@ -136,8 +136,8 @@ def timeline(ops: list[tuple], seconds) -> list[list]:
 
 
 def speed(fetch: float):
-    """A pair of chunks takes 1 forward and 2.5 backward, five matrix products where two were; a chunk with itself, half of
-    that; a copy of a chunk's queries, or of its keys and values, `fetch`. Projections are left out."""
+    """A pair of chunks takes 1 forward, 2.5 backward, with five matrix products where two were; a chunk with itself
+    half of that; a copy of a chunk's queries, or of its keys and values, `fetch`. Projections are left out."""
     Q = 16 * script.N * script.D * 4
 
     def seconds(stream: str, name: str, size: int) -> float:
@@ -175,7 +175,7 @@ def streams() -> tuple[list[list], list[list]]:
 
 
 def holdings() -> list[list]:
-    """For each pair of the forward, from the record: keys and values on the device, or on their way, and on the host."""
+    """For each pair of the forward, from the record: keys and values on the device and on the host, or on their way."""
     ops, rows = recorded(4, 2)[0], []
     stored: list[str] = []
     slots: list[str] = []
@@ -257,15 +257,15 @@ def main() -> None:
         rows,
         f"{S} tokens, {script.N} query heads and {script.N_KV} of keys and values of {script.D}, float32. The device's "
         "bytes are beyond x and the weights; all are counted. in_depth gets q, k and v of all tokens, computes pairs "
-        "with its readable kernel, and keeps the same on the host. On a CPU copies take their time from the computation.",
+        "with its readable kernel, and keeps the same on the host. A CPU's copies take time from its work.",
     )
     write_result(
         "08_ground_idle",
         "How long the computation waits, in % of its work: 8 chunks, from the record of who waits for whom",
         ["fetch of a chunk / pair", "forward, 1 slot", "forward, 2 slots", "backward, 1 slot", "backward, 2 slots"],
         idles,
-        "Computed from the operations that fpdt.py wrote down, with pairs that take 1 forward and 2.5 backward, half of "
-        "it for a chunk with itself, and nothing for projections.",
+        "Computed from the operations that fpdt.py wrote down, with pairs that take 1 forward and 2.5 backward, half "
+        "of it for a chunk with itself, and nothing for projections.",
     )
     write_result(
         "08_ground_streams",

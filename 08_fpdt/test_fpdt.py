@@ -244,8 +244,38 @@ def test_bfloat16_errs_at_most_one_and_a_half_times_as_much_as_dense_attention_i
         assert error <= 1.5 * allowed, f"{name} is off by {error:.2e}, dense attention by {allowed:.2e}"
 
 
+def sums() -> dict:
+    """In a model in bf16: the types of what is summed over chunks, and of what waits on the host."""
+    found, plain = {}, script.attend_backward
+
+    class Seen(script.Host):
+        def offload(self, stored, i, **tensors):
+            found.update({name: x.dtype for name, x in tensors.items()})
+            super().offload(stored, i, **tensors)
+
+    def seen(dq, dkv, *rest):
+        found.update({"dq": dq.dtype, "dkv": dkv.dtype})
+        plain(dq, dkv, *rest)
+
+    script.attend_backward = lambda dq, dkv, given, kv, causal: seen(dq, dkv, given, kv, causal)
+    try:
+        layer, x, dout = inputs(80)
+        layer, x = layer.bfloat16(), x.bfloat16().requires_grad_()
+        layer.attention(x, Seen("cpu", 4, 2), dist.group.WORLD).backward(dout.bfloat16())
+    finally:
+        script.attend_backward = plain
+    return found
+
+
+def test_sums_over_chunks_are_float32_and_everything_else_travels_in_the_precision_of_the_model():
+    found = run_ranks(1, sums)[0]
+    narrow = {name for name, dtype in found.items() if dtype == torch.bfloat16}
+    wide = {name for name, dtype in found.items() if dtype == torch.float32}
+    assert narrow == {"q", "kv", "out", "dout"} and wide == {"lse", "dq", "dkv"}, found
+
+
 def low_precision(u: int) -> tuple:
-    _, got, mine = alone(u, 2, torch.bfloat16)
+    _, got, mine = alone(u, 2, torch.bfloat16, tokens=320)
     return got, mine
 
 
