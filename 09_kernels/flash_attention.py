@@ -87,7 +87,7 @@ def online_softmax_kernel(x, y, length, BLOCK: tl.constexpr):
 
 
 def softmax(x: Tensor, block: int | None = None) -> Tensor:
-    """Of each row of x [rows, length]: `block` numbers at a time, or the whole row at once."""
+    """Of each row of x [rows, length], float32 or float64: `block` numbers at a time, or the whole row at once."""
     x = x.contiguous()
     kernel, y = online_softmax_kernel if block else softmax_kernel, torch.empty_like(x)
     kernel[(len(x),)](x, y, x.shape[1], BLOCK=block or triton.next_power_of_2(x.shape[1]))
