@@ -87,7 +87,7 @@ def online_softmax_kernel(x, y, length, BLOCK: tl.constexpr):
 
 
 def softmax(x: Tensor, block: int | None = None) -> Tensor:
-    """Of each row of x [rows, length]: `block` numbers at a time, or the whole row at once."""
+    """Of each row of x [rows, length], float32 or float64: `block` numbers at a time, or the whole row at once."""
     x = x.contiguous()
     kernel, y = online_softmax_kernel if block else softmax_kernel, torch.empty_like(x)
     kernel[(len(x),)](x, y, x.shape[1], BLOCK=block or triton.next_power_of_2(x.shape[1]))
@@ -338,7 +338,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, choices=(16, 32, 64), help="queries in a tile; default: by dtype")
     args = parser.parse_args()
     if args.tokens < 2 or not (INTERPRETED.value or torch.cuda.is_available()):
-        parser.error(f"--tokens {args.tokens}: use 2 or more; and TRITON_INTERPRET=0 needs a GPU")
+        parser.error(f"--tokens {args.tokens}: use 2 or more" if args.tokens < 2 else "TRITON_INTERPRET=0 needs a GPU")
     torch.manual_seed(0)
     print("bytes: counted (formula)      error  allowed     forward moves    backward moves             keeps  dense")
     wrong = check(args.tokens, args.kv_heads, args.rows or 0, "cuda" if torch.cuda.is_available() else "cpu")

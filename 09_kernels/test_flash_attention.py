@@ -26,7 +26,7 @@ import flash_attention as script
 from harness.meter import peak_memory, saved_activations
 from harness.oracle import assert_same
 
-INTERPRETED = script.INTERPRETED.value
+tl, triton, INTERPRETED = script.tl, script.triton, script.INTERPRETED.value
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F64 = torch.float64
 NAMES = ("out", "dq", "dk", "dv")
@@ -162,7 +162,7 @@ def round_to_nearest(plain):
     """The interpreter cuts numbers off when it makes bfloat16 of them. GPUs round, and so does this."""
 
     def convert(x, source, target, mode):
-        if (source, target) != (script.tl.float32, script.tl.bfloat16):
+        if (source, target) != (tl.float32, tl.bfloat16):
             return plain(x, source, target, mode)
         return torch.from_numpy(x.copy()).bfloat16().view(torch.int16).numpy().view("uint16")
 
@@ -172,7 +172,7 @@ def round_to_nearest(plain):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_16_bits_err_at_most_one_and_a_half_times_as_much_as_dense_attention_in_16_bits(dtype, monkeypatch):
     if INTERPRETED:
-        machine = script.triton.runtime.interpreter
+        machine = triton.runtime.interpreter
         monkeypatch.setattr(machine, "_convert_float", round_to_nearest(machine._convert_float))
     for causal in (True, False):
         given = inputs(1, 100, 2, 1, 32, dtype)
@@ -260,6 +260,34 @@ def test_slices_and_expanded_gradients_are_read_right_and_a_second_backward_give
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), "two runs give the same bits"
     with torch.no_grad():
         assert torch.equal(script.flash_attention(q, k, v), out) and not script.flash_attention(q, k, v).requires_grad
+
+
+def test_gradients_that_nobody_wrote_are_refused_and_not_taken_for_zero():
+    q, k, v, dout = inputs(1, 8, 1, 1, 16)
+    out, lse = script.Attention.apply(q.requires_grad_(), k, v, True, 16, 16)
+    assert not lse.requires_grad, "backward ignores what comes from the LSE"
+    dq = torch.autograd.grad(out, q, dout.requires_grad_(), create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@triton.jit
+def places_kernel(into, exist, head, start, S, N, T: tl.constexpr, D: tl.constexpr):
+    where, there, t = script.tile_of(head, start, S, N, T, D)
+    at = tl.arange(0, T)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(into + at, where)
+    tl.store(exist + t - start, tl.sum(there.to(tl.int32), 1))
+
+
+def test_tiles_beyond_2_to_the_31_numbers_are_found():
+    S, N, D, T = 2**20 - 5, 64, 128, 16
+    into = torch.zeros(T, D, dtype=torch.int64, device=DEVICE)
+    exist = torch.zeros(T, dtype=torch.int32, device=DEVICE)
+    start = 2**20 - 16
+    places_kernel[(1,)](into, exist, 3 * N + 7, start, S, N, T=T, D=D)  # sequence 3, head 7
+    t, d = torch.arange(T, device=DEVICE)[:, None] + start, torch.arange(D, device=DEVICE)
+    assert torch.equal(into, ((3 * S + t) * N + 7) * D + d) and into.min() > 3 * 2**32
+    assert exist.tolist() == [1] * 11 + [0] * 5, "the last five tokens of the tile do not exist"
 
 
 def test_what_the_kernels_cannot_do_is_refused_in_one_line():
@@ -376,7 +404,7 @@ def resources(capability: int, element: str, D: int, one_kv_head: bool) -> list[
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": F64}[element]
     R, C = script.tile_sizes(torch.empty(1, D, dtype=dtype, device="meta"))
     wide, found = "fp64" if element == "fp64" else "fp32", []
-    dump = Path(script.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     for kernel, words in (
         (script.forward_kernel, "q k v out LSE"),
         (script.dq_kernel, "q k v out dout LSE DELTA dq"),
@@ -397,7 +425,7 @@ def resources(capability: int, element: str, D: int, one_kv_head: bool) -> list[
         where = {(list(types).index(name),): value for name, value in constants.items()}
         source = ASTSource(kernel, types, where, {(at,): [["tt.divisibility", 16]] for at in range(addresses)})
         options = dict(num_warps=8 if dtype.itemsize == 2 else 4)
-        built = script.triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(built.asm["cubin"])
             usage = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout

@@ -315,27 +315,27 @@ def test_addresses_beyond_2_to_the_31_are_reached():
     assert fit_strides(x)[4] == D  # copied
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_copy_engine_gets_addresses_and_strides_of_16_bytes_and_only_what_does_not_fit_is_copied(dtype):
-    """Slices of one field: where they begin and how far their tokens are apart decides."""
-    unit = 16 // dtype.itemsize  # elements of 16 bytes
-    field = torch.arange(4096).to(dtype)
-
-    def lies_where_it_was(offset, stride, tma):
-        x = field.as_strided((1, 4, 2, 32), (0, stride, 32, 1), offset)
-        got, _, _, *strides = fit(x, 32, tma)
-        assert torch.equal(got, x)
-        assert not tma or (got.data_ptr() % 16 == 0 and all(s and s * got.itemsize % 16 == 0 for s in strides))
-        return got.data_ptr() == x.data_ptr()
-
-    for tma in (False, True):
-        assert lies_where_it_was(0, 64, tma) and lies_where_it_was(3 * unit, 64 + unit, tma), "copied for nothing"
-    for offset in (1, unit // 2, unit + 1):  # an address that is no multiple of 16 bytes
-        assert lies_where_it_was(offset, 64, False)
-        assert not lies_where_it_was(offset, 64, True), f"an address of {offset * dtype.itemsize} bytes is not aligned"
-    assert lies_where_it_was(0, 65, False) and not lies_where_it_was(0, 65, True)
-    assert lies_where_it_was(0, 68, True) == (dtype == torch.float32), "68 numbers are 272 bytes, or 136"
-    assert not lies_where_it_was(0, 0, True), "one token that stands for all"
+def test_the_copy_engine_gets_addresses_and_strides_of_16_bytes_and_what_has_them_is_not_copied():
+    whole = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
+    shape = (2, 10, 3, 32)
+    straight = whole[8:1928].view(shape)
+    fits = {"as it is": straight, "a slice of heads": straight[:, :, 1:], "a transpose": straight.transpose(1, 2)}
+    unfit = {
+        "an address of 2 bytes": whole[1:1921].view(shape),
+        "an address of 8 bytes": whole[4:1924].view(shape),
+        "rows of odd length": torch.as_strided(whole, shape, (1300, 105, 33, 1)),
+        "tokens apart by 8 bytes": torch.as_strided(whole, shape, (1600, 100, 32, 1)),
+        "one number": whole[0].expand(shape),
+        "columns apart": whole[:3840].view(2, 10, 3, 64)[..., ::2],
+    }
+    for name, x in (fits | unfit).items():
+        base, S, D, *strides = fit(x, 32, tma=True)
+        assert base.data_ptr() % 16 == 0, name
+        assert all(stride > 0 and stride * x.itemsize % 16 == 0 for stride in strides), f"{name}: {strides}"
+        assert torch.equal(torch.as_strided(base, x.shape, (*strides, 1), base.storage_offset()), x), name
+        assert (x.shape[1], 32) == (S, D) and (base is x) == (name in fits), f"{name}: copied or not"
+    for name in ("an address of 2 bytes", "rows of odd length"):  # without the engine any address and stride will do
+        assert fit(unfit[name], 32, tma=False)[0] is unfit[name], name
 
 
 def fit_strides(x):
