@@ -201,7 +201,7 @@ def idle_time(ops: Sequence[Op], seconds: Callable[[Op], float]) -> float:
 def record_forward(u: int) -> list[Op]:
     """The operations of FPDT's forward pass with empty hands: chunks of one element. A test holds them against what
     fpdt_attention.py really does."""
-    machine = CpuMachine()
+    machine = CpuMachine(record=True)
     store, kv = Store(machine), [[torch.zeros(1), torch.zeros(1)] for _ in range(u)]
     hosts: list[list[Buffer]] = []
     pairs = [(i, j) for i in range(u) for j in range(i)]
@@ -333,8 +333,11 @@ def main() -> int:
     parser.add_argument("--paper", action="store_true", help="only the paper's memory table")
     args = parser.parse_args()
     for option in ("seq", "heads", "kv_heads", "head_dim", "memory_gb", "tflops", "link_gb"):
-        if getattr(args, option) <= 0:
-            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} must be more than 0")
+        value, name = getattr(args, option), f"--{option.replace('_', '-')}"
+        if not 0 < value < math.inf:
+            parser.error(f"{name} {value} must be a number that is more than 0")
+        if args.paper and value != parser.get_default(option):
+            parser.error(f"{name} {value} changes nothing in the paper's table; leave it out, or --paper")
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
     z = Sizes(args.seq, 1, 1, args.heads, args.kv_heads, args.head_dim)

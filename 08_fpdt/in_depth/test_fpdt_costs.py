@@ -2,6 +2,7 @@
 test_fpdt_attention.py and test_fpdt_model.py."""
 
 import itertools
+import math
 import sys
 
 import pytest
@@ -61,7 +62,7 @@ def test_idle_time_of_the_schedule_equals_the_closed_form_whatever_compute_and_f
 def idle_of(sets: int, t: float, f: float, count: int = 12) -> float:
     import torch
 
-    store = Store(CpuMachine())
+    store = Store(CpuMachine(record=True))
     hosts = [store.offload(torch.zeros(1)) for _ in range(count)]
     prefetch = Prefetch(store, range(count), lambda n: [hosts[n]], torch.device("cpu"), sets)
     for _ in range(count):
@@ -105,6 +106,12 @@ def test_less_link_or_less_memory_shifts_the_recommendation_as_it_should():
     assert slow.c > fast.c
 
 
+def test_to_start_a_kernel_or_a_copy_takes_its_time_too():
+    """With endless speeds only the starts are left: one kernel, and a copy each of the keys and of the values."""
+    h = Hardware(flops=math.inf, link=math.inf, start=1.0)
+    assert pair_seconds(LLAMA, h) == (1.0, 2.0)
+
+
 def test_chunks_change_nothing_on_the_network():
     for P in (1, 2, 8, 16):
         assert len({network_bytes(Sizes(2**16, P, u, 32, 8, 64)) for u in (1, 4, 64)}) == 1
@@ -117,7 +124,17 @@ def test_the_papers_second_column_follows_from_its_first_to_4_percent():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--memory-gb", "0.0000001"], ["--seq", "-1"], ["--kv-heads", "3"], ["--what"], ["--tflops", "0"]]
+    "arguments",
+    [
+        ["--memory-gb", "0.0000001"],
+        ["--memory-gb", "nan"],
+        ["--seq", "-1"],
+        ["--kv-heads", "3"],
+        ["--what"],
+        ["--tflops", "0"],
+        ["--link-gb", "inf"],
+        ["--heads", "64", "--paper"],
+    ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fpdt_costs.py", *arguments])
