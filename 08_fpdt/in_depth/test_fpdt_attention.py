@@ -22,7 +22,16 @@ from fpdt_attention import (
     to_heads,
     to_tokens,
 )
-from fpdt_costs import Sizes, attention_peak, host_peak, link_bytes, network_bytes, record_forward
+from fpdt_costs import (
+    Sizes,
+    attention_peak,
+    host_peak,
+    idle_backward,
+    idle_time,
+    link_bytes,
+    network_bytes,
+    record_forward,
+)
 from fpdt_store import CpuMachine, Race, Store
 from harness.meter import communication, peak_memory
 from harness.oracle import assert_same, error_between
@@ -350,6 +359,39 @@ def test_the_recorded_schedule_is_the_one_whose_idle_time_is_known():
         if S % u == 0:
             got, want = alone(operations, u, False), record_forward(u)
             assert [(o.stream, o.name, o.after) for o in got] == [(o.stream, o.name, o.after) for o in want], u
+
+
+def backward_idle(u: int, own: float, t: float, rate: float) -> tuple[float, float]:
+    """Idle seconds of a real backward, simulated from its record, and by the recurrence. Forward takes no time."""
+    machine, group = CpuMachine(record=True), dist.group.WORLD
+    z, s = Sizes(24, 1, u, 4, 2, 4, 8), 24 // u
+    *qkv, dout = tensors((4, 2), length=24)
+    core = ChunkedAttention(group, u, Store(machine))
+    kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in qkv], lambda i, out: None, CPU, keep=True)
+    away = [core.store.offload(chunk) for chunk in dout.split(s, 1)]
+    over = {id(op) for op in machine.ops}
+    core.backward(kept, away, lambda *grads: None, CPU)
+
+    def seconds(op) -> float:
+        if id(op) in over or op.stream != "compute":
+            return 0.0 if id(op) in over else op.amount * rate * (2 if op.stream == "offload" else 1)
+        return own if op.amount < s * s else t
+
+    Q, K, L, Q_w, _ = z.letters()
+    costs = own, t, (3 * Q + L) * rate, Q_w * rate, 2 * Q_w * rate, 2 * K * rate
+    return idle_time(machine.ops, seconds), idle_backward(u, *costs)
+
+
+def test_idle_time_of_a_real_backward_is_that_of_the_recurrence():
+    for u in (1, 2, 3, 4, 6, 12):
+        z = Sizes(24, 1, u, 4, 2, 4, 8)
+        a_pair = 3 * z.letters()[0] + z.letters()[2] + z.letters()[3]
+        for own, t in ((0.5, 1.0), (0.3, 1.0), (0.9, 1.0)):
+            for fetch in (0.1, 0.7, 1.0, 1.4, 3.0):
+                got, want = alone(backward_idle, u, own, t, fetch / a_pair)
+                assert got == pytest.approx(want, abs=1e-9), (
+                    f"{u} chunks, {own}, {t}, fetches of {fetch}: {got}, {want}"
+                )
 
 
 def test_the_fetch_of_the_next_chunk_is_issued_before_the_computation_of_this_one_ends():
