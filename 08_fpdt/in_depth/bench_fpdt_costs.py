@@ -19,6 +19,8 @@ from bench_fpdt_attention import attention_numbers, predicted_numbers
 from fpdt_costs import (
     Hardware,
     Sizes,
+    backward_costs,
+    forward_seconds,
     idle_forward,
     idle_time,
     link_bytes,
@@ -72,16 +74,22 @@ def sweep_rows() -> list[list]:
     best, rows = recommend(z, h, 2e9)
     table = []
     for now, seconds, peak in rows:
-        t, f = pair_seconds(now, h)
-        table.append([now.c, 1e3 * t, 1e3 * f, seconds, peak / 1e9, "recommended" if now == best else ""])
+        (t, f), (_, back, fetch, dq, *_), forward = (
+            pair_seconds(now, h),
+            backward_costs(now, h),
+            forward_seconds(now, h),
+        )
+        cells = [1e3 * x for x in (t, f, back, fetch + dq)]
+        table.append([now.c, *cells, forward, seconds - forward, peak / 1e9, "recommended" if now == best else ""])
     return table
 
 
 def draw(axes, result) -> None:
-    chunk, seconds, peak = ([row[n] for row in result["rows"]] for n in (0, 3, 4))
-    axes.loglog(chunk, seconds, "o-", label="seconds, forward")
+    chunk, forward, backward, peak = ([row[n] for row in result["rows"]] for n in (0, 5, 6, 7))
+    axes.loglog(chunk, forward, "o-", label="seconds, forward")
+    axes.loglog(chunk, backward, "^-", label="seconds, backward")
     axes.loglog(chunk, peak, "s--", label="GB at most, backward")
-    [best] = [row[0] for row in result["rows"] if row[5]]
+    [best] = [row[0] for row in result["rows"] if row[8]]
     axes.axvline(best, color="gray", linestyle=":")
     axes.set(xlabel="tokens of a chunk", title="Too small waits for the link, too large fills the memory")
     axes.legend()
@@ -96,7 +104,17 @@ def main() -> int:
         write_result(
             "08_fpdt_chunk_size",
             "Attention of one layer of a 1.2-billion Llama, 512k tokens on one GPU, by size of a chunk (computed)",
-            ["tokens of a chunk", "a pair, ms", "its fetch, ms", "forward, s", "peak, GB", ""],
+            [
+                "tokens of a chunk",
+                "a pair, ms",
+                "its fetch, ms",
+                "back, ms",
+                "its fetches, ms",
+                "forward, s",
+                "backward, s",
+                "peak, GB",
+                "",
+            ],
             sweep_rows(),
             f"Computed, not measured, for {Hardware()} and 2 GB for attention.",
         )

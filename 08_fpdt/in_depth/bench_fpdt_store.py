@@ -99,7 +99,7 @@ def verify() -> None:
 def counted(sets: int) -> list:
     """One row: a walk with so many slots, in numbers."""
     cpu, size = torch.device("cpu"), 4 * ELEMENTS
-    store = Store(machine := CpuMachine())
+    store = Store(machine := CpuMachine(record=True))
     with DeviceMemory() as memory:
         hosts = store_all(store, CHUNKS, ELEMENTS, cpu)
         made = memory.peak

@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _fpdt_demo import Wire, check_ranks_and_heads, dense_attention, run, text
+from _fpdt_demo import Wire, check_ranks_and_heads, dense_attention, run, settled, text
 from fpdt_costs import Sizes, attention_peak, host_peak, link_bytes, network_bytes
 from fpdt_store import Buffer, DeviceMemory, Guard, OneLineParser, Prefetch, Store, check_host, machine_for
 from torch import Tensor
@@ -381,7 +381,7 @@ def fpdt_attention(group: dist.ProcessGroup, chunks: int, store: Store, kernel: 
 
 
 def forward_peak(attention: Callable, qkv: Sequence[Tensor]) -> int:
-    with DeviceMemory() as memory:
+    with settled(), DeviceMemory() as memory:
         attention(*qkv, causal=True)
     return memory.peak
 
@@ -418,14 +418,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             ("bytes over the network", wire.bytes, 2 * network_bytes(now)),
         ]
         if device.type == "cpu" and args.kv_heads % P == 0:  # else copies of K/V heads come on top, or explicit scores
-            # gloo may free a message late, on some ranks and in some runs, so the least of up to 20 runs counts.
-            least, expected = torch.tensor(sys.maxsize), attention_peak(now, "forward") + out.nbytes
-            for _ in range(20):
-                least = torch.minimum(least, torch.tensor(forward_peak(attention, x)))
-                dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-                if least <= expected:  # the same on all ranks, so all of them stop
-                    break
-            counted.append(("peak of the device", int(least), expected))
+            peak = forward_peak(attention, x)
+            counted.append(("peak of the device", peak, attention_peak(now, "forward") + out.nbytes))
         found: list = [None] * P
         dist.all_gather_object(found, (error, counted), group=group)
         for r, (off, numbers) in enumerate(found):

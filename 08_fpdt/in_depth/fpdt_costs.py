@@ -17,7 +17,8 @@ The first two are multiples of c: they fall as 1/u, and if S and u double they s
 
 Time. A pair of chunks takes t = 4 c² n D / (FLOP/s), the fetch of its keys and values f = 2 c n_kv D e / (bytes/s).
 t grows with c², f with c: from  c* = e (FLOP/s) n_kv / (2 n (bytes/s))  on, a fetch hides behind a
-computation. Below it, each row of chunks waits for its link; `idle_forward` says for how long, exactly.
+computation. Below it, each row of chunks waits for its link; `idle_forward` says for how long, exactly, and so does
+`idle_backward`, where c* is larger: queries, outputs and gradients come, which grouped-query heads do not shrink.
 
     row i    | project, own chunk: a |  t  |idle|  t  |idle|  t  |         f > t: (f - t) for each pair, less what the
     fetch    |      f      |      f      |      f      |                    head start during `a` and two slots hide
@@ -198,14 +199,14 @@ def idle_time(ops: Sequence[Op], seconds: Callable[[Op], float]) -> float:
     return max(end for _, end in spans) - sum(end - start for start, end in spans)
 
 
-def record_forward(u: int) -> list[Op]:
+def record_forward(u: int, sets: int = 2) -> list[Op]:
     """The operations of FPDT's forward pass with empty hands: chunks of one element. A test holds them against what
     fpdt_attention.py really does."""
-    machine = CpuMachine()
+    machine = CpuMachine(record=True)
     store, kv = Store(machine), [[torch.zeros(1), torch.zeros(1)] for _ in range(u)]
     hosts: list[list[Buffer]] = []
     pairs = [(i, j) for i in range(u) for j in range(i)]
-    earlier = Prefetch(store, pairs, lambda ij: hosts[ij[1]], torch.device("cpu"))
+    earlier = Prefetch(store, pairs, lambda ij: hosts[ij[1]], torch.device("cpu"), sets)
     for i in range(u):
         store.compute("project")
         if i < u - 1:
@@ -238,6 +239,50 @@ def idle_forward(u: int, a: float, t: float, f: float) -> float:
     # --- end exercise ---
 
 
+def idle_backward(u: int, own: float, t: float, f: float, g: float, o: float, k: float) -> float:
+    """Seconds that the computation waits in a backward pass: the schedule once more, as a recurrence over its pairs.
+
+    own, t  back through a chunk with itself, through a pair
+    f, g    fetch a chunk's q̂, output, gradient and log-sum-exp; its dq̂ so far
+    o, k    store dq̂; fetch a chunk's k̂ and v̂
+    """
+    compute = fetch = offload = work = 0.0  # when each stream has done what it was given so far
+    full, read, left = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # of the two sets of slots: filled, read, dq̂ gone home
+    keys_full, keys_read, home = [0.0, 0.0], [0.0, 0.0], [0.0] * u
+    pairs = [(j, i) for j in range(u) for i in range(j, u)]
+
+    def fetch_keys(j: int) -> None:
+        nonlocal fetch
+        if j < u:
+            keys_full[j % 2] = fetch = max(fetch, keys_read[j % 2]) + k
+
+    def fetch_queries(n: int) -> None:
+        nonlocal fetch
+        if n < len(pairs):
+            (j, i), at = pairs[n], n % 2
+            fetch = max(fetch, read[at]) + f
+            if 0 < j < u - 1:  # of the first keys dq̂ begins; of the last it has stayed on the device
+                fetch = max(fetch, left[at], home[i]) + g
+            full[at] = fetch
+
+    for n in range(2):
+        fetch_keys(n)
+    for n in range(2):
+        fetch_queries(n)
+    for n, (j, i) in enumerate(pairs):
+        seconds, at = own if i == j else t, n % 2
+        compute = max(compute, full[at], keys_full[j % 2]) + seconds
+        work, read[at] = work + seconds, compute
+        if i > j and (j, i) != (u - 2, u - 1):  # that one is needed in the very next step, and stays
+            home[i] = offload = max(offload, compute) + o
+            left[at] = offload if j > 0 else left[at]
+        fetch_queries(n + 2)
+        if i == u - 1:
+            keys_read[j % 2] = compute
+            fetch_keys(j + 2)
+    return compute - work
+
+
 # -------------------------------------------------------------------------------------------------- how large a chunk?
 
 
@@ -250,9 +295,15 @@ class Hardware:
     start: float = 20e-6  # seconds to start a kernel or a copy
 
 
-def smallest_hidden_chunk(z: Sizes, h: Hardware) -> float:
-    """c*: tokens from which on the fetch of a pair hides behind its computation, starting costs left out."""
-    return z.e * h.flops * z.n_kv / (2 * z.n * h.link)
+def smallest_hidden_chunk(z: Sizes, h: Hardware, way: str = "forward") -> float:
+    """c*: tokens from which on the fetches of a pair hide behind its computation, starting costs left out.
+
+    Backward fetches three chunks of queries' size, dq̂ and lse in sums' precision, and computes five products, not two:
+    grouped-query heads make K small, not these."""
+    if way == "forward":
+        return z.e * h.flops * z.n_kv / (2 * z.n * h.link)
+    w = max(z.e, 4)
+    return (3 * z.e + w + w / z.head_dim) * h.flops / (10 * h.link)
 
 
 def pair_seconds(z: Sizes, h: Hardware) -> tuple[float, float]:
@@ -269,13 +320,37 @@ def forward_seconds(z: Sizes, h: Hardware) -> float:
     return z.u * own + z.u * (z.u - 1) // 2 * t + idle_forward(z.u, own, t, f)
 
 
+def backward_costs(z: Sizes, h: Hardware) -> tuple[float, ...]:
+    """own, t, f, g, o and k of `idle_backward`."""
+    Q, K, L, Q_w, _ = z.letters()
+    t = 10 * z.c**2 * z.n * z.head_dim / h.flops + h.start
+    dq = Q_w / h.link + h.start
+    return t / 2, t, (3 * Q + L) / h.link + 4 * h.start, dq, dq, 2 * K / h.link + 2 * h.start
+
+
+def backward_seconds(z: Sizes, h: Hardware) -> float:
+    """Attention of one layer backward, without projections. Beyond 256 chunks the ends of rows are left out: a pair
+    then takes what its computation takes, or its fetches, or half of a round of one slot, whichever is longest."""
+    own, t, f, g, o, k = backward_costs(z, h)
+    pairs = z.u * (z.u - 1) // 2
+    if z.u > 256:
+        return z.u * own + pairs * max(t, f + g, (f + g + t + o) / 2)
+    return z.u * own + pairs * t + idle_backward(z.u, own, t, f, g, o, k)
+
+
 def recommend(z: Sizes, h: Hardware, memory: float) -> tuple[Sizes | None, list[tuple[Sizes, float, int]]]:
-    """The fastest number of chunks whose backward fits in `memory` bytes, among powers of two; and all of them with
-    seconds and bytes. Within 1 % of the fastest, fewer bytes win."""
+    """The fastest number of chunks, forward and backward, that fits in `memory` bytes, among powers of two; and all of
+    them with seconds and bytes. Within 1 % of the fastest, fewer bytes win."""
     rows, u = [], 1
     while z.S % (u * z.P) == 0 and z.S // u >= 64 * z.P:
         now = z.with_chunks(u)
-        rows.append((now, forward_seconds(now, h), max(attention_peak(now, way) for way in ("forward", "backward"))))
+        rows.append(
+            (
+                now,
+                forward_seconds(now, h) + backward_seconds(now, h),
+                max(attention_peak(now, way) for way in ("forward", "backward")),
+            )
+        )
         u *= 2
     fitting = [row for row in rows if row[2] <= memory]
     if not fitting:
@@ -333,8 +408,11 @@ def main() -> int:
     parser.add_argument("--paper", action="store_true", help="only the paper's memory table")
     args = parser.parse_args()
     for option in ("seq", "heads", "kv_heads", "head_dim", "memory_gb", "tflops", "link_gb"):
-        if getattr(args, option) <= 0:
-            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} must be more than 0")
+        value, name = getattr(args, option), f"--{option.replace('_', '-')}"
+        if not 0 < value < math.inf:
+            parser.error(f"{name} {value} must be a number that is more than 0")
+        if args.paper and value != parser.get_default(option):
+            parser.error(f"{name} {value} changes nothing in the paper's table; leave it out, or --paper")
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
     z = Sizes(args.seq, 1, 1, args.heads, args.kv_heads, args.head_dim)
@@ -367,12 +445,28 @@ def main() -> int:
         if not abs(predicted - got) < 1e-9:
             wrong.append(f"idle time at fetch {f}: predicted {predicted}, simulated {got}")
     print(f"\n{args.seq:,} tokens, {args.heads}/{args.kv_heads} heads of {args.head_dim}, bf16; attention of one layer")
-    print(f"{'chunks':>8}{'tokens':>9}{'pair, ms':>10}{'fetch, ms':>11}{'forward, s':>12}{'peak, GB':>10}")
-    for now, forward, peak in rows:
-        t, f = pair_seconds(now, h)
+    titles = (
+        "chunks",
+        "tokens",
+        "pair, ms",
+        "fetch, ms",
+        "back, ms",
+        "fetch, ms",
+        "forward, s",
+        "backward, s",
+        "peak, GB",
+    )
+    print("".join(f"{title:>13}" for title in titles))
+    for now, seconds, peak in rows:
+        (t, f), (_, back, fetch, dq, *_) = pair_seconds(now, h), backward_costs(now, h)
+        forward = forward_seconds(now, h)
+        cells = [f"{1e3 * x:13.3f}" for x in (t, f, back, fetch + dq)] + [
+            f"{x:13.3f}" for x in (forward, seconds - forward)
+        ]
         mark = "  <- recommended" if now == best else ""
-        print(f"{now.u:8}{now.c:9,}{1e3 * t:10.3f}{1e3 * f:11.3f}{forward:12.3f}{peak / 1e9:10.2f}{mark}")
-    print(f"a fetch hides behind its pair from {smallest_hidden_chunk(z, h):,.0f} tokens on")
+        print(f"{now.u:13,}{now.c:13,}{''.join(cells)}{peak / 1e9:13.2f}{mark}")
+    hidden = [smallest_hidden_chunk(z, h, way) for way in ("forward", "backward")]
+    print(f"fetches hide behind their pairs from {hidden[0]:,.0f} tokens on, and in backward from {hidden[1]:,.0f}")
     print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
     return 1 if wrong else 0
 

@@ -308,8 +308,7 @@ def use_fpdt(model: nn.Module, chunks: int, group: dist.ProcessGroup, store: Sto
 
 class ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int) -> Tensor:
-        trained = hidden.requires_grad or weight.requires_grad
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, trained: bool) -> Tensor:
         h_all, labels = hidden.flatten(0, -2), labels.flatten()
         total = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
         dh_all = torch.empty_like(h_all) if trained else None
@@ -342,7 +341,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         dh, dweight = ctx.saved_tensors
         # In place: nobody needs the unscaled ones.
-        return dh.mul_(grad).view(ctx.shape), dweight.mul_(grad).to(ctx.dtype), None, None
+        return dh.mul_(grad).view(ctx.shape), dweight.mul_(grad).to(ctx.dtype), None, None, None
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int) -> Tensor:
@@ -350,7 +349,8 @@ def chunked_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int) ->
 
     Logits of T/chunks tokens exist at a time. Divide by the number of valid tokens of the whole global batch.
     """
-    return ChunkedLoss.apply(hidden, weight, labels, chunks)
+    trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)  # inside `apply` it is off
+    return ChunkedLoss.apply(hidden, weight, labels, chunks, trained)
 
 
 def loss_sum(model: Any, tokens: Tensor, labels: Tensor, positions: Tensor, chunks: int) -> Tensor:
@@ -458,10 +458,15 @@ def main() -> int:
     parser.add_argument("--watch", action="store_true", help="one step of 65536 tokens under a memory budget")
     parser.add_argument("--seq", type=int, help="tokens of the whole sequence; default 128, or 65536 to watch")
     parser.add_argument("--chunks", type=int, help="default 4 (its divisors are shown), or 32 to watch")
-    parser.add_argument("--budget-mb", type=int, default=60, help="of the device, to watch; default %(default)s")
+    parser.add_argument("--budget-mb", type=int, help="of the device, to watch; default 60")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     args = parser.parse_args()
+    if args.budget_mb is not None and not args.watch:
+        parser.error(f"--budget-mb {args.budget_mb} is for --watch; add it, or leave the budget out")
+    args.budget_mb = 60 if args.budget_mb is None else args.budget_mb
+    if args.budget_mb < 1:
+        parser.error(f"--budget-mb {args.budget_mb} is no memory; use 1 or more")
     args.seq = (65536 if args.watch else 128) if args.seq is None else args.seq
     args.chunks = (32 if args.watch else 4) if args.chunks is None else args.chunks
     check_ranks_and_heads(parser, args)

@@ -75,10 +75,13 @@ class Buffer:
 
 
 class CpuMachine:
-    """Does everything at once, and keeps account of what streams could do in another order."""
+    """Does everything at once, and keeps account of what streams could do in another order.
 
-    def __init__(self) -> None:
-        self.ops: list[Op] = []
+    record    write every operation down in `ops`, for simulations; else a training would fill the memory with them
+    """
+
+    def __init__(self, record: bool = False) -> None:
+        self.recording, self.ops = record, list[Op]()
         self.clock = {stream: dict.fromkeys(STREAMS, 0) for stream in STREAMS}  # how far each stream knows of each
 
     def record(self, stream: str) -> dict[str, int]:
@@ -95,7 +98,8 @@ class CpuMachine:
         self, stream: str, name: str, amount: float, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> None:
         clock = self.clock[stream]
-        self.ops.append(Op(stream, name, amount, dict(clock)))
+        if self.recording:
+            self.ops.append(Op(stream, name, amount, dict(clock)))
         for buffer, write in [(b, False) for b in reads] + [(b, True) for b in writes]:
             for (other, wrote), (tick, what) in buffer.touched.items():
                 if (write or wrote) and clock[other] < tick:
@@ -361,8 +365,8 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def machine_for(device: torch.device) -> CpuMachine | CudaMachine:
-    return CudaMachine(device) if device.type == "cuda" else CpuMachine()
+def machine_for(device: torch.device, record: bool = False) -> CpuMachine | CudaMachine:
+    return CudaMachine(device) if device.type == "cuda" else CpuMachine(record)
 
 
 def available_host_memory() -> int:
@@ -385,7 +389,7 @@ def check_host(needed: int) -> None:
 def demo(args: argparse.Namespace, device: torch.device) -> list[str]:
     """Store u chunks, then sum all pairs (i, j <= i) of them, as attention will."""
     u, sets = args.chunks, {"single": 1, "double": 2}[args.version]
-    machine = machine_for(device)
+    machine = machine_for(device, record=True)
     store = Store(machine)
     chunks = [torch.full((args.elements,), float(i + 1), dtype=torch.float64, device=device) for i in range(u)]
     want = sum((i + 1) * (j + 1) for i in range(u) for j in range(i + 1)) * float(args.elements)

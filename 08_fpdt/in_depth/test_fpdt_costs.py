@@ -2,6 +2,7 @@
 test_fpdt_attention.py and test_fpdt_model.py."""
 
 import itertools
+import math
 import sys
 
 import pytest
@@ -10,7 +11,10 @@ from fpdt_costs import (
     Hardware,
     Sizes,
     attention_peak,
+    backward_costs,
+    backward_seconds,
     forward_seconds,
+    idle_backward,
     idle_forward,
     idle_time,
     main,
@@ -61,7 +65,7 @@ def test_idle_time_of_the_schedule_equals_the_closed_form_whatever_compute_and_f
 def idle_of(sets: int, t: float, f: float, count: int = 12) -> float:
     import torch
 
-    store = Store(CpuMachine())
+    store = Store(CpuMachine(record=True))
     hosts = [store.offload(torch.zeros(1)) for _ in range(count)]
     prefetch = Prefetch(store, range(count), lambda n: [hosts[n]], torch.device("cpu"), sets)
     for _ in range(count):
@@ -77,6 +81,15 @@ def test_one_buffer_waits_for_every_fetch_two_for_the_first_and_a_third_gains_no
         assert idle_of(3, t, f) == pytest.approx(idle_of(2, t, f))
 
 
+@pytest.mark.parametrize(("fetch", "two", "three"), [(1.0, 1.0, 1.0), (1.25, 5.0, 1.6), (2.0, 21.8, 21.8)])
+def test_a_third_slot_gains_something_where_a_fetch_takes_a_little_longer_than_a_pair(fetch, two, three):
+    """While a row of 8 chunks does its own work, 1.2 pairs long, three slots can fill."""
+    costs = {"project": 0.5, "finish": 0.2, "fetch": fetch / 2, "offload": fetch / 2}
+    for sets, want in ((2, two), (3, three)):
+        got = idle_time(record_forward(8, sets), lambda op: costs.get(op.name, op.amount / 2))
+        assert got == pytest.approx(want), f"{sets} slots, fetches of {fetch}: idle for {got} pairs"
+
+
 def test_from_the_smallest_hidden_chunk_on_a_fetch_takes_no_longer_than_its_pair():
     h = Hardware(start=0.0)
     c = smallest_hidden_chunk(LLAMA, h)
@@ -90,7 +103,7 @@ def test_the_recommended_chunk_is_within_1_percent_of_the_fastest_that_fits_and_
         best, rows = recommend(LLAMA, Hardware(), memory)
         fitting = [row for row in rows if row[2] <= memory]
         fastest = min(seconds for _, seconds, _ in fitting)
-        assert forward_seconds(best, Hardware()) <= 1.01 * fastest
+        assert forward_seconds(best, Hardware()) + backward_seconds(best, Hardware()) <= 1.01 * fastest
         smaller = [seconds for z, seconds, _ in rows if z.u >= 8 * best.u]
         larger = [peak for z, _, peak in rows if z.u < best.u]
         assert min(smaller) > 1.01 * fastest, "smaller chunks wait for the link"
@@ -99,10 +112,49 @@ def test_the_recommended_chunk_is_within_1_percent_of_the_fastest_that_fits_and_
     assert recommend(LLAMA, Hardware(), 1e3)[0] is None
 
 
+def test_from_the_smallest_hidden_chunk_of_the_backward_on_fetches_take_no_longer_than_their_pair():
+    h = Hardware(start=0.0)
+    c = smallest_hidden_chunk(LLAMA, h, "backward")
+    assert c > 4 * smallest_hidden_chunk(LLAMA, h)
+    for u in (2**n for n in range(12)):
+        _, t, f, g, _, _ = backward_costs(LLAMA.with_chunks(u), h)
+        assert (t >= f + g) == (LLAMA.S / u >= c)
+
+
+def test_advice_that_looks_at_forward_alone_would_leave_backward_idle():
+    """At the chunk that just hides the fetches of a forward, backward waits more than twice as long as it works."""
+    h = Hardware(start=0.0)
+    z = Sizes(2**17, 1, 64, 32, 8, 64)  # of 2048 tokens
+    assert 1 <= z.c / smallest_hidden_chunk(z, h) < 1.1
+    t, f = pair_seconds(z, h)
+    own, back, *_ = costs = backward_costs(z, h)
+    pairs = z.u * (z.u - 1) // 2
+    assert idle_forward(z.u, t / 2, t, f) / (z.u * t / 2 + pairs * t) < 0.05
+    assert idle_backward(z.u, *costs) / (z.u * own + pairs * back) > 2
+    best, rows = recommend(LLAMA, h, 40e9)
+    assert best.c >= smallest_hidden_chunk(LLAMA, h, "backward"), rows
+
+
+def test_what_is_said_of_very_many_chunks_is_what_the_recurrence_says_to_2_percent():
+    for link in (5e9, 50e9, 500e9):
+        z, h = LLAMA.with_chunks(128), Hardware(link=link)
+        own, t, f, g, o, _ = costs = backward_costs(z, h)
+        pairs = z.u * (z.u - 1) // 2
+        steady = z.u * own + pairs * max(t, f + g, (f + g + t + o) / 2)
+        exact = z.u * own + pairs * t + idle_backward(z.u, *costs)
+        assert abs(steady / exact - 1) < 0.02, (link, steady, exact)
+
+
 def test_less_link_or_less_memory_shifts_the_recommendation_as_it_should():
     slow = recommend(LLAMA, Hardware(link=5e9), 40e9)[0]
     fast = recommend(LLAMA, Hardware(link=50e9), 40e9)[0]
     assert slow.c > fast.c
+
+
+def test_to_start_a_kernel_or_a_copy_takes_its_time_too():
+    """With endless speeds only the starts are left: one kernel, and a copy each of the keys and of the values."""
+    h = Hardware(flops=math.inf, link=math.inf, start=1.0)
+    assert pair_seconds(LLAMA, h) == (1.0, 2.0)
 
 
 def test_chunks_change_nothing_on_the_network():
@@ -117,7 +169,17 @@ def test_the_papers_second_column_follows_from_its_first_to_4_percent():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--memory-gb", "0.0000001"], ["--seq", "-1"], ["--kv-heads", "3"], ["--what"], ["--tflops", "0"]]
+    "arguments",
+    [
+        ["--memory-gb", "0.0000001"],
+        ["--memory-gb", "nan"],
+        ["--seq", "-1"],
+        ["--kv-heads", "3"],
+        ["--what"],
+        ["--tflops", "0"],
+        ["--link-gb", "inf"],
+        ["--heads", "64", "--paper"],
+    ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fpdt_costs.py", *arguments])

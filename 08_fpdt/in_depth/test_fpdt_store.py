@@ -1,10 +1,11 @@
 """The store: right bytes, the right order of events, and every missing wait is a race."""
 
+import contextlib
 import sys
 
 import pytest
 import torch
-from fpdt_store import CpuMachine, DeviceMemory, Prefetch, Race, Store, check_host, main
+from fpdt_store import Buffer, CpuMachine, CudaMachine, DeviceMemory, Prefetch, Race, Store, check_host, main
 from harness.meter import peak_memory
 
 CPU = torch.device("cpu")
@@ -99,7 +100,7 @@ def test_a_device_of_limited_size_refuses_what_does_not_fit():
 
 
 def test_the_next_fetch_is_given_out_before_the_computation_with_this_chunk():
-    store = Store(CpuMachine())
+    store = Store(CpuMachine(record=True))
     hosts = offloaded(store, 3)
     walk(store, [0, 1, 2, 0, 1], hosts)
     ops = store.machine.ops
@@ -113,7 +114,7 @@ def test_the_next_fetch_is_given_out_before_the_computation_with_this_chunk():
 
 
 def test_with_one_buffer_a_fetch_waits_for_the_use_before_it():
-    store = Store(CpuMachine())
+    store = Store(CpuMachine(record=True))
     walk(store, [0, 1, 2], offloaded(store, 3), sets=1)
     assert [op.after["compute"] for op in store.machine.ops if op.stream == "fetch"] == [3, 4, 5]
 
@@ -205,3 +206,26 @@ def test_no_pinned_memory_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(MemoryError, match="no pinned memory for 64 bytes .CUDA error: no room.; raise"):
         CudaMachine.host_empty(None, torch.Size([8]), torch.float64)
+
+
+def test_memory_that_python_frees_under_a_copy_is_not_given_away(monkeypatch):
+    """No GPU is needed to see that the allocator is told which stream still uses a tensor, on both ways."""
+    told = []
+
+    class Fake:
+        def __init__(self, name: str, is_cuda: bool) -> None:
+            self.name, self.is_cuda, self.nbytes = name, is_cuda, 1
+
+        def copy_(self, other, non_blocking):
+            assert non_blocking, "the program would wait for the copy"
+
+        def record_stream(self, stream):
+            told.append((self.name, stream))
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    machine = object.__new__(CudaMachine)
+    machine.streams = {"fetch": "the fetch stream", "offload": "the offload stream"}
+    host, device = Buffer(Fake("host", False)), Buffer(Fake("device", True))
+    machine.copy("offload", host, device)
+    machine.copy("fetch", device, host)
+    assert told == [("device", "the offload stream"), ("device", "the fetch stream")]
