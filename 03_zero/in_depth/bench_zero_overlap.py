@@ -103,7 +103,7 @@ def benchmark(device: torch.device) -> None:
             rows,
             "3.3M parameters, fp32, AdamW, buckets of 2 MiB, 2 x 64 tokens a rank; torch's is DistributedDataParallel "
             "with ZeroRedundancyOptimizer. The weights after two steps in float64 were compared first. On a CPU "
-            "computation and messages share the cores: the order is what can be seen there, and not the gain.",
+            "messages take time from the computation that they hide behind.",
         )
 
 
