@@ -67,7 +67,7 @@ class Script:
         """The tests that decide an exercise: "test_collectives.py::test_every_rank_can_be_the_root"."""
         caught = [m.caught_by for m in self.mistakes if m.exercise == number]
         more = [test for test in self.index.get(number, []) if _claim(test) not in caught]
-        whole_file = f"test_{self.name}"  # slow, but right, for an exercise of which nothing is known yet
+        whole_file = f"test_{Path(self.name).stem}.py"  # slow, but right, for an exercise of which nothing is known yet
         return list(dict.fromkeys([*caught, *more])) or [whole_file]
 
     def mistaken_body(self, mistake: Mistake) -> str:
@@ -118,7 +118,8 @@ class Course:
         self.files = read_files(root)
         self.chapters: dict[str, Chapter] = {}
         for folder in sorted(root.glob("[01][0-9]_*")):
-            paths = [path for floor in ("", "in_depth") for path in sorted((folder / floor).glob("*.py"))]
+            homes = [home for home in (folder, folder / "in_depth") if home.is_dir()]
+            paths = [path for home in homes for path in sorted(home.iterdir()) if path.suffix in (".py", ".cu")]
             scripts = [script for script in map(self._script, paths) if script.fences]
             if scripts:
                 readme = folder / "README.md"
@@ -132,7 +133,7 @@ class Course:
             raise CourseError(f"{path.relative_to(self.root)}, {problems[0]}")
         tables = {}
         for kind in ("alternatives", "index"):
-            file = self.root / "exercises" / kind / f"{path.stem}.toml"
+            file = self.root / "exercises" / kind / f"{path.name.removesuffix('.py')}.toml"
             tables[kind] = tomllib.loads(file.read_text()) if found and file.exists() else {}
         return Script(
             path.relative_to(self.root).as_posix(),
@@ -222,6 +223,10 @@ def _read_script(script: Script, submission: Submission, screened: bool) -> None
 
 def _objection(script: Script, fence: Fence, theirs: Fence, screened: bool) -> str:
     """Why this body cannot run at all, or must not; "" if it can."""
+    if fence.cuda:
+        found = screen.objections_to_cuda(theirs.body, fence.body, script.text) if screened else []
+        stubbed = fences.is_stub(fence, theirs.body)
+        return "" if stubbed else next((f"{script.name}, line {theirs.first + n}: {why}" for n, why in found), "")
     try:
         statements = fences.parse(theirs.body)
         compile(fences.splice(script.text, {fence.number: theirs.body}), script.name, "exec")
@@ -418,14 +423,15 @@ def nearest_mistake(script: Script, number: str, body: str, failed: set[str]) ->
     than to the chapter's.
     """
     mistakes = [m for m in script.mistakes if m.exercise == number]
-    mine = fences.normal(body)
-    bodies = {m: fences.normal(script.mistaken_body(m)) for m in mistakes}
+    cuda = script.fences[number].cuda
+    mine = fences.normal(body, cuda)
+    bodies = {m: fences.normal(script.mistaken_body(m), cuda) for m in mistakes}
     for mistake, text in bodies.items():
         if text == mine:
             return mistake
     likeness = {m: _likeness(mine, text) for m, text in bodies.items() if m.caught_by in failed}
     best = max(likeness, key=lambda m: likeness[m], default=None)
-    own = _likeness(mine, fences.normal(script.fences[number].body))
+    own = _likeness(mine, fences.normal(script.fences[number].body, cuda))
     return best if best is not None and likeness[best] > max(own, 0.5) else None
 
 
@@ -467,13 +473,14 @@ def index_of(course: Course, chapter: Chapter) -> dict[str, dict[str, dict[str, 
 
     Each body gets a first line that leaves a mark in the file system, which works in every process; after each test the
     judge looks which marks there are. A compiler for GPUs does not know files, so tests that only compile find no mark.
+    Of a CUDA file all tests count as running all exercises.
     """
     limits = Limits(test_seconds=300, test_cpu_seconds=300, hang=60)
     files = {script.name: _test_files(course, chapter, script) for script in chapter.scripts}
     with Judge(course.files, limits) as judge:
         marks = judge.folder / "marks"
         changes = {}
-        for script in chapter.scripts:
+        for script in (script for script in chapter.scripts if script.path.endswith(".py")):
             bodies = {n: fences.rewrite(f.body, partial(_marked, marks / n)) for n, f in script.fences.items()}
             changes[script.path] = fences.splice(script.text, bodies)
         paths = [course.test_path(chapter, file) for file in sorted(set().union(*files.values()))]
@@ -486,7 +493,9 @@ def index_of(course: Course, chapter: Chapter) -> dict[str, dict[str, dict[str, 
     index = {}
     for script in chapter.scripts:
         own = [r for r in outcome.results if r.passed and r.test.partition("::")[0] in files[script.name]]
-        running = {n: sorted((r.seconds, r.test) for r in own if n in r.touched) for n in script.fences}
+        running = {
+            n: sorted((r.seconds, r.test) for r in own if f.cuda or n in r.touched) for n, f in script.fences.items()
+        }
         caught = {m.caught_by for m in script.mistakes}
         runs = {n: sorted(caught & {w for _, t in tests for w in (t, _claim(t))}) for n, tests in running.items()}
         few = {n: _few(tests, caught, chapter.decisive(n)) for n, tests in running.items()}

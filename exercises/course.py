@@ -180,7 +180,7 @@ def write_grades(rows: list[dict[str, str]], folder: Path) -> None:
 def write_index(course: Course, names: Sequence[str]) -> None:
     for chapter in [course.chapter(name) for name in names] or list(course.chapters.values()):
         for name, tables in index_of(course, chapter).items():
-            path = course.root / "exercises" / "index" / f"{Path(name).stem}.toml"
+            path = course.root / "exercises" / "index" / f"{name.removesuffix('.py')}.toml"
             path.parent.mkdir(exist_ok=True)
             lines = [
                 f"# Written by `python exercises/course.py index {chapter.folder[:2]}`: which tests run which exercise."

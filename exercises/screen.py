@@ -10,6 +10,7 @@ This is the first of three defences (README.md) and the only one that is cheap. 
 import ast
 import builtins
 import importlib
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -65,6 +66,38 @@ def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) ->
             for words, why in _refused(node, imported, globals_, locals_, inside_chain):
                 if words not in allowed:
                     yield line, f"{why} {words}"
+
+
+CUDA_WORDS = {
+    *("auto", "bool", "break", "const", "constexpr", "continue", "do", "double", "else", "false", "float", "for", "if"),
+    *("int", "true", "unsigned", "while", "fmaf", "max", "min", "x", "y", "z", "__syncthreads", "__syncwarp"),
+    *("threadIdx", "blockIdx", "blockDim", "gridDim", "__shared__"),
+}
+CUDA_CALLS = {"for", "if", "while", "fmaf", "max", "min", "float", "int", "__syncthreads", "__syncwarp"}
+
+
+def objections_to_cuda(body: str, own: str, script: str) -> Iterator[tuple[int, str]]:
+    """(line, why), as `objections`, for a few lines of a kernel. On a CPU they are a C++ program with all its rights.
+
+    A body may use words of the language, names that the file's kernels use, and variables that it declares itself; it
+    may call what the chapter's own body calls. No preprocessor, no strings, no scopes, no functions of its own.
+    """
+    kernels = re.sub(r"//[^\n]*", "", script).partition("static int blocks(")[0]
+    words = CUDA_WORDS | set(re.findall(r"\b[a-zA-Z_]\w*", kernels.partition("#endif\n#endif")[2] or kernels))
+    words |= set(re.findall(r"\b(?:auto|bool|double|float|int|unsigned)\s+([a-zA-Z_]\w*)", body))
+    words |= set(re.findall(r",\s*([a-zA-Z_]\w*)\s*(?:=|;|,|\[)", body)) & set(re.findall(r"[a-zA-Z_]\w*", own))
+    calls = CUDA_CALLS | set(re.findall(r"\b([a-zA-Z_]\w*)\s*\(", own))
+    text = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), body, flags=re.DOTALL)
+    for number, line in enumerate(text.splitlines(), 1):
+        line = re.sub(r"//.*", "", line)
+        for sign in re.findall(r"[#\"'\\@$`]|::|->|\]\s*\(|\)\s*\(|\*\s*\)", line):
+            yield number, f"an exercise may not use {sign!r} in a kernel"
+        for name in re.findall(r"(?<![\w.])[a-zA-Z_]\w*", re.sub(r"\b\d[\w.]*", "", line)):
+            if name not in words:
+                yield number, f"an exercise may not use {name!r}: it is no name of the kernels, nor a variable of yours"
+        for name in re.findall(r"\b([a-zA-Z_]\w*)\s*\(", line):
+            if name not in calls:
+                yield number, f"an exercise may not call {name!r} in a kernel"
 
 
 def _refused(

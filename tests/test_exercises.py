@@ -205,7 +205,7 @@ def test_every_planted_mistake_is_something_that_was_written_and_no_two_are_the_
             for mistake in (m for m in script.mistakes if m.exercise):
                 body = script.mistaken_body(mistake)
                 assert not fences.is_stub(script.fences[mistake.exercise], body), mistake.name
-                key = mistake.exercise, fences.normal(body)
+                key = mistake.exercise, fences.normal(body, script.fences[mistake.exercise].cuda)
                 assert key not in bodies, f"{script.name}: {mistake.name} is {bodies[key]}"
                 bodies[key] = mistake.name
 
@@ -286,6 +286,63 @@ return valid.clamp(min=1)"""
     assert status["2.23"] == ("not reached" if report.rejected else "passed")
 
 
+# ------------------------------------------------------------------------------------------------- exercises in CUDA
+
+KERNEL = """__device__ inline float at(const float* X, int row) { return X[row]; }
+__global__ void scale(const float* X, float* Y, int n) {
+    int i = threadIdx.x;
+    // --- exercise 1.1: twice the element, if there is one ---
+    if (i < n) Y[i] = 2 * at(X, i);
+    // --- end exercise ---
+}
+static int blocks(int n, int size) { return system("ls"); }
+"""
+IN_A_KERNEL = {
+    'system("ls");': "may not use '\"'",
+    "system(name);": "may not call 'system'|may not use 'system'",
+    "auto run = system; run(0);": "may not use 'system'",
+    "#include <cstdlib>": "may not use '#'",
+    "std::exit(0);": "may not use '::'|may not use 'std'",
+    "int blocks = 3; blocks(1, 2);": "may not call 'blocks'",
+    "asm volatile (0);": "may not use 'asm'",
+    "(&at)(X, 1); (at)(X, 1);": "may not use '\\)\\('",
+    "*((long*)64) = 1;": "may not use 'long'|may not use",
+    "int f[2]; f[0](1);": "may not use '\\]\\('",
+    "/* system( */ int k = 1;": "",
+    "for (int k = 0; k < n; k++) Y[k] = fmaf(at(X, k), 1.5f, 0x10);  // system(1)": "",
+}
+
+
+@pytest.mark.parametrize(("body", "why"), IN_A_KERNEL.items())
+def test_a_kernel_may_use_its_own_names_and_nothing_of_the_host(body, why):
+    found = list(screen.objections_to_cuda(body, "if (i < n) Y[i] = 2 * at(X, i);", KERNEL))
+    assert bool(found) == bool(why) and (not why or re.search(why, found[0][1])), found
+
+
+def test_fences_in_cuda_are_found_stubbed_and_put_back():
+    found, problems = fences.read_fences(KERNEL)
+    fence = found["1.1"]
+    assert problems == [] and fence.cuda and fence.body == "if (i < n) Y[i] = 2 * at(X, i);"
+    stubbed = fences.splice(KERNEL, {"1.1": fences.stub(fence)})
+    assert "    #error exercise 1.1: twice the element, if there is one\n" in stubbed
+    assert fences.is_stub(fence, fences.read_fences(stubbed)[0]["1.1"].body)
+    assert fences.splice(stubbed, {"1.1": fence.body}) == KERNEL
+    assert fences.normal("a = 1;  // one\n/* two\nlines */ b;", cuda=True) == fences.normal("a = 1; b;", cuda=True)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels run on a CPU as C++, and there is no g++")
+def test_in_cuda_another_right_solution_passes_and_a_mistake_gets_its_hint(tmp_path, judge):
+    chapter = REAL.chapter("09")
+    script, _ = chapter.exercises["9.1"]
+    other = next(a.body.strip("\n") for a in script.alternatives if a.exercise == "9.2")
+    mistake = next(m for m in script.mistakes if m.exercise == "9.1")
+    bodies = {"9.1": script.mistaken_body(mistake), "9.2": other, "9.3": 'system("ls");'}
+    folder = write_student(chapter, own_bodies(chapter) | bodies, tmp_path / chapter.folder)
+    report = check(REAL, chapter, read_submission(chapter, folder), list(bodies), judge=judge)
+    assert [row.status for row in report.rows] == ["failed", "passed", "refused"], report.rows
+    assert report.rows[0].hint == mistake.hint
+
+
 # --------------------------------------------------------------------------------------------------- every chapter
 
 
@@ -294,7 +351,7 @@ def test_every_fence_can_be_stubbed_and_put_back_and_is_told_about_in_the_readme
     chapter = REAL.chapters[folder]
     for script in chapter.scripts:
         stubbed = fences.splice(script.text, {n: fences.stub(f) for n, f in script.fences.items()})
-        compile(stubbed, script.name, "exec")
+        assert script.path.endswith(".cu") or compile(stubbed, script.name, "exec")
         found, problems = fences.read_fences(stubbed)
         assert not problems and all(fences.is_stub(f, found[n].body) for n, f in script.fences.items())
         again = fences.splice(stubbed, {n: f.body for n, f in script.fences.items()})
@@ -358,7 +415,8 @@ def test_every_chapter_has_right_solutions_that_are_really_written_differently(f
     others = [(script.fences[a.exercise], a) for script in chapter.scripts for a in script.alternatives]
     assert len({fence.number for fence, _ in others}) >= 3
     for fence, other in others:
-        assert fences.normal(other.body.strip("\n")) != fences.normal(fence.body), f"{fence.number}: {other.why}"
+        same = fences.normal(other.body.strip("\n"), fence.cuda) == fences.normal(fence.body, fence.cuda)
+        assert not same, f"{fence.number}: {other.why}"
 
 
 def test_the_twelve_weeks_give_every_exercise_once_as_core_or_extra_and_link_every_chapter():

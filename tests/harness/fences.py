@@ -6,7 +6,8 @@ An exercise is what lies between two comment lines of a chapter's script:
     ...                                  its body: whole statements
     # --- end exercise ---
 
-Everything here works on text, line by line, so that a file with a syntax error in one exercise still has its others.
+In a CUDA file `//` stands in place of `#`. Everything here works on text, line by line, so that a file with a syntax
+error in one exercise still has its others.
 """
 
 import ast
@@ -16,8 +17,8 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-BEGIN = re.compile(r"^( *)# --- exercise ([\d.]+)(?:: (.*?))? ---\s*$")
-END = re.compile(r"^ *# --- end exercise ---\s*$")
+BEGIN = re.compile(r"^( *)(#|//) --- exercise ([\d.]+)(?:: (.*?))? ---\s*$")
+END = re.compile(r"^ *(#|//) --- end exercise ---\s*$")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Fence:
     last: int
     indent: str
     body: str  # the lines between, as they stand, without the indent of the fence
-    inside: str  # "BucketedReducer.make_buckets", "" at the top level of the file
+    inside: str  # "BucketedReducer.make_buckets", "" at the top level of the file and in CUDA
+    cuda: bool = False
 
 
 def read_fences(text: str) -> tuple[dict[str, Fence], list[str]]:
@@ -42,7 +44,7 @@ def read_fences(text: str) -> tuple[dict[str, Fence], list[str]]:
     for number, line in enumerate(lines, 1):
         if match := BEGIN.match(line):
             if begun:
-                problems.append(f"line {number}: exercise {match[2]} begins before {begun[1][2]} has ended")
+                problems.append(f"line {number}: exercise {match[3]} begins before {begun[1][3]} has ended")
             begun = number, match
         elif END.match(line):
             if begun is None:
@@ -50,16 +52,15 @@ def read_fences(text: str) -> tuple[dict[str, Fence], list[str]]:
                 continue
             first, match = begun
             begun = None
-            if match[2] in fences:
-                problems.append(f"line {first}: exercise {match[2]} is there a second time")
+            if match[3] in fences:
+                problems.append(f"line {first}: exercise {match[3]} is there a second time")
                 continue
             indent = match[1]
             body = [row.removeprefix(indent) for row in lines[first : number - 1]]
-            fences[match[2]] = Fence(
-                match[2], match[3] or "", first, number, indent, "\n".join(body), enclosing(lines, first)
-            )
+            inside, cuda = enclosing(lines, first), match[2] == "//"
+            fences[match[3]] = Fence(match[3], match[4] or "", first, number, indent, "\n".join(body), inside, cuda)
     if begun:
-        problems.append(f"line {begun[0]}: exercise {begun[1][2]} has no `# --- end exercise ---`")
+        problems.append(f"line {begun[0]}: exercise {begun[1][3]} has no `{begun[1][2]} --- end exercise ---`")
     return fences, problems
 
 
@@ -90,7 +91,7 @@ def outside(text: str) -> list[tuple[int, str]]:
     fences, _ = read_fences(text)
     inner = {n for fence in fences.values() for n in range(fence.first + 1, fence.last)}
     lines = [(n, line.rstrip()) for n, line in enumerate(text.splitlines(), 1) if n not in inner]
-    return [(n, f"exercise {match[2]}" if (match := BEGIN.match(line)) else line) for n, line in lines]
+    return [(n, f"exercise {match[3]}" if (match := BEGIN.match(line)) else line) for n, line in lines]
 
 
 # ------------------------------------------------------------------------------------------------ bodies as programs
@@ -109,8 +110,10 @@ def parse(body: str) -> list[ast.stmt]:
     return function[0].body[:-1]
 
 
-def normal(body: str) -> str:
+def normal(body: str, cuda: bool = False) -> str:
     """The same text for two bodies that are the same program: comments, layout and docstrings do not count."""
+    if cuda:
+        return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", body, flags=re.DOTALL).split())
     statements = parse(body)
     for node in [n for s in statements for n in ast.walk(s)]:
         if isinstance(inner := getattr(node, "body", None), list) and len(inner) > 1 and _is_text(inner[0]):
@@ -121,13 +124,15 @@ def normal(body: str) -> str:
 def is_stub(fence: Fence, body: str) -> bool:
     """Nothing has been written yet: the body is empty or as `start` left it."""
     try:
-        return normal(body) in ("", "pass", "...", normal(stub(fence)))
+        return normal(body, fence.cuda) in ("", "pass", "...", normal(stub(fence), fence.cuda))
     except SyntaxError:
         return False
 
 
 def stub(fence: Fence) -> str:
-    """What `start` puts in place of a body: NotImplementedError, naming the exercise."""
+    """What `start` puts in place of a body: NotImplementedError, naming the exercise. A compiler stops there."""
+    if fence.cuda:
+        return f"#error exercise {fence.number}: {fence.title}"
     message = json.dumps(f"exercise {fence.number}: {fence.title}", ensure_ascii=False)
     return rewrite(fence.body, lambda _: f"raise NotImplementedError({message})")
 
