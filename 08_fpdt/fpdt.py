@@ -18,7 +18,7 @@ Of a chunk, in bytes, Q: its queries (output, a gradient); K: its keys and value
     offloaded   u (2 Q + K + L) forward,  u Q + u(u+1)/2 Q backward          sent  u (4 Q + 2 K) (P-1)/P, for any u
     fetched     u(u-1)/2 K forward,  u K + u(u+1)/2 (4 Q + L) backward       on the host  u (2 Q + K + L)
     on the device a few chunks, whatever S is (`predicted`), beside S/P tokens of the residual stream
-Yao et al. 2024, arXiv 2408.16978, sections 4 and 5. Chunked feed-forward and loss: Luo et al. 2024, 2407.15892.
+Yao et al. 2024, arXiv 2408.16978, section 4. Chunked feed-forward and loss: Luo et al. 2024, 2407.15892.
 
     python fpdt.py                                      one rank
     torchrun --nproc_per_node 4 fpdt.py --chunks 8      four: gloo on CPUs, nccl on GPUs
