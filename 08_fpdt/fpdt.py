@@ -47,7 +47,7 @@ count, on_host = Counter[str](), weakref.WeakValueDictionary()  # bytes in a ste
 
 
 def scores_of(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q [m, r, D], k [m, c, D] -> [m, r, c]. In r, the r/c query heads that share a head of keys in turn."""
+    """q [m, r, D], k [m, c, D] -> [m, r, c]. r: the queries of all r/c heads that share this head of keys."""
     scores = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
     if causal:
         later = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu_(1)
@@ -71,8 +71,8 @@ def attend(q: Tensor, kvs) -> tuple[Tensor, Tensor]:
         total.mul_(fade).add_(weights.sum(-1, keepdim=True))
         out.mul_(fade).add_(weights @ v)
         top.copy_(higher)
+        del scores, weights, higher, fade  # before the next pair makes its own
         # --- end exercise ---
-        del scores, weights, higher, fade
     return out.div_(total).to(dtype), total.log_().add_(top)
 
 
