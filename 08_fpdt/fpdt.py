@@ -18,7 +18,7 @@ Of a chunk, in bytes, Q: its queries (output, a gradient); K: its keys and value
     offloaded   u (2 Q + K + L) forward,  u Q + u(u+1)/2 Q backward          sent  u (4 Q + 2 K) (P-1)/P, for any u
     fetched     u(u-1)/2 K forward,  u K + u(u+1)/2 (4 Q + L) backward       on the host  u (2 Q + K + L)
     on the device a few chunks, whatever S is (`predicted`), beside S/P tokens of the residual stream
-Yao et al. 2024, arXiv 2408.16978, sections 4 and 5. Chunked feed-forward and loss: Luo et al. 2024, 2407.15892.
+Yao et al. 2024, arXiv 2408.16978, section 4. Chunked feed-forward and loss: Luo et al. 2024, 2407.15892.
 
     python fpdt.py                                      one rank
     torchrun --nproc_per_node 4 fpdt.py --chunks 8      four: gloo on CPUs, nccl on GPUs
@@ -47,7 +47,7 @@ count, on_host = Counter[str](), weakref.WeakValueDictionary()  # bytes in a ste
 
 
 def scores_of(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q [m, r, D], k [m, c, D] -> [m, r, c]. In r, the r/c query heads that share a head of keys in turn."""
+    """q [m, r, D], k [m, c, D] -> [m, r, c]. r: the queries of all r/c heads that share this head of keys."""
     scores = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
     if causal:
         later = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu_(1)
@@ -71,8 +71,8 @@ def attend(q: Tensor, kvs) -> tuple[Tensor, Tensor]:
         total.mul_(fade).add_(weights.sum(-1, keepdim=True))
         out.mul_(fade).add_(weights @ v)
         top.copy_(higher)
+        del scores, weights, higher, fade  # before the next pair makes its own
         # --- end exercise ---
-        del scores, weights, higher, fade
     return out.div_(total).to(dtype), total.log_().add_(top)
 
 

@@ -200,14 +200,15 @@ def attend_backward(
         del more_q, more_k, more_v
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Add attention over more keys to (out, lse), in place: out [B, c, n, D], lse [B, n, c]."""
+def merge(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> tuple[Tensor, Tensor]:
+    """Chapter 5's, in place: attention over more keys is added to out [B, c, n, D] and lse [B, n, c], and returned."""
     # --- exercise 8.25: online softmax ---
-    both = torch.logaddexp(lse, more_lse)
+    both = torch.logaddexp(lse, lse_block)
     out.mul_((lse - both).exp_().transpose(1, 2)[..., None])
-    out.addcmul_(more, (more_lse - both).exp_().transpose(1, 2)[..., None])
+    out.addcmul_(out_block, (lse_block - both).exp_().transpose(1, 2)[..., None])
     lse.copy_(both)
     # --- end exercise ---
+    return out, lse
 
 
 # ------------------------------------------------------------------------------------------- the loops over the chunks

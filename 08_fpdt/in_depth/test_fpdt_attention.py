@@ -1,5 +1,6 @@
 """Attention in chunks against one oracle: dense attention over the whole sequence, in one process."""
 
+import inspect
 import sys
 from functools import cache
 from itertools import pairwise
@@ -42,6 +43,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "05_context_parallel" / "in_depth"))
+import context_ring
+import context_ulysses
 
 S, D = 64, 4
 HEADS = [(8, 8), (8, 2), (4, 1)]  # query heads, key/value heads
@@ -250,6 +253,15 @@ def undeclared() -> set[str]:
 def test_the_computation_says_of_every_slot_that_it_touches_it():
     """The race detector believes what `compute` is told. Here every operator is asked."""
     assert run_ranks(1, undeclared) == [set()]
+
+
+def test_what_chapter_5_has_too_has_the_same_name_and_takes_the_same():
+    for mine, theirs in (
+        (to_heads, context_ulysses.to_heads),
+        (to_tokens, context_ulysses.to_tokens),
+        (merge, context_ring.merge),
+    ):
+        assert inspect.signature(mine) == inspect.signature(theirs), mine.__name__
 
 
 def there_and_back() -> bool:
