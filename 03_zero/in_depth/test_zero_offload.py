@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from test_zero_stages import (
 )
 from torch import Tensor, nn
 from zero3 import make_zero
+from zero_hybrid import ShardThenCopies, make_groups
 from zero_memory import bytes_per_parameter, bytes_sent
 from zero_offload import Link, Offload2, Offload3, bytes_apart, bytes_over_the_link, main, make_offloaded
 from zero_state import full_state_dict, load_full_state_dict
@@ -125,6 +127,28 @@ def test_two_slices_of_the_world_train_two_models_at_the_same_time():
     for rank, results in enumerate(run_ranks(4, two_slices)):
         for got in results:
             assert_same_trace(got, want[rank % 2], rank=rank)
+
+
+def shards_and_copies(stage: int) -> Trace:
+    row, column = make_groups(2)
+    model = decoder()
+    options = {"reduce_scatter": partial(ShardThenCopies, copies=column)}
+    zero = offloaded(stage, model, sgd(model), row, late=True, **options)
+    trace = Trace()
+    for step in range(3):
+        batch = make_batch(step, 4)[dist.get_rank()]
+        trace.losses.append(train_step(model, zero, batch, everyone=dist.group.WORLD).item())
+        trace.gradients.append(zero.full_gradients())
+        zero.step()
+    trace.weights = zero.full_weights()
+    return trace
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_copy_of_a_shard_has_its_own_host_and_all_stay_alike(stage):
+    want = oracle_trace(4)
+    for rank, got in enumerate(run_ranks(4, shards_and_copies, stage)):
+        assert_same_trace(got, want, rank=rank)
 
 
 def clipped_steps(stage: int):
