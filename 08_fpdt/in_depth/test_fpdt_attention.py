@@ -373,7 +373,7 @@ def test_the_recorded_schedule_is_the_one_whose_idle_time_is_known():
             assert [(o.stream, o.name, o.after) for o in got] == [(o.stream, o.name, o.after) for o in want], u
 
 
-def backward_idle(u: int, own: float, t: float, rate: float) -> tuple[float, float]:
+def backward_idle(u: int, own: float, t: float, rate: float, slow: float) -> tuple[float, float]:
     """Idle seconds of a real backward, simulated from its record, and by the recurrence. Forward takes no time."""
     machine, group = CpuMachine(record=True), dist.group.WORLD
     z, s = Sizes(24, 1, u, 4, 2, 4, 8), 24 // u
@@ -386,11 +386,11 @@ def backward_idle(u: int, own: float, t: float, rate: float) -> tuple[float, flo
 
     def seconds(op) -> float:
         if id(op) in over or op.stream != "compute":
-            return 0.0 if id(op) in over else op.amount * rate * (2 if op.stream == "offload" else 1)
+            return 0.0 if id(op) in over else op.amount * rate * (slow if op.stream == "offload" else 1)
         return own if op.amount < s * s else t
 
     Q, K, L, Q_w, _ = z.letters()
-    costs = own, t, (3 * Q + L) * rate, Q_w * rate, 2 * Q_w * rate, 2 * K * rate
+    costs = own, t, (3 * Q + L) * rate, Q_w * rate, slow * Q_w * rate, 2 * K * rate
     return idle_time(machine.ops, seconds), idle_backward(u, *costs)
 
 
@@ -398,12 +398,17 @@ def test_idle_time_of_a_real_backward_is_that_of_the_recurrence():
     for u in (1, 2, 3, 4, 6, 12):
         z = Sizes(24, 1, u, 4, 2, 4, 8)
         a_pair = 3 * z.letters()[0] + z.letters()[2] + z.letters()[3]
-        for own, t in ((0.5, 1.0), (0.3, 1.0), (0.9, 1.0)):
-            for fetch in (0.1, 0.7, 1.0, 1.4, 3.0):
-                got, want = alone(backward_idle, u, own, t, fetch / a_pair)
-                assert got == pytest.approx(want, abs=1e-9), (
-                    f"{u} chunks, {own}, {t}, fetches of {fetch}: {got}, {want}"
-                )
+        for own, t in ((0.3, 1.0), (0.9, 1.0)):
+            for fetch, slow in (
+                (0.1, 1),
+                (0.7, 1),
+                (1.0, 2),
+                (1.4, 1),
+                (3.0, 1),
+                (0.7, 20),
+            ):  # or a slow way to the host
+                got, want = alone(backward_idle, u, own, t, fetch / a_pair, slow)
+                assert got == pytest.approx(want, abs=1e-9), f"{u} chunks, {own}, {t}, {fetch}, {slow}: {got}, {want}"
 
 
 def test_the_fetch_of_the_next_chunk_is_issued_before_the_computation_of_this_one_ends():
