@@ -279,7 +279,7 @@ def whole_tensors(engine: Together, model: Any, mesh: Mesh) -> Iterator[tuple[st
 
 
 @torch.no_grad()
-def load_masters(engine: Together, pieces: Callable[[list[str]], dict[str, Tensor]]) -> None:
+def load_masters(engine: Together, pieces: Callable[[list[str]], Mapping[str, Tensor]]) -> None:
     """Masters from weights of more bits than the model's; `pieces` gives this rank's, of a bucket at a time."""
     for owner in engine.owners:
         for index, bucket in enumerate(owner.buckets):
