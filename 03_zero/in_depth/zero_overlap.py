@@ -179,10 +179,9 @@ def main() -> None:
                 seen[:] = [zero.log]
 
         rows = demo(args.stage, make, group, device)
-        for zero in made:
-            zero.arrive()
+        while made:  # each holds the group, which is about to go
+            made.pop().arrive()
         log = seen[0]
-        made.clear()  # it holds the group, which is about to go
         late = log.index(("wait", 0)) > log.index(("forward", "layer 0"))  # bucket 0 has the last layer and the head
         rows.append(("the last bucket travels while the first layer computes", "True", late, late))
         if dist.get_rank(group) == 0:
