@@ -1,12 +1,13 @@
 """The kernels of matmul.cu: what they ask of each memory, counted; and beside the rungs of in_depth, in one run.
 
     python 09_kernels/bench_matmul.py              any machine: verify, count, write results and figures; no speed
+    python 09_kernels/bench_matmul.py --gpu        on a GPU: build with nvcc, verify, time
     python 09_kernels/bench_matmul.py --figures    only draw, from what results/ has
 
 First the program must say PASS, its kernels must be as exact as torch's product in four orders of their threads, equal
 in_depth's to the bit, and fetch what the formulas say. Only then is anything written. Sectors, loads and turns of banks
-are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nvcc makes for an H100. With --gpu the
-program is built with nvcc and timed; --gpu --dry --out DIR goes through the same motions on the CPU.
+are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nvcc makes for an H100. --gpu --dry --out
+DIR goes through the motions of --gpu on the CPU.
 """
 
 import argparse

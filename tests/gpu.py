@@ -145,6 +145,7 @@ BENCHMARKS = {
     "bench_fused_adamw": ("kernels", 40, 20, 15),
     "bench_elu": ("kernels", 50, 8, 20),
     "bench_matmul_ladder": ("matmul", 120, 4, 30),
+    "bench_matmul": ("matmul", 40, 4, 15),
     "bench_fp8": ("fp8", 120, 30, 30),
     "bench_fp8_kernels": ("fp8", 60, 6, 20),
     "bench_fpdt_attention": ("fpdt", 450, 40, 120),
@@ -153,7 +154,7 @@ BENCHMARKS = {
     "bench_split_backward": ("layers", 30, 8, 10),
 }
 OTHER = ("layers", 60, 4, 10)
-SOURCES = {"bench_matmul_ladder", "bench_elu"}  # these also build .cu files
+SOURCES = {"bench_matmul_ladder", "bench_matmul", "bench_elu"}  # these also build .cu files
 
 
 def gpu_benchmarks() -> dict[str, list[Path]]:

@@ -144,9 +144,9 @@ class Rung:
 LADDER = {
     "naive": Rung(73 / 16, 33 / 4),  # 33 sectors of 32 bytes, 4 of which come in a clock
     "coalesced": Rung(73 / 16, 2),
-    "shared_tiles": Rung(96 / 32, 2),
-    "coarsened_1d": Rung(370 / 64, 1.125),
-    "coarsened_2d": Rung((352 - 82 + 8 * 82) / 512, 0.75),
+    "shared_tiles": Rung(96 / 32, 1.25),
+    "coarsened_1d": Rung(370 / 64, 0.375),
+    "coarsened_2d": Rung((352 - 82 + 8 * 82) / 512, 0.5),
     "vectorised": Rung(565 / 512, 0.25),
     "warp_tiles": Rung(579 / 512, 0.25),
 }
