@@ -45,7 +45,7 @@ train-5d: $(READY)  ## the same on 16 CPU ranks with every axis: data, tensor, c
 # Ranks import chapters again and again: compiled modules are kept, whatever the shell's settings say.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
 
-test: $(READY)  ## the tests of every chapter, the harness and the trainer; ten to twelve minutes on two cores
+test: $(READY)  ## the tests of every chapter, the harness and the trainer; about ten minutes on two cores
 	$(PYTEST) $(ARGS)
 
 prove: $(READY)  ## everything that can be proven, with every planted mistake; CH=03: of one chapter

@@ -250,7 +250,7 @@ SECTIONS = (
     Section("flash", "FlashAttention against PyTorch's kernels", benchmarks("flash"), 400, 60),
     Section("ceilings", "what the device can do at most", ceilings, 30, 10),
     Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 250, 60),
-    Section("matmul", "the ladder of matrix products against cuBLAS", benchmarks("matmul"), 130, 30),
+    Section("matmul", "the ladder of matrix products against cuBLAS", benchmarks("matmul"), 165, 30),
     Section("kernels", "fused kernels against the copy bandwidth", benchmarks("kernels"), 340, 40),
     Section("fp8", "fp8 against bf16", benchmarks("fp8"), 190, 30),
     Section("fpdt", "FPDT: a step, and the longest sequence", benchmarks("fpdt"), 460, 120),

@@ -512,6 +512,7 @@ def test_screening_refuses_a_hostile_submission_with_one_line(kind, tiny, tmp_pa
         assert "\n" not in submission.refused["1.1"]
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ONLY_SCREENED])
 def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hurt_the_next(kind, tiny, tmp_path):
     chapter = tiny.chapter("01")
