@@ -104,7 +104,7 @@ def is_about_one_gpu(script):
 
 
 # By the commands of the READMEs two scripts; the others on ranks that need not import torch again. `make test` runs
-# the ground floors of every other chapter (their own tests copy them, too), and of the depth of each one script in turn.
+# the ground floors of every other chapter (their own tests copy them, too), and of the depth of each one script.
 LAUNCHED = [(SCRIPTS[0], "python"), *((scripts(chapter)[0], "torchrun") for chapter in CHAPTERS[1:3])]
 
 
