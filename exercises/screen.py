@@ -82,10 +82,12 @@ def objections_to_cuda(body: str, own: str, script: str) -> Iterator[tuple[int, 
     A body may use words of the language, names that the file's kernels use, and variables that it declares itself; it
     may call what the chapter's own body calls. No preprocessor, no strings, no scopes, no functions of its own.
     """
-    kernels = re.sub(r"//[^\n]*", "", script).partition("static int blocks(")[0]
-    words = CUDA_WORDS | set(re.findall(r"\b[a-zA-Z_]\w*", kernels.partition("#endif\n#endif")[2] or kernels))
+    begin, end = re.search(r"__(global|device)__", script), script.rindex("--- end exercise ---")
+    kernels = script[begin.start() if begin else 0 : end]  # neither what is included nor the host's part
+    kernels = re.sub(r"//[^\n]*", "", kernels)
+    words = CUDA_WORDS | set(re.findall(r"\b[a-zA-Z_]\w*", kernels))
     words |= set(re.findall(r"\b(?:auto|bool|double|float|int|unsigned)\s+([a-zA-Z_]\w*)", body))
-    words |= set(re.findall(r",\s*([a-zA-Z_]\w*)\s*(?:=|;|,|\[)", body)) & set(re.findall(r"[a-zA-Z_]\w*", own))
+    words |= set(re.findall(r"\b([a-zA-Z_]\w*)\s*=[^=]", body))  # int i = 0, j = 1
     calls = CUDA_CALLS | set(re.findall(r"\b([a-zA-Z_]\w*)\s*\(", own))
     text = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), body, flags=re.DOTALL)
     for number, line in enumerate(text.splitlines(), 1):

@@ -308,7 +308,7 @@ IN_A_KERNEL = {
     "(&at)(X, 1); (at)(X, 1);": "may not use '\\)\\('",
     "*((long*)64) = 1;": "may not use 'long'|may not use",
     "int f[2]; f[0](1);": "may not use '\\]\\('",
-    "/* system( */ int k = 1;": "",
+    "/* system( */ int k = 1, more = 2; Y[k] = more == 2;": "",
     "for (int k = 0; k < n; k++) Y[k] = fmaf(at(X, k), 1.5f, 0x10);  // system(1)": "",
 }
 
