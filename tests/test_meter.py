@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,35 @@ def test_peak_memory_agrees_with_torchs_own_tracker():
         step()
     theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert ours.peak == theirs
+
+
+def held_by_a_thread_of_gloos(look):
+    """Bytes alive, or at most, when a thread with the name of gloo's still holds what this one has let go of."""
+    big, begun = torch.randn(1000, 1000), threading.Event()
+
+    def carry(held: list[torch.Tensor]) -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_late")
+        begun.set()
+        for _ in range(3):  # at work without Python's lock, as a thread in C++ is
+            torch.mm(big, big)
+        held.clear()
+
+    with peak_memory() as memory:
+        x = torch.ones(100)
+        dist.all_reduce(x)
+        thread = threading.Thread(target=carry, args=([x],))
+        thread.start()
+        begun.wait()
+        del x
+        alive = memory.current if look else None
+        torch.ones(100)
+    thread.join()
+    return alive if look else memory.peak
+
+
+def test_what_only_a_thread_of_gloos_still_holds_is_not_counted():
+    assert run_ranks(1, held_by_a_thread_of_gloos, True) == [0]
+    assert run_ranks(1, held_by_a_thread_of_gloos, False) == [400]
 
 
 def test_bytes_on_the_wire_by_hand():

@@ -240,13 +240,8 @@ def bytes_of_a_step(stage: int, dtype: torch.dtype, micro_batches: int) -> dict[
         zero.land_all()
         gc.collect()
         counters = sum(v.nbytes for state in zero.state.values() for v in state.values() if v.dim() == 0)
-        device, host = ([t for t in ts if t.dim()] for ts in (zero.on_device(), zero.on_host()))
-        wanted = sum(map(storage_bytes, (device, host, zero.slots))) + counters
-        for _ in range(200):  # gloo's thread may keep the last message for a moment after the call
-            if memory.current <= wanted:
-                break
-            time.sleep(0.01)
         alive = memory.current - counters
+    device, host = ([t for t in ts if t.dim()] for ts in (zero.on_device(), zero.on_host()))
     shared = {t.untyped_storage()._cdata for t in device} & {t.untyped_storage()._cdata for t in host}
     return {
         "psi": sum(bucket.padded for bucket in zero.buckets),

@@ -14,11 +14,14 @@ all-reduce formula against the operating system's count of bytes on the loopback
 an all-reduce inside, and really sends twice its formula; that of NCCL is a reduce-scatter.)
 """
 
+import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,35 +109,71 @@ def saved_activations(exclude: Iterable[Tensor] = ()) -> Iterator[Saved]:
 # ------------------------------------------------------------------------------------------------------- peak
 
 
+def _until_gloo_has_let_go(seconds: float = 2.0) -> None:
+    """Wait until no thread of gloo's is between the end of a message and letting go of its tensor.
+
+    `wait()` returns as soon as the message is through; the thread that carried it drops its reference when it next
+    runs, on a busy machine milliseconds later. It has done so when it is seen asleep twice, with time to run between.
+    """
+    if not dist.is_initialized():
+        return
+    deadline, asleep = time.monotonic() + seconds, 0
+    while asleep < 2 and time.monotonic() < deadline:
+        asleep += 1
+        for thread in Path("/proc/self/task").glob("*/stat"):  # there is none on a Mac
+            try:
+                name, _, rest = thread.read_text().partition("(")[2].rpartition(")")
+            except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                continue
+            if name.startswith("pt_gloo") and rest.split()[0] != "S":
+                asleep = 0
+        time.sleep(0.0002)
+
+
 class peak_memory(TorchDispatchMode):
     """Bytes of tensors that were allocated inside the block: `current` now, and `peak` at most.
 
     Tensors from before the block count only if they grow in it. Scratch space that an operator allocates and frees
-    inside itself is not seen.
+    inside itself is not seen. What only a thread of gloo's still holds of a finished message is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.current = 0
         self.peak = 0
+        self._current = 0
+        self._communicated = False
+        self._lock = threading.RLock()  # a tensor may be freed by a thread of gloo's, in the middle of a count
         self._sizes: dict[StorageWeakRef, int] = {}
+
+    @property
+    def current(self) -> int:
+        if self._communicated:
+            _until_gloo_has_let_go()
+        return self._current
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         ref = StorageWeakRef(storage)  # unlike an address, it is never given to another storage while we hold it
-        if ref not in self._sizes:
-            self._sizes[ref] = 0
-            weakref.finalize(storage, self._freed, ref).atexit = False
-        self.current += storage.nbytes() - self._sizes[ref]
-        self.peak = max(self.peak, self.current)
-        self._sizes[ref] = storage.nbytes()
+        with self._lock:
+            if ref not in self._sizes:
+                self._sizes[ref] = 0
+                weakref.finalize(storage, self._freed, ref).atexit = False
+            size = storage.nbytes()
+            grown, self._sizes[ref] = size - self._sizes[ref], size
+            self._current += grown
+        if self._current > self.peak and self._communicated:
+            _until_gloo_has_let_go()
+        self.peak = max(self.peak, self._current)
 
     def _freed(self, ref: StorageWeakRef) -> None:
-        self.current -= self._sizes.pop(ref)
+        with self._lock:
+            size = self._sizes.pop(ref)
+            self._current -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # let it run first: we then see what it does with the tensors of this rank
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        self._communicated |= func.namespace in ("c10d", "_c10d_functional")
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor([...]) made out of sight comes in here
             given = set()
