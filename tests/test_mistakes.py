@@ -29,7 +29,7 @@ def chosen():
     if "PROVE" not in os.environ:
         turn = int(os.environ["PLANT_TURN"])
         by_script = {script: [m for m in MISTAKES if m.script == script] for script in TEXTS}
-        picked = [mistakes[turn % len(mistakes)] for mistakes in list(by_script.values())[turn % 3 :: 3]]
+        picked = [mistakes[turn % len(mistakes)] for mistakes in list(by_script.values())[turn % 6 :: 6]]
         with contextlib.suppress(LedgerError):  # which is a failure of its own, below
             picked += [mistake for mistake in changed(MISTAKES, read_ledger()) if mistake not in picked]
     return [
@@ -67,8 +67,9 @@ def test_the_mistake_is_caught_by_the_named_test(mistake, judge, record_property
 
 
 def test_without_a_mistake_the_same_machinery_says_passed(judge):
-    first = {m.script[:2]: m for m in reversed(MISTAKES)}.values()  # of each chapter
-    outcome = judge.run({}, [mistake.test for mistake in first])
+    first = list({m.script[:2]: m for m in reversed(MISTAKES)}.values())  # of each chapter
+    some = first if "PROVE" in os.environ else first[int(os.environ["PLANT_TURN"]) % 4 :: 4]
+    outcome = judge.run({}, [mistake.test for mistake in some])
     assert outcome.results and all(result.passed for result in outcome.results), outcome
 
 
