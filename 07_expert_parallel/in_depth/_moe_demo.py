@@ -43,22 +43,14 @@ class Wire(TorchDispatchMode):
 class HostWaits(TorchDispatchMode):
     """On any device, CPU too: the operations inside the block for which the host would wait for a GPU.
 
-    Those are: a value that Python reads (`item`, `tolist`, `int`, `bool`); an output as long as the data say (`nonzero`,
-    indexing with a mask, `unique`, `bincount`, `repeat_interleave` without `output_size`); a tensor made of Python's
-    numbers, which a GPU fetches from the host's memory. A GPU counts its own: torch.cuda.set_sync_debug_mode("error").
+    Those are: a value that Python reads (`item`, `tolist`, `int`, `bool`); an output as long as the data say
+    (`nonzero`, indexing with a mask, `unique`, `bincount`, `repeat_interleave` without `output_size`); a tensor made of
+    Python's numbers, which a GPU fetches from the host. A GPU counts its own: torch.cuda.set_sync_debug_mode("error").
     """
 
-    READS = {"tolist", "numpy", "cpu", "__array__"}  # of a tensor on the CPU they read its memory, and are no operation
-    SIZES = {
-        "nonzero",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-        "bincount",
-        "masked_select",
-        "repeat_interleave",
-    }
-    WAITS = SIZES | {"_local_scalar_dense", "equal", "lift_fresh"}  # the last is what torch.tensor([...]) ends with
+    READS = ("tolist", "numpy", "cpu", "__array__")  # on the CPU they are no operation, and just read the memory
+    SIZES = ("nonzero", "_unique2", "unique_dim", "unique_consecutive", "bincount", "masked_select")
+    WAITS = (*SIZES, "repeat_interleave", "_local_scalar_dense", "equal", "lift_fresh")  # the last: torch.tensor([...])
 
     def __init__(self) -> None:
         super().__init__()

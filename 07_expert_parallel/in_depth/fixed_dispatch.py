@@ -1,4 +1,4 @@
-"""Expert parallelism V, fixed shapes: a layer in which the host waits for nothing, since it knows every size beforehand.
+"""Expert parallelism V, fixed shapes: a layer in which the host waits for nothing, since it knows every size.
 
 Problem. How many rows go from where to where is known only when the router has chosen, and the host has to know it to
 send them. So the layers of expert_dispatch.py wait once: until the device has finished all that was asked of it before.
@@ -70,8 +70,8 @@ from routing import (
 )
 from torch import Tensor
 
-# Legend of shapes: T tokens of this rank, H hidden, F intermediate size of one expert, E experts, K experts per token, P
-# ranks of the expert group, C slots of an expert on each rank. A pair is a token with one of its K experts.
+# Legend of shapes: T tokens of this rank, H hidden, F intermediate size of one expert, E experts, K experts per token,
+# P ranks of the expert group, C slots of an expert on each rank. A pair is a token with one of its K experts.
 
 
 def slots_of(experts: Tensor, E: int, C: int) -> Tensor:
