@@ -22,12 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Wire(TorchDispatchMode):
-    """Counts this rank's all-to-alls, and the bytes that leave the rank in them."""
+    """Counts this rank's all-to-alls, the bytes that leave the rank in them, and to which rank of the world they go."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.bytes = 0
+        self.to: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -35,8 +36,11 @@ class Wire(TorchDispatchMode):
         if func.namespace == "c10d" and func._opname == "alltoall_base_":
             group, splits = dist.ProcessGroup.unbox(args[2]), args[4]
             size, rows = group.size(), args[1].shape[0]
-            own = splits[group.rank()] if splits else rows // size
-            self.bytes += args[1].nbytes // rows * (rows - own) if rows else 0
+            splits = splits or [rows // size] * size
+            for other, n in enumerate(splits):
+                if other != group.rank() and n:
+                    self.to[dist.get_global_rank(group, other)] += args[1].nbytes // rows * n
+            self.bytes = self.to.total()
         return func(*args, **(kwargs or {}))
 
 
