@@ -183,6 +183,19 @@ def test_no_loss_is_counted_in_evaluation_or_without_gradients():
     assert layer.losses == {} and take_losses(layer, None) == {}
 
 
+def test_evaluation_counts_no_choice_and_moves_no_bias():
+    layer = lively(MoE(CONFIGS["sigmoid, bias, shared experts"], None, None), 4)
+    layer(random(8, 16))
+    before = update_biases(layer, None)
+    biases = layer.bias_steps.clone()
+    assert before.sum() == 16 and biases.any(), "training has to count, or this test sees nothing"
+    layer.eval()
+    with torch.no_grad():
+        layer(random(8, 16, seed=1))
+    layer(random(8, 16, seed=1))
+    assert not update_biases(layer, None).any() and torch.equal(layer.bias_steps, biases)
+
+
 # ------------------------------------------------------------------------------------------------------ recomputation
 
 
