@@ -206,6 +206,7 @@ def test_a_gpu_says_too_that_nobody_waits():
         (y.square().sum() + balance).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert_same(y.cpu(), fixed(*leaves([17], 0).values(), 2, None, "softmax")[0], 1e-10, "outputs")
 
 
 @pytest.mark.parametrize(
