@@ -172,9 +172,9 @@ def main() -> None:
             "seconds of a step over dense",
         ],
         summary,
-        f"2 layers, hidden size {H}, {B} x {S} bytes of the standard library's source per step, AdamW; every tenth file is "
-        f"held out. Balance loss times {BALANCE}. Each training is one process with one thread, and sends nothing; "
-        "seconds are medians of steps and of seeds.",
+        f"2 layers, hidden size {H}, {B} x {S} bytes of the standard library's source per step, AdamW; every tenth "
+        f"file is held out. Balance loss times {BALANCE}. Each training is one process with one thread, and sends "
+        "nothing; seconds are medians of steps and of seeds.",
     )
     write_result("07_moe_pays_steps", "Held-out loss by step", ["model", "step", "mean", "least", "most"], curves)
     figures()
