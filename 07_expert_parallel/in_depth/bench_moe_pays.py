@@ -122,7 +122,7 @@ def draw(axes, curves, summary) -> None:
         base = [row[2] for row in curves["rows"] if row[0] == "dense"]
         axes[1].plot(steps, [row[2] - b for row, b in zip(rows, base, strict=True)], color=colour)
     axes[0].set(xlabel="step", ylabel="held-out loss", ylim=(None, 3.2))
-    axes[1].set(xlabel="step", ylabel="minus that of the dense model", ylim=(-0.25, 0.15))
+    axes[1].set(xlabel="step", ylabel="minus that of the dense model", ylim=(-0.2, 0.25))
     axes[0].legend(frameon=False, fontsize=8)
 
 

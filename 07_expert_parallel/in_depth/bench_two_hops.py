@@ -72,9 +72,9 @@ def draw(axes, result) -> None:
     axis = axes
     names = [f"{row[0]},\n{row[1]}" for row in result["rows"]]
     bottom = [0.0] * len(names)
-    for column, name, colour in ((2, "over the slow link", "messages"), (3, "inside the nodes", "compute")):
+    for column, name, alpha in ((2, "over the slow link", 1.0), (3, "inside the nodes", 0.4)):
         values = [row[column] for row in result["rows"]]
-        axis.bar(names, values, bottom=bottom, label=name, color=COLOURS[colour], width=0.6)
+        axis.bar(names, values, bottom=bottom, label=name, color=COLOURS["messages"], alpha=alpha, width=0.6)
         bottom = [b + v for b, v in zip(bottom, values, strict=True)]
     axis.set(ylabel="kilobytes per token")
     axis.tick_params(axis="x", labelsize=8)
