@@ -96,11 +96,13 @@ def check(results: list[dict], sizes: list[int], nodes: int, M: int, what: str) 
     assert_same_named({"shared": total}, {"shared": want["shared"]}, 1e-11, what)
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize(("P", "nodes", "M"), LAYOUTS)
 def test_outputs_and_every_gradient_equal_all_experts_on_all_tokens_however_the_nodes_lie(P, nodes, M):
     check(results_of(P, nodes, M), SIZES[P], nodes, M, f"{P} ranks on {nodes} nodes, {M} of a token:")
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize(("P", "nodes", "M"), LAYOUTS)
 def test_bytes_over_the_slow_link_and_inside_the_node_equal_their_formulas(P, nodes, M):
     results = results_of(P, nodes, M)
@@ -111,46 +113,44 @@ def test_bytes_over_the_slow_link_and_inside_the_node_equal_their_formulas(P, no
         assert (slow, result["bytes"] - slow) == want, f"rank {rank} of {P} on {nodes} nodes"
 
 
-def rows_over_the_slow_link(M: int, way: str) -> int:
-    """At 4 ranks on 2 nodes with 40 tokens each: bytes of rows to the other node in forward, over those of a row."""
-    rank, group = dist.get_rank(), dist.group.WORLD
+def rows_over_the_slow_link() -> dict[tuple[int, str], int]:
+    """At 4 ranks on 2 nodes with 40 tokens each: rows that leave for the other node in forward, counted on the wire."""
+    rank, group, found = dist.get_rank(), dist.group.WORLD, {}
     _, across = node_groups([0, 1, 2, 3], 2)
-    routing = route(random(40, E, seed=rank), K, "softmax", None, 2, M)
-    table = weight_table(routing.experts, routing.weights, E)
-    still = lambda rows, table, counts: torch.zeros_like(rows)  # noqa: E731
-    with Wire() as wire:
-        if way == "two hops":
-            hop(random(40, 4096), table, still, across)
-        else:
-            hop(random(40, 4096), table, still, group)
-    bytes_ = sum(n for to, n in wire.to.items() if to // 2 != rank // 2)
-    return bytes_ // (4096 * 8)  # tables and counts are far less than a row
+    for M in (1, 2):
+        routing = route(random(40, E, seed=rank), K, "softmax", None, 2, M)
+        table = weight_table(routing.experts, routing.weights, E)
+        for way, among in (("two hops", across), ("one hop", group)):
+            with Wire() as wire:
+                hop(random(40, 1024), table, lambda rows, table, counts: torch.zeros_like(rows), among)
+            bytes_ = sum(n for to, n in wire.to.items() if to // 2 != rank // 2)
+            found[M, way] = bytes_ // (1024 * 8)  # tables and counts of all of them are less than a row
+    return found
 
 
 def test_a_token_crosses_the_slow_link_once_for_each_node_that_it_needs_and_the_limit_bounds_how_many():
-    sums = {
-        (M, way): sum(run_ranks(4, rows_over_the_slow_link, M, way)) for M in (1, 2) for way in ("one hop", "two hops")
-    }
-    needed = {
-        M: [route(random(40, E, seed=r), K, "softmax", None, 2, M).experts // (E // 2) != r // 2 for r in range(4)]
-        for M in (1, 2)
-    }
+    by_rank = run_ranks(4, rows_over_the_slow_link)
+    sums = {key: sum(found[key] for found in by_rank) for key in by_rank[0]}
     for M in (1, 2):
-        assert sums[M, "two hops"] == 2 * sum(int(far.any(1).sum()) for far in needed[M]), M  # there, and answers back
+        chosen = [route(random(40, E, seed=r), K, "softmax", None, 2, M).experts for r in range(4)]
+        needed = sum(int((experts // (E // 2) != r // 2).any(1).sum()) for r, experts in enumerate(chosen))
+        assert sums[M, "two hops"] == 2 * needed, M  # there, and the answers back
         assert sums[M, "two hops"] < sums[M, "one hop"], M
     assert sums[1, "two hops"] < sums[2, "two hops"] <= 2 * 4 * 40
 
 
-def test_the_host_waits_once_in_each_hop():
-    for P, nodes, M in LAYOUTS:
-        for rank, result in enumerate(results_of(P, nodes, M)):
-            assert result["waits"] == ["tolist"] * 2, f"rank {rank} of {P}: {result['waits']}"
+@pytest.mark.turn(2)
+@pytest.mark.parametrize(("P", "nodes", "M"), LAYOUTS)
+def test_the_host_waits_once_in_each_hop(P, nodes, M):
+    for rank, result in enumerate(results_of(P, nodes, M)):
+        assert result["waits"] == ["tolist"] * 2, f"rank {rank}: {result['waits']}"
 
 
-def test_the_shared_expert_is_computed_while_rows_travel_and_backward_while_their_gradients_do():
-    for P, nodes, M in LAYOUTS:
-        for rank, result in enumerate(results_of(P, nodes, M)):
-            assert result["events"] == EVENTS, f"rank {rank} of {P} on {nodes} nodes: {result['events']}"
+@pytest.mark.turn(2)
+@pytest.mark.parametrize(("P", "nodes", "M"), LAYOUTS)
+def test_the_shared_expert_is_computed_while_rows_travel_and_backward_while_their_gradients_do(P, nodes, M):
+    for rank, result in enumerate(results_of(P, nodes, M)):
+        assert result["events"] == EVENTS, f"rank {rank}: {result['events']}"
 
 
 class Watched:
@@ -211,14 +211,16 @@ def test_two_slices_of_the_world_hop_among_themselves():
         assert all(results[r][1] == [[r], ranks] for r in ranks), results
 
 
-def groups_of_eight() -> list[list[int]]:
-    return [dist.get_process_group_ranks(group) for group in node_groups(list(range(8)), 2)]
+def groups_of_four() -> dict[int, list[list[int]]]:
+    return {n: [dist.get_process_group_ranks(g) for g in node_groups([0, 1, 2, 3], n)] for n in (1, 2, 4)}
 
 
 def test_a_rank_is_in_its_node_and_with_those_of_its_place_in_the_others():
-    for rank, (inside, across) in enumerate(run_ranks(8, groups_of_eight)):
-        assert inside == [r for r in range(8) if r // 4 == rank // 4], f"rank {rank}: {inside}"
-        assert across == [r for r in range(8) if r % 4 == rank % 4], f"rank {rank}: {across}"
+    for rank, found in enumerate(run_ranks(4, groups_of_four)):
+        for nodes, (inside, across) in found.items():
+            size = 4 // nodes
+            assert inside == [r for r in range(4) if r // size == rank // size], f"rank {rank}, {nodes} nodes: {inside}"
+            assert across == [r for r in range(4) if r % size == rank % size], f"rank {rank}, {nodes} nodes: {across}"
 
 
 def weightless() -> Tensor:
