@@ -167,7 +167,6 @@ class Plan:
     send: list[int]  # [P] rows for each rank
     receive: list[int]  # [P] rows from each rank
     arrived: list[list[int]]  # [P][E/P] pairs from each rank for each expert here
-    theirs: Tensor  # [P, E/P] the same, on the device
 
 
 def make_plan(
@@ -210,7 +209,9 @@ def make_plan(
         raise RouterError(f"router logits of {what} are not finite: {', '.join(ill)}")
     send, receive = ([sum(row[:-1]) if version == "pairs" else row[0] for row in side] for side in (message, come))
     arrived, n = [row[-1 - E // P : -1] for row in come], sum(send)
-    return Plan(E, experts, kept, rows[:n], to[:n], send, receive, arrived, theirs[:, -1 - E // P : -1])
+    if n < len(rows):
+        rows, to = rows[:n].clone(), to[:n].clone()  # a view would keep the rest alive, too
+    return Plan(E, experts, kept, rows, to, send, receive, arrived)
 
 
 def first_true(wanted: Tensor) -> Tensor:
@@ -224,9 +225,8 @@ def dispatch_pairs(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, gro
     K, per_rank = weights.shape[1], len(plan.arrived[0])
     # --- exercise 7.32: there, compute, and back, each row to its place ---
     rows = Exchange.apply(x[plan.rows // K], plan.send, plan.receive, group)  # [n, H] -> [n', H]: by rank, then expert
-    here = torch.arange(per_rank, device=x.device).repeat(len(plan.arrived))  # [P E/P]
-    expert = here.repeat_interleave(plan.theirs.flatten(), output_size=sum(plan.receive))  # [n']
-    order = expert.argsort(stable=True)  # [n'] by expert, then rank
+    blocks = torch.arange(len(rows), device=x.device).split([n for row in plan.arrived for n in row])  # P E/P of them
+    order = torch.cat([block for e in range(per_rank) for block in blocks[e::per_rank]])  # [n'] by expert, then rank
     y = compute(rows[order], [sum(column) for column in zip(*plan.arrived, strict=True)])
     y = torch.zeros_like(y).index_copy(0, order, y)  # back into the order of arrival
     y = Exchange.apply(y, plan.receive, plan.send, group)  # [n', H] -> [n, H]
