@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _moe_demo import HostWaits
 from harness.meter import communication, saved_activations, storage_bytes
 from harness.oracle import assert_same, assert_same_named, error_between
 from harness.ranks import run_ranks
@@ -279,6 +280,19 @@ def test_shares_of_the_balance_loss_add_up_to_that_of_all_tokens_however_uneven_
     assert_same(sum(share for share, _ in results), want.detach(), 1e-12, "balance loss")
     for rank, ((_, grad), part) in enumerate(zip(results, scores.grad.split(TOKENS[P]), strict=True)):
         assert_same(grad, part, 1e-12, "its gradient in the scores", rank)
+
+
+def host_waits() -> list[str]:
+    w1, w3, w2 = (random(E // 2, *shape, seed=2).requires_grad_() for shape in ((FF, H), (FF, H), (H, FF)))
+    with HostWaits() as waits:
+        y, share, _ = ep.moe(random(7, H), random(E, H, seed=1).requires_grad_(), w1, w3, w2, 2, dist.group.WORLD)
+        (y.sum() + share).backward()
+    return waits.found
+
+
+def test_the_host_waits_six_times_in_a_layer_as_the_readme_says():
+    want = ["bincount", "tolist", "tolist", "repeat_interleave", "tolist", "bincount"]
+    assert run_ranks(2, host_waits) == [want, want]
 
 
 # -------------------------------------------------------------------------------------------------------- in_depth

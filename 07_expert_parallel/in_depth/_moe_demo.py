@@ -1,4 +1,4 @@
-"""What the demos of this chapter share and nobody needs to read: counting, the table, the start of a process group."""
+"""What the demos of this chapter share: counting of bytes and of waits, the table, the start of a process group."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Wire(TorchDispatchMode):
-    """Counts this rank's all-to-alls, and the bytes that leave the rank in them."""
+    """Counts this rank's all-to-alls, the bytes that leave the rank in them, and to which rank of the world they go."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.bytes = 0
+        self.to: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -34,8 +36,59 @@ class Wire(TorchDispatchMode):
         if func.namespace == "c10d" and func._opname == "alltoall_base_":
             group, splits = dist.ProcessGroup.unbox(args[2]), args[4]
             size, rows = group.size(), args[1].shape[0]
-            own = splits[group.rank()] if splits else rows // size
-            self.bytes += args[1].nbytes // rows * (rows - own) if rows else 0
+            splits = splits or [rows // size] * size
+            for other, n in enumerate(splits):
+                if other != group.rank() and n:
+                    self.to[dist.get_global_rank(group, other)] += args[1].nbytes // rows * n
+            self.bytes = self.to.total()
+        return func(*args, **(kwargs or {}))
+
+
+class HostWaits(TorchDispatchMode):
+    """On any device, CPU too: the operations inside the block for which the host would wait for a GPU.
+
+    Those are: a value that Python reads (`item`, `tolist`, `int`, `bool`); an output as long as the data say
+    (`nonzero`, indexing with a mask, `unique`, `bincount`, `repeat_interleave` without `output_size`); a tensor made of
+    Python's numbers, which a GPU fetches from the host. A GPU counts its own: torch.cuda.set_sync_debug_mode("error").
+    """
+
+    READS = ("tolist", "numpy", "cpu", "__array__")  # on the CPU they are no operation, and just read the memory
+    SIZES = ("nonzero", "_unique2", "unique_dim", "unique_consecutive", "bincount", "masked_select")
+    WAITS = (*SIZES, "repeat_interleave", "_local_scalar_dense", "equal", "lift_fresh")  # the last: torch.tensor([...])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.reads = _Reads(self.found)
+
+    def __enter__(self):
+        self.reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any):
+        super().__exit__(*error)
+        self.reads.__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._opname
+        known = name == "repeat_interleave" and kwargs.get("output_size") is not None
+        if func.namespace == "aten" and name in self.WAITS and not known:
+            self.found.append(name)
+        if name in ("index", "index_put", "index_put_", "_unsafe_index"):
+            masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+            self.found += [f"{name} with a mask"] * bool(masks)
+        return func(*args, **kwargs)
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if (name := getattr(func, "__name__", "")) in HostWaits.READS:
+            self.found.append(name)
         return func(*args, **(kwargs or {}))
 
 

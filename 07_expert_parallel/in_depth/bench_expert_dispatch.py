@@ -169,11 +169,17 @@ def median_seconds(step: Callable[[], None], device: str, repeats: int) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time experts and dispatch.")
+    parser = argparse.ArgumentParser(description="Time experts and dispatch.", allow_abbrev=False)
     parser.add_argument("--gpu", action="store_true", help="measure on one GPU")
     parser.add_argument("--dry", action="store_true", help="with --gpu: toy sizes on the CPU, to try the program")
     parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
     args = parser.parse_args()
+    if (args.dry or args.out) and not args.gpu:
+        print(
+            f"bench_expert_dispatch.py: {'--dry' if args.dry else f'--out {args.out}'} is about --gpu; add --gpu",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     if args.gpu and not args.dry and not torch.cuda.is_available():
         print(
             "bench_expert_dispatch.py: --gpu needs a GPU; with --dry it tries the program on the CPU", file=sys.stderr

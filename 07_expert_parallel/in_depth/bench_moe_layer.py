@@ -5,6 +5,7 @@
 First the recomputed layer must give the gradients of the plain one; only then is anything timed or written.
 """
 
+import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,7 @@ def run() -> dict:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description="Count and time a recomputed layer.", allow_abbrev=False).parse_args()
     rows = run_ranks(P, run, timeout=300)[0]
     write_result(
         "07_moe_layer",

@@ -6,6 +6,7 @@
 First a step on 4 ranks in each layout must give the gradients, the norm and the biases of one process.
 """
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -97,7 +98,9 @@ def figures() -> None:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--figures"]:
+    parser = argparse.ArgumentParser(description="Balance over a training run.", allow_abbrev=False)
+    parser.add_argument("--figures", action="store_true", help="only draw, from the results")
+    if parser.parse_args().figures:
         return figures()
     verify()
     torch.set_num_threads(1)

@@ -6,6 +6,7 @@ First every router must choose as a loop in plain Python does, and every byte co
 anything written. Each rank counts as a node here: what a limit to M nodes bounds is how many ranks a token is sent to.
 """
 
+import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,7 @@ def rows_per_token(version: str, M: int, ranks: int, experts: int, k: int) -> fl
 
 
 def main() -> None:
+    argparse.ArgumentParser(description="Count rows and bytes of routed tokens.", allow_abbrev=False).parse_args()
     verify()
     by_rank = run_ranks(P, measure)
     total = [sum(found[way][1] for found in by_rank) for way in range(len(WAYS))]

@@ -166,7 +166,7 @@ class Plan:
     to: Tensor  # [n] the receiver of each row
     send: list[int]  # [P] rows for each rank
     receive: list[int]  # [P] rows from each rank
-    arrived: list[list[int]]  # [P][E/P] version pairs: rows from each rank for each expert here
+    arrived: list[list[int]]  # [P][E/P] pairs from each rank for each expert here
 
 
 def make_plan(
@@ -174,33 +174,50 @@ def make_plan(
 ) -> Plan:
     """Count what goes where, and exchange the counts: one small all-to-all, whose counts the host then reads.
 
+    That is the only time that the host waits for the device in a layer, forward and backward: it has to know how many
+    rows to send. Where another operation's answer is as long as its data say (`nonzero`, indexing with a mask), what
+    is wanted is sorted to the front here, and cut to size when the sizes are known.
+
     bad: 0-dim, how many tokens have logits that are not finite. It travels with the counts, so that every rank ends
     with the same line, at the same time, rather than one with an error and the others in a timeout. what: whose logits.
     """
     P, T = size_of(group), len(experts)
     bad = experts.new_zeros(()) if bad is None else bad
     if version == "pairs":
-        # --- exercise 7.31: permute: the pairs that travel, sorted by expert and so by rank ---
-        rows = experts.flatten().argsort(stable=True)  # [T K] flat pairs t·K + k; within an expert in token order
-        rows = rows if kept is None else rows[kept.flatten()[rows]]
-        by_expert = experts.flatten()[rows]  # [n]
-        to, mine = by_expert // (E // P), expert_counts(by_expert, E).view(P, -1)  # [n], [P, E/P]
+        # --- exercise 7.31: permute: the pairs sorted by expert and so by rank, those that stay at home last ---
+        wants = experts.flatten() if kept is None else experts.flatten().masked_fill(~kept.flatten(), E)  # E: dropped
+        rows = wants.argsort(stable=True)  # [T K] flat pairs t·K + k; within an expert in token order
+        to, mine = wants[rows] // (E // P), expert_counts(wants, E + 1)[:E].view(P, -1)  # [T K], [P, E/P]
         # --- end exercise ---
+        leave = mine.sum(1, keepdim=True)  # [P, 1] rows for each rank
     else:
         used = torch.ones_like(experts, dtype=torch.bool) if kept is None else kept
         wanted = torch.zeros(T, P, dtype=torch.int64, device=experts.device)
         wanted.scatter_add_(1, experts // (E // P), used.long())  # how many experts of each rank a token wants
         wanted = wanted > 0 if version == "once" else torch.ones_like(wanted)
-        to, rows = wanted.T.nonzero(as_tuple=True)  # [n] by rank, then by token
-        mine = wanted.sum(0)[:, None]  # [P, 1]
-    message = torch.cat((mine, bad.expand(P, 1)), 1)
-    theirs = exchange_rows(message, [1] * P, [1] * P, group)  # [P, E/P + 1] or [P, 2]: row r is from rank r
-    message, theirs = torch.stack((message, theirs)).tolist()
-    ill = [f"{row[-1]} tokens on rank {global_rank(group, rank)}" for rank, row in enumerate(theirs) if row[-1]]
+        rows = first_true(wanted.T)  # [P T] by rank, then by token; those that nobody wants last
+        to, rows = rows // max(T, 1), rows % max(T, 1)
+        leave = wanted.sum(0)[:, None]  # [P, 1]
+        mine = expert_counts(experts.masked_fill(~used, E), E + 1)[:E].view(P, -1)  # [P, E/P]
+    message = torch.cat((leave, mine, bad.expand(P, 1)), 1)
+    if version == "pairs":
+        message = message[:, 1:]  # its rows are its pairs: the receiver can add them up
+    theirs = exchange_rows(message, [1] * P, [1] * P, group)  # [P, E/P + 1] or [P, E/P + 2]: row r is from rank r
+    message, come = torch.stack((message, theirs)).tolist()  # the host waits
+    ill = [f"{row[-1]} tokens on rank {global_rank(group, rank)}" for rank, row in enumerate(come) if row[-1]]
     if ill:
         raise RouterError(f"router logits of {what} are not finite: {', '.join(ill)}")
-    send, receive = [sum(row[:-1]) for row in message], [sum(row[:-1]) for row in theirs]
-    return Plan(E, experts, kept, rows, to, send, receive, [row[:-1] for row in theirs])
+    send, receive = ([sum(row[:-1]) if version == "pairs" else row[0] for row in side] for side in (message, come))
+    arrived, n = [row[-1 - E // P : -1] for row in come], sum(send)
+    if n < len(rows):
+        rows, to = rows[:n].clone(), to[:n].clone()  # a view would keep the rest alive, too
+    return Plan(E, experts, kept, rows, to, send, receive, arrived)
+
+
+def first_true(wanted: Tensor) -> Tensor:
+    """Where `wanted` is true, as flat places in their order, then where it is not: as long as `wanted`, whatever its
+    values. What `nonzero` says is as long as there are values that are true, and the host waits to hear it."""
+    return (wanted.flatten() == 0).long().argsort(stable=True)
 
 
 def dispatch_pairs(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, group: Group) -> Tensor:
@@ -208,9 +225,8 @@ def dispatch_pairs(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, gro
     K, per_rank = weights.shape[1], len(plan.arrived[0])
     # --- exercise 7.32: there, compute, and back, each row to its place ---
     rows = Exchange.apply(x[plan.rows // K], plan.send, plan.receive, group)  # [n, H] -> [n', H]: by rank, then expert
-    arrived = torch.tensor(plan.arrived, device=x.device)  # [P, E/P]
-    expert = torch.arange(per_rank, device=x.device).repeat(len(arrived)).repeat_interleave(arrived.flatten())  # [n']
-    order = expert.argsort(stable=True)  # [n'] by expert, then rank
+    blocks = torch.arange(len(rows), device=x.device).split([n for row in plan.arrived for n in row])  # P E/P of them
+    order = torch.cat([block for e in range(per_rank) for block in blocks[e::per_rank]])  # [n'] by expert, then rank
     y = compute(rows[order], [sum(column) for column in zip(*plan.arrived, strict=True)])
     y = torch.zeros_like(y).index_copy(0, order, y)  # back into the order of arrival
     y = Exchange.apply(y, plan.receive, plan.send, group)  # [n', H] -> [n, H]
@@ -232,8 +248,10 @@ def dispatch_rows(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, grou
     table = table.unflatten(1, (P, -1))[plan.rows, plan.to]  # [T, P, E/P] -> [n, E/P]
     rows = Exchange.apply(x[plan.rows], plan.send, plan.receive, group)  # [n, H] -> [n', H]
     table = Exchange.apply(table, plan.send, plan.receive, group)  # [n, E/P] -> [n', E/P]
-    expert, row = (table >= 0).T.nonzero(as_tuple=True)  # the pairs that meet here, by expert
-    y = compute(rows[row], expert_counts(expert, E // P).tolist())
+    counts = [sum(column) for column in zip(*plan.arrived, strict=True)]  # pairs of each expert here
+    pairs = first_true((table >= 0).T)[: sum(counts)]  # those that meet here, by expert
+    expert, row = pairs // max(len(table), 1), pairs % max(len(table), 1)
+    y = compute(rows[row], counts)
     y = y * table[row, expert, None].to(y.dtype)
     y = y.new_zeros(len(rows), y.shape[1]).index_add(0, row, y)  # [n', H]: the experts of this rank added up
     y = Exchange.apply(y, plan.receive, plan.send, group)  # [n', H] -> [n, H]
@@ -273,7 +291,7 @@ def bytes_sent(version: str, rows: list[list[int]], rank: int, H: int, E: int, e
     """Bytes that leave `rank` in all-to-alls, forward and backward. rows[i][j]: rows from rank i to rank j, i != j."""
     P = len(rows)
     n, m = sum(rows[rank]), sum(row[rank] for row in rows)
-    counts = (P - 1) * 8 * ((E // P if version == "pairs" else 1) + 1)  # int64, forward only
+    counts = (P - 1) * 8 * (E // P + (1 if version == "pairs" else 2))  # int64, forward only
     tables = 0 if version == "pairs" else (n + m) * E // P * e_weight  # the weights, and in backward their gradients
     return 2 * (n + m) * H * e + tables + counts
 

@@ -153,8 +153,10 @@ def check_routing(E: int, K: int, router: str = "softmax", nodes: int = 1, M: in
 
 
 def expert_counts(experts: Tensor, E: int) -> Tensor:
-    """How often each expert was chosen: [T, K] -> int64 [E]."""
-    return torch.bincount(experts.flatten(), minlength=E)
+    """How often each expert was chosen: [T, K] -> int64 [E]. `bincount` says the same, and on a GPU the host waits for
+    it: how long its answer is depends on the largest number among those that it is given."""
+    flat = experts.flatten()
+    return flat.new_zeros(E).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def group_sum(mine: Tensor, group: Group) -> Tensor:
@@ -207,9 +209,11 @@ def max_violation(counts: Tensor) -> float:
 # -------------------------------------------------------------------------------------------------------- capacity
 
 
-def capacity(tokens: int, E: int, K: int, factor: float) -> int:
-    """Tokens that one expert takes, of `tokens` in all: ceil(c K T/E)."""
-    return math.ceil(factor * K * tokens / E)
+def capacity(tokens: int | Tensor, E: int, K: int, factor: float) -> int | Tensor:
+    """Tokens that one expert takes, of `tokens` in all: ceil(c K T/E). Of a float64 tensor, which the host need not
+    have read, it is the same number, as a tensor."""
+    room = factor * K * tokens / E
+    return room.ceil() if isinstance(room, Tensor) else math.ceil(room)
 
 
 def within_capacity(experts: Tensor, E: int, factor: float, group: Group) -> Tensor:
@@ -220,7 +224,8 @@ def within_capacity(experts: Tensor, E: int, factor: float, group: Group) -> Ten
     many stand before it, not who: K·E counts per rank travel, no scores.
     """
     K = experts.shape[1]
-    mine = F.one_hot(experts.T, E).cumsum(1)  # [K, T, E]: choices of e among the k-th choices, up to this token
+    every = torch.arange(E, device=experts.device)
+    mine = (experts.T[..., None] == every).long().cumsum(1)  # [K, T, E]: k-th choices that are e, up to this token
     here = mine[:, -1] if len(experts) else mine.new_zeros(K, E)  # [K, E]
     # --- exercise 7.27: the place of a choice in the queue of its expert, over all ranks ---
     P, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
@@ -234,7 +239,7 @@ def within_capacity(experts: Tensor, E: int, factor: float, group: Group) -> Ten
     better = by_rank.sum(0).cumsum(0) - by_rank.sum(0)  # [K, E]: all choices better than the k-th
     place = mine - 1 + (before + better)[:, None]  # [K, T, E]
     place = place.gather(2, experts.T[..., None])[..., 0].T  # [T, K]
-    return place < capacity(int(by_rank[:, 0].sum()), E, K, factor)
+    return place < capacity(by_rank[:, 0].sum().double(), E, K, factor)  # the host need not know how many tokens
     # --- end exercise ---
 
 

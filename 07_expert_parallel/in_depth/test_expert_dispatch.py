@@ -218,7 +218,7 @@ def test_once_sends_a_token_once_to_each_rank_and_node_limited_routing_bounds_ho
 def weightless(P: int) -> Tensor:
     """Gradient of a weight that is exactly zero: its expert was chosen, and would be worth more than nothing."""
     weights = torch.tensor([[1.0, 0.0]], dtype=torch.float64, requires_grad=True)
-    plan = make_plan("once", torch.tensor([[0, 2]]), None, 4, dist.group.WORLD)
+    plan = make_plan("once", torch.tensor([[0, 3]]), None, 4, dist.group.WORLD)
     w = random(4 // P, F_, H)
     compute = lambda rows, counts: experts_loop(rows, counts, w, w, w.transpose(1, 2).contiguous())  # noqa: E731
     DISPATCH["once"](random(1, H), weights, plan, compute, dist.group.WORLD).sum().backward()
@@ -243,7 +243,7 @@ def one_ill_rank() -> str:
     return "none"
 
 
-def test_logits_that_are_no_numbers_end_all_ranks_of_the_group_with_the_same_line():
+def test_logits_that_are_not_finite_end_all_ranks_of_the_group_with_the_same_line():
     want = "router logits of layer 7 are not finite: 3 tokens on rank 1"
     assert run_ranks(4, one_ill_rank) == ["none", want, "none", want]
 

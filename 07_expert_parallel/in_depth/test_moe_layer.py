@@ -10,8 +10,9 @@ import moe_layer
 import pytest
 import torch
 import torch.distributed as dist
+from _moe_demo import HostWaits
 from _slow_moe import SlowMoE
-from expert_dispatch import RouterError
+from expert_dispatch import DISPATCH, RouterError
 from harness.meter import communication, saved_activations
 from harness.oracle import assert_same, assert_same_named, error_between
 from harness.ranks import run_ranks
@@ -182,6 +183,19 @@ def test_no_loss_is_counted_in_evaluation_or_without_gradients():
     assert layer.losses == {} and take_losses(layer, None) == {}
 
 
+def test_evaluation_counts_no_choice_and_moves_no_bias():
+    layer = lively(MoE(CONFIGS["sigmoid, bias, shared experts"], None, None), 4)
+    layer(random(8, 16))
+    before = update_biases(layer, None)
+    biases = layer.bias_steps.clone()
+    assert before.sum() == 16 and biases.any(), "training has to count, or this test sees nothing"
+    layer.eval()
+    with torch.no_grad():
+        layer(random(8, 16, seed=1))
+    layer(random(8, 16, seed=1))
+    assert not update_biases(layer, None).any() and torch.equal(layer.bias_steps, biases)
+
+
 # ------------------------------------------------------------------------------------------------------ recomputation
 
 
@@ -256,6 +270,64 @@ def test_the_recomputed_call_repeats_the_all_to_alls_of_tokens_and_no_other_coll
     assert again["all_reduce"] == 1 and again["all_to_all"] <= 7
 
 
+# --------------------------------------------------------------------------------------------------------- host waits
+
+
+@pytest.mark.parametrize(
+    ("what", "wait"),
+    [
+        ("item", lambda x: x.sum().item()),
+        ("tolist", lambda x: x.tolist()),
+        ("bool", lambda x: bool(x.any())),
+        ("cpu", lambda x: x.cpu()),
+        ("nonzero", lambda x: x.nonzero()),
+        ("where", lambda x: torch.where(x > 1)),
+        ("mask", lambda x: x[x > 1]),
+        ("mask of what is written", lambda x: x.clone().index_put_((x > 1,), torch.zeros((), dtype=torch.int64))),
+        ("unique", lambda x: x.unique()),
+        ("bincount", lambda x: torch.bincount(x, minlength=5)),
+        ("repeat_interleave", lambda x: x.repeat_interleave(x)),
+        ("numbers from Python", lambda x: torch.tensor([1, 2])),
+    ],
+)
+def test_whatever_makes_a_host_wait_is_noticed_on_the_cpu_too(what, wait):
+    x = torch.tensor([2, 0, 3])
+    with HostWaits() as waits:
+        wait(x)
+    assert waits.found, f"{what} was not noticed"
+
+
+def test_what_lets_a_host_go_on_is_not_taken_for_a_wait():
+    x = torch.tensor([2, 0, 3])
+    y = x.double().requires_grad_()
+    with HostWaits() as waits:
+        x.repeat_interleave(x, output_size=5)
+        y[x.argsort()].topk(2).values.softmax(0).sum().backward()
+        torch.zeros(4).scatter_add_(0, x, torch.full((3,), 2.0))
+    assert waits.found == []
+
+
+def waits_of_layers(P: int) -> dict:
+    found = {}
+    cases = ("softmax, both losses", "sigmoid, bias, shared experts", "capacity", "2 of 4 nodes")
+    runs = [(case, version, "loop", False) for case in cases for version in DISPATCH]
+    runs += [(case, "pairs", "loop", True) for case in cases]
+    for case, version, compute, again in [*runs, ("softmax, both losses", "pairs", "padded", False)]:
+        c, group = CONFIGS[case], dist.group.WORLD
+        layer = lively(MoE(c, group, group, version=version, compute=compute), c.experts, dist.get_rank(), P)
+        call, x = recomputed(layer) if again else layer, random(5, 16, seed=dist.get_rank()).requires_grad_()
+        with HostWaits() as waits:
+            call(x).sum().backward()
+        found[case, version, compute, again] = waits.found
+    return found
+
+
+def test_the_host_waits_once_in_a_layer_for_the_counts_forward_and_backward_whatever_the_version():
+    for rank, found in enumerate(run_ranks(2, waits_of_layers, 2)):
+        for run, waits in found.items():
+            assert waits == ["tolist"], f"rank {rank}, {run}: the host waits for {waits}"
+
+
 # ---------------------------------------------------------------------------------------------------------- precision
 
 
@@ -293,7 +365,7 @@ def test_under_autocast_tokens_travel_in_bf16_and_the_router_stays_in_float32():
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_logits_that_are_no_numbers_are_named_with_their_layer():
+def test_logits_that_are_not_finite_are_named_with_their_layer():
     block = nn.Sequential(MoE(SMALL, None, None))
     moe_layers(block)[0].name = "model.layers.3.mlp"
     x = random(8, 16)

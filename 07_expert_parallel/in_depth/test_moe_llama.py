@@ -72,7 +72,12 @@ def test_logits_gradients_and_auxiliary_loss_equal_those_of_mixtral_in_transform
     import transformers
     from transformers.models.mixtral import modeling_mixtral as hugging_face
 
-    # transformers takes norms and softmaxes in float32 even in a float64 model; for this comparison it may not.
+    # transformers takes norms and the router's softmax in float32 even in a float64 model; here it may not.
+    def router(m, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x.reshape(-1, m.hidden_dim), m.weight)
+        best, experts = torch.softmax(logits.double(), -1).topk(m.top_k)
+        return logits, best / best.sum(-1, keepdim=True), experts
+
     norm = lambda m, x: F.rms_norm(x, (x.shape[-1],), m.weight, m.variance_epsilon)  # noqa: E731
     float_ = lambda x: x if x.dtype == torch.float64 else x.to(torch.float32)  # noqa: E731
     c = LlamaConfig(replace(MOE, balance=0.0, z=0.0))
@@ -96,21 +101,29 @@ def test_logits_gradients_and_auxiliary_loss_equal_those_of_mixtral_in_transform
             state[name] = whole[place]
     theirs.load_state_dict(state)
     tokens = batch_of(0, 1, B, 8)[0][0]  # 2 layers of 32 tokens: a power of two, which float32 divides by exactly
-    with patch.object(hugging_face.MixtralRMSNorm, "forward", norm), patch.object(torch.Tensor, "float", float_):
+    patches = [patch.object(hugging_face.MixtralRMSNorm, "forward", norm), patch.object(torch.Tensor, "float", float_)]
+    with patches[0], patches[1], patch.object(hugging_face.MixtralTopKRouter, "forward", router):
         out = theirs(tokens)
         out.logits.square().sum().backward()
     got = model(tokens)
     got.square().sum().backward()
-    assert_same(got, out.logits, 1e-9, "logits")
-    gate = "model.layers.0.mlp.gate.weight"
-    assert_same(model.get_parameter(gate).grad, theirs.get_parameter(gate).grad, 1e-9, "gradient of a router")
+    assert_same(got, out.logits, 1e-10, "logits")
     gradients = gather_experts(model, {n: p.grad for n, p in model.named_parameters()}, None)
-    w2 = theirs.get_parameter("model.layers.1.mlp.experts.down_proj").grad
-    assert_same(gradients["model.layers.1.block_sparse_moe.experts.3.w2.weight"], w2[3], 1e-9, "gradient of an expert")
+    stacked = dict(theirs.named_parameters())
+    for name, gradient in gradients.items():
+        place, _, expert = name.replace(".block_sparse_moe.", ".mlp.").partition(".experts.")
+        if not expert:
+            want = stacked[place].grad
+        elif expert[2:4] == "w2":
+            want = stacked[f"{place}.experts.down_proj"].grad[int(expert[0])]
+        else:
+            both = stacked[f"{place}.experts.gate_up_proj"].grad[int(expert[0])]
+            want = both.chunk(2)[expert[2:4] == "w3"]
+        assert_same(gradient, want, 1e-10, f"gradient of {name}")
     # Its loss is K times ours, of all layers' tokens in one pool.
     logits = torch.cat(out.router_logits)
     routing = moe_llama_routing(logits)
-    assert_same(2 * routing, out.aux_loss, 1e-9, "auxiliary loss")
+    assert_same(2 * routing, out.aux_loss, 1e-10, "auxiliary loss")
 
 
 def moe_llama_routing(logits: Tensor) -> Tensor:
@@ -296,6 +309,43 @@ def test_a_missing_expert_is_named():
 
 def state_of_experts(model: MoELlama) -> dict[str, Tensor]:
     return {n: v for n, v in full_state_dict(model, None).items() if ".experts." in n}
+
+
+def test_a_full_state_dict_is_a_snapshot_that_training_does_not_change():
+    for config in ("softmax", "sigmoid"):
+        model = MoELlama(CONFIGS[config], None, None)
+        state = full_state_dict(model, None)
+        before = {name: value.clone() for name, value in state.items()}
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.add_(1)
+        assert_same_named(state, before, 0.0, f"{config}: saved")
+        again = MoELlama(CONFIGS[config], None, None)
+        load_full_state_dict(again, state, None)
+        with torch.no_grad():
+            for tensor in [*again.parameters(), *again.buffers()]:
+                tensor.add_(1)
+        assert_same_named(state, before, 0.0, f"{config}: loaded from")
+
+
+def test_what_adds_into_the_residual_stream_starts_smaller_the_more_layers_there_are():
+    for layers in (2, 8):
+        c = LlamaConfig(replace(MOE, hidden=64, intermediate=96, shared=1), layers=layers)
+        for name, p in MoELlama(c, None, None).named_parameters():
+            if p.dim() > 1:
+                residual = any(word in name for word in ("o_proj", "down_proj", ".w2."))
+                want = 0.02 / (2 * layers) ** 0.5 if residual else 0.02
+                assert abs(p.std().item() / want - 1) < 0.2, f"{name} of {layers} layers starts at {p.std():.5f}"
+
+
+def test_the_norm_of_the_gradient_is_summed_in_float64_whatever_the_parameters_are_in():
+    model = MoELlama(CONFIGS["softmax"], None, None).bfloat16()
+    for i, p in enumerate(model.parameters()):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).bfloat16()
+    want = sum(p.grad.double().square().sum() for p in model.parameters())
+    got = squared_gradient_norm(model, None)
+    assert got.dtype == torch.float64
+    assert_same(got, want, 1e-12, "squared norm of bf16 gradients")
 
 
 # ----------------------------------------------------------------------------------- the seams of chapters 01 and 04

@@ -1,0 +1,229 @@
+"""Fixed shapes: the layer that waits with the same pairs dropped, a queue in plain Python, waits, shapes, bytes."""
+
+import sys
+from functools import cache, partial
+
+import fixed_dispatch
+import pytest
+import torch
+import torch.distributed as dist
+from _moe_demo import HostWaits
+from expert_dispatch import dispatch_pairs, experts_loop, make_plan
+from fixed_dispatch import bytes_sent_fixed, dispatch_fixed, moe_fixed, slots_of
+from harness.meter import communication
+from harness.oracle import assert_same, assert_same_named
+from harness.ranks import run_ranks
+from routing import balance_loss, expert_counts, group_sum, route, router_logits
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+E, K, H, F_ = 12, 3, 8, 6
+SIZES = {1: [17], 2: [11, 6], 4: [6, 0, 9, 2]}  # tokens of each rank
+RUNS = [("softmax", 17), ("sigmoid", 17), ("softmax", 2), ("softmax", 1)]  # (router, slots); 17 drop nothing
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def leaves(sizes: list[int], rank: int) -> dict[str, Tensor]:
+    P = len(sizes)
+    whole = {"x": random(sum(sizes), H), "gate": random(E, H, seed=1)}
+    whole |= {"w1": random(E, F_, H, seed=2), "w3": random(E, F_, H, seed=3), "w2": random(E, H, F_, seed=4)}
+    mine = {n: v.chunk(P)[rank] if n in ("w1", "w3", "w2") else v for n, v in whole.items()}
+    mine["x"] = whole["x"].split(sizes)[rank]
+    return {n: v.clone().requires_grad_() for n, v in mine.items()}
+
+
+def queue_by_queue(experts: list[list[int]], C: int) -> list[list[bool]]:
+    """First choices before second ones, earlier tokens before later ones, C of each expert."""
+    room, kept = [C] * E, [[False] * K for _ in experts]
+    for k in range(K):
+        for t, row in enumerate(experts):
+            kept[t][k] = room[row[k]] > 0
+            room[row[k]] -= kept[t][k]
+    return kept
+
+
+def eager(x, gate, w1, w3, w2, C: int, group, router: str) -> tuple[Tensor, Tensor, Tensor]:
+    routing = route(router_logits(x, gate), K, router)
+    kept = torch.tensor(queue_by_queue(routing.experts.tolist(), C), dtype=torch.bool).view(-1, K)
+    plan = make_plan("pairs", routing.experts, kept, E, group)
+    y = dispatch_pairs(x, routing.weights, plan, partial(experts_loop, w1=w1, w3=w3, w2=w2), group)
+    counts = group_sum(expert_counts(routing.experts, E), group)
+    return y, balance_loss(routing.probabilities, counts, K), (~kept).sum()
+
+
+def fixed(x, gate, w1, w3, w2, C: int, group, router: str) -> tuple[Tensor, Tensor, Tensor]:
+    y, balance, seen = moe_fixed(x, gate, w1, w3, w2, K, C, group, router)
+    return y, balance, seen.dropped
+
+
+def results(layer, sizes: list[int], router: str, C: int, group) -> dict:
+    tensors = leaves(sizes, dist.get_rank(group) if group else 0)
+    with communication() as sent, HostWaits() as waits:
+        y, balance, dropped = layer(*tensors.values(), C, group, router)
+        ((y * y.detach().cos()).sum() + balance).backward()
+    got = {"y": y.detach(), "balance": balance.detach()} | {n: v.grad for n, v in tensors.items()}
+    return {"got": got, "dropped": int(dropped), "bytes": sent.sent["all_to_all"], "waits": waits.found}
+
+
+def both(sizes: list[int]) -> dict:
+    group = dist.group.WORLD
+    return {(router, C): [results(f, sizes, router, C, group) for f in (fixed, eager)] for router, C in RUNS}
+
+
+@cache
+def on_ranks(P: int) -> list[dict]:
+    return run_ranks(P, both, SIZES[P])
+
+
+@pytest.mark.parametrize("P", SIZES)
+def test_outputs_losses_and_every_gradient_equal_those_of_the_layer_that_waits_with_the_same_pairs_dropped(P):
+    for rank, found in enumerate(on_ranks(P)):
+        for run, (got, want) in found.items():
+            assert_same_named(got["got"], want["got"], 1e-10, f"{run}:", rank)
+            assert got["dropped"] == want["dropped"], f"rank {rank}, {run}: {got['dropped']} dropped"
+            assert run[1] < 17 or got["dropped"] == 0, f"rank {rank}, {run}"
+    assert P == 4 or all(found["softmax", 1][0]["dropped"] for found in on_ranks(P)), "nothing was ever dropped"
+
+
+@pytest.mark.parametrize("P", SIZES)
+def test_the_host_waits_for_nothing_forward_or_backward(P):
+    for rank, found in enumerate(on_ranks(P)):
+        for run, (got, _) in found.items():
+            assert got["waits"] == [], f"rank {rank}, {run}: the host waits for {got['waits']}"
+
+
+@pytest.mark.parametrize("P", SIZES)
+def test_bytes_sent_equal_the_formula_whatever_was_chosen(P):
+    for rank, found in enumerate(on_ranks(P)):
+        for run, (got, _) in found.items():
+            want = bytes_sent_fixed(P, E, run[1], H, 8)
+            assert got["bytes"] == want, f"rank {rank}, {run}: {got['bytes']} bytes, not {want}"
+
+
+def two_slices() -> dict:
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    mine = dist.get_rank() % 2
+    return results(fixed, SIZES[2], "softmax", [17, 2][mine], groups[mine])["got"]
+
+
+def test_two_slices_of_the_world_exchange_among_themselves():
+    found = run_ranks(4, two_slices)
+    for ranks, C in (((0, 2), 17), ((1, 3), 2)):
+        for place, rank in enumerate(ranks):
+            want = on_ranks(2)[place]["softmax", C][1]["got"]
+            assert_same_named(found[rank], want, 1e-10, "second group:" if C == 2 else "first group:", rank)
+
+
+def test_a_pair_gets_the_next_slot_of_its_expert_first_choices_first_and_the_dropped_get_none():
+    experts = torch.tensor([[2, 0], [2, 1], [0, 2]])
+    assert slots_of(experts, 3, 2).tolist() == [[4, 1], [5, 2], [0, 6]]  # the second choice of the last token: none
+    assert slots_of(experts, 3, 1).tolist() == [[2, 3], [3, 1], [0, 3]]
+    many = route(random(40, E, seed=7), K).experts
+    for C in (1, 3, 40):
+        slots = slots_of(many, E, C)
+        assert (slots < E * C).tolist() == queue_by_queue(many.tolist(), C)
+        used = slots[slots < E * C]
+        assert len(used.unique()) == len(used), "two pairs in one slot"
+        assert torch.equal(used // C, many[slots < E * C]), "a pair in a slot of another expert"
+
+
+def test_a_dropped_pair_adds_nothing_and_gives_neither_its_token_nor_its_weight_a_gradient():
+    x, weights = random(2, H).requires_grad_(), torch.ones(2, 1).double().requires_grad_()
+    w = random(1, F_, H, seed=2), random(1, F_, H, seed=3), random(1, H, F_, seed=4)
+    y = dispatch_fixed(x, weights, slots_of(torch.zeros(2, 1, dtype=torch.int64), 1, 1), *w, 1, None)
+    y.square().sum().backward()
+    assert y[0].abs().max() > 0 and not y[1].any()
+    assert x.grad[0].any() and not x.grad[1].any()
+    assert weights.grad[0].any() and not weights.grad[1].any()
+
+
+class Shapes(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        outs = out if isinstance(out, (tuple, list)) else [out]
+        self.seen.append((func._opname, *[tuple(t.shape) for t in outs if isinstance(t, Tensor)]))
+        return out
+
+
+def test_every_operation_has_the_same_shapes_whatever_the_tokens_choose_and_those_of_the_other_layer_have_not():
+    def shapes(layer, seed: int) -> list[tuple]:
+        tensors = leaves([17], 0)
+        tensors["x"] = random(17, H, seed=seed).requires_grad_()
+        with Shapes() as mode:
+            layer(*tensors.values(), 3, None, "softmax")[0].sum().backward()
+        return mode.seen
+
+    assert shapes(fixed, 10) == shapes(fixed, 11)
+    assert shapes(eager, 10) != shapes(eager, 11)
+
+
+def test_forward_and_backward_recorded_with_one_batch_are_right_for_another():
+    """What a CUDA graph does: the operations are written down once, and repeated on other numbers."""
+
+    def step(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> list[Tensor]:
+        given = [t.detach().requires_grad_() for t in (x, gate, w1, w3, w2)]
+        y, balance, dropped = fixed(*given, 2, None, "softmax")
+        return [y, dropped, *torch.autograd.grad(y.square().sum() + balance, given)]
+
+    tensors = [t.detach() for t in leaves([17], 0).values()]
+    recorded = make_fx(step)(*tensors)
+    tensors[0] = random(17, H, seed=50)
+    for i, (got, want) in enumerate(zip(recorded(*tensors), step(*tensors), strict=True)):
+        assert_same(got.double(), want.double(), 1e-12, f"result {i}")
+
+
+def test_a_shared_expert_is_added_and_ill_tokens_are_counted_on_the_device():
+    tensors = leaves([17], 0)
+    y, _, seen = moe_fixed(*tensors.values(), K, 17, None)
+    with_shared, _, _ = moe_fixed(*tensors.values(), K, 17, None, shared=torch.sin)
+    assert_same(with_shared, y + tensors["x"].sin(), 1e-12, "output with a shared expert")
+    assert (int(seen.ill), seen.counts.sum().item()) == (0, 17 * K)
+    tensors["x"].data[[3, 9], 1] = float("nan")
+    assert int(moe_fixed(*tensors.values(), K, 17, None)[2].ill) == 2
+
+
+def test_in_bf16_it_is_as_far_from_float64_as_the_layer_that_waits():
+    want = fixed(*leaves([17], 0).values(), 17, None, "softmax")[0]
+    half = [t.detach().bfloat16() for t in leaves([17], 0).values()]
+    errors = [(f(*half, 17, None, "softmax")[0].double() - want).norm() for f in (fixed, eager)]
+    assert errors[0] <= 1.5 * errors[1], errors
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks a GPU")
+def test_a_gpu_says_too_that_nobody_waits():
+    tensors = [t.detach().cuda().requires_grad_() for t in leaves([17], 0).values()]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y, balance, _ = fixed(*tensors, 2, None, "softmax")
+        (y.square().sum() + balance).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same(y.cpu(), fixed(*leaves([17], 0).values(), 2, None, "softmax")[0], 1e-10, "outputs")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--top-k 9", "--top-k 9 of 8 experts is impossible; use 1 to 8"),
+        ("--experts 6 --top-k 2", "--experts 6 do not divide among 4 expert-parallel ranks"),
+        ("--capacity nan", "--capacity nan leaves no room"),
+        ("--capacity 0", "--capacity 0.0 leaves no room"),
+        ("--tokens 0", "--tokens 0 is not in 1 .. 4096"),
+        ("--router hash", "--router"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_option_and_remedy(options, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fixed_dispatch.py", *options.split()])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as ended:
+        fixed_dispatch.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said and len(said.splitlines()) == 1, said

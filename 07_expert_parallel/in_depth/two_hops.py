@@ -1,0 +1,334 @@
+"""Expert parallelism VI, the slow link: two hops, to the node and then inside it; and shared experts under way.
+
+Problem. Inside a node GPUs talk to each other many times as fast as between nodes. A row for each (token, rank) crosses
+the slow link several times if a token wants experts on several ranks of one other node. And while rows travel, in
+whatever way, nobody computes.
+
+Idea. (1) Two hops. A token goes to each node that it needs once, to the rank there that has the same place as its own;
+from there, over the fast links, to the ranks that have its experts. Their answers are added up inside the node, and one
+row goes home. It is one algorithm, `hop`, used twice: the experts behind the first hop are a second hop.
+
+    4 ranks, 2 nodes of 2, E = 8         node 0: rank 0: e0 e1, rank 1: e2 e3      node 1: rank 2: e4 e5, rank 3: e6 e7
+    a token of rank 1 wants e0 e4 e7
+    version once   1 -> 0, 1 -> 2, 1 -> 3                    two rows over the slow link
+    two hops       1 -> 3 (its place in node 1)              one row over the slow link
+                   1 -> 0 and 3 -> 2, 3 itself               inside the nodes
+                   3 adds e4 and e7, 1 adds e0 and that      one row back
+
+    across     the ranks with my place, one in each node: [0 2] [1 3]        inside     my node: [0 1] [2 3]
+
+A router that is limited to M nodes (routing.py) bounds what crosses the link: at most M rows for a token.
+
+(2) Overlap. A shared expert needs no row of others. So the rows are sent, the shared expert is computed meanwhile, and
+only then does one wait for what arrives. Backward mirrors it with nothing further said: autograd goes through the
+operations in the opposite order, so that where forward waited, backward sends, and where forward sent, backward waits.
+
+    forward     rows sent     | shared expert |            rows there     experts     answers
+    backward    gradients of answers    experts    gradients sent    | shared expert |    gradients there
+
+Formulas, of rows of H numbers of e bytes, and of tables of weights that travel with them. n_t: other nodes of token t
+    over the slow link     sum over t of n_t rows there, as many back; at most min(K, N - 1) T, limited: M T
+    a table for each row   E/N weights over the slow link, E/P inside a node; there, and in backward their gradients
+    counts                 8 bytes for the rows, and for each expert behind the receiver; forward only
+Each hop waits once for its counts: two waits a layer. (DeepSeek-V3, 2412.19437, section 3.2.2, sends tokens so.)
+
+Run it:
+    python two_hops.py                                                one rank, CPU or GPU
+    torchrun --nproc_per_node 4 two_hops.py --nodes 2                 gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 two_hops.py --nodes 2 --max-nodes 1
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _moe_demo import OneLineParser, Report, Wire, check_gpus, launch, text
+from expert_dispatch import (
+    Compute,
+    Exchange,
+    check_experts,
+    exchange_rows,
+    experts_loop,
+    first_true,
+    make_plan,
+    reference,
+    size_of,
+)
+from routing import ROUTERS, Group, check_routing, route, router_logits
+from torch import Tensor
+
+# Legend of shapes: T tokens of this rank, H hidden, F intermediate size of one expert, E experts, K experts per token;
+# N nodes of P/N ranks each. Rank r is on node r // (P/N) and holds the E/P experts from r E/P on: those of a node are
+# consecutive. P' ranks of the group of a hop, E' experts in its table, m rows that leave in it and m' that arrive.
+Inner = Callable[[Tensor, Tensor, list[int]], Tensor]  # rows [n, H], table [n, E'], pairs of each expert -> [n, H]
+Note = Callable[[str], None]  # told of what happens, when it happens
+
+
+def node_groups(ranks: list[int], nodes: int, timeout: float = 60.0) -> tuple[Group, Group]:
+    """(inside, across) of this rank, if it is among `ranks`: my node, and the ranks with my place in theirs. Collective
+    over the world. `ranks` ascend, and those of a node are neighbours."""
+    size, mine = len(ranks) // nodes, [None, None]
+    # --- exercise 7.43: cut the ranks into nodes, and into those that have the same place ---
+    inside = [ranks[i : i + size] for i in range(0, len(ranks), size)]
+    across = [ranks[i::size] for i in range(size)]
+    # --- end exercise ---
+    for axis, members in [(0, m) for m in inside] + [(1, m) for m in across]:
+        group = dist.new_group(members, timeout=timedelta(seconds=timeout))
+        if dist.get_rank() in members:
+            mine[axis] = group
+    return mine[0], mine[1]
+
+
+# -------------------------------------------------------------------------------------------------- rows under way
+
+
+@dataclass
+class Trip:
+    """Rows that are sent now and waited for later, and the same for their gradients."""
+
+    send: list[int]
+    receive: list[int]
+    group: Group
+    note: Note
+    under_way: tuple | None = (
+        None  # what to wait for, where it arrives, and what is being sent, which must live till then
+    )
+
+    def depart(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        x = x.contiguous()
+        y = x.new_empty(sum(receive), *x.shape[1:]) if size_of(self.group) > 1 else x.clone()
+        many = size_of(self.group) > 1
+        work = dist.all_to_all_single(y, x, receive, send, group=self.group, async_op=True) if many else None
+        self.under_way = work, y, x
+        return y
+
+    def arrive(self) -> Tensor:
+        work, y, _ = self.under_way
+        if work is not None:
+            work.wait()
+        self.under_way = None
+        return y
+
+
+class Depart(torch.autograd.Function):
+    """Rows [m, H] leave; the result [m', H] may not be read before `Arrive`. Backward: wait for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trip: Trip) -> Tensor:
+        ctx.trip = trip
+        trip.note("rows sent")
+        return trip.depart(x, trip.send, trip.receive)
+
+    @staticmethod
+    def backward(ctx: Any, passes: Tensor) -> tuple:  # what `Arrive` handed on; the gradient itself is under way
+        dx = ctx.trip.arrive()
+        ctx.trip.note("gradients there")
+        return dx, None
+
+
+class Arrive(torch.autograd.Function):
+    """From here on the rows can be read. Backward: their gradients leave, the way that the rows came."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, trip: Trip) -> Tensor:
+        ctx.trip = trip
+        trip.arrive()
+        trip.note("rows there")
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        # --- exercise 7.44: gradients leave; nobody waits here, and something of the right shape goes to `Depart` ---
+        ctx.trip.note("gradients sent")
+        ctx.trip.depart(dy, ctx.trip.receive, ctx.trip.send)
+        return dy, None
+        # --- end exercise ---
+
+
+# --------------------------------------------------------------------------------------------- one hop, and a second
+
+
+def hop(
+    x: Tensor,
+    table: Tensor,
+    inner: Inner,
+    group: Group,
+    meanwhile: Callable[[], Tensor] | None = None,
+    note: Note = lambda event: None,
+) -> Tensor:
+    """x [n, H], table [n, E'] of weights, -1 for "not this one" -> [n, H], the weighted sums of the experts' outputs.
+
+    Each of the P' ranks of the group answers for E'/P' consecutive experts of the table; how it does is `inner`'s
+    business. A row goes to each rank that answers for one of its experts, once, and one sum comes back. `meanwhile` is
+    computed while rows travel, and added: [n, H].
+    """
+    P, n = size_of(group), len(x)
+    by_rank = table.unflatten(1, (P, -1))  # [n, P', E'/P']
+    # --- exercise 7.45: each row to each rank that it needs, once; there `inner` answers; the sums come back ---
+    wanted = (by_rank >= 0).any(2).T  # [P', n]
+    to_row = first_true(wanted)  # [P' n] by rank, then by row; those that nobody wants last
+    mine = torch.cat((wanted.sum(1, keepdim=True), (by_rank >= 0).sum(0)), 1)  # [P', 1 + E'/P'] rows, pairs by expert
+    theirs = exchange_rows(mine, [1] * P, [1] * P, group)  # [P', 1 + E'/P']: row r is from rank r
+    out, come = torch.stack((mine, theirs)).tolist()  # the host waits
+    send, receive = [row[0] for row in out], [row[0] for row in come]
+    to, row = to_row[: sum(send)] // max(n, 1), to_row[: sum(send)] % max(n, 1)
+    tables = Exchange.apply(by_rank[row, to], send, receive, group)  # [m, E'/P'] -> [m', E'/P']
+    trip = Trip(send, receive, group, note)
+    rows = Depart.apply(x[row], trip)  # [m, H] -> [m', H]
+    aside = meanwhile() if meanwhile else None  # [n, H]
+    rows = Arrive.apply(rows, trip)
+    sums = inner(rows, tables, [sum(column) for column in list(zip(*come, strict=True))[1:]])  # [m', H]
+    sums = Exchange.apply(sums, receive, send, group)  # [m', H] -> [m, H]
+    y = sums.new_zeros(n, sums.shape[1]).index_add(0, row, sums)  # [m, H] -> [n, H]
+    return y if aside is None else y + aside
+    # --- end exercise ---
+
+
+def answer(rows: Tensor, table: Tensor, counts: list[int], compute: Compute) -> Tensor:
+    """The end of the way: rows [n, H] meet the experts of this rank, table [n, E/P] -> their weighted sums [n, H]."""
+    pairs = first_true((table >= 0).T)[: sum(counts)]  # by expert, then by row
+    expert, row = pairs // max(len(rows), 1), pairs % max(len(rows), 1)
+    y = compute(rows[row], counts) * table[row, expert, None].to(rows.dtype)
+    return y.new_zeros(len(rows), y.shape[1]).index_add(0, row, y)
+
+
+def weight_table(experts: Tensor, weights: Tensor, E: int) -> Tensor:
+    """[T, K] twice -> [T, E]. A weight is never negative, but it can be 0 and still have a gradient: so -1 for none."""
+    return weights.new_full((len(weights), E), -1).scatter(1, experts, weights)
+
+
+def dispatch_two_hops(
+    x: Tensor,
+    table: Tensor,
+    compute: Compute,
+    inside: Group,
+    across: Group,
+    meanwhile: Callable[[], Tensor] | None = None,
+    note: Note = lambda event: None,
+) -> Tensor:
+    """x [T, H], table [T, E] -> [T, H]: over the slow link to the nodes that a token needs, and there to the ranks."""
+    # --- exercise 7.46: a hop whose experts are a second hop ---
+    in_node = lambda rows, table, counts: hop(rows, table, partial(answer, compute=compute), inside)  # noqa: E731
+    return hop(x, table, in_node, across, meanwhile, note)
+    # --- end exercise ---
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+def bytes_by_link(experts: list[Tensor], rank: int, nodes: int, E: int, H: int, e: int) -> tuple[int, int]:
+    """(over the slow link, inside the node): what leaves `rank` with two hops, forward and backward, in all-to-alls.
+
+    experts: [T, K] of each rank. Rows and tables of weights are of e bytes a number, as are their gradients."""
+    P = len(experts)
+    size = P // nodes
+    node, place, owner = rank // size, rank % size, [chosen // (E // P) for chosen in experts]  # owner [T, K]
+
+    def rows(of: int, *ranks: int) -> int:
+        """Tokens of rank `of` that want an expert on one of these ranks."""
+        return int(torch.stack([(owner[of] == r).any(1) for r in ranks]).any(0).sum())
+
+    members = lambda n: range(n * size, (n + 1) * size)  # noqa: E731
+    others = [n for n in range(nodes) if n != node]
+    out = sum(rows(rank, *members(n)) for n in others)
+    back = sum(rows(n * size + place, *members(node)) for n in others)
+    slow = (out + back) * (2 * H + E // nodes) * e + (nodes - 1) * 8 * (1 + E // nodes)
+    peers = [r for r in members(node) if r != rank]
+    out = sum(rows(n * size + place, peer) for n in range(nodes) for peer in peers)
+    back = sum(rows(n * size + peer % size, rank) for n in range(nodes) for peer in peers)
+    return slow, (out + back) * (2 * H + E // P) * e + (size - 1) * 8 * (1 + E // P)
+
+
+def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """One layer with a shared expert, in two hops, beside one process that has all tokens and all experts."""
+    rank, P, E, K, T, H, F_ = dist.get_rank(group), size_of(group), args.experts, args.top_k, args.tokens, 32, 48
+    inside, across = node_groups(list(range(P)), args.nodes)
+    report, generator = Report(group), torch.Generator().manual_seed(0)
+    shapes = {"embed": (256, H), "gate": (E, H), "w1": (E, F_, H), "w3": (E, F_, H), "w2": (E, H, F_)}
+    shapes |= {"up": (F_, H), "down": (H, F_)}
+    full = {n: torch.randn(*s, generator=generator, dtype=torch.float64).to(device) / 6 for n, s in shapes.items()}
+    inputs = F.rms_norm(full.pop("embed")[text(1, P * T)[0].to(device)], (H,))  # [P T, H]
+
+    def choose(x: Tensor, gate: Tensor):
+        return route(router_logits(x, gate), K, args.router, None, args.nodes, args.max_nodes)
+
+    want = {name: value.clone().requires_grad_() for name, value in (full | {"x": inputs}).items()}
+    routing = choose(want["x"], want["gate"])
+    plan = make_plan("pairs", routing.experts, None, E, None)
+    y = reference(want["x"], routing.weights, plan, want["w1"], want["w3"], want["w2"])
+    want_y = y + F.linear(F.linear(want["x"], want["up"]).tanh(), want["down"])
+    (want_y * want_y.detach().cos()).sum().backward()
+
+    cut = ("w1", "w3", "w2")
+    here = {n: v.chunk(P)[rank] if n in (*cut, "x") else v for n, v in (full | {"x": inputs}).items()}
+    mine = {name: value.clone().requires_grad_() for name, value in here.items()}
+    events: list[str] = []
+
+    def shared() -> Tensor:
+        events.append("shared expert")
+        out = F.linear(F.linear(mine["x"], mine["up"]).tanh(), mine["down"])
+        out.register_hook(lambda gradient: events.append("shared expert, backward"))
+        return out
+
+    compute = partial(experts_loop, w1=mine["w1"], w3=mine["w3"], w2=mine["w2"])
+    with Wire() as wire:
+        choice = choose(mine["x"], mine["gate"])
+        table = weight_table(choice.experts, choice.weights, E)
+        y = dispatch_two_hops(mine["x"], table, compute, inside, across, shared, events.append)
+        (y * y.detach().cos()).sum().backward()
+    report.compare(y, want_y.chunk(P)[rank])
+    for name, value in mine.items():
+        if name in ("gate", "up", "down"):
+            dist.all_reduce(value.grad, group=group)  # these are on every rank, which saw other tokens
+        report.compare(value.grad, want[name].grad.chunk(P)[rank] if name in (*cut, "x") else want[name].grad)
+    report.title(f"{P} rank(s) on {args.nodes} node(s) with {T} tokens, {K} of {E} experts on {args.max_nodes} node(s)")
+    report.add_errors("largest error of outputs and gradients")
+    my_node = rank // (P // args.nodes)
+    slow = sum(n for to, n in wire.to.items() if to // (P // args.nodes) != my_node)
+    expected = bytes_by_link(list(routing.experts.split(T)), rank, args.nodes, E, H, 8)
+    report.add("bytes over the slow link, forward and backward", expected[0], slow)
+    report.add("bytes inside the node", expected[1], wire.bytes - slow)
+    report.add("events, in their order, as in the docstring", 6, len(events), events == EVENTS)
+    if rank == 0:
+        print("  " + ", ".join(events))
+    return report.finish()
+
+
+EVENTS = ["rows sent", "shared expert", "rows there", "gradients sent", "shared expert, backward", "gradients there"]
+
+
+def main() -> None:
+    parser = OneLineParser(description="Dispatch to the node first, then inside it.", allow_abbrev=False)
+    parser.add_argument("--router", choices=ROUTERS, default="softmax")
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that the ranks are on")
+    parser.add_argument("--max-nodes", type=int, default=None, help="nodes that a token may use; default: all")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each rank")
+    args, world = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
+    parser.check_range(args, experts=(1, 1024), top_k=(1, 1024), nodes=(1, 1024), tokens=(1, 4096))
+    if world % args.nodes:
+        fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        parser.error(f"--nodes {args.nodes} cannot share {world} ranks evenly; use {fits}")
+    args.max_nodes = args.nodes if args.max_nodes is None else args.max_nodes
+    try:
+        check_routing(args.experts, args.top_k, args.router, args.nodes, args.max_nodes)
+        check_experts(args.experts, world)
+    except ValueError as error:
+        parser.error(f"--{error}")
+    check_gpus(parser)
+    launch(lambda group, device: demo(args, group, device))
+
+
+if __name__ == "__main__":
+    main()
