@@ -139,6 +139,7 @@ class Section:
 BENCHMARKS = {
     "bench_flash_kernels": ("flash", 330, 8, 60),
     "bench_flash_attention_hopper": ("flash", 60, 8, 20),
+    "bench_flash_attention": ("flash", 40, 8, 20),
     "bench_train_gpu": ("train", 240, 8, 60),
     "bench_fused": ("kernels", 130, 30, 40),
     "bench_fused_loss": ("kernels", 110, 60, 40),
@@ -247,7 +248,7 @@ def several(machine: Machine) -> list[Step]:
 
 
 SECTIONS = (
-    Section("flash", "FlashAttention against PyTorch's kernels", benchmarks("flash"), 400, 60),
+    Section("flash", "FlashAttention against PyTorch's kernels", benchmarks("flash"), 430, 60),
     Section("ceilings", "what the device can do at most", ceilings, 30, 10),
     Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 250, 60),
     Section("matmul", "the ladder of matrix products against cuBLAS", benchmarks("matmul"), 165, 30),
