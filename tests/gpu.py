@@ -337,8 +337,11 @@ class Children:
         seconds: float,
         look: Callable[[], None] = lambda: None,
     ) -> int | None:
-        """The exit code; None if it was ended because the time was over. `look` is called about once a second."""
-        with log.open("wb") as output:
+        """The exit code; None if it was ended because the time was over. `look` is called about once a second.
+
+        Errors go to a file beside the log: nccl and torch warn while a process ends, after its last line.
+        """
+        with log.open("wb") as output, log.with_suffix(".errors").open("wb") as errors:
             with self.lock:
                 if self.stopped:
                     return None
@@ -347,7 +350,7 @@ class Children:
                     cwd=ROOT,
                     env=environment,
                     stdout=output,
-                    stderr=subprocess.STDOUT,
+                    stderr=errors,
                     start_new_session=True,
                     preexec_fn=die_with_parent,
                 )
@@ -434,15 +437,17 @@ class Run:
         begun = time.monotonic()
         code = self.children.run(command, self.environment, log, seconds, look=lambda: self.look(place))
         took = round(time.monotonic() - begun, 1)
-        output = log.read_text(errors="replace").strip()
+        said, errors = (f.read_text(errors="replace").strip() for f in (log, log.with_suffix(".errors")))
         with self.lock:
             outcome = Outcome(step.name, PASSED, took, results=self.collect(place))
-        last = output.splitlines()[-1] if output else "no output"
+        last = said.splitlines()[-1] if said else "no output"
+        output = f"{said[-2000:]}\n{errors[-2000:]}".strip()
         if code is None:
             outcome.status = TOO_SLOW
             outcome.reason = "stopped" if self.children.stopped else f"ended after {took:.0f} s"
         elif code != 0:
-            outcome.status, outcome.reason = FAILED, f"exit code {code}: {last[:200]}"
+            why = errors.splitlines()[-1] if errors else last
+            outcome.status, outcome.reason = FAILED, f"exit code {code}: {why[:200]}"
         elif step.ends_with and last != step.ends_with:
             outcome.status, outcome.reason = FAILED, f"its last line is not {step.ends_with}, but: {last[:160]}"
         elif step.measures and not outcome.results:
@@ -450,8 +455,8 @@ class Run:
         elif unsure := [name for name in outcome.results if not self.record["results"][name].get("verified", True)]:
             outcome.status, outcome.reason = FAILED, f"not verified: {', '.join(unsure)}"
         if outcome.status != PASSED:
-            outcome.output = output[-3000:]
-            if "out of memory" in output.lower():
+            outcome.output = output
+            if "out of memory" in (said + errors).lower():
                 outcome.reason += f"; out of memory, {machine.free_gib:.0f} GiB were free at the start"
         return outcome
 

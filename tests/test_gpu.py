@@ -141,7 +141,11 @@ def go(tmp_path, *sections, options=()):
 def test_a_section_that_fails_is_reported_and_the_rest_still_runs(tmp_path, capsys):
     sections = [
         section("first", python("import sys; print('the reason'); sys.exit(3)", name="dies")),
-        section("second", python("print('PASS')", name="says so", ends_with="PASS")),
+        section(
+            "second",
+            python("print('PASS')", name="says so", ends_with="PASS"),
+            python("import sys; print('PASS'); print('a warning', file=sys.stderr)", name="warns", ends_with="PASS"),
+        ),
         section(
             "third",
             python("print('FAIL: off by 2')", name="denies", ends_with="PASS"),
@@ -160,6 +164,7 @@ def test_a_section_that_fails_is_reported_and_the_rest_still_runs(tmp_path, caps
     assert {name: step["status"] for name, step in found.items()} == {
         "dies": "failed",
         "says so": "passed",
+        "warns": "passed",
         "denies": "failed",
         "forgets": "failed",
         "half": "failed",
