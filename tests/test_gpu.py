@@ -20,6 +20,7 @@ from harness.ranks import run_ranks
 from harness.report import ROOT, Ratio, fill, take, write_result
 
 sys.path[:0] = [str(ROOT / "11_5d_trainer"), str(ROOT / "11_5d_trainer/bench"), str(ROOT / "01_single_gpu/in_depth")]
+sys.path.append(str(ROOT / "08_fpdt/in_depth"))
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -72,6 +73,15 @@ def test_a_section_passes_on_the_stand_in_gpu_and_leaves_what_goals_and_readmes_
     after = {file: file.stat().st_mtime_ns for file in (ROOT / "results").iterdir()}
     changed = [file.name for file in before.keys() | after.keys() if before.get(file) != after.get(file)]
     assert not [file for file in changed if file.split(".")[0] in written], "a dry run wrote into results/"
+
+
+def test_memory_that_cannot_be_pinned_ends_a_length_and_another_error_the_program():
+    import _fpdt_gpu as fpdt
+
+    assert fpdt.no_memory(torch.OutOfMemoryError("CUDA out of memory. Tried")) == "OutOfMemoryError"
+    assert fpdt.no_memory(RuntimeError("CUDA error: out of memory")) == "no more pinned memory"
+    with pytest.raises(RuntimeError, match="illegal"):
+        fpdt.no_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def test_every_goal_is_measured_by_some_section():
