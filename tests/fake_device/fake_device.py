@@ -749,7 +749,8 @@ def install(module: Any = None) -> None:
     """torch as if FAKE_GPUS were there, in this process, until it ends."""
     if _real:
         return
-    importlib.import_module("torch._dynamo")  # a dispatch mode imports it, and it wants to find torch as it is
+    for name in ("torch._dynamo", "torch.distributed.optim"):  # one is imported by a dispatch mode, the other reads
+        importlib.import_module(name)  # torch's source: both want to find torch as it is
 
     _now["count"] = int(os.environ["FAKE_GPUS"])
     _install_tensor()
