@@ -289,9 +289,12 @@ def plan_text(sections: Sequence[Section], budget: float) -> str:
     for name, section in zip(names, sections, strict=True):
         lines.append(f"  {name:{max(map(len, names))}}  # about {section.expected:3.0f} s: {section.about}")
     lines += ["", f"To start a machine costs a minute. Together, in calls of at most {budget:.0f} s:", ""]
+    before = 0.0
     for group in calls(sections, budget):
         total = sum(section.expected for section in group)
-        lines.append(f"  make gpu SECTION={','.join(section.name for section in group)}{rest}  # about {total:.0f} s")
+        before += total
+        names = ",".join(section.name for section in group)
+        lines.append(f"  make gpu SECTION={names}{rest}  # about {total:.0f} s; {before:.0f} s with those above")
     lines += [
         "",
         "OUT=DIR writes one file, DIR/DEVICE.json, and every call adds to it; without OUT they go to results/. The",

@@ -278,7 +278,9 @@ def test_without_a_section_the_calls_are_printed_with_their_seconds_and_nothing_
     lines = re.findall(r"^  make gpu SECTION=(\w+) .*# about +(\d+) s: ", said, re.MULTILINE)
     assert [name for name, _ in lines] == [section.name for section in gpu.SECTIONS] and lines[0][0] == "flash"
     assert all(0 < int(seconds) <= gpu.CALL for _, seconds in lines), "each fits into a call"
-    together = re.findall(r"^  make gpu SECTION=([\w,]+)(?: COMMIT=\w+)?  # about (\d+) s$", said, re.MULTILINE)
+    together = re.findall(
+        r"^  make gpu SECTION=([\w,]+)(?: COMMIT=\w+)?  # about (\d+) s; \d+ s with", said, re.MULTILINE
+    )
     assert [name for names, _ in together for name in names.split(",")] == [section.name for section in gpu.SECTIONS]
     assert all(int(seconds) <= gpu.CALL for _, seconds in together)
     known = {stem for stem, (name, *_) in gpu.BENCHMARKS.items()}
