@@ -618,6 +618,7 @@ def surroundings(dry: bool, work: Path, have_tqdm: bool) -> dict[str, str]:
         paths.append(str(work / "stand-in"))
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("RANKS_UNIT", "4")  # tests need not find out, each for itself, how slow this machine is
     # Compiled kernels are kept from one call to the next, so that a second one spends its minutes on measuring.
     cache = Path(tempfile.gettempdir()) / f"gpu-kernels-{os.getuid()}"
     environment.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
