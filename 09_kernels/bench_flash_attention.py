@@ -1,12 +1,15 @@
 """FlashAttention on the ground floor: bytes that its tiles move, beside dense attention and the kernels in depth.
 
-    python 09_kernels/bench_flash_attention.py             verify, count, write results and figures; on a GPU, time
+    python 09_kernels/bench_flash_attention.py             no GPU: verify, count, write results and figures
+    python 09_kernels/bench_flash_attention.py --gpu       on a GPU: verify, time; [--out DIR] for the result
     python 09_kernels/bench_flash_attention.py --figures   only draw
 
 Without a GPU nothing is timed: Triton's interpreter says nothing about speed. But it executes load by load, so the
-bytes that kernels move, the tiles that they meet and the order of both are counted and not computed.
+bytes that kernels move, the tiles that they meet and the order of both are counted and not computed. --gpu --dry --out
+DIR goes through the motions of --gpu in the interpreter.
 """
 
+import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from _flash_launch import Tiles
 from flash_kernels import Plan, flash_attention, triton_backward, triton_forward
-from harness.ceilings import timer
+from harness import predictions
+from harness.ceilings import Table, timer
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import saved_activations
 from harness.report import write_result
@@ -275,49 +279,62 @@ def write_walks() -> None:
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-def time_on_gpu() -> None:
-    """Forward and backward beside PyTorch's own attention and the kernels in depth."""
-    seconds, rows = timer(torch.device("cuda"), 25), []
-    for length, causal in ((2048, True), (8192, True), (8192, False)):
-        given = inputs(length, torch.bfloat16, 16, 16, 64, 2)
+# Sequences, tokens, heads, numbers a head, causal. Where the depth has its goal first.
+SHAPES = ((2, 8192, 16, 128, True), (2, 8192, 16, 64, True), (2, 8192, 16, 64, False), (2, 2048, 16, 64, True))
 
-        def sdpa(q, k, v, causal=causal):
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
-        times = []
-        for attention in (
-            lambda *x, c=causal: script.flash_attention(*x, causal=c),
-            sdpa,
-            lambda *x, c=causal: flash_attention(*x, causal=c),
-        ):
-            q, k, v = (x.detach().requires_grad_() for x in given[:3])
-            out = attention(q, k, v)
-            there = seconds(lambda f=attention, x=(q, k, v): f(*x)).median
-            back = seconds(
-                lambda y=out, x=(q, k, v), d=given[3]: torch.autograd.grad(y, x, d, retain_graph=True)
-            ).median
-            times.append((there, back))
-        for which, at in (("forward", 0), ("backward", 1)):
-            mine, sdpas, depths = (pair[at] for pair in times)
-            name = f"{length} tokens, {'causal' if causal else 'full'}"
-            rows.append([which, name, f"{mine * 1e3:.3f}", f"{sdpas / mine:.2f}", f"{depths / mine:.2f}"])
-    write_result(
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+def time_on_gpu(folder: Path | None) -> None:
+    """Forward and backward beside PyTorch's own attention, the kernels in depth and the prediction."""
+    seconds, gpu = timer(torch.device(DEVICE), 2 if INTERPRETED else 25), predictions.here()
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    table = Table(
         "09_ground_flash_gpu",
-        "FlashAttention on the ground floor, bfloat16, 2 sequences, 16 heads of 64",
-        ["pass", "shape", "ms", "times as fast as PyTorch's own", "times as fast as in_depth"],
-        rows,
-        "Median of 25 calls with a cold L2 cache.",
+        f"FlashAttention on the ground floor, {str(dtype)[6:]}, timed",
+        ["pass", "shape", "ms", "times as fast as PyTorch's own", "times as fast as in_depth", *predictions.COLUMNS],
+        "Median of 25 calls with a cold L2 cache, through autograd. PyTorch's own: the kernel that its "
+        "scaled_dot_product_attention chooses. Predicted from the SASS (tests/harness/predictions.py).",
+        folder,
     )
+    for B, length, heads, D, causal in ((1, 70, 2, 32, True),) if INTERPRETED else SHAPES:
+        given, times = inputs(length, dtype, heads, heads, D, B), []
+        for attention in (script.flash_attention, sdpa, flash_attention):
+            q, k, v = (x.detach().requires_grad_() for x in given[:3])
+            call = partial(attention, q, k, v, causal=causal)
+            back = partial(torch.autograd.grad, call(), (q, k, v), given[3], retain_graph=True)
+            times.append((seconds(call).median, seconds(back).median))
+        shape = f"{B} x {length} tokens, {heads} heads of {D}, {'causal' if causal else 'full'}"
+        for at, (which, kernels) in enumerate((("forward", ["forward"]), ("backward", ["dq", "dkdv"]))):
+            mine, sdpas, depths = (pair[at] for pair in times)
+            parts = [predictions.attention(gpu, f"ground {x}", B, length, heads, D, causal) for x in kernels]
+            cells = predictions.cells(None if None in parts else sum(parts), mine)
+            table.add(which, shape, f"{mine * 1e3:.3f}", f"{sdpas / mine:.2f}", f"{depths / mine:.2f}", *cells)
 
 
 def main() -> None:
-    if "--figures" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Verify flash_attention.py, count, draw; or time.")
+    parser.add_argument("--figures", action="store_true", help="only draw")
+    parser.add_argument("--gpu", action="store_true", help="time on a GPU")
+    parser.add_argument("--dry", action="store_true", help="with --gpu: the same in the interpreter, tiny; needs --out")
+    parser.add_argument("--out", type=Path, help="folder for the result of --gpu, instead of results/")
+    options = parser.parse_args()
+    name = Path(__file__).name
+    if (options.dry and not (options.gpu and options.out)) or (options.out and not options.gpu):
+        parser.exit(2, f"{name}: --dry and --out go with --gpu, and --dry with --out\n")
+    if options.gpu and INTERPRETED and not options.dry:
+        parser.exit(2, f"{name}: --gpu finds no GPU here; --gpu --dry --out DIR tries the program on the CPU\n")
+    if not options.gpu and not options.figures and not INTERPRETED:
+        parser.exit(2, f"{name}: loads are counted in Triton's interpreter (TRITON_INTERPRET=1); to time, use --gpu\n")
+    if options.figures:
         figures()
         return
     verify()
-    if not INTERPRETED:
-        time_on_gpu()
+    if options.gpu:
+        time_on_gpu(options.out)
         return
     count()
     write_walks()

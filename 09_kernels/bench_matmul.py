@@ -26,7 +26,7 @@ import matmul_ladder
 import torch
 from _cuda import FORWARD, REVERSE, call, multiplying_loop, racing
 from harness import predictions
-from harness.ceilings import device_here, timer
+from harness.ceilings import Table, device_here, timer
 from harness.figures import COLOURS, GREY, write_figure
 from harness.report import write_result
 
@@ -96,7 +96,11 @@ def build(folder: Path, on_gpu: bool) -> Path:
     if on_gpu:
         (folder / "asks.cu").write_text("#include <cublas_v2.h>\n")
         asked = subprocess.run(["nvcc", "-E", "asks.cu"], cwd=folder, capture_output=True)
-        command = ["nvcc", "-O3", *(["-lcublas"] if asked.returncode == 0 else [])]
+        command = ["nvcc", "-O3"]
+        if asked.returncode == 0:  # the toolkit's libraries are not always where the loader looks
+            toolkit = Path(shutil.which("nvcc") or "").resolve().parents[1]
+            places = [toolkit / name for name in ("lib64", "targets/x86_64-linux/lib")]
+            command += ["-lcublas", *(f"-Xlinker=-rpath={place}" for place in places if place.is_dir())]
     _cuda.run_compiler([*command, "-o", str(folder / "matmul"), str(folder / "matmul.cu")], "matmul.cu")
     return folder / "matmul"
 
@@ -227,27 +231,27 @@ def write_places(inside: str) -> None:
 def time_on_gpu(dry: bool, folder: Path | None) -> None:
     """What the program prints on this GPU, beside torch's product and the prediction."""
     gpu, device = predictions.here(), device_here()
-    with tempfile.TemporaryDirectory() as there:
-        rows = passing_rows(build(Path(there), on_gpu=not dry))
     size = 128 if dry else 4096
     torch.backends.cuda.matmul.allow_tf32 = False
     a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     theirs = timer(device, 2 if dry else 20)(lambda: a @ b).median
-    table = [["torch.mm", round(2e-12 * size**3 / theirs, 2), "100%", *predictions.cells(None, theirs)]]
+    table = Table(
+        "09_ground_gpu",
+        f"matmul.cu at {size} x {size} x {size}, timed",
+        ["kernel", "TFLOP/s", "of torch.mm (cuBLAS)", *predictions.COLUMNS],
+        "fp32 without TF32. The program's own times: the mean of 20 calls. torch.mm: the median of 20, with a cold L2.",
+        folder,
+    )
+    expected = predictions.product(gpu, 2 * size**3, "fp32")
+    table.add("torch.mm", round(2e-12 * size**3 / theirs, 2), "100%", *predictions.cells(expected, theirs))
+    with tempfile.TemporaryDirectory() as there:
+        rows = passing_rows(build(Path(there), on_gpu=not dry))
     for words in rows:
         if words[0] in KERNELS and "TFLOP/s" in words:
             rate = float(words[words.index("TFLOP/s") - 1])
             took = 2e-12 * size**3 / rate
             expected = predictions.ladder(gpu, words[0].replace("register_tiles", "vectorised"), size)
-            table.append([words[0], rate, f"{theirs / took:.0%}", *predictions.cells(expected, took)])
-    write_result(
-        "09_ground_gpu",
-        f"matmul.cu at {size} x {size} x {size}, timed",
-        ["kernel", "TFLOP/s", "of torch.mm (cuBLAS)", *predictions.COLUMNS],
-        table,
-        "fp32 without TF32. The program's own times: the mean of 20 calls. torch.mm: the median of 20, with a cold L2.",
-        folder,
-    )
+            table.add(words[0], rate, f"{theirs / took:.0%}", *predictions.cells(expected, took))
 
 
 # -------------------------------------------------------------------------------------------------------------- figures

@@ -13,6 +13,8 @@ rank; so rings and pipelines are for nccl. A collective that gloo lacks leaves i
 """
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 import tempfile
@@ -94,7 +96,30 @@ def difference(options: dict[str, Any], device: torch.device, want: tuple) -> st
     return f"not run ({why})" if why else f"{max(error for error, _ in everyone):.1e}"
 
 
-def rank_main(rank: int, world: int, share: bool, dry: bool, store: str, answer: str) -> None:
+def write(found: dict[str, str], world: int, share: bool, out: Path | None) -> list[str]:
+    """The result of the layouts so far; those that are wrong. What could not run is wrong where everything has to."""
+    gpus = torch.cuda.device_count()
+    wrong = []
+    for name, error in found.items():
+        excused = share and gpus and error.startswith(("not run", "left out")) and name != "data parallel"
+        if not excused and not (error[:1].isdigit() and float(error) <= TOLERANCE):
+            wrong.append(f"{name}: {error}")
+    how = "gloo, all on one device" if share or not gpus else "nccl, a GPU each"
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the whole table
+        write_result(
+            "11_layouts_shared_gpu" if share else "11_layouts_gpus",
+            f"The trainer on {world} ranks against one rank: three steps of plain SGD, fp32",
+            ["layout", "largest relative difference"],
+            [[name, error] for name, error in found.items()],
+            f"{how}. Losses, gradient norms and all weights; at most {TOLERANCE:g}. "
+            f"{SIZES.layers} layers, hidden {SIZES.hidden}, {SAMPLES} samples of {SEQ} tokens.",
+            folder=out,
+            verified=not wrong,
+        )
+    return wrong
+
+
+def rank_main(rank: int, world: int, share: bool, dry: bool, store: str, answer: str, out: Path | None) -> None:
     device = torch.device("cuda", 0 if share else rank) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(1)
     backend = "gloo" if share or device.type == "cpu" else "nccl"
@@ -116,8 +141,11 @@ def rank_main(rank: int, world: int, share: bool, dry: bool, store: str, answer:
             found[name] = "left out: gloo sends no CUDA tensors"
         else:
             found[name] = difference(options, device, want[options.get("experts", 0)])
+        if rank == 0:  # at once: a layout that hangs shall not take the others with it
+            print(f"{name}: {found[name]}", flush=True)
+            wrong = write(found, world, share, out)
     if rank == 0:
-        torch.save(found, answer)
+        Path(answer).write_text("\n".join(wrong))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -142,26 +170,8 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         answer = f"{folder}/answer"
-        mp.spawn(rank_main, (world, args.share, args.dry, f"{folder}/store", answer), nprocs=world)
-        found: dict[str, str] = torch.load(answer)
-    # What could not run counts as wrong only where everything has to run.
-    gloo_on_gpu = args.share and torch.cuda.is_available()
-    wrong = []
-    for name, error in found.items():
-        excused = gloo_on_gpu and error.startswith(("not run", "left out")) and name != "data parallel"
-        if not excused and not (error[:1].isdigit() and float(error) <= TOLERANCE):
-            wrong.append(f"{name}: {error}")
-    how = "gloo, all on one device" if args.share or not gpus else "nccl, a GPU each"
-    write_result(
-        "11_layouts_shared_gpu" if args.share else "11_layouts_gpus",
-        f"The trainer on {world} ranks against one rank: three steps of plain SGD, fp32",
-        ["layout", "largest relative difference"],
-        [[name, error] for name, error in found.items()],
-        f"{how}. Losses, gradient norms and all weights; at most {TOLERANCE:g}. "
-        f"{SIZES.layers} layers, hidden {SIZES.hidden}, {SAMPLES} samples of {SEQ} tokens.",
-        folder=args.out,
-        verified=not wrong,
-    )
+        mp.spawn(rank_main, (world, args.share, args.dry, f"{folder}/store", answer, args.out), nprocs=world)
+        wrong = Path(answer).read_text().splitlines()
     if wrong:
         print(f"gpu_layouts.py: {'; '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0

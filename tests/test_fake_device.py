@@ -1,11 +1,12 @@
 """The stand-in GPU of dry runs: what it refuses, and that it finds the mistakes which only a GPU would have shown."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
-from harness.house import find
+from harness.house import files, find
 from harness.report import ROOT
 
 FAKE = os.environ | {
@@ -110,6 +111,63 @@ def test_what_cuda_and_nccl_refuse_is_refused_and_what_they_do_is_done():
     done = python(["-c", CASES])
     assert done.stdout.strip().splitlines()[-1:] == ["PASS"], done.stdout + done.stderr[-2000:]
     assert done.stdout.count("refused:") == CASES.count('refused("')
+
+
+COMPILED = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def product(a, out, T: tl.constexpr, D: tl.constexpr, WRONG: tl.constexpr):
+    t, d = tl.arange(0, T), tl.arange(0, D)
+    x = tl.load(a + t[:, None] * D + d[None, :])
+    if WRONG:
+        x = x + tl.zeros([T], tl.bfloat16)[:, None, None]
+    tl.store(out + t[:, None] * T + t[None, :], tl.dot(x, x.T))
+
+def launch(T, D, wrong=False):
+    a = torch.zeros(T, D, dtype=torch.bfloat16, device="cuda")
+    out = torch.full((T, T), 7.0, device="cuda")
+    product[(1,)](a, out, T=T, D=D, WRONG=wrong)
+    return out
+
+assert (launch(64, 64) == 7).all(), "it is compiled, and not run"
+for name, arguments in (("OutOfResources", (128, 1024)), ("CompilationError", (64, 64, True))):
+    try:
+        launch(*arguments)
+    except Exception as error:
+        assert type(error).__name__ == name, error
+    else:
+        raise SystemExit(f"no {name}")
+print("PASS")
+"""
+
+
+@pytest.mark.prove
+def test_compiled_kernels_that_need_too_much_shared_memory_or_do_not_compile_are_refused(tmp_path):
+    (tmp_path / "compiled.py").write_text(COMPILED)
+    environment = FAKE | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(tmp_path / "compiled.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.stdout.strip() == "PASS", done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    "file",
+    [file.relative_to(ROOT) for file in (*files("test_*.py", ROOT / "09_kernels"), find("test_fp8_kernels.py"))],
+    ids=lambda file: file.stem,
+)
+def test_compiled_for_a_gpu_every_test_of_kernels_gets_as_far_as_its_numbers(file):
+    """No kernel runs, so numbers are wrong. What else fails would fail on a GPU: what does not compile or does not fit,
+    a tensor on the host, a message that is another one there."""
+    environment = FAKE | {"FAKE_GPUS": "1", "TRITON_INTERPRET": "0", "RANKS_UNIT": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", str(file)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
+    failures = re.findall(r"^E   .*(?:\n  .*)*", done.stdout, re.MULTILINE)
+    numbers = ("E   AssertionError", "E   assert", "E   harness.ranks.RankFailure")
+    others = [why for why in failures if not why.startswith(numbers) or "Regex pattern" in why]
+    assert not others, "\n".join(others)
 
 
 def test_without_the_variable_nothing_is_there():

@@ -20,6 +20,7 @@ from harness.ranks import run_ranks
 from harness.report import ROOT, Ratio, fill, take, write_result
 
 sys.path[:0] = [str(ROOT / "11_5d_trainer"), str(ROOT / "11_5d_trainer/bench"), str(ROOT / "01_single_gpu/in_depth")]
+sys.path.append(str(ROOT / "08_fpdt/in_depth"))
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -72,6 +73,15 @@ def test_a_section_passes_on_the_stand_in_gpu_and_leaves_what_goals_and_readmes_
     after = {file: file.stat().st_mtime_ns for file in (ROOT / "results").iterdir()}
     changed = [file.name for file in before.keys() | after.keys() if before.get(file) != after.get(file)]
     assert not [file for file in changed if file.split(".")[0] in written], "a dry run wrote into results/"
+
+
+def test_memory_that_cannot_be_pinned_ends_a_length_and_another_error_the_program():
+    import _fpdt_gpu as fpdt
+
+    assert fpdt.no_memory(torch.OutOfMemoryError("CUDA out of memory. Tried")) == "OutOfMemoryError"
+    assert fpdt.no_memory(RuntimeError("CUDA error: out of memory")) == "no more pinned memory"
+    with pytest.raises(RuntimeError, match="illegal"):
+        fpdt.no_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def test_every_goal_is_measured_by_some_section():
@@ -141,7 +151,11 @@ def go(tmp_path, *sections, options=()):
 def test_a_section_that_fails_is_reported_and_the_rest_still_runs(tmp_path, capsys):
     sections = [
         section("first", python("import sys; print('the reason'); sys.exit(3)", name="dies")),
-        section("second", python("print('PASS')", name="says so", ends_with="PASS")),
+        section(
+            "second",
+            python("print('PASS')", name="says so", ends_with="PASS"),
+            python("import sys; print('PASS'); print('a warning', file=sys.stderr)", name="warns", ends_with="PASS"),
+        ),
         section(
             "third",
             python("print('FAIL: off by 2')", name="denies", ends_with="PASS"),
@@ -160,6 +174,7 @@ def test_a_section_that_fails_is_reported_and_the_rest_still_runs(tmp_path, caps
     assert {name: step["status"] for name, step in found.items()} == {
         "dies": "failed",
         "says so": "passed",
+        "warns": "passed",
         "denies": "failed",
         "forgets": "failed",
         "half": "failed",
@@ -263,7 +278,9 @@ def test_without_a_section_the_calls_are_printed_with_their_seconds_and_nothing_
     lines = re.findall(r"^  make gpu SECTION=(\w+) .*# about +(\d+) s: ", said, re.MULTILINE)
     assert [name for name, _ in lines] == [section.name for section in gpu.SECTIONS] and lines[0][0] == "flash"
     assert all(0 < int(seconds) <= gpu.CALL for _, seconds in lines), "each fits into a call"
-    together = re.findall(r"^  make gpu SECTION=([\w,]+)(?: COMMIT=\w+)?  # about (\d+) s$", said, re.MULTILINE)
+    together = re.findall(
+        r"^  make gpu SECTION=([\w,]+)(?: COMMIT=\w+)?  # about (\d+) s; \d+ s with", said, re.MULTILINE
+    )
     assert [name for names, _ in together for name in names.split(",")] == [section.name for section in gpu.SECTIONS]
     assert all(int(seconds) <= gpu.CALL for _, seconds in together)
     known = {stem for stem, (name, *_) in gpu.BENCHMARKS.items()}

@@ -257,7 +257,9 @@ def training_step(
     """Forward and backward with a checkpoint at each layer. With arenas, checkpoints and gradients live there (M_D)."""
 
     def keep(tensor: Tensor) -> Tensor:
-        return tensor if checkpoints is None else checkpoints.hold(tensor)
+        if checkpoints is None or not tensor.numel():  # torch 2.11's checkpoint() keeps an empty tensor, too
+            return tensor
+        return checkpoints.hold(tensor)
 
     if gradients is not None:
         gradients.reset()

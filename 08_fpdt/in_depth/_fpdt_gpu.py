@@ -278,6 +278,15 @@ def predicted_step(plan: Plan, S: int, layers: int) -> str:
     return f"{work:.3g}"
 
 
+def no_memory(error: Exception) -> str:
+    """What ran out; raises any other error again. When the host has no more to pin, it is a plain RuntimeError."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return type(error).__name__
+    if "out of memory" not in str(error):
+        raise error
+    return "no more pinned memory"
+
+
 def free(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -345,8 +354,8 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
             mfu = f"{rate / peak_flops:.1%}" if peak_flops else "n/a"
             cells = [layers, S // chunks_for(plan, S, h), round(seconds, 3), mfu, round(peak / 1e9, 3), expected]
             table.add(S, way, *cells)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            table.add(S, way, layers, "", "out of memory", "", type(error).__name__, expected)
+        except (MemoryError, RuntimeError) as error:
+            table.add(S, way, layers, "", "out of memory", "", no_memory(error), expected)
         free(device)
 
     def search(way: str, until: float) -> None:
@@ -360,8 +369,8 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
             try:
                 _, last = step(plan, way, S, 1, chunks_for(plan, S, h), device, dtype, kernel, True)
                 fits = S
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                why = f"{type(error).__name__} at {S:,}"
+            except (MemoryError, RuntimeError) as error:
+                why = f"{no_memory(error)} at {S:,}"
                 break
             finally:
                 free(device)

@@ -11,8 +11,10 @@ Times on a GPU: CUDA events around one call, with the L2 cache overwritten befor
 
 import argparse
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +67,40 @@ def verify_all(device: str) -> None:
             ratio, same = verify(name, *size, where)
             if not within(ratio, 2) or not same:
                 sys.exit(f"{name} at {size}: its error is {ratio} times PyTorch's; same bits in every order: {same}")
+
+
+# The last size has more tiles than a GPU has multiprocessors.
+SIZES_ON_GPU = ((139, 263, 333), (256, 256, 128), (2048, 4096, 512))
+CHECK = """
+import sys, matmul_ladder as ladder
+for size in eval(sys.argv[2]):
+    ratio, _ = ladder.verify(sys.argv[1], *size, "cuda")
+    if not ladder.within(ratio, 2):
+        sys.exit(f"at {size} its error is {ratio:.3g} times PyTorch's")
+"""
+
+
+def wrong_on_gpu(names: list[str], sizes: tuple[tuple[int, ...], ...] = SIZES_ON_GPU, limit: float = 60.0) -> dict:
+    """Rung -> why it is not timed. Each is tried in a process of its own, all at once: one that waits for ever, or
+    writes where it must not, would take the others with it."""
+    if torch.version.cuda:  # built once, and not by everybody
+        for source in ("matmul_ladder.cu", "tensor_cores.cu"):
+            _cuda.library(source, "cuda", torch.cuda.get_device_capability())
+    pipes, here = dict(stderr=subprocess.PIPE, text=True), Path(ladder.__file__).parent
+    children = {
+        name: subprocess.Popen([sys.executable, "-c", CHECK, name, str(sizes)], cwd=here, **pipes) for name in names
+    }
+    wrong, until = {}, time.monotonic() + limit
+    for name, child in children.items():
+        try:
+            _, said = child.communicate(timeout=max(1.0, until - time.monotonic()))
+            if child.returncode:
+                wrong[name] = (said.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:120]
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.communicate()
+            wrong[name] = f"not done after {limit:.0f} s"
+    return wrong
 
 
 def runs(name: str) -> bool:
@@ -244,6 +280,10 @@ def timed(dry: bool, repeats: int) -> Callable[[Callable[[], object]], float]:
 
 
 def time_ladder(dry: bool, folder: Path | None) -> None:
+    """Times every rung that is right, and ends with exit code 1 if there is one that is not."""
+    if dry:
+        verify_all(device_here().type)
+    wrong = wrong_on_gpu(["naive"], SIZES_ON_GPU[:1]) if dry else wrong_on_gpu([n for n in RUNGS if runs(n)] + [TRITON])
     device, gpu = device_here(), predictions.here()
     n = {torch.float32: 128, torch.bfloat16: 256} if dry else {torch.float32: 4096, torch.bfloat16: 8192}
     seconds = timed(dry, 20)
@@ -272,13 +312,20 @@ def time_ladder(dry: bool, folder: Path | None) -> None:
         for name in names:
             if name in RUNGS and device.type == "cuda" and not runs(name):
                 continue
+            if name in wrong:
+                table.add(name, precision, size, f"left out: {wrong[name]}", "-", "-", "-")
+                continue
             out = torch.full((size, size), float("nan"), dtype=dtype, device=device)
             ratio = error_ratio(ladder.matmul(a, b, name, out=out), a, b)
             if not within(ratio, 2):
-                sys.exit(f"{name} at {size}: its error is {ratio} times that of torch.mm")
+                wrong[name] = f"at {size} its error is {ratio:.3g} times that of torch.mm"
+                table.add(name, precision, size, f"left out: {wrong[name]}", "-", "-", "-")
+                continue
             took = seconds(lambda a=a, b=b, out=out, name=name: ladder.matmul(a, b, name, out=out))
             cells = predictions.cells(predictions.ladder(gpu, name, size), took)
             table.add(name, precision, size, rate / took, f"{cublas / took:.0%}", *cells)
+    if wrong:
+        sys.exit("; ".join(f"{name}: {why}" for name, why in wrong.items()))
 
 
 def main() -> None:
@@ -300,10 +347,10 @@ def main() -> None:
         )
         sys.exit(2)
     if not options.figures:
-        verify_all(device_here().type if options.gpu else "cpu")
         if options.gpu:
             time_ladder(options.dry, options.out)
             return
+        verify_all("cpu")
         predict_and_count(options.out)
         write_swizzle(options.out)
     if not options.out:

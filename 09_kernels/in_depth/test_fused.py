@@ -175,7 +175,7 @@ def test_a_forward_pass_allocates_its_outputs_and_what_it_keeps_and_nothing_else
 
 
 def test_bytes_moved_count_every_input_and_output_once():
-    x, w = random(2, 5, 40, dtype=torch.float32), torch.ones(40)
+    x, w = random(2, 5, 40, dtype=torch.float32).to(DEVICE), torch.ones(40, device=DEVICE)
     n = x.nbytes
     assert bytes_moved("softmax", x.numel(), 4) == (n + n, 2 * n + n)
     assert bytes_moved("add_rms_norm", x.numel(), 4)[0] == sum(y.nbytes for y in (x, x, *add_rms_norm(x, x, w, 1e-5)))
@@ -240,10 +240,10 @@ def test_empty_tensors_pass_through():
 
 
 def test_what_the_kernels_cannot_do_is_refused_in_one_line():
-    x, w = torch.ones(2, 8), torch.ones(8)
+    x, w = torch.ones(2, 8, device=DEVICE), torch.ones(8, device=DEVICE)
     cases = {
         "int64": lambda: softmax(torch.ones(2, 8, dtype=torch.int64)),
-        "weight is on meta but x on cpu": lambda: rms_norm(x, w.to("meta"), 1e-5),
+        f"weight is on meta but x on {x.device}": lambda: rms_norm(x, w.to("meta"), 1e-5),
         f"{MAX_COLS + 1} columns": lambda: softmax(torch.ones(1, MAX_COLS + 1)),
         "RMSNorm over 0 columns": lambda: rms_norm(x[:, :0], w[:0], 1e-5),
         "head dim 7 must be even": lambda: rope(torch.ones(1, 2, 1, 7), torch.ones(2, 3), torch.ones(2, 3)),
@@ -255,7 +255,7 @@ def test_what_the_kernels_cannot_do_is_refused_in_one_line():
     if INTERPRETED:
         cases["bfloat16"] = lambda: swiglu(x.bfloat16(), x.bfloat16())
     for words, call in cases.items():
-        with pytest.raises(ValueError, match=words) as raised:
+        with torch.device(DEVICE), pytest.raises(ValueError, match=words) as raised:
             call()
         assert "\n" not in str(raised.value)
 

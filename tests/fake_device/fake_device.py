@@ -19,8 +19,11 @@ to be, which every operator hands on to what it returns. With the notes, these a
                                           is div.full.f32, right to 2 units in the last place: here they are, too
 
 Order in time is kept by vector clocks: a stream knows how far each other stream was when it last waited for it, and so
-does the host. What is not here: speed, memory that runs out, kernels compiled for a GPU (Triton's run in its
-interpreter, those in .cu files through g++), the order inside a collective.
+does the host. What is not here: speed, memory that runs out, the order inside a collective. Triton's kernels run in its
+interpreter, those in .cu files through g++.
+
+With TRITON_INTERPRET=0 Triton's kernels are compiled, for sm_90 and as the launch asks for it, and not run. So the
+numbers are wrong; what shows is what only a compiler refuses, and tiles that need more shared memory than there is.
 """
 
 from __future__ import annotations
@@ -746,7 +749,8 @@ def install(module: Any = None) -> None:
     """torch as if FAKE_GPUS were there, in this process, until it ends."""
     if _real:
         return
-    importlib.import_module("torch._dynamo")  # a dispatch mode imports it, and it wants to find torch as it is
+    for name in ("torch._dynamo", "torch.distributed.optim"):  # one is imported by a dispatch mode, the other reads
+        importlib.import_module(name)  # torch's source: both want to find torch as it is
 
     _now["count"] = int(os.environ["FAKE_GPUS"])
     _install_tensor()
@@ -783,3 +787,51 @@ def install_division(interpreter: Any) -> None:
     builder.create_exp = lambda self, x: self.unary_op(x, off(np.exp))
     builder.create_exp2 = lambda self, x: self.unary_op(x, off(np.exp2))
     builder.create_fdiv = lambda self, a, b: self.binary_op(a, b, divide)
+
+
+def install_compiler(module: Any) -> None:
+    """For TRITON_INTERPRET=0: a driver that lets Triton compile for sm_90, and launches nothing."""
+    if os.environ.get("TRITON_INTERPRET") != "0":
+        return
+
+    class Binaries:
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            p = torch.cuda.get_device_properties(device)
+            return {
+                "max_shared_mem": p.shared_memory_per_block_optin,
+                "max_num_regs": p.regs_per_multiprocessor,
+                "multiprocessor_count": p.multi_processor_count,
+                "warpSize": p.warp_size,
+            }
+
+        def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
+            return 0, 0, 0, 0, 1024  # module, function, registers, spills, threads of a program at most
+
+    class Launcher:
+        def __init__(self, source: Any, metadata: Any) -> None:
+            pass
+
+        def __call__(self, *arguments: Any, **options: Any) -> None:
+            pass
+
+    class Compiling:
+        utils, launcher_cls = Binaries(), Launcher
+
+        def get_current_device(self) -> int:
+            return _now["device"]
+
+        def get_current_stream(self, device: Any = None) -> int:
+            return 0
+
+        def get_current_target(self) -> Any:
+            from triton.backends.compiler import GPUTarget
+
+            return GPUTarget("cuda", 90, 32)
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cuda", _now["device"])
+
+        def get_device_interface(self) -> Any:
+            return torch.cuda
+
+    module.driver.set_active(Compiling())

@@ -1,7 +1,8 @@
 """Found by Python at its start if this folder is on PYTHONPATH: with FAKE_GPUS=N, torch gets N stand-in GPUs.
 
 It waits until torch is imported, by the program itself and by every process that it starts, and then installs
-fake_device.py; Triton's interpreter gets a GPU's division in the same way. Without the variable nothing is touched.
+fake_device.py; Triton's interpreter gets a GPU's division in the same way, and its compiler a driver. Without the
+variable nothing is touched.
 """
 
 import importlib.abc
@@ -9,7 +10,11 @@ import importlib.machinery
 import os
 import sys
 
-WAITING = {"torch": "install", "triton.runtime.interpreter": "install_division"}
+WAITING = {
+    "torch": "install",
+    "triton.runtime.interpreter": "install_division",
+    "triton.runtime.driver": "install_compiler",
+}
 
 
 class After(importlib.abc.MetaPathFinder):
