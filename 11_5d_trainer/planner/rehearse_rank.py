@@ -34,7 +34,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
@@ -64,7 +63,7 @@ META = torch.device("meta")
 HOME = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).resolve().parents[1]
 BACKEND = "rehearsal"
-Line = tuple[CodeType, int]
+Line = tuple[str, int, str]  # file, line, function
 Group = tuple[int, tuple[int, ...]]  # its number among all groups that the run makes, and its global ranks
 
 # operator -> (name, which argument holds the whole tensor)
@@ -91,7 +90,8 @@ class Op:
     detail: str  # the sum, or the root
     peer: int | None  # of a message: rank in the group
     splits: tuple[list[int], list[int]] | None  # of an all-to-all: elements to and from each rank of the group
-    lines: tuple[Line | None, Line | None]  # in a chapter, and in the trainer
+    lines: tuple[Line | None, Line | None]  # the innermost of ours, and the innermost of the trainer
+    batch: int = 0  # of a message: which `batch_isend_irecv` it is part of; 0: none
     waited: bool = False
 
     @property
@@ -106,7 +106,7 @@ class Recorded:
     rank: int
     place: dict[str, int]
     names: dict[Group, str]  # of groups, as the mesh calls them
-    made: list[tuple[int, ...]]  # every group that the run makes, in order
+    made: list[tuple[tuple[int, ...], Line | None]]  # every group that the run makes, in order, and where
     ops: list[Op]
     program: list[tuple[bool, int]]
     bytes: dict[str, int]  # held between steps by category, and what a step adds to it at most
@@ -152,21 +152,25 @@ class Sent(Work):
         return True
 
 
+FRESH: dict[Any, bool] = {}  # operator -> does it return new tensors only?
+KNOWN: dict[Any, tuple[bool, list[Any]]] = {}  # operator and shapes -> shapes of what it returns; the same on all ranks
+
+
 class Recorder(TorchDispatchMode):
     """Sees every operator of one rank: communication is written down instead of done, and bytes are counted."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank = rank
-        self.made: list[tuple[int, ...]] = []
+        self.made: list[tuple[tuple[int, ...], Line | None]] = []
+        self.batch = 0  # number of the `batch_isend_irecv` that is being posted, or 0
+        self.batches = 0
         self.group_of: dict[str, Group] = {}  # by torch's name for the group
         self.ops: list[Op] = []
         self.program: list[tuple[bool, int]] = []
         self.works: list[Sent] = []  # torch hands out references that do not keep the Python half alive
         self.where: dict[str, int] = {}  # file -> 0 none of ours, 1 a chapter, 2 the trainer
         self.arriving = 0  # rows that come to this rank's experts in each layer
-        self.fresh: dict[Any, bool] = {}
-        self.known: dict[Any, tuple[bool, list[Any]]] = {}  # operator and shapes -> shapes of what it returns
         self.sizes: dict[StorageWeakRef, tuple[int, int]] = {}  # -> (bytes, which step made it)
         self.step, self.current, self.peak = 0, 0, 0
 
@@ -212,14 +216,14 @@ class Recorder(TorchDispatchMode):
 
     def shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the operator returns. Most were asked for the same shapes before: a layer is like the one before it."""
-        fresh = self.fresh.get(func)
+        fresh = FRESH.get(func)
         if fresh is None:
-            fresh = self.fresh[func] = returns_new_tensors(func)
+            fresh = FRESH[func] = returns_new_tensors(func)
         if not fresh:
             return func(*args, **kwargs)
         try:
             key = (func, described(args), described(tuple(kwargs.items())))
-            known = self.known.get(key)
+            known = KNOWN.get(key)
         except (HasMemory, TypeError):  # a real tensor, or something that cannot be a key
             return func(*args, **kwargs)
         if known is None:
@@ -227,7 +231,7 @@ class Recorder(TorchDispatchMode):
             several = isinstance(out, (tuple, list))
             if all(isinstance(each, Tensor) and each.is_meta for each in (out if several else (out,))):
                 form = [(tuple(t.shape), t.stride(), t.dtype) for t in (out if several else (out,))]
-                self.known[key] = several, form
+                KNOWN[key] = several, form
             return out
         several, form = known
         made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in form]
@@ -253,6 +257,7 @@ class Recorder(TorchDispatchMode):
             peer,
             splits_of(given, group.size()) if name == "all_to_all" else None,
             self.lines(),
+            self.batch,
         )
         self.fill(name, given, group)
         self.program.append((True, len(self.ops)))
@@ -282,9 +287,9 @@ class Recorder(TorchDispatchMode):
             if kind is None:
                 kind = self.where[code.co_filename] = kind_of(code.co_filename)
             if kind and chapter is None:
-                chapter = code, frame.f_lineno
+                chapter = code.co_filename, frame.f_lineno, code.co_name
             if kind == 2:
-                return chapter, (code, frame.f_lineno)
+                return chapter, (code.co_filename, frame.f_lineno, code.co_name)
             frame = frame.f_back
         return chapter, None
 
@@ -379,11 +384,12 @@ def even_route(plain: Callable[..., Any], logits: Tensor, top_k: int, *rest: Any
 def stand_ins(recorder: Recorder, backend: str) -> Iterator[None]:
     """See the table on top."""
     plain_group, plain_resize = dist.new_group, torch.UntypedStorage.resize_
+    plain_batch = dist.batch_isend_irecv
     plain_route, plain_plan = moe_layer.route, moe_layer.make_plan
 
     def new_group(ranks: Any = None, **_: Any) -> Any:
         every = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
-        recorder.made.append(every)
+        recorder.made.append((every, recorder.lines()[0]))
         if recorder.rank not in every:
             return None
         group = plain_group(list(every), backend=BACKEND)
@@ -395,11 +401,20 @@ def stand_ins(recorder: Recorder, backend: str) -> Iterator[None]:
         recorder.watch(storage)
         return result
 
+    def batch_isend_irecv(messages: list[dist.P2POp]) -> list[dist.Work]:
+        recorder.batches += 1
+        recorder.batch = recorder.batches
+        try:
+            return plain_batch(messages)
+        finally:
+            recorder.batch = 0
+
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
     changed: list[tuple[Any, str, Any]] = [
         (dist, "new_group", new_group),
+        (dist, "batch_isend_irecv", batch_isend_irecv),
         (dist, "get_backend", lambda group=None: backend),
         (torch.UntypedStorage, "resize_", resize_),
         (F, "scaled_dot_product_attention", fused_attention),
@@ -504,7 +519,7 @@ def bytes_held(me: Any) -> dict[str, int]:
 
 def written(line: Line | None) -> str:
     """`parallel_linear.py:66 in all_reduce`"""
-    return f"{Path(line[0].co_filename).name}:{line[1]} in {line[0].co_name}" if line else ""
+    return f"{Path(line[0]).name}:{line[1]} in {line[2]}" if line else ""
 
 
 __all__ = ["Group", "Op", "Recorded", "check", "expert_dispatch", "run_rank", "wire", "written"]
