@@ -110,7 +110,7 @@ class Play:
             one, other = sends.popleft(), receives.popleft()
             a, b = (self.runs[r].ops[i] for r, i in (one, other))
             self.done |= {one, other}
-            if (a.numel, a.dtype) != (b.numel, b.dtype):
+            if (a.numel, a.dtype) != (b.numel, b.dtype) and not self.found:
                 self.found = Finding("mismatch", self.both(one, other, "what is sent is not what is received"))
 
     def line_of(self, rank: int, op: Op) -> Key:
@@ -122,7 +122,7 @@ class Play:
 
     def compare(self, group: Group, k: int, here: Mapping[int, int]) -> None:
         """Is the k-th collective of a group the same one on all of its ranks?"""
-        (first, index), *others = here.items()
+        (first, index), *others = sorted(here.items())
         mine = self.runs[first].ops[index]
         for rank, other_index in others:
             other = self.runs[rank].ops[other_index]
@@ -202,7 +202,10 @@ class Play:
         for (group, _), here in self.here.items():
             rank, index = next(iter(here.items()))
             other = next(r for r in self.of(group) if r not in here)
-            return Finding("left over", f"rank {rank} {self.what(rank, index)}\n  rank {other} never calls it")
+            last = [i for i, op in enumerate(self.runs[other].ops) if op.group == group and op.peer is None]
+            text = f"rank {rank} {self.what(rank, index)}\n  rank {other} never calls it"
+            text += f"; its last there is\n  {self.what(other, last[-1])}" if last else ""
+            return Finding("left over", text)
         for sends, receives in self.mail.values():
             for rank, index in [*sends, *receives]:
                 return Finding("left over", f"rank {rank} {self.what(rank, index)}\n  whose other side never comes")

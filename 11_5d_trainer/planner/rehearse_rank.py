@@ -27,7 +27,6 @@ Bytes on "meta" are bytes that the same tensors would have. What a kernel takes 
 """
 
 import dataclasses
-import gc
 import sys
 import weakref
 from collections import Counter
@@ -247,7 +246,7 @@ class Recorder(TorchDispatchMode):
         peer = given.get("dst", given.get("src")) if name in ("send", "recv") else None
         detail = f"root {given['root_rank']}" if "root_rank" in given else ""
         if "reduce_op" in given:
-            detail = str(given["reduce_op"].op())
+            detail = dist.ReduceOp.RedOpType(given["reduce_op"].op()).name.lower()
         op = Op(
             name,
             self.group_of[group.group_name],
@@ -286,6 +285,8 @@ class Recorder(TorchDispatchMode):
             kind = self.where.get(code.co_filename)
             if kind is None:
                 kind = self.where[code.co_filename] = kind_of(code.co_filename)
+            if code.co_name.startswith("<"):  # a comprehension: the function around it says more
+                kind = 0
             if kind and chapter is None:
                 chapter = code.co_filename, frame.f_lineno, code.co_name
             if kind == 2:
@@ -474,7 +475,6 @@ def run_rank(config: Config, sizes: LlamaConfig, rank: int, ranks: int, backend:
             batches = []
             for _ in range(config.accumulation(me.mesh.sizes["dp"])):
                 batches.append(tuple(torch.empty(shape, dtype=torch.int64, device=META) for _ in range(2)))
-            gc.collect()
             recorder.begin_step()
             rank_module.train_step(me, batches)
             names: dict[Group, str] = {}
