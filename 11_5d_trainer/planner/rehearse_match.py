@@ -229,7 +229,9 @@ class Play:
         for (group, a, b), mine in lines.items():
             for (names, i), (others, j) in zip(mine, lines[group, b, a], strict=False) if a < b else ():
                 if sorted(names) != sorted(mirror[name] for name in others):
-                    why = "on nccl these two wait for each other: neither is the other side of what stands first in line"
+                    why = (
+                        "on nccl these two wait for each other: neither is the other side of what stands first in line"
+                    )
                     return Finding("deadlock", self.both((a, i), (b, j), why))
         return None
 
@@ -292,7 +294,9 @@ def check_twins(runs: Mapping[int, Recorded], twin: Twin) -> str:
         inside = set(group[1])
         for rank in group[1]:
             if twin(rank) not in inside:
-                return f"rank {rank} is in the group {few(group[1])}, and rank {twin(rank)}, which stands for it, is not"
+                return (
+                    f"rank {rank} is in the group {few(group[1])}, and rank {twin(rank)}, which stands for it, is not"
+                )
     return ""
 
 

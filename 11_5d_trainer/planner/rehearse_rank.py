@@ -372,7 +372,7 @@ def in_turn(tokens: int, top_k: int, experts: int) -> Tensor:
 def even_plan(plain: Callable[..., Any], recorder: Recorder, version: str, experts: Tensor, kept: Any, E: int,
               group: Any, *_: Any) -> Any:  # fmt: skip
     """The chapter's own `make_plan`, on choices that are there, with as many rows for each rank as that gives."""
-    plan = plain(version, in_turn(*experts.shape, E), None, E, group)
+    plan = plain(version, in_turn(len(experts), experts.shape[1], E), None, E, group)
     recorder.arriving = sum(plan.receive)
     return dataclasses.replace(plan, experts=experts, rows=plan.rows.to(META), to=plan.to.to(META))
 
@@ -457,7 +457,7 @@ def check(config: Config, sizes: LlamaConfig, ranks: int) -> Config:
 
 
 def make_backend(common: Any, options: Any) -> Any:
-    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)
+    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)  # type: ignore[call-arg]
 
 
 def run_rank(config: Config, sizes: LlamaConfig, rank: int, ranks: int, backend: str = "nccl") -> Recorded:

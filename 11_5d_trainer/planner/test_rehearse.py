@@ -44,7 +44,7 @@ def config(**words):
     return Config(**BASE | words)
 
 
-# ------------------------------------------------------------------------------------------ beside ranks that really run
+# ----------------------------------------------------------------------------------------- beside ranks that really run
 
 REAL = [
     (1, {"recompute": "full"}),
@@ -100,7 +100,7 @@ def test_collectives_and_bytes_are_those_of_ranks_that_really_run(ranks, words):
         assert bytes_ == kept, f"rank {rank}"
 
 
-# ------------------------------------------------------------------------------------------------ mistakes that are found
+# ---------------------------------------------------------------------------------------------- mistakes that are found
 
 
 def skip(call, when):
@@ -260,12 +260,12 @@ def test_a_planted_mistake_is_found_and_both_sides_are_named(what):
 
 
 def test_where_nccl_waits_in_a_circle_gloo_goes_on():
-    ranks, words, _, (who, where, name, by), *_ = PLANTED["both send first to each other"]
+    ranks, words, _, (_, where, name, by), *_ = PLANTED["both send first to each other"]
     with patch.object(where, name, by()):
         assert rehearse(config(**words), SIZES, ranks, backend="gloo", all_ranks=True).finding is None
 
 
-# --------------------------------------------------------------------------------------------------------- twins
+# ---------------------------------------------------------------------------------------------------------------- twins
 
 
 def programs_of(run):
@@ -302,7 +302,7 @@ def test_every_stage_is_run_and_of_a_ring_every_place():
         assert all(twin(twin(rank)) == twin(rank) for rank in range(16))
 
 
-# ---------------------------------------------------------------------------------------------- the match, by hand
+# --------------------------------------------------------------------------------------------------- the match, by hand
 
 
 def op(name, ranks, numel=4, peer=None, dtype=torch.float32, splits=None):
@@ -335,6 +335,8 @@ def test_messages_between_two_ranks_are_matched_in_order_and_a_batch_has_none():
     swapped = match({0: run_of(0, send(3, 1), send(5, 1)), 1: run_of(1, receive(5, 0), receive(3, 0))})
     assert swapped is not None
     assert swapped.kind == "mismatch"
+    narrow = {0: run_of(0, op("send", pair, 3, 1, torch.bfloat16)), 1: run_of(1, receive(3, 0))}
+    assert match(narrow).kind == "mismatch"
     both = [run_of(rank, (send(4, 1 - rank), receive(4, 1 - rank))) for rank in (0, 1)]
     assert match(dict(enumerate(both)), backend="gloo") is None
     assert match(dict(enumerate(both)), backend="nccl").kind == "deadlock"
@@ -342,6 +344,23 @@ def test_messages_between_two_ranks_are_matched_in_order_and_a_batch_has_none():
         for each in run.ops:
             each.batch = 1
     assert match(dict(enumerate(both)), backend="nccl") is None
+
+
+def test_two_ranks_that_wait_for_their_sends_before_they_receive_are_a_circle():
+    """gloo may take small messages at once; whoever counts on it waits for good when they are large, or on nccl."""
+    both = {r: run_of(r, op("send", (0, 1), peer=1 - r), op("recv", (0, 1), peer=1 - r)) for r in (0, 1)}
+    assert match(both, backend="gloo").kind == "deadlock"
+
+
+def test_groups_have_to_be_made_in_the_same_order_by_all():
+    a, b = (((0, 1), ("mesh.py", 1, "f")), ((0,), ("mesh.py", 2, "f")))
+    runs = {rank: run_of(rank) for rank in (0, 1)}
+    runs[0].made, runs[1].made = [a, b], [a, b]
+    assert match(runs) is None
+    runs[1].made = [b, a]
+    assert match(runs).kind == "groups"
+    runs[1].made = [a]
+    assert "no more groups" in match(runs).text
 
 
 def test_a_message_to_a_rank_that_was_not_run_meets_the_one_of_its_twin():
@@ -369,7 +388,7 @@ def test_a_collective_that_a_rank_starts_and_never_waits_for_is_left_over():
     assert found.kind == "left over"
 
 
-# ----------------------------------------------------------------------------------------------------- large and bad
+# -------------------------------------------------------------------------------------------------------- large and bad
 
 
 @pytest.mark.prove

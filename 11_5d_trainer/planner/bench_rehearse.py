@@ -1,0 +1,118 @@
+"""The rehearsal beside ranks that really run, beside mistakes that it has to find, and for the planner's proposals.
+
+    python 11_5d_trainer/planner/bench_rehearse.py    verifies, rehearses, writes results/11_rehearse_*.json
+
+First the small layouts of test_rehearse.py, on CPU ranks: if a collective, a byte that is sent, held or at the peak is
+another one, it ends with exit code 1 and writes nothing. Then the planted mistakes, each of which must be found. Then
+what the planner proposes for four models, up to 16,384 ranks, each in less than two minutes of one core.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "11_5d_trainer" / "planner"), str(ROOT / "11_5d_trainer")]
+
+import chapters  # noqa: E402, F401  finds the chapters below
+from harness.ranks import run_ranks  # noqa: E402
+from harness.report import write_result  # noqa: E402
+from rehearse import GIB, arguments, config_of, planned, rehearse  # noqa: E402
+from test_rehearse import BASE, PLANTED, REAL, SIZES, config, really, with_planted  # noqa: E402
+
+LARGE = {
+    "Llama-3 8B": "--model llama3-8b --ranks 64 --plan",
+    "Llama-3 70B": "--model llama3-70b --ranks 512 --plan",
+    "Mixtral 8x7B": "--model mixtral-8x7b --ranks 256 --plan",
+    "Llama-3 405B": "--model llama3-405b --ranks 16384 --plan --tokens 16777216",
+}
+LIMIT = 120.0  # seconds of one core
+
+
+def words_of(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items()) or "plain"
+
+
+def small_rows() -> list[list[Any]]:
+    """[ranks, layout, collectives and messages, bytes sent, peak by the meter, peak rehearsed], of the fullest rank."""
+    rows = []
+    for ranks, words in REAL:
+        measured = run_ranks(ranks, really, BASE | words, timeout=300.0)
+        done = rehearse(config(**words), SIZES, ranks, backend="gloo", all_ranks=True)
+        for rank, (events, sent, kept, peak) in enumerate(measured):
+            run = done.runs[rank]
+            mine = [(op.name, op.bytes, len(op.group[1])) for op in run.ops[run.step_from :]]
+            want = {**kept, "activations and buffers": peak}
+            if done.finding or mine != events or dict(run.sent()) != sent or run.bytes != want:
+                sys.exit(f"bench_rehearse.py: {ranks} ranks {words}, rank {rank}: {run.bytes} against {want}: off")
+        rank = max(range(ranks), key=lambda r: sum(done.runs[r].bytes.values()))
+        events, sent, kept, peak = measured[rank]
+        here, there = sum(kept.values()) + peak, sum(done.runs[rank].bytes.values())
+        rows.append([ranks, words_of(words), len(events), round(sum(sent.values())), here, there])
+    return rows
+
+
+def planted_rows() -> list[list[Any]]:
+    """[mistake, found as, the first two lines of code that are named]"""
+    rows = []
+    for what in PLANTED:
+        finding = with_planted(what).finding
+        if finding is None:
+            sys.exit(f"bench_rehearse.py: {what!r} was planted, and nothing was found")
+        lines = [line.strip().removeprefix("at ") for line in finding.text.splitlines() if ".py:" in line]
+        rows.append([what, finding.kind, " / ".join(line.partition(",")[0] for line in lines[:2])])
+    return rows
+
+
+def large_rows() -> list[list[Any]]:
+    """[model, ranks, layout, programs, collectives, GiB at the peak of the fullest rank, planner's, off in %, sent]"""
+    rows = []
+    for name, given in LARGE.items():
+        args, rest = arguments(given.split())
+        one, sizes = config_of(args, rest)
+        begin = time.process_time()
+        done = rehearse(one, sizes, args.ranks)
+        seconds = time.process_time() - begin
+        if done.finding or not seconds <= LIMIT:
+            sys.exit(f"bench_rehearse.py: {name} in {seconds:.0f} s of {LIMIT:.0f}: {done.finding}")
+        for run in done.runs.values():
+            sent, formula = run.sent(), planned(done, run)[1]
+            if any(not abs(sent[what] - formula.get(what, 0)) <= 1 for what in sent.keys() | formula.keys()):
+                sys.exit(f"bench_rehearse.py: {name}, rank {run.rank} sends {dict(sent)}, planned was {formula}")
+        fullest = max(done.runs.values(), key=lambda run: sum(run.bytes.values()))
+        here, there = sum(fullest.bytes.values()), planned(done, fullest)[0]
+        layout = [f"dp {one.dp(args.ranks)}"]
+        layout += [f"{what} {getattr(one, what)}" for what in ("tp", "cp", "pp", "ep") if getattr(one, what) > 1]
+        layout += [f"zero {one.zero}", one.cp_kind if one.cp > 1 else "", one.schedule if one.pp > 1 else ""]
+        layout += [f"recompute {one.recompute}" if one.recompute != "none" else ""]
+        count, off = sum(len(run.ops) for run in done.runs.values()), round(100 * (there / here - 1), 2)
+        total = round(sum(fullest.sent().values()) / 1e9, 2)
+        cells = [name, args.ranks, ", ".join(filter(None, layout)), len(done.runs), count]
+        rows.append([*cells, round(here / GIB, 2), round(there / GIB, 2), off, total])
+    return rows
+
+
+def main() -> None:
+    small, planted, large = small_rows(), planted_rows(), large_rows()
+    note = "A step on CPU ranks over gloo, by the meter of the tests, against the same step rehearsed; fullest rank."
+    columns = ["ranks", "layout", "collectives and messages", "bytes sent", "peak by the meter", "peak rehearsed"]
+    write_result("11_rehearse_small", "A step that really runs, and its rehearsal", columns, small, note)
+    note = "Planted by test_rehearse.py into one rank (or all) of 2 or 4."
+    columns = ["mistake", "found as", "lines that are named"]
+    write_result("11_rehearse_planted", "Planted deadlocks and mismatches", columns, planted, note)
+    note = (
+        "The layouts that plan.py proposes for nodes of 8 H100, bf16 weights, 8192 tokens. Counted by the rehearsal, "
+        "not measured on GPUs. Bytes sent by each program equal the planner's, collective by collective; each "
+        f"rehearsal took less than {LIMIT:.0f} s of one core."
+    )
+    columns = [
+        *("model", "ranks", "layout", "programs run", "collectives and messages"),
+        *("peak rehearsed, GiB", "peak planned, GiB", "plan off, %", "sent a step, GB"),
+    ]
+    write_result("11_rehearse_large", "Four plans, rehearsed", columns, large, note)
+
+
+if __name__ == "__main__":
+    main()
