@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "11_5d_trainer" / "planner"), str(ROOT / "11_5d_train
 import chapters  # noqa: E402, F401  finds the chapters below
 from harness.ranks import run_ranks  # noqa: E402
 from harness.report import write_result  # noqa: E402
-from rehearse import GIB, arguments, config_of, planned, rehearse  # noqa: E402
+from rehearse import GIB, arguments, cluster_of, config_of, planned, rehearse  # noqa: E402
 from test_rehearse import BASE, PLANTED, REAL, SIZES, config, really, with_planted  # noqa: E402
 
 LARGE = {
@@ -67,13 +67,14 @@ def planted_rows() -> list[list[Any]]:
 
 
 def large_rows() -> list[list[Any]]:
-    """[model, ranks, layout, programs, collectives, GiB at the peak of the fullest rank, planner's, off in %, sent]"""
+    """[model, ranks, layout, programs, collectives, GiB at the peak of the fullest rank, planner's, off in %,
+    GB sent, seconds of a step on the clock, planner's]"""
     rows = []
     for name, given in LARGE.items():
         args, rest = arguments(given.split())
         one, sizes = config_of(args, rest)
         begin = time.process_time()
-        done = rehearse(one, sizes, args.ranks)
+        done = rehearse(one, sizes, args.ranks, cluster=cluster_of(args))
         seconds = time.process_time() - begin
         if done.finding or not seconds <= LIMIT:
             sys.exit(f"bench_rehearse.py: {name} in {seconds:.0f} s of {LIMIT:.0f}: {done.finding}")
@@ -90,7 +91,9 @@ def large_rows() -> list[list[Any]]:
         count, off = sum(len(run.ops) for run in done.runs.values()), round(100 * (there / here - 1), 2)
         total = round(sum(fullest.sent().values()) / 1e9, 2)
         cells = [name, args.ranks, ", ".join(filter(None, layout)), len(done.runs), count]
-        rows.append([*cells, round(here / GIB, 2), round(there / GIB, 2), off, total])
+        assert done.timeline and done.step
+        clock = [round(done.timeline.seconds, 2), round(done.step.seconds, 2)]
+        rows.append([*cells, round(here / GIB, 2), round(there / GIB, 2), off, total, *clock])
     return rows
 
 
@@ -110,6 +113,7 @@ def main() -> None:
     columns = [
         *("model", "ranks", "layout", "programs run", "collectives and messages"),
         *("peak rehearsed, GiB", "peak planned, GiB", "plan off, %", "sent a step, GB"),
+        *("s a step on the clock", "s a step planned"),
     ]
     write_result("11_rehearse_large", "Four plans, rehearsed", columns, large, note)
 

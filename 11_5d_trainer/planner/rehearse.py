@@ -33,6 +33,7 @@ import argparse
 import dataclasses
 import math
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
@@ -51,10 +52,11 @@ from options import Config, UsageError
 from options import parse as parse_trainer
 from plan_memory import Layout, peak
 from plan_search import Task, search
-from plan_time import read_cluster
+from plan_time import Cluster, Step, read_cluster, step_time
 from plan_traffic import by_collective, flows
 from rehearse_match import Finding, check_twins, match
 from rehearse_rank import Recorded, check, run_rank
+from rehearse_time import Timeline, on_the_clock, write_trace
 
 GIB = 2**30
 
@@ -70,6 +72,8 @@ class Rehearsal:
     runs: dict[int, Recorded]
     finding: Finding | None
     seconds: float
+    timeline: Timeline | None = None  # with a cluster, and without a finding
+    step: Step | None = None  # the planner's
 
 
 def twins(config: Config, sizes: LlamaConfig, ranks: int) -> Callable[[int], int]:
@@ -92,10 +96,12 @@ def rehearse(
     backend: str = "nccl",
     all_ranks: bool = False,
     processes: int = 1,
+    cluster: Cluster | None = None,
     before: Callable[[int], Any] | None = None,
 ) -> Rehearsal:
     """Run every distinct rank of `ranks`, and match what they did. Raises UsageError for what cannot be rehearsed.
 
+    cluster  on whose clock the step is put
     before   called with each rank before it runs; gives a context for it. The tests plant mistakes with it.
     """
     begin = time.perf_counter()
@@ -105,19 +111,23 @@ def rehearse(
     runs: dict[int, Recorded] = {}
     if processes > 1 and len(distinct) > 1:
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            given = [(config, sizes, rank, ranks, backend) for rank in distinct]
+            given = [(config, sizes, rank, ranks, backend, cluster) for rank in distinct]
             runs = dict(zip(distinct, pool.map(run_rank, *zip(*given, strict=True)), strict=True))
     else:
         for rank in distinct:
             if before is None:
-                runs[rank] = run_rank(config, sizes, rank, ranks, backend)
+                runs[rank] = run_rank(config, sizes, rank, ranks, backend, cluster)
             else:
                 with before(rank):
-                    runs[rank] = run_rank(config, sizes, rank, ranks, backend)
+                    runs[rank] = run_rank(config, sizes, rank, ranks, backend, cluster)
     if why := check_twins(runs, twin):
         raise UsageError(f"--ranks {ranks} cannot be folded: {why}; use --all-ranks")
     finding = match(runs, twin, backend)
-    return Rehearsal(config, sizes, ranks, backend, runs, finding, time.perf_counter() - begin)
+    timeline, step = None, None
+    if cluster is not None and finding is None:
+        timeline = on_the_clock(runs, twin, backend, cluster)
+        step = step_time(sizes, config.mixture(sizes), Layout.of(config, sizes, ranks), cluster)
+    return Rehearsal(config, sizes, ranks, backend, runs, finding, time.perf_counter() - begin, timeline, step)
 
 
 # ------------------------------------------------------------------------------------------------------- the report
@@ -157,7 +167,17 @@ def report(done: Rehearsal) -> list[str]:
         for name in sorted(sent.keys() | formula_sent.keys()):
             here, there = sent.get(name, 0), formula_sent.get(name, 0)
             rows.append([str(rank), name, f"{calls[name]:,}", f"{here:,.0f}", f"{there:,.0f}"])
-    return [*lines, *table(rows)]
+    return [*lines, *table(rows), *(clock_lines(done.timeline, done.step) if done.timeline else [])]
+
+
+def clock_lines(timeline: Timeline, step: Step | None) -> list[str]:
+    """Seconds of the step on each rank that was run: computing, and waiting by group."""
+    groups = sorted({group for waits in timeline.exposed.values() for group in waits})
+    rows = [["rank", "computes", *(f"waits: {group}" for group in groups)]]
+    for rank, waits in timeline.exposed.items():
+        rows.append([str(rank), f"{timeline.compute[rank]:.3f}", *(f"{waits.get(group, 0):.3f}" for group in groups)])
+    beside = f"; the planner says {step.seconds:.3f} s" if step else ""
+    return ["", f"a step takes {timeline.seconds:.3f} s on the clock{beside}", "", *table(rows)]
 
 
 # ------------------------------------------------------------------------------------------------------ command line
@@ -173,9 +193,10 @@ def arguments(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", default="tiny", help="one of the trainer's presets, or llama3-405b")
     parser.add_argument("--ranks", type=int, default=8, help="GPUs of the run")
     parser.add_argument("--plan", action="store_true", help="take the layout that the planner proposes")
-    parser.add_argument("--cluster", default="h100-400g", help="for --plan: name in clusters/, or a .json file")
+    parser.add_argument("--cluster", default="h100-400g", help="name in clusters/, or a .json file like those")
     parser.add_argument("--tokens", type=int, default=4 * 2**20, help="for --plan: tokens of a global batch")
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
+    parser.add_argument("--trace", metavar="FILE", help="write the step on the clock as a Chrome trace")
     parser.add_argument("--all-ranks", action="store_true", help="run every rank, not one of each kind")
     parser.add_argument("--processes", type=int, default=1, help="ranks that run side by side")
     args, rest = parser.parse_known_args(given)
@@ -185,6 +206,21 @@ def arguments(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)} must be at least 1")
     return args, rest
+
+
+def cluster_of(args: argparse.Namespace) -> Cluster:
+    """The cluster, with as many nodes as the ranks need. Raises UsageError."""
+    cluster = read_cluster(args.cluster)
+    return dataclasses.replace(cluster, nodes=max(cluster.nodes, -(-args.ranks // cluster.gpus_per_node)))
+
+
+def check_trace(file: str) -> None:
+    """UsageError unless the trace can be written, before anything takes time."""
+    try:
+        with open(file, "a"):
+            pass
+    except OSError as error:
+        raise UsageError(f"--trace {file} cannot be written to ({os.strerror(error.errno or 0)})") from None
 
 
 def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaConfig]:
@@ -197,9 +233,7 @@ def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaC
     sizes = plan.MODELS[args.model]
     sizes = dataclasses.replace(sizes, tied=True) if words.get("tied") else sizes
     if args.plan:
-        cluster = read_cluster(args.cluster)
-        nodes = -(-args.ranks // cluster.gpus_per_node)
-        cluster = dataclasses.replace(cluster, nodes=max(cluster.nodes, nodes))
+        cluster = cluster_of(args)
         seq_len = words.get("seq_len", 8192)
         batch, moe = args.tokens // seq_len, plan.mixture(args.model)
         task = Task(sizes, moe, cluster, args.ranks, batch, seq_len, words.get("precision", "bf16-master"))
@@ -215,10 +249,11 @@ def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaC
 def main(given: list[str] | None = None) -> int:
     try:
         args, rest = arguments(sys.argv[1:] if given is None else given)
+        if args.trace:
+            check_trace(args.trace)
         config, sizes = config_of(args, rest)
-        done = rehearse(
-            config, sizes, args.ranks, backend=args.backend, all_ranks=args.all_ranks, processes=args.processes
-        )
+        how = {"backend": args.backend, "all_ranks": args.all_ranks, "processes": args.processes}
+        done = rehearse(config, sizes, args.ranks, cluster=cluster_of(args), **how)
     except UsageError as error:
         print(f"rehearse.py: {error}", file=sys.stderr)
         return 2
@@ -226,6 +261,9 @@ def main(given: list[str] | None = None) -> int:
     if done.finding:
         print(f"\nFAIL  {done.finding.kind}: {done.finding.text}", file=sys.stderr)
         return 1
+    if args.trace and done.timeline:
+        write_trace(done.timeline, done.runs, Path(args.trace))
+        print(f"\nwrote {args.trace}, for https://ui.perfetto.dev")
     print("\nevery collective meets its like, every message its other side, and nobody waits in a circle\nPASS")
     return 0
 

@@ -77,6 +77,7 @@ class Play:
                 self.start(rank, index)
             elif (rank, index) not in self.done:
                 break
+            self.passed(rank, starts, index)
             self.at[rank] += 1
         return self.at[rank] > begin
 
@@ -92,7 +93,7 @@ class Play:
         here[rank] = index
         if len(here) == len(self.of(op.group)):
             self.compare(op.group, k, here)
-            self.done |= set(here.items())
+            self.arrive(list(here.items()))
             del self.here[op.group, k]
 
     def of(self, group: Group) -> list[int]:
@@ -109,7 +110,7 @@ class Play:
         while sends and receives:
             one, other = sends.popleft(), receives.popleft()
             a, b = (self.runs[r].ops[i] for r, i in (one, other))
-            self.done |= {one, other}
+            self.arrive([one, other])
             if (a.numel, a.dtype) != (b.numel, b.dtype) and not self.found:
                 self.found = Finding("mismatch", self.both(one, other, "what is sent is not what is received"))
 
@@ -131,6 +132,13 @@ class Play:
                 text = self.both((first, index), (rank, other_index), why) + self.parted(group, first, rank, k)
                 self.found = Finding("mismatch", text)
                 return
+
+    def arrive(self, both_sides: list[tuple[int, int]]) -> None:
+        """All who take part have started. (rehearse_time.py adds a clock here, and in `passed`.)"""
+        self.done.update(both_sides)
+
+    def passed(self, rank: int, starts: bool, index: int) -> None:
+        """A rank goes on to the next entry of its program."""
 
     # ---- words
 

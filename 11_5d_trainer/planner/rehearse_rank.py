@@ -52,6 +52,7 @@ from engine import Replicated
 from llama import LlamaConfig
 from options import Config, UsageError
 from parts import AUTOCAST
+from plan_time import Cluster
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, Work
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -110,7 +111,7 @@ class Recorded:
     program: list[tuple[bool, int]]
     bytes: dict[str, int]  # held between steps by category, and what a step adds to it at most
     step_from: int = 0  # index in `ops` of the first of the step
-    work: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)  # (FLOPs, bytes, after entry)
+    busy: list[float] = dataclasses.field(default_factory=list)  # of the step, seconds of compute before each entry
 
     def sent(self) -> Counter[str]:
         """Bytes that the step puts on the wire, by collective: rings, as plan_traffic.py counts them."""
@@ -152,15 +153,18 @@ class Sent(Work):
 
 
 FRESH: dict[Any, bool] = {}  # operator -> does it return new tensors only?
+WRITES: dict[Any, bool] = {}  # operator -> does it write into an argument?
 KNOWN: dict[Any, tuple[bool, list[Any]]] = {}  # operator and shapes -> shapes of what it returns; the same on all ranks
 
 
 class Recorder(TorchDispatchMode):
     """Sees every operator of one rank: communication is written down instead of done, and bytes are counted."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, cluster: Cluster | None = None) -> None:
         super().__init__()
-        self.rank = rank
+        self.rank, self.cluster = rank, cluster
+        self.busy: list[float] = []  # seconds that this rank computes before each entry of its program
+        self.seconds = 0.0  # since the last entry
         self.made: list[tuple[tuple[int, ...], Line | None]] = []
         self.batch = 0  # number of the `batch_isend_irecv` that is being posted, or 0
         self.batches = 0
@@ -178,6 +182,12 @@ class Recorder(TorchDispatchMode):
     def begin_step(self) -> None:
         """From here on what is made counts; what is there already is what is held between steps."""
         self.step, self.current, self.peak = self.step + 1, 0, 0
+        self.busy, self.seconds = [0.0] * len(self.program), 0.0
+
+    def enter(self, starts: bool, index: int) -> None:
+        self.program.append((starts, index))
+        self.busy.append(self.seconds)
+        self.seconds = 0.0
 
     def watch(self, storage: torch.UntypedStorage) -> None:
         ref, now = StorageWeakRef(storage), storage.nbytes()
@@ -208,6 +218,8 @@ class Recorder(TorchDispatchMode):
         if name in VALUES and isinstance(args[0], Tensor) and args[0].is_meta:
             return VALUES[name](self, *args, **(kwargs or {}))
         out = self.shapes(func, args, kwargs or {})
+        if self.cluster is not None:
+            self.seconds += seconds_of(func, args, out, self.cluster)
         for each in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(each, Tensor):
                 self.watch(each.untyped_storage())
@@ -259,7 +271,7 @@ class Recorder(TorchDispatchMode):
             self.batch,
         )
         self.fill(name, given, group)
-        self.program.append((True, len(self.ops)))
+        self.enter(True, len(self.ops))
         self.ops.append(op)
         self.works.append(Sent(self, len(self.ops) - 1))
         work = Work.boxed(self.works[-1])
@@ -268,7 +280,7 @@ class Recorder(TorchDispatchMode):
     def wait(self, index: int) -> None:
         if not self.ops[index].waited:
             self.ops[index].waited = True
-            self.program.append((False, index))
+            self.enter(False, index)
 
     def fill(self, name: str, given: dict[str, Any], group: dist.ProcessGroup) -> None:
         """The few tensors with values (counts of rows for experts) arrive as if every rank did what this one does."""
@@ -293,6 +305,39 @@ class Recorder(TorchDispatchMode):
                 return chapter, (code.co_filename, frame.f_lineno, code.co_name)
             frame = frame.f_back
         return chapter, None
+
+
+PRODUCTS: dict[str, Callable[..., tuple[float, int]]] = {  # -> FLOPs, and the smallest side
+    "aten::mm": lambda a, b, *_: (2 * a.shape[0] * a.shape[1] * b.shape[1], min(*a.shape, b.shape[1])),
+    "aten::bmm": lambda a, b, *_: (2 * a.numel() * b.shape[2], min(*a.shape[1:], b.shape[2])),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda q, k, *_: attention_flops(q, k, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda _, q, k, *__: attention_flops(q, k, 5),
+}
+
+
+def attention_flops(q: Tensor, k: Tensor, products: int) -> tuple[float, int]:
+    """q [B, N, S, D], k [B, N_kv, S, D]; half of each product, since the mask is causal."""
+    batch, heads, length, depth = q.shape
+    return products * batch * heads * length * k.shape[2] * depth, min(length, heads * depth)
+
+
+def seconds_of(func: Any, args: Any, out: Any, cluster: Cluster) -> float:
+    """A product by its FLOPs; what else makes or changes a tensor by the bytes that it reads and writes; a view: 0."""
+    product = PRODUCTS.get(func._schema.name)
+    if product:
+        return cluster.product(*product(*args))
+    writes = WRITES.get(func)
+    if writes is None:
+        of = func._schema.arguments
+        writes = WRITES[func] = any(each.alias_info is not None and each.alias_info.is_write for each in of)
+    if not writes and not FRESH.get(func):
+        return 0.0
+    moved = 0
+    for each in args if writes else (*args, out):  # in place: an argument is what is written
+        for tensor in each if isinstance(each, (list, tuple)) else (each,):
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                moved += tensor.nbytes
+    return cluster.elementwise(moved)
 
 
 class HasMemory(Exception):
@@ -460,11 +505,13 @@ def make_backend(common: Any, options: Any) -> Any:
     return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)  # type: ignore[call-arg]
 
 
-def run_rank(config: Config, sizes: LlamaConfig, rank: int, ranks: int, backend: str = "nccl") -> Recorded:
-    """Build rank `rank` of `ranks` and run one step of it."""
+def run_rank(
+    config: Config, sizes: LlamaConfig, rank: int, ranks: int, backend: str = "nccl", cluster: Cluster | None = None
+) -> Recorded:
+    """Build rank `rank` of `ranks` and run one step of it; with a cluster, note how long it would compute."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, make_backend, extended_api=True, devices=["cpu", "meta"])
-    recorder = Recorder(rank)
+    recorder = Recorder(rank, cluster)
     dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=FakeStore())
     try:
         with stand_ins(recorder, backend), recorder:
@@ -484,7 +531,7 @@ def run_rank(config: Config, sizes: LlamaConfig, rank: int, ranks: int, backend:
     finally:
         dist.destroy_process_group()
     held["activations and buffers"] = recorder.peak
-    return Recorded(rank, place, names, recorder.made, recorder.ops, recorder.program, held, step_from)
+    return Recorded(rank, place, names, recorder.made, recorder.ops, recorder.program, held, step_from, recorder.busy)
 
 
 def make_states(me: Any) -> None:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import gc
+import json
 import re
 import sys
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
@@ -30,13 +32,16 @@ from harness.ranks import run_ranks  # noqa: E402
 from llama import LLAMA3_70B, LlamaConfig  # noqa: E402
 from options import Config, UsageError  # noqa: E402
 from plan_memory import Layout  # noqa: E402
+from plan_time import Cluster  # noqa: E402
 from plan_traffic import by_collective, flows  # noqa: E402
 from rehearse import main, rehearse, twins  # noqa: E402
 from rehearse_match import Finding, differ, match  # noqa: E402
 from rehearse_rank import Op, Recorded  # noqa: E402
+from rehearse_time import on_the_clock  # noqa: E402
 
 SIZES = LlamaConfig(vocab_size=256, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
 BASE = {"seq_len": 16, "global_batch": 8, "micro_batch": 2, "device": "cpu", "preset": "tiny", "kernels": "torch"}
+EVEN = dataclasses.replace(SIZES, vocab_size=2, hidden=64, intermediate=256, layers=4)  # next to nothing at the ends
 SP = {"sequence_parallel": True}
 
 
@@ -82,7 +87,7 @@ def really(words):
     return sent.events, {name: count for name, count in sent.sent.items() if count}, held(me), min(peaks)
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(6)
 @pytest.mark.parametrize(("ranks", "words"), REAL)
 def test_collectives_and_bytes_are_those_of_ranks_that_really_run(ranks, words):
     measured = run_ranks(ranks, really, BASE | words, timeout=200.0)
@@ -386,6 +391,76 @@ def test_a_collective_that_a_rank_starts_and_never_waits_for_is_left_over():
     found = match({0: lonely, 1: run_of(1)})
     assert found is not None
     assert found.kind == "left over"
+
+
+# ------------------------------------------------------------------------------------------------------- the clock
+
+
+def cluster(**more):
+    """One GPU a node, a byte or FLOP a second, no latency: times by hand."""
+    words = dict(name="", gpus_per_node=1, nodes=9, memory_gb=1, peak_tflops=1e-12, memory_gb_per_s=1e-9)
+    words |= dict(inside_gb_per_s=1e-9, outside_gb_per_s=1e-9, latency_us=0, source="", ceiling=1.0, half=0.0)
+    return Cluster(**words | more)
+
+
+def timed(rank, *entries):
+    """A rank whose program is [seconds of compute, op or index of the op to wait for]."""
+    ops, program = [], []
+    for _, entry in entries:
+        program.append((isinstance(entry, Op), entry if not isinstance(entry, Op) else len(ops)))
+        ops += [entry] if isinstance(entry, Op) else []
+    return Recorded(rank, {"pp": 0}, {}, [], ops, program, {}, busy=[seconds for seconds, _ in entries])
+
+
+def test_a_collective_hides_behind_what_is_computed_before_its_wait_and_the_rest_is_exposed():
+    """An all-reduce of 8 bytes on 2 ranks sends 8 bytes: 8 seconds. Rank 1 starts it last, at 5."""
+    ranks = {
+        0: timed(0, (3, op("all_reduce", (0, 1), numel=2)), (1, 0)),
+        1: timed(1, (5, op("all_reduce", (0, 1), numel=2)), (6, 0)),
+    }
+    timeline = on_the_clock(ranks, lambda rank: rank, "nccl", cluster())
+    assert timeline.seconds == 13
+    assert timeline.compute == {0: 4, 1: 11}
+    assert [sum(timeline.exposed[rank].values()) for rank in (0, 1)] == [13 - 4, 13 - 11]
+    sums = [(piece.begin, piece.end) for piece in timeline.slices if piece.name == "all_reduce"]
+    assert sums == [(5, 13), (5, 13)]
+
+
+def test_collectives_of_one_group_come_one_after_the_other_and_of_two_groups_at_once():
+    a = op("all_reduce", (0, 1), numel=2)
+    b = dataclasses.replace(a, group=(2, (0, 1)))
+    for second, seconds in ((dataclasses.replace(a), 16), (b, 8)):
+        both = {rank: timed(rank, (0, a), (0, second), (0, 0), (0, 1)) for rank in (0, 1)}
+        assert on_the_clock(both, lambda rank: rank, "nccl", cluster()).seconds == seconds
+
+
+def test_with_free_messages_the_bubble_of_1f1b_is_that_of_its_formula():
+    """p = 4 stages that take equally long, m = 8 micro-batches: (m + p - 1) / m of what one rank computes."""
+    done = rehearse(
+        config(pp=4, micro_batch=1, seq_len=64), EVEN, 4, cluster=cluster(inside_gb_per_s=1e9, outside_gb_per_s=1e9)
+    )
+    busiest = max(done.timeline.compute.values())
+    assert done.timeline.seconds / busiest == pytest.approx((8 + 3) / 8, rel=0.06)
+
+
+def test_the_trace_has_a_slice_for_every_collective_that_takes_time(tmp_path, capsys):
+    given = ["--ranks", "4", "--seq-len", "16", "--micro-batch", "1", "--global-batch", "4", "--pp", "2"]
+    assert main([*given, "--trace", str(tmp_path / "t.json")]) == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {0, 2}
+    sends = [event for event in slices if lanes[event["pid"], event["tid"]] == "pp"]
+    assert Counter(event["name"] for event in sends) == {"send": 4, "recv": 4}  # 2 micro-batches, there and back
+    for lane in lanes:  # one after the other in each lane
+        ends = 0.0
+        for event in slices:
+            if (event["pid"], event["tid"]) == lane and lanes[lane] in ("compute", "world"):
+                assert event["ts"] >= ends - 1e-6
+                ends = event["ts"] + event["dur"]
+    capsys.readouterr()
+    assert main([*given, "--trace", str(tmp_path / "no" / "t.json")]) == 2
+    assert re.fullmatch(r"rehearse.py: --trace .*t.json cannot be written to .*\n", capsys.readouterr().err)
 
 
 # -------------------------------------------------------------------------------------------------------- large and bad
