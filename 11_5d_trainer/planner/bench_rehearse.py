@@ -1,6 +1,7 @@
 """The rehearsal beside ranks that really run, beside mistakes that it has to find, and for the planner's proposals.
 
     python 11_5d_trainer/planner/bench_rehearse.py    verifies, rehearses, writes results/11_rehearse_*.json
+    python 11_5d_trainer/planner/bench_rehearse.py --figures    only draws
 
 First the small layouts of test_rehearse.py, on CPU ranks: if a collective, a byte that is sent, held or at the peak is
 another one, it ends with exit code 1 and writes nothing. Then the planted mistakes, each of which must be found. Then
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 sys.path[:0] = [str(ROOT / "11_5d_trainer" / "planner"), str(ROOT / "11_5d_trainer")]
 
 import chapters  # noqa: E402, F401  finds the chapters below
+from harness.figures import COLOURS, write_figure  # noqa: E402
 from harness.ranks import run_ranks  # noqa: E402
 from harness.report import write_result  # noqa: E402
 from rehearse import GIB, arguments, cluster_of, config_of, planned, rehearse  # noqa: E402
@@ -28,6 +30,8 @@ LARGE = {
     "Mixtral 8x7B": "--model mixtral-8x7b --ranks 256 --plan",
     "Llama-3 405B": "--model llama3-405b --ranks 16384 --plan --tokens 16777216",
 }
+DRAWN = "--model llama3-70b --ranks 512 --seq-len 8192 --micro-batch 1 --global-batch 512 --tp 8 --sequence-parallel"
+DRAWN += " --pp 4 --zero 1 --precision bf16-master"
 LIMIT = 120.0  # seconds of one core
 
 
@@ -97,7 +101,49 @@ def large_rows() -> list[list[Any]]:
     return rows
 
 
+def timeline_rows() -> list[list[Any]]:
+    """[pipeline rank, what, from, to] in seconds: the whole step, and the waits in it of a millisecond or more."""
+    args, rest = arguments(DRAWN.split())
+    done = rehearse(*config_of(args, rest), args.ranks, cluster=cluster_of(args))
+    assert done.timeline
+    stage = {rank: run.place["pp"] for rank, run in done.runs.items()}
+    rows = [[place, "step", 0.0, round(done.timeline.seconds, 4)] for place in stage.values()]
+    for piece in done.timeline.slices:
+        if piece.lane == "waits" and piece.name != "tp" and piece.end - piece.begin >= 1e-3:
+            what = "gradients and weights" if piece.name == "data" else "other stages"
+            rows.append([stage[piece.rank], what, round(piece.begin, 4), round(piece.end, 4)])
+    return rows
+
+
+def draw_timeline(axes: Any, result: dict[str, Any]) -> None:
+    """A bar for each stage: blue where it works, the other colours where it waits."""
+    colours = {
+        "step": COLOURS["compute"],
+        "other stages": COLOURS["idle"],
+        "gradients and weights": COLOURS["messages"],
+    }
+    words = {"step": "computes, and exchanges with its tensor group", "other stages": "waits for other stages"}
+    words["gradients and weights"] = "waits for gradients and new weights"
+    for what, colour in colours.items():
+        rows = [row for row in result["rows"] if row[1] == what]
+        for place in sorted({row[0] for row in rows}):
+            pieces = [(begin, end - begin) for at, _, begin, end in rows if at == place]
+            label = words[what] if place == rows[0][0] else None
+            axes.broken_barh(pieces, (place - 0.4, 0.8), facecolors=colour, label=label)
+    stages = sorted({row[0] for row in result["rows"]})
+    axes.set(yticks=stages, yticklabels=[f"stage {place}" for place in stages], xlabel="seconds of the step")
+    axes.invert_yaxis()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.28), ncols=3, frameon=False, fontsize=8)
+
+
+def figures() -> None:
+    write_figure("11_5d_trainer/figures/rehearsal.svg", ["11_rehearse_timeline"], draw_timeline, size=(9.5, 3.0))
+
+
 def main() -> None:
+    if "--figures" in sys.argv[1:]:
+        figures()
+        return
     small, planted, large = small_rows(), planted_rows(), large_rows()
     note = "A step on CPU ranks over gloo, by the meter of the tests, against the same step rehearsed; fullest rank."
     columns = ["ranks", "layout", "collectives and messages", "bytes sent", "peak by the meter", "peak rehearsed"]
@@ -116,6 +162,10 @@ def main() -> None:
         *("s a step on the clock", "s a step planned"),
     ]
     write_result("11_rehearse_large", "Four plans, rehearsed", columns, large, note)
+    note = f"Rehearsed, not measured: {DRAWN}"
+    columns = ["pipeline rank", "what", "from, s", "to, s"]
+    write_result("11_rehearse_timeline", "A step of 70B on 512 ranks on the clock", columns, timeline_rows(), note)
+    figures()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,10 @@ from rehearse_rank import Group, Recorded
 
 @dataclass
 class Slice:
-    """A piece of a rank's time, in seconds from the start of the step. `lane`: compute, or the name of a group."""
+    """A piece of a rank's time, in seconds from the start of the step.
+
+    lane   "compute", "waits" (its name is then the group that is waited for), or a group
+    """
 
     rank: int
     lane: str
@@ -125,6 +128,8 @@ class Clock(Play):
             op = self.runs[rank].ops[index]
             lane = self.runs[rank].names.get(op.group, "a group")
             self.exposed[rank][lane] += late
+            end = self.ends[rank, index]
+            self.slices.append(Slice(rank, "waits", lane, self.now[rank], end, f"for {op.name}, {at(op)}"))
             self.now[rank] = self.ends[rank, index]
 
 
@@ -139,7 +144,7 @@ def on_the_clock(runs: Mapping[int, Recorded], twin: Twin, backend: str, cluster
 
 def write_trace(timeline: Timeline, runs: Mapping[int, Recorded], path: Path) -> None:
     """A Chrome trace, which https://ui.perfetto.dev opens: a process for each rank that was run, a thread for what it
-    computes and one for each of its groups."""
+    computes, one for its waits and one for each of its groups."""
     events: list[dict[str, Any]] = []
     lanes: dict[tuple[int, str], int] = {}
     for piece in timeline.slices:
