@@ -466,6 +466,14 @@ def test_the_trace_has_a_slice_for_every_collective_that_takes_time(tmp_path, ca
 # -------------------------------------------------------------------------------------------------------- large and bad
 
 
+def test_memory_of_attention_grows_with_the_sequence_and_not_with_its_square():
+    peaks = [
+        rehearse(config(seq_len=length, global_batch=2), SIZES, 1).runs[0].bytes["activations and buffers"]
+        for length in (256, 512)
+    ]
+    assert peaks[1] < 2.1 * peaks[0]
+
+
 @pytest.mark.prove
 def test_70b_on_512_ranks_sends_what_the_planner_says_and_nothing_is_allocated():
     words = dict(seq_len=8192, global_batch=64, micro_batch=1, tp=8, pp=4, zero=1, precision="bf16-master", **SP)
