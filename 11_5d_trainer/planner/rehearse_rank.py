@@ -519,7 +519,7 @@ def run_rank(
             make_states(me)
             step_from, held = len(recorder.ops), bytes_held(me)
             shape = config.micro_batch, config.seq_len
-            batches = []
+            batches: list[Any] = []
             for _ in range(config.accumulation(me.mesh.sizes["dp"])):
                 batches.append(tuple(torch.empty(shape, dtype=torch.int64, device=META) for _ in range(2)))
             recorder.begin_step()
