@@ -1,0 +1,172 @@
+"""The rehearsal beside ranks that really run, beside mistakes that it has to find, and for the planner's proposals.
+
+    python 11_5d_trainer/planner/bench_rehearse.py    verifies, rehearses, writes results/11_rehearse_*.json
+    python 11_5d_trainer/planner/bench_rehearse.py --figures    only draws
+
+First the small layouts of test_rehearse.py, on CPU ranks: if a collective, a byte that is sent, held or at the peak is
+another one, it ends with exit code 1 and writes nothing. Then the planted mistakes, each of which must be found. Then
+what the planner proposes for four models, up to 16,384 ranks, each in less than two minutes of one core.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "11_5d_trainer" / "planner"), str(ROOT / "11_5d_trainer")]
+
+import chapters  # noqa: E402, F401  finds the chapters below
+from harness.figures import COLOURS, write_figure  # noqa: E402
+from harness.ranks import run_ranks  # noqa: E402
+from harness.report import write_result  # noqa: E402
+from rehearse import GIB, arguments, cluster_of, config_of, planned, rehearse  # noqa: E402
+from test_rehearse import BASE, PLANTED, REAL, SIZES, config, really, with_planted  # noqa: E402
+
+LARGE = {
+    "Llama-3 8B": "--model llama3-8b --ranks 64 --plan",
+    "Llama-3 70B": "--model llama3-70b --ranks 512 --plan",
+    "Mixtral 8x7B": "--model mixtral-8x7b --ranks 256 --plan",
+    "Llama-3 405B": "--model llama3-405b --ranks 16384 --plan --tokens 16777216",
+}
+DRAWN = "--model llama3-70b --ranks 512 --seq-len 8192 --micro-batch 1 --global-batch 512 --tp 8 --sequence-parallel"
+DRAWN += " --pp 4 --zero 1 --precision bf16-master"
+LIMIT = 120.0  # seconds of one core
+
+
+def words_of(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items()) or "plain"
+
+
+def small_rows() -> list[list[Any]]:
+    """[ranks, layout, collectives and messages, bytes sent, peak by the meter, peak rehearsed], of the fullest rank."""
+    rows = []
+    for ranks, words in REAL:
+        measured = run_ranks(ranks, really, BASE | words, timeout=300.0)
+        done = rehearse(config(**words), SIZES, ranks, backend="gloo", all_ranks=True)
+        for rank, (events, sent, kept, peak) in enumerate(measured):
+            run = done.runs[rank]
+            mine = [(op.name, op.bytes, len(op.group[1])) for op in run.ops[run.step_from :]]
+            want = {**kept, "activations and buffers": peak}
+            if done.finding or mine != events or dict(run.sent()) != sent or run.bytes != want:
+                sys.exit(f"bench_rehearse.py: {ranks} ranks {words}, rank {rank}: {run.bytes} against {want}: off")
+        rank = max(range(ranks), key=lambda r: sum(done.runs[r].bytes.values()))
+        events, sent, kept, peak = measured[rank]
+        here, there = sum(kept.values()) + peak, sum(done.runs[rank].bytes.values())
+        rows.append([ranks, words_of(words), len(events), round(sum(sent.values())), here, there])
+    return rows
+
+
+def planted_rows() -> list[list[Any]]:
+    """[mistake, found as, the first two lines of code that are named]"""
+    rows = []
+    for what in PLANTED:
+        finding = with_planted(what).finding
+        if finding is None:
+            sys.exit(f"bench_rehearse.py: {what!r} was planted, and nothing was found")
+        lines = [line.strip().removeprefix("at ") for line in finding.text.splitlines() if ".py:" in line]
+        rows.append([what, finding.kind, " / ".join(line.partition(",")[0] for line in lines[:2])])
+    return rows
+
+
+def large_rows() -> list[list[Any]]:
+    """[model, ranks, layout, programs, collectives, GiB at the peak of the fullest rank, planner's, off in %,
+    GB sent, seconds of a step on the clock, planner's]"""
+    rows = []
+    for name, given in LARGE.items():
+        args, rest = arguments(given.split())
+        one, sizes = config_of(args, rest)
+        begin = time.process_time()
+        done = rehearse(one, sizes, args.ranks, cluster=cluster_of(args))
+        seconds = time.process_time() - begin
+        if done.finding or not seconds <= LIMIT:
+            sys.exit(f"bench_rehearse.py: {name} in {seconds:.0f} s of {LIMIT:.0f}: {done.finding}")
+        for run in done.runs.values():
+            sent, formula = run.sent(), planned(done, run)[1]
+            if any(not abs(sent[what] - formula.get(what, 0)) <= 1 for what in sent.keys() | formula.keys()):
+                sys.exit(f"bench_rehearse.py: {name}, rank {run.rank} sends {dict(sent)}, planned was {formula}")
+        fullest = max(done.runs.values(), key=lambda run: sum(run.bytes.values()))
+        here, there = sum(fullest.bytes.values()), planned(done, fullest)[0]
+        layout = [f"dp {one.dp(args.ranks)}"]
+        layout += [f"{what} {getattr(one, what)}" for what in ("tp", "cp", "pp", "ep") if getattr(one, what) > 1]
+        layout += [f"zero {one.zero}", one.cp_kind if one.cp > 1 else "", one.schedule if one.pp > 1 else ""]
+        layout += [f"recompute {one.recompute}" if one.recompute != "none" else ""]
+        count, off = sum(len(run.ops) for run in done.runs.values()), round(100 * (there / here - 1), 2)
+        total = round(sum(fullest.sent().values()) / 1e9, 2)
+        cells = [name, args.ranks, ", ".join(filter(None, layout)), len(done.runs), count]
+        assert done.timeline and done.step
+        clock = [round(done.timeline.seconds, 2), round(done.step.seconds, 2)]
+        rows.append([*cells, round(here / GIB, 2), round(there / GIB, 2), off, total, *clock])
+    return rows
+
+
+def timeline_rows() -> list[list[Any]]:
+    """[pipeline rank, what, from, to] in seconds: the whole step, and the waits in it of a millisecond or more."""
+    args, rest = arguments(DRAWN.split())
+    done = rehearse(*config_of(args, rest), args.ranks, cluster=cluster_of(args))
+    assert done.timeline
+    stage = {rank: run.place["pp"] for rank, run in done.runs.items()}
+    rows = [[place, "step", 0.0, round(done.timeline.seconds, 4)] for place in stage.values()]
+    for piece in done.timeline.slices:
+        if piece.lane == "waits" and piece.name != "tp" and piece.end - piece.begin >= 1e-3:
+            what = "gradients and weights" if piece.name == "data" else "other stages"
+            rows.append([stage[piece.rank], what, round(piece.begin, 4), round(piece.end, 4)])
+    return rows
+
+
+def draw_timeline(axes: Any, result: dict[str, Any]) -> None:
+    """A bar for each stage: blue where it works, the other colours where it waits."""
+    colours = {
+        "step": COLOURS["compute"],
+        "other stages": COLOURS["idle"],
+        "gradients and weights": COLOURS["messages"],
+    }
+    words = {"step": "computes, and exchanges with its tensor group", "other stages": "waits for other stages"}
+    words["gradients and weights"] = "waits for gradients and new weights"
+    for what, colour in colours.items():
+        rows = [row for row in result["rows"] if row[1] == what]
+        for place in sorted({row[0] for row in rows}):
+            pieces = [(begin, end - begin) for at, _, begin, end in rows if at == place]
+            label = words[what] if place == rows[0][0] else None
+            axes.broken_barh(pieces, (place - 0.4, 0.8), facecolors=colour, label=label)
+    stages = sorted({row[0] for row in result["rows"]})
+    axes.set(yticks=stages, yticklabels=[f"stage {place}" for place in stages], xlabel="seconds of the step")
+    axes.invert_yaxis()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.28), ncols=3, frameon=False, fontsize=8)
+
+
+def figures() -> None:
+    write_figure("11_5d_trainer/figures/rehearsal.svg", ["11_rehearse_timeline"], draw_timeline, size=(9.5, 3.0))
+
+
+def main() -> None:
+    if "--figures" in sys.argv[1:]:
+        figures()
+        return
+    small, planted, large = small_rows(), planted_rows(), large_rows()
+    note = "A step on CPU ranks over gloo, by the meter of the tests, against the same step rehearsed; fullest rank."
+    columns = ["ranks", "layout", "collectives and messages", "bytes sent", "peak by the meter", "peak rehearsed"]
+    write_result("11_rehearse_small", "A step that really runs, and its rehearsal", columns, small, note)
+    note = "Planted by test_rehearse.py into one rank (or all) of 2 or 4."
+    columns = ["mistake", "found as", "lines that are named"]
+    write_result("11_rehearse_planted", "Planted deadlocks and mismatches", columns, planted, note)
+    note = (
+        "The layouts that plan.py proposes for nodes of 8 H100, bf16 weights, 8192 tokens. Counted by the rehearsal, "
+        "not measured on GPUs. Bytes sent by each program equal the planner's, collective by collective; each "
+        f"rehearsal took less than {LIMIT:.0f} s of one core."
+    )
+    columns = [
+        *("model", "ranks", "layout", "programs run", "collectives and messages"),
+        *("peak rehearsed, GiB", "peak planned, GiB", "plan off, %", "sent a step, GB"),
+        *("s a step on the clock", "s a step planned"),
+    ]
+    write_result("11_rehearse_large", "Four plans, rehearsed", columns, large, note)
+    note = f"Rehearsed, not measured: {DRAWN}"
+    columns = ["pipeline rank", "what", "from, s", "to, s"]
+    write_result("11_rehearse_timeline", "A step of 70B on 512 ranks on the clock", columns, timeline_rows(), note)
+    figures()
+
+
+if __name__ == "__main__":
+    main()

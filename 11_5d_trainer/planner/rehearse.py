@@ -1,0 +1,273 @@
+"""The whole run before the run: the trainer's own code for every distinct rank of 16,384, on a laptop.
+
+    python 11_5d_trainer/planner/rehearse.py --ranks 8 --tp 2 --pp 2 --zero 1        any options of train.py
+    python 11_5d_trainer/planner/rehearse.py --model llama3-70b --ranks 512 --plan   the layout that plan.py proposes
+    ... --all-ranks         run every rank, and take nothing for granted
+    ... --backend gloo      as on CPU ranks, where the trainer reduces gradients by sends; otherwise nccl
+    ... --processes 2       ranks side by side
+
+Problem. A plan says that a layout fits, and train.py's checks say that it divides. Neither has called a collective. On
+ten thousand GPUs the first step is the first time that all ranks meet, and a rank that calls two collectives in another
+order is found by a timeout that names neither of them.
+
+Idea. The program of a rank does not depend on what its tensors hold, only on their shapes. So each distinct rank runs
+alone, in one process, without memory and without a network, and writes down what it would have sent, to whom, and when
+it would have waited (rehearse_rank.py). Then all of them are played against each other (rehearse_match.py):
+
+    does it run?    every collective meets the same one on all ranks of its group, every send a receive, and nobody
+                    waits in a circle. If not: which ranks, and the lines of code on both sides
+    does it fit?    bytes at the peak of the step, to the byte of what the meter counts on ranks that really run; beside
+                    it the planner's formula
+    what is sent?   bytes on the wire by collective, beside the planner's
+
+    rank                       0        1        ...     16383           16,384 ranks as 8 x 128 x 16 (tp, dp, pp)
+    runs the program of        0        0        ...     15 x 1024       16 programs: data and tensor ranks are twins
+
+Ranks that differ: stages of a pipeline, and with `--cp-kind ring` places in the ring, which see different parts of the
+causal mask. The others on the same stage do the same with other numbers.
+
+The last line is PASS; or the finding is printed, and the exit code is 1. Bad options: one line, exit code 2.
+"""
+
+import argparse
+import dataclasses
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the trainer
+import chapters  # noqa: F401  finds the chapters below
+import plan
+import torch
+from llama import LlamaConfig
+from mesh import AXES
+from options import Config, UsageError
+from options import parse as parse_trainer
+from plan_memory import Layout, peak
+from plan_search import Task, search
+from plan_time import Cluster, Step, read_cluster, step_time
+from plan_traffic import by_collective, flows
+from rehearse_match import Finding, check_twins, match
+from rehearse_rank import Recorded, check, run_rank
+from rehearse_time import Timeline, on_the_clock, write_trace
+
+GIB = 2**30
+
+
+@dataclasses.dataclass
+class Rehearsal:
+    """A run that was rehearsed: what its distinct ranks did, and what would go wrong, if anything."""
+
+    config: Config
+    sizes: LlamaConfig
+    ranks: int
+    backend: str
+    runs: dict[int, Recorded]
+    finding: Finding | None
+    seconds: float
+    timeline: Timeline | None = None  # with a cluster, and without a finding
+    step: Step | None = None  # the planner's
+
+
+def twins(config: Config, sizes: LlamaConfig, ranks: int) -> Callable[[int], int]:
+    """rank -> the rank whose program it runs: the first with the same stage (and the same place in a plain ring)."""
+    axes = config.layout(sizes, ranks)[0]
+    keep = {"pp"} | ({"ring"} if config.cp_kind == "ring" else set())
+    stride = {axis: math.prod(axes[inner] for inner in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
+
+    def twin(rank: int) -> int:
+        return sum(rank // stride[axis] % axes[axis] * stride[axis] for axis in keep)
+
+    return twin
+
+
+def rehearse(
+    config: Config,
+    sizes: LlamaConfig,
+    ranks: int,
+    *,
+    backend: str = "nccl",
+    all_ranks: bool = False,
+    processes: int = 1,
+    cluster: Cluster | None = None,
+    before: Callable[[int], Any] | None = None,
+) -> Rehearsal:
+    """Run every distinct rank of `ranks`, and match what they did. Raises UsageError for what cannot be rehearsed.
+
+    cluster  on whose clock the step is put
+    before   called with each rank before it runs; gives a context for it. The tests plant mistakes with it.
+    """
+    begin = time.perf_counter()
+    config = check(config, sizes, ranks)
+    twin = (lambda rank: rank) if all_ranks else twins(config, sizes, ranks)
+    distinct = sorted({twin(rank) for rank in range(ranks)})
+    runs: dict[int, Recorded] = {}
+    if processes > 1 and len(distinct) > 1:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            given = [(config, sizes, rank, ranks, backend, cluster) for rank in distinct]
+            runs = dict(zip(distinct, pool.map(run_rank, *zip(*given, strict=True)), strict=True))
+    else:
+        for rank in distinct:
+            if before is None:
+                runs[rank] = run_rank(config, sizes, rank, ranks, backend, cluster)
+            else:
+                with before(rank):
+                    runs[rank] = run_rank(config, sizes, rank, ranks, backend, cluster)
+    if why := check_twins(runs, twin):
+        raise UsageError(f"--ranks {ranks} cannot be folded: {why}; use --all-ranks")
+    finding = match(runs, twin, backend)
+    timeline, step = None, None
+    if cluster is not None and finding is None:
+        timeline = on_the_clock(runs, twin, backend, cluster)
+        step = step_time(sizes, config.mixture(sizes), Layout.of(config, sizes, ranks), cluster)
+    return Rehearsal(config, sizes, ranks, backend, runs, finding, time.perf_counter() - begin, timeline, step)
+
+
+# ------------------------------------------------------------------------------------------------------- the report
+
+
+def table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def planned(done: Rehearsal, run: Recorded) -> tuple[int, dict[str, float]]:
+    """Bytes at the peak and bytes sent of this rank by the planner's formulas."""
+    layout, moe = Layout.of(done.config, done.sizes, done.ranks), done.config.mixture(done.sizes)
+    place = run.place["pp"]
+    sent = by_collective(flows(done.sizes, moe, layout, place, p2p_reduce=done.backend == "gloo"))
+    return sum(peak(done.sizes, moe, layout, place).values()), dict(sent)
+
+
+def report(done: Rehearsal) -> list[str]:
+    operations = sum(len(run.ops) for run in done.runs.values())
+    lines = [
+        f"{done.ranks:,} ranks, {len(done.runs)} distinct program(s), {operations:,} collectives and messages, "
+        f"{done.seconds:.1f} s",
+        "",
+    ]
+    rows = [["rank", "pp", "weights", "gradients", "states", "activations", "peak GiB", "planner", "off"]]
+    for rank, run in done.runs.items():
+        total, formula = sum(run.bytes.values()), planned(done, run)[0]
+        cells = [f"{size / GIB:.3f}" for size in run.bytes.values()]
+        off = f"{100 * (formula / total - 1):+.2f} %"
+        rows.append([str(rank), str(run.place["pp"]), *cells, f"{total / GIB:.3f}", f"{formula / GIB:.3f}", off])
+    lines += [*table(rows), ""]
+    rows = [["rank", "collective", "calls", "bytes sent", "planner"]]
+    for rank, run in done.runs.items():
+        sent, formula_sent = run.sent(), planned(done, run)[1]
+        calls = Counter(op.name for op in run.ops[run.step_from :])
+        for name in sorted(sent.keys() | formula_sent.keys()):
+            here, there = sent.get(name, 0), formula_sent.get(name, 0)
+            rows.append([str(rank), name, f"{calls[name]:,}", f"{here:,.0f}", f"{there:,.0f}"])
+    return [*lines, *table(rows), *(clock_lines(done.timeline, done.step) if done.timeline else [])]
+
+
+def clock_lines(timeline: Timeline, step: Step | None) -> list[str]:
+    """Seconds of the step on each rank that was run: computing, and waiting by group."""
+    groups = sorted({group for waits in timeline.exposed.values() for group in waits})
+    rows = [["rank", "computes", *(f"waits: {group}" for group in groups)]]
+    for rank, waits in timeline.exposed.items():
+        rows.append([str(rank), f"{timeline.compute[rank]:.3f}", *(f"{waits.get(group, 0):.3f}" for group in groups)])
+    beside = f"; the planner says {step.seconds:.3f} s" if step else ""
+    return ["", f"a step takes {timeline.seconds:.3f} s on the clock{beside}", "", *table(rows)]
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def arguments(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = OneLineParser("rehearse.py", description="Rehearse a training run.", allow_abbrev=False)
+    parser.add_argument("--model", default="tiny", help="one of the trainer's presets, or llama3-405b")
+    parser.add_argument("--ranks", type=int, default=8, help="GPUs of the run")
+    parser.add_argument("--plan", action="store_true", help="take the layout that the planner proposes")
+    parser.add_argument("--cluster", default="h100-400g", help="name in clusters/, or a .json file like those")
+    parser.add_argument("--tokens", type=int, default=4 * 2**20, help="for --plan: tokens of a global batch")
+    parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
+    parser.add_argument("--trace", metavar="FILE", help="write the step on the clock as a Chrome trace")
+    parser.add_argument("--all-ranks", action="store_true", help="run every rank, not one of each kind")
+    parser.add_argument("--processes", type=int, default=1, help="ranks that run side by side")
+    args, rest = parser.parse_known_args(given)
+    if args.model not in plan.MODELS:
+        raise UsageError(f"--model {args.model} is unknown; use {', '.join(plan.MODELS)}")
+    for name in ("ranks", "tokens", "processes"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name} {getattr(args, name)} must be at least 1")
+    return args, rest
+
+
+def cluster_of(args: argparse.Namespace) -> Cluster:
+    """The cluster, with as many nodes as the ranks need. Raises UsageError."""
+    cluster = read_cluster(args.cluster)
+    return dataclasses.replace(cluster, nodes=max(cluster.nodes, -(-args.ranks // cluster.gpus_per_node)))
+
+
+def check_trace(file: str) -> None:
+    """UsageError unless the trace can be written, before anything takes time."""
+    try:
+        with open(file, "a"):
+            pass
+    except OSError as error:
+        raise UsageError(f"--trace {file} cannot be written to ({os.strerror(error.errno or 0)})") from None
+
+
+def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaConfig]:
+    """What is rehearsed, from the command line. Raises UsageError."""
+    words: dict[str, Any] = {"steps": 300}
+    words |= {"preset": args.model} if args.model in plan.PRESETS else {}
+    words |= parse_trainer(rest)
+    if words.get("preset", args.model) != args.model and args.model in plan.PRESETS:
+        raise UsageError(f"--preset {words['preset']} is not --model {args.model}; leave --preset out")
+    sizes = plan.MODELS[args.model]
+    sizes = dataclasses.replace(sizes, tied=True) if words.get("tied") else sizes
+    if args.plan:
+        cluster = cluster_of(args)
+        seq_len = words.get("seq_len", 8192)
+        batch, moe = args.tokens // seq_len, plan.mixture(args.model)
+        task = Task(sizes, moe, cluster, args.ranks, batch, seq_len, words.get("precision", "bf16-master"))
+        found = search(task, top=1)
+        if not found.best:
+            raise UsageError(f"--plan: {plan.does_not_fit(task, found)}")
+        proposal = f"--seq-len {seq_len} {found.best[0].layout.options()}"
+        print(f"the planner proposes {proposal}")
+        words |= parse_trainer(proposal.split())
+    return Config(**words), sizes
+
+
+def main(given: list[str] | None = None) -> int:
+    try:
+        args, rest = arguments(sys.argv[1:] if given is None else given)
+        if args.trace:
+            check_trace(args.trace)
+        config, sizes = config_of(args, rest)
+        how = {"backend": args.backend, "all_ranks": args.all_ranks, "processes": args.processes}
+        done = rehearse(config, sizes, args.ranks, cluster=cluster_of(args), **how)
+    except UsageError as error:
+        print(f"rehearse.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(report(done)))
+    if done.finding:
+        print(f"\nFAIL  {done.finding.kind}: {done.finding.text}", file=sys.stderr)
+        return 1
+    if args.trace and done.timeline:
+        write_trace(done.timeline, done.runs, Path(args.trace))
+        print(f"\nwrote {args.trace}, for https://ui.perfetto.dev")
+    print("\nevery collective meets its like, every message its other side, and nobody waits in a circle\nPASS")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

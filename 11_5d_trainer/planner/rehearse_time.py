@@ -1,0 +1,160 @@
+"""The rehearsed programs on a clock: when each rank computes, when it waits, and for whom. An event simulation.
+
+Problem. Formulas of a step's time say what hides behind what. In the program of the ranks it stands: a collective hides
+behind what a rank computes between its start and its wait, and a rank that is early waits for the one that is late.
+
+Idea. The match (rehearse_match.py) already plays all programs. Here every entry also takes time, with three rules:
+
+    compute      the products and elementwise operators before the entry, by plan_time.py's rates of the cluster
+    a collective begins when its last rank has started it and the group's one before it is done, and then takes as long
+                 as plan_time.py says for its bytes and its group
+    a wait       ends when the collective does, if that is later than now
+
+    rank 0   ===compute===|start            |==compute==|wait . . . .|==compute==
+    group                          [=======all-reduce=======]
+    rank 1   =======compute=======|start    |=====compute=====|wait .|
+
+A twin's clock is that of the rank that was run for it. What a wait takes is *exposed*; that of messages between stages
+is the bubble of the pipeline (and the way of the messages).
+
+Not in it: that messages of different groups share links, the host's own time, and kernels that are fused. Readable
+PyTorch reads and writes every intermediate tensor, and is timed so.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plan_time import Cluster
+from plan_traffic import Flow
+from rehearse_match import Play, Twin, at
+from rehearse_rank import Group, Recorded
+
+
+@dataclass
+class Slice:
+    """A piece of a rank's time, in seconds from the start of the step.
+
+    lane   "compute", "waits" (its name is then the group that is waited for), or a group
+    """
+
+    rank: int
+    lane: str
+    name: str
+    begin: float
+    end: float
+    note: str = ""
+
+
+@dataclass
+class Timeline:
+    """A step on the clock: its length, what each rank computed, and what it waited for, by group."""
+
+    seconds: float
+    compute: dict[int, float]
+    exposed: dict[int, dict[str, float]]
+    slices: list[Slice]
+
+
+class Clock(Play):
+    """`Play`, with a clock on every rank."""
+
+    def __init__(self, runs: Mapping[int, Recorded], twin: Twin, backend: str, cluster: Cluster) -> None:
+        super().__init__(runs, twin, backend)
+        self.cluster = cluster
+        self.now: dict[int, float] = dict.fromkeys(runs, 0.0)
+        self.begun: dict[tuple[int, int], float] = {}  # (rank, op) -> when this rank started it
+        self.ends: dict[tuple[int, int], float] = {}
+        self.free: dict[tuple[int, Group], float] = defaultdict(float)  # when the group's last one is done, by rank
+        self.compute: dict[int, float] = dict.fromkeys(runs, 0.0)
+        self.exposed: dict[int, dict[str, float]] = {rank: defaultdict(float) for rank in runs}
+        self.slices: list[Slice] = []
+
+    def start(self, rank: int, index: int) -> None:
+        self.work(rank)
+        self.begun[rank, index] = self.now[rank]
+        super().start(rank, index)
+
+    def work(self, rank: int) -> None:
+        run, place = self.runs[rank], self.at[rank]
+        seconds = run.busy[place] if place < len(run.busy) else 0.0
+        if seconds:
+            begin = self.now[rank]
+            self.now[rank] += seconds
+            self.compute[rank] += seconds
+            self.slices.append(Slice(rank, "compute", "compute", begin, self.now[rank]))
+
+    def arrive(self, both_sides: list[tuple[int, int]]) -> None:
+        super().arrive(both_sides)
+        rank, index = both_sides[0]
+        op = self.runs[rank].ops[index]
+        if index < self.runs[rank].step_from:  # the model is being built: no time passes
+            self.ends.update(dict.fromkeys(both_sides, 0.0))
+            return
+        lines = [(r, op.group) for r, _ in both_sides]
+        begin = max(
+            [*(self.begun[each] for each in both_sides), *(self.free[line] for line in lines if op.peer is None)]
+        )
+        end = begin + self.seconds(rank, index)
+        for each, line in zip(both_sides, lines, strict=True):
+            self.ends[each] = end
+            if op.peer is None:
+                self.free[line] = end
+            if end > begin:
+                mine = self.runs[each[0]].ops[each[1]]
+                lane = self.runs[each[0]].names.get(op.group, "a group")
+                self.slices.append(Slice(each[0], lane, mine.name, begin, end, f"{op.bytes:,} bytes, {at(mine)}"))
+
+    def seconds(self, rank: int, index: int) -> float:
+        """What plan_time.py says for this collective or message between just these ranks."""
+        op = self.runs[rank].ops[index]
+        ranks = op.group[1]
+        if len(ranks) == 1:
+            return 0.0
+        if op.peer is not None:
+            return self.cluster.seconds(Flow("send", "", op.bytes, 2), abs(ranks[op.peer] - rank))
+        name = "all_gather" if op.name == "broadcast" else op.name
+        return self.cluster.seconds(Flow(name, "", op.bytes, len(ranks)), ranks[1] - ranks[0])
+
+    def passed(self, rank: int, starts: bool, index: int) -> None:
+        if starts:
+            return
+        self.work(rank)
+        late = self.ends[rank, index] - self.now[rank]
+        if late > 0:
+            op = self.runs[rank].ops[index]
+            lane = self.runs[rank].names.get(op.group, "a group")
+            self.exposed[rank][lane] += late
+            end = self.ends[rank, index]
+            self.slices.append(Slice(rank, "waits", lane, self.now[rank], end, f"for {op.name}, {at(op)}"))
+            self.now[rank] = self.ends[rank, index]
+
+
+def on_the_clock(runs: Mapping[int, Recorded], twin: Twin, backend: str, cluster: Cluster) -> Timeline:
+    """Play programs that were recorded with this cluster, and that match. ValueError if they do not."""
+    clock = Clock(runs, twin, backend, cluster)
+    finding = clock.run()
+    if finding:
+        raise ValueError(finding.text)
+    return Timeline(max(clock.now.values()), clock.compute, clock.exposed, clock.slices)
+
+
+def write_trace(timeline: Timeline, runs: Mapping[int, Recorded], path: Path) -> None:
+    """A Chrome trace, which https://ui.perfetto.dev opens: a process for each rank that was run, a thread for what it
+    computes, one for its waits and one for each of its groups."""
+    events: list[dict[str, Any]] = []
+    lanes: dict[tuple[int, str], int] = {}
+    for piece in timeline.slices:
+        lane = lanes.setdefault((piece.rank, piece.lane), 0 if piece.lane == "compute" else len(lanes) + 1)
+        event = {"name": piece.name, "ph": "X", "pid": piece.rank, "tid": lane}
+        event |= {"ts": 1e6 * piece.begin, "dur": 1e6 * (piece.end - piece.begin), "args": {"note": piece.note}}
+        events.append(event)
+    for rank, run in runs.items():
+        where = ", ".join(f"{axis} {place}" for axis, place in run.place.items())
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} ({where})"}})
+    for (rank, name), lane in lanes.items():
+        events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}})
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

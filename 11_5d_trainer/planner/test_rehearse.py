@@ -1,0 +1,538 @@
+"""The rehearsal held against ranks that really run, and against mistakes that it has to find and name."""
+
+import dataclasses
+import gc
+import json
+import re
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import chapters  # noqa: E402, F401  finds the chapters below
+import context_ring  # noqa: E402
+import gradient_reducers  # noqa: E402
+import mesh as mesh_module  # noqa: E402
+import parallel_linear  # noqa: E402
+import pipeline_executor  # noqa: E402
+import pytest  # noqa: E402
+import rank as rank_module  # noqa: E402
+import rehearse as rehearse_module  # noqa: E402
+import rehearse_rank  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from _plan_meter import TEXT, even_load, held  # noqa: E402
+from data import Sampler  # noqa: E402
+from harness.meter import communication, peak_memory  # noqa: E402
+from harness.ranks import run_ranks  # noqa: E402
+from llama import LLAMA3_70B, LlamaConfig  # noqa: E402
+from options import Config, UsageError  # noqa: E402
+from plan_memory import Layout  # noqa: E402
+from plan_time import Cluster  # noqa: E402
+from plan_traffic import by_collective, flows  # noqa: E402
+from rehearse import main, rehearse, twins  # noqa: E402
+from rehearse_match import Finding, differ, match  # noqa: E402
+from rehearse_rank import Op, Recorded  # noqa: E402
+from rehearse_time import on_the_clock  # noqa: E402
+
+SIZES = LlamaConfig(vocab_size=256, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
+BASE = {"seq_len": 16, "global_batch": 8, "micro_batch": 2, "device": "cpu", "preset": "tiny", "kernels": "torch"}
+EVEN = dataclasses.replace(SIZES, vocab_size=2, hidden=64, intermediate=256, layers=4)  # next to nothing at the ends
+SP = {"sequence_parallel": True}
+
+
+def config(**words):
+    return Config(**BASE | words)
+
+
+# ----------------------------------------------------------------------------------------- beside ranks that really run
+
+REAL = [
+    (1, {"recompute": "full"}),
+    (1, {"experts": 4, "micro_batch": 4}),
+    (2, {"zero": 2}),
+    (2, {"zero": 3}),
+    (2, {"tp": 2, **SP}),
+    (2, {"cp": 2, "cp_kind": "zigzag"}),
+    (2, {"cp": 2, "cp_kind": "ulysses", "recompute": "selective"}),
+    (2, {"pp": 2, "schedule": "zb-h1"}),
+    (2, {"experts": 4, "ep": 2}),
+    (4, {"zero": 2, "precision": "bf16-master"}),
+    (4, {"pp": 2, "tp": 2, "zero": 1, **SP}),
+    (4, {"pp": 2, "schedule": "dualpipe", "micro_batch": 1}),
+]
+
+
+def really(words):
+    """(events of a step, bytes sent, bytes held, peak of a step) of this rank, on gloo, by the harness's meter."""
+    with even_load():
+        me = rank_module.make_rank(Config(**words), SIZES, torch.device("cpu"))
+        dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
+        sampler = Sampler(TEXT, me.config.seq_len, SIZES.vocab_size, 0)
+        batches = sampler.step(me.config.micro_batch, me.config.accumulation(dp), place, dp)
+        rank_module.train_step(me, batches)  # makes the optimizer's states
+        with communication() as sent:
+            rank_module.train_step(me, batches)
+        peaks = []
+        for _ in range(5):  # gloo may hold a message a moment longer, which only adds: the least is the trainer's own
+            me.engine.zero_grad()
+            gc.collect()
+            with peak_memory() as memory:
+                rank_module.train_step(me, batches)
+            peaks.append(memory.peak)
+    return sent.events, {name: count for name, count in sent.sent.items() if count}, held(me), min(peaks)
+
+
+@pytest.mark.turn(6)
+@pytest.mark.parametrize(("ranks", "words"), REAL)
+def test_collectives_and_bytes_are_those_of_ranks_that_really_run(ranks, words):
+    measured = run_ranks(ranks, really, BASE | words, timeout=200.0)
+    done = rehearse(config(**words), SIZES, ranks, backend="gloo", all_ranks=True)
+    assert done.finding is None, done.finding
+    for rank, (events, sent, kept, peak) in enumerate(measured):
+        run = done.runs[rank]
+        mine = [(op.name, op.bytes, len(op.group[1])) for op in run.ops[run.step_from :]]
+        for k, (a, b) in enumerate(zip(mine, events, strict=False)):
+            assert a == b, f"rank {rank}, collective {k} of the step: rehearsed {a}, the meter saw {b}"
+        assert len(mine) == len(events), f"rank {rank}: {len(mine)} collectives rehearsed, {len(events)} seen"
+        assert dict(run.sent()) == sent, f"rank {rank}"
+        bytes_ = dict(run.bytes)
+        assert bytes_.pop("activations and buffers") == peak, f"rank {rank}: the peak of a step"
+        assert bytes_ == kept, f"rank {rank}"
+
+
+# ---------------------------------------------------------------------------------------------- mistakes that are found
+
+
+def skip(call, when):
+    """`call`, but not the time that is numbered `when`."""
+    count = iter(range(10**6))
+
+    def wrapped(x, *rest, **more):
+        return x.clone() if next(count) == when else call(x, *rest, **more)
+
+    return wrapped
+
+
+def with_group(name, other):
+    plain = mesh_module.make_mesh
+
+    def make(*given):
+        mesh = plain(*given)
+        return dataclasses.replace(mesh, groups=mesh.groups | {name: mesh.groups[other]})
+
+    return make
+
+
+def first_receive(self, tensor):
+    received = torch.empty_like(tensor)
+    dist.irecv(received, group=self.group, group_src=(self.rank - 1) % self.size).wait()
+    return [dist.isend(tensor, group=self.group, group_dst=(self.rank + 1) % self.size)], tensor, received
+
+
+def backwards(self, tensor):
+    received = torch.empty_like(tensor)
+    send = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(self.rank - 1) % self.size)
+    receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank + 1) % self.size)
+    return dist.batch_isend_irecv([send, receive]), tensor, received
+
+
+def send_first(tensor, peer, group):
+    theirs = torch.empty_like(tensor)
+    works = [dist.isend(tensor, group=group, group_dst=peer), dist.irecv(theirs, group=group, group_src=peer)]
+    for work in works:
+        work.wait()
+    return theirs
+
+
+def one_sum_more(engine, model, mesh, *given):
+    dist.all_reduce(torch.zeros(1, device="meta"), group=mesh.groups["data"], async_op=True)
+    return PLAIN_CLIP(engine, model, mesh, *given)
+
+
+PLAIN_CLIP, PLAIN_BUILD, PLAIN_ENGINE = rank_module.clip_gradients, rank_module.build, rank_module.make_engine
+PLAIN_CUT, PLAIN_MEMBERS, PLAIN_BROADCAST = gradient_reducers.cut_into_buckets, mesh_module.members, dist.broadcast
+PLAIN_PASS, PLAIN_COUNT, PLAIN_ISEND = rank_module.Rank.forward_and_backward, Config.accumulation, dist.isend
+ONE, LAST, ALL = {1}, {3}, {0, 1, 2, 3}
+
+# what: ranks, layout, backend, (ranks that do it, where, what, by what), kind of finding, words that it must have
+PLANTED = {
+    "a rank skips a sum": (
+        2, {"tp": 2}, "nccl",
+        (ONE, parallel_linear, "all_reduce", lambda: skip(parallel_linear.all_reduce, 2)),
+        ("mismatch", "deadlock"), r"parallel_linear\.py:\d+ in all_reduce",
+    ),
+    "a rank leaves out the last sum": (
+        2, {}, "nccl", (ONE, rank_module, "clip_gradients", lambda: lambda *_: 1.0),
+        ("deadlock",), r"rank 0 waits in all_reduce.*engine\.py:\d+ in clip_gradients.*rank 1 has ended without it",
+    ),
+    "buckets leave in another order": (
+        2, {"bucket_mib": 0.01}, "nccl",
+        (ONE, gradient_reducers, "cut_into_buckets", lambda: lambda *given: PLAIN_CUT(*given)[::-1]),
+        ("mismatch", "deadlock"), r"gradient_reducers\.py:\d+ in (launch|finish)",
+    ),
+    "another group": (
+        4, {"tp": 2}, "nccl", (LAST, rank_module, "make_mesh", lambda: with_group("replica", "world")),
+        ("deadlock",), r"a circle of.*rank 3 waits in all_reduce.*in (world|replica)",
+    ),
+    "another dtype": (
+        2, {}, "nccl",
+        (ONE, rank_module.Rank, "forward_and_backward", lambda: lambda me, *rest: PLAIN_PASS(me, *rest).float()),
+        ("mismatch",), r"dtypes differ.*1 x float64.*train_step.*1 x float32.*train_step",
+    ),
+    "one micro-batch more": (
+        2, {"tp": 2}, "nccl", (ONE, Config, "accumulation", lambda: lambda me, dp: PLAIN_COUNT(me, dp) + 1),
+        ("deadlock",), r"a circle of 2.*clip_gradients.*all_reduce.*parallel_linear\.py:\d+ in all_reduce",
+    ),
+    "one micro-batch more in a pipeline": (
+        2, {"pp": 2}, "nccl", (ONE, Config, "accumulation", lambda: lambda me, dp: PLAIN_COUNT(me, dp) + 1),
+        ("deadlock",), r"rank 1 waits in recv.*pipeline_executor\.py:\d+.*for rank 0",
+    ),
+    "everybody receives before it sends": (
+        4, {"cp": 4, "cp_kind": "ring"}, "gloo", (ALL, context_ring.Ring, "post", lambda: first_receive),
+        ("deadlock",), r"a circle of 4 rank\(s\).*rank 0 waits in recv.*from rank 3",
+    ),
+    "a rank sends the other way round": (
+        4, {"cp": 4, "cp_kind": "ring"}, "nccl", (LAST, context_ring.Ring, "post", lambda: backwards),
+        ("deadlock",), r"rank \d waits in (recv|send).*context_ring\.py",
+    ),
+    "groups are made in another order": (
+        2, {"tp": 2}, "nccl",
+        (ONE, mesh_module, "members", lambda: lambda *given: dict(reversed(PLAIN_MEMBERS(*given).items()))),
+        ("groups",), r"group that is made is not the same.*mesh\.py:\d+ in make_mesh",
+    ),
+    "rows for experts that nobody expects": (
+        2, {"experts": 4, "ep": 2}, "nccl",
+        (ONE, rehearse_rank, "in_turn", lambda: lambda tokens, top_k, experts: torch.zeros(tokens, top_k).long()),
+        ("mismatch",), r"sent for.*all_to_all.*expert_dispatch\.py:\d+ in exchange_rows",
+    ),
+    "buckets of another size": (
+        2, {"zero": 1}, "nccl",
+        (ONE, rank_module, "make_engine", lambda: lambda *given: PLAIN_ENGINE(*given[:4], 10000, *given[5:])),
+        ("mismatch",), r"sizes differ.*broadcast.*zero_stages\.py:\d+ in flatten",
+    ),
+    "one rank recomputes": (
+        2, {"tp": 2}, "nccl",
+        (ONE, rank_module, "build", lambda: lambda *given, **more: PLAIN_BUILD(*given, **more | {"recompute": "full"})),
+        ("mismatch", "deadlock"), r"parted at the.*parallel_linear\.py",
+    ),
+    "both send first to each other": (
+        2, {"pp": 2}, "nccl", (ONE, pipeline_executor, "exchange", lambda: send_first),
+        ("deadlock",), r"on nccl.*pipeline_executor\.py:\d+ in exchange",
+    ),
+    "a narrower message": (
+        2, {"pp": 2}, "nccl",
+        ({0}, dist, "isend", lambda: lambda x, *r, **m: PLAIN_ISEND(x.bfloat16() if x.dim() > 1 else x, *r, **m)),
+        ("mismatch",), r"not what is received.*send of [\d,]+ x bfloat16.*recv of [\d,]+ x float32",
+    ),
+    "another root": (
+        2, {}, "nccl",
+        (ONE, dist, "broadcast", lambda: lambda x, **m: PLAIN_BROADCAST(x, **m | {"group_src": 1})),
+        ("mismatch",), r"broadcast \(root 0\).*broadcast \(root 1\)",
+    ),
+    "a sum that nobody waits for": (
+        2, {}, "nccl", (ONE, rank_module, "clip_gradients", lambda: one_sum_more),
+        ("left over",), r"rank 1 all_reduce \(sum\) of 1 x float32 in data.*rank 0 never calls it; its last",
+    ),
+}  # fmt: skip
+
+
+def with_planted(what):
+    ranks, words, backend, (who, where, name, by), *_ = PLANTED[what]
+
+    def before(rank):
+        stack = ExitStack()
+        if rank in who:
+            stack.enter_context(patch.object(where, name, by()))
+        return stack
+
+    return rehearse(config(**words), SIZES, ranks, backend=backend, all_ranks=True, before=before)
+
+
+@pytest.mark.turn(6)
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_mistake_is_found_and_both_sides_are_named(what):
+    *_, kinds, words = PLANTED[what]
+    finding = with_planted(what).finding
+    assert finding is not None, what
+    assert finding.kind in kinds, finding
+    assert re.search(words, finding.text, re.DOTALL), finding.text
+    assert len(re.findall(r"\w+\.py:\d+ in \w+", finding.text)) >= 2, finding.text
+
+
+def test_where_nccl_waits_in_a_circle_gloo_goes_on():
+    ranks, words, _, (_, where, name, by), *_ = PLANTED["both send first to each other"]
+    with patch.object(where, name, by()):
+        assert rehearse(config(**words), SIZES, ranks, backend="gloo", all_ranks=True).finding is None
+
+
+# ---------------------------------------------------------------------------------------------------------------- twins
+
+
+def programs_of(run):
+    return [(op.name, op.numel, op.dtype, op.detail, len(op.group[1]), op.lines) for op in run.ops], run.program
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"pp": 2, "tp": 2, "zero": 1, **SP},
+        {"cp": 2, "cp_kind": "zigzag", "tp": 2, "zero": 2},
+        {"cp": 2, "cp_kind": "ring", "zero": 3},
+        {"experts": 4, "ep": 4, "zero": 1, "micro_batch": 1},
+    ],
+)
+def test_a_rank_does_what_its_twin_does(words):
+    done = rehearse(config(**words), SIZES, 8, all_ranks=True)
+    few = rehearse(config(**words), SIZES, 8)
+    twin = twins(config(**words), SIZES, 8)
+    assert few.runs.keys() == {twin(rank) for rank in range(8)}
+    assert done.finding is None
+    assert few.finding is None
+    for rank, run in done.runs.items():
+        assert programs_of(run) == programs_of(few.runs[twin(rank)]), f"rank {rank} and rank {twin(rank)}"
+        assert run.bytes == few.runs[twin(rank)].bytes, f"rank {rank} and rank {twin(rank)}"
+
+
+def test_every_stage_is_run_and_of_a_ring_every_place():
+    words = {"pp": 2, "cp": 2, "tp": 2}
+    for kind, want in (("zigzag", {0, 8}), ("ulysses", {0, 8}), ("ring", {0, 2, 8, 10})):
+        twin = twins(config(**words, cp_kind=kind), SIZES, 16)
+        assert {twin(rank) for rank in range(16)} == want, kind
+        assert all(twin(twin(rank)) == twin(rank) for rank in range(16))
+
+
+# --------------------------------------------------------------------------------------------------- the match, by hand
+
+
+def op(name, ranks, numel=4, peer=None, dtype=torch.float32, splits=None):
+    return Op(name, (1, ranks), numel, dtype, "", peer, splits, (("a.py", 1, "f"), None))
+
+
+def run_of(rank, *steps):
+    """A rank that starts and waits for each of these in turn; in a tuple, it starts all before it waits for one."""
+    ops, program = [], []
+    for step in steps:
+        some = step if isinstance(step, tuple) else (step,)
+        program += [(True, len(ops) + i) for i in range(len(some))] + [(False, len(ops) + i) for i in range(len(some))]
+        ops += some
+    return Recorded(rank, {"pp": 0}, {}, [], ops, program, {})
+
+
+def test_two_ranks_that_each_wait_for_the_others_group_are_a_circle_and_started_both_they_are_not():
+    a, b = op("all_reduce", (0, 1)), dataclasses.replace(op("all_reduce", (0, 1)), group=(2, (0, 1)))
+    crossed = match({0: run_of(0, a, b), 1: run_of(1, b, a)})
+    assert crossed is not None
+    assert crossed.kind == "deadlock"
+    assert "a circle of 2" in crossed.text
+    assert match({0: run_of(0, (a, b)), 1: run_of(1, (b, a))}) is None
+
+
+def test_messages_between_two_ranks_are_matched_in_order_and_a_batch_has_none():
+    pair = (0, 1)
+    send, receive = (lambda n, peer: op("send", pair, n, peer)), (lambda n, peer: op("recv", pair, n, peer))
+    assert match({0: run_of(0, send(3, 1), send(5, 1)), 1: run_of(1, receive(3, 0), receive(5, 0))}) is None
+    swapped = match({0: run_of(0, send(3, 1), send(5, 1)), 1: run_of(1, receive(5, 0), receive(3, 0))})
+    assert swapped is not None
+    assert swapped.kind == "mismatch"
+    narrow = {0: run_of(0, op("send", pair, 3, 1, torch.bfloat16)), 1: run_of(1, receive(3, 0))}
+    assert match(narrow).kind == "mismatch"
+    both = [run_of(rank, (send(4, 1 - rank), receive(4, 1 - rank))) for rank in (0, 1)]
+    assert match(dict(enumerate(both)), backend="gloo") is None
+    assert match(dict(enumerate(both)), backend="nccl").kind == "deadlock"
+    for run in both:
+        for each in run.ops:
+            each.batch = 1
+    assert match(dict(enumerate(both)), backend="nccl") is None
+
+
+def test_two_ranks_that_wait_for_their_sends_before_they_receive_are_a_circle():
+    """gloo may take small messages at once; whoever counts on it waits for good when they are large, or on nccl."""
+    both = {r: run_of(r, op("send", (0, 1), peer=1 - r), op("recv", (0, 1), peer=1 - r)) for r in (0, 1)}
+    assert match(both, backend="gloo").kind == "deadlock"
+
+
+def test_groups_have_to_be_made_in_the_same_order_by_all():
+    a, b = (((0, 1), ("mesh.py", 1, "f")), ((0,), ("mesh.py", 2, "f")))
+    runs = {rank: run_of(rank) for rank in (0, 1)}
+    runs[0].made, runs[1].made = [a, b], [a, b]
+    assert match(runs) is None
+    runs[1].made = [b, a]
+    assert match(runs).kind == "groups"
+    runs[1].made = [a]
+    assert "no more groups" in match(runs).text
+
+
+def test_a_message_to_a_rank_that_was_not_run_meets_the_one_of_its_twin():
+    ring = tuple(range(8))
+
+    def turn(step, back):
+        return run_of(0, (op("send", ring, peer=step % 8), op("recv", ring, peer=-back % 8)))
+
+    assert match({0: turn(1, 1)}, lambda rank: 0, "gloo") is None
+    assert match({0: turn(1, 3)}, lambda rank: 0, "gloo").kind == "deadlock"
+
+
+def test_an_all_to_all_compares_what_each_pair_sends_and_takes():
+    a = op("all_to_all", (0, 1), splits=([1, 3], [1, 2]))
+    assert differ(a, op("all_to_all", (0, 1), splits=([2, 5], [3, 5])), 0, 1) == ""
+    assert "3 sent for 4" in differ(a, op("all_to_all", (0, 1), splits=([2, 5], [4, 5])), 0, 1)
+    assert differ(a, op("all_to_all", (0, 1), splits=([1, 5], [3, 5])), 0, 1)
+
+
+def test_a_collective_that_a_rank_starts_and_never_waits_for_is_left_over():
+    lonely = run_of(0, op("all_reduce", (0, 1)))
+    lonely.program.pop()
+    found = match({0: lonely, 1: run_of(1)})
+    assert found is not None
+    assert found.kind == "left over"
+
+
+# ------------------------------------------------------------------------------------------------------- the clock
+
+
+def cluster(**more):
+    """One GPU a node, a byte or FLOP a second, no latency: times by hand."""
+    words = dict(name="", gpus_per_node=1, nodes=9, memory_gb=1, peak_tflops=1e-12, memory_gb_per_s=1e-9)
+    words |= dict(inside_gb_per_s=1e-9, outside_gb_per_s=1e-9, latency_us=0, source="", ceiling=1.0, half=0.0)
+    return Cluster(**words | more)
+
+
+def timed(rank, *entries):
+    """A rank whose program is [seconds of compute, op or index of the op to wait for]."""
+    ops, program = [], []
+    for _, entry in entries:
+        program.append((isinstance(entry, Op), entry if not isinstance(entry, Op) else len(ops)))
+        ops += [entry] if isinstance(entry, Op) else []
+    return Recorded(rank, {"pp": 0}, {}, [], ops, program, {}, busy=[seconds for seconds, _ in entries])
+
+
+def test_a_collective_hides_behind_what_is_computed_before_its_wait_and_the_rest_is_exposed():
+    """An all-reduce of 8 bytes on 2 ranks sends 8 bytes: 8 seconds. Rank 1 starts it last, at 5."""
+    ranks = {
+        0: timed(0, (3, op("all_reduce", (0, 1), numel=2)), (1, 0)),
+        1: timed(1, (5, op("all_reduce", (0, 1), numel=2)), (6, 0)),
+    }
+    timeline = on_the_clock(ranks, lambda rank: rank, "nccl", cluster())
+    assert timeline.seconds == 13
+    assert timeline.compute == {0: 4, 1: 11}
+    assert [sum(timeline.exposed[rank].values()) for rank in (0, 1)] == [13 - 4, 13 - 11]
+    sums = [(piece.begin, piece.end) for piece in timeline.slices if piece.name == "all_reduce"]
+    assert sums == [(5, 13), (5, 13)]
+
+
+def test_collectives_of_one_group_come_one_after_the_other_and_of_two_groups_at_once():
+    a = op("all_reduce", (0, 1), numel=2)
+    b = dataclasses.replace(a, group=(2, (0, 1)))
+    for second, seconds in ((dataclasses.replace(a), 16), (b, 8)):
+        both = {rank: timed(rank, (0, a), (0, second), (0, 0), (0, 1)) for rank in (0, 1)}
+        assert on_the_clock(both, lambda rank: rank, "nccl", cluster()).seconds == seconds
+
+
+def test_with_free_messages_the_bubble_of_1f1b_is_that_of_its_formula():
+    """p = 4 stages that take equally long, m = 8 micro-batches: (m + p - 1) / m of what one rank computes."""
+    done = rehearse(
+        config(pp=4, micro_batch=1, seq_len=64), EVEN, 4, cluster=cluster(inside_gb_per_s=1e9, outside_gb_per_s=1e9)
+    )
+    busiest = max(done.timeline.compute.values())
+    assert done.timeline.seconds / busiest == pytest.approx((8 + 3) / 8, rel=0.06)
+
+
+def test_the_trace_has_a_slice_for_every_collective_that_takes_time(tmp_path, capsys):
+    given = ["--ranks", "4", "--seq-len", "16", "--micro-batch", "1", "--global-batch", "4", "--pp", "2"]
+    assert main([*given, "--trace", str(tmp_path / "t.json")]) == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {0, 2}
+    sends = [event for event in slices if lanes[event["pid"], event["tid"]] == "pp"]
+    assert Counter(event["name"] for event in sends) == {"send": 4, "recv": 4}  # 2 micro-batches, there and back
+    for lane in lanes:  # one after the other in each lane
+        ends = 0.0
+        for event in slices:
+            if (event["pid"], event["tid"]) == lane and lanes[lane] in ("compute", "world"):
+                assert event["ts"] >= ends - 1e-6
+                ends = event["ts"] + event["dur"]
+    capsys.readouterr()
+    assert main([*given, "--trace", str(tmp_path / "no" / "t.json")]) == 2
+    assert re.fullmatch(r"rehearse.py: --trace .*t.json cannot be written to .*\n", capsys.readouterr().err)
+
+
+# -------------------------------------------------------------------------------------------------------- large and bad
+
+
+def test_memory_of_attention_grows_with_the_sequence_and_not_with_its_square():
+    peaks = [
+        rehearse(config(seq_len=length, global_batch=2), SIZES, 1).runs[0].bytes["activations and buffers"]
+        for length in (256, 512)
+    ]
+    assert peaks[1] < 2.1 * peaks[0]
+
+
+@pytest.mark.prove
+def test_70b_on_512_ranks_sends_what_the_planner_says_and_nothing_is_allocated():
+    words = dict(seq_len=8192, global_batch=64, micro_batch=1, tp=8, pp=4, zero=1, precision="bf16-master", **SP)
+    given = Config(**words)
+    done = rehearse(given, LLAMA3_70B, 512)
+    assert done.finding is None
+    assert len(done.runs) == 4
+    layout = Layout.of(given, LLAMA3_70B, 512)
+    for run in done.runs.values():
+        want = by_collective(flows(LLAMA3_70B, None, layout, run.place["pp"]))
+        assert dict(run.sent()) == {what: pytest.approx(count, abs=0.5) for what, count in want.items()}
+
+
+def test_the_command_prints_the_table_and_pass(capsys):
+    code = main(["--ranks", "4", "--seq-len", "16", "--micro-batch", "1", "--global-batch", "4", "--tp", "2"])
+    said = capsys.readouterr().out
+    assert code == 0
+    assert "1 distinct program(s)" in said
+    assert said.splitlines()[-1] == "PASS"
+
+
+def test_a_finding_is_printed_and_the_exit_code_is_1(capsys):
+    with patch.object(rehearse_module, "match", lambda *_: Finding("deadlock", "rank 0 waits for rank 1")):
+        assert main(["--ranks", "1", "--seq-len", "16", "--global-batch", "8"]) == 1
+    printed = capsys.readouterr()
+    assert "deadlock: rank 0 waits for rank 1" in printed.err
+    assert "PASS" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("--tp 3", "--tp 3 does not divide|--tp 3 x"),
+        ("--precision bf16 --micro-batch 1", "--precision bf16 cannot be rehearsed"),
+        ("--fpdt-chunks 2 --micro-batch 1", "--fpdt-chunks 2 cannot be rehearsed"),
+        ("--experts 4 --capacity 1.5 --micro-batch 1", "--capacity 1.5 cannot be rehearsed"),
+        ("--kernels triton --micro-batch 1", "--kernels triton cannot be rehearsed"),
+        ("--model gpt-9", "--model gpt-9 is unknown"),
+        ("--ranks 0", "--ranks 0 must be at least 1"),
+        ("--no-such-option 7", "--no-such-option"),
+        ("--backend mpi", "--backend"),
+        ("--model llama3-8b --preset tiny", "--preset tiny is not --model llama3-8b"),
+        ("--plan --cluster nowhere", "--cluster nowhere is no file"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(given, words, capsys):
+    assert main(given.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1, printed.err
+    assert re.search(words, printed.err), printed.err
+
+
+def test_what_was_put_in_place_of_something_is_taken_away_again_also_after_an_error():
+    before = [dist.new_group, dist.get_backend, torch.autocast, torch.UntypedStorage.resize_, rank_module.train_step]
+    with patch.object(rank_module, "train_step", side_effect=KeyError), pytest.raises(KeyError):
+        rehearse(config(), SIZES, 2)
+    now = [dist.new_group, dist.get_backend, torch.autocast, torch.UntypedStorage.resize_, rank_module.train_step]
+    assert now == before
+    assert not dist.is_initialized()
+    with pytest.raises(UsageError):
+        rehearse(config(precision="bf16"), SIZES, 2)
