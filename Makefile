@@ -57,6 +57,12 @@ fuzz: $(READY)  ## many layouts of the trainer against one rank, and twenty rank
 	$(PY) 11_5d_trainer/fuzz.py --table
 	$(PY) 11_5d_trainer/fuzz.py --kills 20
 
+.PHONY: rehearse
+rehearse: $(READY)  ## rehearse four plans without a GPU: 8B on 64, 70B on 512, Mixtral on 256, 405B on 16,384 ranks
+	@set -e; for run in "llama3-8b --ranks 64" "llama3-70b --ranks 512" "mixtral-8x7b --ranks 256" \
+	  "llama3-405b --ranks 16384 --tokens 16777216"; do echo "== $$run"; \
+	  $(PY) 11_5d_trainer/planner/rehearse.py --model $$run --plan --processes 2; done
+
 lint: $(READY)  ## ruff (rules and format), and mypy on the harness and the trainer
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

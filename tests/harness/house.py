@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "11_5d_trainer"
 CHAPTERS = sorted(folder for folder in ROOT.glob("[01][0-9]_*") if folder != TRAINER)
 NOT_A_SCRIPT = re.compile(r"test_|bench_|conftest|_")
-FLOORS = ("", "in_depth", "tests", "bench")  # the rooms of a chapter or of the trainer in which files of Python lie
+FLOORS = ("", "in_depth", "tests", "bench", "planner")  # the rooms in which files of Python lie
 
 
 def files(pattern: str, folder: Path | None = None) -> list[Path]:

@@ -303,7 +303,7 @@ def main() -> int:
         except (OSError, ValueError) as error:
             print(f"report.py: {error}", file=sys.stderr)
             return 2
-    for readme in [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]:
+    for readme in [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *ROOT.glob("*/planner/README.md")]:
         old = readme.read_text()
         new = filled(readme)
         if new != old:
