@@ -270,6 +270,7 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         if stopped:
             break
     saver.finish()
+    me.engine.arrive()
     watch.end()
     if stopped:
         return log.lines
