@@ -14,6 +14,9 @@ import checkpoint
 import fuzz
 import launch
 import pytest
+import torch
+import torch.distributed as dist
+import train
 from harness.ranks import run_ranks
 from test_train import free_port
 
@@ -61,6 +64,18 @@ def test_ranks_have_ten_minutes_to_save_or_what_was_asked_for(monkeypatch):
     assert launch.arguments(["--shutdown-timeout", "7", *words]).shutdown_timeout == 7
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "540")
     assert launch.arguments(words).shutdown_timeout == 540
+
+
+def test_ranks_that_start_again_do_not_find_what_the_dead_have_written_into_torchruns_store(monkeypatch):
+    given, agents = [], dist.HashStore()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(train, "rendezvous", lambda *_, **__: iter([(agents, 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: given.append(store))
+    for start in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        train.connect(torch.device("cpu"), 60.0)
+    given[0].set("address", "of one who dies")
+    assert given[0].check(["address"]) and not given[1].check(["address"])
 
 
 SCRIPT = """
@@ -126,7 +141,7 @@ def test_torchrun_starts_all_ranks_again_when_one_dies_and_the_losses_are_those_
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert steps_of(tmp_path / "run") == undisturbed
-    assert "SIGKILL" in said, said
+    assert "exitcode: -9" in said, said
 
 
 @pytest.mark.prove
