@@ -4,6 +4,7 @@ test_train.py has a rank that is killed or stuck from outside, Ctrl-C, and a sin
 twenty deaths.
 """
 
+import importlib
 import json
 import math
 import os
@@ -52,16 +53,17 @@ def test_a_rank_that_dies_at_a_random_step_ends_the_job_and_the_same_command_rec
 
 
 PHASES = {  # what is under way -> the function in which a rank is killed, its call, and which ranks call it
-    "a validation": (train, "validate", 3, (0, 1)),
-    "a vote": (train, "any_rank", 8, (0, 1)),
-    "a share of the state is put together": (train, "share_of_state", 2, (0, 1)),
-    "files are written": (checkpoint.dcp, "save", 2, (0, 1)),
-    "a checkpoint gets its name": (checkpoint, "publish", 2, (0,)),
+    "a validation": ("train", "validate", 3, (0, 1)),
+    "a vote": ("train", "any_rank", 8, (0, 1)),
+    "a share of the state is put together": ("train", "share_of_state", 2, (0, 1)),
+    "files are written": ("torch.distributed.checkpoint", "save", 2, (0, 1)),
+    "a checkpoint gets its name": ("checkpoint", "publish", 2, (0,)),
 }
 
 
 def killed_inside(words, module, name, call, who):
     """Train; rank `who` is killed when it calls this function for the `call`-th time."""
+    module = importlib.import_module(module)
     plain, calls = getattr(module, name), [0]
 
     def deadly(*args, **more):
@@ -101,11 +103,11 @@ def test_a_rank_may_die_while_a_run_goes_on_in_another_layout_and_the_checkpoint
 ):
     folder = tmp_path / "run"
     words = [*fuzz.kill_options(text), "--out", str(folder), "--restart"]
-    dies(words, 1, train, "train_step", 8)
+    dies(words, 1, "train", "train_step", 8)
     there = {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
     assert names(folder)[0] == "step-000003"
     for who in (0, 1):
-        dies([*words, "--zero", "3"], who, train, where, 1)
+        dies([*words, "--zero", "3"], who, "train", where, 1)
         assert {p: p.read_bytes() for p in (folder / "checkpoints").rglob("*") if p.is_file()} == there
     again = fuzz.losses(run_ranks(2, fuzz.run, [*words, "--zero", "3"])[0])
     for step, want in undisturbed.items():
