@@ -4,7 +4,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c .)
-TORCHRUN := $(VENV)/bin/torchrun --standalone --nproc_per_node
+TORCHRUN := $(PY) 11_5d_trainer/launch.py --standalone --nproc_per_node
 ARGS   ?=
 PIP_ARGS ?=
 

@@ -27,6 +27,9 @@ from pipeline_executor import Pipeline
 from schedules import Schedule
 from torch import Tensor, nn
 from zero3 import make_zero
+from zero_hybrid import make_hybrid
+from zero_offload import make_offloaded
+from zero_overlap import make_overlapped
 from zero_stages import ExchangeAndSum
 
 
@@ -80,6 +83,9 @@ class Replicated:
     def step(self) -> None:
         self.optimizer.step()
 
+    def arrive(self) -> None:
+        """Nothing is on its way after a step."""
+
     def load(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> None:
         for p, name in self.names.items():
             p.copy_(weights[name])
@@ -130,6 +136,15 @@ class Together:
     def step(self) -> None:
         for owner in self.owners:
             owner.step()
+
+    def arrive(self) -> None:
+        """Wait for new weights that are still on their way. Before the groups are destroyed."""
+        for owner in self.owners:
+            owner.arrive()
+
+    def local_gradient(self, p: nn.Parameter) -> Tensor | None:
+        """What backwards inside `no_sync` have left on this rank: in `p.grad`, or in stage 1's wider buffer."""
+        return getattr(self.owner[p], "views", {}).get(p, p.grad)
 
 
 class Staged:
@@ -185,8 +200,14 @@ def make_engine(
     bucket_bytes: int,
     hooks: bool = True,
     master: torch.dtype | None = None,
+    variant: str = "",
+    **sums: torch.dtype | None,
 ) -> Together:
-    """The owners of the gradients of `model`. With `hooks=False` the pipeline says when a gradient is complete."""
+    """The owners of the gradients of `model`. With `hooks=False` the pipeline says when a gradient is complete.
+
+    `variant` is one of chapter 03's: "offload", "late gather" or "copies"; `sums` are its reduce_dtype and
+    accumulate_dtype.
+    """
     named = {p: name for name, p in model.named_parameters()}
     experts = set(expert_parameters(model).values()) if mesh.size("ep") > 1 else set()
     owners: list[Any] = []
@@ -203,15 +224,28 @@ def make_engine(
             "hooks": hooks,
             "bucket_bytes": bucket_bytes,
             "master": master,
+            **sums,
         }
-        if dist.get_backend(group) == "gloo":
+        make: Any = {"offload": make_offloaded, "late gather": make_overlapped}.get(variant, make_zero)
+        if variant == "copies":
+            make, group = partial(hybrid, mesh), mesh.groups["shards"]
+        elif dist.get_backend(group) == "gloo":
             options["reduce_scatter"] = ExchangeAndSum
         if stage == 3 and params is not experts:
             options |= {"units": model.model.layers}
             del options["bucket_bytes"]  # a bucket per layer
         # Experts are cut over their own ranks already: at stage 3 they stay where they are, the rest is sharded.
-        owners.append(make_zero(min(stage, 2) if params is experts else stage, model, own, group, **options))
+        owners.append(make(min(stage, 2) if params is experts else stage, model, own, group, **options))
     return Together(owners)
+
+
+def hybrid(mesh: Mesh, stage: int, model: Any, optimizer: Any, shards: dist.ProcessGroup, **options: Any) -> Any:
+    return make_hybrid(model, optimizer, shards, mesh.groups["copies"], stage=stage, **options)
+
+
+def copies_of(owner: Any, mesh: Mesh) -> int:
+    """How many ranks own the same slice of a ZeRO gradient's sum: one, or one in each copy of the model."""
+    return mesh.size("copies") if owner.group is mesh.groups.get("shards") else 1
 
 
 @torch.no_grad()
@@ -226,7 +260,7 @@ def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: flo
     holders = ranks_that_hold(model, mesh)
     squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for owner in engine.owners:
-        copies = dist.get_world_size(owner.group) if isinstance(owner, Replicated) else 1  # ZeRO's slices are unique
+        copies = dist.get_world_size(owner.group) if isinstance(owner, Replicated) else copies_of(owner, mesh)
         for name, piece in owner.gradient_pieces():
             squares += torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2 / (holders[name] * copies)
     dist.all_reduce(squares, group=mesh.groups["world"])
@@ -250,10 +284,13 @@ def own_tensors(owner: Any) -> Iterator[tuple[str, str, Any]]:
             yield name, "weight", p.detach()
             yield from ((name, kind, value) for kind, value in owner.optimizer.state[p].items())
         return
+    owner.arrive()
     for index in range(len(owner.buckets)):
         yield from ((name, "weight", tensor) for name, tensor in owner.whole(index, owner.weight_shard(index)))
+    wider = owner.masters[0].dtype != owner.buckets[0].params[0].dtype  # if not, an offloaded master is the weight
     for states in zero_state.gathered_states(owner):
-        yield from ((name, kind, value) for name, state in states.items() for kind, value in state.items())
+        for name, state in states.items():
+            yield from ((name, kind, value) for kind, value in state.items() if kind != "master" or wider)
 
 
 def whole_tensors(engine: Together, model: Any, mesh: Mesh) -> Iterator[tuple[str, str, Tensor, int]]:
@@ -265,7 +302,7 @@ def whole_tensors(engine: Together, model: Any, mesh: Mesh) -> Iterator[tuple[st
     for name, buffer in state_buffers(model).items():
         yield own_names(model, name, mesh)[0], "weight", buffer, 1
     for owner in engine.owners:
-        parts = mesh.size("data") // dist.get_world_size(owner.group)
+        parts = mesh.size("data") // (dist.get_world_size(owner.group) * copies_of(owner, mesh))
         for name, kind, value in own_tensors(owner):
             if name in model.shared and dist.get_rank(mesh.groups["ends"]) > 0:
                 continue  # tied: the first stage has it too
@@ -336,7 +373,10 @@ def load_full_state(engine: Together, model: nn.Module, mesh: Mesh, full: Mappin
 
     Collective. Of `full` a tensor is asked for when its turn comes, cut to this rank's piece, and dropped.
     """
-    device = next(model.parameters()).device
+    device = {}  # where its optimizer is: beside the weight, or on the host
+    for owner in engine.owners:
+        where = next(iter(owner.names)).device if isinstance(owner, Replicated) else owner.masters[0].device
+        device |= dict.fromkeys(owner.names.values(), where)
     for name, buffer in state_buffers(model).items():
         buffer.copy_(full["weights"][own_names(model, name, mesh)[0]])
 
@@ -345,7 +385,7 @@ def load_full_state(engine: Together, model: nn.Module, mesh: Mesh, full: Mappin
 
         def piece(kind: str) -> Tensor:
             if not zero_state.per_element(kind):
-                return full["optimizer"][names[0]][kind].to(device)  # fused AdamW counts its steps there
+                return full["optimizer"][names[0]][kind].to(device[name])  # fused AdamW counts its steps there
             whole = Lazy(names, lambda each: full["optimizer"][each][kind])
             return cut_tensors(model, whole, mesh, [name])[name]
 

@@ -34,12 +34,14 @@ def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str
         for i, layers in enumerate(held):
             elements[i] += tensor.numel() / share if layer in layers else 0
     bytes_each = WEIGHTS.get(config.precision, torch.float32).itemsize
-    shards = config.dp(world_size) * config.cp * (2 if schedule and len(schedule.placement) == 2 else 1)
-    moments = 2 * max(bytes_each, 4) + (4 if config.precision == "bf16-master" else 0)
-    count = max(elements)
+    all_ranks = config.dp(world_size) * config.cp * (1 + config.mirrored(sizes, world_size))
+    shards = config.zero_shards or all_ranks
+    own_copy = config.precision == "bf16-master" or config.zero_offload
+    moments = (2 + own_copy) * max(bytes_each, 4)
+    count, summed = max(elements), 4 if config.accumulate_dtype == "fp32" else bytes_each
     return {
         "weights": count * bytes_each / (shards if config.zero >= 3 else 1),
-        "gradients": count * bytes_each / (shards if config.zero >= 2 else 1),
+        "gradients": count * summed / (shards if config.zero >= 2 else 1),
         "AdamW's states": count * moments / (shards if config.zero >= 1 else 1),
     }
 
@@ -57,8 +59,14 @@ def memory_of_a_rank(device: torch.device) -> int:
 
 def check_memory(config: Config, sizes: LlamaConfig, world_size: int, device: torch.device) -> None:
     """Raise UsageError, with the estimate, for a model that a rank cannot even hold."""
-    need, have = least_bytes(config, sizes, world_size), memory_of_a_rank(device)
-    if sum(need.values()) > have:
+    need = least_bytes(config, sizes, world_size)
+    places = [(need, device)]
+    if config.zero_offload and device.type == "cuda":  # two memories: a GPU's, and the machine's for the rest
+        places = [({"weights": need.pop("weights")}, device), (need, torch.device("cpu"))]
+    for need, place in places:
+        have = memory_of_a_rank(place)
+        if sum(need.values()) <= have:
+            continue
         what = f"--init {config.init}" if config.init else f"--preset {config.preset}"
         parts = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in need.items())
         raise UsageError(

@@ -17,6 +17,9 @@ Experts are a slice of data x context: the `batch` ranks of a stage, which see d
 
 DualPipe keeps each stage on two ranks, p and pp-1-p: these two hold the same weights, and join the same `data` group.
 
+HSDP (chapter 03) cuts the `data` group once more: `shards` consecutive ranks of it, on one machine, have one copy of
+the model between them, and `copies` are the ranks that hold the same shard of the other copies.
+
 The grid is one tensor, and a group is what remains of it when the other axes are fixed. All groups are made here and
 handed to the techniques as arguments; nothing else asks for the world's size.
 """
@@ -69,13 +72,14 @@ class Mesh:
 
 
 def members(
-    sizes: dict[str, int], ep: int = 1, mirrored: bool = False, split_tokens: bool = False
+    sizes: dict[str, int], ep: int = 1, mirrored: bool = False, split_tokens: bool = False, shards: int = 0
 ) -> dict[str, Tensor]:
     """The ranks of every group of every kind: name -> [groups, ranks of each]. No process group is needed for it.
 
     ep            how many ranks hold the experts once; divides dp x ring x ulysses
     mirrored      two pipelines in opposite directions (DualPipe): ranks p and pp-1-p hold the same weights
     split_tokens  tensor ranks hold different tokens too (sequence parallel)
+    shards        ranks of a `data` group that have one copy of the weights between them; 0: no `shards` and `copies`
     """
     grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     folded = torch.stack([grid[: len(grid) // 2], grid[len(grid) // 2 :].flip(0)]) if mirrored else grid[None]
@@ -94,12 +98,20 @@ def members(
         outside = [i for i in range(len(names)) if i not in inside]
         ranks = math.prod(picture.shape[i] for i in inside)
         found[name] = picture.permute(*outside, *inside).reshape(-1, ranks)
+    if shards:
+        cut = found["data"].unflatten(1, (-1, shards))  # [groups, copies, shards]
+        found |= {"shards": cut.flatten(0, 1), "copies": cut.transpose(1, 2).flatten(0, 1)}
     found["ends"] = grid[[0, -1]].flatten(1).T if len(grid) > 1 else grid.reshape(-1, 1)  # first and last stage
     return found
 
 
 def make_mesh(
-    sizes: dict[str, int], ep: int = 1, mirrored: bool = False, split_tokens: bool = False, timeout: float = 300.0
+    sizes: dict[str, int],
+    ep: int = 1,
+    mirrored: bool = False,
+    split_tokens: bool = False,
+    shards: int = 0,
+    timeout: float = 300.0,
 ) -> Mesh:
     """Lay the whole world out on the grid. Every rank calls it; it makes every group, also those of others.
 
@@ -112,7 +124,7 @@ def make_mesh(
     place = dict(zip(AXES, (grid == me).nonzero()[0].tolist(), strict=True))
     groups: dict[str, dist.ProcessGroup] = {}
     alone: dict[int, dist.ProcessGroup] = {}  # most axes have one rank: one group for all of them
-    for name, ranks in members(sizes, ep, mirrored, split_tokens).items():
+    for name, ranks in members(sizes, ep, mirrored, split_tokens, shards).items():
         for line in ranks.tolist():
             # Collective over the world, so in the same order everywhere.
             if len(line) == 1 and line[0] in alone:
@@ -128,7 +140,9 @@ def make_mesh(
     return Mesh(sizes, place, groups)
 
 
-def picture(sizes: dict[str, int], ep: int = 1, mirrored: bool = False, split_tokens: bool = False) -> str:
+def picture(
+    sizes: dict[str, int], ep: int = 1, mirrored: bool = False, split_tokens: bool = False, shards: int = 0
+) -> str:
     """Who sits where, and every group there is: what `--show-mesh` prints."""
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
@@ -140,7 +154,7 @@ def picture(sizes: dict[str, int], ep: int = 1, mirrored: bool = False, split_to
             brackets = ("[" + " ".join(f"{rank:{width}}" for rank in tensor) + "]" for tensor in row.tolist())
             lines.append(f"  dp {dp}  " + " ".join(brackets))
     lines.append("")
-    for name, ranks in members(sizes, ep, mirrored, split_tokens).items():
+    for name, ranks in members(sizes, ep, mirrored, split_tokens, shards).items():
         if ranks.shape[1] > 1:
             lines.append(
                 f"{name:8} " + "  ".join("{" + " ".join(map(str, sorted(line))) + "}" for line in ranks.tolist())

@@ -25,6 +25,7 @@ from llama import LLAMA3_8B, LLAMA3_70B, Llama, LlamaConfig, Parts, rope_tables
 from mesh import Mesh
 from moe_layer import MoE, MoEConfig, recompute_blocks
 from moe_llama import expert_names, full_name, gather_experts, init_moe
+from overlap import VERSIONS
 from parallel_block import sync_in_backward
 from parallel_linear import TensorParallel, shards
 from parallel_llama import ParallelLlama
@@ -59,6 +60,7 @@ def build(
     moe: MoEConfig | None = None,
     fpdt_chunks: int = 0,
     sequence_parallel: bool = False,
+    tp_overlap: bool = False,
     recompute: str = "none",
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -88,7 +90,8 @@ def build(
         if mesh.sizes["tp"] == 1:
             model: Any = Llama(few, parts, **own_feed_forward)
         else:
-            model = ParallelLlama(few, TensorParallel(tp, sequence_parallel), parts, **own_feed_forward)
+            products = VERSIONS["overlapped"] if tp_overlap else ()
+            model = ParallelLlama(few, TensorParallel(tp, sequence_parallel, *products), parts, **own_feed_forward)
     model.config = model.model.config = sizes
     if mesh.sizes["tp"] == 1:
         model.lm_head.parts = high  # the output layer is not in fp8

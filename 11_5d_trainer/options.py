@@ -21,10 +21,12 @@ from llama import LlamaConfig
 from model import EXPERTS, PRESETS
 from moe_layer import MoEConfig
 from parallel_block import check_sizes
-from parts import AUTOCAST, LAYOUTS, PRECISIONS
+from parts import AUTOCAST, FP8, LAYOUTS, PRECISIONS
 from routing import ROUTERS
 from schedules import SCHEDULES, Schedule
 from schedules import build as build_schedule
+
+WIDTHS = ("weights", "fp32")  # of sums of gradients
 
 
 class UsageError(ValueError):
@@ -67,8 +69,16 @@ class Config:
     bucket_mib: float = option(25.0, "size of a gradient bucket")
     # on which ranks: data parallel is what remains of the world
     zero: int = option(0, "ZeRO stage: what data-parallel ranks hold in shards (chapter 03)", choices=(0, 1, 2, 3))
+    zero_shards: int = option(
+        0, "ranks that share out one copy of the model, of which the others have more (HSDP); 0: all share one", least=0
+    )
+    zero_offload: bool = option(False, "the optimizer, its states and the gradients' sums in host memory (--zero 2, 3)")
+    zero_late_gather: bool = option(False, "new weights travel during the next forward (--zero 1, 2)")
+    reduce_dtype: str = option("weights", "in which ranks sum gradients of --precision bf16-master", choices=WIDTHS)
+    accumulate_dtype: str = option("weights", "in which micro-batches are summed there", choices=WIDTHS)
     tp: int = option(1, "tensor-parallel ranks (chapter 04)", least=1)
     sequence_parallel: bool = option(False, "cut activations between the layers over the tensor-parallel ranks too")
+    tp_overlap: bool = option(False, "tensor-parallel ranks send gradients beside the products of backward")
     cp: int = option(1, "context-parallel ranks, which share each sequence (chapter 05)", least=1)
     cp_kind: str = option("zigzag", "how they share it", choices=tuple(LAYOUTS))
     fpdt_chunks: int = option(0, "run blocks in so many chunks, the others on the host (chapter 08); 0: whole", least=0)
@@ -134,12 +144,17 @@ class Config:
             )
         return world_size // taken
 
-    def layout(self, sizes: LlamaConfig, world_size: int) -> tuple[dict[str, int], int, bool, bool]:
-        """What mesh.py needs: sizes of the axes, expert-parallel ranks, two directions?, tensor ranks' own tokens?"""
+    def layout(self, sizes: LlamaConfig, world_size: int) -> tuple[dict[str, int], int, bool, bool, int]:
+        """What mesh.py needs: sizes of the axes, expert-parallel ranks, two directions?, tensor ranks' own tokens?, and
+        the ranks that share one copy of the model."""
         ring, all_to_all = self.ring_and_ulysses(sizes)
         axes = {"pp": self.pp, "dp": self.dp(world_size), "ring": ring, "ulysses": all_to_all, "tp": self.tp}
+        return axes, self.ep, self.mirrored(sizes, world_size), self.sequence_parallel, self.zero_shards
+
+    def mirrored(self, sizes: LlamaConfig, world_size: int) -> bool:
+        """Whether each stage is on two ranks: pipelines in both directions."""
         schedule = self.pipeline(world_size, sizes.layers)
-        return axes, self.ep, schedule is not None and len(schedule.placement) == 2, self.sequence_parallel
+        return schedule is not None and len(schedule.placement) == 2
 
     def pipeline(self, world_size: int, layers: int) -> Schedule | None:
         """The schedule of the pipeline, checked; None without one."""
@@ -194,6 +209,12 @@ class Config:
         self.check_fpdt(sizes)
         if self.precision == "bf16-master" and self.zero == 0:
             raise UsageError("--precision bf16-master keeps the fp32 weights in ZeRO's shards; add --zero 1, 2 or 3")
+        self.check_zero(self.dp(world_size) * self.cp * (1 + self.mirrored(sizes, world_size)))
+        if self.tp_overlap and self.tp == 1:
+            raise UsageError("--tp-overlap hides what tensor-parallel ranks send, and --tp is 1; use --tp 2 or more")
+        if self.tp_overlap and (self.precision in FP8 or self.precision == "fp16"):
+            what = f"--tp-overlap takes the products of a layer apart, and --precision {self.precision}"
+            raise UsageError(f"{what} has products of its own; use bf16, or leave it out")
         ring, all_to_all = self.ring_and_ulysses(sizes)
         try:
             check_sizes(sizes, self.tp, self.seq_len // self.cp if self.sequence_parallel else 0)
@@ -208,6 +229,39 @@ class Config:
             raise UsageError(f"--cp {self.cp} --cp-kind {self.cp_kind}: {error}") from None
         if self.sequence_parallel and self.tp == 1:
             raise UsageError("--sequence-parallel cuts over tensor-parallel ranks, and --tp is 1; use --tp 2 or more")
+
+    def check_zero(self, ranks: int) -> None:
+        """The variants of ZeRO; `ranks` hold the same weights."""
+        stages = {"--zero-offload": (self.zero_offload, (2, 3)), "--zero-late-gather": (self.zero_late_gather, (1, 2))}
+        stages |= {f"--zero-shards {self.zero_shards}": (self.zero_shards, (1, 2, 3))}
+        wanted = [name for name, (asked, _) in stages.items() if asked]
+        for name in wanted:
+            fits = stages[name][1]
+            if self.zero not in fits:
+                use = f"{', '.join(map(str, fits[:-1]))} or {fits[-1]}"
+                raise UsageError(f"{name} is a variant of ZeRO's stages {use}; use one of them, not --zero {self.zero}")
+        if len(wanted) > 1:
+            raise UsageError(f"{wanted[0]} cannot go with {wanted[1]}: each is a ZeRO of its own; use one of them")
+        if self.zero_shards and ranks % self.zero_shards:
+            fits_too = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            raise UsageError(
+                f"--zero-shards {self.zero_shards} does not divide the {ranks} ranks that hold the same weights; "
+                f"use {fits_too}"
+            )
+        if self.zero_shards and self.ep > 1:
+            raise UsageError(
+                f"--zero-shards {self.zero_shards} cannot go with --ep {self.ep}: experts lie across its copies; "
+                "leave one of them out"
+            )
+        for name in ("reduce_dtype", "accumulate_dtype"):
+            if getattr(self, name) == "fp32" and self.precision != "bf16-master":
+                what = f"{flag(name)} fp32: gradients of --precision {self.precision} are that wide already"
+                raise UsageError(f"{what}; leave it out, or use --precision bf16-master")
+        if self.accumulate_dtype == "fp32" and self.pp > 1:
+            raise UsageError(
+                "--accumulate-dtype fp32 cannot go with --pp: a pipeline sums its micro-batches before ZeRO sees them; "
+                "leave it out"
+            )
 
     def check_fpdt(self, sizes: LlamaConfig) -> None:
         if not self.fpdt_chunks:

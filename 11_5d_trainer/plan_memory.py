@@ -33,13 +33,13 @@ Symbols: B micro-batch, S sequence, H hidden, N heads, F intermediate, V vocabul
 t tensor, c context, p pipeline ranks; w = max(e, 4) bytes, in which statistics and the loss are taken.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
+from context_ulysses import kv_heads_of
 from fpdt_costs import Sizes, attention_peak, feed_forward_peak, loss_peak, model_host_peak
 from llama import LlamaConfig
 from moe_layer import MoEConfig
@@ -329,11 +329,18 @@ def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout,
     core = q + 2 * kv + q  # q, k, v; and out, which o_proj multiplies
     if mode == "none":
         core += T * c.heads // t * w  # log-sum-exp
-        if layout.ulysses > 1:  # q, k, v are kept by heads only, k and v perhaps as copies; out is kept in both orders
-            core += q + 2 * kv * (math.lcm(kv_heads, layout.ulysses) // kv_heads - 1)
+        if layout.ulysses > 1:  # q, k, v are kept by heads only; out is kept in both orders
+            most = max(map(len, kv_heads_by_rank(model, layout)))  # [B, S, most, D], before: [B, S/U, N_kv, D]
+            core += q + 2 * T * (layout.ulysses * most - kv_heads) * c.head_dim * e
     feed_forward = 4 * T * c.intermediate // t * e
     # --- end exercise ---
     return norms + core + (feed_forward if moe is None else expert_activations(model, moe, layout))
+
+
+def kv_heads_by_rank(model: LlamaConfig, layout: Layout) -> list[list[int]]:
+    """Of the K/V heads of a tensor rank, those that each rank of Ulysses needs (chapter 05)."""
+    heads, kv_heads, U = model.heads // layout.tp, max(model.kv_heads // layout.tp, 1), layout.ulysses
+    return [kv_heads_of(rank, U, heads, kv_heads) for rank in range(U)]
 
 
 def expert_activations(model: LlamaConfig, moe: MoEConfig, layout: Layout) -> int:

@@ -19,12 +19,12 @@ Idea. A list of `Flow`s: a collective, the axis whose group runs it, its payload
 Sources of the counts: the docstrings of the chapters' scripts. What recomputation sends again is what lies before the
 last tensor that backward needs: the all-reduce behind an MLP does not run twice, the one behind attention does.
 
-Only the rows of experts are an expectation (an even load); all other numbers do not depend on the data.
+Only the rows of experts are an expectation (an even load); all other numbers do not depend on the data. If neither of
+the K/V heads and the ranks of Ulysses divides the other, ranks send different numbers of heads, and theirs are means.
 
 Symbols as in plan_memory.py.
 """
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ from fpdt_costs import network_bytes
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from pipeline_executor import layers_of
-from plan_memory import Layout, fpdt_sizes, owners, program_of, schedule_of, weights_of, widths
+from plan_memory import Layout, fpdt_sizes, kv_heads_by_rank, owners, program_of, schedule_of, weights_of, widths
 from schedule_simulator import Action, F
 
 SCALAR = 8  # bytes: the trainer sends counts as int64 and sums of losses as float64
@@ -145,12 +145,11 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
     else:
         found.append(Flow("all_reduce", "tp", n, t, calls * (2 * halves + again), "sums of products"))
     # --- exercise 11.26: what the context axis sends in one block, forward, backward and again ---
-    kv_heads = c.kv_heads // min(c.kv_heads, t)
     once_more = layout.recompute != "none"
     if layout.ring > 1:
-        R, U = layout.ring, layout.ulysses
-        heads = kv_heads if U == 1 else math.lcm(kv_heads, U) // U
-        kv = 2 * T * U * heads * c.head_dim  # elements of K and V of one rank of the ring
+        R = layout.ring
+        heads = sum(map(len, kv_heads_by_rank(model, layout)))  # of the U ranks that meet a sequence together
+        kv = 2 * T * heads * c.head_dim  # elements of K and V on one of them
         if layout.gather_kv:
             found.append(Flow("all_gather", "ring", kv * R * e, R, calls * (2 + once_more), "K and V"))
             found.append(Flow("reduce_scatter", "ring", kv * R * w, R, calls, "gradients of K and V"))
@@ -163,7 +162,7 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
         found.append(Flow("all_to_all", "ulysses", whole, layout.ulysses, 3 * calls, "heads of chunks"))
     elif layout.ulysses > 1:
         U = layout.ulysses
-        q, kv = T * c.hidden // t * e, T * math.lcm(kv_heads, U) * c.head_dim * e
+        q, kv = T * c.hidden // t * e, T * sum(map(len, kv_heads_by_rank(model, layout))) * c.head_dim * e
         inputs = q + 2 * kv
         found.append(Flow("all_to_all", "ulysses", inputs, U, calls * (2 + once_more), "q, k, v by heads"))
         found.append(Flow("all_to_all", "ulysses", q, U, calls * (2 + again), "out by tokens"))

@@ -96,7 +96,7 @@ def make_rank(
     `start_from` names a Hugging Face model to take the first weights from.
     """
     schedule = config.pipeline(dist.get_world_size(), sizes.layers)
-    mesh = make_mesh(*config.layout(sizes, dist.get_world_size()), config.timeout)
+    mesh = make_mesh(*config.layout(sizes, dist.get_world_size()), timeout=config.timeout)
     positions = my_positions(config.seq_len, mesh, config.cp_kind, config.fpdt_chunks).to(device)
     parts = make_parts(
         mesh,
@@ -117,6 +117,7 @@ def make_rank(
         moe=config.mixture(sizes),
         fpdt_chunks=config.fpdt_chunks,
         sequence_parallel=config.sequence_parallel,
+        tp_overlap=config.tp_overlap,
         recompute=config.recompute,
         seed=config.seed,
         dtype=weight_dtype(config),
@@ -132,7 +133,18 @@ def make_rank(
         if group["weight_decay"]:
             group["weight_decay"] = config.weight_decay
     master = torch.float32 if config.precision == "bf16-master" else None
-    engine = make_engine(config.zero, model, built, mesh, int(config.bucket_mib * 2**20), not schedule, master)
+    engine = make_engine(
+        config.zero,
+        model,
+        built,
+        mesh,
+        int(config.bucket_mib * 2**20),
+        hooks=not schedule,
+        master=master,
+        variant=zero_variant(config),
+        reduce_dtype=torch.float32 if config.reduce_dtype == "fp32" else None,
+        accumulate_dtype=torch.float32 if config.accumulate_dtype == "fp32" else None,
+    )
     if start_from and master:
         load_masters(engine, lambda names: cut_tensors(model, whole, mesh, names))
     pipeline = None
@@ -149,6 +161,12 @@ def make_rank(
 
 def kernels_on(config: Config, device: torch.device) -> str:
     return config.kernels if config.kernels != "auto" else {"cuda": "triton", "cpu": "torch"}[device.type]
+
+
+def zero_variant(config: Config) -> str:
+    """Which of chapter 03's variants (engine.py) was asked for."""
+    asked = {"offload": config.zero_offload, "late gather": config.zero_late_gather, "copies": config.zero_shards}
+    return next((name for name, wanted in asked.items() if wanted), "")
 
 
 def weight_dtype(config: Config) -> torch.dtype:
@@ -205,7 +223,8 @@ def who_is_not_finite(me: Rank, batches: list[Batch]) -> str:
     me.engine.zero_grad()
     with me.engine.no_sync():
         loss = me.forward_and_backward(batches, me.valid_tokens(batches))
-        bad = [name for name, p in me.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        mine = {name: me.engine.local_gradient(p) for name, p in me.model.named_parameters()}
+        bad = [name for name, gradient in mine.items() if gradient is not None and not gradient.isfinite().all()]
     me.engine.zero_grad()
     here = f"rank {dist.get_rank()}: gradient of {bad[-1]}" if bad else ""
     if bad and not loss.isfinite():

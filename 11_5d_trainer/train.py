@@ -53,6 +53,7 @@ from rank import (
     weight_dtype,
     who_is_not_finite,
 )
+from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 from training_step import generate
 from watch import Watch, board
@@ -157,7 +158,12 @@ def connect(device: torch.device, timeout: float) -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=limit, device_id=device if device.type == "cuda" else None)
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+        # torchrun's store outlives a restart, and the addresses of ranks that have died are still in it.
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        own = {"device_id": device} if device.type == "cuda" else {}
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, **own)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
 
@@ -270,6 +276,7 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         if stopped:
             break
     saver.finish()
+    me.engine.arrive()
     watch.end()
     if stopped:
         return log.lines

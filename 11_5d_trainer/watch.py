@@ -16,8 +16,13 @@ collective sends is what its bandwidth-optimal algorithm sends for the tensor it
     ulysses      heads for tokens, and back                     chapter 05: `sent_per_layer`
     pp, ends     activations between stages; a tied embedding   chapter 06: n for each border and micro-batch, twice
     data         gradients, and with ZeRO weights               chapters 02 and 03: `bytes_sent`
+    shards       the same, with --zero-shards                   chapter 03: `bytes_sent`
+    copies       a shard's gradients, over the copies           chapter 03: `bytes_across`
     ep, experts  rows to experts and back; experts' gradients   chapter 07: `bytes_sent`, from the rows that were routed
     the others   single numbers: counts, losses, norms
+
+With --zero-offload the table also has what "crossed" between device and host, down and up (chapter 03:
+`bytes_over_the_link`), and says what is held on the host.
 
 There is a formula for fp32, fp64 and bf16-master without recomputation and without FPDT. Elsewhere the table has none
 for the axes on which activations travel: autocast and recomputation decide operator by operator what is sent.
@@ -39,8 +44,8 @@ import expert_dispatch
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # a dispatch mode imports it; imported while a group is up, it would keep that group alive
-from context_ulysses import sent_per_layer
-from engine import Replicated
+from context_ulysses import kv_heads_of, repeated_kv_heads, sent_per_layer
+from engine import Replicated, copies_of
 from mesh import Mesh
 from moe_layer import moe_layers
 from options import UsageError
@@ -51,7 +56,9 @@ from schedule_simulator import W
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from zero_hybrid import bytes_across
 from zero_memory import bytes_per_parameter, bytes_sent
+from zero_offload import Offload2, bytes_apart, bytes_over_the_link
 
 Bytes = dict[str, float]
 TRAVELLING = ("tp", "ring", "ulysses", "pp", "ep")  # activations do, on these axes
@@ -138,7 +145,8 @@ def held(me: Rank) -> Bytes:
         for kind, several in tensors.items():
             storages = [t.untyped_storage() for t in several if isinstance(t, Tensor) and t.dim()]
             found[kind] |= {storage._cdata: storage.nbytes() for storage in storages}
-    return {kind: sum(sizes.values()) for kind, sizes in found.items()}
+    where = ", host" if offloaded(me) else ""
+    return {kind + where * (kind != "weights"): sum(sizes.values()) for kind, sizes in found.items()}
 
 
 # ----------------------------------------------------------------------------------------------------- predicted
@@ -156,13 +164,42 @@ def held_by_formula(me: Rank) -> Bytes:
             sizes = [(b.padded, b.params[0].element_size()) for b in owner.buckets]
         for numel, e in sizes:
             k = 12 if me.config.precision == "bf16-master" else 2 * e
+            g = 4 if me.config.accumulate_dtype == "fp32" else e
+            if offloaded(me):  # the optimizer's own copy of the weights is there at every precision
+                k += 0 if me.config.precision == "bf16-master" else e
+                total["weights"] += numel * bytes_apart(stage, P, k, e, g)[0]
+                for kind, (states, gradient) in {"gradients": (0, g), "optimizer": (k, 0)}.items():
+                    total[f"{kind}, host"] += numel * bytes_apart(stage, P, states, e, gradient)[1]
+                continue
             for kind, (states, weight, gradient) in {
                 "weights": (0, e, 0),
-                "gradients": (0, 0, e),
+                "gradients": (0, 0, g),
                 "optimizer": (k, 0, 0),
             }.items():
                 total[kind] += numel * bytes_per_parameter(stage, P, states, weight, gradient)
     return dict(total)
+
+
+def offloaded(me: Rank) -> list[Any]:
+    """The owners whose optimizer is on the host."""
+    return [owner for owner in me.engine.owners if isinstance(owner, Offload2)]
+
+
+def crossed(me: Rank) -> dict[str, int]:
+    """Bytes that went between device and host so far, down and up."""
+    return {way: sum(owner.link.bytes[way] for owner in offloaded(me)) for way in ("down", "up")}
+
+
+def crossed_by_formula(me: Rank) -> Bytes:
+    """In one step: chapter 03's, for each owner."""
+    m = 1 if me.pipeline else me.config.accumulation(me.mesh.sizes["dp"])
+    total = {"down": 0.0, "up": 0.0}
+    for owner in offloaded(me):
+        weights = sum(b.padded * weight_of(b) for b in owner.buckets)
+        gradients = sum(b.padded * sent_width(me.config, owner, b) for b in owner.buckets)
+        down, up = bytes_over_the_link(dist.get_world_size(owner.group), gradients, weights, m)
+        total = {"down": total["down"] + down, "up": total["up"] + up}
+    return total
 
 
 def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[str, float | None]:
@@ -193,21 +230,24 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
     for direction, stage, layers, first, last, micros in work:
         # Chapter 04. Where an all-reduce is, sequence parallelism has two collectives of half its bytes, and gathers
         # the input of columns once more for backward. That backward makes both gradients, so a schedule that splits
-        # backward in two runs it twice, with its gather and its reduce-scatter.
+        # backward in two runs it twice, with its gather and its reduce-scatter; with --tp-overlap so does the other.
         halves = [4 + split] * layers + ([] if moe else [4 + split] * layers)  # attention, MLP
         halves += [2] * first + [2 + split] * last  # embedding, output layer
         each = sum(halves) * n * (t - 1) / t
         each += all_reduce("tp", 3 * T * wide) * last  # the loss: a maximum, two sums
         sent["tp"] += micros * each
-        if split and schedule:
+        if (split or c.tp_overlap) and schedule:
             here = [a for a in schedule.actions[mesh.place["pp"]] if a.kind == W and a.stage == stage]
             again = sum(schedule.direction(action.micro_batch) == direction for action in here)
             sent["tp"] += again * 2 * (layers * (1 if moe else 2) + last) * n * (t - 1) / t
         # Chapter 05, per layer. `sent_per_layer` is about elements of a batch of 1.
-        heads = kv if U == 1 else math.lcm(kv, U) // U  # of keys and values, in a ring behind Ulysses
-        width = sizes.hidden // t
-        swap = sent_per_layer("ulysses", S // R, width, U, N, kv) if U > 1 else 0
-        sent["ulysses"] += micros * layers * B * 2 * swap * e
+        place, width = mesh.place["ulysses"], sizes.hidden // t
+        heads = len(kv_heads_of(place, U, N, kv))  # of keys and values, that this rank needs
+        swap = sent_per_layer("ulysses", S // R, width, U, N, kv, place)
+        back = 2 * (N - N // U + (U - 1) * heads) * (S // R // U * sizes.head_dim)  # gradients of what it was sent
+        sent["ulysses"] += micros * layers * B * (swap + back) * e
+        if repeated_kv_heads(place, U, N, kv):
+            heads = N // U
         turn = sent_per_layer("ring", S, width // U, R, N // U, heads) if R > 1 else 0
         sent["ring"] += micros * layers * B * turn * (2 * e + wide)
         if schedule:  # chapter 06: the activation up, its gradient down
@@ -231,11 +271,15 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
     # Chapters 02 and 03.
     for name, owner in zip(("data", "experts"), me.engine.owners, strict=False):
         plain, kept = isinstance(owner, Replicated), 0
+        name = "shards" if owner.group is mesh.groups.get("shards") else name
         whole = sum(p.nbytes for p in owner.names) if plain else sum(b.padded * weight_of(b) for b in owner.buckets)
+        summed = whole if plain else sum(b.padded * sent_width(c, owner, b) for b in owner.buckets)
         if not plain and owner.stage == 3:  # the last unit and the root stay between forward and backward
             kept = sum(b.padded * weight_of(b) for unit in (owner.units[-1], owner.root) for b in unit.buckets)
-        stage = 0 if plain else owner.stage
-        sent[name] += bytes_sent(stage, mesh.size(name), whole, kept, 1 if me.pipeline else m)
+        stage, times = 0 if plain else owner.stage, 1 if me.pipeline else m
+        sent[name] += bytes_sent(stage, mesh.size(name), summed, kept, times, whole)
+        if (copies := 1 if plain else copies_of(owner, mesh)) > 1:
+            sent["copies"] += bytes_across(mesh.size("shards"), copies, summed, times if stage > 1 else 1)
     # Chapter 07: what the formula needs of the routing is how many rows there were.
     if moe:
         rank, P = dist.get_rank(mesh.groups["ep"]), mesh.size("ep")
@@ -255,6 +299,12 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
 
 def weight_of(bucket: Any) -> int:
     return bucket.params[0].element_size()
+
+
+def sent_width(config: Any, owner: Any, bucket: Any) -> int:
+    """Bytes of an element of a gradient on its way; stage 1 sends what it has summed over the micro-batches."""
+    wide = config.reduce_dtype == "fp32" or (config.accumulate_dtype == "fp32" and owner.stage == 1)
+    return 4 if wide else weight_of(bucket)
 
 
 # -------------------------------------------------------------------------------------------------------- a run
@@ -280,20 +330,22 @@ class Watch:
             self.profiler.start()
         with ExitStack() as stack:
             if step == self.first:
+                before = crossed(self.me)
                 wire, rows = stack.enter_context(Wire(self.me.mesh)), stack.enter_context(routed_rows(self.me.model))
             stack.enter_context(torch.profiler.record_function(f"step {step + 1}"))
             yield
         if step == self.first:
-            self.gather(wire, rows)
+            self.gather(wire, rows, {way: size - before[way] for way, size in crossed(self.me).items()})
         if traced and step == traced[-1]:
             self.end()
 
-    def gather(self, wire: Wire, rows: list[tuple[list[int], list[int]]]) -> None:
+    def gather(self, wire: Wire, rows: list[tuple[list[int], list[int]]], crossing: dict[str, int]) -> None:
         formula = sent_by_formula(self.me, rows)
         axes = [axis for axis in self.me.mesh.groups if self.me.mesh.size(axis) > 1 or wire.sent[axis]]
         mine = {
             "held": {kind: [size, held_by_formula(self.me)[kind]] for kind, size in held(self.me).items()},
             "sent": {axis: [wire.sent[axis], formula.get(axis, 0.0)] for axis in [*axes, "other"]},
+            "crossed": {way: [crossing[way], want] for way, want in crossed_by_formula(self.me).items()},
             "groups": {axis: self.me.mesh.size(axis) for axis in axes},
             "not counted": sorted(wire.unknown),
         }
@@ -305,11 +357,11 @@ class Watch:
         if dist.get_rank() == 0:
             (self.run / "meter.json").write_text(json.dumps(self.ranks, indent=1) + "\n")
         lines = [f"{'bytes of a rank':30} {'measured':>15} {'formula':>15} {'all ranks, measured':>20}"]
-        for what in ("held", "sent"):
+        for what in ("held", "sent", "crossed"):
             for kind in self.ranks[0][what]:
                 pairs = [rank[what].get(kind, [0, 0]) for rank in self.ranks]
                 most = max(pairs, key=lambda pair: pair[0])
-                if what == "sent" and not most[0] and not most[1]:
+                if what != "held" and not most[0] and not most[1]:
                     continue
                 size = f" (groups of {self.ranks[0]['groups'].get(kind, 1)})" if what == "sent" else ""
                 known = all(want is not None for _, want in pairs)

@@ -194,6 +194,29 @@ EXCLUDED = [  # each is fine without the other
         "--zero 3 with --pp: a layer would be gathered again for each micro-batch in flight; use --z",
         2,
     ),
+    ("--zero-offload", "--zero-offload is a variant of ZeRO's stages 2 or 3; use one of them, not --zero 0", 1),
+    ("--zero 1 --zero-offload", "--zero-offload is a variant of ZeRO's stages 2 or 3; use one of them, not --z", 1),
+    ("--zero 3 --zero-late-gather", "--zero-late-gather is a variant of ZeRO's stages 1 or 2; use one of them", 1),
+    ("--zero-shards 2", "--zero-shards 2 is a variant of ZeRO's stages 1, 2 or 3; use one of them, not --zero 0", 4),
+    ("--zero 2 --zero-shards -1", "--zero-shards -1 must not be negative", 4),
+    (
+        "--zero 2 --zero-shards 3",
+        "--zero-shards 3 does not divide the 4 ranks that hold the same weights; use 1",
+        4,
+    ),
+    ("--zero 2 --zero-shards 2 --zero-offload", "--zero-offload cannot go with --zero-shards 2: each is a ZeRO of", 4),
+    ("--zero 2 --zero-late-gather --zero-offload", "--zero-offload cannot go with --zero-late-gather: each is a", 1),
+    ("--zero 2 --zero-shards 2 --experts 4 --ep 2", "--zero-shards 2 cannot go with --ep 2: experts lie across", 4),
+    ("--zero 2 --reduce-dtype fp32", "--reduce-dtype fp32: gradients of --precision fp32 are that wide already", 1),
+    ("--accumulate-dtype fp32 --precision bf16", "--accumulate-dtype fp32: gradients of --precision bf16 are that", 1),
+    (
+        "--zero 1 --precision bf16-master --accumulate-dtype fp32 --pp 2",
+        "--accumulate-dtype fp32 cannot go with --pp: a pipeline sums its micro-batches before ZeRO sees them; leave",
+        2,
+    ),
+    ("--tp-overlap", "--tp-overlap hides what tensor-parallel ranks send, and --tp is 1; use --tp 2 or more", 1),
+    ("--tp 2 --tp-overlap --precision fp8-row", "--tp-overlap takes the products of a layer apart, and --precision", 2),
+    ("--tp 2 --tp-overlap --precision fp16", "--tp-overlap takes the products of a layer apart, and --precision", 2),
     ("--ep 2", "--ep 2: there are no experts to share out; add --experts 8, or leave it out", 2),
     ("--experts 4 --bias-speed 0.1", "--experts 4 --top-k 2 --ep 1: bias-speed needs the sigmoid router", 1),
     ("--precision bf16-master", "--precision bf16-master keeps the fp32 weights in ZeRO's shards; add --zero 1, 2", 1),
@@ -312,6 +335,10 @@ def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares()
     assert need("--zero 3", 4)["weights"] == whole["weights"] / 4
     assert need("--zero 1", 4)["weights"] == whole["weights"] == need("--zero 2", 4)["weights"]
     assert need("--zero 1", 4)["gradients"] == whole["gradients"]
+    assert need("--zero 2 --zero-offload", 4)["AdamW's states"] == 1.5 * need("--zero 2", 4)["AdamW's states"]
+    assert need("--zero 3 --zero-shards 2", 4)["weights"] == whole["weights"] / 2
+    wide = "--zero 2 --precision bf16-master"
+    assert need(f"{wide} --accumulate-dtype fp32", 4)["gradients"] == 2 * need(wide, 4)["gradients"]
     assert 0.5 < need("--tp 2", 4)["weights"] / whole["weights"] < 0.51  # norms are not cut
     assert need("--pp 2", 4)["weights"] < 0.6 * whole["weights"]
     assert need("--experts 4 --ep 4", 4)["weights"] < 0.6 * need("--experts 4", 4)["weights"]

@@ -4,6 +4,7 @@ test_train.py has a rank that is killed or stuck from outside, Ctrl-C, and a sin
 twenty deaths.
 """
 
+import importlib
 import json
 import math
 import os
@@ -49,6 +50,68 @@ def test_a_rank_that_dies_at_a_random_step_ends_the_job_and_the_same_command_rec
 ):
     done = fuzz.kill_and_go_on(seed, text, tmp_path / "run", undisturbed)
     assert fuzz.ENDS[seed] in done
+
+
+PHASES = {  # what is under way -> the function in which a rank is killed, its call, and which ranks call it
+    "a validation": ("train", "validate", 3, (0, 1)),
+    "a vote": ("train", "any_rank", 8, (0, 1)),
+    "a share of the state is put together": ("train", "share_of_state", 2, (0, 1)),
+    "files are written": ("torch.distributed.checkpoint", "save", 2, (0, 1)),
+    "a checkpoint gets its name": ("checkpoint", "publish", 2, (0,)),
+}
+
+
+def killed_inside(words, module, name, call, who):
+    """Train; rank `who` is killed when it calls this function for the `call`-th time."""
+    module = importlib.import_module(module)
+    plain, calls = getattr(module, name), [0]
+
+    def deadly(*args, **more):
+        calls[0] += 1
+        if dist.get_rank() == who and calls[0] == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*args, **more)
+
+    with patch.object(module, name, deadly):
+        fuzz.run(words)
+
+
+def dies(words, who, *where):
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, killed_inside, words, *where, who, timeout=120)
+    assert (failure.value.kind, failure.value.ranks) == ("killed", [who]), failure.value
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_may_die_in_any_phase_of_a_run_and_the_same_command_recovers(phase, text, undisturbed, tmp_path):
+    *where, ranks = PHASES[phase]
+    for who in ranks:
+        folder = tmp_path / str(who)
+        words = [*fuzz.kill_options(text), "--eval-every", "2", "--out", str(folder), "--restart"]
+        dies(words, who, *where)
+        assert not any(checkpoint.damage(path, contents=True) for path in checkpoint.complete(folder))
+        assert fuzz.losses(run_ranks(2, fuzz.run, words)[0]) == undisturbed, f"rank {who}"
+        assert names(folder) == ["step-000009", "step-000012"]
+        assert not list((folder / "checkpoints").glob(".writing-*"))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("where", ["load_full_state", "make_rank"])
+def test_a_rank_may_die_while_a_run_goes_on_in_another_layout_and_the_checkpoint_is_as_it_was(
+    where, text, undisturbed, tmp_path
+):
+    folder = tmp_path / "run"
+    words = [*fuzz.kill_options(text), "--out", str(folder), "--restart"]
+    dies(words, 1, "train", "train_step", 8)
+    there = {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
+    assert names(folder)[0] == "step-000003"
+    for who in (0, 1):
+        dies([*words, "--zero", "3"], who, "train", where, 1)
+        assert {p: p.read_bytes() for p in (folder / "checkpoints").rglob("*") if p.is_file()} == there
+    again = fuzz.losses(run_ranks(2, fuzz.run, [*words, "--zero", "3"])[0])
+    for step, want in undisturbed.items():
+        assert all(math.isclose(*pair, rel_tol=1e-9) for pair in zip(again[step], want, strict=True)), f"step {step}"
 
 
 def stuck(words, who, step):
@@ -226,6 +289,7 @@ LAYOUTS = [  # (layout, the rank that holds layer 3 first, --on-nan)
     ("--tp 2 --sequence-parallel --zero 1", 0, "stop"),
     ("--pp 2 --zero 2", 2, "stop"),
     ("--cp 2 --cp-kind ring --experts 4 --ep 2 --zero 3", 0, "skip"),
+    ("--tp 2 --zero 1 --precision bf16-master --accumulate-dtype fp32", 0, "stop"),  # p.grad is empty by then
 ]
 
 

@@ -8,6 +8,7 @@ import plan_traffic
 import pytest
 from _plan_meter import measured
 from accounting import activations
+from context_ulysses import sent_per_layer
 from fpdt_costs import Sizes, network_bytes
 from harness.meter import bytes_on_the_wire
 from harness.ranks import run_ranks
@@ -180,6 +181,16 @@ def test_ulysses_keeps_the_output_twice_and_a_ring_does_not():
         pm.block_activations(SIZES, None, pm.Layout(**base, **axis)) for axis in ({"ring": 2}, {"ulysses": 2})
     )
     assert swap - ring == 2 * 16 * SIZES.hidden * 4
+
+
+def test_ranks_of_ulysses_are_counted_with_the_kv_heads_that_they_need():
+    few = dataclasses.replace(SIZES, hidden=96, heads=12, kv_heads=4)  # on 6 ranks 1, 2, 1, 1, 2, 1 of the K/V heads
+    layout = pm.Layout(ulysses=6, micro_batch=2, seq_len=48)
+    each = [2 * sent_per_layer("ulysses", 48, 96, 6, 12, 4, rank) * 2 * 4 for rank in range(6)]  # 2 samples, fp32
+    got = sum(flow.wire for flow in plan_traffic.flows(few, None, layout) if flow.axis == "ulysses")
+    assert got == pytest.approx(few.layers * sum(each) / 6, rel=1e-12)
+    whole = pm.block_activations(few, None, pm.Layout(ulysses=4, micro_batch=2, seq_len=32))  # 1 each, T as before
+    assert pm.block_activations(few, None, layout) - whole == 2 * layout.tokens * (6 * 2 - 4) * 8 * 4
 
 
 def test_buckets_close_as_soon_as_they_are_full_from_the_last_weight_backwards():

@@ -48,33 +48,46 @@ LAYOUTS = [
     (4, "--experts 4 --ep 2 --tp 2 --sequence-parallel --zero 1"),
     (4, "--experts 4 --ep 2 --pp 2 --capacity 1.0"),
     (4, "--experts 4 --ep 2 --zero 2 --cp 2 --cp-kind ring"),
+    (3, "--cp 3 --cp-kind ulysses --seq-len 18 --global-batch 6"),  # 2 K/V heads on 3 ranks: 1, 2 and 1 of them
+    (2, "--zero 2 --zero-offload"),
+    (2, "--zero 3 --zero-offload --precision bf16-master --reduce-dtype fp32"),
+    (4, "--zero 2 --zero-offload --tp 2"),
+    (2, "--zero 1 --zero-late-gather"),
+    (4, "--zero 3 --zero-shards 2"),
+    (4, "--zero 1 --zero-shards 2 --cp 2 --cp-kind zigzag"),
+    (2, "--zero 1 --precision bf16-master --accumulate-dtype fp32"),
+    (2, "--zero 2 --precision bf16-master --accumulate-dtype fp32"),
+    (2, "--tp 2 --sequence-parallel --tp-overlap"),
+    (4, "--pp 2 --schedule zb-h1 --tp 2 --tp-overlap"),
 ]
 
 
 def one_step(words, sizes):
     """One step of the trainer under its own meter and under that of the tests."""
-    plan = train.prepare(words, dist.get_world_size())
-    sizes = dataclasses.replace(plan.model, **sizes)
-    me = rank_module.make_rank(plan.config, sizes, torch.device("cpu"))
+    with mock.patch.dict(train.PRESETS, tiny=dataclasses.replace(train.PRESETS["tiny"], **sizes)):
+        plan = train.prepare(words, dist.get_world_size())
+    me = rank_module.make_rank(plan.config, plan.model, torch.device("cpu"))
     sampler = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0)
     dp = me.mesh.sizes["dp"]
     batches = sampler.step(plan.config.micro_batch, plan.config.accumulation(dp), me.mesh.place["dp"], dp)
     looker = watch.Watch(me, None, first=0)
     with looker.step(0), communication() as sent:
         rank_module.train_step(me, batches)
+    me.engine.arrive()
     mine = looker.ranks[dist.get_rank()]
     told = held_bytes([*me.model.parameters()]) if plan.config.zero == 0 else None
     return mine, sent.total, told
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layout, text):
     sizes = SMALL | {"layers": 4 if "--pp" in layout else 2, "tied": "--tied" in layout}
+    sizes |= {"heads": 6, "hidden": 36} if "--cp 3" in layout else {}
     everyone = run_ranks(ranks, one_step, [*arguments(text, eval_samples=1), *layout.split()], sizes)
     axes = set()
     for rank, (mine, total, told) in enumerate(everyone):
-        for what in ("held", "sent"):
+        for what in ("held", "sent", "crossed"):
             for kind, (got, want) in mine[what].items():
                 assert math.isclose(got, want, rel_tol=1e-12), (
                     f"{what} {kind} on rank {rank}: {got:,.2f}, but should be {want:,.2f}"
@@ -83,9 +96,10 @@ def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layou
         sent = sum(got for got, _ in mine["sent"].values())
         assert math.isclose(sent, total, rel_tol=1e-12), f"rank {rank}: all axes {sent:,.2f}, the harness {total:,.2f}"
         axes |= {axis for axis, (got, _) in mine["sent"].items() if got}
+        assert all((mine["crossed"][way][0] > 0) == ("offload" in layout) for way in ("down", "up"))
         if told:
             assert (told.parameters, told.gradients) == (mine["held"]["weights"][0], mine["held"]["gradients"][0])
-    assert "other" not in axes
+    assert "other" not in axes and ("--zero-shards" in layout) == ("copies" in axes)
     for option, axis in (("--tp", "tp"), ("--pp", "pp"), ("--ep", "ep"), ("ulysses", "ulysses"), ("zigzag", "ring")):
         assert (option in layout) <= (axis in axes), f"nothing was sent on {axis}"
 

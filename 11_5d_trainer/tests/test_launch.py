@@ -1,0 +1,190 @@
+"""Under torchrun itself: bad options in one line, a rank that dies and comes back, saves that take long, Slurm."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import chapters  # noqa: F401  finds the chapters below
+import checkpoint
+import fuzz
+import launch
+import pytest
+import torch
+import torch.distributed as dist
+import train
+from harness.ranks import run_ranks
+from test_train import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "11_5d_trainer"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return fuzz.write_text(tmp_path_factory.mktemp("data"))
+
+
+BAD = [
+    (
+        "--nproc_per_node 4 train.py --tp 3",
+        "--pp 1 x --tp 3 x --cp 1 does not divide the 4 ranks of this run; the prod",
+    ),
+    ("--nnodes 2 --nproc_per_node 4 train.py --tp 3", "--pp 1 x --tp 3 x --cp 1 does not divide the 8 ranks of this"),
+    ("--nproc_per_node 2 train.py --stepz 3", "unrecognized arguments: --stepz 3; --help lists the options"),
+    ("--nproc_per_node two train.py", "--nnodes 1:1 --nproc_per_node two: Unsupported nproc_per_node value: two"),
+    ("--nproc_per_node 0 train.py", "--nnodes 1:1 --nproc_per_node 0: there must be at least 1 rank"),
+    (
+        "--nproc_per_node 2",
+        "the following arguments are required: training_script, training_script_args; `torchrun --he",
+    ),
+]
+
+
+def test_bad_options_end_in_one_line_and_code_2_before_any_rank_is_started(text, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # main sets it
+    monkeypatch.setattr(launch.torchrun, "run", lambda args: pytest.fail("ranks were started"))
+    for line, start in BAD:
+        words = [*line.split(), *(["--data", text] if "train.py" in line else [])]
+        assert launch.main(words) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"launch.py: {start}") and err.count("\n") == 1, err
+
+
+def test_ranks_have_ten_minutes_to_save_or_what_was_asked_for(monkeypatch):
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    words = ["--nproc_per_node", "2", "train.py"]
+    if not hasattr(launch.torchrun.get_args_parser().parse_args(words), "shutdown_timeout"):
+        pytest.skip("this torchrun always kills after 30 seconds")
+    assert launch.arguments(words).shutdown_timeout == 600
+    assert launch.arguments(["--shutdown-timeout", "7", *words]).shutdown_timeout == 7
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "540")
+    assert launch.arguments(words).shutdown_timeout == 540
+
+
+def test_ranks_that_start_again_do_not_find_what_the_dead_have_written_into_torchruns_store(monkeypatch):
+    given, agents = [], dist.HashStore()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(train, "rendezvous", lambda *_, **__: iter([(agents, 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: given.append(store))
+    for start in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        train.connect(torch.device("cpu"), 60.0)
+    given[0].set("address", "of one who dies")
+    assert given[0].check(["address"]) and not given[1].check(["address"])
+
+
+SCRIPT = """
+import os, signal, sys, time
+sys.path[:0] = [{here!r}, {tests!r}]
+import chapters, checkpoint, fuzz, rank, train
+from model import PRESETS
+PRESETS["tiny"] = fuzz.SIZES
+{change}
+if __name__ == "__main__":
+    sys.exit(train.main())
+"""
+DIES = """
+steps, step = [0], rank.train_step
+def deadly(*args):
+    steps[0] += 1
+    if (steps[0], os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (8, "1", "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*args)
+train.train_step = deadly
+"""
+SLOW = """
+save, step = checkpoint.dcp.save, rank.train_step
+def slow(*args, **more):
+    time.sleep(33)
+    return save(*args, **more)
+checkpoint.dcp.save = slow
+def counted(*args):
+    time.sleep(0.05)
+    return step(*args)
+train.train_step = counted
+"""
+
+
+def start(tmp_path, change, words, ranks=2):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(HERE), tests=str(ROOT / "tests"), change=change))
+    command = [sys.executable, str(HERE / "launch.py"), "--standalone", "--nproc_per_node", str(ranks)]
+    command += ["--max-restarts", "1", str(script), *words]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_ELASTIC")}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, **pipes)
+
+
+def steps_of(folder):
+    file = folder / "log.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return fuzz.losses(lines)
+
+
+def until(condition, process, what):
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline and process.poll() is None, f"{what}: {process.communicate()[0][-3000:]}"
+        time.sleep(0.1)
+
+
+@pytest.mark.prove
+def test_torchrun_starts_all_ranks_again_when_one_dies_and_the_losses_are_those_of_an_undisturbed_run(text, tmp_path):
+    words = fuzz.kill_options(text)
+    undisturbed = fuzz.losses(run_ranks(2, fuzz.run, [*words, "--out", str(tmp_path / "undisturbed")])[0])
+    process = start(tmp_path, DIES, [*words, "--out", str(tmp_path / "run"), "--restart"])
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert steps_of(tmp_path / "run") == undisturbed
+    assert "exitcode: -9" in said, said
+
+
+@pytest.mark.prove
+def test_a_save_of_more_than_half_a_minute_is_waited_for_after_sigterm(text, tmp_path):
+    words = fuzz.options(text, "", steps=100_000, save_every=0, timeout=120)
+    process = start(tmp_path, SLOW, [*words, "--out", str(tmp_path / "run")])
+    until(lambda: len(steps_of(tmp_path / "run")) > 2, process, "the run did not start")
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    [saved] = checkpoint.complete(tmp_path / "run")
+    assert checkpoint.step_of(saved) == max(steps_of(tmp_path / "run"))
+
+
+@pytest.mark.prove
+def test_a_slurm_job_saves_before_its_time_is_up_queues_again_and_goes_on(text, tmp_path):
+    stubs = {
+        "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {tmp_path}/queued',
+        "srun": f'echo "$SRUN_CPUS_PER_TASK" > {tmp_path}/cpus; echo $$ > {tmp_path}/pid; exec "$@"',
+        "scancel": f'[ "$*" = "--signal=TERM 77" ] && kill -TERM $(cat {tmp_path}/pid)',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    slurm = dict(SLURM_JOB_ID="77", SLURM_NNODES="1", SLURM_JOB_NODELIST="here", SLURM_CPUS_PER_TASK="3")
+    slurm |= {"SLURM_GPUS_ON_NODE": "2", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = fuzz.options(text, "", steps=100_000, save_every=0, timeout=120)
+    (tmp_path / "11_5d_trainer").symlink_to(HERE)  # it writes into runs/ beside this
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    (tmp_path / ".venv" / "bin" / "python").chmod(stat.S_IRWXU)
+    folder, done = tmp_path / "runs" / "77", []
+    for _ in range(2):  # the second time it goes on
+        command = ["bash", str(HERE / "train.sbatch"), *words]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes)
+        before = max(done, default=0)
+        until(lambda before=before: max(steps_of(folder), default=0) > before + 2, process, "the job did not start")
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 128 + signal.SIGTERM, said
+        done.append(checkpoint.step_of(checkpoint.complete(folder)[-1]))
+        assert done[-1] == max(steps_of(folder)) > before
+    assert (tmp_path / "queued").read_text() == "requeue 77\nrequeue 77\n"
+    assert (tmp_path / "cpus").read_text() == "3\n"

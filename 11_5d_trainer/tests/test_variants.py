@@ -1,0 +1,213 @@
+"""The variants of chapters 03 and 04 in the trainer: offloaded, late, in copies, in wider sums, overlapped.
+
+Each gives the loss, every gradient and the weights of one process, alone and with another axis; each goes on from a
+checkpoint as if nothing had happened, in its own layout or another; and each is really there. test_watch.py counts what
+they hold and send, test_bad_input.py has what is refused.
+"""
+
+from unittest import mock
+
+import chapters  # noqa: F401  finds the chapters below
+import fuzz
+import pytest
+import rank
+import torch
+import torch.distributed as dist
+import train
+from data import Sampler
+from engine import full_state, whole_model
+from harness.oracle import assert_same
+from harness.ranks import run_ranks
+from layouts import Layout
+from model import gather_tensors
+from overlap import column_overlapped
+from parallel_linear import ColumnParallelLinear
+from test_train import SIZES, arguments, f64, losses, text, train_on  # noqa: F401  `text` is a fixture
+from zero_overlap import Travelling
+
+ALONE = [
+    (2, "--zero 2 --zero-offload"),
+    (2, "--zero 3 --zero-offload"),
+    (2, "--zero 1 --zero-late-gather"),
+    (2, "--zero 2 --zero-late-gather"),
+    (4, "--zero 1 --zero-shards 2"),
+    (4, "--zero 2 --zero-shards 2"),
+    (4, "--zero 3 --zero-shards 2"),
+    (2, "--tp 2 --tp-overlap"),
+    (2, "--tp 2 --sequence-parallel --tp-overlap"),
+]
+TOGETHER = [
+    (4, "--zero 3 --zero-offload --tp 2 --sequence-parallel"),
+    (4, "--zero 2 --zero-offload --pp 2 --schedule 1f1b --tied"),
+    (4, "--zero 3 --zero-offload --experts 4 --ep 2"),
+    (4, "--zero 2 --zero-late-gather --cp 2 --cp-kind zigzag"),
+    (4, "--zero 1 --zero-late-gather --pp 2 --schedule zb-h1"),
+    (4, "--zero 1 --zero-late-gather --tp 2 --tp-overlap"),
+    (4, "--zero 2 --zero-late-gather --experts 4 --ep 2 --recompute full"),
+    (4, "--zero 3 --zero-shards 2 --cp 2 --cp-kind ulysses"),
+    (4, "--zero 2 --zero-shards 2 --pp 2 --schedule dualpipe"),
+    (4, "--zero 1 --zero-shards 1 --tp 2 --sequence-parallel"),
+    (4, "--pp 2 --schedule zb-h1 --tp 2 --tp-overlap"),
+    (4, "--pp 2 --schedule zb-v --stages-per-rank 2 --tp 2 --sequence-parallel --tp-overlap"),
+    (4, "--tp 2 --tp-overlap --experts 4 --ep 2"),
+]
+EVERY = [Layout(ranks, f"--micro-batch {1 if '--pp' in words else 2} {words}") for ranks, words in ALONE + TOGETHER]
+
+
+@pytest.mark.turn(6)
+@pytest.mark.parametrize("part", range(6))
+def test_every_variant_gives_the_loss_gradients_and_weights_of_one_process_alone_and_with_an_axis(part, text):  # noqa: F811
+    assert fuzz.verify(EVERY[part::6], text) == len(EVERY[part::6])
+
+
+# ------------------------------------------------------------------------------------ stopped, and gone on elsewhere
+
+RESUMED = [
+    (2, "--zero 2 --zero-offload", "--zero 1 --no-zero-offload"),
+    (2, "--zero 2 --zero-late-gather", "--zero 3 --no-zero-late-gather"),
+    (4, "--zero 3 --zero-shards 2", "--zero 2 --zero-shards 0 --zero-offload"),
+    (2, "--tp 2 --tp-overlap", "--tp 1 --no-tp-overlap --zero 1 --zero-late-gather"),
+]
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize(("ranks", "layout", "other"), RESUMED, ids=lambda value: str(value))
+def test_clipped_steps_are_those_of_plain_ranks_and_a_resumed_run_goes_on_bit_by_bit_here_and_nearly_elsewhere(
+    ranks,
+    layout,
+    other,
+    text,  # noqa: F811
+    tmp_path,
+):
+    words = arguments(text, steps=6, keep=9)
+    log, folder = train_on(ranks, [*words, "--out", str(tmp_path / "run"), *layout.split()])
+    plain, _ = train_on(1, [*words, "--out", str(tmp_path / "plain")])
+    assert_same(f64([*losses(log).values()]), f64([*losses(plain).values()]), 1e-9, "losses and norms of six steps")
+    resumed, _ = train_on(ranks, ["--resume", f"{folder}/checkpoints/step-000004"])
+    assert losses(resumed) == losses(log)
+    elsewhere, _ = train_on(ranks, ["--resume", f"{folder}/checkpoints/step-000004", *other.split()])
+    assert_same(f64([*losses(elsewhere).values()]), f64([*losses(log).values()]), 1e-9, f"losses and norms, {other}")
+
+
+@pytest.mark.turn(2)
+@pytest.mark.parametrize("more", ["--zero-offload", "--accumulate-dtype fp32 --reduce-dtype fp32"])
+def test_with_masters_a_resumed_run_goes_on_bit_by_bit_and_offloading_changes_no_bit(more, text, tmp_path):  # noqa: F811
+    words = arguments(text, steps=6, keep=9, precision="bf16-master", zero=2)
+    log, folder = train_on(2, [*words, "--out", str(tmp_path / "run"), *more.split()])
+    resumed, _ = train_on(2, ["--resume", f"{folder}/checkpoints/step-000004"])
+    assert losses(resumed) == losses(log)
+    plain, _ = train_on(2, [*words, "--out", str(tmp_path / "plain")])
+    assert (losses(plain) == losses(log)) == (more == "--zero-offload")
+
+
+# -------------------------------------------------------------------------------------------------- really there
+
+
+def made(words):
+    """This rank before the first step, and the batches of that step."""
+    plan = train.prepare(words, dist.get_world_size())
+    config = plan.config
+    me = rank.make_rank(config, SIZES, torch.device("cpu"))
+    sampler, dp = Sampler(plan.corpus.train, config.seq_len, 256, config.seed), me.mesh.sizes["dp"]
+    return me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp)
+
+
+def travelling_weights(words):
+    """How many weights are on their way after a step, after the next forward, and when the run says so."""
+    me, batches = made(words)
+
+    def count():
+        return sum(type(p) is Travelling for p in me.model.parameters())
+
+    rank.train_step(me, batches)
+    begin = count()
+    me.loss_sum(*me.mine(batches[0]))
+    after = count()
+    rank.train_step(me, batches)
+    me.engine.arrive()
+    waiting = sum(len(arrival.works) for owner in me.engine.owners for arrival in owner.arrivals.values())
+    return len([*me.model.parameters()]), begin, after, waiting
+
+
+def test_late_weights_travel_when_the_step_is_over_and_have_come_when_forward_is(text):  # noqa: F811
+    for every, begin, after, waiting in run_ranks(2, travelling_weights, [*arguments(text), *LATE]):
+        assert (begin, after, waiting) == (every, 0, 0)
+
+
+LATE = ["--zero", "2", "--zero-late-gather"]
+
+
+@pytest.mark.turn(3)
+def test_shards_and_copies_sum_over_all_ranks(text):  # noqa: F811
+    assert fuzz.verify([Layout(4, "--micro-batch 2 --zero 2 --zero-shards 2")], text) == 1
+
+
+def crossed_in_its_first_step(words):
+    plan, folder = train.agree(train.prepare(words, dist.get_world_size()))
+    with mock.patch.object(train.Logger, "say", lambda logger, words: said.extend(words.splitlines())):
+        said: list[str] = []
+        train.train(plan, folder)
+    return [line.split() for line in said if line.startswith("crossed")]
+
+
+@pytest.mark.turn(3)
+def test_a_resumed_offloaded_run_counts_its_step_alone(text, tmp_path):  # noqa: F811
+    words = [*arguments(text, steps=2, save_every=1, keep=9, zero=2), "--zero-offload"]
+    _, folder = train_on(2, [*words, "--out", str(tmp_path / "run")])
+    rows = run_ranks(2, crossed_in_its_first_step, ["--resume", f"{folder}/checkpoints/step-000001", "--meter"])[0]
+    assert [row[1] for row in rows] == ["down", "up"] and all("=" in row for row in rows), rows
+
+
+def versions_of_columns(words):
+    me, _ = made(words)
+    return [layer.tp.column for layer in me.model.modules() if isinstance(layer, ColumnParallelLinear)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_all_products_by_columns_overlap_if_asked(overlap, text):  # noqa: F811
+    words = [*arguments(text), "--tp", "2", *["--tp-overlap"] * overlap]
+    for versions in run_ranks(2, versions_of_columns, words):
+        assert len(versions) >= 10 and {version is column_overlapped for version in versions} == {overlap}
+
+
+def gradients(words):
+    me, batches = made(words)
+    rank.train_step(me, batches)
+    return whole_model(gather_tensors(me.model, me.engine.full_gradients(), me.mesh), me.mesh)
+
+
+@pytest.mark.turn(3)
+def test_sums_in_fp32_are_nearer_to_fp64_over_ranks_and_over_micro_batches(text):  # noqa: F811
+    def error(*more):
+        got = run_ranks(4, gradients, [*words, *more])[0]
+        parts = [(got[name].double() - want).flatten() for name, want in exact.items()]
+        return torch.cat(parts).norm() / torch.cat([want.flatten() for want in exact.values()]).norm()
+
+    words = arguments(text, global_batch=64, micro_batch=1, zero=2, clip=0)  # 16 micro-batches on each of 4 ranks
+    exact = {name: g.double() for name, g in run_ranks(4, gradients, words)[0].items()}
+    words += ["--precision", "bf16-master"]
+    narrow, ranks_only, both = (
+        error(),
+        error("--reduce-dtype", "fp32"),
+        error("--reduce-dtype", "fp32", "--accumulate-dtype", "fp32"),
+    )
+    print(f"errors: {narrow:.2e}, reduced in fp32 {ranks_only:.2e}, and accumulated {both:.2e}")
+    assert both < ranks_only < narrow and both < 0.8 * narrow, (narrow, ranks_only, both)
+
+
+def test_a_checkpoint_of_an_offloaded_run_has_no_second_copy_of_the_weights(text):  # noqa: F811
+    for state in run_ranks(2, kinds_of_state, [*arguments(text), "--zero", "2", "--zero-offload"]):
+        assert state == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def kinds_of_state(words):
+    me, batches = made(words)
+    rank.train_step(me, batches)
+    state = full_state(me.engine, me.model, me.mesh)
+    return {kind for kinds in state["optimizer"].values() for kind in kinds}
+
+
+def test_the_picture_of_the_mesh_shows_shards_and_copies(text):  # noqa: F811
+    words = [*arguments(text, micro_batch=1), "--zero", "3", "--zero-shards", "2", "--show-mesh"]
+    shown = train.show_mesh(train.prepare(words, 8), 8)
+    assert "shards   {0 1}  {2 3}  {4 5}  {6 7}" in shown and "copies   {0 2 4 6}  {1 3 5 7}" in shown, shown
