@@ -7,6 +7,7 @@ from itertools import permutations, product
 from pathlib import Path
 
 import pytest
+import schedule_search
 from schedule_search import Exhaustive, automatic, cheapest, exhaustive, greedy, schedule_of
 from schedule_simulator import ScheduleError, Times, check, peak_activations, simulate
 
@@ -66,6 +67,29 @@ def test_the_search_finds_the_optimum_from_a_bad_start_as_well():
         found, cost = Exhaustive(p, m, times, limit).run(start, float("inf"))
         assert max(simulate(found, times).peak_activations) <= limit
         assert cost == exhaustive(p, m, times, limit)[1] == simulate(found, times).cost
+
+
+def test_a_search_that_gives_up_says_so_and_returns_something_that_fits():
+    times, limit = Times(3, 4, 2, communication=1), 4
+    start = automatic(4, 6, times, limit)
+    search = Exhaustive(4, 6, times, limit, most=200)
+    found, cost = search.run(start, simulate(start, times).cost)
+    assert (search.nodes, search.proven) == (200, False)
+    check(found)
+    assert max(simulate(found, times).peak_activations) <= limit
+    assert cost == simulate(found, times).cost
+    whole = Exhaustive(2, 2, times, limit, most=200)
+    whole.run(schedule_of([["F", "B", "W"] * 2] * 2, 2), float("inf"))
+    assert whole.proven and whole.nodes < 200
+
+
+def test_the_demo_gives_a_case_up_that_is_too_large_and_calls_nothing_proven(monkeypatch, capsys):
+    monkeypatch.setattr(schedule_search, "MOST", 500)
+    argv = ["schedule_search.py", "--ranks", "4", "--micro-batches", "6", "--times", "3,4,2,1", "--limit", "4"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert schedule_search.main() == 0
+    row, last = capsys.readouterr().out.splitlines()[1:]
+    assert "<= " in row and "unknown" in row and row.endswith("500, gave up") and last == "PASS"
 
 
 def test_micro_batches_may_keep_their_order_on_every_rank():
