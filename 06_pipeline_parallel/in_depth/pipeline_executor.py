@@ -51,7 +51,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _pipeline_model import IGNORE, OneLineParser, SentBytes, Sizes, Stage, make_batch, token_loss_sum
-from schedule_simulator import BW, Action, B, F, Message, Program, Schedule, ScheduleError, W, check, programs, simulate
+from schedule_simulator import (
+    BW,
+    Action,
+    B,
+    F,
+    Message,
+    Program,
+    Schedule,
+    ScheduleError,
+    W,
+    blocks,
+    check,
+    programs,
+    simulate,
+)
 from schedules import FOLDED, LOOPED, SCHEDULES, build
 from split_backward import WeightPart, backward_for_input
 from torch import Tensor, nn
@@ -173,6 +187,8 @@ class Pipeline:
     example         a tensor like each that stages hand on: its shape, dtype and device count
     on_stage_done   called with a stage's module as soon as the gradients of its weights are complete on this rank,
                     often with more actions to come: the moment to start their reduction over data-parallel ranks
+    overlap         called with two functions, forward() and backward(), for each F&B pair of the schedule (DualPipe's);
+                    it runs both, as it likes: see overlapped_pair.py. Without it they run one after the other
 
     Stages may recompute, and may contain collectives such as those of tensor parallelism: all ranks of such a group run
     the same actions in the same order. Raises ValueError (a ScheduleError for a schedule that the checker rejects).
@@ -187,6 +203,7 @@ class Pipeline:
         loss: Callable[[Tensor, Any], Tensor],
         example: Tensor,
         on_stage_done: Callable[[nn.Module], None] | None = None,
+        overlap: Callable[[Callable[[], None], Callable[[], None]], None] | None = None,
     ):
         check(schedule)
         if group.size() != schedule.ranks:
@@ -194,8 +211,9 @@ class Pipeline:
         self.schedule, self.stages, self.group, self.rank = schedule, stages, group, group.rank()
         if set(stages) != set(schedule.stages_of(self.rank)):
             raise ValueError(f"rank {self.rank} has stages {schedule.stages_of(self.rank)}, not {sorted(stages)}")
-        self.loss, self.example, self.on_stage_done = loss, example, on_stage_done
+        self.loss, self.example, self.on_stage_done, self.overlap = loss, example, on_stage_done, overlap
         self.program = programs(schedule)[self.rank]
+        self.partner = {block[0]: block[1] for block in blocks(schedule.actions[self.rank]) if overlap and block[1:]}
         self.splits = any(action.kind == W for action in schedule.actions[self.rank])
         # --- exercise 6.35: after which action are the gradients of a stage's weights complete on this rank? ---
         last: dict[tuple[int, int], Action] = {}
@@ -250,15 +268,21 @@ class Pipeline:
         self.total = torch.zeros((), dtype=torch.float64, device=self.example.device)
         self.peak, self.timeline = 0, []
         do = {F: self.forward, BW: self.backward, B: self.backward_for_input, W: self.backward_for_weights}
+        partner = self.partner if program is self.program else {}  # without backwards there are no pairs
+        done = set(partner.values())  # together with the entry before them
         for item in program:
             if isinstance(item, Message):
                 self.mail.reach(item)
-                continue
-            given = self.wait_for(item)
-            self.mail.start_early()  # what comes next can travel while we work
-            begin = time.perf_counter()
-            do[item.kind](item, given)
-            self.timeline.append((item, begin, time.perf_counter()))
+            elif item not in done:
+                pair = [item, partner[item]] if item in partner else [item]
+                calls = [partial(do[action.kind], action, self.wait_for(action)) for action in pair]
+                self.mail.start_early()  # what comes next can travel while we work
+                begin = time.perf_counter()
+                if self.overlap is not None and len(calls) == 2:
+                    self.overlap(*calls)
+                else:
+                    calls[0]()
+                self.timeline += [(action, begin, time.perf_counter()) for action in pair]
         self.mail.finish()
         if broadcast:
             dist.all_reduce(self.total, group=self.group)
