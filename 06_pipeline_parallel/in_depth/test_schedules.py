@@ -359,6 +359,12 @@ def test_a_wrong_option_is_one_line_with_option_value_and_remedy(capsys, monkeyp
         (["--times", "nan,1,1"], "--times: 'nan,1,1': give three positive times"),
         (["--ranks", "100000"], "--ranks 100000: use 1 to 256"),
         (["--micro-batches", "0"], "--micro-batches 0: use 1 to 4096"),
+        (
+            ["--ranks", "64", "--micro-batches", "65"],
+            "--ranks 64 --micro-batches 65: 4160 is too many; at most 4096 here",
+        ),
+        (["--schedule", "1f1b", "--ranks", "256", "--micro-batches", "257"], "65792 is too many; at most 65536"),
+        (["--schedule", "auto", "--ranks", "33", "--micro-batches", "32", "--stages-per-rank", "2"], "at most 1024"),
         (["--schedule", "1f1b", "--svg", "."], "--svg . is a folder"),
         (["--draw-all", __file__], "is a file; name a folder"),
         (["--svg", "x.svg"], "--svg x.svg needs --schedule NAME"),
