@@ -140,6 +140,14 @@ def test_a_rank_whose_gradient_is_late_may_run_ahead():
     assert simulate(automatic(6, 8, times, 3), times).cost < 0.7 * waits
 
 
+def test_a_w_fills_a_gap_only_if_it_is_over_before_the_next_gradient_comes():
+    times = Times(5, 6, 8, communication=1)  # on rank 1 the gap before B1 is longer than an F and shorter than a W
+    schedule = greedy(4, 6, times, [4] * 4, eager=False, ahead=True)
+    row = [f"{action.kind}{action.micro_batch}" for action in schedule.actions[1]]
+    assert row[:9] == ["F0", "F1", "F2", "F3", "B0", "W0", "B1", "B2", "F4"]
+    assert simulate(schedule, times).cost == 140
+
+
 def test_the_cheapest_is_what_occupies_a_rank_least_though_another_ends_earlier():
     times = Times(2, 2, 5)
     cheap, early = (schedule_of(words.split(), 2) for words in ("FBFWBW FBFBWW FBFBWW", "FFBBWW FBFBWW FBWFBW"))
