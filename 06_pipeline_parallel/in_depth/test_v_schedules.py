@@ -146,12 +146,15 @@ def test_in_a_v_the_search_finds_what_trying_every_order_finds():
         assert Exhaustive(2, 1, times, 2, v_shape(2)).run(one_by_one(2, 1), float("inf"))[1] == best
 
 
-SWEEP = list(
-    product(
+SWEEP = [
+    (times, p, rounds, communication, memory)
+    for times, (p, rounds), communication, memory in product(
         [(1, 1, 1), (3, 5, 4), (3, 4, 2), (2, 3, 3), (4, 3, 1), (2, 2, 5)],
-        *((2, 3, 4, 6), (1, 2, 3), (0, 1), ("2p/3", "p", "2p", "3p")),
+        ((2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (6, 1)),
+        (0, 1),
+        ("2p/3", "p", "2p", "3p"),
     )
-)
+]
 
 
 def assert_auto_is_not_beaten(cases):
@@ -176,14 +179,14 @@ def assert_auto_is_not_beaten(cases):
 
 
 def test_with_two_stages_a_rank_auto_is_never_dearer_than_any_named_schedule_that_fits():
-    sample = [case for case in random.Random(0).sample(SWEEP, 60) if case[1] < 5][:8]
+    sample = [case for case in random.Random(0).sample(SWEEP, 60) if case[1] < 5][:16]
     assert assert_auto_is_not_beaten(sample) >= 2
 
 
 @pytest.mark.prove
 def test_in_the_whole_sweep_auto_with_two_stages_a_rank_is_never_dearer_and_often_cheaper():
-    assert len(SWEEP) == 576
-    assert assert_auto_is_not_beaten(SWEEP) > 150
+    assert len(SWEEP) == 288
+    assert assert_auto_is_not_beaten(SWEEP) > 100
 
 
 def test_the_limit_of_auto_counts_half_stages_in_a_v():
