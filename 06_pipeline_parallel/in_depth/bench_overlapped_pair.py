@@ -27,8 +27,8 @@ from schedule_simulator import Times, simulate
 from schedules import build
 from torch import nn
 
-RANKS, MICRO_BATCHES, PARTS = 4, 10, 3
-PART, STEPS = 0.01, 5  # seconds that a part sleeps in F, in B and in W
+RANKS, MICRO_BATCHES, PARTS = 4, 8, 3
+PART, STEPS = 0.01, 3  # seconds that a part sleeps in F, in B and in W
 
 
 class Sleep(torch.autograd.Function):
