@@ -4,6 +4,7 @@ The formulas are those listed at the top of schedules.py, with their sources. He
 """
 
 from schedule_simulator import F, Schedule, Times
+from v_schedules import predicted
 
 LOOPED = ("interleaved", "breadth-first", "llama3")  # schedules with any number of stages per rank
 
@@ -37,6 +38,9 @@ def published(schedule: Schedule, times: Times) -> tuple[float | None, tuple[int
         return ((p - 1) * (f + b - 2 * w) if m >= 2 * p - 1 and w <= min(f, b) else None), (min(m, 2 * p - 1),) * p
     if name == "zb-v":
         return (0 if f == b == w and m >= 2 * p - 1 else None), ((2 * p,) * p if m >= 2 * p - 1 else None)
+    if name in ("v-min", "v-half"):
+        bubble, held = predicted(name, p)
+        return (bubble * f if f == b == w and m > p else None), (held if m > p else None)
     if name in ("dualpipe", "dualpipe-v"):
         half = p if name == "dualpipe-v" else p // 2  # "PP/2" of the paper counts stages; its B is our b + w
         return ((half - 1) * (filled + b - 2 * w) if f == b and w <= f else None), (2 * half + 1,) * p

@@ -58,13 +58,15 @@ def verify() -> None:
 def side_by_side(p: int, m: int) -> list[list]:
     rows = []
     for name in SCHEDULES:
-        schedule = build(name, p, m, stages_per_rank(name))
+        more = {"in_flight": 2 * p} if name == "llama3" else {}  # with p in flight it is interleaved
+        schedule = build(name, p, m, stages_per_rank(name), **more)
         timeline = simulate(schedule)
         bubble, _ = published(schedule, Times())
         copies, held = len(schedule.placement), max(timeline.peak_activations)
         ours, theirs = f"{timeline.bubble:g}", "none" if bubble is None else f"{bubble:g}"
         share = [f"{timeline.bubble_ratio:.1%}", held, f"{held / schedule.stages:.2f}", copies]
-        rows.append([name, schedule.stages * copies // p, ours, theirs, *share])
+        label = f"{name}, {2 * p} in flight" if more else name
+        rows.append([label, schedule.stages * copies // p, ours, theirs, *share])
     return rows
 
 

@@ -51,7 +51,22 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _pipeline_model import IGNORE, OneLineParser, SentBytes, Sizes, Stage, make_batch, token_loss_sum
-from schedule_simulator import BW, Action, B, F, Message, Program, Schedule, ScheduleError, W, check, programs, simulate
+from schedule_simulator import (
+    BW,
+    Action,
+    B,
+    F,
+    Message,
+    Program,
+    Schedule,
+    ScheduleError,
+    W,
+    blocks,
+    check,
+    crossings,
+    programs,
+    simulate,
+)
 from schedules import FOLDED, LOOPED, SCHEDULES, build
 from split_backward import WeightPart, backward_for_input
 from torch import Tensor, nn
@@ -84,21 +99,46 @@ class Mailbox:
 
     Messages between two ranks are matched by their order alone (nccl has no tags), so both sides must start them in the
     same order. It is that of the program: `reach` starts what is next in line with that peer, and never something else.
+
+    What nccl does: a message occupies a stream of the GPU until the other side takes it. Started one by one, all wait
+    in one stream if the group was made with `device_id`, even those to other peers; without, there is a communicator
+    and a stream for every pair of ranks. In both, an activation stands in the way of the gradient that comes from the
+    same peer. So with `crossings` (of schedule_simulator.py, {} if there are none) all messages are in *one* line, that
+    of the program, and what crosses is one batch, which goes both ways at once. On gloo messages wait for no other.
     """
 
-    def __init__(self, program: Iterable[Action | Message], rank: int, group: dist.ProcessGroup, example: Tensor):
-        self.rank, self.group, self.example = rank, group, example
+    def __init__(
+        self,
+        program: Iterable[Action | Message],
+        rank: int,
+        group: dist.ProcessGroup,
+        example: Tensor,
+        crossings: dict[Message, tuple[Message, ...]] | None = None,
+    ):
+        self.rank, self.group, self.example, self.batched = rank, group, example, crossings is not None
+        self.batch: dict[Message, tuple[Message, ...]] = {}  # a crossing stands in line as this rank's first send of it
+        self.stands_for: dict[Message, Message | None] = {}  # and starts where the last of it is in the program
         self.here: dict[Result, Tensor] = {}  # made on this rank, and not yet taken or sent
         self.coming: dict[Result, tuple[dist.Work, Tensor, int]] = {}  # receives under way, and from whom
         self.going: dict[int, deque[tuple[dist.Work, Tensor]]] = {}  # sends under way, to each peer
         self.line: dict[int, deque[Message]] = {}  # not yet started, with each peer
         for item in program:
             if isinstance(item, Message):
-                self.line.setdefault(self.peer(item), deque()).append(item)
-                self.going.setdefault(self.peer(item), deque())
+                if together := (crossings or {}).get(item):
+                    self.stands_for[item] = None
+                    if item != together[-1]:
+                        continue
+                    send = next(message for message in together if message.source == self.rank)
+                    self.stands_for[item], self.batch[send], item = send, together, send
+                self.line.setdefault(self.lane(item), deque()).append(item)
+                self.going.setdefault(self.lane(item), deque())
 
     def peer(self, message: Message) -> int:
         return message.destination if message.source == self.rank else message.source
+
+    def lane(self, message: Message) -> int:
+        """Which line a message stands in: one for each peer, or the only one."""
+        return 0 if self.batched else self.peer(message)
 
     def put(self, result: Result, tensor: Tensor) -> None:
         self.here[result] = tensor
@@ -113,8 +153,8 @@ class Mailbox:
 
     def reach(self, message: Message) -> None:
         """The program has come to this message: start it, unless it was started early."""
-        line = self.line[self.peer(message)]
-        if line and line[0] == message:
+        due = self.stands_for.get(message, message)
+        if due is not None and (line := self.line[self.lane(due)]) and line[0] == due:
             self.start(line.popleft())
 
     def start_early(self) -> None:
@@ -130,6 +170,9 @@ class Mailbox:
         # --- end exercise ---
 
     def start(self, message: Message) -> None:
+        if self.batched:
+            self.start_together(self.batch.get(message, (message,)))
+            return
         result, peer = (message.kind, message.stage, message.micro_batch), self.peer(message)
         if message.source == self.rank:
             tensor = self.here.pop(result)
@@ -140,6 +183,25 @@ class Mailbox:
         else:
             tensor = torch.empty_like(self.example)
             self.coming[result] = dist.irecv(tensor, group=self.group, group_src=peer), tensor, peer
+
+    def start_together(self, messages: tuple[Message, ...]) -> None:
+        """One message, or what crosses, as a batch: nccl takes all of it at once, gloo one after the other."""
+        peer, tensors, operations = self.peer(messages[0]), [], []
+        for message in messages:
+            mine = message.source == self.rank
+            result = (message.kind, message.stage, message.micro_batch)
+            tensors.append(self.here.pop(result) if mine else torch.empty_like(self.example))
+            what = dist.isend if mine else dist.irecv
+            operations.append(dist.P2POp(what, tensors[-1], group=self.group, group_peer=peer))
+        works = dist.batch_isend_irecv(operations)
+        works = works if len(works) == len(messages) else works * len(messages)  # nccl: one for the whole batch
+        for message, tensor, work in zip(messages, tensors, works, strict=True):
+            if message.source == self.rank:
+                self.going[0].append((work, tensor))
+            else:
+                self.coming[message.kind, message.stage, message.micro_batch] = work, tensor, 0
+        while len(self.going[0]) > 2 * self.group.size():
+            self.going[0].popleft()[0].wait()
 
     def finish(self) -> None:
         for going in self.going.values():
@@ -173,6 +235,9 @@ class Pipeline:
     example         a tensor like each that stages hand on: its shape, dtype and device count
     on_stage_done   called with a stage's module as soon as the gradients of its weights are complete on this rank,
                     often with more actions to come: the moment to start their reduction over data-parallel ranks
+    overlap         called with two functions, forward() and backward(), for each F&B pair of the schedule (DualPipe's);
+                    it runs both, as it likes: see overlapped_pair.py. Without it they run one after the other
+    batched         messages in one line, and what crosses in one batch: see `Mailbox`. The default for tensors on GPUs
 
     Stages may recompute, and may contain collectives such as those of tensor parallelism: all ranks of such a group run
     the same actions in the same order. Raises ValueError (a ScheduleError for a schedule that the checker rejects).
@@ -187,6 +252,8 @@ class Pipeline:
         loss: Callable[[Tensor, Any], Tensor],
         example: Tensor,
         on_stage_done: Callable[[nn.Module], None] | None = None,
+        overlap: Callable[[Callable[[], None], Callable[[], None]], None] | None = None,
+        batched: bool | None = None,
     ):
         check(schedule)
         if group.size() != schedule.ranks:
@@ -194,8 +261,10 @@ class Pipeline:
         self.schedule, self.stages, self.group, self.rank = schedule, stages, group, group.rank()
         if set(stages) != set(schedule.stages_of(self.rank)):
             raise ValueError(f"rank {self.rank} has stages {schedule.stages_of(self.rank)}, not {sorted(stages)}")
-        self.loss, self.example, self.on_stage_done = loss, example, on_stage_done
+        self.loss, self.example, self.on_stage_done, self.overlap = loss, example, on_stage_done, overlap
         self.program = programs(schedule)[self.rank]
+        self.crossings = crossings(schedule) if (example.is_cuda if batched is None else batched) else None
+        self.partner = {block[0]: block[1] for block in blocks(schedule.actions[self.rank]) if overlap and block[1:]}
         self.splits = any(action.kind == W for action in schedule.actions[self.rank])
         # --- exercise 6.35: after which action are the gradients of a stage's weights complete on this rank? ---
         last: dict[tuple[int, int], Action] = {}
@@ -212,8 +281,11 @@ class Pipeline:
         """Exchange one small message with each peer, and compare the examples.
 
         The first message between two ranks opens a connection, for which nccl lets both wait. So all ranks go through
-        their pairs in one common order, (0, 1), (0, 2), (1, 2) ...: the lowest pair still open can always go on.
+        their pairs in one common order, (0, 1), (0, 2), (1, 2) ...: the lowest pair still open can always go on. And
+        the first thing that a group does must not be a batch of some of its ranks: so all of them begin together.
         """
+        if self.crossings is not None:
+            dist.all_reduce(torch.zeros(1, device=self.example.device), group=self.group)
         kind = DTYPES.index(self.example.dtype)  # bf16 and fp16 are equally long
         mine = torch.zeros(9, dtype=torch.int64)
         for i, size in enumerate([kind, *self.example.shape][:9]):
@@ -244,21 +316,28 @@ class Pipeline:
         return self.run([item for item in self.program if item.kind == F], inputs, targets, extras, broadcast)
 
     def run(self, program: Program, inputs: Sequence, targets: Sequence, extras, broadcast: bool) -> Tensor:
-        self.mail = Mailbox(program, self.rank, self.group, self.example)
+        crossing = self.crossings if program is self.program or self.crossings is None else {}  # forwards cross nothing
+        self.mail = Mailbox(program, self.rank, self.group, self.example, crossing)
         self.inputs, self.targets, self.extras = inputs, targets, extras or [{}] * self.schedule.micro_batches
         self.held: dict[tuple[int, int], Held] = {}  # by stage and micro-batch
         self.total = torch.zeros((), dtype=torch.float64, device=self.example.device)
         self.peak, self.timeline = 0, []
         do = {F: self.forward, BW: self.backward, B: self.backward_for_input, W: self.backward_for_weights}
+        partner = self.partner if program is self.program else {}  # without backwards there are no pairs
+        done = set(partner.values())  # together with the entry before them
         for item in program:
             if isinstance(item, Message):
                 self.mail.reach(item)
-                continue
-            given = self.wait_for(item)
-            self.mail.start_early()  # what comes next can travel while we work
-            begin = time.perf_counter()
-            do[item.kind](item, given)
-            self.timeline.append((item, begin, time.perf_counter()))
+            elif item not in done:
+                pair = [item, partner[item]] if item in partner else [item]
+                calls = [partial(do[action.kind], action, self.wait_for(action)) for action in pair]
+                self.mail.start_early()  # what comes next can travel while we work
+                begin = time.perf_counter()
+                if self.overlap is not None and len(calls) == 2:
+                    self.overlap(*calls)
+                else:
+                    calls[0]()
+                self.timeline += [(action, begin, time.perf_counter()) for action in pair]
         self.mail.finish()
         if broadcast:
             dist.all_reduce(self.total, group=self.group)
@@ -368,11 +447,10 @@ def first_activation(module: nn.Module, found: list[GradientEdge]) -> Iterator[N
 
 
 def exchange(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
-    """Give the peer my tensor and return its own of the same shape. Both start the two messages in the same order."""
+    """Give the peer my tensor and return its own of the same shape. One batch: nccl sends both ways at once."""
     theirs = torch.empty_like(tensor)
-    send = partial(dist.isend, tensor, group=group, group_dst=peer)
-    receive = partial(dist.irecv, theirs, group=group, group_src=peer)
-    for work in [start() for start in ((send, receive) if group.rank() < peer else (receive, send))]:
+    both = [dist.P2POp(way, t, group=group, group_peer=peer) for way, t in ((dist.isend, tensor), (dist.irecv, theirs))]
+    for work in dist.batch_isend_irecv(both):
         work.wait()
     return theirs
 

@@ -169,6 +169,23 @@ def programs(schedule: Schedule) -> list[Program]:
     return result
 
 
+def crossings(schedule: Schedule) -> dict[Message, tuple[Message, ...]]:
+    """The messages that two ranks have for one another at the same moment; each is given with all of its crossing.
+
+    In the steady part of 1F1B an activation going one way crosses a gradient coming the other way. A runtime may start
+    them as one, where the last of them stands in `programs`: nobody needs the others sooner, because whatever needs
+    them ends later. (The moment is that of actions of one unit each, by which `programs` orders them too.)
+    """
+    timeline, at = simulate(schedule), {}  # at[two ranks, moment]: their messages, in the order of `programs`
+    order = sorted((end, rank, i) for rank, ends in enumerate(timeline.end) for i, end in enumerate(ends))
+    for end, rank, i in order:
+        for message in messages_of(schedule, schedule.actions[rank][i]):
+            key = (frozenset((message.source, message.destination)), end)
+            at[key] = (*at.get(key, ()), message)
+    both_ways = [group for group in at.values() if len({message.source for message in group}) == 2]
+    return {message: group for group in both_ways for message in group}
+
+
 def check_programs(schedule: Schedule, given: Sequence[Program]) -> None:
     """Run the programs with sends that block until the receiver takes them. Raises ScheduleError if they get stuck.
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules, from one micro-batch at a time to zero bubble: twelve ways to write the same lists of actions.
+"""Pipeline schedules, from one micro-batch at a time to zero bubble: fourteen ways to write the same lists of actions.
 
 Problem. Stage s cannot start before stage s-1 is done, so with one micro-batch all ranks but one are idle. With more
 micro-batches the ranks work at the same time, but each still waits for the first activation to come down and for the
@@ -31,8 +31,9 @@ where f, b, w are the times of F, B, W in *one stage* (so for v > 1 a stage is v
     ZB-H1                    (p-1)(f+b-w)        p                 Zero Bubble, arXiv 2401.10241, table 1
     ZB-H2                    (p-1)(f+b-2w)       2p-1              same table
     ZB-V                     0 if f = b = w      2p (half stages)  same paper, section 6
+    V-Min, V-Half            about 4p, 7p/2      2p/3, p (halves)  arXiv 2405.15362; exactly, in v_schedules.py
     DualPipe, DualPipeV      (p/2-1)(fb+b-2w)    p+1, p stages     DeepSeek-V3, arXiv 2412.19437; fb: time of a pair
-    auto                     no formula          its limit         schedule_search.py
+    auto                     no formula          its limit         schedule_search.py, v_schedules.py
 
 `published` says when each holds; the demo and the tests compare it with the simulation, to the last digit.
 
@@ -78,6 +79,7 @@ from schedule_simulator import (  # noqa: F401 -- what a runtime needs can be im
     programs,
     simulate,
 )
+from v_schedules import automatic_v, v_half, v_min, v_shape
 
 # Legend: p ranks, m micro-batches, v stages per rank, r this rank. A step is an action without its micro-batch:
 # (kind, stage) or, for the second half of an F&B pair, (kind, stage, True). (W, None) is the oldest W not yet done.
@@ -255,11 +257,6 @@ def zb_h2(p: int, m: int, v: int = 1) -> Schedule:
     return Schedule("zb-h2", p, p, m, (tuple(range(p)),), lists)
 
 
-def v_shape(p: int) -> tuple[int, ...]:
-    """Stages 0..p-1 go down the ranks, stages p..2p-1 up again: rank 0 holds the first and the last."""
-    return (*range(p), *reversed(range(p)))
-
-
 def zb_v(p: int, m: int, v: int = 2) -> Schedule:
     """ZB-V (arXiv 2401.10241, section 6): zero bubble with 1F1B's memory, thanks to the V.
 
@@ -337,24 +334,44 @@ def dualpipe(p: int, m: int, v: int = 1) -> Schedule:
 
 
 def auto(p: int, m: int, v: int = 1, times: Times | None = None, limit: int | None = None) -> Schedule:
-    """The cheapest for given times and memory: of the automatic zero-bubble scheduler (schedule_search.py), or drawn by
-    hand with the same placement, with its backwards in two halves. `limit`: activations a rank may hold; 2p by default.
+    """The cheapest for given times and memory, of what the automatic schedulers find and of what was drawn by hand.
+
+    With one stage per rank: schedule_search.py, naive, afab, 1F1B, ZB-H1, ZB-H2. With two: v_schedules.py, and all that
+    cut the model into 2p stages, in loops or in a V. Whole backwards are cut in two halves. Only DualPipe is no
+    candidate, for it holds two copies of the model. `times` are those of one stage; `limit`: the stage activations
+    that a rank may hold, by default twice what 1F1B holds on rank 0.
     """
-    if limit is not None and limit < 1:
-        raise ScheduleError(f"auto: a limit of {limit} activations; use 1 or more")
-    times, limit = times or Times(), limit or 2 * p
-    drawn = [halved(make(p, m)) for make in (one_f_one_b, afab, naive, zb_h1, zb_h2)]
-    fitting = [schedule for schedule in drawn if max(simulate(schedule, times).peak_activations) <= limit]
-    return replace(cheapest([automatic(p, m, times, limit), *fitting], times), name="auto")
+    times, limit = times or Times(), 2 * p * v if limit is None else limit
+    if limit < v:
+        raise ScheduleError(f"auto: a limit of {limit} activations; use {v} or more, one for each stage of a rank")
+    if v == 1:
+        found, drawn = automatic(p, m, times, limit), (naive, afab, one_f_one_b, zb_h1, zb_h2)
+    else:
+        found, drawn = (
+            automatic_v(p, m, times, limit),
+            (interleaved, breadth_first, llama3, zb_v, v_half, v_min, dualpipe_v),
+        )
+    candidates = [found]
+    for make in drawn:
+        try:
+            schedule = halved(make(p, m, v))
+        except ScheduleError:
+            continue  # it takes other numbers of micro-batches
+        if max(map(peak_activations, schedule.actions)) <= limit:
+            candidates.append(schedule)
+    return replace(cheapest(candidates, times), name="auto")
 
 
 def halved(schedule: Schedule) -> Schedule:
     """Every whole backward as a B and the W behind it: no action ends later, and the B below it may begin earlier."""
     lists = []
     for row in schedule.actions:
-        lists.append(
-            tuple(replace(action, kind=kind) for action in row for kind in BACKWARD.get(action.kind, action.kind))
+        halves = (
+            replace(action, kind=kind, overlapped=False)
+            for action in row
+            for kind in BACKWARD.get(action.kind, action.kind)
         )
+        lists.append(tuple(halves))
     return replace(schedule, actions=tuple(lists))
 
 
@@ -368,11 +385,13 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
     "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
     "dualpipe": dualpipe,
     "dualpipe-v": dualpipe_v,
     "auto": auto,
 }
-FOLDED = ("zb-v", "dualpipe-v")  # exactly two
+FOLDED = ("zb-v", "v-half", "v-min", "dualpipe-v")  # exactly two
 
 
 def build(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1, **options) -> Schedule:
@@ -389,7 +408,9 @@ def build(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1, *
         raise ScheduleError(
             f"{name}: {stages_per_rank} stages per rank; use 2, one on the way down and one on the way up"
         )
-    if name not in (*LOOPED, *FOLDED) and stages_per_rank != 1:
+    if name == "auto" and stages_per_rank > 2:
+        raise ScheduleError(f"auto: {stages_per_rank} stages per rank; use 1, or 2 in a V or in loops")
+    if name not in (*LOOPED, *FOLDED, "auto") and stages_per_rank != 1:
         raise ScheduleError(f"{name}: {stages_per_rank} stages per rank; use 1, or one of {', '.join(LOOPED)}")
     return SCHEDULES[name](ranks, micro_batches, stages_per_rank, **options)
 
@@ -406,6 +427,8 @@ GALLERY = [  # what the README shows: name, micro-batches, stages per rank, opti
     ("zb-h1", 8, 1, {}),
     ("zb-h2", 8, 1, {}),
     ("zb-v", 8, 2, {}),
+    ("v-half", 8, 2, {}),
+    ("v-min", 8, 2, {}),
     ("dualpipe", 10, 1, {}),
     ("dualpipe-v", 10, 2, {}),
     ("auto", 8, 1, {"times": Times(3, 4, 2, communication=1), "limit": 6}),
@@ -462,6 +485,12 @@ def arguments() -> argparse.Namespace:
     for option, most in (("ranks", 256), ("micro_batches", 4096)):
         if not 1 <= getattr(args, option) <= most:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: use 1 to {most}")
+    many = args.ranks * args.micro_batches  # so that no command runs for more than a minute in silence
+    most = 65536 if args.schedule not in (None, "auto") else 1024 if args.stages_per_rank == 2 else 4096
+    if many > most:
+        parser.error(
+            f"--ranks {args.ranks} --micro-batches {args.micro_batches}: {many} is too many; at most {most} here"
+        )
     if args.stages_per_rank is not None and not 1 <= args.stages_per_rank <= 256:
         parser.error(f"--stages-per-rank {args.stages_per_rank}: use 1 to 256")
     options = {"in_flight": args.in_flight} if args.in_flight is not None else {}

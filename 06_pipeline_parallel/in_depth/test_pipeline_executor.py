@@ -15,7 +15,7 @@ from harness.meter import communication
 from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import RankFailure, run_ranks
 from pipeline_executor import Mailbox, Pipeline, layers_of, parse_arguments, sum_mirrored, sum_tied
-from schedule_simulator import Action, Message, ScheduleError, Times, check, simulate
+from schedule_simulator import Action, Message, ScheduleError, Times, check, crossings, simulate
 from schedules import FOLDED, LOOPED, SCHEDULES, build
 from split_backward import flops, recomputed_once
 from torch import nn
@@ -67,7 +67,7 @@ def select(named, key):
     return {name: value for (at, name), value in named.items() if at == key}
 
 
-def train_beside_the_oracle(schedule, group, *, tied=True, steps=1, wrap=None, data_group=None):
+def train_beside_the_oracle(schedule, group, *, tied=True, steps=1, wrap=None, data_group=None, batched=None):
     """Loss, every gradient (raw, at every step) and the weights of each stage must be the whole model's."""
     m, rank, sizes = schedule.micro_batches, group.rank(), Sizes(hidden=HIDDEN, layers=schedule.stages + 1)
     part, parts = (0, 1) if data_group is None else (data_group.rank(), data_group.size())
@@ -87,6 +87,7 @@ def train_beside_the_oracle(schedule, group, *, tied=True, steps=1, wrap=None, d
         loss=lambda logits, labels: token_loss_sum(logits, labels) / valid,
         example=torch.empty(1, LENGTH, HIDDEN, dtype=DOUBLE),
         on_stage_done=start_reduction if data_group is not None else None,
+        batched=batched,
     )
 
     def backward(step):
@@ -339,11 +340,11 @@ class Sleepy(nn.Module):
         return Sleep.apply(x, self.f, self.b) * Sleep.apply(self.weight, never, self.w)
 
 
-def run_sleepy(schedule, group, seconds):
+def run_sleepy(schedule, group, seconds, batched=None):
     """One step; `seconds(stage)` gives the three functions f, b, w. Returns the pipeline and its gradients."""
     stages = {(d, s): Sleepy(*seconds(s)) for d, s in schedule.stages_of(group.rank())}
     x = torch.arange(1.0, 2 * schedule.micro_batches + 1, dtype=DOUBLE).view(-1, 2)
-    pipeline = Pipeline(schedule, stages, group, loss=lambda y, _: y.sum(), example=x[0])
+    pipeline = Pipeline(schedule, stages, group, loss=lambda y, _: y.sum(), example=x[0], batched=batched)
     dist.barrier(group)
     pipeline.step(x, [None] * len(x))
     return pipeline, [stages[key].weight.grad for key in sorted(stages)]
@@ -363,7 +364,7 @@ def random_delays(runs):
         schedule = build(name, 4, 8 if "dual" in name else 4, v_of(name))
         if name not in wanted:
             wanted[name] = run_sleepy(schedule, group, lambda _: (never,) * 3)[1]
-        got = run_sleepy(schedule, group, lambda _: (delay,) * 3)[1]
+        got = run_sleepy(schedule, group, lambda _: (delay,) * 3, batched=run // len(names) % 2 == 1)[1]
         assert all(torch.equal(a, b) for a, b in zip(got, wanted[name], strict=True)), (name, run)
     return runs
 
@@ -555,6 +556,84 @@ def test_the_next_receive_is_posted_before_the_work_that_comes_before_its_use():
     for m in range(1, 4):
         before = events.index(Action("BW", 0, m - 1))
         assert events.index(Message("B", 1, m, 1, 0)) < before, f"gradient {m} could not arrive during the work before"
+
+
+def in_batches(cases):
+    """One line for all messages, crossings as one: gradients beside the oracle, and what was started, in order."""
+    started, plain = [], Mailbox.start_together
+
+    def start(mail, messages):
+        started.append(messages)
+        plain(mail, messages)
+
+    Mailbox.start_together = start
+    try:
+        found = []
+        for name, m in cases:
+            started.clear()
+            pipeline = train_beside_the_oracle(build(name, 4, m, v_of(name)), dist.group.WORLD, batched=True)
+            found.append((list(started), [item for item in pipeline.program if isinstance(item, Message)]))
+    finally:
+        Mailbox.start_together = plain
+    return found
+
+
+def test_in_one_line_with_crossings_as_one_batch_both_ends_start_the_same_batches_in_the_order_of_the_program():
+    cases = [(name, 8) for name in ("1f1b", "interleaved", "zb-h1", "v-half", "dualpipe", "dualpipe-v")]
+    by_rank = run_ranks(4, in_batches, cases)
+    for case, (name, m) in enumerate(cases):
+        crossing = crossings(build(name, 4, m, v_of(name)))
+        for a in range(4):
+            batches, program = by_rank[a][case]
+            want = [crossing.get(x, (x,)) for x in program if x == crossing.get(x, (x,))[-1]]
+            assert batches == want, f"{name}: rank {a} starts each message once, where the last of its crossing stands"
+            for b in range(a):
+                both = [[x for x in by_rank[r][case][0] if {x[0].source, x[0].destination} == {a, b}] for r in (a, b)]
+                assert both[0] == both[1], f"{name}: ranks {a} and {b}"
+        assert max(len(batch) for batch in by_rank[1][case][0]) >= 2, f"{name}: something crosses"
+
+
+def test_on_gloo_nothing_is_batched_unless_it_is_asked_for():
+    assert run_ranks(1, default_and_asked_for) == [(None, {})]
+
+
+def default_and_asked_for():
+    schedule, x = build("1f1b", 1, 2), torch.ones(2, 4)
+    stages = {(0, 0): nn.Identity()}
+    made = [Pipeline(schedule, stages, dist.group.WORLD, loss=torch.sum, example=x, batched=b) for b in (None, True)]
+    return tuple(pipeline.crossings for pipeline in made)
+
+
+def kept_messages(batched):
+    """The most sends kept, the most receives that one call starts early from a peer, and whether one was under way."""
+    sends, early, jumps = [0], [0], [0]
+    plain = {name: getattr(Mailbox, name) for name in ("start_early", "put")}
+
+    def start_early(mail):
+        before = {result: lane for result, (_, _, lane) in mail.coming.items()}
+        plain["start_early"](mail)
+        new = [lane for result, (_, _, lane) in mail.coming.items() if result not in before]
+        early.append(max(map(new.count, new), default=0))
+        jumps.append(len(set(new) & set(before.values())))
+
+    def put(mail, result, tensor):
+        sends.append(max(map(len, mail.going.values()), default=0))
+        plain["put"](mail, result, tensor)
+
+    Mailbox.start_early, Mailbox.put = start_early, put
+    try:
+        for name in ("afab", "1f1b"):
+            run_sleepy(build(name, 2, 24), dist.group.WORLD, lambda _: (never,) * 3, batched=batched)
+    finally:
+        Mailbox.start_early, Mailbox.put = plain["start_early"], plain["put"]
+    return max(sends), max(early), max(jumps)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_rank_keeps_few_sends_and_starts_one_receive_early_from_each_peer(batched):
+    for sends, early, jumps in run_ranks(2, kept_messages, batched):
+        assert 2 <= sends <= 2 * 2, "of 24 micro-batches"
+        assert (early <= 1 if batched else early == 1) and jumps == 0
 
 
 def sent_bytes():

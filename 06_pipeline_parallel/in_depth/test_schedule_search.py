@@ -7,6 +7,7 @@ from itertools import permutations, product
 from pathlib import Path
 
 import pytest
+import schedule_search
 from schedule_search import Exhaustive, automatic, cheapest, exhaustive, greedy, schedule_of
 from schedule_simulator import ScheduleError, Times, check, peak_activations, simulate
 
@@ -68,6 +69,29 @@ def test_the_search_finds_the_optimum_from_a_bad_start_as_well():
         assert cost == exhaustive(p, m, times, limit)[1] == simulate(found, times).cost
 
 
+def test_a_search_that_gives_up_says_so_and_returns_something_that_fits():
+    times, limit = Times(3, 4, 2, communication=1), 4
+    start = automatic(4, 6, times, limit)
+    search = Exhaustive(4, 6, times, limit, most=200)
+    found, cost = search.run(start, simulate(start, times).cost)
+    assert (search.nodes, search.proven) == (200, False)
+    check(found)
+    assert max(simulate(found, times).peak_activations) <= limit
+    assert cost == simulate(found, times).cost
+    whole = Exhaustive(2, 2, times, limit, most=200)
+    whole.run(schedule_of([["F", "B", "W"] * 2] * 2, 2), float("inf"))
+    assert whole.proven and whole.nodes < 200
+
+
+def test_the_demo_gives_a_case_up_that_is_too_large_and_calls_nothing_proven(monkeypatch, capsys):
+    monkeypatch.setattr(schedule_search, "MOST", 500)
+    argv = ["schedule_search.py", "--ranks", "4", "--micro-batches", "6", "--times", "3,4,2,1", "--limit", "4"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert schedule_search.main() == 0
+    row, last = capsys.readouterr().out.splitlines()[1:]
+    assert "<= " in row and "unknown" in row and row.endswith("500, gave up") and last == "PASS"
+
+
 def test_micro_batches_may_keep_their_order_on_every_rank():
     times, best = Times(2, 1, 3, communication=1), float("inf")
     rows = []
@@ -114,6 +138,14 @@ def test_a_rank_whose_gradient_is_late_may_run_ahead():
     times = Times(3, 4, 6, communication=1)
     waits = simulate(greedy(6, 8, times, [3] * 6, eager=False, ahead=False), times).cost
     assert simulate(automatic(6, 8, times, 3), times).cost < 0.7 * waits
+
+
+def test_a_w_fills_a_gap_only_if_it_is_over_before_the_next_gradient_comes():
+    times = Times(5, 6, 8, communication=1)  # on rank 1 the gap before B1 is longer than an F and shorter than a W
+    schedule = greedy(4, 6, times, [4] * 4, eager=False, ahead=True)
+    row = [f"{action.kind}{action.micro_batch}" for action in schedule.actions[1]]
+    assert row[:9] == ["F0", "F1", "F2", "F3", "B0", "W0", "B1", "B2", "F4"]
+    assert simulate(schedule, times).cost == 140
 
 
 def test_the_cheapest_is_what_occupies_a_rank_least_though_another_ends_earlier():

@@ -17,6 +17,7 @@ from schedule_simulator import (
     W,
     check,
     check_programs,
+    crossings,
     needs,
     peak_activations,
     programs,
@@ -36,6 +37,7 @@ def by_hand(*rows: str, ranks: int | None = None, v: int = 1) -> Schedule:
 
 
 GOOD = by_hand("F0@0 F1@0 BW0@0 BW1@0", "F0@1 BW0@1 F1@1 B1@1 W1@1")
+STEADY = by_hand("F0@0 F1@0 BW0@0 F2@0 BW1@0 F3@0 BW2@0 BW3@0", "F0@1 BW0@1 F1@1 BW1@1 F2@1 BW2@1 F3@1 BW3@1")  # 1F1B
 LOOP = by_hand("F0@0 F1@0 F0@2 BW0@2 F1@2 BW1@2 BW0@0 BW1@0", "F0@1 F1@1 F0@3 BW0@3 F1@3 BW1@3 BW0@1 BW1@1", v=2)
 
 
@@ -210,6 +212,35 @@ def test_both_ends_have_every_message_once_and_in_the_same_order():
             if (kind == F and stage + 1 < schedule.stages) or (kind == B and stage > 0)
         }
         assert {(message.kind, message.stage, message.micro_batch) for message in sent} == want
+
+
+def with_crossings_together(schedule):
+    """The programs, with every message of a crossing where its last one stands."""
+    crossing = crossings(schedule)
+    result = []
+    for program in programs(schedule):
+        row = []
+        for item in program:
+            together = crossing.get(item, (item,)) if isinstance(item, Message) else (item,)
+            row += together if item == together[-1] else ()
+        result.append(row)
+    return result
+
+
+def test_what_crosses_goes_both_ways_between_two_ranks_and_can_wait_for_its_last_message():
+    found = 0
+    for schedule in (GOOD, LOOP, STEADY):
+        for message, together in crossings(schedule).items():
+            assert message in together
+            assert {frozenset((m.source, m.destination)) for m in together} == {
+                frozenset((message.source, message.destination))
+            }
+            assert len({m.source for m in together}) == 2
+            found += 1
+        check_programs(schedule, with_crossings_together(schedule))
+    assert found >= 4
+    f1, b0 = Message(F, 0, 2, 0, 1), Message(B, 1, 1, 1, 0)  # in 1F1B an activation meets the gradient two behind it
+    assert crossings(STEADY)[f1] == crossings(STEADY)[b0] == (f1, b0)
 
 
 def run_with_delays(schedule, rng):

@@ -207,7 +207,8 @@ def test_recomputation_keeps_the_input_only_and_draws_the_same_dropout_mask(spli
         else:
             y.backward(torch.ones_like(y))
             dx = x.grad
-        found.append((saved, after, dx, *(p.grad for p in block.parameters())))
+        behind = torch.rand(1)  # what is drawn after backward must not depend on what backward drew again
+        found.append((saved, after, behind, dx, *(p.grad for p in block.parameters())))
     assert found[0][0] == [x.shape], "of a block, only its input is kept"
     for got, want in zip(found[0][1:], found[1][1:], strict=True):
         assert_same(got, want)
@@ -232,7 +233,7 @@ def test_the_graph_lives_until_the_weight_part_and_goes_layer_by_layer():
         def __init__(self, tensor):
             self.tensor = tensor
 
-    boxes, alive = weakref.WeakSet(), []
+    boxes, alive, kept = weakref.WeakSet(), [], []
 
     def pack(tensor):
         box = Box(tensor.detach())
@@ -244,14 +245,19 @@ def test_the_graph_lives_until_the_weight_part_and_goes_layer_by_layer():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
         y = x
         for weight in weights:
-            y = torch.tanh(y @ Noted.apply(weight, lambda: alive.append(len(boxes))))
+            y = torch.tanh(
+                y @ Noted.apply(weight, lambda: alive.append((len(boxes), sum(g() is not None for g in kept))))
+            )
     output = [get_gradient_edge(y)]
     del y
     _, part = backward_for_input(output.pop(), torch.ones(5, H), [get_gradient_edge(x)])
     one = 3  # saved by a layer: both factors of the product, and tanh's output; the topmost tanh has gone in B
     assert len(boxes) == 4 * one - 1 and alive == []
+    kept += [weakref.ref(grad) for cut in part.cuts for grad in cut.grads if grad is not None]
+    assert len(kept) == 4
     part.run()
-    assert alive == [4 * one - 1, 3 * one - 1, 2 * one - 1, one - 1], "what is above a layer has gone before its turn"
+    assert [layers for layers, _ in alive] == [i * one - 1 for i in (4, 3, 2, 1)], "what is above a layer has gone"
+    assert [grads for _, grads in alive] == [4, 3, 2, 1], "and so has the gradient that its cut kept"
     assert len(boxes) == 0 and part.cuts == [] and part.parts == []
 
 
