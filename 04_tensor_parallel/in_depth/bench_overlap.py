@@ -91,8 +91,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func._opname == "mm":
-            self.events.append(["product", -1, 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]])
+        if func._opname in ("mm", "bmm"):
+            self.events.append(["product", -1, 2 * args[0].numel() * args[1].shape[-1]])
         elif "scaled_dot_product" in func._opname:  # [B, N, S, D]: q kT and weights v, half of them masked
             backward = "backward" in func._opname
             q = args[1 if backward else 0]
