@@ -7,7 +7,6 @@ First output and all gradients are compared; only then is anything timed. A step
 gradients that are shares. All three use the same norm and the same attention.
 """
 
-import argparse
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +20,7 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tensor_parallel_bench import RANKS, kept_by_both, must_be_same, peak_of_both, run, sent_by_both, whole
+from _tensor_parallel_bench import RANKS, kept_by_both, must_be_same, options, peak_of_both, run, sent_by_both, whole
 from harness.figures import COLOURS, GREY, write_figure
 from harness.report import paired, write_result
 from parallel_block import Config, ParallelBlock, Parts, sync_replicated_gradients
@@ -403,8 +402,6 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--figures", action="store_true", help="measure nothing; draw the figures from the results")
-    if not parser.parse_args().figures:
+    if not options(__doc__, figures=True).figures:
         run(worker)
     draw()

@@ -9,7 +9,6 @@ could hide elsewhere is read from the order in which torch was asked for product
 the cost model is held against the seconds of this machine, with this machine's numbers in it.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ import parallel_linear
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tensor_parallel_bench import RANKS, must_be_same, run, step
+from _tensor_parallel_bench import RANKS, must_be_same, options, run, step
 from domino import HalvedBlock, in_halves, one_by_one
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import bytes_on_the_wire, communication
@@ -298,8 +297,6 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--figures", action="store_true", help="measure nothing; draw the figures from the results")
-    if not parser.parse_args().figures:
+    if not options(__doc__, figures=True).figures:
         run(worker)
     draw()
