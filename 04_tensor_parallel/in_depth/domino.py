@@ -27,8 +27,8 @@ Formulas, for L blocks, n = B S H e bytes:
     sent              L 8 (t-1)/t n, as without halves, but in twice as many messages of half the size
     not hidden        1 of 4 L sums each way, the last; with sequence parallel also 1 of 4 L gathers, the first
     kept              as `column_simple` (parallel_block.kept_bytes, gather_again=False), in bf16 also the norms' inputs
-    products          twice as many of half the rows each: the weights are read twice. Below some hundreds of rows
-                      that costs more than the messages; CUDA graphs and larger batches are the paper's remedies
+    products          twice as many of half the rows each: every weight is read twice, and small products are less
+                      efficient than large ones
 
 Run it:
     python domino.py                                                    one rank, CPU or GPU
@@ -80,15 +80,16 @@ Log = Callable[[str], object]  # is told what happens, in order: "into 1" is the
 
 @dataclass
 class UnderWay:
-    """A message that has been started. Whoever needs it waits."""
+    """A message that has been started. Whoever needs it waits, once; then nothing of it is held here."""
 
     works: list[dist.Work]
-    arrived: Callable[[], Tensor]
+    arrived: Callable[[], Tensor] | None
 
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        return self.arrived()
+        arrived, self.arrived, self.works = self.arrived, None, []
+        return arrived()
 
 
 def start_sum(share: Tensor, tp: TensorParallel) -> UnderWay:
@@ -161,6 +162,7 @@ def take_turns(
         whole = came(wholes[half], "gather", half)
         log(f"{turn.names[0]} {half}")
         inner = turn.first(whole)
+        del whole  # in backward nobody else needs it
         if following and tp.sequence_parallel:  # the other half's sum came behind `first`; it gathers behind `second`
             arrive(*following)
         log(f"{turn.names[1]} {half}")
