@@ -7,10 +7,11 @@ First output and all gradients are compared; only then is anything timed. A step
 gradients that are shares. All three use the same norm and the same attention.
 """
 
-import argparse
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
@@ -19,7 +20,7 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tensor_parallel_bench import RANKS, kept_by_both, must_be_same, peak_of_both, run, sent_by_both, whole
+from _tensor_parallel_bench import RANKS, kept_by_both, must_be_same, options, peak_of_both, run, sent_by_both, whole
 from harness.figures import COLOURS, GREY, write_figure
 from harness.report import paired, write_result
 from parallel_block import Config, ParallelBlock, Parts, sync_replicated_gradients
@@ -272,10 +273,62 @@ def regions(device: torch.device) -> None:
         write_result("04_ground_regions", "Who has what inside a block, on one of 4 ranks", columns, rows, note)
 
 
+class Alive(peak_of_both):
+    """The meter, which notes the bytes that are alive after each operator that changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[list] = []
+
+    def note(self, direction: str, what: str) -> None:
+        self.log.append([direction, what, self.current])
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before, out = self.current, super().__torch_dispatch__(func, types, args, kwargs)
+        if self.current != before:
+            direction = "backward" if torch._C._current_autograd_node() is not None else "forward"
+            self.note(direction, func._opname)
+        return out
+
+
+def alive(device: torch.device) -> None:
+    """Bytes alive after each operator of a block, forward and backward, beyond weights and what comes in."""
+    rows, T, H = [], SIZES.batch * SIZES.sequence, SIZES.hidden
+    full = {n: x.float() for n, x in whole_weights(SIZES).items() if n.startswith("0.")}
+    for layout, sequence in LAYOUTS.items():
+        tp = TensorParallel(dist.group.WORLD, sequence)
+        w = {n: piece_of(n, x, SIZES, tp).to(device).requires_grad_() for n, x in full.items()}
+        for p in w.values():
+            p.grad = torch.zeros_like(p)  # there already: only what a step needs in addition is counted
+        x = torch.randn(T // (tp.t if sequence else 1), H, device=device).requires_grad_()
+        dz, real = torch.randn_like(x), {name: getattr(tensor_parallel, name) for name in ("norm", "column", "row")}
+        with Alive() as meter:
+
+            def marked(*arguments, called: str, meter=meter, real=real):
+                names = {"norm": ["0.norm"], "column": arguments[-2], "row": arguments[-2:-1]}[called]
+                meter.note("part", ", ".join(name.partition(".")[2] for name in names))
+                return real[called](*arguments)
+
+            with ExitStack() as patches:
+                for name in real:
+                    patches.enter_context(mock.patch.object(tensor_parallel, name, partial(marked, called=name)))
+                z = tensor_parallel.block(x, w, 0, SIZES, tp)
+            z.backward(dz)
+            del z
+        rows += [[layout, *entry] for entry in meter.log]
+    if dist.get_rank() == 0:
+        columns = ["layout", "direction", "operator", "bytes alive behind it"]
+        note = "Beyond weights, their gradients and x. A `part` marks where a named part of the block begins."
+        write_result(
+            "04_ground_alive", f"Bytes alive per operator of a block, one of {RANKS} ranks", columns, rows, note
+        )
+
+
 def worker(device: torch.device) -> None:
     compare(device)
     activations(device)
     regions(device)
+    alive(device)
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
@@ -321,15 +374,34 @@ def draw_activations(axes, result) -> None:
     axes.legend(fontsize=8)
 
 
+def draw_alive(axes, result) -> None:
+    most = max(row[3] for row in result["rows"]) / 1e6
+    for panel, layout in zip(axes, LAYOUTS, strict=True):
+        entries = [row[1:] for row in result["rows"] if row[0] == layout]
+        bytes_alive = [size / 1e6 for _, _, size in entries]
+        places = range(len(entries))
+        panel.fill_between(places, bytes_alive, step="post", color=COLOURS["activations"], alpha=0.6)
+        for place, (direction, what, _) in zip(places, entries, strict=True):
+            if direction == "part":
+                panel.axvline(place, color=GREY, linewidth=0.5, alpha=0.6)
+                panel.text(place + 0.5, 1.14 * most, what, rotation=90, va="top", fontsize=8, color=GREY)
+        turn = next(place for place, entry in zip(places, entries, strict=True) if entry[0] == "backward")
+        panel.axvline(turn, color=GREY, linewidth=1.2, linestyle=":")
+        panel.text(turn + 0.5, 1.14 * most, "backward", va="top", fontsize=8, color=GREY)
+        panel.set(xlim=(0, len(entries) - 1), ylim=(0, 1.18 * most), xticks=[], ylabel="MB alive")
+        panel.set_title(f"{layout} parallel: at most {max(bytes_alive):.2f} MB", fontsize=10)
+        panel.grid(False, axis="x")
+    axes[-1].set_xlabel("operators that allocate or free, in order")
+
+
 def draw() -> None:
     folder = "04_tensor_parallel/figures"
     write_figure(f"{folder}/regions.svg", ["04_ground_regions"], draw_regions, shape=(2, 1), size=(7.5, 5.2))
     write_figure(f"{folder}/activations.svg", ["04_ground_activations"], draw_activations, size=(7.0, 3.8))
+    write_figure(f"{folder}/alive.svg", ["04_ground_alive"], draw_alive, shape=(2, 1), size=(8.0, 5.6))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--figures", action="store_true", help="measure nothing; draw the figures from the results")
-    if not parser.parse_args().figures:
+    if not options(__doc__, figures=True).figures:
         run(worker)
     draw()

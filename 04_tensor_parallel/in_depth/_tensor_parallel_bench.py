@@ -1,5 +1,6 @@
 """What the benchmarks of this chapter share: the ranks, and the same block by torch's own tensor parallelism."""
 
+import argparse
 import gc
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from _tensor_parallel_demo import OneLineParser
 from harness.meter import communication, peak_memory
 from parallel_block import Config, apply_rope, attention
 from parallel_linear import swiglu
@@ -153,6 +155,14 @@ def must_be_same(got: Tensor, want: Tensor, what: str) -> None:
     error = ((got - want).abs().max() / want.abs().max()).item()
     if not error <= 1e-5:
         raise SystemExit(f"{what} differs from torch's by {error:.1e}: nothing is measured")
+
+
+def options(about: str | None, figures: bool = False) -> argparse.Namespace:
+    """What the command line asks for. An option that does not exist is one line and exit code 2, before any rank."""
+    parser = OneLineParser(description=(about or "").partition("\n")[0], allow_abbrev=False)
+    if figures:
+        parser.add_argument("--figures", action="store_true", help="measure nothing; draw the figures from the results")
+    return parser.parse_args()
 
 
 def run(worker: Callable[[torch.device], None]) -> None:

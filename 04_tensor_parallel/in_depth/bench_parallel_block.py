@@ -20,6 +20,7 @@ from _tensor_parallel_bench import (
     fused_norm,
     kept_by_both,
     must_be_same,
+    options,
     run,
     sent_by_both,
     step,
@@ -92,4 +93,5 @@ def worker(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
+    options(__doc__)
     run(worker)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.distributed as dist
-from _tensor_parallel_bench import MLP, RANKS, must_be_same, run, sent_by_both, step, torch_plan, whole
+from _tensor_parallel_bench import MLP, RANKS, must_be_same, options, run, sent_by_both, step, torch_plan, whole
 from harness.report import paired, write_result
 from parallel_block import Config
 from parallel_linear import COLUMNS, ParallelMLP, TensorParallel, init_weights
@@ -60,4 +60,5 @@ def worker(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
+    options(__doc__)
     run(worker)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tensor_parallel_bench import RANKS, must_be_same, peak_of_both, run, sent_by_both
+from _tensor_parallel_bench import RANKS, must_be_same, options, peak_of_both, run, sent_by_both
 from harness.report import paired, write_result
 from parallel_block import Config, kept_bytes
 from parallel_llama import vocab_parallel_cross_entropy, weights_per_rank
@@ -98,4 +98,5 @@ def worker(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
+    options(__doc__)
     run(worker)

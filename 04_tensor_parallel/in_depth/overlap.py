@@ -19,7 +19,7 @@ al. 2023, "Overlap Communication with Dependent Computation via Decomposition", 
     product, then reduce-scatter: rank 1 of 4  | y0 W | y3 W | y2 W | y1 W |       adds what arrived, sends it to rank 2
                                                       | c0   | c3   | c2   |       and keeps the sum of chunk 1
 
-Domino (2409.15241) goes on from here: it cuts the batch, and hides one half's all-reduces behind the other's products.
+domino.py goes on from here: it cuts the batch, and hides one half's messages behind the other's products.
 
 Formulas, n = B S H e bytes. The ring sends what the collective sent: t - 1 chunks of n/t bytes.
     time of an all-reduce by a ring      2(t-1) (α + n/t β), β of its slowest link      Thakur et al. 2005
@@ -302,10 +302,13 @@ class Cluster:
     flops: float
 
 
-def block_time(config: Config, tokens: int, sequence: int, t: int, cluster: Cluster, rings: str) -> tuple[float, float]:
-    """Seconds of products and of communication of one block, forward and backward, on t ranks, in bf16, not overlapped.
+def block_time(
+    config: Config, tokens: int, sequence: int, t: int, cluster: Cluster, rings: str, e: int = 2
+) -> tuple[float, float]:
+    """Seconds of products and of communication of one block, forward and backward, on t ranks, not overlapped.
 
-    `rings`: "one", whose slowest link all bytes must cross, or "many", one through each NIC of a node.
+    e: bytes of a number, 2 in bf16. `rings`: "one", whose slowest link all bytes must cross, or "many", one through
+    each NIC of a node.
     """
     H, kv = config.hidden, config.kv_heads * config.hidden // config.heads
     products = 2 * tokens * (2 * H * H + 2 * H * kv + 3 * H * config.intermediate)  # a product is 2 flops per weight
@@ -313,18 +316,20 @@ def block_time(config: Config, tokens: int, sequence: int, t: int, cluster: Clus
     compute = 3 * (products + attention) / t / cluster.flops  # backward is two products for one of forward
     across = cluster.nic * (cluster.gpus_per_node if rings == "many" else 1)
     bandwidth = cluster.inside if t <= cluster.gpus_per_node else min(cluster.inside, across)
-    n = 2 * tokens * H
+    n = tokens * H * e
     return compute, 4 * 2 * (t - 1) * (cluster.latency + n / t / bandwidth)
 
 
+LLAMA_70B = Config(hidden=8192, heads=64, kv_heads=8, intermediate=28672)
+
+
 def print_cost_table(cluster: Cluster, tokens: int) -> None:
-    llama_70b = Config(hidden=8192, heads=64, kv_heads=8, intermediate=28672)
     print(f"one block of Llama 3 70B, {tokens} tokens, forward and backward: milliseconds, by the formulas")
     print(f"{'ranks':>7}{'products':>10}{'sending, one ring':>20}{'in all':>8}{'a ring per NIC':>17}{'in all':>8}")
     for t in (1, 2, 4, 8, 16, 32):
         cells = []
         for rings in ("one", "many"):
-            compute, send = (1e3 * seconds for seconds in block_time(llama_70b, tokens, tokens, t, cluster, rings))
+            compute, send = (1e3 * seconds for seconds in block_time(LLAMA_70B, tokens, tokens, t, cluster, rings))
             cells += [send, compute + send]
         crosses = "  leaves the node" if t > cluster.gpus_per_node else ""
         print(f"{t:>7}{compute:>10.2f}{cells[0]:>20.2f}{cells[1]:>8.2f}{cells[2]:>17.2f}{cells[3]:>8.2f}{crosses}")

@@ -247,6 +247,10 @@ class ParallelAttention(nn.Module):
                 layer.add_bias()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.o_proj(self.inner(x, cos, sin))  # [B, S, H/t] -> [B, S, H], or S/t
+
+    def inner(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What lies between the two messages: [B, S, H] or [B, S/t, H] -> [B, S, H/t], this rank's heads."""
         q, k, v = columns(x, [self.q_proj, self.k_proj, self.v_proj])  # one collective for the three
         # [B, S, H/t] -> [B, S, N/t, D]; k and v [B, S, N_kv/t, D]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
@@ -254,7 +258,7 @@ class ParallelAttention(nn.Module):
         core = self.parts.attention
         if self.p and self.training:  # heads are sharded, with sequence parallel and without
             core = partial(attention_with_dropout, drop=partial(dropout, p=self.p, tp=self.tp, sharded=True))
-        return self.o_proj(core(q, k, v, causal=True).flatten(-2))  # [B, S, N/t, D] -> [B, S, H/t] -> [B, S, H], or S/t
+        return core(q, k, v, causal=True).flatten(-2)  # [B, S, N/t, D] -> [B, S, H/t]
 
 
 def parallel_mlp(config: Config, tp: TensorParallel, parts: Parts) -> nn.Module:

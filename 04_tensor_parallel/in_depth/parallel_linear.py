@@ -199,8 +199,7 @@ class GatherAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        whole = all_gather(x, ctx.group)
-        dw = weight_gradients(grads, whole)
+        dw = weight_gradients(grads, all_gather(x, ctx.group))  # no name keeps the gathered x while dx is made
         return reduce_scatter(input_gradient(grads, weights), ctx.group), None, *dw
 
 
@@ -421,8 +420,11 @@ class ParallelMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate, hidden, tp, linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = columns(x, [self.gate_proj, self.up_proj])
-        return self.down_proj(self.act(gate, up))  # [B, S, F/t] -> [B, S, H] or [B, S/t, H]
+        return self.down_proj(self.inner(x))  # [B, S, F/t] -> [B, S, H] or [B, S/t, H]
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What lies between the two messages: [B, S, H] or [B, S/t, H] -> [B, S, F/t]."""
+        return self.act(*columns(x, [self.gate_proj, self.up_proj]))
 
 
 def cannot_divide(ranks: int, what: str, size: int) -> str:

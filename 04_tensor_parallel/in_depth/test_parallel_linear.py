@@ -4,8 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import parallel_linear
 import pytest
@@ -30,6 +32,7 @@ from parallel_linear import (
     g_star,
     init_weights,
     initial_weight,
+    input_gradient,
     load_full_state_dict,
     reduce_scatter,
     shards,
@@ -230,6 +233,34 @@ def test_a_rank_holds_and_keeps_a_share_of_weights_gradients_and_activations():
         for *_, kept, parameters, gradients in run_ranks(t, measured_mlp, version, sequence):
             assert kept == want, f"{version}: {kept} bytes kept for backward, but should be {want}"
             assert parameters == gradients == weights // t
+
+
+def who_holds_the_gathered_x_while_dx_is_made() -> list[bool]:
+    """For each product dx of an MLP: is an x that was gathered in backward still alive?"""
+    mlp = ParallelMLP(H, F_, TensorParallel(dist.group.WORLD, True)).double()
+    init_weights(mlp, 1, 0)
+    z = mlp(piece(numbers(B, S, H), mlp.down_proj.tp).clone().requires_grad_())
+    gathered, alive = [], []
+
+    def gathers(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = all_gather(x, group)
+        gathered.append(weakref.ref(whole))
+        return whole
+
+    def makes_dx(grads, weights) -> Tensor:
+        alive.append(any(whole() is not None for whole in gathered))
+        return input_gradient(grads, weights)
+
+    # g* has its own hold of the operator: what is patched here is only what GatherAgain.backward calls.
+    names = {"all_gather": gathers, "input_gradient": makes_dx}
+    with mock.patch.multiple(parallel_linear, **names):
+        z.sum().backward()
+    assert len(gathered) == 1
+    return alive
+
+
+def test_the_x_that_is_gathered_again_is_gone_before_the_gradient_of_x_is_made():
+    assert run_ranks(2, who_holds_the_gathered_x_while_dx_is_made) == [[False]] * 2
 
 
 # ------------------------------------------------------------------------------------------------ pieces and weights
