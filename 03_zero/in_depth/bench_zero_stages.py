@@ -122,13 +122,13 @@ def benchmark(device: torch.device) -> None:
             "Processor seconds are those of all ranks and all their threads.",
         )
     if not torch.cuda.is_available():
-        compare_reductions()
+        compare_reductions(device)
 
 
-def compare_reductions() -> None:
+def compare_reductions(device: torch.device) -> None:
     """gloo's reduce-scatter against its all-reduce, and an exchange with a sum: the same buffer of a bucket."""
     numel = BUCKET * MIB // 4
-    flat, mine = torch.ones(numel), torch.empty(numel // RANKS)
+    flat, mine = torch.ones(numel, device=device), torch.empty(numel // RANKS, device=device)
     group = dist.group.WORLD
     ways = {
         "gloo's reduce-scatter": lambda: reduce_scatter(mine, flat, group=group),
