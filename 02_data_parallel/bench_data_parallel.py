@@ -156,7 +156,7 @@ def machinery(name):
     these. One rank, so that every message is there at once: what is left are hooks, copies and starts. A short batch,
     so that they show."""
     sizes, tokens = MODELS[name], make_batch(0, RANKS)[0][0][0][:1, :8]
-    valid, repeats = tokens.numel(), 120
+    valid, repeats = tokens.numel(), 60
 
     def backward(model):
         model.zero_grad()
@@ -313,9 +313,9 @@ def measure_machinery():
         "02_machinery",
         "What data parallelism adds to the seconds of the thread that computes, 6.4M parameters, 8 tokens",
         ["", "of a step without it (quartiles)"],
-        run_ranks(1, machinery, "6.4M", timeout=120)[0],
+        run_ranks(1, machinery, "6.4M", timeout=400)[0],
         "One rank, on which every sum is there at once: this is the time of hooks, copies and starts only. "
-        "Median of 120 steps in random order.",
+        "Median of 60 steps in random order.",
     )
 
 
