@@ -6,9 +6,13 @@
 First every gradient of every version is compared with DDP's; only then is anything timed. A step is zero_grad, forward,
 backward and the wait for the gradients. Two steps alternate in pairs, and the table gives the ratio of their seconds.
 On a CPU that compares the cost of the machinery (hooks, copies, starts of messages): computing and sending share the
-same cores, so overlap wins nothing there. What it looks like is drawn from the times at which things really happened.
+same cores, so overlap wins nothing there. Beside it stands the ratio of the processor's seconds, of all ranks and all
+their threads: other programs on the machine cannot lengthen those. What overlap looks like is drawn from the times at
+which things really happened.
 """
 
+import random
+import statistics
 import sys
 import time
 from functools import partial
@@ -22,11 +26,21 @@ import data_parallel
 import gradient_reducers
 import torch
 import torch.distributed as dist
-from data_parallel import bucketed, hooked, loss_sum, make_batch, make_model, naive, overlapped, ring_all_reduce
+from data_parallel import (
+    bucketed,
+    cut_into_buckets,
+    hooked,
+    loss_sum,
+    make_batch,
+    make_model,
+    naive,
+    overlapped,
+    ring_all_reduce,
+)
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication
 from harness.ranks import run_ranks
-from harness.report import paired, write_result
+from harness.report import Ratio, paired, ratio_of, write_result
 from torch.nn.parallel import DistributedDataParallel
 
 RANKS = 4
@@ -45,6 +59,26 @@ def check(ours, theirs, what):
         error = ((p.grad - q.grad).abs().max() / q.grad.abs().max()).item()
         if not error <= 1e-5:
             raise SystemExit(f"{what}: the gradient of {name} differs from DDP's by {error:.1e}")
+
+
+def processor_seconds(step) -> float:
+    """Of all ranks together, and of gloo's threads."""
+    dist.barrier()
+    begin = time.process_time()
+    step()
+    dist.barrier()
+    spent = torch.tensor(time.process_time() - begin, dtype=torch.float64)
+    dist.all_reduce(spent)
+    return spent.item()
+
+
+def in_processor_seconds(a, b, repeats: int) -> Ratio:
+    """Like `paired`: a and b one after the other, and the other way round in the next pair."""
+    ratios = []
+    for repeat in range(repeats):
+        seconds = {fn: processor_seconds(fn) for fn in ((a, b) if repeat % 2 else (b, a))}
+        ratios.append(seconds[a] / seconds[b])
+    return ratio_of(ratios)
 
 
 def step_of(model, version, tokens, valid):
@@ -84,8 +118,9 @@ def compare(name):
         step = step_of(model, version, tokens, valid)
         step()
         check(model, ddp.module, f"{what}, {name} parameters")
-        repeats = 25 if what == "bucketed" else 7  # the others are not close
+        repeats = 21 if what == "bucketed" else 5  # the others are not close
         against = [paired(step, other, repeats=repeats, setup=dist.barrier) for other in (ddp_step, deep_step)]
+        against.append(in_processor_seconds(step, ddp_step, repeats))
         sent = {}
         for key, run in (("ours", step), ("ddp", ddp_step)):
             with communication() as meter:
@@ -93,6 +128,67 @@ def compare(name):
             sent[key] = meter.calls["all_reduce"] + meter.calls["send"], round(meter.total)
         rows.append([name, what, sent["ddp"][0], sent["ours"][0], sent["ours"][1], *against])
     return rows
+
+
+def hooked_by_hand(sizes, copy, send):
+    """The least that hooks in Python can do, in steps: nothing, copy into buckets, start the messages too."""
+    model, views, last, works = build(sizes), {}, {}, []
+    buckets = cut_into_buckets(list(model.parameters()), MIB)
+    for bucket in buckets:
+        flat = torch.zeros(sum(p.numel() for p in bucket))
+        for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            views[p] = part.view_as(p)
+        last[bucket[-1]] = flat
+
+    def on_gradient(p):
+        if copy:
+            p.grad = views[p].copy_(p.grad)
+        if send and p in last:
+            works.append(dist.all_reduce(last[p], async_op=True))
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(on_gradient)
+    return model, works
+
+
+def machinery(name):
+    """[what, share]: seconds of the thread that computes, beyond those of a step without any data parallelism, over
+    these. One rank, so that every message is there at once: what is left are hooks, copies and starts. A short batch,
+    so that they show."""
+    sizes, tokens = MODELS[name], make_batch(0, RANKS)[0][0][0][:1, :8]
+    valid, repeats = tokens.numel(), 60
+
+    def backward(model):
+        model.zero_grad()
+        (loss_sum(model, tokens, tokens.roll(-1, 1)) / valid).backward()
+
+    ddp = DistributedDataParallel(build(sizes), bucket_cap_mb=1, gradient_as_bucket_view=True)
+    deep, plain = build(sizes), build(sizes)
+    reducer = gradient_reducers.BucketedReducer(deep, dist.group.WORLD, bucket_bytes=MIB)
+
+    def by_hand(model, works):
+        backward(model)
+        while works:
+            works.pop().wait()
+
+    steps = {
+        "nothing": partial(backward, plain),
+        "DDP": partial(backward, ddp),
+        "hooks that do nothing": partial(by_hand, *hooked_by_hand(sizes, False, False)),
+        "and copy into buckets": partial(by_hand, *hooked_by_hand(sizes, True, False)),
+        "and start the messages": partial(by_hand, *hooked_by_hand(sizes, True, True)),
+        "bucketed": step_of(build(sizes), VERSIONS["bucketed"], tokens, valid),
+        "in_depth": lambda: (backward(deep), reducer.finish()),
+    }
+    spent, order = {what: [] for what in steps}, random.Random(0)
+    for repeat in range(-3, repeats):
+        for what in order.sample(list(steps), len(steps)):  # who came before leaves its traces in the caches
+            begin = time.thread_time()
+            steps[what]()
+            if repeat >= 0:
+                spent[what].append(time.thread_time() - begin)
+    base = statistics.median(spent.pop("nothing"))
+    return [[what, ratio_of([(s - base) / base for s in seconds])] for what, seconds in spent.items()]
 
 
 def timeline(name):
@@ -212,7 +308,19 @@ def figures():
     write_figure(f"{chapter}/timeline.svg", ["02_timeline"], draw_timeline, size=(8, 3.2))
 
 
+def measure_machinery():
+    write_result(
+        "02_machinery",
+        "What data parallelism adds to the seconds of the thread that computes, 6.4M parameters, 8 tokens",
+        ["", "of a step without it (quartiles)"],
+        run_ranks(1, machinery, "6.4M", timeout=400)[0],
+        "One rank, on which every sum is there at once: this is the time of hooks, copies and starts only. "
+        "Median of 60 steps in random order.",
+    )
+
+
 def main():
+    measure_machinery()
     rows = [row for name in MODELS for row in run_ranks(RANKS, compare, name, timeout=300)[0]]
     write_result(
         "02_ground",
@@ -225,11 +333,13 @@ def main():
             "bytes sent by a rank",
             "seconds / DDP",
             "seconds / in_depth",
+            "processor seconds / DDP",
         ],
         rows,
         "A step is zero_grad, forward, backward and the wait for the sums; medians of pairs, and quartiles. Every "
         "gradient of every version was compared with DDP's first. The naive version's messages are the sends of its "
-        "ring, and its bytes are counted; of the others, bytes are payload times the ring's formula.",
+        "ring, and its bytes are counted; of the others, bytes are payload times the ring's formula. Processor seconds "
+        "are those of all ranks and all their threads.",
     )
     states = run_ranks(RANKS, ring_steps)
     members = "abcd"

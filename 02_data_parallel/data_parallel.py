@@ -184,7 +184,8 @@ def bucketed(parameters: Parameters, group: dist.ProcessGroup, bucket_bytes: int
 
     def send(bucket: Parameters) -> None:
         # --- exercise 2.5: the gradients of a bucket become views of one message ---
-        flat = torch.cat([gradient(p).flatten() for p in bucket])  # all shapes of the bucket -> [n]
+        parts = [gradient(p).flatten() for p in bucket]
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0]  # all shapes -> [n]; one alone needs no copy
         for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             p.grad = part.view_as(p)  # the memory of flat, in the shape of p
         works.append(dist.all_reduce(flat, group=group, async_op=True))  # [n], the sum over the ranks

@@ -543,6 +543,18 @@ def test_a_bad_option_is_one_line_that_names_it_and_exit_code_2_before_any_group
     assert name in complained and value in complained
 
 
+def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zero.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    assert said.err == "zero.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"
+
+
 def test_every_option_changes_what_is_printed():
     plain = run_ranks(2, said_by_main)[0][1]
     for options in (("--ahead", "0"), ("--micro-batches", "3"), ("--optimizer", "adamw"), ("--stage", "2")):

@@ -93,7 +93,6 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------ a layer in a line, in N shards
 class Unit:
     """One layer. Its parameters lie end to end in a line, of which this rank owns a shard.
-
     | w w w w w w | b b | v v v | 0 |        a shard does not care where a parameter ends;
     | rank 0 | rank 1 | rank 2 | rank 3 |    zeros at the end make all shards equal"""
 
@@ -111,8 +110,8 @@ class Unit:
         layer.to("meta")  # the layer keeps its code and lets its own weights go
 
     def run(self, line: Tensor, x: Tensor) -> Tensor:  # its forward, with the line [N S] seen as its parameters
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = zip(self.shapes.items(), line[: sum(sizes)].split(sizes), strict=True)
+        sizes = [shape.numel() for shape in self.shapes.values()]  # one cut, zeros too: its backward writes a line
+        parts = zip(self.shapes.items(), line.split([*sizes, len(line) - sum(sizes)]), strict=False)
         return torch.func.functional_call(self.layer, {name: part.view(shape) for (name, shape), part in parts}, (x,))
 
 
@@ -300,9 +299,8 @@ def check(stage: int, args: argparse.Namespace, group: dist.ProcessGroup, device
         tokens, labels = make_batch(step, zero.n, args.micro_batches, device)  # [N, M, B, T]
         right = loss_sum(model(tokens.flatten(0, 2)), labels) / (labels != NO_LABEL).sum()
         right.backward()
-        loss = forward_backward(zero, tokens[rank], labels[rank])
-        theirs = before + (k + 1) * sum(p.nbytes for p in model.parameters())  # of others, and of the oracle
-        kept = min(bytes_kept() for _ in range(2)) - theirs
+        loss = forward_backward(zero, tokens[rank], labels[rank])  # then see what is kept, less the oracle's
+        kept = min(bytes_kept() for _ in range(2)) - before - (k + 1) * sum(p.nbytes for p in model.parameters())
         dist.all_reduce(loss, group=group)  # only to compare it
         off.append((loss - right).abs().item())
         optimizer.step()
@@ -335,10 +333,12 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, choices=range(1, 9), default=2)
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     args = parser.parse_args()
-    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
+    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < gpus < local:
+        refuse(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu")
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
+    dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None, **alone)
     wrong = [check(stage, args, dist.group.WORLD, device) for stage in (1, 2, 3) if args.stage in (None, stage)]
     if dist.get_rank() == 0:
         print("\n".join(filter(None, wrong)) or "PASS")

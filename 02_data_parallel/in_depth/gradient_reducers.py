@@ -37,7 +37,7 @@ import os
 import sys
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -125,6 +125,11 @@ def cut_into_buckets(
     position = {p: i for i, p in enumerate(parameters)}
     return sorted([*full, *filling.values()], key=lambda bucket: position[bucket[-1]])
     # --- end exercise ---
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """A name in the trace of a profiler. Without one it is nothing: to write a name 50 times a step takes its time."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Reducer:
@@ -268,7 +273,7 @@ class Reducer:
                 self.into_bucket(p)
         self.events.append(("launch", index))
         self.launched += 1
-        with record_function(f"all-reduce of bucket {index}"):
+        with span(f"all-reduce of bucket {index}"):
             if self.early:
                 self.works.append(dist.all_reduce(self.flats[index], group=self.group, async_op=True))
             else:  # a sum: the loss is divided already
@@ -283,7 +288,7 @@ class Reducer:
         while self.launched < len(self.buckets):
             self.launch(self.launched)
         for index, work in enumerate(self.works):
-            with record_function(f"wait for bucket {index}"):
+            with span(f"wait for bucket {index}"):
                 work.wait()
             self.events.append(("wait", index))
         if self.find_unused:
@@ -429,19 +434,30 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+def folder(name: str) -> Path:
+    """Made here and now, where one line can say why it cannot be."""
+    if not name:
+        raise argparse.ArgumentTypeError("'' is no name of a folder")
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise argparse.ArgumentTypeError(f"{name} cannot be made a folder: {problem.strerror}") from None
+    return Path(name)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = OneLineParser(description="Data parallelism in three versions.", allow_abbrev=False)
     parser.add_argument("--version", choices=VERSIONS, default="bucketed")
     parser.add_argument("--all-reduce", choices=["torch", "ring"], default="torch", help="ring: that of collectives.py")
-    parser.add_argument("--bucket-kib", type=int, default=256, help="size of a bucket")
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a chrome trace of one step per rank to DIR")
+    parser.add_argument("--bucket-kib", type=int, help="size of a bucket; 256 unless you say so")
+    parser.add_argument("--profile", type=folder, metavar="DIR", help="write the traces of one step to DIR")
     args = parser.parse_args()
-    if args.bucket_kib < 1:
+    if args.bucket_kib is not None and args.bucket_kib < 1:
         parser.error(f"--bucket-kib {args.bucket_kib} is too small; use 1 or more")
+    if args.bucket_kib is not None and args.version != "bucketed":
+        parser.error(f"--bucket-kib {args.bucket_kib}: --version {args.version} has no buckets; leave it out")
     if args.all_reduce == "ring" and args.version != "naive":
         parser.error(f"--all-reduce ring blocks, so --version {args.version} cannot overlap it; use --version naive")
-    if args.profile and args.profile.exists() and not args.profile.is_dir():
-        parser.error(f"--profile {args.profile} is a file; name a folder")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
@@ -450,7 +466,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_reducer(args: argparse.Namespace, model: nn.Module, group: dist.ProcessGroup) -> Reducer:
     if args.version == "bucketed":
-        return BucketedReducer(model, group, bucket_bytes=args.bucket_kib * 1024)
+        return BucketedReducer(model, group, bucket_bytes=(args.bucket_kib or 256) * 1024)
     if args.all_reduce == "ring":
         from collectives import all_reduce_ring
 
@@ -468,7 +484,6 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     reducer, counter = make_reducer(args, model, group), WireCounter(ranks)
     watched = {0: counter}
     if args.profile:  # open the file in https://ui.perfetto.dev or chrome://tracing
-        args.profile.mkdir(parents=True, exist_ok=True)
         file = str(args.profile / f"rank{rank}.json")
         watched[2] = profile(on_trace_ready=lambda trace: trace.export_chrome_trace(file))
     errors: list[float] = []

@@ -845,8 +845,11 @@ def test_copied_alone_the_script_passes_and_its_trace_shows_a_bucket_inside_back
     [
         (["--version", "fast"], ["--version", "'fast'", "bucketed"]),
         (["--bucket-kib", "0"], ["--bucket-kib", "0", "1 or more"]),
+        (["--bucket-kib", "16", "--version", "naive"], ["--bucket-kib", "16", "naive"]),
         (["--all-reduce", "ring"], ["--all-reduce", "bucketed", "--version naive"]),
         (["--profile", __file__], ["--profile", __file__, "folder"]),
+        (["--profile", f"{__file__}/traces"], ["--profile", f"{__file__}/traces", "folder"]),
+        (["--profile", ""], ["--profile", "''", "folder"]),
         (["--workers", "3"], ["--workers"]),
     ],
 )

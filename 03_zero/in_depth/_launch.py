@@ -3,6 +3,7 @@
 import gc
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -52,3 +53,23 @@ def largest(value: float, device: torch.device) -> int:
     tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return round(tensor.item())
+
+
+def processor_seconds(step: Callable[[], object]) -> float:
+    """Of all ranks together, gloo's threads included: other programs on the machine cannot lengthen them."""
+    dist.barrier()
+    begin = time.process_time()
+    step()
+    dist.barrier()
+    spent = torch.tensor(time.process_time() - begin, dtype=torch.float64)
+    dist.all_reduce(spent)
+    return spent.item()
+
+
+def processor_ratios(a: Callable[[], object], b: Callable[[], object], repeats: int = 9) -> list[float]:
+    """What a costs the processor over what b does, in pairs; who is first alternates."""
+    ratios = []
+    for repeat in range(repeats):
+        seconds = {fn: processor_seconds(fn) for fn in ((a, b) if repeat % 2 else (b, a))}
+        ratios.append(seconds[a] / seconds[b])
+    return ratios

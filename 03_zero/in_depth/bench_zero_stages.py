@@ -4,7 +4,7 @@
 
 First the weights after two AdamW steps are compared; only then is anything measured. A step is zero_grad, forward,
 backward with its communication, and the update. Peaks count every tensor from the building of the model on, on the
-rank where they are largest.
+rank where they are largest. On a CPU a second table says what gloo's reduce-scatter costs beside its all-reduce.
 """
 
 import gc
@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.distributed as dist
-from _launch import RANKS, largest, launch, must_be_equal
+from _launch import RANKS, largest, launch, must_be_equal, processor_ratios
 from _zero_demo import Decoder, make_batch, token_loss_sum
 from harness.meter import peak_memory
-from harness.report import Ratio, paired, write_result
+from harness.report import Ratio, paired, ratio_of, write_result
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from zero3 import make_zero
-from zero_stages import ExchangeAndSum, SendToAll
+from zero_stages import ExchangeAndSum, SendToAll, reduce_scatter
 
 MODELS = {"0.9M": {"hidden": 128, "layers": 4}, "3.3M": {"hidden": 256, "layers": 4}}
 MIB = 2**20
@@ -101,16 +101,58 @@ def benchmark(device: torch.device) -> None:
         for who, (stage, own) in OURS.items():
             ours = Ours(stage, own, sizes, device)
             steps = (partial(ours.step, tokens, labels), partial(theirs.step, tokens, labels))
-            ratio = paired(*steps, repeats=9, setup=dist.barrier)
-            rows.append([name, who, ratio, peaks[who] / peaks["torch"], peaks["torch"]])
+            ratio = paired(*steps, repeats=15, setup=dist.barrier)
+            processor = [] if torch.cuda.is_available() else [ratio_of(processor_ratios(*steps, repeats=15))]
+            rows.append([name, who, ratio, *processor, peaks[who] / peaks["torch"], peaks["torch"]])
     if dist.get_rank() == 0:
         write_result(
             "03_zero",
             f"Stages 1 and 2 against DistributedDataParallel with ZeroRedundancyOptimizer, {RANKS} ranks",
-            ["parameters", "ours", "seconds of a step / torch's (quartiles)", "peak bytes / torch's", "torch's peak"],
+            [
+                "parameters",
+                "ours",
+                "seconds of a step / torch's (quartiles)",
+                *([] if torch.cuda.is_available() else ["processor seconds / torch's"]),
+                "peak bytes / torch's",
+                "torch's peak",
+            ],
             rows,
             f"fp32, AdamW, buckets of {BUCKET} MiB, 2 x 64 tokens a rank. The weights after two steps in float64 were "
-            "compared first. A peak is that of building the model and two steps, on the rank where it is largest.",
+            "compared first. A peak is that of building the model and two steps, on the rank where it is largest. "
+            "Processor seconds are those of all ranks and all their threads.",
+        )
+    if not torch.cuda.is_available():
+        compare_reductions(device)
+
+
+def compare_reductions(device: torch.device) -> None:
+    """gloo's reduce-scatter against its all-reduce, and an exchange with a sum: the same buffer of a bucket."""
+    numel = BUCKET * MIB // 4
+    flat, mine = torch.ones(numel, device=device), torch.empty(numel // RANKS, device=device)
+    group = dist.group.WORLD
+    ways = {
+        "gloo's reduce-scatter": lambda: reduce_scatter(mine, flat, group=group),
+        "ExchangeAndSum": lambda: ExchangeAndSum(mine, flat, group=group, async_op=False),
+    }
+
+    def all_reduce() -> None:
+        dist.all_reduce(whole, group=group)
+
+    rows = []
+    for what, way in ways.items():
+        way()
+        if not (mine == RANKS).all():
+            raise SystemExit(f"{what}: a sum of {RANKS} ones is not {mine[0].item()}")
+        whole = torch.zeros(numel)  # zeros stay what they are, however often they are added
+        seconds = paired(way, all_reduce, repeats=31, setup=dist.barrier)
+        rows.append([what, seconds, ratio_of(processor_ratios(way, all_reduce, repeats=31))])
+    if dist.get_rank() == 0:
+        write_result(
+            "03_zero_gloo",
+            f"Ways to sum a bucket of {BUCKET} MiB into shards, {RANKS} ranks, against gloo's all-reduce of it",
+            ["", "seconds / all-reduce", "processor seconds / all-reduce"],
+            rows,
+            "Medians of pairs, and quartiles; processor seconds are those of all ranks and all their threads.",
         )
 
 

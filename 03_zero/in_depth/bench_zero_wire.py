@@ -10,6 +10,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -21,6 +22,8 @@ from _zero_demo import Decoder, make_batch, token_loss_sum
 from harness.meter import communication
 from harness.report import write_result
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from zero3 import make_zero
 from zero_stages import ExchangeAndSum, SendToAll
 
@@ -55,31 +58,56 @@ class Run:
             (token_loss_sum(self.model, tokens, labels) / (labels.numel() * RANKS)).backward()
         self.zero.step()
 
+    def weights(self) -> dict[str, Tensor]:
+        return self.zero.full_weights()
+
+
+class Torchs:
+    """What stage 1 is measured against: DistributedDataParallel, and broadcasts by ZeroRedundancyOptimizer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(Decoder(**SIZES).to(dtype), gradient_as_bucket_view=True)
+        parameters = self.model.parameters()
+        self.optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, parameters_as_bucket_view=True, lr=1e-3)
+
+    def step(self, tokens: Tensor, labels: Tensor) -> None:
+        self.optimizer.zero_grad()
+        (token_loss_sum(self.model, tokens, labels) / labels.numel()).backward()  # DDP averages over the ranks
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.module.named_parameters()}
+
 
 def benchmark(device: torch.device) -> None:
     rows: list[list[str | float]] = []
     tokens = make_batch(0, RANKS, 1, rows=2, length=64)[dist.get_rank()][0][0]
     labels = tokens.roll(-1, 1)
     right: dict[str, Tensor] = {}
+    runs = {("DDP + ZeroRedundancyOptimizer", "gloo's"): Torchs}
     for stage in (1, 2, 3):
         for how, options in {"gloo's": {}, "point to point": DIRECT}.items():
-            exact = Run(stage, options, torch.float64)
-            for _ in range(2):
-                exact.step(tokens, labels)
-            right = right or exact.zero.full_weights()
-            must_be_equal(exact.zero.full_weights(), right, f"stage {stage}, {how}")
-            run, windows = Run(stage, options), []
-            for _ in range(5):
-                dist.barrier()  # nobody sends before everybody is here
-                before = received()
-                dist.barrier()
-                with communication() as sent:
-                    run.step(tokens, labels)
-                dist.barrier()
-                windows.append(received() - before)
-            formula = torch.tensor(float(sent.total), dtype=torch.float64)
-            dist.all_reduce(formula)  # the wire has what all ranks send
-            rows.append([f"stage {stage}", how, round(formula.item()), min(windows), min(windows) / formula.item()])
+            runs[f"stage {stage}", how] = partial(Run, stage, options)
+    for (what, how), make in runs.items():
+        exact = make(dtype=torch.float64)
+        for _ in range(2):
+            exact.step(tokens, labels)
+        right = right or exact.weights()
+        must_be_equal(exact.weights(), right, f"{what}, {how}")
+        run, windows = make(), []
+        run.step(tokens, labels)  # DDP's first step cuts its buckets anew, and says so to all
+        for _ in range(5):
+            dist.barrier()  # nobody sends before everybody is here
+            before = received()
+            dist.barrier()
+            with communication() as sent:
+                run.step(tokens, labels)
+            dist.barrier()
+            windows.append(received() - before)
+        formula = torch.tensor(float(sent.total), dtype=torch.float64)
+        dist.all_reduce(formula)  # the wire has what all ranks send
+        rows.append([what, how, round(formula.item()), min(windows), min(windows) / formula.item()])
     if dist.get_rank() == 0:
         write_result(
             "03_zero_wire",

@@ -316,9 +316,10 @@ def used_on_one_rank_only(stage: int) -> dict[str, Tensor]:
     model, rank = decoder(), dist.get_rank()
     zero = sharded(stage, model, sgd(model), dist.group.WORLD)
     (batch,) = make_batch(0, dist.get_world_size(), 1)[rank]
-    zero.zero_grad()
-    with zero.micro_batch(last=True):
-        loss_without_an_mlp(model, *batch, i=2 if rank else 0).backward()
+    for unused in (False, bool(rank)):  # first everyone uses everything, and leaves its sum behind
+        zero.zero_grad()
+        with zero.micro_batch(last=True):
+            loss_without_an_mlp(model, *batch, i=2 if unused else 0).backward()
     return zero.full_gradients()
 
 

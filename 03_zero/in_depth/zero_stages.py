@@ -303,10 +303,14 @@ class Zero1:
         self.works: list[tuple[int, Tensor, dist.Work]] = []  # reductions under way: bucket, buffer, handle
 
     def zero_grad(self) -> None:
-        for p in self.names:  # autograd adds straight into the buffer, where that has the gradient's dtype
-            p.grad = self.views[p] if self.views[p].dtype == p.dtype else None
-        for flat in self.gradients:
-            flat.zero_()
+        """With hooks the first gradient of a step is moved into the buffer, so what is there now may stay until then.
+        Without, nobody moves it: autograd has to add to zeros."""
+        for p, view in self.views.items():
+            p.grad = None
+            if not self.hooks or view.dtype != p.dtype:
+                view.zero_()
+            if not self.hooks and view.dtype == p.dtype:
+                p.grad = view
         self.finished, self.events = False, []
 
     @contextmanager
@@ -342,11 +346,14 @@ class Zero1:
         self.after_ready()
 
     def collect(self, param: nn.Parameter) -> None:
-        """With a wider buffer: add what autograd has made of this micro-batch."""
+        """What autograd has made of this micro-batch goes into the buffer, at once, while it is in the cache. Of the
+        same dtype it is moved there, and later micro-batches are added in place; a wider buffer adds it itself."""
         view = self.views[param]
         if view.dtype != param.dtype and param.grad is not None:
             view += param.grad
             param.grad = None
+        elif param.grad is not None and param.grad is not view:
+            param.grad = view.copy_(param.grad)
 
     def after_ready(self) -> None:
         """Buckets leave while backward goes on, in the same order on every rank, whatever the order of gradients."""
@@ -358,13 +365,8 @@ class Zero1:
         for p in self.buckets[index].params:
             view = self.views[p]
             self.collect(p)
-            if view.dtype != p.dtype:
-                continue
-            if p.grad is None:  # someone called model.zero_grad(), and no backward came this way
-                view.zero_()
-            elif p.grad is not view:
-                view.copy_(p.grad)
-            p.grad = view
+            if p.grad is None and view.dtype == p.dtype:  # no backward came this way: the last step's sum is there
+                p.grad = view.zero_()
         return self.gradients[index].to(self.reduce_dtype or self.gradients[index].dtype)  # a copy only if it differs
 
     def launch(self, index: int) -> None:
