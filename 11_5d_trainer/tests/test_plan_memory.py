@@ -85,12 +85,12 @@ def all_of(options, sizes):
     return [measured(words, sizes) for words in options]
 
 
-@pytest.fixture(scope="module", params=range(3))
+@pytest.fixture(scope="module", params=range(6))
 def rows(request):
     """(name, layout, mixture of experts, what the meter says) for every pipeline place of every layout."""
     found = []
     for ranks, layouts in LAYOUTS.items():
-        layouts = layouts[request.param :: 3]
+        layouts = layouts[request.param :: 6]
         options = [BASE | layout for layout in layouts]
         results = run_ranks(ranks, all_of, options, SIZES, timeout=300.0)
         for i, words in enumerate(options):
@@ -102,13 +102,13 @@ def rows(request):
     return found
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(6)
 def test_weights_gradients_and_optimizer_states_of_every_layout_are_exact_to_the_byte(rows):
     for name, layout, moe, meter in rows:
         assert pm.held(SIZES, moe, layout, meter["rank"]) == {what: meter[what] for what in HELD}, name
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(6)
 def test_bytes_sent_are_exact_for_every_collective_of_every_layout(rows):
     for name, layout, moe, meter in rows:
         found = plan_traffic.flows(SIZES, moe, layout, meter["rank"], p2p_reduce=True)
@@ -116,7 +116,7 @@ def test_bytes_sent_are_exact_for_every_collective_of_every_layout(rows):
         assert plan_traffic.by_collective(found) == want, name
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(6)
 def test_activations_of_every_stage_are_exact(rows):
     for name, layout, moe, meter in rows:
         if layout.fpdt_chunks:
@@ -127,7 +127,7 @@ def test_activations_of_every_stage_are_exact(rows):
             assert got == want, f"{name}, {layers}"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(6)
 def test_the_peak_of_every_layout_is_within_5_percent(rows):
     for name, layout, moe, meter in rows:
         got = sum(pm.peak(SIZES, moe, layout, meter["rank"]).values())
