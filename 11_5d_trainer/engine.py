@@ -373,7 +373,7 @@ def load_full_state(engine: Together, model: nn.Module, mesh: Mesh, full: Mappin
 
     Collective. Of `full` a tensor is asked for when its turn comes, cut to this rank's piece, and dropped.
     """
-    device = {}  # where its optimizer is: beside the weight, or on the host
+    device: dict[str, torch.device] = {}  # where its optimizer is: beside the weight, or on the host
     for owner in engine.owners:
         where = next(iter(owner.names)).device if isinstance(owner, Replicated) else owner.masters[0].device
         device |= dict.fromkeys(owner.names.values(), where)

@@ -232,8 +232,11 @@ class Config:
 
     def check_zero(self, ranks: int) -> None:
         """The variants of ZeRO; `ranks` hold the same weights."""
-        stages = {"--zero-offload": (self.zero_offload, (2, 3)), "--zero-late-gather": (self.zero_late_gather, (1, 2))}
-        stages |= {f"--zero-shards {self.zero_shards}": (self.zero_shards, (1, 2, 3))}
+        stages: dict[str, tuple[int, tuple[int, ...]]] = {
+            "--zero-offload": (self.zero_offload, (2, 3)),
+            "--zero-late-gather": (self.zero_late_gather, (1, 2)),
+            f"--zero-shards {self.zero_shards}": (self.zero_shards, (1, 2, 3)),
+        }
         wanted = [name for name, (asked, _) in stages.items() if asked]
         for name in wanted:
             fits = stages[name][1]

@@ -162,7 +162,7 @@ def connect(device: torch.device, timeout: float) -> None:
         store.set_timeout(limit)
         # torchrun's store outlives a restart, and the addresses of ranks that have died are still in it.
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        own = {"device_id": device} if device.type == "cuda" else {}
+        own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, **own)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)

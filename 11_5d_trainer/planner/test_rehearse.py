@@ -108,7 +108,7 @@ def test_collectives_and_bytes_are_those_of_ranks_that_really_run(ranks, words):
 # ---------------------------------------------------------------------------------------------- mistakes that are found
 
 
-def skip(call, when):
+def leave_out(call, when):
     """`call`, but not the time that is numbered `when`."""
     count = iter(range(10**6))
 
@@ -163,7 +163,7 @@ ONE, LAST, ALL = {1}, {3}, {0, 1, 2, 3}
 PLANTED = {
     "a rank skips a sum": (
         2, {"tp": 2}, "nccl",
-        (ONE, parallel_linear, "all_reduce", lambda: skip(parallel_linear.all_reduce, 2)),
+        (ONE, parallel_linear, "all_reduce", lambda: leave_out(parallel_linear.all_reduce, 2)),
         ("mismatch", "deadlock"), r"parallel_linear\.py:\d+ in all_reduce",
     ),
     "a rank leaves out the last sum": (

@@ -59,7 +59,7 @@ def test_ranks_have_ten_minutes_to_save_or_what_was_asked_for(monkeypatch):
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     words = ["--nproc_per_node", "2", "train.py"]
     if not hasattr(launch.torchrun.get_args_parser().parse_args(words), "shutdown_timeout"):
-        pytest.skip("this torchrun always kills after 30 seconds")
+        pytest.skip(reason="this torchrun always kills after 30 seconds")
     assert launch.arguments(words).shutdown_timeout == 600
     assert launch.arguments(["--shutdown-timeout", "7", *words]).shutdown_timeout == 7
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "540")
