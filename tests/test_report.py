@@ -2,9 +2,9 @@
 
 import json
 import re
-import sys
 import runpy
 import subprocess
+import sys
 
 import pytest
 from harness.figures import DRAWN_FROM, faults, stale, write_figure
