@@ -75,7 +75,7 @@ from context_ring import (
     next_token_labels,
     run,
 )
-from context_ulysses import check_heads, ulysses
+from context_ulysses import check_enough_heads, ulysses
 from torch import Tensor
 
 # Legend of shapes: B batch, all packed alike; S sequence, N query heads, D head dim; S/P is S sharded over the group.
@@ -316,7 +316,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--documents {lengths}: {error}")
     try:
         if args.version in ("all", "ulysses"):
-            check_heads(args.heads, P)
+            check_enough_heads(args.heads, P)
     except ValueError as error:
         parser.error(f"--heads {args.heads}: {error}")
     return args

@@ -348,7 +348,7 @@ def test_copied_with_the_two_files_it_needs_it_passes(tmp_path):
         (["--documents", "12", "12", "--layout", "each"], ["--documents 12 12", "fill it up to 16"]),
         (["--documents", "9", "8"], ["--documents 9 8", "17 tokens"]),
         (["--documents", "x"], ["--documents", "'x'"]),
-        (["--heads", "6"], ["--heads 6", "4 ranks"]),
+        (["--heads", "3", "--kv-heads", "3"], ["--heads 3", "4 ranks"]),
         (["--version", "ulysses", "--layout", "each"], ["--layout each", "leave it out"]),
         (["--workers", "3"], ["--workers"]),
     ],
