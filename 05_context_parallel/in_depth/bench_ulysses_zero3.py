@@ -66,11 +66,11 @@ class Run:
         return total
 
 
-def alone(tokens: torch.Tensor, config: LlamaConfig, dtype: torch.dtype, steps: int = 1) -> tuple[list, dict]:
-    """The losses and the weights of one process."""
+def alone(batches: list[torch.Tensor], config: LlamaConfig, dtype: torch.dtype) -> tuple[list, dict]:
+    """The losses of one process, a step for each batch, and its weights afterwards."""
     torch.manual_seed(0)
     model, losses = Llama(config).to(dtype), []
-    for _ in range(steps):
+    for tokens in batches:
         logits = model(tokens)[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -85,7 +85,7 @@ def verify(sp: int) -> None:
     tokens = text(REPLICAS, 64)
     run = Run(sp)
     loss = run.step(tokens)
-    losses, weights = alone(tokens, CONFIG, torch.float32)
+    losses, weights = alone([tokens], CONFIG, torch.float32)
     assert_same(loss, losses[0], 1e-5, f"loss, sp = {sp}", dist.get_rank())
     for name, got in run.zero.full_weights().items():
         assert_same(got, weights[name], 1e-5, f"{name}, sp = {sp}", dist.get_rank())

@@ -30,6 +30,7 @@ from context_ulysses import (
     PAPER,
     Machine,
     block_sparse,
+    check_enough_heads,
     check_heads,
     cost_model,
     demo,
@@ -51,7 +52,7 @@ from context_ulysses import (
     usp_positions,
 )
 from harness.meter import communication, saved_activations
-from harness.oracle import Trace, assert_same_trace, sgd_trace
+from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
 from torch import Tensor
 
@@ -234,6 +235,59 @@ def test_every_token_has_one_rank_in_usp():
     for layout in LAYOUTS:
         positions = [usp_positions(layout, 48, r, 3, u, 2) for r in range(3) for u in range(2)]
         assert sorted(torch.cat(positions).tolist()) == list(range(48))
+
+
+# ------------------------------------------------------------------- beside ZeRO-3, and beside tensor parallelism
+
+
+def zero3_trains(sp: int) -> tuple[list[Tensor], dict[str, Tensor], int]:
+    """Three steps of chapter 1's model by chapter 3's ZeRO-3 over data x sequence; bytes of weights held after."""
+    from bench_ulysses_zero3 import Run
+    from llama import TINY
+
+    run = Run(sp, torch.float64, TINY)
+    losses = [run.step(text(run.dp, 32, step) % 64) for step in range(3)]
+    return losses, run.zero.full_weights(), sum(x.untyped_storage().nbytes() for x in run.zero.held()["weights"])
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+def test_zero3_over_data_times_sequence_trains_as_one_process_and_holds_a_share_of_all_ranks(sp):
+    from bench_ulysses_zero3 import alone
+    from llama import TINY
+
+    losses, weights = alone([text(4 // sp, 32, step) % 64 for step in range(3)], TINY, torch.float64)
+    whole = 8 * sum(p.numel() for p in weights.values())
+    for rank, (got, full, held) in enumerate(run_ranks(4, zero3_trains, sp)):
+        for step, (ours, theirs) in enumerate(zip(got, losses, strict=True)):
+            assert_same(ours, theirs, what=f"loss of step {step}", rank=rank)
+        for name, p in weights.items():
+            assert_same(full[name], p, what=name, rank=rank)
+        assert whole / 4 <= held <= whole / 4 + 8 * 4 * 3, "a quarter, with at most 4 numbers of padding in each unit"
+
+
+def tensor_and_context() -> list[Tensor]:
+    """2 tensor-parallel ranks with half of the heads each, and 2 of Ulysses for each half: 2 x 2 of 4 heads."""
+    rank, results = dist.get_rank(), []
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # neighbours are the tensor group, as in the trainer
+    tp, sp = rank % 2, rank // 2
+    mine = layout_positions("contiguous", S, sp, 2)
+    for heads in ((4, 4), (4, 2)):
+        shards = [x.chunk(2, 2)[tp][:, mine] for x in random_qkv(heads)]
+        results.append(results_of(ulysses(groups[tp]), *shards))
+    return results
+
+
+def test_tensor_parallelism_cuts_the_heads_first_and_ulysses_what_is_left():
+    for i, heads in enumerate(((4, 4), (4, 2))):
+        want = results_of(dense_attention, *random_qkv(heads))
+        for rank, results in enumerate(run_ranks(4, tensor_and_context)):
+            where = layout_positions("contiguous", S, rank // 2, 2)
+            for name, got, whole in zip(NAMES, results[i], want, strict=True):
+                assert_same(got, whole.chunk(2, 2)[rank % 2][:, where], what=f"{name}, {heads}", rank=rank)
+    # 32 heads that share 8: with TP over 8 ranks 4 query heads and one K/V head are left, which Ulysses copies to each.
+    assert [len(kv_heads_of(r, 4, 32 // 8, 1)) for r in range(4)] == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="4 query heads are not enough for 8 ranks of Ulysses; use 4 or fewer, or USP"):
+        check_enough_heads(32 // 8, 8)
 
 
 # --------------------------------------------------------------------------------------------------------- the swap
