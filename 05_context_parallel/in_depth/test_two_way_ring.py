@@ -117,7 +117,7 @@ def test_bfloat16_errs_at_most_one_and_a_half_times_as_much_as_dense_bfloat16_at
 
 
 def sums_over_the_rounds() -> list[Tensor]:
-    """dq, dk, dv of a kernel whose shares are 0 for the own block, then 1, then a little twice: each too little for bf16
+    """dq, dk, dv of a kernel whose shares are 0 for the own block, then 1, then a little twice: each too little for
     beside 1, both together enough."""
     calls = [0]
 
