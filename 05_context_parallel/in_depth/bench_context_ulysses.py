@@ -1,6 +1,7 @@
 """Ulysses and Ulysses x ring beside the ring; their bytes and memory as ranks grow; beside TP; and the cost model.
 
     python 05_context_parallel/in_depth/bench_context_ulysses.py             verify, measure, write results and figure
+    python 05_context_parallel/in_depth/bench_context_ulysses.py --counts    only what is counted or computed, not timed
     python 05_context_parallel/in_depth/bench_context_ulysses.py --figures   only draw
 
 First every version must give the output and the gradients of dense attention, and send the bytes of its formula; only
@@ -214,12 +215,7 @@ def bytes_rows() -> list[list]:
     return rows
 
 
-def main() -> None:
-    if "--figures" in sys.argv[1:]:
-        figures()
-        return
-    sent = run_ranks(RANKS, verify, timeout=300)
-    rows = bytes_rows()
+def write_timed(sent: list[dict[str, tuple[float, int]]]) -> None:
     ratios = run_ranks(RANKS, measure, timeout=600)[0]
     most = {name: max(s[name][0] for s in sent) for name in sent[0]}
     write_result(
@@ -231,6 +227,16 @@ def main() -> None:
         "ranks. The ring sends 9 messages: 3 rounds of K/V in forward, in backward 3 and 3 of dK/dV.",
     )
     assert sent[0][BASE][1] == 9
+
+
+def main() -> None:
+    if "--figures" in sys.argv[1:]:
+        figures()
+        return
+    sent = run_ranks(RANKS, verify, timeout=300)
+    rows = bytes_rows()
+    if "--counts" not in sys.argv[1:]:
+        write_timed(sent)
     write_result(
         "05_memory",
         "Bytes of a layer's attention on a rank, as the same sequence is shared by more ranks: forward and backward",

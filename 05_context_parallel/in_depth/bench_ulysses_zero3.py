@@ -1,12 +1,13 @@
 """ZeRO-3 over data x sequence, as the Ulysses paper trains: longer texts on more ranks, beside the paper's tables.
 
-    python 05_context_parallel/in_depth/bench_ulysses_zero3.py
+    python 05_context_parallel/in_depth/bench_ulysses_zero3.py            memory counted, work timed
+    python 05_context_parallel/in_depth/bench_ulysses_zero3.py --counts   only the memory
 
 Chapter 1's model, chapter 3's ZeRO-3 over *all* ranks, and Ulysses among those that share a sequence. To ZeRO it is the
 same whether the gradients of two ranks are of different sequences or of different parts of one: it shards over both,
 and sums over both. First the weights after a step must be those of one process; only then is anything
 measured. The paper (arXiv 2309.14509, tables 2 and 3) has 8 replicas on 64, 128 and 256 GPUs; here there are 2 on 2, 4
-and 8 ranks. Efficiency is FLOPs for each GPU second, or CPU second of all ranks, over that of the first row.
+and 8 ranks.
 """
 
 import statistics
@@ -91,53 +92,64 @@ def verify(sp: int) -> None:
         assert_same(got, weights[name], 1e-5, f"{name}, sp = {sp}", dist.get_rank())
 
 
-def measure(sp: int, S: int) -> tuple[float, int, int]:
-    """CPU seconds of all ranks for a step, this rank's peak in it, and what it holds between steps."""
-    run, tokens = Run(sp), text(REPLICAS, S)
-    for _ in range(2):
-        run.step(tokens)
-    seconds = statistics.median(cpu_seconds(lambda: run.step(tokens)) for _ in range(7))
-    peaks = []
+def held_and_peak(sp: int, S: int) -> tuple[int, int]:
+    """Bytes that this rank holds between steps, and its peak in one."""
+    run, tokens, peaks = Run(sp), text(REPLICAS, S), []
+    run.step(tokens)
     for _ in range(3):  # gloo's threads may let go of a buffer late: the smallest of three counts
         with peak_memory() as memory:
             run.step(tokens)
         peaks.append(memory.peak)
     held = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for of in run.zero.held().values() for x in of}
-    return seconds, min(peaks), sum(held.values())
+    return sum(held.values()), min(peaks)
+
+
+def work(sp: int, S: int) -> float:
+    """CPU seconds of all ranks for a step."""
+    run, tokens = Run(sp), text(REPLICAS, S)
+    for _ in range(2):
+        run.step(tokens)
+    return statistics.median(cpu_seconds(lambda: run.step(tokens)) for _ in range(7))
 
 
 def main() -> None:
     for sp in DEGREES:
         run_ranks(REPLICAS * sp, verify, sp, timeout=300)
-    strong, weak = PAPER[:3], (PAPER[3], PAPER[1], PAPER[4])
-    rows = []
-    for scaling, paper in (("strong", strong), ("weak", weak)):
-        first = 0.0
+    rows, speed = [], []
+    for scaling, paper in (("strong", PAPER[:3]), ("weak", (PAPER[3], PAPER[1], PAPER[4]))):
+        rates = []
         for sp, (tokens, gpus, tflops) in zip(DEGREES, paper, strict=True):
-            S = LENGTH * (max(DEGREES) if scaling == "strong" else sp)
-            ranks = run_ranks(REPLICAS * sp, measure, sp, S, timeout=500)
-            rate = step_flops(CONFIG, REPLICAS, S).model / ranks[0][0]
-            first = first or rate
-            peak, held = max(peak for _, peak, _ in ranks), max(held for *_, held in ranks)
-            rows.append([scaling, tokens, gpus, tflops / paper[0][2], S, REPLICAS * sp, rate / first, held, peak])
+            S, ranks = LENGTH * (max(DEGREES) if scaling == "strong" else sp), REPLICAS * sp
+            held, peak = (max(x) for x in zip(*run_ranks(ranks, held_and_peak, sp, S, timeout=300), strict=True))
+            rows.append([scaling, tokens, gpus, tflops, S, ranks, held, peak])
+            if "--counts" not in sys.argv[1:]:
+                rates.append(step_flops(CONFIG, REPLICAS, S).model / run_ranks(ranks, work, sp, S, timeout=500)[0])
+                speed.append([scaling, tokens, gpus, tflops / paper[0][2], S, ranks, rates[-1] / rates[0]])
+    sizes = f"2 replicas, {CONFIG.layers} layers of {CONFIG.hidden}, {CONFIG.heads} heads, float32"
     write_result(
         "05_ulysses_zero3",
-        "ZeRO-3 over data x sequence with Ulysses: the paper's A100s (tables 2 and 3), and ranks of this machine",
+        "ZeRO-3 over data x sequence: the paper's A100s (2309.14509, tables 2 and 3), and ranks of this machine",
         [
             "scaling",
             "paper: tokens",
             "GPUs",
-            "efficiency",
+            "TFLOPs a GPU",
             "here: tokens",
             "ranks",
-            "efficiency here",
-            "bytes held by a rank",
+            "held by a rank",
             "peak of a step",
         ],
         rows,
-        f"Here: 2 replicas, {CONFIG.layers} layers of {CONFIG.hidden}, {CONFIG.heads} heads, float32. Efficiency "
-        "is model FLOPs for each second of a GPU, or of a CPU, over the first row's; messages are CPU work here.",
+        f"Here: {sizes}. Bytes, counted.",
     )
+    if speed:
+        write_result(
+            "05_ulysses_zero3_speed",
+            "The same in throughput, over the first row of each",
+            ["scaling", "paper: tokens", "GPUs", "FLOPs a GPU second", "here: tokens", "ranks", "FLOPs a CPU second"],
+            speed,
+            f"Here: {sizes}. Messages are work of a CPU here.",
+        )
 
 
 if __name__ == "__main__":
