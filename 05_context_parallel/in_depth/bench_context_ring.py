@@ -1,6 +1,7 @@
 """Ring, all-gather and layouts against each other, and against PyTorch's own ring attention, at 4 ranks.
 
     python 05_context_parallel/in_depth/bench_context_ring.py
+    python 05_context_parallel/in_depth/bench_context_ring.py --counts   only what is counted, not timed
 
 First every version must give the output and the gradients of dense attention; only then is anything timed. All versions
 use the same local attention, PyTorch's fused kernel for the CPU, so that what differs is the work around it.
@@ -28,6 +29,8 @@ from harness.ranks import run_ranks
 from harness.report import Ratio, paired, ratio_of, write_result
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 RANKS, S, HEADS, D = 4, 2048, 4, 64
 BASE = "ring, zigzag"
@@ -135,7 +138,46 @@ def with_a_core_each() -> dict[str, Ratio]:
             os.sched_setaffinity(int(thread), set(cores))
 
 
+KINDS = {"clone": "copied", "copy_": "copied", "cat": "copied", "stack": "copied", "add_": "added", "add": "added"}
+
+
+class Operators(TorchDispatchMode):
+    """Operators that write tensors, without kernels and messages: how many, and bytes of copies and of sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.bytes = 0, dict.fromkeys(("copied", "added"), 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        views = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+        if func.namespace == "aten" and not views and "flash" not in func._opname:
+            self.calls += 1
+            if kind := KINDS.get(func._opname):
+                self.bytes[kind] += sum(x.nbytes for x in tree_leaves(out) if isinstance(x, Tensor))
+        return out
+
+
+def operators() -> dict[str, tuple[int, int, int]]:
+    made, found = steps(), {}
+    for name in (BASE, TORCH):
+        with Operators() as seen:
+            made[name]()
+        found[name] = seen.calls, seen.bytes["copied"], seen.bytes["added"]
+    return found
+
+
 def main() -> None:
+    ranks = run_ranks(RANKS, operators, timeout=300)
+    write_result(
+        "05_ring_operators",
+        f"What two rings do around the same kernel and messages, forward and backward on {RANKS} ranks",
+        ["version", "operators that write", "bytes copied", "bytes added"],
+        [[name, *(max(rank[name][i] for rank in ranks) for i in range(3))] for name in (BASE, TORCH)],
+        f"{S} tokens, {HEADS} heads of {D}, float32. Counted, the rank with most.",
+    )
+    if "--counts" in sys.argv[1:]:
+        return
     sent = run_ranks(RANKS, verify, timeout=300)
     run_ranks(2, verify, timeout=300)
     work = run_ranks(RANKS, measure_work, timeout=600)[0]
