@@ -154,7 +154,7 @@ def together_traces() -> list[Trace]:
     return [ulysses_trace(dist.group.WORLD, *case, together=True) for case in TOGETHER]
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_q_k_and_v_in_one_message_are_exact_for_any_number_of_heads(ranks):
     for rank, traces in enumerate(run_ranks(ranks, together_traces)):
         for case, got in zip(TOGETHER, traces, strict=True):

@@ -69,7 +69,7 @@ def traces() -> list[Trace]:
     return [trace_of(HEADS[i % 2], layout, dist.group.WORLD) for i, layout in enumerate(LAYOUTS)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_loss_every_gradient_and_weights_equal_the_unsharded_block(ranks):
     for rank, found in enumerate(run_ranks(ranks, traces)):
         for i, got in enumerate(found):
@@ -276,7 +276,7 @@ def run_demo(argv: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_demo_finds_nothing_wrong(ranks):
-    argv = ["--layout", "zigzag", "--heads", "6", "--kv-heads", "3", "--dtype", "float32"]
+    argv = ["--layout", "zigzag", "--heads", "6", "--kv-heads", "3"]
     assert run_ranks(ranks, run_demo, argv) == [[]] * ranks
 
 
