@@ -85,7 +85,7 @@ def measure() -> dict[str, Ratio]:
 
 # ---------------------------------------------------------------------------------------- memory against the degree
 
-TOKENS, Q_HEADS, KV_HEADS, D, TILE = 2048, 8, 2, 16, 64
+TOKENS, Q_HEADS, KV_HEADS, D, TILE = 1024, 8, 2, 64, 64
 DEGREES = (1, 2, 4, 8)
 VERSIONS = ("all-gather", "ring", "Ulysses", "Ulysses x ring")
 
@@ -108,7 +108,7 @@ def memory_of(version: str) -> tuple[int, int]:
     shapes = [(1, TOKENS // P, heads, D) for heads in (Q_HEADS, KV_HEADS, KV_HEADS, Q_HEADS)]
     q, k, v, dout = (torch.randn(shape, generator=generator) for shape in shapes)
     peaks = []
-    for _ in range(3):  # gloo's threads may let go of a buffer late: the smallest of three counts
+    for _ in range(min(P, 3)):  # gloo's threads may let go of a buffer late: the smallest of three counts
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         with saved_activations() as saved, peak_memory() as memory:
             attention(q, k, v, causal=True).backward(dout)
