@@ -179,6 +179,7 @@ def test_tiles_of_no_tokens_are_refused():
         tiled(0)
 
 
+@pytest.mark.prove  # tests/test_folders.py copies it, too
 def test_copied_with_the_file_it_needs_it_passes(tmp_path):
     for name in ("context_ring.py", "flash_local.py"):
         shutil.copy(Path(__file__).with_name(name), tmp_path)

@@ -329,6 +329,7 @@ def test_the_demo_finds_nothing_wrong():
     assert run_ranks(2, run_demo, ["--documents", "4", "12", "8", "--dtype", "float32"]) == [[], []]
 
 
+@pytest.mark.prove  # tests/test_folders.py copies it, too
 def test_copied_with_the_two_files_it_needs_it_passes(tmp_path):
     for name in ("context_ring.py", "context_ulysses.py", "packed_documents.py"):
         shutil.copy(Path(__file__).with_name(name), tmp_path)

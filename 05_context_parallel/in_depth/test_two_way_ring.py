@@ -280,6 +280,7 @@ def test_the_demo_finds_nothing_wrong(ranks):
     assert run_ranks(ranks, run_demo, argv) == [[]] * ranks
 
 
+@pytest.mark.prove  # tests/test_folders.py copies it, too
 def test_copied_with_the_file_it_needs_it_passes(tmp_path):
     for name in ("context_ring.py", "two_way_ring.py"):
         shutil.copy(Path(__file__).with_name(name), tmp_path)
