@@ -1,12 +1,19 @@
 """Ring, all-gather and layouts against each other, and against PyTorch's own ring attention, at 4 ranks.
 
     python 05_context_parallel/in_depth/bench_context_ring.py
+    python 05_context_parallel/in_depth/bench_context_ring.py --counts   only what is counted, not timed
 
 First every version must give the output and the gradients of dense attention; only then is anything timed. All versions
 use the same local attention, PyTorch's fused kernel for the CPU, so that what differs is the work around it.
+
+Four ranks that share two cores say little by the clock: a rank that waits leaves its core to the others, so imbalance
+does not show, and who happens to run when shows too much. So two things are measured. The work: the CPU seconds that
+all ranks together spend. And the time of two ranks with a core each, where all wait for the busiest, as GPUs do.
 """
 
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.distributed as dist
-from context_ring import VERSIONS, LocalAttention, dense_attention, layout_positions, pairs_of, shard_sequence
+from context_ring import VERSIONS, dense_attention, layout_positions, pairs_of, shard_sequence
+from flash_local import FLASH
 from harness.meter import communication
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
-from harness.report import Ratio, paired, write_result
+from harness.report import Ratio, paired, ratio_of, write_result
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 RANKS, S, HEADS, D = 4, 2048, 4, 64
 BASE = "ring, zigzag"
@@ -29,21 +39,6 @@ OURS = {
     f"{version}, {layout}": (version, layout) for version in VERSIONS for layout in ("zigzag", "contiguous", "striped")
 }
 aten = torch.ops.aten
-
-
-def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # [B, S, N, D] -> [B, N, S, D], which it is fast in
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
-    return out.transpose(1, 2), lse
-
-
-def fused_backward(dout, q, k, v, out, lse, *, causal: bool) -> tuple[Tensor, ...]:
-    given = (x.transpose(1, 2).contiguous() for x in (dout, q, k, v, out))
-    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse.contiguous(), 0.0, causal)
-    return tuple(x.transpose(1, 2) for x in gradients)
-
-
-FUSED = LocalAttention(fused_forward, fused_backward)
 
 
 def inputs() -> list[Tensor]:
@@ -75,24 +70,24 @@ def torch_step(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
 
 def steps() -> dict[str, Callable[[], list[Tensor]]]:
     """Every version, ready to run on this rank's shard."""
-    group, rank = dist.group.WORLD, dist.get_rank()
+    group, rank, P = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     made: dict[str, Callable[[], list[Tensor]]] = {}
     for name, (version, layout) in OURS.items():
-        shards = [shard_sequence(x, layout, rank, RANKS).contiguous() for x in inputs()]
-        attention = VERSIONS[version](group, layout, FUSED)
+        shards = [shard_sequence(x, layout, rank, P).contiguous() for x in inputs()]
+        attention = VERSIONS[version](group, layout, FLASH)
         made[name] = lambda attention=attention, shards=shards: step_of(attention, *shards)
-    zigzag = [shard_sequence(x, "zigzag", rank, RANKS).contiguous() for x in inputs()]
+    zigzag = [shard_sequence(x, "zigzag", rank, P).contiguous() for x in inputs()]
     made[TORCH] = lambda: torch_step(*zigzag)
     return made
 
 
 def verify() -> dict[str, float]:
     """Bytes that this rank sends in each version, once each has given the right results."""
-    want = step_of(dense_attention, *inputs())
+    want, P = step_of(dense_attention, *inputs()), dist.get_world_size()
     sent_by = {}
     for name, step in steps().items():
         layout = OURS.get(name, ("", "zigzag"))[1]
-        where = layout_positions(layout, S, dist.get_rank(), RANKS)
+        where = layout_positions(layout, S, dist.get_rank(), P)
         with communication() as sent:
             got = step()
         for what, x, expected in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
@@ -101,30 +96,116 @@ def verify() -> dict[str, float]:
     return sent_by
 
 
-def measure() -> dict[str, Ratio]:
-    """On every rank: seconds of each version over those of the zigzag ring."""
+def cpu_seconds(step: Callable[[], object]) -> float:
+    """CPU seconds that all ranks together spend on a step. A rank that waits for a message sleeps, and spends none."""
+    dist.barrier()
+    start = time.process_time()
+    step()
+    spent = torch.tensor(time.process_time() - start, dtype=torch.float64)
+    dist.all_reduce(spent)
+    return spent.item()
+
+
+def work_of_all(step: Callable[[], object], base: Callable[[], object], repeats: int = 9) -> Ratio:
+    """The work of a step over that of another, measured in turn, on every rank."""
+    ratios = []
+    for repeat in range(-2, repeats):
+        order = (step, base) if repeat % 2 else (base, step)
+        spent = {run: cpu_seconds(run) for run in order}
+        ratios += [spent[step] / spent[base]] if repeat >= 0 else []
+    return ratio_of(ratios)
+
+
+def measure_work() -> dict[str, Ratio]:
     made = steps()
     base = made.pop(BASE)
-    return {name: paired(step, base, repeats=9, setup=dist.barrier) for name, step in made.items()}
+    return {name: work_of_all(step, base) for name, step in made.items()}
+
+
+def with_a_core_each() -> dict[str, Ratio]:
+    """Seconds of each version over those of the zigzag ring, all threads of a rank on one core of its own."""
+    cores, threads = sorted(os.sched_getaffinity(0)), [int(x) for x in os.listdir("/proc/self/task")]
+    if len(cores) < dist.get_world_size():
+        sys.exit(f"{dist.get_world_size()} ranks need a core each; there are {len(cores)}")
+    for thread in threads:
+        os.sched_setaffinity(thread, {cores[dist.get_rank()]})
+    try:
+        made = steps()
+        base = made.pop(BASE)
+        return {name: paired(step, base, repeats=9, setup=dist.barrier) for name, step in made.items()}
+    finally:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), set(cores))
+
+
+KINDS = {"clone": "copied", "copy_": "copied", "cat": "copied", "stack": "copied", "add_": "added", "add": "added"}
+
+
+class Operators(TorchDispatchMode):
+    """Operators that write tensors, without kernels and messages: how many, and bytes of copies and of sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.bytes = 0, dict.fromkeys(("copied", "added"), 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        views = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+        if func.namespace == "aten" and not views and "flash" not in func._opname:
+            self.calls += 1
+            if kind := KINDS.get(func._opname):
+                self.bytes[kind] += sum(x.nbytes for x in tree_leaves(out) if isinstance(x, Tensor))
+        return out
+
+
+def operators() -> dict[str, tuple[int, int, int]]:
+    made, found = steps(), {}
+    for name in (BASE, TORCH):
+        with Operators() as seen:
+            made[name]()
+        found[name] = seen.calls, seen.bytes["copied"], seen.bytes["added"]
+    return found
 
 
 def main() -> None:
+    ranks = run_ranks(RANKS, operators, timeout=300)
+    write_result(
+        "05_ring_operators",
+        f"What two rings do around the same kernel and messages, forward and backward on {RANKS} ranks",
+        ["version", "operators that write", "bytes copied", "bytes added"],
+        [[name, *(max(rank[name][i] for rank in ranks) for i in range(3))] for name in (BASE, TORCH)],
+        f"{S} tokens, {HEADS} heads of {D}, float32. Counted, the rank with most.",
+    )
+    if "--counts" in sys.argv[1:]:
+        return
     sent = run_ranks(RANKS, verify, timeout=300)
-    ratios = run_ranks(RANKS, measure, timeout=600)[0]
-    zigzag = pairs_of("zigzag", S, 0, RANKS, True)
+    run_ranks(2, verify, timeout=300)
+    work = run_ranks(RANKS, measure_work, timeout=600)[0]
+    alone = run_ranks(2, with_a_core_each, timeout=600)
     rows = []
-    for name, ratio in ratios.items():
+    for name, ratio in work.items():
         layout = OURS.get(name, ("", "zigzag"))[1]
-        busiest = max(pairs_of(layout, S, rank, RANKS, True) for rank in range(RANKS))
-        rows.append([name, ratio, max(s[name] for s in sent) / max(s[BASE] for s in sent), busiest / zigzag])
+        busiest = [
+            max(pairs_of(layout, S, r, P, True) for r in range(P)) / pairs_of("zigzag", S, 0, P, True)
+            for P in (2, RANKS)
+        ]
+        bytes_sent = max(s[name] for s in sent) / max(s[BASE] for s in sent)
+        slowest = max((rank[name] for rank in alone), key=lambda r: r.median)
+        rows.append([name, ratio, busiest[1], slowest, busiest[0], bytes_sent])
     write_result(
         "05_ring_attention",
-        f"Forward and backward of causal attention on {RANKS} ranks, over those of the ring with the zigzag layout",
-        ["version", "seconds: median (quartiles)", "bytes sent", "pairs on the busiest rank"],
+        "Forward and backward of causal attention, over those of the ring with the zigzag layout",
+        [
+            "version",
+            "work of all 4 ranks",
+            "pairs of the busiest of 4",
+            "time of 2 ranks, a core each",
+            "pairs of the busiest of 2",
+            "bytes sent",
+        ],
         rows,
-        f"{S} tokens, {HEADS} heads of {D}, float32, the same fused local attention in all. The ranks are processes "
-        "that share a few cores, so an idle rank leaves its core to the others and imbalance costs little here; where "
-        "each rank has a device of its own, all wait for the busiest, and the last column is the ratio to expect.",
+        f"{S} tokens, {HEADS} heads of {D}, float32, PyTorch's kernel in all. Work is CPU seconds of all ranks; "
+        "median and quartiles. Pairs are counted; the last rank's time stands where the ranks differ.",
     )
 
 

@@ -328,8 +328,7 @@ class AttentionToBlocks(torch.autograd.Function):
         out = torch.zeros_like(at_least_fp32(q))
         lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf)  # [B, N, S/P]: no key seen so far
         for owner, block in Transport(group).blocks(torch.stack((k, v))):
-            if plan[owner] is not None:  # if wholly masked, there is nothing to compute, but the block has to travel on
-                rows, columns, causal = plan[owner]
+            for rows, columns, causal in plan[owner]:  # if wholly masked, none; but the block has to travel on
                 part = local.forward(q[:, rows], *block[:, :, columns], causal=causal)
                 out[:, rows], lse[:, :, rows] = merge(out[:, rows], lse[:, :, rows], *part)
             del block  # or it would be alive while the one after the next is on its way: three in all
@@ -346,31 +345,35 @@ class AttentionToBlocks(torch.autograd.Function):
         dkv = dq.new_zeros(2, *k.shape)  # my part of the gradient of one block, in fp32 like dq; used for each in turn
         for owner, block in transport.blocks(torch.stack((k, v))):
             dkv.zero_()
-            if plan[owner] is not None:
-                rows, columns, causal = plan[owner]
+            for rows, columns, causal in plan[owner]:
                 dout_, q_, out_ = (x[:, rows] for x in (dout, q, out))
                 share = local.backward(dout_, q_, *block[:, :, columns], out_, lse[:, :, rows], causal=causal)
-                dq[:, rows] += share[0]
-                dkv[0, :, columns], dkv[1, :, columns] = share[1:]
+                for total, more in zip((dq[:, rows], dkv[0, :, columns], dkv[1, :, columns]), share, strict=True):
+                    total += more
             del block  # as in forward
             transport.send_home(owner, dkv)
         dk, dv = transport.collect()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def attention_over(Transport: type, group: dist.ProcessGroup, layout: str, local: LocalAttention) -> Attention:
-    """A drop-in for `attention(q, k, v, *, causal)` of a model whose tokens lie over `group` in `layout`.
+def plan_of(layout: str, rank: int, P: int, length: int, causal: bool) -> list[list[Block]]:
+    """For every owner, what `rank` has to compute of its block: one rectangle or triangle, or nothing. The same in
+    forward and backward. (Where documents are packed there may be several: packed_documents.py.)"""
+    blocks = (block_of(layout, rank, owner, length, causal) for owner in range(P))
+    return [[] if block is None else [block] for block in blocks]
 
-    `plan` says for every owner which part of its block concerns me; it is the same in forward and backward.
-    """
+
+def attention_over(
+    Transport: type, group: dist.ProcessGroup, layout: str, local: LocalAttention, plan_of: Callable = plan_of
+) -> Attention:
+    """A drop-in for `attention(q, k, v, *, causal)` of a model whose tokens lie over `group` in `layout`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         """q [B, S/P, N, D], k and v [B, S/P, N_kv, D] -> [B, S/P, N, D]."""
         check_inputs(q, k, v, causal, layout)
-        rank, P, length = group.rank(), group.size(), q.shape[1]
-        plan = [block_of(layout, rank, owner, length, causal) for owner in range(P)]
+        plan = plan_of(layout, group.rank(), group.size(), q.shape[1], causal)
         return AttentionToBlocks.apply(q, k, v, Transport, group, plan, local)
 
     return attention
@@ -541,18 +544,24 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 def against_oracle(
-    model: Model, step_of: Callable[[Model, Tensor], Tensor], S: int, reference: Attention = dense_attention
+    model: Model,
+    step_of: Callable[[Model, Tensor], Tensor],
+    S: int,
+    reference: Attention = dense_attention,
+    labels_of: Callable[[Tensor], Tensor] = next_token_labels,
+    positions: Tensor | None = None,
 ) -> float:
     """Three SGD steps of `model` by `step_of(model, tokens)` and of the unsharded oracle: the largest relative error of
     the losses, all gradients and all weights. Plain SGD, because Adam would forgive a wrong scale."""
     oracle, errors = deepcopy(model), []
-    everywhere = torch.arange(S, device=model.lm_head.weight.device)
+    everywhere = torch.arange(S, device=model.lm_head.weight.device) if positions is None else positions
     for step in range(3):
         tokens = text(2, S, step).to(everywhere.device)
         model.zero_grad()
         oracle.zero_grad()
         loss = step_of(model, tokens)
-        want = loss_sum(oracle, tokens, next_token_labels(tokens), everywhere, reference) / tokens[:, 1:].numel()
+        labels = labels_of(tokens)
+        want = loss_sum(oracle, tokens, labels, everywhere, reference) / (labels != IGNORE).sum()
         want.backward()
         errors.append(off(loss, want.detach()))
         for p, q in zip(model.parameters(), oracle.parameters(), strict=True):

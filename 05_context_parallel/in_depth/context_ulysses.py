@@ -23,6 +23,9 @@ counts whole messages; (P-1)/P of that really leaves the rank:
     ring attention           2 (P-1)/P · N_kv/N · M                     constant in P too, not falling
 If sequence and ranks grow together, M/P stays the same: Ulysses sends as much as before, the others ever more.
 
+q, k and v need not go one by one: `together=True` sends them as one message, 2 all-to-alls in place of 4, of as many
+bytes. P need not divide N either: 6 heads on 4 ranks are 1, 2, 1 and 2 (always one message then).
+
 The limit: N heads are enough for N ranks. USP (2405.07719) puts the ranks in a rectangle, Ulysses along its rows and a
 ring along its columns: P = R · U with U <= N. The all-to-all stays inside a node, the ring crosses nodes.
 
@@ -111,14 +114,19 @@ class Swap(torch.autograd.Function):
         return ctx.back(dx, ctx.group), None, None, None
 
 
+def query_heads_of(rank: int, P: int, N: int) -> range:
+    """The query heads of `rank`: N/P neighbours, or one more or less if P does not divide N."""
+    return range(rank * N // P, (rank + 1) * N // P)
+
+
 def kv_heads_of(rank: int, P: int, N: int, N_kv: int) -> list[int]:
-    """The K/V heads that `rank` of P needs: those of its query heads, rank·N/P to (rank+1)·N/P - 1, each once.
+    """The K/V heads that `rank` of P needs: those of its query heads, each once.
 
     If P divides N_kv they are N_kv/P heads, and no head goes to two ranks. If N_kv divides P it is one. If neither,
     ranks get different numbers: of N = 12, N_kv = 4 on 6 ranks 1, 2, 1, 1, 2, 1.
     """
     # --- exercise 5.29: the K/V heads that a rank needs, and no more ---
-    queries = range(rank * N // P, (rank + 1) * N // P)
+    queries = query_heads_of(rank, P, N)
     return sorted({head * N_kv // N for head in queries})  # N/N_kv neighbours share one
     # --- end exercise ---
 
@@ -126,8 +134,8 @@ def kv_heads_of(rank: int, P: int, N: int, N_kv: int) -> list[int]:
 def repeated_kv_heads(rank: int, P: int, N: int, N_kv: int) -> list[int] | None:
     """None if the K/V heads of `rank` serve equally many of its query heads each, which any kernel knows. If not, which
     of them each query head uses (0 0 1, say): K and V have to be repeated so, after they were sent."""
-    mine, n = kv_heads_of(rank, P, N, N_kv), N // P
-    uses = [mine.index((rank * n + i) * N_kv // N) for i in range(n)]
+    mine, queries = kv_heads_of(rank, P, N, N_kv), query_heads_of(rank, P, N)
+    uses, n = [mine.index(head * N_kv // N) for head in queries], len(queries)
     return None if n % len(mine) == 0 and uses == [i * len(mine) // n for i in range(n)] else uses
 
 
@@ -160,30 +168,118 @@ class SwapKV(torch.autograd.Function):
         return home.to(dx.dtype).movedim(0, 2), None, None
 
 
+Heads = list[tuple[list[int], list[int], list[int]]]  # for each rank, those of q, of k and of v that it gets
+
+
+class SwapTogether(torch.autograd.Function):
+    """q, k and v in one message: some tokens of all heads -> all tokens of the heads that a rank gets. Ranks may get
+    different numbers of them, and a K/V head may go to several: in backward its gradients are summed in fp32 or better.
+
+    An all-to-all knows no shapes, only how many numbers go to each rank: q, k and v of a rank lie one after the other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, heads: Heads, *qkv: Tensor) -> tuple[Tensor, ...]:
+        """q [B, S/P, N, D], k and v [B, S_kv/P, N_kv, D] -> [B, S, n, D] and twice [B, S_kv, m, D]."""
+        ctx.group, ctx.heads, ctx.shapes = group, heads, [x.shape for x in qkv]
+        P, mine = group.size(), heads[group.rank()]
+        # --- exercise 5.34: q, k and v as one message ---
+        pieces = [[x[:, :, of].flatten() for x, of in zip(qkv, heads[r], strict=True)] for r in range(P)]
+        sizes = [sum(x.numel() for x in piece) for piece in pieces]
+        message = torch.cat([x for piece in pieces for x in piece])
+        shapes = [(x.shape[0], x.shape[1], len(of), x.shape[3]) for x, of in zip(qkv, mine, strict=True)]
+        counts = [B * tokens * n * D for B, tokens, n, D in shapes]  # all ranks hold equally many tokens
+        received = message.new_empty(P * sum(counts))
+        dist.all_to_all_single(received, message, [sum(counts)] * P, sizes, group=group)
+        parts = received.view(P, -1).split(counts, 1)  # [P, B · S/P · n · D], and two for k and v
+        # -> [P, B, S/P, n, D] -> [B, P, S/P, n, D] -> [B, S, n, D]
+        return tuple(x.unflatten(1, shape).movedim(0, 1).flatten(1, 2) for x, shape in zip(parts, shapes, strict=True))
+        # --- end exercise ---
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple:
+        P = ctx.group.size()
+        # [B, S, n, D] -> [B, P, S/P, n, D] -> [P, B, S/P, n, D] -> [P, B · S/P · n · D]
+        parts = [x.unflatten(1, (P, -1)).movedim(1, 0).flatten(1) for x in gradients]
+        message = torch.cat(parts, 1).flatten()
+        shapes = [
+            [(B, tokens, len(of), D) for (B, tokens, _, D), of in zip(ctx.shapes, r, strict=True)] for r in ctx.heads
+        ]
+        counts = [[B * tokens * n * D for B, tokens, n, D in of] for of in shapes]
+        received = message.new_empty(sum(map(sum, counts)))
+        dist.all_to_all_single(
+            received, message, [sum(of) for of in counts], [sum(counts[ctx.group.rank()])] * P, group=ctx.group
+        )
+        wide = torch.promote_types(received.dtype, torch.float32)
+        home = [received.new_zeros(shape, dtype=wide) for shape in ctx.shapes]
+        pieces = iter(received.split([n for of in counts for n in of]))
+        for r in range(P):
+            for total, of, shape in zip(home, ctx.heads[r], shapes[r], strict=True):
+                total[:, :, of] += next(pieces).view(shape)  # a rank gets a head once: no index occurs twice
+        return None, None, *(x.to(gradients[0].dtype) for x in home)
+
+
+class SwapBack(torch.autograd.Function):
+    """The output, of any number of heads on each rank: all tokens of some heads -> some tokens of all heads."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, heads: list[int], out: Tensor) -> Tensor:
+        """out [B, S, n, D], `heads` of each rank -> [B, S/P, N, D]."""
+        ctx.group, ctx.heads = group, heads
+        P, rank = group.size(), group.rank()
+        pieces = out.unflatten(1, (P, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1).contiguous()  # [P n, B, S/P, D]
+        received = pieces.new_empty(sum(heads), *pieces.shape[1:])
+        dist.all_to_all_single(received, pieces, heads, [heads[rank]] * P, group=group)  # ranks hold heads in order
+        return received.movedim(0, 2)  # [N, B, S/P, D] -> [B, S/P, N, D]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple:
+        P, n = ctx.group.size(), ctx.heads[ctx.group.rank()]
+        pieces = dout.movedim(2, 0).contiguous()  # [B, S/P, N, D] -> [N, B, S/P, D]
+        received = pieces.new_empty(P * n, *pieces.shape[1:])
+        dist.all_to_all_single(received, pieces, [n] * P, ctx.heads, group=ctx.group)
+        # [P n, B, S/P, D] -> [P, n, B, S/P, D] -> [B, P, S/P, n, D] -> [B, S, n, D]
+        return None, None, received.unflatten(0, (P, n)).permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+
+def check_enough_heads(heads: int, P: int) -> None:
+    """ValueError unless each of P ranks gets a query head."""
+    if heads < P:
+        raise ValueError(f"{heads} query heads are not enough for {P} ranks of Ulysses; use {heads} or fewer, or USP")
+
+
 def check_heads(heads: int, P: int) -> None:
-    """ValueError unless P ranks can share out the query heads."""
+    """ValueError unless P ranks can share out the query heads evenly, which a plan that takes ranks for equal needs."""
     if heads % P:
         fits = ", ".join(str(p) for p in range(1, heads + 1) if heads % p == 0)
         raise ValueError(f"{heads} query heads do not divide among {P} ranks of Ulysses; use {fits} ranks, or USP")
 
 
-def ulysses(group: dist.ProcessGroup, attention: Attention = dense_attention) -> Attention:
+def ulysses(group: dist.ProcessGroup, attention: Attention = dense_attention, *, together: bool = False) -> Attention:
     """A drop-in for `attention(q, k, v, *, causal)` of a model whose tokens lie over `group`, contiguous.
 
-    `attention` is any attention on one device; it meets whole sequences and some of the heads.
+    `attention` is any attention on one device; it meets whole sequences and some of the heads. `together` sends q, k
+    and v as one message, as is always done if the ranks get different numbers of query heads.
     """
 
     def parallel(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         """q [B, S/P, N, D], k and v [B, S_kv/P, N_kv, D] -> [B, S/P, N, D]."""
         P, N, N_kv = group.size(), q.shape[2], k.shape[2]
         check_inputs(q, k, v, causal, "contiguous")
-        check_heads(N, P)
+        check_enough_heads(N, P)
         heads = [kv_heads_of(r, P, N, N_kv) for r in range(P)]
-        q = Swap.apply(q, group, to_heads, to_tokens)  # [B, S, N/P, D]
-        k, v = (SwapKV.apply(x, group, heads) for x in (k, v))  # [B, S_kv, m, D]
+        one_message = together or N % P != 0
+        if one_message:
+            of_ranks = [(list(query_heads_of(r, P, N)), heads[r], heads[r]) for r in range(P)]
+            q, k, v = SwapTogether.apply(group, of_ranks, q, k, v)
+        else:
+            q = Swap.apply(q, group, to_heads, to_tokens)  # [B, S, N/P, D]
+            k, v = (SwapKV.apply(x, group, heads) for x in (k, v))  # [B, S_kv, m, D]
         if uses := repeated_kv_heads(group.rank(), P, N, N_kv):
             k, v = k[:, :, uses], v[:, :, uses]
         out = attention(q, k, v, causal=causal)
+        if one_message:
+            return SwapBack.apply(group, [len(query_heads_of(r, P, N)) for r in range(P)], out)
         return Swap.apply(out, group, to_tokens, to_heads)  # [B, S, N/P, D] -> [B, S/P, N, D]
 
     return parallel
@@ -286,8 +382,8 @@ def sent_per_layer(kind: str, S: int, H: int, P: int, N: int, N_kv: int, rank: i
     """
     per_head = S * H // N
     if kind == "ulysses":
-        others = sum(len(kv_heads_of(r, P, N, N_kv)) for r in range(P) if r != rank)
-        return (2 * (N - N // P) + 2 * others) * per_head // P
+        others, n = sum(len(kv_heads_of(r, P, N, N_kv)) for r in range(P) if r != rank), len(query_heads_of(rank, P, N))
+        return (N - n + n * (P - 1) + 2 * others) * per_head // P
     return {"megatron": 4 * N, "ring": 2 * N_kv}[kind] * per_head * (P - 1) // P
 
 
@@ -364,7 +460,7 @@ def print_cost_model(machine: Machine) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = OneLineParser(description="Ulysses, and Ulysses x ring.", allow_abbrev=False)
-    parser.add_argument("--version", choices=["all", "ulysses", "usp"], default="all")
+    parser.add_argument("--version", choices=["all", "ulysses", "together", "usp"], default="all")
     parser.add_argument("--attention", choices=["all", *KINDS], default="all")
     parser.add_argument("--ulysses-size", type=int, help="U, ranks per all-to-all in USP; default 2 if even")
     parser.add_argument("--layout", choices=LAYOUTS, help="of the ring in USP; default zigzag")
@@ -376,7 +472,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.cost_model and given:
         parser.error(f"{given[0]} changes nothing in --cost-model, which is of one model and one machine; leave it out")
     for option, value in (("--layout", args.layout), ("--ulysses-size", args.ulysses_size)):
-        if args.version == "ulysses" and value is not None:
+        if args.version in ("ulysses", "together") and value is not None:
             parser.error(f"{option} {value} is of Ulysses x ring; leave it out, or use --version usp")
     args.layout = args.layout or "zigzag"
     U = args.ulysses_size = (2 if P % 2 == 0 else 1) if args.ulysses_size is None else args.ulysses_size
@@ -386,8 +482,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--ulysses-size {U} does not divide {P} ranks; use a divisor")
     try:
         if args.version != "usp":
-            check_heads(args.heads, P)
-        check_heads(args.heads, U)
+            check_enough_heads(args.heads, P)
+        check_enough_heads(args.heads, U)
     except ValueError as error:
         parser.error(f"--heads {args.heads}: {error}")
     try:
@@ -410,18 +506,19 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     if rank == 0:
         print(f"{P} rank(s) on {device.type}, USP {R} x {U}, {S} tokens, {args.heads}/{args.kv_heads} heads")
         print(f"{'':16} {'error':>8} {'bytes sent':>11} {'predicted':>11}")
-    for version in ("ulysses", "usp") if args.version == "all" else (args.version,):
+    for version in ("ulysses", "together", "usp") if args.version == "all" else (args.version,):
         for kind, local in KINDS.items():
             if args.attention not in ("all", kind) or (version == "usp" and kind in ("window", "sparse")):
                 continue
             torch.manual_seed(0)
             model = Model(args.heads, args.kv_heads, causal=kind in ("causal", "window", "sparse")).to(device, dtype)
-            if version == "ulysses":
-                attention, positions = ulysses(group, local), layout_positions("contiguous", S, rank, P)
+            if version != "usp":
+                attention = ulysses(group, local, together=version == "together")
+                positions = layout_positions("contiguous", S, rank, P)
             else:
                 attention = usp(ulysses_group, ring_group, args.layout)
                 positions = usp_positions(args.layout, S, rank // U, R, rank % U, U)
-            swap, keys = (P if version == "ulysses" else U), S // 2 if kind == "cross" else S
+            swap, keys = (U if version == "usp" else P), S // 2 if kind == "cross" else S
             if kind == "cross":
                 attention, local = every_other_key(attention), every_other_key(local)
             step = partial(train_step, positions=positions.to(device), attention=attention, group=group)
@@ -430,9 +527,9 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             # Elements of one head's dim of 2 sequences: q and out, k and v swapped, backward as many, counting heads
             # that others need and those that come home; then the ring, which in backward sends K and V and dK/dV.
             heads = [len(kv_heads_of(r, swap, args.heads, args.kv_heads)) for r in range(swap)]
-            n, m = args.heads // swap, heads[rank % swap]
+            n, m = len(query_heads_of(rank % swap, swap, args.heads)), heads[rank % swap]
             others, home = sum(heads) - m, m * (swap - 1)
-            swapped = 4 * (args.heads - n) * S // P + 2 * (others + home) * keys // P
+            swapped = 2 * (args.heads - n + n * (swap - 1)) * S // P + 2 * (others + home) * keys // P
             ring_heads = n if repeated_kv_heads(rank % swap, swap, args.heads, args.kv_heads) else m
             ringed = 2 * ring_heads * keys * (R - 1) // R if version == "usp" else 0
             predicted = (swapped + 3 * ringed) * 2 * model.head_dim * dtype.itemsize

@@ -30,6 +30,8 @@ from context_ulysses import (
     PAPER,
     Machine,
     block_sparse,
+    check_enough_heads,
+    check_heads,
     cost_model,
     demo,
     every_other_key,
@@ -37,6 +39,7 @@ from context_ulysses import (
     masked,
     parse_arguments,
     print_cost_model,
+    query_heads_of,
     sent_per_layer,
     sliding_window,
     step_flops,
@@ -49,7 +52,7 @@ from context_ulysses import (
     usp_positions,
 )
 from harness.meter import communication, saved_activations
-from harness.oracle import Trace, assert_same_trace, sgd_trace
+from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
 from torch import Tensor
 
@@ -108,9 +111,9 @@ def trace_of(attention, positions, group, heads, kind, dtype=torch.float64, seed
     return sgd_trace(dict(model.named_parameters()), backward)
 
 
-def ulysses_trace(group, heads, kind, dtype=torch.float64, seed: int = 0) -> Trace:
+def ulysses_trace(group, heads, kind, dtype=torch.float64, seed: int = 0, together: bool = False) -> Trace:
     positions = layout_positions("contiguous", S, group.rank(), group.size())
-    return trace_of(ulysses(group, KINDS[kind]), positions, group, heads, kind, dtype, seed)
+    return trace_of(ulysses(group, KINDS[kind], together=together), positions, group, heads, kind, dtype, seed)
 
 
 # ------------------------------------------------------------------------------------------------------- the one oracle
@@ -142,6 +145,49 @@ def odd_kv_heads(heads: tuple[int, int]) -> Trace:
 def test_kv_heads_that_neither_divide_the_ranks_nor_are_divided_by_them_work(ranks, heads):
     for rank, got in enumerate(run_ranks(ranks, odd_kv_heads, heads)):
         assert_same_trace(got, oracle_trace(heads, "causal"), rank=rank)
+
+
+TOGETHER = [((8, 2), "causal"), ((8, 2), "cross"), ((6, 2), "causal"), ((6, 3), "cross"), ((7, 1), "causal")]
+
+
+def together_traces() -> list[Trace]:
+    return [ulysses_trace(dist.group.WORLD, *case, together=True) for case in TOGETHER]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_q_k_and_v_in_one_message_are_exact_for_any_number_of_heads(ranks):
+    for rank, traces in enumerate(run_ranks(ranks, together_traces)):
+        for case, got in zip(TOGETHER, traces, strict=True):
+            assert_same_trace(got, oracle_trace(*case), rank=rank)
+
+
+def test_ranks_get_all_query_heads_between_them_also_if_they_cannot_get_equally_many():
+    for N, P, want in [(8, 4, [2, 2, 2, 2]), (6, 4, [1, 2, 1, 2]), (7, 4, [1, 2, 2, 2]), (5, 5, [1] * 5)]:
+        heads = [query_heads_of(rank, P, N) for rank in range(P)]
+        assert [len(of) for of in heads] == want
+        assert [head for of in heads for head in of] == list(range(N))
+
+
+def copies_come_home() -> Tensor:
+    """The gradient of one K head that four ranks use; rank 0 finds 1, the others 2^-9 each: too little for bf16, beside
+    1, and enough together."""
+    group = dist.group.WORLD
+    x = torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16)
+    k = torch.zeros(1, 1, 1, 2, dtype=torch.bfloat16, requires_grad=True)
+    share = 1.0 if group.rank() == 0 else 2**-9
+
+    def attention(q, k, v, *, causal):
+        return share * k.expand_as(q)
+
+    ulysses(group, attention, together=True)(x, k, k.detach(), causal=True).backward(torch.ones_like(x))
+    return k.grad
+
+
+def test_gradients_of_a_head_that_went_to_several_ranks_are_summed_in_float32():
+    want = torch.tensor(1 + 3 * 2**-9).bfloat16()
+    assert want > 1
+    for grad in run_ranks(4, copies_come_home):
+        assert torch.equal(grad, want.expand_as(grad)), grad.unique().tolist()
 
 
 def two_slices() -> Trace:
@@ -191,6 +237,59 @@ def test_every_token_has_one_rank_in_usp():
         assert sorted(torch.cat(positions).tolist()) == list(range(48))
 
 
+# ------------------------------------------------------------------- beside ZeRO-3, and beside tensor parallelism
+
+
+def zero3_trains(sp: int) -> tuple[list[Tensor], dict[str, Tensor], int]:
+    """Three steps of chapter 1's model by chapter 3's ZeRO-3 over data x sequence; bytes of weights held after."""
+    from bench_ulysses_zero3 import Run
+    from llama import TINY
+
+    run = Run(sp, torch.float64, TINY)
+    losses = [run.step(text(run.dp, 32, step) % 64) for step in range(3)]
+    return losses, run.zero.full_weights(), sum(x.untyped_storage().nbytes() for x in run.zero.held()["weights"])
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+def test_zero3_over_data_times_sequence_trains_as_one_process_and_holds_a_share_of_all_ranks(sp):
+    from bench_ulysses_zero3 import alone
+    from llama import TINY
+
+    losses, weights = alone([text(4 // sp, 32, step) % 64 for step in range(3)], TINY, torch.float64)
+    whole = 8 * sum(p.numel() for p in weights.values())
+    for rank, (got, full, held) in enumerate(run_ranks(4, zero3_trains, sp)):
+        for step, (ours, theirs) in enumerate(zip(got, losses, strict=True)):
+            assert_same(ours, theirs, what=f"loss of step {step}", rank=rank)
+        for name, p in weights.items():
+            assert_same(full[name], p, what=name, rank=rank)
+        assert whole / 4 <= held <= whole / 4 + 8 * 4 * 3, "a quarter, with at most 4 numbers of padding in each unit"
+
+
+def tensor_and_context() -> list[Tensor]:
+    """2 tensor-parallel ranks with half of the heads each, and 2 of Ulysses for each half: 2 x 2 of 4 heads."""
+    rank, results = dist.get_rank(), []
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # neighbours are the tensor group, as in the trainer
+    tp, sp = rank % 2, rank // 2
+    mine = layout_positions("contiguous", S, sp, 2)
+    for heads in ((4, 4), (4, 2)):
+        shards = [x.chunk(2, 2)[tp][:, mine] for x in random_qkv(heads)]
+        results.append(results_of(ulysses(groups[tp]), *shards))
+    return results
+
+
+def test_tensor_parallelism_cuts_the_heads_first_and_ulysses_what_is_left():
+    for i, heads in enumerate(((4, 4), (4, 2))):
+        want = results_of(dense_attention, *random_qkv(heads))
+        for rank, results in enumerate(run_ranks(4, tensor_and_context)):
+            where = layout_positions("contiguous", S, rank // 2, 2)
+            for name, got, whole in zip(NAMES, results[i], want, strict=True):
+                assert_same(got, whole.chunk(2, 2)[rank % 2][:, where], what=f"{name}, {heads}", rank=rank)
+    # 32 heads that share 8: with TP over 8 ranks 4 query heads and one K/V head are left, which Ulysses copies to each.
+    assert [len(kv_heads_of(r, 4, 32 // 8, 1)) for r in range(4)] == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="4 query heads are not enough for 8 ranks of Ulysses; use 4 or fewer, or USP"):
+        check_enough_heads(32 // 8, 8)
+
+
 # --------------------------------------------------------------------------------------------------------- the swap
 
 
@@ -232,8 +331,9 @@ def results_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tenso
 
 def bfloat16_results(heads: tuple[int, int], which: str) -> list[Tensor]:
     group, rank = dist.group.WORLD, dist.get_rank()
-    if which == "ulysses":
-        attention, where = ulysses(group), layout_positions("contiguous", S, rank, 4)
+    if which in ("ulysses", "together"):
+        attention = ulysses(group, together=which == "together")
+        where = layout_positions("contiguous", S, rank, 4)
     else:
         attention, where = usp(*usp_groups(4, 2)), usp_positions("zigzag", S, rank // 2, 2, rank % 2, 2)
     return [*results_of(attention, *(x.bfloat16()[:, where] for x in random_qkv(heads))), where]
@@ -259,7 +359,7 @@ def test_ulysses_times_ring_computes_with_the_kernel_that_it_is_given():
     assert run_ranks(4, calls_of_the_kernel) == [[2, 2]] * 4, "one piece for each of 2 rounds, forward and backward"
 
 
-@pytest.mark.parametrize("which", ["ulysses", "usp"])
+@pytest.mark.parametrize("which", ["ulysses", "together", "usp"])
 def test_bfloat16_errs_at_most_one_and_a_half_times_as_much_as_dense_bfloat16_attention(which):
     for heads in HEADS:
         given = random_qkv(heads)
@@ -293,14 +393,28 @@ def test_each_kind_sees_what_its_name_says():
 # ----------------------------------------------------------------------------------------------- what it costs: bytes
 
 
-def sent_by_ulysses(heads: tuple[int, int], length: int = S) -> tuple[dict, dict, dict]:
+def sent_by_ulysses(heads: tuple[int, int], length: int = S, together: bool = False) -> tuple[dict, dict, dict]:
     P = dist.get_world_size()
     q, k, v = (torch.ones(1, length // P, n, 4, requires_grad=True) for n in (*heads, heads[1]))
     with communication() as forward:
-        out = ulysses(dist.group.WORLD)(q, k, v, causal=True)
+        out = ulysses(dist.group.WORLD, together=together)(q, k, v, causal=True)
     with communication() as backward:
         out.sum().backward()
     return dict(forward.sent), dict(backward.sent), dict(forward.calls)
+
+
+def test_together_it_is_two_all_to_alls_of_as_many_bytes():
+    for got, plain in zip(
+        run_ranks(4, sent_by_ulysses, (8, 2), S, True), run_ranks(4, sent_by_ulysses, (8, 2)), strict=True
+    ):
+        assert got[:2] == plain[:2] and got[2] == {"all_to_all": 2}
+    head = S // 4 * 4 * 4  # bytes of one head of one rank's tokens, float32
+    for rank, (forward, backward, calls) in enumerate(run_ranks(4, sent_by_ulysses, (6, 3))):
+        n, m, C = (1, 2, 1, 2)[rank], (1, 2, 1, 1)[rank], 5
+        assert calls == {"all_to_all": 2}
+        assert forward == {"all_to_all": (6 - n + 2 * (C - m) + 3 * n) * head}, f"rank {rank}"
+        assert forward["all_to_all"] == 4 * sent_per_layer("ulysses", S, 24, 4, 6, 3, rank)
+        assert backward == {"all_to_all": ((n + 2 * m) * 3 + 6 - n) * head}, f"rank {rank}"
 
 
 @pytest.mark.parametrize(("P", "heads"), [(2, (8, 8)), (4, (8, 8)), (4, (8, 2)), (4, (8, 1)), (4, (4, 4)), (2, (6, 3))])
@@ -452,7 +566,7 @@ def errors() -> list[str]:
     x, y = torch.zeros(1, 4, 3, 4), torch.zeros(2, 4, 2, 8)
     messages = []
     for call in (
-        lambda: ulysses(dist.group.WORLD)(x, x, x, causal=True),
+        lambda: ulysses(dist.group.WORLD)(x[:, :, :1], x[:, :, :1], x[:, :, :1], causal=True),
         lambda: ulysses(dist.group.WORLD)(x[:, :, :2], x[:, :2, :2], x[:, :2, :2], causal=True),
         lambda: ulysses(dist.group.WORLD)(*(x[:, :, :2].to(torch.float8_e5m2) for _ in range(3)), causal=False),
         lambda: usp(dist.group.WORLD, dist.group.WORLD)(x[:, :, :2], x[:, :2, :2], x[:, :2, :2], causal=True),
@@ -474,7 +588,7 @@ def test_what_ulysses_cannot_do_is_said_in_one_line():
         assert "batch 2" in batch and "head dim 8" in dim
         assert "4 ranks" in three and "rows of 3" in three and "1, 2, 4" in three
         assert "rows of 0" in none
-        assert "3 query heads" in heads and "2 ranks" in heads and "use 1, 3 ranks, or USP" in heads
+        assert "1 query heads" in heads and "2 ranks" in heads and "or USP" in heads
         assert "cross attention" in cross and "causal=False" in cross
         assert "cross attention" in ring and "causal=False" in ring
         assert "float8_e5m2" in fp8
@@ -482,6 +596,12 @@ def test_what_ulysses_cannot_do_is_said_in_one_line():
 
 
 # ----------------------------------------------------------------------------------------------------------- the script
+
+
+def test_who_plans_for_equal_ranks_can_ask_for_heads_that_divide():
+    check_heads(6, 3)
+    with pytest.raises(ValueError, match="3 query heads do not divide among 2 ranks .* use 1, 3 ranks, or USP"):
+        check_heads(3, 2)
 
 
 def run_demo(argv: list[str]) -> list[str]:
@@ -514,7 +634,7 @@ def test_the_cost_model_is_printed_with_its_assumptions_and_its_deviations(capsy
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--heads", "6"], ["--heads 6", "4 ranks", "USP"]),
+        (["--heads", "3", "--kv-heads", "1"], ["--heads 3", "4 ranks", "USP"]),
         (["--seq", "98"], ["--seq 98", "P = 4", "96 or 100"]),
         (["--seq", "100"], ["--seq 100", "25 tokens", "multiple of 8"]),
         (["--version", "usp", "--attention", "window"], ["--attention window", "ring", "--version ulysses"]),

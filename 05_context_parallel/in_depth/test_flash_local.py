@@ -1,0 +1,208 @@
+"""Local attention without scores in memory: the same numbers, a bounded peak, and the right kernel for each tensor."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import flash_local as script
+import pytest
+import torch
+import torch.distributed as dist
+from context_ring import (
+    EXPLICIT,
+    LAYOUTS,
+    VERSIONS,
+    LocalAttention,
+    dense_attention,
+    explicit_forward,
+    layout_positions,
+)
+from context_ulysses import usp, usp_groups, usp_positions
+from flash_local import FLASH, TILED, TORCH, chosen, tiled, tiles_of
+from harness.meter import peak_memory
+from harness.oracle import assert_same
+from harness.ranks import run_ranks
+from torch import Tensor
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def given_of(s: int, t: int, heads: tuple[int, int] = (4, 2), D: int = 8) -> list[Tensor]:
+    """q, k, v and the gradient of the output, float64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, s, heads[0], D), (2, t, heads[1], D), (2, t, heads[1], D), (2, s, heads[0], D)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def autograds(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> list[Tensor]:
+    """The readable forward, with the backward that autograd writes for it."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = explicit_forward(*leaves, causal=causal)
+    out.backward(dout)
+    return [out.detach(), lse.detach(), *(x.grad for x in leaves)]
+
+
+def step_of(local: LocalAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> list[Tensor]:
+    out, lse = local.forward(q, k, v, causal=causal)
+    return [out, lse, *local.backward(dout, q, k, v, out, lse, causal=causal)]
+
+
+@pytest.mark.parametrize(("s", "t", "causal"), [(17, 17, True), (17, 17, False), (5, 23, False), (16, 16, True)])
+def test_tiles_and_pytorchs_kernels_are_exact_for_uneven_tiles_and_shared_heads(s, t, causal):
+    for heads in ((4, 4), (4, 2), (4, 1)):
+        given = given_of(s, t, heads)
+        want = autograds(*given, causal)
+        for name, local in (("tiled", tiled(6)), ("one tile", tiled(64)), ("torch", TORCH), ("flash", FLASH)):
+            for what, got, expected in zip(NAMES, step_of(local, *given, causal), want, strict=True):
+                assert got.shape == expected.shape
+                assert_same(got, expected, what=f"{what} of {name}, {heads} heads")
+
+
+def test_tiles_above_the_diagonal_are_not_computed_and_each_other_pair_once():
+    for s, tile in ((17, 6), (16, 4), (5, 8)):
+        seen = torch.zeros(s, s, dtype=torch.int)
+        for rows, columns in tiles_of(s, s, True, tile):
+            for keys, triangle in columns:
+                shape = torch.ones(len(range(s)[rows]), len(range(s)[keys]), dtype=torch.int)
+                seen[rows, keys] += shape.tril() if triangle else shape
+        assert torch.equal(seen, torch.ones(s, s, dtype=torch.int).tril())
+
+
+def peak_of(local: LocalAttention, s: int, causal: bool) -> tuple[int, int]:
+    """Peak bytes of forward, and of backward."""
+    q, k, v, dout = (x.float() for x in given_of(s, s, (2, 1)))
+    with peak_memory() as forward:
+        out, lse = local.forward(q, k, v, causal=causal)
+    with peak_memory() as backward:
+        local.backward(dout, q, k, v, out, lse, causal=causal)
+    return forward.peak, backward.peak
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_peak_of_tiles_grows_with_the_tokens_where_that_of_explicit_grows_with_their_square(causal):
+    B, N, D, tile = 2, 2, 8, 16
+    token, square = 4 * B * N * D, 4 * B * N * tile * tile  # bytes of a token in fp32, and of a tile's scores
+    for s in (64, 256):
+        for written, blocks in zip(peak_of(EXPLICIT, s, causal), (2, 3), strict=True):
+            assert written >= blocks * 4 * B * N * s * s, "all scores, and the weights"
+        forward, backward = peak_of(tiled(tile), s, causal)
+        # out or dq, dk, dv, and the LSE, of all tokens; scores and what is made of them, of one tile
+        assert forward <= s * (token + 4 * B * N) + 8 * square, f"{s} tokens: {forward}"
+        assert backward <= s * 2 * token + 12 * square, f"{s} tokens: {backward}"
+
+
+def test_nothing_as_large_as_the_scores_exists_in_pytorchs_kernels():
+    for peak in peak_of(TORCH, 256, True):
+        assert peak < 4 * 2 * 2 * 256 * 256, "copies of q, k, v with the heads first, but no scores"
+
+
+def test_a_bfloat16_block_is_summed_in_float32():
+    q, k, v, dout = (x.bfloat16() for x in given_of(64, 64))
+    exact = autograds(*(x.double() for x in (q, k, v, dout)), True)
+    for what, got, want in zip(NAMES, step_of(tiled(8), q, k, v, dout, True), exact, strict=True):
+        assert got.dtype == torch.float32
+        assert_same(got, want, 1e-5, what)
+    *_, dk, dv = step_of(TORCH, q, k, v, dout, True)
+    assert dk.dtype == dv.dtype == torch.float32, "the sum over the query heads that share a K/V head"
+
+
+def results_of(attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, causal=True)
+    out.backward(dout)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def on_ranks(which: str, dtype: torch.dtype) -> list[tuple]:
+    """(name, where, out and gradients) of each version on this rank."""
+    group, rank, local = dist.group.WORLD, dist.get_rank(), {"flash": FLASH, "tiled": tiled(5)}[which]
+    cases = [
+        (f"{v} {x}", VERSIONS[v](group, x, local), layout_positions(x, 48, rank, 4)) for v in VERSIONS for x in LAYOUTS
+    ]
+    cases.append(
+        ("usp", usp(*usp_groups(4, 2), "zigzag", local), usp_positions("zigzag", 48, rank // 2, 2, rank % 2, 2))
+    )
+    given = [x.to(dtype) for x in given_of(48, 48)]
+    return [(name, where, results_of(attention, *(x[:, where] for x in given))) for name, attention, where in cases]
+
+
+@pytest.mark.parametrize("which", ["flash", "tiled"])
+def test_plugged_into_ring_all_gather_and_mesh_it_is_exact(which):
+    want = results_of(dense_attention, *given_of(48, 48))
+    for rank, cases in enumerate(run_ranks(4, on_ranks, which, torch.float64)):
+        for name, where, results in cases:
+            for what, got, expected in zip(("out", "dq", "dk", "dv"), results, want, strict=True):
+                assert_same(got, expected[:, where], what=f"{what} of {name}, rank {rank}")
+
+
+@pytest.mark.parametrize("which", ["flash", "tiled"])
+def test_in_bfloat16_it_errs_at_most_one_and_a_half_times_as_much_as_dense(which):
+    given = [x.bfloat16() for x in given_of(48, 48)]
+    exact, dense = results_of(dense_attention, *(x.double() for x in given)), results_of(dense_attention, *given)
+    found = run_ranks(4, on_ranks, which, torch.bfloat16)
+    for case, (name, *_) in enumerate(found[0]):
+        order = torch.cat([rank[case][1] for rank in found]).argsort()
+        for i, what in enumerate(("out", "dq", "dk", "dv")):
+            got = torch.cat([rank[case][2][i] for rank in found], 1)[:, order]
+            ours, theirs = ((x.double() - exact[i]).square().mean().sqrt().item() for x in (got, dense[i]))
+            assert ours <= 1.5 * theirs, f"{name} {what}: error {ours:.2e}, dense bf16 {theirs:.2e}"
+
+
+# ------------------------------------------------------------------------------------------------ which kernel
+
+
+def test_flash_takes_pytorchs_kernel_where_there_is_one_and_tiles_elsewhere():
+    def of(device: str, dtype: torch.dtype, D: int = 64) -> LocalAttention:
+        return chosen(torch.empty(1, 4, 2, D, dtype=dtype, device=device))
+
+    assert of("cpu", torch.float64) == of("cpu", torch.bfloat16) == TORCH
+    # "meta" has shapes and no numbers; it stands for any device that is not a CPU.
+    assert of("meta", torch.bfloat16) == of("meta", torch.float16, 256) == TORCH
+    assert of("meta", torch.float32) == of("meta", torch.bfloat16, 264) == of("meta", torch.bfloat16, 20) == TILED
+
+
+def test_what_the_gpu_kernels_are_given_fits_their_signatures():
+    """Without a GPU: PyTorch's own shape functions of the two operators check every argument."""
+    q, k = (torch.empty(1, 16, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
+    out, lse = FLASH.forward(q, k, k, causal=True)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (1, 8, 16), torch.float32)
+    gradients = FLASH.backward(out, q, k, k, out, lse, causal=True)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
+
+
+# ------------------------------------------------------------------------------------------------------ the script
+
+
+def test_tiles_of_no_tokens_are_refused():
+    with pytest.raises(ValueError, match="tiles of 0 tokens"):
+        tiled(0)
+
+
+@pytest.mark.prove  # tests/test_folders.py copies it, too
+def test_copied_with_the_file_it_needs_it_passes(tmp_path):
+    for name in ("context_ring.py", "flash_local.py"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
+    command = [sys.executable, "flash_local.py", "--tokens", "50", "--tile", "16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "PASS" and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--tile", "0"], ["--tile 0", "1 or more"]),
+        (["--tokens", "1"], ["--tokens 1", "2 or more"]),
+        (["--tokens", "-4"], ["--tokens -4"]),
+        (["--dtype", "float16"], ["--dtype", "float16"]),
+        (["--tiles", "3"], ["--tiles"]),
+    ],
+)
+def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["flash_local.py", *argv])
+    with pytest.raises(SystemExit) as stop:
+        script.main()
+    printed = capsys.readouterr().err
+    assert stop.value.code == 2 and printed.count("\n") == 1
+    assert all(word in printed for word in ["flash_local.py: ", *words]), printed

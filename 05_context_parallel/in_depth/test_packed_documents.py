@@ -1,0 +1,364 @@
+"""Packed documents against one oracle: the same model on the whole sequence, with a mask made pair by pair."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from context_ring import EXPLICIT, Model, counting, ring_attention, text
+from context_ulysses import ulysses, usp_groups
+from harness.meter import communication
+from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
+from harness.ranks import run_ranks
+from packed_documents import (
+    PACKED_LAYOUTS,
+    TRANSPORTS,
+    boundaries,
+    check_documents,
+    demo,
+    in_documents,
+    packed_attention,
+    packed_blocks,
+    packed_labels,
+    packed_pairs,
+    packed_positions,
+    packed_step,
+    parse_arguments,
+    places_in_documents,
+)
+from torch import Tensor
+
+HEADS = (8, 2)
+S = 48
+# Documents of one token, across several chunks, and ending where a chunk does; for "each" 2P divides them.
+CU = {layout: (0, 8, 32, 48) if layout == "each" else (0, 1, 6, 23, 24, 41, 48) for layout in PACKED_LAYOUTS}
+CASES = [(version, layout) for version in TRANSPORTS for layout in PACKED_LAYOUTS]
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def model_of(dtype: torch.dtype = torch.float64, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model(*HEADS, head_dim=4, vocab=128).to(dtype)
+
+
+def document_of(token: int, cu: tuple[int, ...]) -> int:
+    return sum(begin <= token for begin in cu) - 1
+
+
+def mask_of(cu: tuple[int, ...]) -> Tensor:
+    """Block-diagonal and causal, pair by pair."""
+    n = cu[-1]
+    same = [[document_of(i, cu) == document_of(j, cu) and j <= i for j in range(n)] for i in range(n)]
+    return torch.tensor(same)
+
+
+def oracle_attention(cu: tuple[int, ...]) -> Callable[..., Tensor]:
+    mask = mask_of(cu)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return attention
+
+
+@cache
+def oracle_trace(cu: tuple[int, ...], seed: int = 0) -> Trace:
+    """The unsharded model. Places, and which token is whose label, are found token by token."""
+    model, attention = model_of(seed=seed), oracle_attention(cu)
+    places = torch.tensor([i - cu[document_of(i, cu)] for i in range(S)])
+    labelled = [i for i in range(S - 1) if document_of(i, cu) == document_of(i + 1, cu)]
+
+    def backward(step: int) -> float:
+        tokens = text(2, S, seed + step)
+        logits = model(tokens, places, attention)[:, labelled]
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, [i + 1 for i in labelled]].flatten())
+        loss.backward()
+        return loss.item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def trace_of(attention: Callable, where: Tensor, cu: tuple[int, ...], group, seed: int = 0) -> Trace:
+    model = model_of(seed=seed)
+
+    def backward(step: int) -> float:
+        return packed_step(model, text(2, S, seed + step), where, cu, attention, group).item()
+
+    return sgd_trace(dict(model.named_parameters()), backward)
+
+
+def traces(group: dist.ProcessGroup | None = None, seed: int = 0, cases: list | None = None) -> list[Trace]:
+    """All-gather and ring in every layout, then Ulysses."""
+    group = group or dist.group.WORLD
+    rank, P, found = group.rank(), group.size(), []
+    for version, layout in cases or CASES:
+        attention = packed_attention(group, CU[layout], layout, version)
+        found.append(trace_of(attention, packed_positions(layout, CU[layout], rank, P), CU[layout], group, seed))
+    cu = CU["contiguous"]
+    attention = ulysses(group, in_documents(cu))
+    return [*found, trace_of(attention, packed_positions("contiguous", cu, rank, P), cu, group, seed)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_packed_documents_train_as_with_a_block_diagonal_mask_in_ring_all_gather_and_ulysses(ranks):
+    cases = CASES if ranks == 4 else [("ring", "zigzag"), ("allgather", "each")]
+    want = [oracle_trace(CU[layout]) for _, layout in cases] + [oracle_trace(CU["contiguous"])]
+    for rank, found in enumerate(run_ranks(ranks, traces, cases=cases)):
+        for got, expected in zip(found, want, strict=True):
+            assert_same_trace(got, expected, rank=rank)
+
+
+def two_slices() -> list[Trace]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    return traces(groups[mine], mine, [("ring", "zigzag"), ("allgather", "each")])
+
+
+def test_two_slices_of_the_world_train_two_models_at_the_same_time():
+    for rank, found in enumerate(run_ranks(4, two_slices)):
+        want = [oracle_trace(CU[layout], rank % 2) for layout in ("zigzag", "each", "contiguous")]
+        for got, expected in zip(found, want, strict=True):
+            assert_same_trace(got, expected, rank=rank)
+
+
+def mesh_trace() -> list[Trace]:
+    """Ulysses x ring: the documents are laid out over the ring, and what a ring rank holds is cut in U parts."""
+    rank, found = dist.get_rank(), []
+    row, column = usp_groups(4, 2)
+    for layout in ("zigzag", "each"):
+        attention = ulysses(row, packed_attention(column, CU[layout], layout))
+        where = packed_positions(layout, CU[layout], rank // 2, 2).chunk(2)[rank % 2]
+        found.append(trace_of(attention, where, CU[layout], dist.group.WORLD))
+    return found
+
+
+def test_on_a_mesh_of_ulysses_and_ring_too():
+    for rank, found in enumerate(run_ranks(4, mesh_trace)):
+        for layout, got in zip(("zigzag", "each"), found, strict=True):
+            assert_same_trace(got, oracle_trace(CU[layout]), rank=rank)
+
+
+# ------------------------------------------------------------------------------------------------- who sees what
+
+
+def computed_pairs(layout: str, cu: tuple[int, ...], P: int, causal: bool) -> Tensor:
+    """How often each (query, key) pair of the whole sequence is computed, by the blocks of all ranks."""
+    where = [packed_positions(layout, cu, rank, P) for rank in range(P)]
+    computed = torch.zeros(cu[-1], cu[-1], dtype=torch.int)
+    for rank, owner in product(range(P), range(P)):
+        for block in packed_blocks(layout, cu, rank, owner, P, causal):
+            rows, columns = where[rank][block.rows], where[owner][block.columns]
+            assert len(rows) and len(columns), "an empty block is no block"
+            shape = torch.ones(len(rows), len(columns), dtype=torch.int)
+            if block.causal:
+                assert len(rows) == len(columns), "the triangle of a kernel is that of a square"
+                shape = shape.tril()
+            computed[rows[:, None], columns[None]] += shape
+    return computed
+
+
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
+def test_the_blocks_of_all_ranks_hold_every_pair_of_a_document_once_and_no_other(layout):
+    choose = random.Random(0)
+    for P in (1, 2, 3, 4):
+        for _ in range(4):
+            if layout == "each":
+                cu = tuple(boundaries([2 * P * choose.randint(1, 3) for _ in range(choose.randint(1, 4))]))
+            else:
+                cu = (0, *sorted(choose.sample(range(1, 12 * P), choose.randint(0, 8))), 12 * P)
+            mask = mask_of(cu).int()
+            for causal, want in ((True, mask), (False, mask | mask.T)):
+                assert torch.equal(computed_pairs(layout, cu, P, causal), want), f"{layout}, {P} ranks, {cu}"
+
+
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
+def test_every_token_has_one_rank_and_they_rise(layout):
+    where = [packed_positions(layout, CU[layout], rank, 4) for rank in range(4)]
+    assert sorted(torch.cat(where).tolist()) == list(range(S))
+    assert all(torch.equal(x, x.sort().values) and len(x) == S // 4 for x in where)
+
+
+def test_zigzag_of_each_document_is_balanced_where_zigzag_of_the_whole_sequence_need_not_be():
+    cu = boundaries([64, 8, 16, 40])  # 2P = 8 divides them all
+    whole = sum(n * (n + 1) // 2 for n in (64, 8, 16, 40))
+    pairs = {layout: [packed_pairs(layout, cu, rank, 4) for rank in range(4)] for layout in PACKED_LAYOUTS}
+    assert all(sum(of) == whole for of in pairs.values())
+    assert pairs["each"] == [whole // 4] * 4
+    assert max(pairs["zigzag"]) > 1.25 * whole / 4, "two chunks of the whole sequence say nothing of documents"
+    assert max(pairs["contiguous"]) > 1.6 * whole / 4
+    assert [packed_pairs("zigzag", [0, 128], rank, 4) for rank in range(4)] == [128 * 129 // 8] * 4, "one document"
+
+
+def test_a_token_is_placed_in_its_document_and_the_last_of_a_document_has_no_label():
+    cu = (0, 3, 4, 8)
+    assert places_in_documents(torch.tensor([1, 2, 3, 5, 7]), cu).tolist() == [1, 2, 0, 1, 3]
+    tokens = torch.arange(10, 18)[None]
+    assert packed_labels(tokens, cu).tolist() == [[11, 12, -100, -100, 15, 16, 17, -100]]
+
+
+# ---------------------------------------------------------------------------------- work, bytes, precision, no leaks
+
+
+def random_qkv(heads: tuple[int, int] = HEADS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, S, n, 4, generator=generator, dtype=torch.float64) for n in (*heads, heads[1], heads[0])]
+
+
+def results_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, causal=True)
+    out.backward(dout)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def parts_and_bytes(dtype: torch.dtype) -> list[tuple]:
+    """For every version: where, (out, dq, dk, dv), pairs computed, bytes sent."""
+    group, rank, P, found = dist.group.WORLD, dist.get_rank(), dist.get_world_size(), []
+    for version, layout in [*CASES, ("ulysses", "contiguous")]:
+        cu, count = CU[layout], [0]
+        if version == "ulysses":
+            attention = ulysses(group, in_documents(cu))
+        else:
+            attention = packed_attention(group, cu, layout, version, counting(EXPLICIT, count))
+        where = packed_positions(layout, cu, rank, P)
+        with communication() as sent:
+            results = results_of(attention, *(x.to(dtype)[:, where] for x in random_qkv()))
+        found.append((where, results, count[0], sent.total))
+    return found
+
+
+def test_in_bfloat16_it_errs_at_most_one_and_a_half_times_as_much_as_dense_and_sends_what_one_document_would():
+    found = run_ranks(4, parts_and_bytes, torch.bfloat16)
+    for case, (version, layout) in enumerate([*CASES, ("ulysses", "contiguous")]):
+        cu, parts = CU[layout], [rank[case] for rank in found]
+        exact = results_of(oracle_attention(cu), *(x.bfloat16().double() for x in random_qkv()))
+        dense = results_of(oracle_attention(cu), *(x.bfloat16() for x in random_qkv()))
+        order = torch.cat([where for where, *_ in parts]).argsort()
+        for i, name in enumerate(NAMES):
+            got = torch.cat([results[i] for _, results, *_ in parts], 1)[:, order]
+            ours, theirs = ((x.double() - exact[i]).square().mean().sqrt().item() for x in (got, dense[i]))
+            assert ours <= 1.5 * theirs, f"{version} {layout} {name}: error {ours:.2e}, dense bf16 {theirs:.2e}"
+        if version != "ulysses":
+            assert [pairs for _, _, pairs, _ in parts] == [packed_pairs(layout, cu, rank, 4) for rank in range(4)]
+            kv = 2 * 2 * S * HEADS[1] * 4 * 2  # K and V of two sequences, bf16; in backward again, and dK/dV in fp32
+            assert {sent for *_, sent in parts} == {3 * (kv + kv + 2 * kv) // 4}
+
+
+def results_in_pieces() -> tuple[Tensor, Tensor]:
+    """What the first document gives, alone on the ranks, and beside others with wild values."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    x = [y[:, :16] for y in random_qkv()]
+    alone = ring_attention(group, "zigzag")(
+        *(y[:, packed_positions("zigzag", (0, 16), rank, 2)] for y in x[:3]), causal=True
+    )
+    wild = [torch.cat((y, torch.full_like(y, 1e3)), 1) for y in x[:3]]
+    where = packed_positions("each", (0, 16, 32), rank, 2)
+    together = packed_attention(group, (0, 16, 32), "each")(*(y[:, where] for y in wild), causal=True)
+    return alone, together[:, :8]
+
+
+def test_what_stands_in_another_document_changes_nothing():
+    for alone, together in run_ranks(2, results_in_pieces):
+        assert_same(together, alone, 1e-12, "the first document")
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("cu", "layout", "words"),
+    [
+        ((0,), "zigzag", ["[0]", "rise from 0"]),
+        ((1, 8), "zigzag", ["[1, 8]"]),
+        ((0, 4, 4, 8), "zigzag", ["[0, 4, 4, 8]"]),
+        ((0, 4, 10), "zigzag", ["10 tokens", "2P = 8"]),
+        ((0, 4, 10), "striped", ["10 tokens", "P = 4"]),
+        ((0, 8, 20), "each", ["document of 12 tokens", "fill it up to 16"]),
+    ],
+)
+def test_boundaries_that_no_rank_could_use_are_refused_in_one_line(cu, layout, words):
+    with pytest.raises(ValueError) as error:
+        check_documents(cu, layout, 4)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value), error.value
+
+
+def errors() -> list[str]:
+    x, group, messages = torch.zeros(1, 8, 2, 4), dist.group.WORLD, []
+    for call in (
+        lambda: packed_attention(group, (0, 8), "diagonal"),
+        lambda: packed_attention(group, (0, 8), version="tree"),
+        lambda: packed_attention(group, torch.tensor([0, 3, 16]))(x, x, x, causal=True),
+        lambda: in_documents((0, 3, 9))(x, x, x, causal=True),
+    ):
+        try:
+            call()
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_does_not_fit_is_said_in_one_line():
+    layout, version, tokens, whole = run_ranks(1, errors)[0]
+    assert "'diagonal'" in layout and "each" in layout
+    assert "'tree'" in version and "allgather, ring" in version
+    assert "8 tokens" in tokens and "16 of cu_seqlens" in tokens
+    assert "8 queries" in whole and "9 tokens" in whole
+    assert all("\n" not in message for message in (layout, version, tokens, whole))
+
+
+def run_demo(argv: list[str]) -> list[str]:
+    sys.argv = ["packed_documents.py", *argv]
+    with patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
+        args = parse_arguments()
+    return demo(args, dist.group.WORLD, torch.device("cpu"))
+
+
+def test_the_demo_finds_nothing_wrong():
+    assert run_ranks(2, run_demo, ["--documents", "4", "12", "8", "--dtype", "float32"]) == [[], []]
+
+
+@pytest.mark.prove  # tests/test_folders.py copies it, too
+def test_copied_with_the_two_files_it_needs_it_passes(tmp_path):
+    for name in ("context_ring.py", "context_ulysses.py", "packed_documents.py"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
+    command = [sys.executable, "packed_documents.py", "--version", "ring", "--layout", "each"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "PASS" and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--seq", "64"], ["--seq 64", "--documents"]),
+        (["--documents", "8", "8", "--seq", "20"], ["16 tokens", "--seq is 20"]),
+        (["--documents", "0", "8"], ["--documents 0 8", "1 token"]),
+        (["--documents", "2", "2"], ["--documents 2 2", "3 or more"]),
+        (["--documents", "12", "12", "--layout", "each"], ["--documents 12 12", "fill it up to 16"]),
+        (["--documents", "9", "8"], ["--documents 9 8", "17 tokens"]),
+        (["--documents", "x"], ["--documents", "'x'"]),
+        (["--heads", "3", "--kv-heads", "3"], ["--heads 3", "4 ranks"]),
+        (["--version", "ulysses", "--layout", "each"], ["--layout each", "leave it out"]),
+        (["--workers", "3"], ["--workers"]),
+    ],
+)
+def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["packed_documents.py", *argv])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments()
+    printed = capsys.readouterr().err
+    assert stop.value.code == 2 and printed.count("\n") == 1
+    assert all(word in printed for word in ["packed_documents.py: ", *words]), printed
