@@ -237,7 +237,7 @@ class Pipeline:
                     often with more actions to come: the moment to start their reduction over data-parallel ranks
     overlap         called with two functions, forward() and backward(), for each F&B pair of the schedule (DualPipe's);
                     it runs both, as it likes: see overlapped_pair.py. Without it they run one after the other
-    batched         messages in one line, and what crosses in one batch: see `Mailbox`. The default for tensors on GPUs
+    batched         messages in one line, and what crosses in one batch: see `Mailbox`. The default on nccl
 
     Stages may recompute, and may contain collectives such as those of tensor parallelism: all ranks of such a group run
     the same actions in the same order. Raises ValueError (a ScheduleError for a schedule that the checker rejects).
@@ -263,7 +263,8 @@ class Pipeline:
             raise ValueError(f"rank {self.rank} has stages {schedule.stages_of(self.rank)}, not {sorted(stages)}")
         self.loss, self.example, self.on_stage_done, self.overlap = loss, example, on_stage_done, overlap
         self.program = programs(schedule)[self.rank]
-        self.crossings = crossings(schedule) if (example.is_cuda if batched is None else batched) else None
+        together = dist.get_backend(group) == "nccl" if batched is None else batched
+        self.crossings = crossings(schedule) if together else None
         self.partner = {block[0]: block[1] for block in blocks(schedule.actions[self.rank]) if overlap and block[1:]}
         self.splits = any(action.kind == W for action in schedule.actions[self.rank])
         # --- exercise 6.35: after which action are the gradients of a stage's weights complete on this rank? ---

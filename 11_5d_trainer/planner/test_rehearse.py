@@ -121,8 +121,8 @@ def leave_out(call, when):
 def with_group(name, other):
     plain = mesh_module.make_mesh
 
-    def make(*given):
-        mesh = plain(*given)
+    def make(*given, **more):
+        mesh = plain(*given, **more)
         return dataclasses.replace(mesh, groups=mesh.groups | {name: mesh.groups[other]})
 
     return make
@@ -156,8 +156,15 @@ def one_sum_more(engine, model, mesh, *given):
 
 PLAIN_CLIP, PLAIN_BUILD, PLAIN_ENGINE = rank_module.clip_gradients, rank_module.build, rank_module.make_engine
 PLAIN_CUT, PLAIN_MEMBERS, PLAIN_BROADCAST = gradient_reducers.cut_into_buckets, mesh_module.members, dist.broadcast
-PLAIN_PASS, PLAIN_COUNT, PLAIN_ISEND = rank_module.Rank.forward_and_backward, Config.accumulation, dist.isend
+PLAIN_PASS, PLAIN_COUNT, PLAIN_P2POP = rank_module.Rank.forward_and_backward, Config.accumulation, dist.P2POp
 ONE, LAST, ALL = {1}, {3}, {0, 1, 2, 3}
+
+
+def narrower(operation, tensor, **more):
+    """A message of half the width, where a stage hands on what it computed."""
+    half = operation is dist.isend and tensor.dim() > 1
+    return PLAIN_P2POP(operation, tensor.bfloat16() if half else tensor, **more)
+
 
 # what: ranks, layout, backend, (ranks that do it, where, what, by what), kind of finding, words that it must have
 PLANTED = {
@@ -212,7 +219,7 @@ PLANTED = {
     ),
     "buckets of another size": (
         2, {"zero": 1}, "nccl",
-        (ONE, rank_module, "make_engine", lambda: lambda *given: PLAIN_ENGINE(*given[:4], 10000, *given[5:])),
+        (ONE, rank_module, "make_engine", lambda: lambda *given, **more: PLAIN_ENGINE(*given[:4], 10000, **more)),
         ("mismatch",), r"sizes differ.*broadcast.*zero_stages\.py:\d+ in flatten",
     ),
     "one rank recomputes": (
@@ -226,7 +233,7 @@ PLANTED = {
     ),
     "a narrower message": (
         2, {"pp": 2}, "nccl",
-        ({0}, dist, "isend", lambda: lambda x, *r, **m: PLAIN_ISEND(x.bfloat16() if x.dim() > 1 else x, *r, **m)),
+        ({0}, dist, "P2POp", lambda: narrower),
         ("mismatch",), r"not what is received.*send of [\d,]+ x bfloat16.*recv of [\d,]+ x float32",
     ),
     "another root": (
