@@ -43,7 +43,8 @@ train-5d: $(READY)  ## the same on 16 CPU ranks with every axis: data, tensor, c
 	OMP_NUM_THREADS=1 $(TORCHRUN) 16 11_5d_trainer/train.py --device cpu $(FIVE) $(ARGS)
 
 # Ranks import chapters again and again: compiled modules are kept, whatever the shell's settings say.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
+# Ranks often wait for one another, so a worker more than there are cores keeps these busy.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist worksteal
 
 test: $(READY)  ## the tests of every chapter, the harness and the trainer; about ten minutes on two cores
 	$(PYTEST) $(ARGS)

@@ -456,6 +456,7 @@ def run_script(folder, *arguments, ranks=None):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.prove
 def test_the_script_alone_in_a_folder_passes_on_two_ranks_with_fewer_elements(tmp_path):
     done = run_script(tmp_path, "--numel", "1", ranks=2)
     assert done.returncode == 0, done.stderr

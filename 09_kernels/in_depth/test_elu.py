@@ -90,6 +90,7 @@ def test_fp16_is_computed_in_fp32():
     assert y_error <= 2 and dx_error <= 2
 
 
+@pytest.mark.prove
 def test_torch_compile_gives_the_same_numbers():
     x = inputs(2000)
     with torch.no_grad():  # forward alone: a compilation takes seconds

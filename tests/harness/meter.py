@@ -141,15 +141,19 @@ class peak_memory(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._current = 0
-        self._communicated = False
+        self._communicated = self._unsettled = False  # ever, and since gloo was last seen to have let go
         self._lock = threading.RLock()  # a tensor may be freed by a thread of gloo's, in the middle of a count
         self._sizes: dict[StorageWeakRef, int] = {}
 
     @property
     def current(self) -> int:
         if self._communicated:
-            _until_gloo_has_let_go()
+            self._settle()
         return self._current
+
+    def _settle(self) -> None:
+        _until_gloo_has_let_go()
+        self._unsettled = False
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         ref = StorageWeakRef(storage)  # unlike an address, it is never given to another storage while we hold it
@@ -160,8 +164,8 @@ class peak_memory(TorchDispatchMode):
             size = storage.nbytes()
             grown, self._sizes[ref] = size - self._sizes[ref], size
             self._current += grown
-        if self._current > self.peak and self._communicated:
-            _until_gloo_has_let_go()
+        if self._current > self.peak and self._unsettled:
+            self._settle()
         self.peak = max(self.peak, self._current)
 
     def _freed(self, ref: StorageWeakRef) -> None:
@@ -173,8 +177,9 @@ class peak_memory(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # let it run first: we then see what it does with the tensors of this rank
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        self._communicated |= func.namespace in ("c10d", "_c10d_functional")
         out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._communicated = self._unsettled = True
         if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor([...]) made out of sight comes in here
             given = set()
         for tensor in tree_leaves(out):
@@ -198,11 +203,21 @@ class peak_memory(TorchDispatchMode):
             watch(storage)
             return result
 
+        # That a message is through is no operator either.
+        self._plain_wait = plain_wait = dist.Work.wait
+
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            result = plain_wait(work, *args, **kwargs)
+            self._unsettled = True
+            return result
+
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        dist.Work.wait = wait  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
         torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
+        dist.Work.wait = self._plain_wait  # type: ignore[method-assign]
         return super().__exit__(*error)
 
 
