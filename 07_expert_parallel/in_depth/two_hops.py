@@ -100,9 +100,7 @@ class Trip:
     receive: list[int]
     group: Group
     note: Note
-    under_way: tuple | None = (
-        None  # what to wait for, where it arrives, and what is being sent, which must live till then
-    )
+    under_way: tuple | None = None  # what to wait for, where it arrives, and what is sent, which must live till then
 
     def depart(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
         x = x.contiguous()
