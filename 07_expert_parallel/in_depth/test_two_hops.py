@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import nullcontext
 from functools import cache, partial
 from unittest.mock import patch
 
@@ -52,6 +53,17 @@ def of_rank(whole: dict[str, Tensor], sizes: list[int], rank: int) -> dict[str, 
     return mine | {n: v.chunk(len(sizes))[rank] for n, v in whole.items() if n[0] == "w"}
 
 
+def rows_leave_late(seconds: float):
+    """Everything that this rank sends without waiting leaves so much later: rows and gradients, not the counts."""
+    plain = dist.all_to_all_single
+
+    def send(*args, async_op: bool = False, **kwargs):
+        time.sleep(seconds * async_op)
+        return plain(*args, async_op=async_op, **kwargs)
+
+    return patch.object(dist, "all_to_all_single", send) if seconds else nullcontext()
+
+
 def on_rank(sizes: list[int], rank: int, nodes: int, M: int, inside, across, late: float = 0.0) -> dict:
     local = of_rank(problem(sum(sizes)), sizes, rank) | {"shared": problem(1)["shared"]}
     local = {name: value.clone().requires_grad_(name != "up") for name, value in local.items()}
@@ -67,10 +79,9 @@ def on_rank(sizes: list[int], rank: int, nodes: int, M: int, inside, across, lat
     with communication() as sent, Wire() as wire, HostWaits() as waits:
         routing = route(local["logits"], K, "softmax", None, nodes, M)
         table = weight_table(routing.experts, routing.weights, E)
-        time.sleep(late)
-        y = dispatch_two_hops(local["x"], table, compute, inside, across, shared, events.append)
-        time.sleep(late)
-        y.backward(local["up"])
+        with rows_leave_late(late):
+            y = dispatch_two_hops(local["x"], table, compute, inside, across, shared, events.append)
+            y.backward(local["up"])
     got = {"y": y.detach()} | {name: value.grad for name, value in local.items() if name != "up"}
     found = {"got": got, "events": events, "waits": waits.found, "experts": routing.experts, "to": dict(wire.to)}
     return found | {"bytes": sent.sent["all_to_all"]}
