@@ -45,10 +45,10 @@ BASE = {False: "simple", True: "gather-again"}
 OTHERS = {False: ["overlapped", "halves"], True: ["overlapped", "ring", "halves"]}
 
 
-def block_of(version: str, group: dist.ProcessGroup, sequence: bool) -> ParallelBlock:
+def block_of(version: str, group: dist.ProcessGroup, sequence: bool, config: Config = CONFIG) -> ParallelBlock:
     if version == "halves":
-        return HalvedBlock(CONFIG, group, sequence, Parts())
-    return ParallelBlock(CONFIG, TensorParallel(group, sequence, *VERSIONS[version]), Parts())
+        return HalvedBlock(config, group, sequence, Parts())
+    return ParallelBlock(config, TensorParallel(group, sequence, *VERSIONS[version]), Parts())
 
 
 def compare(x: Tensor, tables: tuple[Tensor, Tensor]) -> None:
