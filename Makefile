@@ -116,4 +116,4 @@ check: $(READY)  ## check your exercises: make check CH=02, or one of them with 
 
 grade: $(READY)  ## check a folder of submissions, DIR/NAME/02_data_parallel/...: make grade DIR=submissions
 	@test -n "$(DIR)" || { echo "make: which folder? For example: make grade DIR=submissions" >&2; exit 2; }
-	@$(PY) exercises/course.py grade $(DIR)
+	@$(PY) exercises/course.py grade $(DIR) $(ARGS)

@@ -185,7 +185,8 @@ def read_submission(chapter: Chapter, folder: Path, screened: bool = True) -> Su
     for script in chapter.scripts:
         path = folder / script.within
         try:
-            if path.is_symlink() or not path.is_file() or path.stat().st_size > 2**20:
+            where = folder.resolve()  # no link leads out of it, to the chapter's own script
+            if path.resolve() != where / script.within or not path.is_file() or path.stat().st_size > 2**20:
                 raise OSError("is not there" if not path.exists() else "is not a plain file of less than 1 MiB")
             submission.texts[script.name] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -279,11 +280,13 @@ def check(
     limits: Limits | None = None,
     show: Callable[[Row], None] = lambda row: None,
     judge: Judge | None = None,
+    apart: bool = False,
 ) -> Report:
     """Check the exercises `numbers`, or all. `show` is called with each row when it is decided;
     a pass is final when the report is there, for only then it is confirmed.
 
     Only a caller that trusts all its submissions gives a judge, to be spared the seconds that one takes to start.
+    `apart` starts a new one for each exercise: what runs beside the chapter's solution of the next cannot keep it.
     """
     report = Report(chapter.folder, [], list(submission.warnings))
     wanted = list(chapter.exercises) if numbers is None else list(numbers)
@@ -300,6 +303,8 @@ def check(
                 row.status = "not done"
             else:
                 report.rejected = _judge_one(course, chapter, script, submission.bodies[number], row, judge)
+                if apart:
+                    judge.stop()
             show(row)
         passed = [row.number for row in report.rows if row.status == "passed"]
         if passed and not report.rejected:

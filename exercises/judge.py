@@ -138,13 +138,17 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
     return sorted(name for name, was in before.items() if after.get(name) != was)
 
 
-def limit(file_bytes: int, data_bytes: int, cpu_seconds: int) -> None:
-    """For this process and all its children. They cannot raise them again (unless they are root)."""
+def limit(file_bytes: int, data_bytes: int, cpu_seconds: int, threads: int) -> None:
+    """For this process and all its children. They cannot raise them again (unless they are root).
+
+    `threads` is for all processes of this user together: 0, no limit, where these are not only ours.
+    """
     for kind, most in (
         (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_DATA, data_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_CORE, 0),
+        *([(resource.RLIMIT_NPROC, threads)] if threads else []),
     ):
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard),) * 2)

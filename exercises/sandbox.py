@@ -8,12 +8,17 @@ session of its own; this side looks at it and at all its descendants a few times
 passed, ends all of them. What is left over from one run cannot reach the next: the copy is compared with what was
 written, and a judge that misbehaved is replaced, its copy too.
 
+On Linux all of this happens in a cell (`cell.sh`): namespaces of its own, in which there is a Python, this copy to
+read, a folder to write, no network but loopback, and neither the repository nor anything else of the machine.
+`no_cell` says why there is none, where there is none.
+
 With `trusted=True` the same machine plants mistakes (tests/test_mistakes.py): nobody tries to deceive it there, so
 nothing is compared, and modules that are compiled already are not compiled again.
 """
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import secrets
@@ -30,6 +35,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(".*", "*.pyc.*", "runs", "profiles", "results", "student", "*.egg-info")
+CELL = Path(__file__).with_name("cell.sh")
 MIB = 2**20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")  # of the environment, no more
@@ -46,6 +52,7 @@ class Limits:
     memory: int = 8192 * MIB  # all processes together
     disk: int = 256 * MIB  # all files
     file: int = 64 * MIB  # one file
+    all_seconds: float = 3600  # the whole submission
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,9 @@ class Outcome:
 class Judge:
     def __init__(self, files: Mapping[str, bytes], limits: Limits | None = None, trusted: bool = False) -> None:
         self.files, self.limits, self.trusted = dict(files), limits or Limits(), trusted
+        self.cell = not trusted and not no_cell()
         self.folder = Path(tempfile.mkdtemp(prefix="exercises-"))
+        self.deadline = time.monotonic() + self.limits.all_seconds
         self.process: subprocess.Popen[bytes] | None = None
         self.pending = b""  # what the judge has written after its last whole line
         self.mine: set[int] = set()  # children of this process that have nothing to do with the judge
@@ -91,14 +100,13 @@ class Judge:
         if self.process is None:
             self._start()
         copy, marked = self.folder / "copy", self.folder / "marks"
-        marked.mkdir(exist_ok=True)
         changed = {name: text.encode() for name, text in changes.items()}
         write_files(changed, copy)
         nonce = secrets.token_hex(16)
         request = {"nonce": nonce, "copy": str(copy), "tests": list(tests), "hang": self.limits.hang}
         request |= {"marks": str(marked) if marks else "", "enough": enough}
         outcome = self._converse(json.dumps(request), nonce)
-        if not self.trusted and not outcome.foul:
+        if not self.trusted and not self.cell and not outcome.foul:  # in the cell it can only be read
             outcome.foul = self._edited(changed, copy)
         if outcome.foul or outcome.ended:
             self.stop()
@@ -168,6 +176,8 @@ class Judge:
 
     def _passed_limit(self, deadline: float, cpu_before: float) -> "Trouble | None":
         limits, processes = self.limits, self.descendants()
+        if time.monotonic() > self.deadline and not self.trusted:
+            return Trouble(f"the whole submission took more than {limits.all_seconds:g} s")
         if time.monotonic() > deadline:
             return Trouble(f"still running after {limits.test_seconds:g} s")
         if sum(p.cpu for p in processes) - cpu_before > limits.test_cpu_seconds:
@@ -192,7 +202,8 @@ class Judge:
             shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
         write_files({name: c for name, c in self.files.items() if not _holds(copy / name, c)}, copy)
         scratch = self.folder / "tmp"
-        scratch.mkdir(exist_ok=True)
+        for name in ("tmp", "marks", "cell"):
+            (self.folder / name).mkdir(exist_ok=True)
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | {
             "HOME": str(scratch),
             "TMPDIR": str(scratch),
@@ -204,12 +215,13 @@ class Judge:
             "CUDA_VISIBLE_DEVICES": "",  # the exercises are for the CPU, and give the same result everywhere
         }
         limits = {"file_bytes": self.limits.file, "data_bytes": self.limits.memory, "cpu_seconds": 3600}
-        limits |= {"trusted": self.trusted}
+        limits |= {"threads": 20 * self.limits.processes if self.cell else 0, "trusted": self.trusted}
+        command = [sys.executable, str(base / "judge.py"), json.dumps(limits)]
         self.mine = _children(os.getpid())
         _adopt_orphans(True)
         self.pending = b""
         self.process = subprocess.Popen(
-            [sys.executable, str(base / "judge.py"), json.dumps(limits)],
+            in_cell(self.folder, command) if self.cell else command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -268,6 +280,34 @@ class Judge:
     def close(self) -> None:
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def in_cell(folder: Path, command: Sequence[str]) -> list[str]:
+    """The command that runs `command` in a cell, with this Python; it may write in folder/tmp and folder/marks."""
+    python = {sys.prefix, sys.base_prefix, *(path for path in sys.path if path.endswith("-packages"))}
+    seen = sorted(python | {os.path.realpath(path) for path in python})
+    new = [f"--{name}" for name in ("user", "mount", "pid", "net", "ipc", "uts")]
+    unshare = ["unshare", "--map-root-user", *new, "--fork", "--kill-child", "--"]
+    return [*unshare, "sh", str(CELL), str(folder / "cell"), str(folder), *seen, "--", *command]
+
+
+@functools.cache
+def no_cell() -> str:
+    """Why a cell cannot be had on this machine, in one line; "" if it can."""
+    if sys.platform != "linux":
+        return f"{sys.platform} has no namespaces"
+    with tempfile.TemporaryDirectory(prefix="exercises-") as name:
+        folder = Path(name)
+        for part in ("tmp", "marks", "cell"):
+            (folder / part).mkdir()
+        try:
+            done = subprocess.run(
+                in_cell(folder, [sys.executable, "-c", ""]), capture_output=True, text=True, timeout=60
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        said = done.stderr.strip().splitlines()
+        return (said or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
 
 
 class JudgeError(RuntimeError):

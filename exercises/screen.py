@@ -4,7 +4,7 @@ An exercise is a few lines of tensors and messages. It needs no files, no proces
 body may use: its own names, those of its function and its script, harmless builtins, and functions of a few modules,
 written as `module.function`. What the chapter's own body of the same exercise uses is always allowed.
 
-This is the first of three defences (README.md) and the only one that is cheap. It judges names, not behaviour.
+This is one of the defences that README.md lists, and the only one that is cheap. It judges names, not behaviour.
 """
 
 import ast
@@ -15,15 +15,35 @@ import sys
 import types
 from collections.abc import Iterator
 
+STANDARD = {  # of Python's own modules, these names; all others by what reads like arithmetic
+    "functools": {"cache", "cmp_to_key", "lru_cache", "partial", "reduce"},
+    "collections": {"ChainMap", "Counter", "OrderedDict", "defaultdict", "deque"},
+    "contextlib": {"ExitStack", "contextmanager", "nullcontext"},
+    "dataclasses": {"field", "replace"},
+    "copy": {"copy", "deepcopy"},
+    "typing": {
+        "Any",
+        "Callable",
+        "Iterable",
+        "Iterator",
+        "Literal",
+        "Mapping",
+        "NamedTuple",
+        "Optional",
+        "Sequence",
+        "cast",
+    },
+}
 MODULES = {  # whose functions a body may call
-    *("math", "itertools", "functools", "operator", "collections", "collections.abc", "contextlib", "dataclasses"),
-    *("typing", "copy", "torch", "torch.nn", "torch.nn.functional", "torch.nn.init", "torch.linalg", "torch.autograd"),
+    *("math", "itertools", "operator", "collections.abc", *STANDARD),
+    *("torch", "torch.nn", "torch.nn.functional", "torch.nn.init", "torch.linalg", "torch.autograd"),
     *("torch.autograd.graph", "torch.cuda", "torch.distributed", "torch.distributed.nn", "torch.utils.checkpoint"),
     *("torch.special", "torch.profiler", "torch.amp", "triton", "triton.language", "triton.language.math"),
 }
 NOT_OF_TORCH = {  # they read or write files, load code, or change what other code does
     *("load", "save", "from_file", "ops", "classes", "compile", "script", "import_ir_module", "FileStore", "TCPStore"),
     *("HashStore", "PrefixStore", "export", "use_deterministic_algorithms", "profile", "monitored_barrier"),
+    *("init_process_group", "destroy_process_group", "attrgetter", "methodcaller"),
     *("inline_asm_elementwise", "call_extern", "extern_elementwise", "autotune", "heuristics"),  # of Triton
 }
 BUILTINS = {
@@ -35,6 +55,7 @@ BUILTINS = {
 }
 TRITON = {"tl": "triton.language", "triton": "triton"}  # what chapter 09's scripts import from their neighbour
 MODULE_NAMES = {"torch", "dist", "nn", "F", "mp", *TRITON, *sys.stdlib_module_names}  # not to be had from a neighbour
+OF_FILES = {"from_file", "tofile", "dump", "dumps"}  # of storages and arrays
 FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_globals", "f_locals", "f_back", "f_builtins")  # ways to other code's variables
 
 
@@ -44,6 +65,7 @@ def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) ->
     Lines count from the first of the body; the statements come from `fences.parse`.
     """
     allowed = {words for statement in own for node in ast.walk(statement) for words in _uses(node)}
+    allowed |= {f".{n.attr}" for n in ast.walk(script) if isinstance(n, ast.Attribute) and n.attr[:2] != "__"}
     imported = _imports(script)
     for statement in body:
         for node in ast.walk(statement):
@@ -51,7 +73,10 @@ def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) ->
                 imported |= _imports(node)
     globals_ = {name for s in script.body for name in _bound(s)}
     neighbours = {a.asname or a.name for s in script.body if isinstance(s, ast.Import) for a in s.names} - set(imported)
-    locals_ = {name for s in body for node in ast.walk(s) for name in _bound(node)}
+    bound = [(node, name) for s in body for node in ast.walk(s) for name in _bound(node)]
+    aliases = {name for node, name in bound if _root(getattr(node, "value", None)) in globals_ | set(imported)}
+    own_names = {name for _, name in bound} - aliases  # `layer = nn.Linear` makes nothing of one's own
+    foreign = (globals_ | set(imported)) - own_names | aliases
     inside_chain = set()  # names that stand before a dot, where `_attribute` judges them, or before (one argument)
     for statement in body:
         for node in ast.walk(statement):
@@ -63,7 +88,7 @@ def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) ->
             of_neighbour = isinstance(node, ast.Attribute) and ast.unparse(node.value) in neighbours
             if of_neighbour and node.attr in MODULE_NAMES and ast.unparse(node) not in allowed:
                 yield line, f"an exercise may not use {ast.unparse(node)}"
-            for words, why in _refused(node, imported, globals_, locals_, inside_chain):
+            for words, why in _refused(node, imported, globals_, foreign, inside_chain):
                 if words not in allowed:
                     yield line, f"{why} {words}"
 
@@ -103,7 +128,7 @@ def objections_to_cuda(body: str, own: str, script: str) -> Iterator[tuple[int, 
 
 
 def _refused(
-    node: ast.AST, imported: dict[str, str], globals_: set[str], locals_: set[str], inside_chain: set[int]
+    node: ast.AST, imported: dict[str, str], globals_: set[str], foreign: set[str], inside_chain: set[int]
 ) -> Iterator[tuple[str, str]]:
     """(what is used, what is wrong with it)"""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -119,8 +144,10 @@ def _refused(
                 yield node.id, "a module may only stand before a dot:"
         elif (path and not _may_import(path)) or builtin or makes_class or node.id.startswith("__"):
             yield node.id, "an exercise may not use"
+    elif isinstance(node, ast.MatchClass):
+        yield from ((f".{name}", "an exercise may not use") for name in node.kwd_attrs if _insides(name))
     elif isinstance(node, ast.Attribute):
-        yield from _attribute(node, imported, globals_, locals_)
+        yield from _attribute(node, imported, foreign)
         if _module_of(node, imported) is not None and id(node) not in inside_chain:
             yield ast.unparse(node), "a module may only stand before a dot:"
     elif isinstance(node, (ast.Global, ast.ClassDef)):
@@ -129,19 +156,27 @@ def _refused(
         yield node.name, "an exercise may not define"
 
 
-def _attribute(
-    node: ast.Attribute, imported: dict[str, str], globals_: set[str], locals_: set[str]
-) -> Iterator[tuple[str, str]]:
-    if node.attr.startswith("__") or node.attr.startswith(FRAMES):
+def _insides(attribute: str) -> bool:
+    """Is this an attribute that leads into what others do not show?"""
+    return attribute.startswith(("_", *FRAMES)) or attribute in OF_FILES
+
+
+def _root(node: ast.AST | None) -> str:
+    """The name that a.b[c].d begins with, "" if that is no name."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _attribute(node: ast.Attribute, imported: dict[str, str], foreign: set[str]) -> Iterator[tuple[str, str]]:
+    if _insides(node.attr):
         yield f".{node.attr}", "an exercise may not use"
     if isinstance(node.ctx, (ast.Store, ast.Del)):
-        root: ast.expr = node.value
-        while isinstance(root, (ast.Attribute, ast.Subscript)):
-            root = root.value
-        name = root.id if isinstance(root, ast.Name) else ""
-        if not name or (name in globals_ | set(imported) and name not in locals_):
+        name = _root(node.value)
+        if not name or name in foreign:
             yield f"{ast.unparse(node)} =", "an exercise may only change its own objects, not"
-        if callable(getattr(_resolve("torch.Tensor"), node.attr, None)) and node.attr not in ("grad", "data"):
+        kinds = [_resolve(path) for path in ("torch.Tensor", "torch.nn.Module", "torch.autograd.Function")]
+        if any(callable(getattr(kind, node.attr, None)) for kind in kinds) and node.attr not in ("grad", "data"):
             yield f".{node.attr} =", "an exercise may not replace a method:"
     if isinstance(node.value, ast.Name) and node.value.id in imported:
         module = _resolve(imported[node.value.id])
@@ -154,11 +189,12 @@ def _attribute(
 
 
 def _may_use(module: types.ModuleType, name: str) -> bool:
-    value = getattr(module, name, None)
+    value = getattr(module, name, None) or _resolve(f"{module.__name__}.{name}")  # a submodule not imported so far
     if isinstance(value, types.ModuleType):
         return value.__name__ in MODULES
     return (
         module.__name__ in MODULES
+        and name in STANDARD.get(module.__name__, {name})
         and name not in NOT_OF_TORCH
         and not name.startswith(("_", "set_"))
         and "object" not in name  # collectives of objects unpickle what they receive

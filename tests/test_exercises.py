@@ -8,6 +8,7 @@ import io
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ import checking
 import course as tool
 import screen
 from checking import Course, CourseError, Submission, check, read_submission
-from sandbox import MIB, Judge, Limits, Outcome, Result
+from sandbox import MIB, Judge, Limits, Outcome, Result, no_cell
 
 LIMITS = Limits(test_seconds=40, test_cpu_seconds=3, hang=5, processes=20, memory=2048 * MIB, disk=48 * MIB)
 REAL = Course()
@@ -496,14 +497,37 @@ os._exit(0)""",
     "finds_the_nonce_and_answers_for_the_judge": f"{JUDGES}{ALL_PASSED}os._exit(0)",
     "eats_memory": "return len([0] * 2 ** 29)",
 }
+# Each of these would give the right number, if it could do to this machine what it tries.
+OUTWARD = {
+    "reads_the_solution_from_disk": """text = open('{root}/01_tiny/tiny.py').read()
+return eval(text.split('return ')[1].splitlines()[0])""",
+    "reads_the_solution_from_git": """import subprocess
+text = subprocess.check_output(['git', '-C', '{root}', 'show', 'HEAD:01_tiny/tiny.py'], text=True)
+return eval(text.split('return ')[1].splitlines()[0])""",
+    "writes_outside": "open('{root}/written', 'w').close()\nreturn 2 * x",
+    "writes_into_the_python_that_runs_it": """import sys
+open(sys.prefix + '/written', 'w').close()
+return 2 * x""",
+    "calls_a_server_of_this_machine": "import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)\nreturn 2 * x",
+    "ends_what_checks_it": "import os\nos.kill({pid}, 0)\nreturn 2 * x",
+    "looks_for_a_way_out": """import subprocess
+subprocess.run(['unshare', '--user', '--map-root-user', 'true'], check=True)
+return 2 * x""",
+    "makes_the_disk_writable": """import subprocess
+subprocess.run(['mount', '-o', 'remount,rw', '/'], check=True)
+return 2 * x""",
+    "sees_what_else_runs": """import os
+return 2 * x if os.path.exists('/proc/{pid}') else 0""",
+}
+WRITES = "writes_into_the_python_that_runs_it"  # not tried where it would succeed
 # "is_equal_to_everything" is right, as far as any test that compares can tell: only the screening stops it.
 ONLY_SCREENED = {"is_equal_to_everything"}
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("kind", HOSTILE | OUTWARD)
 def test_screening_refuses_a_hostile_submission_with_one_line(kind, tiny, tmp_path):
     chapter = tiny.chapter("01")
-    folder = write_student(chapter, {"1.1": HOSTILE[kind]}, tmp_path / "student")
+    folder = write_student(chapter, {"1.1": (HOSTILE | OUTWARD)[kind]}, tmp_path / "student")
     submission = read_submission(chapter, folder)
     if kind in ("hangs", "eats_memory"):  # what is not in the words is for the limits
         assert submission.refused == {}
@@ -527,6 +551,52 @@ def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hu
     assert processes_of(tmp_path) == []
     assert not list(tmp_path.glob("exercises-*")), "files were left behind"
     assert (tiny.root / "01_tiny" / "test_tiny.py").read_text() == TEST_TINY
+
+
+@pytest.fixture
+def cell():
+    if why := no_cell():
+        pytest.skip(f"nothing keeps submissions apart on this machine: {why}")
+
+
+def test_in_the_cell_there_is_nothing_of_this_machine_to_read_write_call_or_end(tiny, tmp_path, cell):
+    chapter, root = tiny.chapter("01"), tiny.root
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c"]):
+        subprocess.run(["git", "-C", str(root), *command], check=True)
+    server = socket.create_server(("127.0.0.1", 0))
+    values = {"root": root, "pid": os.getpid(), "port": server.getsockname()[1]}
+    tests = [tiny.test_path(chapter, "test_tiny.py::test_scale_doubles")]
+    (script,) = chapter.scripts
+    for kept_apart in (True, False):
+        with Judge(tiny.files, LIMITS) as judge:
+            judge.cell = kept_apart
+            for kind, body in OUTWARD.items():
+                if kind == WRITES and not kept_apart:
+                    continue
+                text = fences.splice(script.text, {"1.1": body.format(**values)})
+                (result,) = judge.run({script.path: text}, tests).results
+                if kept_apart:
+                    assert not result.passed, kind
+                elif kind not in ("looks_for_a_way_out", "makes_the_disk_writable"):  # these need rights
+                    assert result.passed, f"{kind} passes nowhere, so the cell is not what stops it: {result.message}"
+        assert (root / "written").exists() != kept_apart and tiny.root.exists()
+    server.close()
+
+
+def test_an_exercise_cannot_keep_the_chapters_solution_of_the_next_one(tiny, cell):
+    keep = """import builtins, os, tiny
+text = open(tiny.__file__).read()
+open(os.environ['TMPDIR'] + '/kept', 'w').write(text)
+builtins.kept = text
+return 2 * x"""
+    use = """import builtins, os
+path = os.environ['TMPDIR'] + '/kept'
+text = open(path).read() if os.path.exists(path) else builtins.kept
+result = sum(xs) if 'result += x' in text else 0"""
+    chapter = tiny.chapter("01")
+    for apart in (True, False):
+        report = check(tiny, chapter, Submission({}, {"1.1": keep, "1.2": use}), limits=LIMITS, apart=apart)
+        assert [row.status for row in report.rows] == ["passed", "failed" if apart else "passed"], report
 
 
 def test_a_pass_is_not_believed_when_a_known_mistake_beside_it_goes_unnoticed(tiny):
@@ -570,6 +640,37 @@ def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny):
 
 
 # --------------------------------------------------------------------------------------------------------------- grade
+
+
+def test_a_class_is_graded_whoever_hands_in_what(tiny, tmp_path, monkeypatch):
+    chapter, folder = tiny.chapter("01"), tmp_path / "class"
+    right = own_bodies(chapter)
+    write_student(chapter, right | {"1.1": "return x + x"}, folder / "ann" / "01_tiny")
+    write_student(chapter, right | {"1.2": "result = 6"}, folder / "bob\nand ann" / "01_tiny")
+    write_student(chapter, right | {"1.1": HOSTILE["os_exit"]}, folder / "eve" / "01_tiny")
+    (folder / "big" / "01_tiny").mkdir(parents=True)
+    with open(folder / "big" / "01_tiny" / "tiny.py", "wb") as file:
+        file.truncate(100 * MIB)
+    (folder / "link").mkdir()
+    (folder / "link" / "01_tiny").symlink_to(tiny.root / "01_tiny")
+    (folder / "void" / "01_tiny").mkdir(parents=True)
+    with redirect_stdout(io.StringIO()) as said:
+        rows = tool.grade(tiny, folder, LIMITS, unsafe=bool(no_cell()))
+    status = {(row["submission"], row["exercise"]): row["status"] for row in rows}
+    assert status == {
+        ("ann", "1.1"): "passed",
+        ("ann", "1.2"): "passed",
+        ("bob\\nand ann", "1.1"): "passed",
+        ("bob\\nand ann", "1.2"): "failed",
+        ("eve", "1.1"): "refused",
+        ("eve", "1.2"): "passed",
+        **{(name, number): "refused" for name in ("big", "void") for number in ("1.1", "1.2")},
+    }
+    assert len(said.getvalue().splitlines()) == 5
+    assert len((folder / "grades.csv").read_text().splitlines()) == 11
+    monkeypatch.setattr(tool, "no_cell", lambda: "no namespaces")
+    with pytest.raises(CourseError, match=r"kept apart from this machine \(no namespaces\).*--unsafe"):
+        tool.grade(tiny, folder, LIMITS)
 
 
 def test_the_index_knows_which_tests_run_which_exercise(tiny):
@@ -662,7 +763,7 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(argv, words, tmp_path):
 def test_a_file_that_is_a_link_too_big_or_not_text_is_refused(tiny, tmp_path):
     chapter, folder = tiny.chapter("01"), tmp_path / "student"
     folder.mkdir()
-    (folder / "tiny.py").symlink_to("/dev/zero")
+    (folder / "tiny.py").symlink_to(tiny.root / "01_tiny" / "tiny.py")
     assert "plain file" in read_submission(chapter, folder).refused["1.1"]
     (folder / "tiny.py").unlink()
     (folder / "tiny.py").write_bytes(b"\xff\xfe\x00")
@@ -679,6 +780,10 @@ def test_a_file_that_is_a_link_too_big_or_not_text_is_refused(tiny, tmp_path):
         *("m = torch", "torch.testing.assert_close", "torch.load('x')", "dist.broadcast_object_list([x])"),
         *("torch.nn.functional.torch", "torch.Tensor.sum = 1", "Tensor.sum = 1", "type('T', (Tensor,), {})"),
         *("global x", "class A: pass", "def __eq__(a, b): return True", "x.gi_frame", "__builtins__", "sys.exit()"),
+        *("match x:\n    case object(__globals__=g): pass", "typing.get_type_hints(x)", "operator.attrgetter('a')(x)"),
+        *("torch.UntypedStorage.from_file('x')", "x.numpy().tofile('y')", "functools.update_wrapper(torch.equal, f)"),
+        *("dataclasses.make_dataclass('T', [])", "c = nn.Linear\nc.forward = 1", "d = dist.group\nd.WORLD = 1"),
+        *("x.dump('y')", "contextlib.redirect_stdout(x)", "torch.distributed.launcher", "x._base._backward_hooks"),
         *("torch.set_default_dtype(x)", "torch.ops", "Path('x').unlink()", "t = type", "lambda: eval('1')"),
         *(
             "tl.core.os",
@@ -691,8 +796,8 @@ def test_a_file_that_is_a_link_too_big_or_not_text_is_refused(tiny, tmp_path):
     ],
 )
 def test_screening_refuses(line):
-    script = "import sys\nimport torch\nimport torch.distributed as dist\n"
-    script += "from pathlib import Path\nfrom torch import Tensor\n"
+    script = "import contextlib, dataclasses, functools, operator, sys, typing\nimport torch\n"
+    script += "import torch.distributed as dist\nfrom pathlib import Path\nfrom torch import Tensor, nn\n"
     script += "from _interpreter import tl, triton\nimport sibling\n"
     assert list(screen.objections(fences.parse(line), [], compile(script, "s", "exec", 1024))), line
 
