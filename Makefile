@@ -104,7 +104,7 @@ clean:  ## remove .venv, caches and runs/
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The course: exercises/README.md.
-.PHONY: exercise check grade
+.PHONY: exercise check progress grade
 
 exercise: $(READY)  ## begin the exercises of a chapter in student/: make exercise CH=02
 	@test -n "$(CH)" || { echo "make: which chapter? For example: make exercise CH=02" >&2; exit 2; }
@@ -113,6 +113,9 @@ exercise: $(READY)  ## begin the exercises of a chapter in student/: make exerci
 check: $(READY)  ## check your exercises: make check CH=02, or one of them with N=2.3
 	@test -n "$(CH)" || { echo "make: which chapter? For example: make check CH=02 N=2.3" >&2; exit 2; }
 	@$(PY) exercises/course.py check $(CH) $(N)
+
+progress: $(READY)  ## which exercises have passed so far
+	@$(PY) exercises/course.py progress
 
 grade: $(READY)  ## check a folder of submissions, DIR/NAME/02_data_parallel/...: make grade DIR=submissions
 	@test -n "$(DIR)" || { echo "make: which folder? For example: make grade DIR=submissions" >&2; exit 2; }

@@ -3,6 +3,7 @@
     python exercises/course.py list               all exercises, with their level
     python exercises/course.py start 02           student/02_data_parallel: the chapter with its heart taken out
     python exercises/course.py check 02           which of your exercises are right?  check 02 2.3: only this one
+    python exercises/course.py progress           which of all exercises have passed so far?
     python exercises/course.py diff 02 2.3        your lines beside the chapter's (this shows the solution)
     python exercises/course.py reset 02 2.3       begin this exercise again; what you had is kept in a file
     python exercises/course.py grade FOLDER       check every submission FOLDER/NAME/02_data_parallel/...
@@ -38,6 +39,7 @@ from checking import (
     read_submission,
 )
 from harness import fences  # checking.py has put it on the path
+from pages import class_page, note, progress, written
 from sandbox import JudgeError, Limits, no_cell
 
 COLUMNS = ("submission", "chapter", "exercise", "level", "status", "claim", "detail", "hint")
@@ -61,7 +63,12 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
         bodies = {number: fences.stub(fence) for number, fence in script.fences.items()}
         (folder / script.within).write_text(fences.splice(script.text, bodies), encoding="utf-8")
     numbers = list(chapter.exercises)
-    return f"{said}{folder}: exercises {numbers[0]} to {numbers[-1]}; the statements are in its README.md"
+    first, (script, _) = next(iter(chapter.exercises.items()))
+    return (
+        f"{said}{folder}: exercises {numbers[0]} to {numbers[-1]}; the statements are in its README.md\n"
+        f"Open {folder / script.within} and look for `exercise {first}`. "
+        f"Then: make check CH={chapter.folder[:2]} N={first}\nWhat you have done so far: make progress"
+    )
 
 
 def reset(chapter: Chapter, number: str, folder: Path) -> str:
@@ -150,8 +157,9 @@ def submissions_in(course: Course, folder: Path) -> list[tuple[str, Chapter, Pat
 def grade(
     course: Course, folder: Path, limits: Limits | None = None, screened: bool = True, unsafe: bool = False
 ) -> list[dict[str, str]]:
-    """Check all submissions, one after the other, and write grades.csv and grades.json into `folder`."""
+    """Check all submissions, one after the other, and write grades.csv, grades.json and class.md into `folder`."""
     rows: list[dict[str, str]] = []
+    bodies: dict[str, dict[str, str]] = {}
     if not unsafe and (why := no_cell()):
         raise CourseError(
             f"submissions could not be kept apart from this machine ({why}); "
@@ -160,6 +168,7 @@ def grade(
     for name, chapter, where in submissions_in(course, folder):
         try:
             submission = read_submission(chapter, where, screened)
+            bodies.setdefault(name, {}).update(written(chapter, submission.bodies))
             report = check(course, chapter, submission, limits=limits, apart=True)
         except Exception as error:  # one submission that confuses the checker must not cost the others their grade
             rows_ = [Row(n, fence.title, chapter.level(n)) for n, (_, fence) in chapter.exercises.items()]
@@ -171,6 +180,7 @@ def grade(
             values = (name, chapter.folder, row.number, row.level, row.status, row.claim, detail, row.hint)
             rows.append(dict(zip(COLUMNS, values, strict=True)))
         write_grades(rows, folder)  # after each, so that an interrupted run has what it had
+    (folder / "class.md").write_text(class_page(rows, bodies), encoding="utf-8")
     return rows
 
 
@@ -215,6 +225,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--student", type=Path, default=ROOT / "student", help="the folder of your own versions")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
     commands.add_parser("list", help="all exercises, with their level")
+    commands.add_parser("progress", help="which of them have passed so far")
     for name, words in (("start", "begin a chapter"), ("check", "check yours"), ("diff", "yours beside the chapter's")):
         command = commands.add_parser(name, help=words)
         command.add_argument("chapter")
@@ -246,9 +257,12 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
     if arguments.command == "list":
         print(listing(course))
         return 0
+    if arguments.command == "progress":
+        print(progress(course, arguments.student))
+        return 0
     if arguments.command == "grade":
         grade(course, arguments.folder, unsafe=arguments.unsafe)
-        print(f"written: {arguments.folder / 'grades.csv'} and grades.json")
+        print(f"written: {arguments.folder / 'grades.csv'}, grades.json and class.md")
         return 0
     if arguments.command == "index":
         write_index(course, arguments.chapters)
@@ -268,6 +282,7 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
         print(difference(chapter, folder, number))
         return 0
     report = check(course, chapter, read_submission(chapter, folder), [number] if number else None, show=show_row)
+    note(arguments.student, report)
     print(verdict(report))
     return 0 if report.all_passed else 1
 

@@ -23,6 +23,7 @@ from harness.house import ROOT
 sys.path.insert(0, str(ROOT / "exercises"))
 import checking
 import course as tool
+import pages
 import screen
 from checking import Course, CourseError, Submission, check, read_submission
 from sandbox import MIB, Judge, Limits, Outcome, Result, no_cell
@@ -667,10 +668,38 @@ def test_a_class_is_graded_whoever_hands_in_what(tiny, tmp_path, monkeypatch):
         **{(name, number): "refused" for name in ("big", "void") for number in ("1.1", "1.2")},
     }
     assert len(said.getvalue().splitlines()) == 5
+    assert "| 1.2 | hard | 2 | 1 | 2 | 0 | both double the sum (1) |" in (folder / "class.md").read_text()
     assert len((folder / "grades.csv").read_text().splitlines()) == 11
     monkeypatch.setattr(tool, "no_cell", lambda: "no namespaces")
     with pytest.raises(CourseError, match=r"kept apart from this machine \(no namespaces\).*--unsafe"):
         tool.grade(tiny, folder, LIMITS)
+
+
+def test_the_page_of_a_class_counts_hints_claims_and_shows_who_wrote_the_same():
+    loop = "total = 0\nfor rank in range(ranks):\n    total = total + weights[rank] * {}[rank]\n" + "y = x\n" * 40
+    bodies = {"ann": {"2.1": loop.format("losses")}, "bob": {"2.1": "# mine\n" + loop.format("lost")}}
+    bodies |= {"eve": {"2.1": "total = sum(w * l for w, l in zip(weights, losses))\n" + "a, b = f(b), g(a, c)\n" * 12}}
+    bodies |= {"tim": {"2.1": "y = x"}, "tom": {"2.1": "y = x"}}  # too short to say anything
+    (pair,) = pages.alike(bodies)
+    assert pair[1:] == ("ann", "bob", ["2.1"]) and 0.95 < pair[0] < 1
+    row = {"exercise": "2.1", "level": "hard", "claim": "", "detail": "", "hint": ""}
+    failed = row | {"status": "failed", "claim": "sums agree", "hint": "Count the ranks."}
+    rows = [failed | {"submission": "ann"}, failed | {"submission": "bob"}]
+    rows += [row | {"submission": "eve", "status": "passed"}, row | {"submission": "tim", "status": "not done"}]
+    page = pages.class_page(rows, bodies)
+    assert "4 submissions" in page and "| 2.1 | hard | 1 | 2 | 0 | 1 | sums agree (2) |" in page
+    assert "| 2 | 2.1 | Count the ranks. |" in page and "| ann, bob | 2.1 |" in page and ", eve" not in page
+
+
+def test_progress_keeps_what_checks_have_found_and_names_the_next(tmp_path):
+    rows = [checking.Row("2.1", "", "easy", "passed"), checking.Row("2.2", "", "easy", "failed")]
+    pages.note(tmp_path, checking.Report("02_data_parallel", rows))
+    rows = [checking.Row("2.21", "", "hard", "passed"), checking.Row("2.1", "", "easy", "not reached")]
+    pages.note(tmp_path, checking.Report("02_data_parallel", rows))
+    table = pages.progress(REAL, tmp_path)
+    assert "| 02_data_parallel | `x - . . . .` | 1 of" in table and "| 2.2 |" in table and "2 of " in table
+    (tmp_path / pages.FILE).write_text("[")
+    assert "0 of " in pages.progress(REAL, tmp_path)
 
 
 def test_the_index_knows_which_tests_run_which_exercise(tiny):

@@ -1,0 +1,112 @@
+"""What is done, for a student, and how a class has done, for its teacher. Tables in Markdown, to be read as they are.
+
+`course.py check` notes the status of each exercise that it judged in student/progress.json, and `course.py progress`
+shows them all. `course.py grade` writes class.md beside grades.csv: how many passed each exercise, the hints that were
+given most, and pairs of submissions that look alike.
+"""
+
+import difflib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+
+from checking import Chapter, Course, Report
+from harness import fences
+
+FILE = "progress.json"
+SIGNS = {"passed": "x", "failed": "-", "refused": "!"}
+ALIKE = 0.9  # of the words of two submissions, in their order
+ENOUGH = 120  # words: of fewer nothing can be said, since there are not many ways to write them
+
+
+def note(student: Path, report: Report) -> None:
+    """Keep what a check has found. A file that cannot be read is begun again."""
+    status = {row.number: row.status for row in report.rows if row.status != "not reached"}
+    (student / FILE).write_text(json.dumps(read(student) | status, indent=1, sort_keys=True) + "\n")
+
+
+def read(student: Path) -> dict[str, str]:
+    try:
+        noted = json.loads((student / FILE).read_text())
+        return {str(number): str(status) for number, status in noted.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def progress(course: Course, student: Path) -> str:
+    """One line a chapter: a sign for each exercise of its ground floor, and a count of those in depth."""
+    noted = read(student)
+    lines = ["| chapter | core | in depth | next |", "| --- | --- | --- | --- |"]
+    done = 0
+    for chapter in course.chapters.values():
+        core = [n for n in chapter.exercises if int(n.partition(".")[2]) < 21]
+        signs = " ".join(SIGNS.get(noted.get(n, ""), ".") for n in core)
+        passed = sum(noted.get(n) == "passed" for n in chapter.exercises)
+        deep = passed - sum(noted.get(n) == "passed" for n in core)
+        following = next((n for n in core if noted.get(n) != "passed"), "")
+        lines.append(f"| {chapter.folder} | `{signs}` | {deep} of {len(chapter.exercises) - len(core)} | {following} |")
+        done += passed
+    total = sum(len(chapter.exercises) for chapter in course.chapters.values())
+    return "\n".join([*lines, "", f"{done} of {total} passed. x passed, - failed, ! refused, . not checked yet"])
+
+
+def class_page(rows: Sequence[Mapping[str, str]], bodies: Mapping[str, Mapping[str, str]]) -> str:
+    """`rows` are those of grades.csv, `bodies` what each submission wrote: name -> exercise -> lines."""
+    parts = ["# The class", "", f"{len({row['submission'] for row in rows})} submissions.", ""]
+    parts += ["| exercise | level | passed | failed | refused | other | most frequent claim that failed |"]
+    parts += ["| --- | --- | --- | --- | --- | --- | --- |"]
+    for number in dict.fromkeys(row["exercise"] for row in rows):
+        of = [row for row in rows if row["exercise"] == number]
+        count = Counter(row["status"] for row in of)
+        other = len(of) - count["passed"] - count["failed"] - count["refused"]
+        claims = Counter(row["claim"] for row in of if row["claim"]).most_common(1)
+        claim = f"{claims[0][0]} ({claims[0][1]})" if claims else ""
+        figures = f"{count['passed']} | {count['failed']} | {count['refused']} | {other}"
+        parts.append(f"| {number} | {of[0]['level']} | {figures} | {claim} |")
+    hints = Counter((row["exercise"], row["hint"]) for row in rows if row["hint"])
+    if hints:
+        parts += ["", "## Hints that were given", "", "| times | exercise | hint |", "| --- | --- | --- |"]
+        parts += [f"| {n} | {exercise} | {hint} |" for (exercise, hint), n in hints.most_common(20)]
+    pairs = alike(bodies)
+    if pairs:
+        parts += ["", "## Submissions that look alike", "", "Layout, comments and docstrings do not count."]
+        parts += ["This proves nothing: ask both.", "", "| alike | submissions | exercises |", "| --- | --- | --- |"]
+        parts += [f"| {ratio:.2f} | {a}, {b} | {', '.join(numbers)} |" for ratio, a, b, numbers in pairs]
+    return "\n".join(parts) + "\n"
+
+
+def alike(bodies: Mapping[str, Mapping[str, str]]) -> list[tuple[float, str, str, list[str]]]:
+    """(likeness from 0 to 1, one, other, exercises that both have) of pairs above ALIKE, most alike first."""
+    words = {
+        name: {n: re.findall(r"\w+|\S", _normal(body)) for n, body in theirs.items()} for name, theirs in bodies.items()
+    }
+    found = []
+    for a, b in combinations(sorted(words), 2):
+        both = [number for number in words[a] if number in words[b]]
+        mine, theirs = ([word for number in both for word in words[name][number]] for name in (a, b))
+        if min(len(mine), len(theirs)) < ENOUGH:
+            continue
+        matcher = difflib.SequenceMatcher(None, mine, theirs, autojunk=False)
+        if matcher.quick_ratio() >= ALIKE and (ratio := matcher.ratio()) >= ALIKE:
+            found.append((ratio, a, b, both))
+    return sorted(found, key=lambda pair: (-pair[0], pair[1:3]))
+
+
+def written(chapter: Chapter, bodies: Mapping[str, str]) -> dict[str, str]:
+    """Of these bodies those in which something was written, and not what the chapter has."""
+    return {
+        number: body
+        for number, body in bodies.items()
+        for _, fence in [chapter.exercises[number]]
+        if not fences.is_stub(fence, body) and _normal(body) != _normal(fence.body)
+    }
+
+
+def _normal(body: str) -> str:
+    try:
+        return fences.normal(body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # lines that are no Python, or CUDA
+        return fences.normal(body, cuda=True)
