@@ -1,0 +1,119 @@
+"""It hangs: three ways in which ranks wait for one another for ever, and who finds out.
+
+A collective is a meeting. It begins when the last rank of its group arrives, so a rank that never comes, comes to
+another meeting, or has gone home keeps all others waiting, in silence. Three ways that happen every week:
+
+    branch     `if rank == 0: print(mean loss of all ranks)`: the all-gather inside the `if` is a meeting of one
+    batches    one rank has a batch fewer than the others and leaves the loop; the others wait for its gradients
+    order      two collectives in one order here and in the other order there
+
+Had the two the same kind and the same size, nothing would hang: they would meet, and sum what does not belong
+together. `losses_differ.py` is about that.
+
+What looks the same from outside (no output, GPUs at 100 %, since waiting is a kernel) differs in where each rank
+stands. So every rank needs an alarm clock that says this: `Alarm` prints the line of code in which the rank waits,
+and from the flight recorder, which torch keeps for every process group, how many collectives it has begun and which
+was the last.
+
+    torchrun --nproc_per_node 2 hangs.py --cause branch            says where each rank waits, exit code 1
+    torchrun --nproc_per_node 2 hangs.py --cause branch --mended   PASS
+"""
+
+import argparse
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")  # how many collectives the flight recorder remembers
+
+
+class Alarm:
+    """Rings unless it is set again within `seconds`; then says where this rank stands, and ends it."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.rank, self.seconds, self.main = rank, seconds, threading.get_ident()
+        self.timer: threading.Timer | None = None
+
+    def set(self) -> None:
+        self.stop()
+        self.timer = threading.Timer(self.seconds, self.ring)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def stop(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def ring(self) -> None:
+        stack = traceback.extract_stack(sys._current_frames()[self.main])
+        mine = [frame for frame in stack if frame.filename == __file__]
+        where = f"line {mine[-1].lineno}, in {mine[-1].name}: {mine[-1].line}" if mine else "no line of this file"
+        begun = flight_recorder()
+        last = f"{begun[-1]['profiling_name']} of {begun[-1]['input_sizes']}" if begun else "none"
+        text = f"rank {self.rank} waits at {where}\nrank {self.rank} has begun {len(begun)} collectives, last {last}\n"
+        os.write(2, text.encode())  # one call, so that two ranks' reports do not mix
+        time.sleep(self.seconds)  # the other ranks' clocks ring meanwhile: when one leaves, all are ended
+        os._exit(1)
+
+
+def flight_recorder() -> list[dict]:
+    """What torch has noted of this process's collectives, oldest first."""
+    from torch._C._distributed_c10d import _dump_fr_trace  # on nccl `_dump_nccl_trace`; no public name so far
+
+    return pickle.loads(_dump_fr_trace()).get("entries", [])
+
+
+def train(rank: int, cause: str, mended: bool, alarm: Alarm) -> None:
+    world, steps = dist.get_world_size(), 4
+    batches = steps - 1 if cause == "batches" and rank == world - 1 else steps
+    if mended and cause == "batches":
+        fewest = torch.tensor(batches)
+        dist.all_reduce(fewest, op=dist.ReduceOp.MIN)  # [] all ranks stop where the first one has nothing left
+        batches = int(fewest)
+    for step in range(batches):
+        alarm.set()
+        loss, weight, stop = torch.tensor(1.0 + rank), torch.full((8,), 1.0 + rank), torch.tensor(step == steps)
+        meetings = [
+            lambda weight=weight: dist.all_reduce(weight),  # [8]
+            lambda stop=stop: dist.broadcast(stop, 0),  # []
+        ]
+        if cause == "order" and not mended and rank % 2:
+            meetings.reverse()  # in real code: a dict filled, or hooks fired, in another order on another rank
+        for meet in meetings:
+            meet()
+        losses = [torch.empty(()) for _ in range(world)]
+        if cause == "branch" and mended:
+            dist.all_gather(losses, loss)  # world x [] everybody comes to the meeting, rank 0 alone prints
+        if cause == "branch" and rank == 0:
+            if not mended:
+                dist.all_gather(losses, loss)  # world x [] rank 0 alone: the others are at the next step's weight
+            print(f"step {step}: loss {torch.stack(losses).mean():.2f}", flush=True)
+    alarm.set()
+    dist.barrier()
+    alarm.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cause", choices=("branch", "batches", "order"), required=True)
+    parser.add_argument("--mended", action="store_true", help="the same loop, with the repair")
+    parser.add_argument("--seconds", type=float, default=3.0, help="patience of each rank")
+    options = parser.parse_args()
+    if not 0 < options.seconds <= 3600:
+        parser.error("--seconds is the patience of a rank, above 0 and at most 3600")
+    dist.init_process_group("gloo")
+    alarm = Alarm(dist.get_rank(), options.seconds)
+    train(dist.get_rank(), options.cause, options.mended, alarm)
+    if dist.get_rank() == 0:
+        print("PASS")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

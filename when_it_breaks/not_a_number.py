@@ -1,0 +1,128 @@
+"""The loss is NaN: which operation made the first one, and what it had been given.
+
+A NaN spreads. By the time the loss shows it, every weight has it, and the cause is steps and layers away. Four
+causes, each of which begins somewhere else:
+
+    mask      a row of attention with nothing to attend to: softmax of -inf everywhere is 0 / 0
+    norm      x / |x| of a row of zeros: forward divides by a small eps and is fine, the gradient of |x| at 0 is not
+    half      fp16 ends at 65504: a product of queries and keys passes it, is inf, and inf - inf in softmax is NaN
+    rate      a learning rate that makes the weights grow in every step, until they pass what fp32 can hold
+
+The tool is a question asked after every operation: is this the first result that is not finite? `FirstNotFinite`
+asks it of forward and backward, and names line, step and operation. (`torch.autograd.detect_anomaly()` asks it of
+backward only, and only for NaN: inf, which comes first, passes.)
+
+    python not_a_number.py --cause mask             says where, exit code 1
+    python not_a_number.py --cause mask --mended    PASS
+"""
+
+import argparse
+import sys
+import traceback
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+TOKENS, WIDTH, STEPS = 8, 16, 60
+MEANT = ("aten.masked_fill", "aten.full", "aten.empty", "aten.scalar_tensor", "aten.log")  # may hold -inf on purpose
+
+
+class FirstNotFinite(TorchDispatchMode):
+    """Raises FloatingPointError at the first operation that gets finite numbers and returns one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if str(func).startswith(MEANT):
+            return out
+        given, made = tree_leaves((args, kwargs)), tree_leaves(out)
+        if not all(map(finite, made)) and not any(map(spoiled, given)):
+            stack = traceback.extract_stack()
+            mine = [f for f in stack if f.filename == __file__ and f.name != "__torch_dispatch__"][-1]
+            largest = max((t.abs().max().item() for t in given if is_float(t) and t.numel()), default=0.0)
+            raise FloatingPointError(
+                f"step {self.step}, line {mine.lineno}, in {mine.name}: {mine.line}\n"
+                f"{func} made the first number that is not finite; the largest that it got was {largest:g}"
+            )
+        return out
+
+
+def is_float(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def finite(value: object) -> bool:
+    return not is_float(value) or bool(torch.isfinite(value).all())
+
+
+def spoiled(value: object) -> bool:
+    """Was it wrong already? A -inf alone is a mask, which many operations may be given."""
+    return is_float(value) and bool((torch.isnan(value) | (value == torch.inf)).any())
+
+
+def attention(x: torch.Tensor, weight: torch.Tensor, cause: str, mended: bool) -> torch.Tensor:
+    """One head over the tokens, [T, H] -> [T, H]; each token sees those before it."""
+    scores = x @ weight @ x.T / WIDTH**0.5  # [T, T]
+    if cause == "half" and mended:
+        scores = (x * 75 / WIDTH**0.25).half() @ (x * 75 / WIDTH**0.25).half().T  # [T, T] scaled before the product
+    elif cause == "half":
+        scores = (x * 75).half() @ (x * 75).half().T / WIDTH**0.5  # [T, T] and here after it, which is too late
+    before = torch.ones(TOKENS, TOKENS).tril(diagonal=-1 if cause == "mask" else 0).bool()
+    scores = scores.float().masked_fill(~before, -torch.inf)
+    if cause == "mask" and mended:
+        scores = scores.masked_fill(~before.any(1, keepdim=True), 0.0)  # a row without keys: any finite numbers
+        return (scores.softmax(1) * before.any(1, keepdim=True)) @ x  # and nothing of them is used
+    return scores.softmax(1) @ x  # [T, H]
+
+
+def normalised(x: torch.Tensor, cause: str, mended: bool) -> torch.Tensor:
+    if cause != "norm":
+        return x
+    if mended:
+        return x / (x.square().sum(1, keepdim=True) + 1e-12).sqrt()  # eps inside the root
+    return x / (x.square().sum(1, keepdim=True).sqrt() + 1e-6)  # eps outside: d sqrt(s) / ds at 0 is infinite
+
+
+def train(cause: str, mended: bool, watch: FirstNotFinite) -> float:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS, WIDTH, generator=generator)
+    x[3] = 0.0 if cause == "norm" else x[3]  # padding
+    target = torch.randn(TOKENS, WIDTH, generator=generator)
+    weight = (torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH).requires_grad_()
+    out = torch.eye(WIDTH).requires_grad_()
+    rate = 3.0 if cause == "rate" and not mended else 0.1
+    for watch.step in range(STEPS):
+        hidden = attention(normalised(x @ out, cause, mended), weight, cause, mended)
+        loss = (hidden @ out - target).square().mean()
+        loss.backward()
+        for parameter in (weight, out):
+            if parameter.grad is not None:
+                parameter.data -= rate * parameter.grad
+            parameter.grad = None
+    return loss.item()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cause", choices=("mask", "norm", "half", "rate"), required=True)
+    parser.add_argument("--mended", action="store_true", help="the same model, with the repair")
+    options = parser.parse_args()
+    watch = FirstNotFinite()
+    try:
+        with watch:
+            loss = train(options.cause, options.mended, watch)
+    except FloatingPointError as error:
+        print(error)
+        return 1
+    print(f"loss after {STEPS} steps: {loss:.4f}")
+    ok = loss == loss and abs(loss) < float("inf")
+    print("PASS" if ok else "not finite, and nothing noticed")
+    return int(not ok)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Each script fails as it promises, says where, and passes when it is mended."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hangs
+import losses_differ
+import not_a_number
+import out_of_memory
+import pytest
+import slow
+import torch
+from harness.ranks import run_ranks
+
+HERE = Path(__file__).parent
+WHAT = {  # script, cause -> what it says, as a pattern over its whole output
+    ("hangs", "branch"): r"rank 0 waits at line \d+, in train: dist.all_gather(.|\n)*last gloo:all_gather",
+    ("hangs", "batches"): r"rank \d waits at line \d+, in (train: dist.barrier|<lambda>: lambda weight)",
+    ("hangs", "order"): r"rank \d has begun 1 collectives, last gloo:(broadcast|all_reduce)",
+    ("out_of_memory", "losses"): r"tried to hold [\d,]+ bytes of.*\n +[\d,]+  line \d+, in <lambda>: .*cross_entropy",
+    ("out_of_memory", "outputs"): r"tried to hold [\d,]+ bytes of(.|\n)*line \d+, in train: scores = ",
+    ("out_of_memory", "logits"): r"tried to hold [\d,]+ bytes of.*\n +[\d,]+  line \d+, in <lambda>: .*cross_entropy",
+    ("not_a_number", "mask"): r"^step 0, line \d+, in attention: return scores.softmax",
+    ("not_a_number", "norm"): r"^step 0, line \d+, in train: loss.backward\(\)\naten.div",
+    ("not_a_number", "half"): r"^step 0, line \d+, in attention: scores = .*half\(\).*\naten.mm",
+    ("not_a_number", "rate"): r"^step [1-9]\d*, line \d+",
+    ("losses_differ", "mean"): r"loss and gradients are wrong and no factor explains it",
+    ("losses_differ", "twice"): r"scale +1.0e\+00 +2.0000\n(.|\n)*every gradient is 2 times too large",
+    ("losses_differ", "forgotten"): r"the loss is right and only scale is wrong",
+    ("losses_differ", "start"): r"the ranks begin with different weights",
+    ("losses_differ", "batch"): r"all ranks have the same tokens",
+    ("slow", "loader"): r"every rank waits for its data",
+    ("slow", "straggler"): r"rank 1 waits least",
+    ("slow", "messages"): r"16 messages a step",
+}
+
+
+def causes(script):
+    return [cause for name, cause in WHAT if name == script]
+
+
+@pytest.mark.parametrize("mended", [False, True], ids=["broken", "mended"])
+@pytest.mark.parametrize(("script", "cause"), [key for key in WHAT if key[0] in ("out_of_memory", "not_a_number")])
+def test_in_one_process_the_line_that_is_wrong_is_named_and_the_mended_one_passes(script, cause, mended, monkeypatch):
+    module = {"out_of_memory": out_of_memory, "not_a_number": not_a_number}[script]
+    monkeypatch.setattr(sys, "argv", [script, "--cause", cause, *["--mended"][:mended]])
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = module.main()
+    assert code == (0 if mended else 1), said.getvalue()
+    assert bool(re.search(WHAT[script, cause], said.getvalue())) != mended, said.getvalue()
+    assert (said.getvalue().splitlines()[-1] == "PASS") == mended
+
+
+def compare_on_a_rank(cause):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        found = losses_differ.compare(losses_differ.on_ranks(cause), losses_differ.one_process(), 2)
+    return found, f"{said.getvalue()}{found}"
+
+
+@pytest.mark.parametrize("cause", causes("losses_differ"))
+def test_what_makes_two_layouts_differ_is_read_from_the_ratios(cause):
+    found, said = run_ranks(2, compare_on_a_rank, cause)[0]
+    assert found and re.search(WHAT["losses_differ", cause], said), said
+
+
+def test_without_a_mistake_the_two_layouts_are_equal():
+    assert run_ranks(2, compare_on_a_rank, "")[0][0] == ""
+
+
+def table_of_a_rank(cause, mended):
+    clock = slow.train(cause, mended)
+    return [clock.seconds[part] for part in slow.PARTS], clock.messages
+
+
+@pytest.mark.parametrize("cause", causes("slow"))
+def test_what_makes_a_step_slow_is_read_from_the_table_of_all_ranks(cause):
+    rows, messages = zip(*run_ranks(2, table_of_a_rank, cause, False), strict=True)
+    assert re.search(WHAT["slow", cause], slow.diagnosis(torch.tensor(rows), messages[0]))
+    rows, messages = zip(*run_ranks(2, table_of_a_rank, cause, True), strict=True)
+    said = slow.diagnosis(torch.tensor(rows), messages[0])  # a machine that does other things may be slow for others
+    assert not re.search(WHAT["slow", cause], said) or cause == "straggler"
+    assert messages == (slow.STEPS, slow.STEPS)
+
+
+@pytest.mark.turn(3)
+@pytest.mark.parametrize("cause", causes("hangs"))
+def test_each_rank_says_where_it_waits_and_the_job_ends(cause):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*command, HERE / "hangs.py", "--cause", cause], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(WHAT["hangs", cause], done.stdout + done.stderr), done.stdout + done.stderr
+    assert "PASS" not in done.stdout
+
+
+def train_to_the_end(cause):
+    rank = torch.distributed.get_rank()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        hangs.train(rank, cause, True, hangs.Alarm(rank, 120))
+    return said.getvalue().count("loss 1.50")
+
+
+@pytest.mark.parametrize("cause", causes("hangs"))
+def test_a_loop_that_is_mended_ends(cause):
+    assert run_ranks(2, train_to_the_end, cause) == [4 if cause == "branch" else 0, 0]
+
+
+def test_the_readme_speaks_of_each_cause_and_of_no_other():
+    text = (HERE / "README.md").read_text()
+    named = {(s, cause) for s, all_ in re.findall(r"(\w+)\.py --cause ([\w|]+)", text) for cause in all_.split("|")}
+    assert named == WHAT.keys()
+    for _, cause in WHAT:
+        assert f"| `{cause}`: " in text
+
+
+@pytest.mark.parametrize("script", sorted({script for script, _ in WHAT}))
+def test_an_unknown_cause_is_refused_before_anything_starts(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, "--cause", "moon"])
+    with pytest.raises(SystemExit) as end:
+        sys.modules[script].main()
+    assert end.value.code == 2 and "invalid choice: 'moon'" in capsys.readouterr().err.splitlines()[-1]
