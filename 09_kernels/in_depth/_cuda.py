@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
-HEADERS = ("cuda_on_cpu.h", "ptx.h")
+HEADERS = ("cuda_on_cpu.h", "ptx.h", "tiles.h", "clusters.h")
 FORWARD, REVERSE = 0, 1  # orders in which the CPU runs the threads of a block; up to a million the seed of a shuffle
 
 
@@ -41,9 +42,12 @@ def racing(seed: int) -> int:
     return 1_000_000 + seed
 
 
-def uneven(threads: int) -> list[int]:
-    """For each warp of a block an order in which it is ahead, and one in which it is behind; and two random ones."""
-    warps = range(-(-threads // 32))
+def uneven(threads: int, chosen: Sequence[int] = ()) -> list[int]:
+    """For each warp of a block an order in which it is ahead, and one in which it is behind; and two random ones.
+
+    In a cluster the warps of the second block count on from those of the first. `chosen`: only for these warps.
+    """
+    warps = chosen or range(-(-threads // 32))
     return [*map(ahead, warps), *map(behind, warps), racing(1), racing(2)]
 
 

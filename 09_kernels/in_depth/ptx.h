@@ -305,13 +305,12 @@ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b) {
     using namespace cuda_on_cpu;
     int thread = the.running->index % 128, row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4 * 2;
     mine(products).add([=, sums = &d[0]] {
-        for (int upper = 0; upper < 2; upper++) {
-            float x[16];
-            for (int k = 0; k < 16; k++) x[k] = element(a, row + 8 * upper, k);
-            for (int j = 0; j < 64; j++) {
-                int col = j / 2 * 8 + pair + j % 2;
-                for (int k = 0; k < 16; k++) sums[j / 2 * 4 + upper * 2 + j % 2] += x[k] * element(b, col, k);
-            }
+        float x[2][16], y[16];
+        for (int k = 0; k < 16; k++) x[0][k] = element(a, row, k), x[1][k] = element(a, row + 8, k);
+        for (int j = 0; j < 64; j++) {
+            for (int k = 0; k < 16; k++) y[k] = element(b, j / 2 * 8 + pair + j % 2, k);
+            for (int lower = 0; lower < 2; lower++)
+                for (int k = 0; k < 16; k++) sums[j / 2 * 4 + lower * 2 + j % 2] += x[lower][k] * y[k];
         }
     });
 }
