@@ -159,6 +159,26 @@ def call(source: str, function: str, *arguments: Tensor | int | float, order: in
     return read_counters(lib) if counting and not on_gpu else None
 
 
+def diary(
+    source: str, function: str, *arguments: Tensor | int | float, order: int = FORWARD
+) -> list[tuple[int, int, str]]:
+    """What the warps of block 0 did in a launch on the CPU: (sweep, warp, deed).
+
+    Deeds are "orders", "multiplies", "writes" and "waits". In a sweep all threads run, one after the other, until they
+    have to wait for others. It is an order, and no time.
+    """
+    lib, room = library(source, "cpu", (0, 0)), 1 << 16
+    entries = (ctypes.c_int * (3 * room))()
+    lib.cuda_on_cpu_diary(1, entries, 0)
+    try:
+        call(source, function, *arguments, order=order)
+    finally:
+        count = lib.cuda_on_cpu_diary(0, entries, room)
+    assert count <= room
+    deeds = ("orders", "multiplies", "writes", "waits")
+    return [(entries[3 * i], entries[3 * i + 1], deeds[entries[3 * i + 2]]) for i in range(count)]
+
+
 def read_counters(lib: ctypes.CDLL) -> Counters:
     numbers = (ctypes.c_int64 * 15)()  # 5 kinds of access: requests, then units, then the least number of units
     lib.cuda_on_cpu_counters(numbers)

@@ -120,6 +120,7 @@ inline void copy_tile_to_all(bf16* to, const CUtensorMap* map, int row, int col,
 
 inline void put_shared(bf16* to, float first, float second) {
     using namespace cuda_on_cpu;
+    tell(WRITES);
     note(SHARED_STORE, to, 4);
     to[0] = __float2bfloat16(first);
     to[1] = __float2bfloat16(second);

@@ -12,6 +12,7 @@
 //   poison       Shared memory is filled with NaN before each block, so what was never written cannot look right.
 //   slowness     Asynchronous copies take as long as they may (forward), no time (reverse, ahead, behind), or either.
 //   clusters     Blocks of one cluster run together, each with its own dynamic shared memory, all threads in one order.
+//   diary        In which sweep a warp of block 0 orders tiles, multiplies, writes or waits: an order, and no time.
 //   counters     What NVIDIA's profiler would say of memory accesses: 32-byte sectors, bank conflicts, divergent paths.
 //
 // Not here: clocks, caches, and threads that really run at the same time. No time measured on the CPU says anything.
@@ -69,6 +70,7 @@ const char* launch_clusters(int cluster, void (*kernel)(P...), dim3 grid, dim3 b
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -121,6 +123,8 @@ namespace cuda_on_cpu {
 
 enum Kind { GLOBAL_LOAD, GLOBAL_STORE, SHARED_LOAD, SHARED_STORE, PATH, KINDS };
 
+enum Deed { ORDERS, MULTIPLIES, WRITES, WAITS };  // what the diary tells of a warp
+
 // One instruction of a warp: what each of its 32 lanes asked for.
 struct Request {
     uintptr_t address[32];
@@ -162,6 +166,9 @@ struct Machine {
     std::vector<std::vector<std::vector<char>>> exchanges;  // [warp][lane]: for shuffles and the tensor core
     std::vector<std::vector<Request>> log[KINDS];           // [warp][number of the request]
     int64_t requests[KINDS]{}, units[KINDS]{}, least[KINDS]{};
+    bool keeps_diary = false;
+    int sweep = 0;                          // how often all threads that can go on have done so
+    std::vector<std::array<int, 3>> diary;  // sweep, warp of block 0, deed
     std::mt19937 random;
     std::string error;
 
@@ -170,7 +177,12 @@ struct Machine {
 };
 static Machine the;
 
+inline void tell(Deed deed) {
+    if (the.keeps_diary && the.block_index.x == 0 && the.running->index % 32 == 0)
+        the.diary.push_back({the.sweep, the.running->index / 32, deed});
+}
 inline void sleep(State state, int line = 0) {
+    if (state == WAITING || state == AT_BLOCK_BARRIER || state == AT_CLUSTER_BARRIER) tell(WAITS);
     the.running->state = state;
     the.running->line = line;
     if (!_setjmp(the.running->where)) _longjmp(the.scheduler, 1);
@@ -314,6 +326,7 @@ inline bool run_cluster() {
     std::fill(the.dynamic_storage.begin(), the.dynamic_storage.end(), char(0xff));
     the.in_flight.clear();
     the.before_block();
+    the.sweep = 0;
     std::vector<size_t> order(threads);
     std::iota(order.begin(), order.end(), 0);
     if (the.order == 1) std::reverse(order.begin(), order.end());
@@ -333,6 +346,7 @@ inline bool run_cluster() {
     int before_change = 0;
     while (ended < threads && the.error.empty()) {
         bool progress = false;
+        the.sweep++;
         if (!the.keeps_step()) {
             // The first warp that can go on does, until it waits for somebody; then it is asked again before others.
             if (the.order > 0 && before_change-- == 0) {
@@ -460,6 +474,7 @@ const char* launch_clusters(int cluster, void (*kernel)(P...), dim3 grid, dim3 b
     the.grid = grid;
     the.block = block;
     the.random.seed(the.order);
+    the.diary.clear();
     the.error.clear();
     the.block_shared = (shared_bytes + 1023) / 1024 * 1024;
     the.dynamic_storage.resize(cluster * the.block_shared + 1024);
@@ -520,6 +535,13 @@ inline const char* cudaGetErrorString(cudaError_t) { return cuda_on_cpu::launch_
 extern "C" void cuda_on_cpu_set(int order, int counting) {
     cuda_on_cpu::the.order = order;
     cuda_on_cpu::the.counting = counting;
+}
+// Whether to keep a diary, and what is in that of the last launch: three numbers for each entry.
+extern "C" int cuda_on_cpu_diary(int keep, int* out, int room) {
+    using namespace cuda_on_cpu;
+    the.keeps_diary = keep;
+    for (int i = 0; i < std::min(room, int(the.diary.size())); i++) std::copy_n(the.diary[i].begin(), 3, out + 3 * i);
+    return int(the.diary.size());
 }
 // Of the last launch: requests, then sectors (or turns of the banks, or paths), then the least turns there can be.
 extern "C" void cuda_on_cpu_counters(int64_t* out) {

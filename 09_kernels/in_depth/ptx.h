@@ -209,6 +209,7 @@ inline float element(uint64_t descriptor, int row, int k) {  // as the tensor co
 }  // namespace cuda_on_cpu
 
 inline void store2(global<bf16> p, int i, float first, float second) {
+    cuda_on_cpu::tell(cuda_on_cpu::WRITES);
     cuda_on_cpu::note(cuda_on_cpu::GLOBAL_STORE, p.p + i, 4);
     p.p[i] = __float2bfloat16(first);
     p.p[i + 1] = __float2bfloat16(second);
@@ -269,6 +270,7 @@ inline void arrive(uint64_t* barrier) {
     b.check();
 }
 inline void arrive_and_expect(uint64_t* barrier, int bytes) {
+    cuda_on_cpu::tell(cuda_on_cpu::ORDERS);
     cuda_on_cpu::mbarriers[barrier].bytes += bytes;
     arrive(barrier);
 }
@@ -314,7 +316,10 @@ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b) {
         }
     });
 }
-inline void wgmma_commit() { cuda_on_cpu::mine(cuda_on_cpu::products).commit(); }
+inline void wgmma_commit() {
+    cuda_on_cpu::tell(cuda_on_cpu::MULTIPLIES);
+    cuda_on_cpu::mine(cuda_on_cpu::products).commit();
+}
 template <int LEFT>
 void wgmma_wait(float (&)[128]) {
     cuda_on_cpu::mine(cuda_on_cpu::products).wait(LEFT);

@@ -70,6 +70,20 @@ def test_the_bits_are_the_same_when_one_warp_runs_ahead_or_falls_behind_as_far_a
         assert same, f"{rung}, order {order}: a warp that is ahead or behind gives other bits"
 
 
+def test_in_ping_pong_one_warpgroup_multiplies_at_a_time_and_beside_it_the_other_writes():
+    a, b = random_inputs(128, 1024, 320, torch.bfloat16, "cpu")  # four tiles for a cluster
+    out = a.new_full((128, 1024), float("nan"))
+    entries = _cuda.diary(*RUNGS["ping_pong"].call, 12, 128, 1024, 320, a, b.t().contiguous(), out, order=REVERSE)
+    assert error_ratio(out, a, b) <= 2
+    sweeps = {
+        (warp, deed): {s for s, w, d in entries if (w, d) == (warp, deed)}
+        for warp in (4, 8)
+        for deed in ("multiplies", "writes")
+    }
+    assert not sweeps[4, "multiplies"] & sweeps[8, "multiplies"]
+    assert sweeps[4, "writes"] & sweeps[8, "multiplies"] and sweeps[8, "writes"] & sweeps[4, "multiplies"]
+
+
 @pytest.mark.parametrize("rung", [*RUNGS, TRITON])
 def test_any_view_any_magnitude_and_empty_matrices(rung):
     device = DEVICE if rung == TRITON else "cpu"
