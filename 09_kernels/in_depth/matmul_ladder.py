@@ -93,13 +93,9 @@ LADDER = [
     Rung(8, "mma_tiles", torch.bfloat16, (128, 128), 256, 3 * (128 + 128) * 64 * 2, capability=(8, 0)),
     Rung(9, "tma_wgmma", torch.bfloat16, (128, 256), 256, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
     Rung(10, "persistent", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
-    # Their barriers, ten of 8 bytes, lie behind the tiles; rung 12 has two more tiles, of sums on their way out.
+    # Behind the tiles lie ten barriers of 8 bytes; in rung 12, before them, two tiles of sums on their way out (64 KB).
     Rung(11, "multicast", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 64 * 2 + 80, capability=(9, 0), cluster=2),
-    Rung(
-        *(12, "ping_pong", torch.bfloat16, (64, 256), 384, 4 * (64 + 256) * 64 * 2 + 2 * 64 * 256 * 2 + 80),
-        capability=(9, 0),
-        cluster=2,
-    ),
+    Rung(12, "ping_pong", torch.bfloat16, (64, 256), 384, 4 * (64 + 256) * 128 + 65616, capability=(9, 0), cluster=2),
 ]
 RUNGS = {rung.name: rung for rung in LADDER}
 TRITON = "triton"  # the tiled product in Triton, below
