@@ -363,7 +363,10 @@ inline bool run_cluster() {
                     }
                 progress |= release(first, last, AT_WARP_BARRIER);
             }
-            if (progress) continue;
+            if (progress) {
+                release_barriers();  // at once: in a cluster, a block may be past its barrier before the other has begun
+                continue;
+            }
         }
         if (the.order > 1) std::shuffle(order.begin(), order.end(), the.random);
         for (size_t i : the.keeps_step() ? order : std::vector<size_t>()) {
