@@ -42,7 +42,7 @@ def dtype_of(rung):
 
 @pytest.mark.parametrize("rung", [*RUNGS, TRITON])
 def test_every_rung_equals_float64_at_odd_sizes_and_in_every_order_of_its_threads(rung):
-    for size in ((139, 263, 333), (1, 1, 1), (5, 300, 8), (128, 256, 136)):
+    for size in ((139, 263, 269), (1, 1, 1), (5, 300, 8), (128, 256, 136)):
         ratio, same = matmul_ladder.verify(rung, *size, DEVICE if rung == TRITON else "cpu")
         assert ratio <= 2, f"{rung} at {size}: its error is {ratio} times that of PyTorch's product"
         assert same, f"{rung} at {size}: the bits depend on the order in which the threads run"
@@ -53,7 +53,8 @@ def test_every_rung_equals_float64_at_odd_sizes_and_in_every_order_of_its_thread
 SMALL = {"shared_tiles": (33, 35, 70), "coarsened_1d": (65, 66, 20), "mma_tiles": (128, 128, 320)}
 LARGE = {"tma_wgmma": (128, 256, 384), "persistent": (200, 300, 384)}
 CLUSTERS = {"multicast": (200, 300, 320), "ping_pong": (140, 264, 320)}
-CHOSEN = (0, 5, 10, 12, 17, 22)  # of a cluster's 24 warps: of each block the producer, and one of each consumer group
+# Of a cluster's 24 warps: of each block the producer, and one of each group of consumers; of a block alone the same.
+CHOSEN = {"multicast": (0, 5, 10, 12, 17, 22), "ping_pong": (0, 5, 10, 12, 17, 22), "persistent": (0, 4, 5, 8, 10)}
 
 
 @pytest.mark.parametrize("rung", list(RUNGS)[2:])  # the first two have no barrier to forget
@@ -62,7 +63,7 @@ def test_the_bits_are_the_same_when_one_warp_runs_ahead_or_falls_behind_as_far_a
     a, b = random_inputs(*size, RUNGS[rung].dtype, "cpu")
     first = matmul_ladder.matmul(a, b, rung)
     assert error_ratio(first, a, b) <= 2
-    for order in _cuda.uneven(RUNGS[rung].threads, CHOSEN if rung in CLUSTERS else ()):
+    for order in _cuda.uneven(RUNGS[rung].threads, CHOSEN.get(rung, ())):
         try:
             same = torch.equal(first, matmul_ladder.matmul(a, b, rung, order=order))
         except CudaError as error:
@@ -384,6 +385,7 @@ extern "C" const char* run_odd(float* o, void* s) { return launch_clusters(2, ha
 """
 
 
+@pytest.mark.prove  # a second and a half to build its kernels
 def test_what_goes_wrong_between_the_blocks_of_a_cluster_is_named(tmp_path, strange):
     source = tmp_path / "cluster_of_two.cu"
     source.write_text(CLUSTER_OF_TWO)
