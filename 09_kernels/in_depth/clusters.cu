@@ -8,8 +8,9 @@
 //     12 ping_pong    two warpgroups on tiles of their own: one multiplies while the other writes out, which it does
 //                     through shared memory, by the copy engine
 //
-// What 11 saves. By itself a block asks L2 for 128 + 256 rows of numbers in a step, 48 KB, for 1,024 clocks of products:
-// 132 of them 6,336 bytes a clock, and L2 of an H100 gives 5,120. In a cluster it asks for 128 + 128, 4,224 bytes a clock.
+// What 11 saves. By itself a block asks L2 for 128 + 256 rows of 64 numbers in a step, 48 KB, for 1,024 clocks of
+// products: 132 blocks for 6,336 bytes a clock, and L2 of an H100 gives 5,120. In a cluster a block asks for 128 + 128
+// rows, all together for 4,224 bytes a clock.
 //
 //     a cluster works on 256 x 256 of C          block 0                      block 1
 //                                            A   rows 0 to 127                rows 128 to 255
@@ -51,7 +52,8 @@ __device__ inline Barriers* barriers_behind(bf16* tiles, int readers) {
 }
 
 // One step's tiles: my own of A, and my half of B for both blocks. The other half comes from the other block, perhaps
-// before this one's producer has promised its bytes: a phase ends when promises and bytes are even *and* he has arrived.
+// before the producer of this one has promised its bytes: a phase ends when promises and bytes are even *and* the
+// producer has arrived.
 template <int BM>
 __device__ inline void load_stage(bf16* tiles, Barriers* b, int use, int rank, const CUtensorMap* A,
                                   const CUtensorMap* B, int row, int col, int k) {
@@ -132,9 +134,9 @@ __device__ inline void put_tile_by_engine(const CUtensorMap* C, bf16* buffer, co
     }
 }
 
-// Tile i of a cluster belongs to warpgroup i % 2. The producer fills stages for tile 0, 1, 2, ... in this order, and each
-// warpgroup counts on: when it begins tile i, `use` is i · steps. turn[w] says that warpgroup w may multiply. Without it
-// the other one would not only disturb: it would wait for a phase of `full` while the barrier is still in the phase
+// Tile i of a cluster belongs to warpgroup i % 2. The producer fills stages for tile 0, 1, 2, ... in this order, so that
+// tile i begins with `use` = i · steps, whose ever it is. turn[w] says that warpgroup w may multiply. Without it the two
+// would not only disturb each other: one would wait for a phase of `full` while the barrier is still in the phase
 // *before* that. A wait knows phases by their parity only, takes the last but one for the one it wants, and passes.
 __global__ void __launch_bounds__(384, 1)
 ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -183,7 +185,7 @@ ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
     cluster_barrier();
 }
 
-// ------------------------------------------------------------------------------------------------------ the host's part
+// ----------------------------------------------------------------------------------------------------- the host's part
 
 extern "C" const char* run_matmul_clusters(int rung, int M, int N, int K, const bf16* A, const bf16* B, bf16* C,
                                            void* stream) {

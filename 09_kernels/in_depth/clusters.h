@@ -1,5 +1,5 @@
-// Hopper's instructions for a cluster of blocks, and for copies from shared memory to global memory: as in ptx.h, a line
-// of PTX on a GPU, and on the CPU what that line means.
+// Hopper's instructions for a cluster of blocks, and for copies from shared memory to global memory: as in ptx.h, a
+// line of PTX on a GPU, and on the CPU what that line means.
 //
 // The blocks of a cluster run at one time, on multiprocessors that reach each other's shared memory. An address in it
 // is the same in all of them, so that "this barrier, in block r" is a sentence of the hardware (mapa). The emulation
@@ -63,7 +63,9 @@ __device__ inline void copy_tile_out(const CUtensorMap* matrix, int row, int col
 }
 __device__ inline void out_commit() { ON_HOPPER(asm volatile("cp.async.bulk.commit_group;\n" ::: "memory")); }
 template <int LEFT>  // wait until all but LEFT of my groups have *read* shared memory, so that it may be written again
-__device__ inline void out_wait() { ON_HOPPER(asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(LEFT) : "memory")); }
+__device__ inline void out_wait() {
+    ON_HOPPER(asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(LEFT) : "memory"));
+}
 
 #else  // -------------------------------------------------------------------------------------------------- on the CPU
 

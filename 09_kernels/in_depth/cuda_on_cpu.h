@@ -45,7 +45,7 @@ const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
     cudaError_t error = cudaGetLastError();
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
-// The same where `cluster` neighbours along x run at one time, on multiprocessors that reach each other's shared memory.
+// The same where `cluster` neighbours along x run at one time, and reach each other's shared memory.
 template <class... P, class... A>
 const char* launch_clusters(int cluster, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
                             A... arguments) {
@@ -364,7 +364,7 @@ inline bool run_cluster() {
                 progress |= release(first, last, AT_WARP_BARRIER);
             }
             if (progress) {
-                release_barriers();  // at once: in a cluster, a block may be past its barrier before the other has begun
+                release_barriers();  // at once: of a cluster one block may pass its own before the other has begun
                 continue;
             }
         }

@@ -19,9 +19,9 @@
 //                   consumers:      0   1   2   3     wait for "full", multiply, signal "empty"
 //
 // In ncu look at: "tensor pipe utilisation"; 8, "stall long scoreboard" and "MIO throttle"; 9 and 10, "stall barrier".
-// What rung 10 saves is the start of each tile: loads run on while sums are written. (Products do not; clusters.cu goes on
-// there.) The tail it keeps: 8192³ has 2048 tiles, 15.5 for each of 132 multiprocessors, and in the last round half of
-// them have none.
+// What rung 10 saves is the start of each tile: loads run on while sums are written. (Products do not; clusters.cu goes
+// on there.) The tail it keeps: 8192³ has 2048 tiles, 15.5 for each of 132 multiprocessors, and in the last round half
+// of them have none.
 #include "tiles.h"
 
 // -------------------------------------------------------------------------------------------------------- rung 8: mma
