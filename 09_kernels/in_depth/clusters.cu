@@ -135,7 +135,7 @@ __device__ inline void put_tile_by_engine(const CUtensorMap* C, bf16* buffer, co
 }
 
 // Tile i of a cluster belongs to warpgroup i % 2. The producer fills stages for tile 0, 1, 2, ... in this order, so that
-// tile i begins with `use` = i · steps, whose ever it is. turn[w] says that warpgroup w may multiply. Without it the two
+// tile i begins with `use` = i · steps, whoever owns it. turn[w] says that warpgroup w may multiply. Without it the two
 // would not only disturb each other: one would wait for a phase of `full` while the barrier is still in the phase
 // *before* that. A wait knows phases by their parity only, takes the last but one for the one it wants, and passes.
 __global__ void __launch_bounds__(384, 1)
