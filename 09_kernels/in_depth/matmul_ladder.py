@@ -282,7 +282,7 @@ def print_resources(arch: str) -> bool:
     gpu, fits = GPUS[arch], True
     rungs = [rung for rung in LADDER if arch != "sm_80" or rung.capability <= (8, 0)]
     found: dict[str, Resources] = {}
-    for source in sorted({rung.call[0] for rung in rungs}):
+    for source in dict.fromkeys(rung.call[0] for rung in rungs):
         found |= resources(source, arch)
     print(f"{'kernel':<14}{'registers':>10}{'stack':>9}{'shared':>9}{'occupancy':>11}    {arch}")
     for rung in rungs:
