@@ -112,6 +112,7 @@ def passing_rows(program: Path, seconds: float = 500) -> Iterator[list[str]]:
     line = ""
     with subprocess.Popen([str(program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         clock = threading.Timer(seconds, running.kill)
+        clock.daemon = True  # who stops reading half-way does not wait for it
         clock.start()
         for line in running.stdout or ():
             yield line.split()
