@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -105,13 +107,18 @@ def build(folder: Path, on_gpu: bool) -> Path:
     return folder / "matmul"
 
 
-def passing_rows(program: Path) -> list[list[str]]:
-    """The words of each line of its table; ends this program unless it says PASS."""
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=500)
-    lines = done.stdout.splitlines() or [""]
-    if done.returncode != 0 or lines[-1] != "PASS":
-        sys.exit(f"matmul: {lines[-1]} {done.stderr.strip()}")
-    return [line.split() for line in lines[1:-1]]
+def passing_rows(program: Path, seconds: float = 500) -> Iterator[list[str]]:
+    """The words of each line that the program prints, as it prints it; ends this program unless the last is PASS."""
+    line = ""
+    with subprocess.Popen([str(program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        clock = threading.Timer(seconds, running.kill)
+        clock.daemon = True  # who stops reading half-way does not wait for it
+        clock.start()
+        for line in running.stdout or ():
+            yield line.split()
+        clock.cancel()
+    if running.returncode != 0 or line.strip() != "PASS":
+        sys.exit(f"matmul: {line.strip()} (exit code {running.returncode})")
 
 
 def product(inside: str, kernel: str, a, b, order: int = FORWARD, counting: bool = False):
@@ -124,7 +131,7 @@ def product(inside: str, kernel: str, a, b, order: int = FORWARD, counting: bool
 def verify(inside: str) -> None:
     """Ends the program unless every kernel is right."""
     with tempfile.TemporaryDirectory() as folder:
-        passing_rows(build(Path(folder), on_gpu=False))
+        list(passing_rows(build(Path(folder), on_gpu=False)))
     for kernel in KERNELS:
         a, b = matmul_ladder.random_inputs(139, 130, 77, torch.float32, "cpu")
         results = [product(inside, kernel, a, b, order) for order in (FORWARD, REVERSE, 7, racing(7))]
@@ -244,14 +251,13 @@ def time_on_gpu(dry: bool, folder: Path | None) -> None:
     )
     expected = predictions.product(gpu, 2 * size**3, "fp32")
     table.add("torch.mm", round(2e-12 * size**3 / theirs, 2), "100%", *predictions.cells(expected, theirs))
-    with tempfile.TemporaryDirectory() as there:
-        rows = passing_rows(build(Path(there), on_gpu=not dry))
-    for words in rows:
-        if words[0] in KERNELS and "TFLOP/s" in words:
-            rate = float(words[words.index("TFLOP/s") - 1])
-            took = 2e-12 * size**3 / rate
-            expected = predictions.ladder(gpu, words[0].replace("register_tiles", "vectorised"), size)
-            table.add(words[0], rate, f"{theirs / took:.0%}", *predictions.cells(expected, took))
+    with tempfile.TemporaryDirectory() as there:  # a row is written when it is there: a borrowed GPU may go any time
+        for words in passing_rows(build(Path(there), on_gpu=not dry)):
+            if words and words[0] in KERNELS and "TFLOP/s" in words:
+                rate = float(words[words.index("TFLOP/s") - 1])
+                took = 2e-12 * size**3 / rate
+                expected = predictions.ladder(gpu, words[0].replace("register_tiles", "vectorised"), size)
+                table.add(words[0], rate, f"{theirs / took:.0%}", *predictions.cells(expected, took))
 
 
 # -------------------------------------------------------------------------------------------------------------- figures

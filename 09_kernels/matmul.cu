@@ -322,6 +322,7 @@ static void multiply(int M, int N, int K, bool timed) {
 }
 
 int main(int count, char** words) {
+    setvbuf(stdout, nullptr, _IOLBF, 0);  // a line is out when it is printed, also into a pipe
     int size[3] = {4096, 4096, 4096};
     for (int i = 1; i < count; i++) {
         bool right = !strcmp(words[i], "--size");
@@ -344,7 +345,6 @@ int main(int count, char** words) {
         if (ON_GPU) add_vectors(1 << 28, true);
     }
     if (count > 1 || ON_GPU) multiply(size[0], size[1], size[2], ON_GPU);
-    if (wrong) printf("%d of these are WRONG\n", wrong);
-    else printf("PASS\n");
+    printf(wrong ? "%d of these are WRONG\n" : "PASS\n", wrong);
     return wrong ? 1 : 0;
 }

@@ -297,3 +297,19 @@ def test_nvcc_builds_the_program_and_without_a_gpu_it_says_so_in_one_line(tmp_pa
 def has_cublas(folder):
     (folder / "asks.cu").write_text("#include <cublas_v2.h>\n")
     return subprocess.run(["nvcc", "-E", "asks.cu"], cwd=folder, capture_output=True).returncode == 0
+
+
+def test_the_benchmark_has_each_row_before_the_program_ends_and_no_result_without_pass(tmp_path):
+    import bench_matmul
+
+    program, goes_on = tmp_path / "program", tmp_path / "goes_on"
+    program.write_text(f"#!/bin/sh\necho naive 1\nuntil [ -e {goes_on} ]; do sleep 0.02; done\necho $0\necho PASS\n")
+    program.chmod(0o700)
+    rows = bench_matmul.passing_rows(program)
+    assert next(rows) == ["naive", "1"]
+    goes_on.touch()  # so far it waited
+    assert list(rows) == [[str(program)], ["PASS"]]
+    for end in ("echo 2 of these are WRONG", "echo PASS; exit 3", "kill -9 $$"):
+        program.write_text(f"#!/bin/sh\necho naive 1\n{end}\n")
+        with pytest.raises(SystemExit, match="matmul: "):
+            list(bench_matmul.passing_rows(program))

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
-HEADERS = ("cuda_on_cpu.h", "ptx.h")
+HEADERS = ("cuda_on_cpu.h", "ptx.h", "tiles.h", "clusters.h")
 FORWARD, REVERSE = 0, 1  # orders in which the CPU runs the threads of a block; up to a million the seed of a shuffle
 
 
@@ -41,9 +42,12 @@ def racing(seed: int) -> int:
     return 1_000_000 + seed
 
 
-def uneven(threads: int) -> list[int]:
-    """For each warp of a block an order in which it is ahead, and one in which it is behind; and two random ones."""
-    warps = range(-(-threads // 32))
+def uneven(threads: int, chosen: Sequence[int] = ()) -> list[int]:
+    """For each warp of a block an order in which it is ahead, and one in which it is behind; and two random ones.
+
+    In a cluster the warps of the second block count on from those of the first. `chosen`: only for these warps.
+    """
+    warps = chosen or range(-(-threads // 32))
     return [*map(ahead, warps), *map(behind, warps), racing(1), racing(2)]
 
 
@@ -153,6 +157,26 @@ def call(source: str, function: str, *arguments: Tensor | int | float, order: in
     if error:
         raise CudaError(f"{source}, {function}: {error.decode()}")
     return read_counters(lib) if counting and not on_gpu else None
+
+
+def diary(
+    source: str, function: str, *arguments: Tensor | int | float, order: int = FORWARD
+) -> list[tuple[int, int, str]]:
+    """What the warps of block 0 did in a launch on the CPU: (sweep, warp, deed).
+
+    Deeds are "orders", "multiplies", "writes" and "waits". In a sweep all threads run, one after the other, until they
+    have to wait for others. It is an order, and no time.
+    """
+    lib, room = library(source, "cpu", (0, 0)), 1 << 16
+    entries = (ctypes.c_int * (3 * room))()
+    lib.cuda_on_cpu_diary(1, entries, 0)
+    try:
+        call(source, function, *arguments, order=order)
+    finally:
+        count = lib.cuda_on_cpu_diary(0, entries, room)
+    assert count <= room
+    deeds = ("orders", "multiplies", "writes", "waits")
+    return [(entries[3 * i], entries[3 * i + 1], deeds[entries[3 * i + 2]]) for i in range(count)]
 
 
 def read_counters(lib: ctypes.CDLL) -> Counters:

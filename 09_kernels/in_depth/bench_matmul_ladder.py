@@ -29,7 +29,7 @@ from harness.figures import COLOURS, GREY, write_figure
 from harness.report import write_result
 from matmul_ladder import GPUS, LADDER, RUNGS, TRITON, check_matmul, error_ratio, occupancy, verify, within
 
-COUNTED = (128, 256, 128)
+COUNTED = (256, 256, 128)  # whole tiles of every rung, and a whole cluster of them
 ARCH = "sm_90a"
 # Once round the loop in which a rung multiplies, by its machine code: loads from shared memory of 4 and of 16 bytes,
 # FMAs, and the turns that the loads take. 32 lanes come in one turn, and all of them if they ask for one address; 16
@@ -69,8 +69,9 @@ def verify_all(device: str) -> None:
                 sys.exit(f"{name} at {size}: its error is {ratio} times PyTorch's; same bits in every order: {same}")
 
 
-# The last size has more tiles than a GPU has multiprocessors.
-SIZES_ON_GPU = ((139, 263, 333), (256, 256, 128), (2048, 4096, 512))
+# The third hangs over the edge, in rows that the copy engine can write; the last has more tiles than a GPU has
+# multiprocessors.
+SIZES_ON_GPU = ((139, 263, 333), (256, 256, 128), (140, 264, 320), (2048, 4096, 512))
 CHECK = """
 import sys, matmul_ladder as ladder
 for size in eval(sys.argv[2]):
@@ -84,7 +85,7 @@ def wrong_on_gpu(names: list[str], sizes: tuple[tuple[int, ...], ...] = SIZES_ON
     """Rung -> why it is not timed. Each is tried in a process of its own, all at once: one that waits for ever, or
     writes where it must not, would take the others with it."""
     if torch.version.cuda:  # built once, and not by everybody
-        for source in ("matmul_ladder.cu", "tensor_cores.cu"):
+        for source in sorted({RUNGS[name].call[0] for name in names if name in RUNGS}):
             _cuda.library(source, "cuda", torch.cuda.get_device_capability())
     pipes, here = dict(stderr=subprocess.PIPE, text=True), Path(ladder.__file__).parent
     children = {
@@ -186,6 +187,80 @@ def draw_swizzle(axes, result) -> None:
     axes[0].set_ylabel("row of the tile")
 
 
+# What the tile of a block costs L2. An H100 by its papers (bench_matmul.py has the sources): multiprocessors, bytes
+# that L2 gives in a clock, clocks of a wgmma of 64 x 256 x 16 at the peak.
+SMS, L2_BYTES, WGMMA_CLOCKS = 132, 5120, 128
+STRIPES = {
+    "tma_wgmma": None,
+    "persistent": 8,
+    "multicast": 8,
+    "ping_pong": 16,
+}  # None: row by row, as blocks are started
+TILES = """
+#include "tiles.h"
+extern "C" const char* run_tiles(int stripe, int count, int rows, int cols, int* row, int* col, void*) {
+    for (int i = 0; i < count; i++)
+        if (stripe == 8) tile_of<8>(i, rows, cols, row + i, col + i);
+        else tile_of<16>(i, rows, cols, row + i, col + i);
+    return nullptr;
+}
+"""
+
+
+def tiles_in_order(stripe: int | None, rows: int, cols: int) -> torch.Tensor:
+    """[rows · cols, 2]: row and column of each tile of C, in the order in which they are begun."""
+    index = torch.arange(rows * cols, dtype=torch.int32)
+    if stripe is None:
+        return torch.stack([index // cols, index % cols], 1)
+    with tempfile.TemporaryDirectory() as there:
+        source = Path(there) / "tiles.cu"
+        source.write_text(TILES)
+        row, col = torch.zeros_like(index), torch.zeros_like(index)
+        _cuda.call(str(source), "run_tiles", stripe, rows * cols, rows, cols, row, col)
+    if len((row * cols + col).unique()) != rows * cols:
+        sys.exit(f"stripes of {stripe} leave out a tile of {rows} x {cols}")
+    return torch.stack([row, col], 1)
+
+
+def write_l2(folder: Path | None, size: int = 8192) -> None:
+    """What the rungs with wgmma ask of L2 in a clock, and how much of A and B is in use at one time."""
+    rows = []
+    for name, stripe in STRIPES.items():
+        rung = RUNGS[name]
+        BM, BN = rung.tile
+        asked = (BM + BN // rung.cluster) * 64 * 2  # of one block, in a step of 64 along K
+        clocks = BM // 64 * 4 * WGMMA_CLOCKS
+        order = tiles_in_order(stripe, size // BM // rung.cluster, size // BN)
+        # 128 rows and 256 columns are under way on each multiprocessor at one time; in ping_pong as two tiles.
+        wave = SMS * 128 * 256 // (BM * rung.cluster * BN)
+        parts = [order[i : i + wave] for i in range(0, len(order), wave)]
+        height, width = (
+            [BM * rung.cluster * len(part[:, 0].unique()) for part in parts],
+            [BN * len(part[:, 1].unique()) for part in parts],
+        )
+        needed = sum(h + w for h, w in zip(height, width, strict=True)) * size * 2
+        rows.append(
+            [
+                *(f"{rung.number} {name}", f"{BM * rung.cluster} x {BN}", asked, clocks, round(SMS * asked / clocks)),
+                round(PEAK[rung.dtype] * min(1.0, L2_BYTES * clocks / (SMS * asked))),
+                *(f"{height[0]} + {width[0]}", round(needed / 1e9, 2)),
+            ]
+        )
+    write_result(
+        "09_l2",
+        f"What the rungs with wgmma ask of L2 on an H100, and what of A and B they use at one time, at {size}³",
+        [
+            *("rung", "C of a block or cluster", "bytes a step asks of L2", "clocks of its products"),
+            *("bytes a clock, all blocks", "TFLOP/s, if L2 answered"),
+            *("rows of A + of B in the first wave", "GB from HBM, if a wave fetches each once"),
+        ],
+        rows,
+        f"Computed. A step: 64 along K, of one block. L2 gives {L2_BYTES} bytes a clock. A wave: the tiles that {SMS} "
+        "multiprocessors have at one time, in the order of tile_of().",
+        folder,
+    )
+
+
 def by_shared_memory(rung, loops: dict) -> float | str:
     """TFLOP/s that a multiprocessor's shared memory, one turn a clock, allows. Ends the program if SHARED is not so."""
     if rung.name == "mma_tiles":
@@ -206,7 +281,9 @@ def predict_and_count(folder: Path | None) -> None:
     if shutil.which("nvcc"):
         with tempfile.TemporaryDirectory() as there:
             cubin = Path(there) / "ladder.cubin"
-            used = _cuda.resources("matmul_ladder.cu", ARCH, cubin) | _cuda.resources("tensor_cores.cu", ARCH)
+            used = _cuda.resources("matmul_ladder.cu", ARCH, cubin)
+            for source in sorted({rung.call[0] for rung in LADDER} - {"matmul_ladder.cu"}):
+                used |= _cuda.resources(source, ARCH)
             code = _cuda.disassembled(cubin)
         loops = {name: _cuda.multiplying_loop(code[name]) for name in SHARED}
         if framed := [name for name, mine in used.items() if mine.stack]:
@@ -353,6 +430,7 @@ def main() -> None:
         verify_all("cpu")
         predict_and_count(options.out)
         write_swizzle(options.out)
+        write_l2(options.out)
     if not options.out:
         write_figure(FIGURE, ["09_roofline"], draw_roofline, size=(7.0, 4.4))
         write_figure(SWIZZLE, ["09_swizzle"], draw_swizzle, shape=(1, 2), size=(9.0, 3.2))

@@ -11,6 +11,8 @@
 //                behind; or a random mixture. A kernel with all its barriers gives the same bits in every order.
 //   poison       Shared memory is filled with NaN before each block, so what was never written cannot look right.
 //   slowness     Asynchronous copies take as long as they may (forward), no time (reverse, ahead, behind), or either.
+//   clusters     Blocks of one cluster run together, each with its own dynamic shared memory, all threads in one order.
+//   diary        In which sweep a warp of block 0 orders tiles, multiplies, writes or waits: an order, and no time.
 //   counters     What NVIDIA's profiler would say of memory accesses: 32-byte sectors, bank conflicts, divergent paths.
 //
 // Not here: clocks, caches, and threads that really run at the same time. No time measured on the CPU says anything.
@@ -43,6 +45,24 @@ const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
     cudaError_t error = cudaGetLastError();
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
+// The same where `cluster` neighbours along x run at one time, and reach each other's shared memory.
+template <class... P, class... A>
+const char* launch_clusters(int cluster, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+                            A... arguments) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    cudaLaunchAttribute shape = {};
+    shape.id = cudaLaunchAttributeClusterDimension;
+    shape.val.clusterDim = {(unsigned)cluster, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &shape;
+    config.numAttrs = 1;
+    cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
 
 #else  // ------------------------------------------------------------------------------------------- g++, on the CPU
 
@@ -50,6 +70,7 @@ const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -102,6 +123,8 @@ namespace cuda_on_cpu {
 
 enum Kind { GLOBAL_LOAD, GLOBAL_STORE, SHARED_LOAD, SHARED_STORE, PATH, KINDS };
 
+enum Deed { ORDERS, MULTIPLIES, WRITES, WAITS };  // what the diary tells of a warp
+
 // One instruction of a warp: what each of its 32 lanes asked for.
 struct Request {
     uintptr_t address[32];
@@ -109,7 +132,7 @@ struct Request {
     int bytes = 0;       // per lane
 };
 
-enum State { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, WAITING, ENDED };
+enum State { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, AT_CLUSTER_BARRIER, WAITING, ENDED };
 
 struct Fiber {
     ucontext_t start;
@@ -120,7 +143,8 @@ struct Fiber {
     int line = 0;                // of the barrier it waits at
     std::function<bool()> over;  // WAITING until this is true
     dim3 thread;
-    int index = 0;         // in the block
+    int index = 0;         // in the block; in a cluster, those of its earlier blocks come before
+    int rank = 0;          // of my block in its cluster
     size_t made[KINDS]{};  // how many requests of each kind it has made
 };
 
@@ -128,7 +152,10 @@ struct Machine {
     int order = 0;  // 0 forward, 1 reverse, up to a million the seed of a shuffle, from there on that of a race;
                     // -1 - 2w: warp w ahead of all others, -2 - 2w: behind them
     bool counting = false;
-    dim3 grid, block, block_index;
+    dim3 grid, block, block_index, cluster_index;  // cluster_index: of the first block of the cluster
+    int cluster = 1;                               // blocks of a cluster
+    size_t block_threads = 0, block_shared = 0;    // of each of them; shared: dynamic, with what aligns the next one's
+    char* cluster_shared = nullptr;                // that of the first
     std::vector<Fiber> fibers;
     Fiber* running = nullptr;
     jmp_buf scheduler;
@@ -139,6 +166,9 @@ struct Machine {
     std::vector<std::vector<std::vector<char>>> exchanges;  // [warp][lane]: for shuffles and the tensor core
     std::vector<std::vector<Request>> log[KINDS];           // [warp][number of the request]
     int64_t requests[KINDS]{}, units[KINDS]{}, least[KINDS]{};
+    bool keeps_diary = false;
+    int sweep = 0;                          // how often all threads that can go on have done so
+    std::vector<std::array<int, 3>> diary;  // sweep, warp of block 0, deed
     std::mt19937 random;
     std::string error;
 
@@ -147,7 +177,12 @@ struct Machine {
 };
 static Machine the;
 
+inline void tell(Deed deed) {
+    if (the.keeps_diary && the.block_index.x == 0 && the.running->index % 32 == 0)
+        the.diary.push_back({the.sweep, the.running->index / 32, deed});
+}
 inline void sleep(State state, int line = 0) {
+    if (state == WAITING || state == AT_BLOCK_BARRIER || state == AT_CLUSTER_BARRIER) tell(WAITS);
     the.running->state = state;
     the.running->line = line;
     if (!_setjmp(the.running->where)) _longjmp(the.scheduler, 1);
@@ -166,6 +201,9 @@ inline void fiber_main() {
 }
 inline void resume(Fiber& fiber) {
     the.running = &fiber;
+    the.block_index = the.cluster_index;
+    the.block_index.x += fiber.rank;
+    the.dynamic_shared = the.cluster_shared ? the.cluster_shared + fiber.rank * the.block_shared : nullptr;
     fiber.state = READY;
     if (_setjmp(the.scheduler)) return;
     if (fiber.begun) _longjmp(fiber.where, 1);
@@ -232,7 +270,7 @@ inline void count_block() {
         }
 }
 
-// ---- one block after the other
+// ---- one block, or cluster of blocks, after the other
 
 inline std::string name_of(const Fiber& f) {
     auto number = [](unsigned n) { return std::to_string(n); };
@@ -248,16 +286,17 @@ inline std::string describe_deadlock() {
             if (belongs(f) && !count++) first = &f;
         if (count) text += " " + std::to_string(count) + " threads " + what + ", the first is " + name_of(*first) + ";";
     };
+    auto stands = [](Fiber& f) {
+        return f.state == AT_BLOCK_BARRIER || f.state == AT_WARP_BARRIER || f.state == AT_CLUSTER_BARRIER;
+    };
     std::vector<int> lines;
     for (Fiber& f : the.fibers)
-        if (f.state == AT_BLOCK_BARRIER || f.state == AT_WARP_BARRIER) lines.push_back(f.line);
+        if (stands(f)) lines.push_back(f.line);
     std::sort(lines.begin(), lines.end());
     lines.erase(std::unique(lines.begin(), lines.end()), lines.end());
     for (int line : lines) {
         std::string what = "wait at the barrier in line " + std::to_string(line);
-        tell(what.c_str(), [&](Fiber& f) {
-            return (f.state == AT_BLOCK_BARRIER || f.state == AT_WARP_BARRIER) && f.line == line;
-        });
+        tell(what.c_str(), [&](Fiber& f) { return stands(f) && f.line == line; });
     }
     tell("wait for an mbarrier that nobody will complete", [](Fiber& f) { return f.state == WAITING; });
     tell("have ended", [](Fiber& f) { return f.state == ENDED; });
@@ -272,18 +311,29 @@ inline bool release(size_t first, size_t last, State state) {
     return true;
 }
 
-inline bool run_block() {
+// All barriers whose threads have all come. Did one open?
+inline bool release_barriers() {
+    size_t threads = the.fibers.size();
+    bool opened = release(0, threads, AT_CLUSTER_BARRIER);
+    for (size_t first = 0; first < threads; first += the.block_threads)
+        opened |= release(first, first + the.block_threads, AT_BLOCK_BARRIER);
+    return opened;
+}
+
+inline bool run_cluster() {
     size_t threads = the.fibers.size(), ended = 0;
     if (__start_cuda_shared) memset(__start_cuda_shared, 0xff, __stop_cuda_shared - __start_cuda_shared);  // NaN
-    if (the.dynamic_shared) memset(the.dynamic_shared, 0xff, the.dynamic_storage.size() - 1024);
+    std::fill(the.dynamic_storage.begin(), the.dynamic_storage.end(), char(0xff));
     the.in_flight.clear();
     the.before_block();
+    the.sweep = 0;
     std::vector<size_t> order(threads);
     std::iota(order.begin(), order.end(), 0);
     if (the.order == 1) std::reverse(order.begin(), order.end());
     for (size_t i = 0; i < threads; i++) {
         the.fibers[i].state = READY;
         the.fibers[i].index = int(i);
+        the.fibers[i].rank = int(i / the.block_threads);
         std::fill_n(the.fibers[i].made, int(KINDS), 0);
     }
     std::vector<size_t> warps((threads + 31) / 32);  // who goes first, where warps do not keep step
@@ -294,8 +344,9 @@ inline bool run_block() {
         warps.insert(-the.order % 2 ? warps.begin() : warps.end(), one);
     }
     int before_change = 0;
-    while (ended < threads) {
+    while (ended < threads && the.error.empty()) {
         bool progress = false;
+        the.sweep++;
         if (!the.keeps_step()) {
             // The first warp that can go on does, until it waits for somebody; then it is asked again before others.
             if (the.order > 0 && before_change-- == 0) {
@@ -312,7 +363,10 @@ inline bool run_block() {
                     }
                 progress |= release(first, last, AT_WARP_BARRIER);
             }
-            if (progress) continue;
+            if (progress) {
+                release_barriers();  // at once: of a cluster one block may pass its own before the other has begun
+                continue;
+            }
         }
         if (the.order > 1) std::shuffle(order.begin(), order.end(), the.random);
         for (size_t i : the.keeps_step() ? order : std::vector<size_t>()) {
@@ -325,18 +379,16 @@ inline bool run_block() {
         }
         for (size_t first = 0; first < threads; first += 32)
             progress |= release(first, std::min(first + 32, threads), AT_WARP_BARRIER);
-        progress |= release(0, threads, AT_BLOCK_BARRIER);
+        progress |= release_barriers();
         if (progress) continue;
-        if (the.in_flight.empty()) {
-            the.error = describe_deadlock();
-            return false;
-        }
+        if (the.error.empty() && the.in_flight.empty()) the.error = describe_deadlock();
+        if (!the.error.empty()) return false;
         auto copy = std::move(the.in_flight.front());  // the slowest copy there can be: all others wait for it
         the.in_flight.erase(the.in_flight.begin());
         copy();
     }
     count_block();
-    return true;
+    return the.error.empty();
 }
 
 inline void warp_barrier(int line) { sleep(AT_WARP_BARRIER, line); }
@@ -415,17 +467,24 @@ inline void count_path(int path) { cuda_on_cpu::note(cuda_on_cpu::PATH, (const v
     (cuda_on_cpu::exchange(value, __LINE__)[(cuda_on_cpu::the.running->index % 32) ^ (lanes)])
 
 template <class... P, class... A>
-const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, void*, A... arguments) {
+const char* launch_clusters(int cluster, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, void*,
+                            A... arguments) {
     using namespace cuda_on_cpu;
+    if (cluster > 1 && __start_cuda_shared) return "here only dynamic shared memory is each block's own in a cluster";
+    if (grid.x % cluster) return "the grid is no whole number of clusters";
+    the.cluster = cluster;
     the.kernel = [=] { kernel(static_cast<P>(arguments)...); };
     the.grid = grid;
     the.block = block;
     the.random.seed(the.order);
+    the.diary.clear();
     the.error.clear();
-    the.dynamic_storage.resize(shared_bytes + 1024);
+    the.block_shared = (shared_bytes + 1023) / 1024 * 1024;
+    the.dynamic_storage.resize(cluster * the.block_shared + 1024);
     uintptr_t base = (uintptr_t)the.dynamic_storage.data();
-    the.dynamic_shared = shared_bytes ? (char*)((base + 1023) / 1024 * 1024) : nullptr;
-    size_t threads = size_t(block.x) * block.y * block.z, warps = (threads + 31) / 32;
+    the.cluster_shared = shared_bytes ? (char*)((base + 1023) / 1024 * 1024) : nullptr;
+    the.block_threads = size_t(block.x) * block.y * block.z;
+    size_t threads = cluster * the.block_threads, warps = (threads + 31) / 32;
     if (the.fibers.size() != threads) the.fibers = std::vector<Fiber>(threads);
     the.exchanges.assign(warps, std::vector<std::vector<char>>(32));
     for (int kind = 0; kind < KINDS; kind++) {
@@ -433,17 +492,21 @@ const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
         the.requests[kind] = the.units[kind] = the.least[kind] = 0;
     }
     for (size_t i = 0; i < threads; i++)
-        the.fibers[i].thread = dim3(i % block.x, i / block.x % block.y, i / block.x / block.y);
+        the.fibers[i].thread = dim3(i % block.x, i / block.x % block.y, i / block.x / block.y % block.z);
     for (unsigned z = 0; z < grid.z; z++)
         for (unsigned y = 0; y < grid.y; y++)
-            for (unsigned x = 0; x < grid.x; x++) {
-                the.block_index = dim3(x, y, z);
-                if (!run_block()) {
+            for (unsigned x = 0; x < grid.x; x += cluster) {
+                the.block_index = the.cluster_index = dim3(x, y, z);
+                if (!run_cluster()) {
                     the.fibers.clear();  // they stand in the middle of the kernel and will never go on
                     return the.error.c_str();
                 }
             }
     return nullptr;
+}
+template <class... P, class... A>
+const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, A... arguments) {
+    return launch_clusters(1, kernel, grid, block, shared_bytes, stream, arguments...);
 }
 
 // ---- a program of its own: what matmul.cu, on the ground floor, uses of CUDA's runtime beside kernels
@@ -475,6 +538,13 @@ inline const char* cudaGetErrorString(cudaError_t) { return cuda_on_cpu::launch_
 extern "C" void cuda_on_cpu_set(int order, int counting) {
     cuda_on_cpu::the.order = order;
     cuda_on_cpu::the.counting = counting;
+}
+// Whether to keep a diary, and what is in that of the last launch: three numbers for each entry.
+extern "C" int cuda_on_cpu_diary(int keep, int* out, int room) {
+    using namespace cuda_on_cpu;
+    the.keeps_diary = keep;
+    for (int i = 0; i < std::min(room, int(the.diary.size())); i++) std::copy_n(the.diary[i].begin(), 3, out + 3 * i);
+    return int(the.diary.size());
 }
 // Of the last launch: requests, then sectors (or turns of the banks, or paths), then the least turns there can be.
 extern "C" void cuda_on_cpu_counters(int64_t* out) {

@@ -18,7 +18,7 @@
 //     7 warp_tiles        a warp owns a compact tile; loads overlap the work   the same
 //
 // matmul_ladder.py predicts the bytes from these formulas, and the CPU run counts them (in 32-byte sectors). Rungs 8 to 10,
-// which use tensor cores, are in tensor_cores.cu.
+// which use tensor cores, are in tensor_cores.cu, 11 and 12 in clusters.cu.
 //
 // In ncu look at: 1 and 2, "sectors per request"; 3, "L1 and shared bandwidth"; 5 and 6, "shared bank conflicts";
 // 4, 5, 7, "warp stall reasons" and "registers per thread"; 7, "FMA pipe utilisation".

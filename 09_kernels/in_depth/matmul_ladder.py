@@ -14,13 +14,13 @@ The idea. Fetch a number once, use it often, from ever nearer places:
     intensity = 2 M N K / bytes          time >= max(FLOPs / peak, bytes / bandwidth)      (roofline, Williams 2009)
     occupancy = warps that fit into a multiprocessor's registers, shared memory and slots, over the most it can hold
 
-The kernels are CUDA: matmul_ladder.cu (0 to 7, fp32) and tensor_cores.cu (8 to 10, bf16). This file builds and calls
-them, predicts what they fetch, and holds the prediction against what is counted. One rung is here, in Triton: the
-tiled product of rung 3, in which the compiler chooses threads, shared memory and copies.
+The kernels are CUDA: matmul_ladder.cu (0 to 7, fp32), tensor_cores.cu (8 to 10, bf16), clusters.cu (11 and 12). This
+file builds and calls them, predicts what they fetch, and holds the prediction against what is counted. One rung is
+here, in Triton: the tiled product of rung 3, in which the compiler chooses threads, shared memory and copies.
 
-Without a GPU everything runs on the CPU, through cuda_on_cpu.h and Triton's interpreter; TMA, mbarriers, mma and
-wgmma are emulated instruction by instruction (ptx.h). That shows that a kernel computes the right thing, in any order
-of its threads, and how many sectors it asks for. It shows nothing about time.
+Without a GPU everything runs on the CPU, through cuda_on_cpu.h and Triton's interpreter; TMA, mbarriers, mma, wgmma and
+clusters are emulated instruction by instruction (ptx.h, clusters.h). That shows that a kernel computes the right thing,
+in any order of its threads, and how many sectors it asks for. It shows nothing about time.
 
     python matmul_ladder.py   every rung against float64, in four orders of the threads; ends with PASS
     python matmul_ladder.py --rung warp_tiles --size 200 300 77
@@ -60,17 +60,25 @@ class Rung:
     per_fma: int = 0  # sectors that a warp of 32 FMAs fetches, where there is no tile
     bank_turns: float = 1.0  # turns that loads from shared memory take, over the least there could be
     capability: tuple[int, int] = (0, 0)  # the oldest GPU that can run it
+    cluster: int = 1  # blocks that share the columns of their tiles: B is fetched once for all of them
 
     def load_sectors(self, M: int, N: int, K: int) -> int:
         """Sectors of 32 bytes asked for. M, N and K are multiples of the tile, so that no part of a tile is empty."""
         if self.tile is None:
             return M * N // 32 * K * self.per_fma
         BM, BN = self.tile
-        return (M // BM) * (N // BN) * K * (BM + BN) * self.dtype.itemsize // SECTOR
+        return (M // BM) * (N // BN) * K * (BM + BN // self.cluster) * self.dtype.itemsize // SECTOR
 
     def intensity(self, M: int, N: int, K: int) -> float:
         """FLOPs per byte asked for."""
         return 2 * M * N * K / (self.load_sectors(M, N, K) * SECTOR)
+
+    @property
+    def call(self) -> tuple[str, str]:
+        """The source and its function that runs this rung."""
+        if self.dtype == torch.float32:
+            return "matmul_ladder.cu", "run_matmul"
+        return ("tensor_cores.cu", "run_matmul_bf16") if self.cluster == 1 else ("clusters.cu", "run_matmul_clusters")
 
 
 # bank_turns of coarsened_2d: of 16 loads per step, the 8 of A take 2 turns each and the 8 of B take 4; 48/16 = 3.
@@ -85,6 +93,9 @@ LADDER = [
     Rung(8, "mma_tiles", torch.bfloat16, (128, 128), 256, 3 * (128 + 128) * 64 * 2, capability=(8, 0)),
     Rung(9, "tma_wgmma", torch.bfloat16, (128, 256), 256, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
     Rung(10, "persistent", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
+    # Behind the tiles lie ten barriers of 8 bytes; in rung 12, before them, two tiles of sums on their way out (64 KB).
+    Rung(11, "multicast", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 64 * 2 + 80, capability=(9, 0), cluster=2),
+    Rung(12, "ping_pong", torch.bfloat16, (64, 256), 384, 4 * (64 + 256) * 128 + 65616, capability=(9, 0), cluster=2),
 ]
 RUNGS = {rung.name: rung for rung in LADDER}
 TRITON = "triton"  # the tiled product in Triton, below
@@ -163,11 +174,8 @@ def matmul(
         tiled_kernel[grid](a, b, out, M, N, K, *a.stride(), *b.stride(), BM=64, BN=64, BK=32)
         return out
     spec = RUNGS[rung]
-    if spec.dtype == torch.float32:
-        call("matmul_ladder.cu", "run_matmul", spec.number, M, N, K, aligned(a), aligned(b), out, order=order)
-    else:
-        a, b = bf16_operands(a, b)
-        call("tensor_cores.cu", "run_matmul_bf16", spec.number, M, N, a.shape[1], a, b, out, order=order)
+    a, b = (aligned(a), aligned(b)) if spec.dtype == torch.float32 else bf16_operands(a, b)
+    call(*spec.call, spec.number, M, N, a.shape[1], a, b, out, order=order)
     return out
 
 
@@ -211,10 +219,9 @@ def check_matmul(a: Tensor, b: Tensor, rung: str) -> None:
 def count(rung: Rung, M: int, N: int, K: int) -> Counters:
     """What the rung does on the CPU for a product of this size."""
     a, b = torch.zeros(M, K, dtype=rung.dtype), torch.zeros(K, N, dtype=rung.dtype)
-    source, function = ("matmul_ladder.cu", "run_matmul")
     if rung.dtype == torch.bfloat16:
-        (a, b), source, function = bf16_operands(a, b), "tensor_cores.cu", "run_matmul_bf16"
-    return call(source, function, rung.number, M, N, K, a, b, a.new_empty(M, N), counting=True)
+        a, b = bf16_operands(a, b)
+    return call(*rung.call, rung.number, M, N, K, a, b, a.new_empty(M, N), counting=True)
 
 
 # ----------------------------------------------------------------------------------------------- the check and the demo
@@ -273,11 +280,12 @@ def verify(rung: str, M: int, N: int, K: int, device: str) -> tuple[float, bool]
 def print_resources(arch: str) -> bool:
     """A table of what each kernel takes of a multiprocessor. False if one takes more than there is."""
     gpu, fits = GPUS[arch], True
-    found = resources("matmul_ladder.cu", arch) | resources("tensor_cores.cu", arch)
+    rungs = [rung for rung in LADDER if arch != "sm_80" or rung.capability <= (8, 0)]
+    found: dict[str, Resources] = {}
+    for source in dict.fromkeys(rung.call[0] for rung in rungs):
+        found |= resources(source, arch)
     print(f"{'kernel':<14}{'registers':>10}{'stack':>9}{'shared':>9}{'occupancy':>11}    {arch}")
-    for rung in LADDER:
-        if arch == "sm_80" and rung.capability > (8, 0):
-            continue
+    for rung in rungs:
         used = found[rung.name]
         share = occupancy(used, rung.threads, gpu, rung.dynamic_shared)
         fits &= used.stack == 0 and used.shared + rung.dynamic_shared <= gpu.block_shared and share > 0
@@ -320,8 +328,9 @@ def main() -> int:
 
 def demo(rungs: list[str], M: int, N: int, K: int, device: str) -> int:
     wrong = []
-    M0, N0, K0 = 128, 256, 64  # to count at: whole tiles of every rung
-    print(f"errors at {M} x {N} x {K} on {device}; sectors and bank turns at {M0} x {N0} x {K0}, on the CPU only")
+    M0, N0, K0 = 128, 256, 64  # to count at: whole tiles of every rung; a cluster has two, one above the other
+    print(f"errors at {M} x {N} x {K} on {device}; sectors and bank turns on the CPU only, at {M0} x {N0} x {K0}, and")
+    print(f"for clusters of two at {2 * M0} x {N0} x {K0}")
     print(f"{'rung':<17}{'error/torch':>12}{'any order':>11}{'sectors: predicted':>20}{'counted':>9}{'bank turns':>13}")
     for name in rungs:
         if name in RUNGS and device == "cuda":
@@ -338,7 +347,8 @@ def demo(rungs: list[str], M: int, N: int, K: int, device: str) -> int:
         counted = ""
         if device == "cpu" and name in RUNGS:
             rung = RUNGS[name]
-            got, predicted = count(rung, M0, N0, K0), rung.load_sectors(M0, N0, K0)
+            size = (M0 * rung.cluster, N0, K0)
+            got, predicted = count(rung, *size), rung.load_sectors(*size)
             turns = got.bank_turns / got.bank_turns_least if got.bank_turns_least else 1.0
             counted = f"{predicted:>20}{got.load_sectors:>9}{turns:>8.2f} of {rung.bank_turns:.0f}"
             if got.load_sectors != predicted or turns != rung.bank_turns:

@@ -209,6 +209,7 @@ inline float element(uint64_t descriptor, int row, int k) {  // as the tensor co
 }  // namespace cuda_on_cpu
 
 inline void store2(global<bf16> p, int i, float first, float second) {
+    cuda_on_cpu::tell(cuda_on_cpu::WRITES);
     cuda_on_cpu::note(cuda_on_cpu::GLOBAL_STORE, p.p + i, 4);
     p.p[i] = __float2bfloat16(first);
     p.p[i + 1] = __float2bfloat16(second);
@@ -269,6 +270,7 @@ inline void arrive(uint64_t* barrier) {
     b.check();
 }
 inline void arrive_and_expect(uint64_t* barrier, int bytes) {
+    cuda_on_cpu::tell(cuda_on_cpu::ORDERS);
     cuda_on_cpu::mbarriers[barrier].bytes += bytes;
     arrive(barrier);
 }
@@ -305,17 +307,19 @@ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b) {
     using namespace cuda_on_cpu;
     int thread = the.running->index % 128, row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4 * 2;
     mine(products).add([=, sums = &d[0]] {
-        for (int upper = 0; upper < 2; upper++) {
-            float x[16];
-            for (int k = 0; k < 16; k++) x[k] = element(a, row + 8 * upper, k);
-            for (int j = 0; j < 64; j++) {
-                int col = j / 2 * 8 + pair + j % 2;
-                for (int k = 0; k < 16; k++) sums[j / 2 * 4 + upper * 2 + j % 2] += x[k] * element(b, col, k);
-            }
+        float x[2][16], y[16];
+        for (int k = 0; k < 16; k++) x[0][k] = element(a, row, k), x[1][k] = element(a, row + 8, k);
+        for (int j = 0; j < 64; j++) {
+            for (int k = 0; k < 16; k++) y[k] = element(b, j / 2 * 8 + pair + j % 2, k);
+            for (int lower = 0; lower < 2; lower++)
+                for (int k = 0; k < 16; k++) sums[j / 2 * 4 + lower * 2 + j % 2] += x[lower][k] * y[k];
         }
     });
 }
-inline void wgmma_commit() { cuda_on_cpu::mine(cuda_on_cpu::products).commit(); }
+inline void wgmma_commit() {
+    cuda_on_cpu::tell(cuda_on_cpu::MULTIPLIES);
+    cuda_on_cpu::mine(cuda_on_cpu::products).commit();
+}
 template <int LEFT>
 void wgmma_wait(float (&)[128]) {
     cuda_on_cpu::mine(cuda_on_cpu::products).wait(LEFT);

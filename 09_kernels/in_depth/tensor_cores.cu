@@ -19,20 +19,10 @@
 //                   consumers:      0   1   2   3     wait for "full", multiply, signal "empty"
 //
 // In ncu look at: "tensor pipe utilisation"; 8, "stall long scoreboard" and "MIO throttle"; 9 and 10, "stall barrier".
-// What rung 10 saves is the start of each tile, and the products run beside the stores. The tail it keeps: 8192³ has
-// 2048 tiles, 15.5 for each of 132 multiprocessors, and in the last round half of them have none.
-#include "ptx.h"
-
-// Two neighbours of a row of C, in one store where rows begin at multiples of 4 bytes.
-__device__ inline void put_pair(global<bf16> C, int row, int col, int M, int N, float first, float second) {
-    if (row >= M || col >= N) return;
-    if (N % 2 == 0) {
-        store2(C, row * N + col, first, second);
-        return;
-    }
-    C[row * N + col] = __float2bfloat16(first);
-    if (col + 1 < N) C[row * N + col + 1] = __float2bfloat16(second);
-}
+// What rung 10 saves is the start of each tile: loads run on while sums are written. (Products do not; clusters.cu goes
+// on there.) The tail it keeps: 8192³ has 2048 tiles, 15.5 for each of 132 multiprocessors, and in the last round half
+// of them have none.
+#include "tiles.h"
 
 // -------------------------------------------------------------------------------------------------------- rung 8: mma
 
@@ -101,16 +91,6 @@ __device__ inline void multiply_tile(float (&sum)[128], const bf16* tiles, int w
         wgmma(sum, descriptor(tiles + warpgroup * 64 * TILE_K, k), descriptor(tiles + A_TILE, k));
 }
 
-// Thread t of a warpgroup holds rows t/32·16 + t%32/4 (and 8 below), and of every 8 columns the pair t%4·2.
-__device__ inline void put_tile(global<bf16> C, const float (&sum)[128], int row0, int col0, int M, int N) {
-    int t = threadIdx.x % 128, row = row0 + t / 32 * 16 + t % 32 / 4, col = col0 + t % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < 32; j++) {
-        put_pair(C, row, col + j * 8, M, N, sum[4 * j], sum[4 * j + 1]);
-        put_pair(C, row + 8, col + j * 8, M, N, sum[4 * j + 2], sum[4 * j + 3]);
-    }
-}
-
 // ---------------------------------------------------------------------------------------------- rung 9: TMA and wgmma
 
 // The loop of rung 8 in the words of Hopper. Thread 0 orders the tiles; the copy engine computes the addresses, fills
@@ -150,15 +130,6 @@ tma_wgmma(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
 
 // ------------------------------------------------------------------------------- rung 10: warp-specialised, persistent
 
-// Tiles are taken in stripes of 8 rows of tiles: the blocks that run at one time then share few rows of A and few of B,
-// which fit into L2. (Row by row, they would need one row of A and all of B.)
-__device__ inline void tile_of(int index, int rows, int cols, int* row, int* col) {
-    constexpr int STRIPE = 8;
-    int first = index / (STRIPE * cols) * STRIPE, height = rows - first < STRIPE ? rows - first : STRIPE;
-    *row = first + index % (STRIPE * cols) % height;
-    *col = index % (STRIPE * cols) / height;
-}
-
 // Warpgroup 0 is the producer: one of its threads orders tiles as fast as stages become empty, also across the end of
 // a tile of C, so the consumers find data when they return from writing. Warpgroups 1 and 2 multiply and write. Nobody
 // meets in __syncthreads() any more; each stage has two mbarriers:
@@ -186,7 +157,7 @@ persistent(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __g
         if (t != 0) return;
         int use = 0;  // counts the steps of all tiles: the stage is use % STAGES, its round use / STAGES
         for (int index = blockIdx.x; index < tile_rows * tile_cols; index += gridDim.x) {
-            tile_of(index, tile_rows, tile_cols, &row, &col);
+            tile_of<8>(index, tile_rows, tile_cols, &row, &col);
             for (int step = 0; step < steps; step++, use++) {
                 int s = use % STAGES;
                 wait(&empty[s], (use / STAGES + 1) % 2);
@@ -199,7 +170,7 @@ persistent(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __g
         take_registers<240>();
         int use = 0;
         for (int index = blockIdx.x; index < tile_rows * tile_cols; index += gridDim.x) {
-            tile_of(index, tile_rows, tile_cols, &row, &col);
+            tile_of<8>(index, tile_rows, tile_cols, &row, &col);
             float sum[128] = {};
             for (int step = 0; step < steps; step++, use++) {
                 wait(&full[use % STAGES], use / STAGES % 2);

@@ -42,29 +42,47 @@ def dtype_of(rung):
 
 @pytest.mark.parametrize("rung", [*RUNGS, TRITON])
 def test_every_rung_equals_float64_at_odd_sizes_and_in_every_order_of_its_threads(rung):
-    for size in ((139, 263, 333), (1, 1, 1), (5, 300, 8), (128, 256, 136)):
+    for size in ((139, 263, 269), (1, 1, 1), (5, 300, 8), (128, 256, 136)):
         ratio, same = matmul_ladder.verify(rung, *size, DEVICE if rung == TRITON else "cpu")
         assert ratio <= 2, f"{rung} at {size}: its error is {ratio} times that of PyTorch's product"
         assert same, f"{rung} at {size}: the bits depend on the order in which the threads run"
 
 
 # Blocks with more than one step of each kind: a stage of tma_wgmma is used again from the fifth step of 64 on.
+# The last two have two tiles and more for a cluster, and one block of it that hangs over the edge.
 SMALL = {"shared_tiles": (33, 35, 70), "coarsened_1d": (65, 66, 20), "mma_tiles": (128, 128, 320)}
 LARGE = {"tma_wgmma": (128, 256, 384), "persistent": (200, 300, 384)}
+CLUSTERS = {"multicast": (200, 300, 320), "ping_pong": (140, 264, 320)}
+# Of a cluster's 24 warps: of each block the producer, and one of each group of consumers; of a block alone the same.
+CHOSEN = {"multicast": (0, 5, 10, 12, 17, 22), "ping_pong": (0, 5, 10, 12, 17, 22), "persistent": (0, 4, 5, 8, 10)}
 
 
 @pytest.mark.parametrize("rung", list(RUNGS)[2:])  # the first two have no barrier to forget
 def test_the_bits_are_the_same_when_one_warp_runs_ahead_or_falls_behind_as_far_as_barriers_let_it(rung):
-    size = (SMALL | LARGE).get(rung, (139, 130, 20))
+    size = (SMALL | LARGE | CLUSTERS).get(rung, (139, 130, 20))
     a, b = random_inputs(*size, RUNGS[rung].dtype, "cpu")
     first = matmul_ladder.matmul(a, b, rung)
     assert error_ratio(first, a, b) <= 2
-    for order in _cuda.uneven(RUNGS[rung].threads):
+    for order in _cuda.uneven(RUNGS[rung].threads, CHOSEN.get(rung, ())):
         try:
             same = torch.equal(first, matmul_ladder.matmul(a, b, rung, order=order))
         except CudaError as error:
             raise AssertionError(f"{rung}, order {order}: {error}") from None
         assert same, f"{rung}, order {order}: a warp that is ahead or behind gives other bits"
+
+
+def test_in_ping_pong_one_warpgroup_multiplies_at_a_time_and_beside_it_the_other_writes():
+    a, b = random_inputs(128, 1024, 320, torch.bfloat16, "cpu")  # four tiles for a cluster
+    out = a.new_full((128, 1024), float("nan"))
+    entries = _cuda.diary(*RUNGS["ping_pong"].call, 12, 128, 1024, 320, a, b.t().contiguous(), out, order=REVERSE)
+    assert error_ratio(out, a, b) <= 2
+    sweeps = {
+        (warp, deed): {s for s, w, d in entries if (w, d) == (warp, deed)}
+        for warp in (4, 8)
+        for deed in ("multiplies", "writes")
+    }
+    assert not sweeps[4, "multiplies"] & sweeps[8, "multiplies"]
+    assert sweeps[4, "writes"] & sweeps[8, "multiplies"] and sweeps[8, "writes"] & sweeps[4, "multiplies"]
 
 
 @pytest.mark.parametrize("rung", [*RUNGS, TRITON])
@@ -107,7 +125,7 @@ def test_triton_takes_fp16_and_sums_in_fp32():
 
 @pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 def test_sectors_and_bank_turns_are_those_predicted(rung):
-    size = (128, 256, 64)
+    size = (128 * rung.cluster, 256, 64)
     got = matmul_ladder.count(rung, *size)
     assert got.load_sectors == rung.load_sectors(*size)
     if got.bank_turns_least:
@@ -118,6 +136,7 @@ def test_the_intensity_of_tiles_is_the_harmonic_mean_of_the_formula():
     for rung in LADDER:
         if rung.tile:
             BM, BN = rung.tile
+            BM *= rung.cluster  # two tiles, one above the other, and a single fetch of B
             assert rung.intensity(512, 512, 512) == pytest.approx(2 / (rung.dtype.itemsize * (1 / BM + 1 / BN)))
 
 
@@ -137,9 +156,10 @@ def test_occupancy_is_decided_by_the_scarcest_resource():
 
 @NVCC
 def test_kernels_have_no_stack_frame_and_fit_into_a_multiprocessor_and_use_the_units_they_are_about(tmp_path):
-    cubin = tmp_path / "tensor_cores.cubin"
+    cubin, other = tmp_path / "tensor_cores.cubin", tmp_path / "clusters.cubin"
     for arch, gpu in GPUS.items():
         found = _cuda.resources("matmul_ladder.cu", arch) | _cuda.resources("tensor_cores.cu", arch, cubin)
+        found |= _cuda.resources("clusters.cu", arch, other) if arch == "sm_90a" else {}
         for rung in LADDER:
             if arch == "sm_80" and rung.capability > (8, 0):
                 continue
@@ -151,12 +171,15 @@ def test_kernels_have_no_stack_frame_and_fit_into_a_multiprocessor_and_use_the_u
         # Two blocks of warp_tiles on a multiprocessor: while one waits at its barrier, the other computes.
         assert occupancy(found["warp_tiles"], 256, gpu) >= 16 / 64
     # arch is sm_90a now. setmaxnreg moves registers between warps; it counts on an even split at the start.
-    assert found["persistent"].registers == 65536 // 384 // 8 * 8
-    code = machine_code(cubin)
+    for name in ("persistent", "multicast", "ping_pong"):
+        assert found[name].registers == 65536 // 384 // 8 * 8
+    code = machine_code(cubin) | machine_code(other)
     for name, instructions in {
         "mma_tiles": ("HMMA.16816.F32.BF16", "LDGSTS", "LDSM"),  # mma, cp.async, ldmatrix
         "tma_wgmma": ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "SYNCS"),  # wgmma, TMA, mbarriers
         "persistent": ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "USETMAXREG"),
+        "multicast": ("HGMMA.64x256x16.F32.BF16", "UTMALDG.2D.MULTICAST", "UCGABAR_ARV", "SYNCS.ARRIVE.TRANS64.RED"),
+        "ping_pong": ("UTMALDG.2D.MULTICAST", "UCGABAR_WAIT", "UTMASTG.2D", "UTMACMDFLUSH", "FENCE.VIEW.ASYNC"),
     }.items():
         for instruction in instructions:
             assert instruction in code[name], f"{name} has no {instruction}"
@@ -177,7 +200,7 @@ def test_the_shared_loads_in_machine_code_are_those_that_the_readme_names(tmp_pa
 
 
 def machine_code(cubin):
-    """The disassembled kernels of tensor_cores.cu, by name."""
+    """The disassembled kernels in bf16, by name."""
     tool = (
         Path(matmul_ladder.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     )  # triton brings it along
@@ -257,6 +280,9 @@ __global__ void strided(global<const float> in, global<float> out, int stride) {
     out[threadIdx.x] = s[threadIdx.x * stride % 1024];
 }
 static dim3 one(1);
+extern "C" const char* run_cluster(float* o, void* s) {
+    return launch_clusters(2, half_meets, dim3(2), dim3(64), 0, s, o);
+}
 extern "C" const char* run_half_meets(float* o, void* s) { return launch(half_meets, one, dim3(64), 0, s, o); }
 extern "C" const char* run_two_places(float* o, void* s) { return launch(two_places, one, dim3(64), 0, s, o); }
 extern "C" const char* run_unwritten(float* o, void* s) {
@@ -321,6 +347,65 @@ def test_a_warp_that_is_ahead_does_all_it_can_before_the_others_and_one_that_is_
     assert (first, second) in races and (second, first) in races
     assert len({str(race) for race in races}) > 2, "a race in which nobody is ever overtaken"
     assert diary(_cuda.racing(3)) == races[3], "not the same in every run"
+
+
+CLUSTER_OF_TWO = """
+#include "clusters.h"
+__global__ void signals_who_has_left(global<float> out) {
+    DYNAMIC_SHARED(uint64_t, barrier);
+    if (threadIdx.x == 0) barrier_init(barrier, 1);
+    cluster_barrier();
+    if (rank_in_cluster() == 0 && threadIdx.x == 0) arrive_at(barrier, 1);
+}
+__global__ void half_meets(global<float> out) {
+    if (rank_in_cluster() == 0)
+        cluster_barrier();
+}
+__global__ void writes_out(const CUtensorMap map, int says) {
+    DYNAMIC_SHARED(bf16, tile);
+    int row = threadIdx.x, rank = rank_in_cluster();
+    for (int col = 0; col < TILE_K; col += 2) put_shared(tile + swizzled(row, col / 8) + col % 8, rank + 1, rank + 1);
+    if (says) shared_is_written();
+    __syncthreads();
+    if (row == 0) {
+        copy_tile_out(&map, rank * 32, 0, tile);
+        out_commit();
+        out_wait<0>();
+    }
+}
+static dim3 two(2);
+extern "C" const char* run_signals(float* o, void* s) {
+    return launch_clusters(2, signals_who_has_left, two, dim3(32), 1024, s, o);
+}
+extern "C" const char* run_half(float* o, void* s) { return launch_clusters(2, half_meets, two, dim3(32), 0, s, o); }
+extern "C" const char* run_out(bf16* C, int says, void* s) {
+    return launch_clusters(2, writes_out, two, dim3(32), 4096, s, CUtensorMap{C, 60, 56, 32}, says);
+}
+extern "C" const char* run_odd(float* o, void* s) { return launch_clusters(2, half_meets, dim3(3), dim3(32), 0, s, o); }
+"""
+
+
+@pytest.mark.prove  # a second and a half to build its kernels
+def test_what_goes_wrong_between_the_blocks_of_a_cluster_is_named(tmp_path, strange):
+    source = tmp_path / "cluster_of_two.cu"
+    source.write_text(CLUSTER_OF_TWO)
+    with pytest.raises(CudaError, match=r"an arrival at a barrier of block 1 of the cluster, which has ended"):
+        call(str(source), "run_signals", torch.zeros(1), order=_cuda.ahead(1))
+    call(str(source), "run_signals", torch.zeros(1), order=_cuda.ahead(0))  # nothing wrong, where block 0 is first
+    with pytest.raises(CudaError, match=r"32 threads wait at the barrier in line 11.*32 threads have ended"):
+        call(str(source), "run_half", torch.zeros(1))
+    with pytest.raises(CudaError, match="the grid is no whole number of clusters"):
+        call(str(source), "run_odd", torch.zeros(1))
+    with pytest.raises(CudaError, match="only dynamic shared memory is each block's own"):
+        call(strange, "run_cluster", torch.zeros(64))
+    # A tile of 32 x 64 from each block, cut at row 60 and column 56; and without the fence that shows it to the engine.
+    for says in (1, 0):
+        out = torch.zeros(61, 56, dtype=torch.bfloat16)
+        call(str(source), "run_out", out, says)
+        if says:
+            assert out[:32].eq(1).all() and out[32:60].eq(2).all() and out[60].eq(0).all()
+        else:
+            assert out[:60].isnan().all()
 
 
 @pytest.mark.parametrize(("stride", "turns"), [(1, 1), (2, 2), (8, 8), (32, 32), (33, 1)])
