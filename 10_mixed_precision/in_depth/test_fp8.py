@@ -83,6 +83,25 @@ def test_scales_lie_along_the_dimension_that_is_summed():
     assert RECIPES["block"].block("w", 0) == (128, 128)
 
 
+def test_each_operand_is_in_the_format_that_is_published_for_its_recipe():
+    """e5m2 for gradients with one scale per tensor (2209.05433), e4m3 for all operands elsewhere."""
+    for name in RECIPES:
+        linear, weight = Fp8Linear(name), nn.Parameter(random(16, 32))
+        for role in ("x", "w", "dy"):
+            want = e5m2 if role == "dy" and name in ("tensor", "tensor-delayed") else e4m3
+            q = linear.quantize(random(16, 32), role, linear.recipe.block(role, 1), weight)
+            assert q.values.dtype == want, f"{name}: {role} is in {q.values.dtype}"
+
+
+def test_a_gradient_30_powers_of_two_below_the_largest_is_no_zero_with_one_scale_per_tensor():
+    dy = torch.logspace(0, -30, 31, base=2)[None].repeat(2, 1)
+    for name in ("tensor", "tensor-delayed"):
+        linear, weight = Fp8Linear(name), nn.Parameter(torch.eye(31))
+        x = torch.ones(2, 31, requires_grad=True)
+        linear(x, weight).backward(dy)
+        assert ((x.grad / dy - 1).abs() <= 0.5).all(), f"{name}: {(x.grad == 0).sum().item()} of 62 are zero"
+
+
 def test_an_outlier_spoils_its_tile_and_not_the_others():
     x, ordinary = with_outliers(256, 1024, features=1, factor=1e5)
     error = {}
