@@ -42,6 +42,7 @@ The last line is PASS, or the script exits with 1 and says which number is off.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -288,6 +289,30 @@ def with_outliers(rows: int, columns: int, features: int = 1, factor: float = 1e
     ordinary[torch.randperm(columns, generator=generator)[:features]] = False
     x[:, ~ordinary] *= factor
     return x, ordinary
+
+
+class LargeFeatures:
+    """`linear(x, weight)` in a model with outliers: of x's K features the same few are `factor` times as large, and
+    their weights as much smaller. A power of two, so that in fp32 neither y nor a gradient changes by a bit: whatever a
+    recipe loses with it, it loses because 8 bits have to hold both kinds at once.
+
+    Layers with fewer than `least` inputs stay as they are. Six features of 4096 are what 2208.07339 finds at 6.7 B
+    parameters; factors of about 100 are usual (2211.10438), and 100,000 have been seen (2402.17762).
+    """
+
+    def __init__(self, linear: Callable[[Tensor, Tensor], Tensor], factor: float, features: int = 6, least: int = 4096):
+        if factor <= 0 or math.frexp(factor)[0] != 0.5:
+            raise ValueError(f"factor {factor:g} of the outliers is no power of two, and would change what is computed")
+        self.linear, self.factor, self.features, self.least = linear, factor, features, least
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        inputs = weight.shape[1]
+        if inputs < self.least:
+            return self.linear(x, weight)
+        factors = torch.ones(inputs, device=x.device, dtype=x.dtype)
+        chosen = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))[: self.features]
+        factors[chosen] = self.factor
+        return self.linear(x * factors, weight / factors.to(weight.dtype))
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -48,7 +48,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from _precision_demo import OneLineParser, Report, launch, wide
-from formats import FORMATS, Block, Format, Quantized, amax_of, e4m3, emulated_matmul, expand, transpose
+from formats import FORMATS, Block, Format, Quantized, amax_of, e4m3, emulated_matmul, expand, to_fp8, transpose
 from fp8 import Fp8Linear, Recipe, relative
 from torch import Tensor
 
@@ -135,11 +135,6 @@ class Microscaled(NamedTuple):
         values = decode(self.codes, self.kind.element)
         return (values * expand(self.scale(), self.kind.block, values.shape)).to(dtype)
 
-    def plain(self) -> Quantized:
-        """For the products of fp8.py. e4m3 holds every number of e2m1; e5m2 stays what it is."""
-        dtype = self.kind.element.dtype or e4m3
-        return Quantized(decode(self.codes, self.kind.element).to(dtype), self.scale(), self.kind.block)
-
     def bits(self) -> int:
         """Of memory, with elements of 4 bits packed."""
         packed = self.codes.numel() * self.kind.element.bits + self.scales.numel() * 8
@@ -159,13 +154,13 @@ class Micro:
     def block(self) -> Block:
         return (1, self.size)
 
-    def quantize(self, x: Tensor, amax: Tensor | None = None) -> Microscaled:
-        """x [R, C] in blocks along its rows; the last of a row may be shorter. `amax` [1, 1]: of the tensor of which x
-        is a piece, where the format asks for it; x's own if None. NaN and infinity make NaN of what shares a scale."""
-        x, peaks = wide(x.detach()), amax_of(x, self.block)  # [R, C], [R, ceil(C/size)]
+    def scales(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """x [R, C], in fp32 or more -> patterns of the scales [R, ceil(C/size)], the scale of the tensor if there is
+        one, and what the elements of each block are multiplied with before they are rounded."""
+        peaks = amax_of(x, self.block)
         if not self.two_levels:
             scales = encode_e8m0(peaks, self.element, self.up)
-            return Microscaled(self.elements(x, 1 / decode_e8m0(scales)), scales, None, self)
+            return scales, None, (1 / decode_e8m0(scales)).float()  # powers of two: exact
         amax = amax_of(x, (0, 0)) if amax is None else amax
         # All in fp32, as the equations of appendix B; the clamps keep a reciprocal finite (Transformer Engine's, too).
         largest = self.element.max
@@ -175,11 +170,27 @@ class Micro:
         s_enc = torch.where(amax == 0, 1.0, (top / amax).clamp(max=FP32_MAX))  # equation 1
         s_dec = 1 / s_enc
         scales = encode(peaks / largest * s_enc, E4M3)  # equations 2 and 3
-        inverse = 1 / (decode(scales, E4M3).float() * s_dec)
-        return Microscaled(self.elements(x, inverse.clamp(max=FP32_MAX)), scales, s_dec, self)
+        return scales, s_dec, (1 / (decode(scales, E4M3).float() * s_dec)).clamp(max=FP32_MAX)
 
-    def elements(self, x: Tensor, inverse: Tensor) -> Tensor:
-        return encode(x * expand(inverse, self.block, x.shape), self.element)  # equation 4
+    def quantize(self, x: Tensor, amax: Tensor | None = None) -> Microscaled:
+        """x [R, C] in blocks along its rows; the last of a row may be shorter. `amax` [1, 1]: of the tensor of which x
+        is a piece, where the format asks for it; x's own if None. NaN and infinity make NaN of what shares a scale."""
+        x = wide(x.detach())
+        scales, outer, inverse = self.scales(x, amax)
+        codes = encode(x * expand(inverse, self.block, x.shape), self.element)  # equation 4
+        return Microscaled(codes, scales, outer, self)
+
+    def plain(self, x: Tensor, amax: Tensor | None = None) -> Quantized:
+        """The numbers of `quantize(x, amax)` without their patterns, for the products of fp8.py: much faster here.
+        e4m3 holds every number of e2m1."""
+        x = wide(x.detach())
+        scales, outer, inverse = self.scales(x, amax)
+        scaled, dtype = x * expand(inverse, self.block, x.shape), self.element.dtype or e4m3
+        if self.element.dtype is None:
+            size = scaled.abs()
+            gap = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # of e2m1
+            scaled = (torch.round(scaled / gap) * gap).clamp(-E2M1.max, E2M1.max)
+        return Quantized(to_fp8(scaled, dtype), Microscaled(scales, scales, outer, self).scale(), self.block)
 
 
 MICRO = {
@@ -211,7 +222,7 @@ class MicroLinear(Fp8Linear):
         self.watch(amax, {"x": "an input", "w": "a weight", "dy": "a gradient"}[role] + f" of shape {[*tensor.shape]}")
         if self.micro.two_levels and self.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
-        q = self.micro.quantize(tensor if along_rows else tensor.T, amax).plain()
+        q = self.micro.plain(tensor if along_rows else tensor.T, amax)
         return q if along_rows else transpose(q)
 
 
@@ -261,7 +272,7 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         report.add("  error of the ordinary features", f"<= {limit}", f"{error:.4f}", error <= limit)
         linear = MicroLinear(name, group)
         own = linear.quantize(x[mine], "x", kind.block, x).dequantize()
-        report.add("  pieces of ranks are those of the whole", True, torch.equal(own, q.plain().dequantize()[mine]))
+        report.add("  pieces of ranks are those of the whole", True, torch.equal(own, kind.plain(x).dequantize()[mine]))
     return report.finish()
 
 

@@ -168,6 +168,17 @@ def test_nvfp4_is_what_its_equations_say(size):
     assert torch.equal(got[3, 32:48], torch.zeros(16, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", MICRO)
+def test_without_their_patterns_the_numbers_are_the_same(name):
+    """Halves between two neighbours of e2m1 in all blocks, and numbers of very different sizes."""
+    ties = torch.tensor([6, *(m + 0.25 for m in (0, 0.5, 1, 1.5)), 2.5, 3.5, 5, 7, 0, *[-0.75] * 6] * 2)[None]
+    wild = random(8, 96) * torch.logspace(-30, 30, 8)[:, None]
+    wild[3, 5], wild[4, :32] = math.nan, 0
+    for x in (ties, wild[:3], wild):
+        got, want = MICRO[name].plain(x), MICRO[name].quantize(x)
+        assert same(got.dequantize(torch.float64), want.dequantize(torch.float64)).all(), name
+
+
 def test_a_power_of_two_as_the_specification_has_it_saturates_and_the_next_one_does_not():
     x = torch.linspace(1, 2, 400)[:-1, None].repeat(1, 32)
     for name, worst in (("mxfp8", 1 - 448 / 512), ("mxfp8-up", 1 / 17), ("mxfp4", 1 - 6 / 8), ("mxfp4-up", 1 / 5)):
