@@ -12,11 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-import torch.nn.functional as F
 from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
-from fp8 import Fp8Linear, LargeFeatures
+from fp8 import Fp8Linear
 from fp8_recipes import TABLE, RecipeAdamW, RecipeLinear
-from microscaling import MICRO, MicroLinear
 from precision_policies import POLICIES, MixedAdamW, linear, make_scaler
 
 # The runs stand for this many data-parallel ranks that hold the same batch: each divides its loss by the number of
@@ -34,15 +32,8 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def start(name: str) -> tuple[Decoder, MixedAdamW | RecipeAdamW, Any, Callable[[], None]]:
-    """Model, optimizer, scaler and what to call after a step. Names: of POLICIES, "fp8-" + a recipe, of TABLE, or
-    "outliers FACTOR: RECIPE", a model with K = 4096 and large features, weights in fp32, products by the recipe."""
+    """Model, optimizer, scaler and what to call after a step. Names: of POLICIES, "fp8-" + a recipe, or of TABLE."""
     group = dist.group.WORLD
-    if name.startswith("outliers "):
-        factor, recipe = name.removeprefix("outliers ").split(": ")
-        product = F.linear if recipe == "fp32" else MicroLinear(recipe) if recipe in MICRO else Fp8Linear(recipe)
-        model = Decoder(LargeFeatures(product, float(factor)), inner=4096, layers=1)
-        optimizer = MixedAdamW(model.named_parameters(), POLICIES["fp32"], LR)
-        return model, optimizer, make_scaler(POLICIES["fp32"], group), lambda: None
     if name in TABLE and name not in POLICIES:
         row_linear = RecipeLinear(TABLE[name], None)
         model = Decoder(row_linear)
