@@ -83,11 +83,13 @@ def decode(codes: Tensor, form: Format) -> Tensor:
 def encode(x: Tensor, form: Format) -> Tensor:
     """x, any shape -> bit patterns, one a byte: rounded to nearest, ties to even. Too large becomes the largest number
     (section 6.3), NaN the pattern of all ones, which in e2m1 is -6: there the scale says NaN for the whole block."""
+    # --- exercise 10.43: the pattern of a number ---
     rounded = form.round(x.double().clamp(-form.max, form.max))
     exponent = (torch.frexp(rounded).exponent - 1).masked_fill(rounded == 0, -form.bias).clamp(min=1 - form.bias)
     steps = torch.ldexp(rounded.abs(), form.mantissa - exponent)  # 2^M + m, or m alone among the subnormals: an integer
     code = (exponent + form.bias - 1) * 2**form.mantissa + steps  # and so the leading 1 adds one to the exponent field
     code = code + rounded.signbit() * 2 ** (form.bits - 1)
+    # --- end exercise ---
     return code.nan_to_num(2**form.bits - 1).to(torch.uint8)
 
 
@@ -98,12 +100,14 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 def encode_e8m0(amax: Tensor, form: Format, up: bool) -> Tensor:
     """The scale of blocks whose largest |x| is `amax`. `up`: with which none of them saturates; else as section 6.3."""
+    # --- exercise 10.44: the power of two that a block shares ---
     fraction, exponent = torch.frexp(amax.double())  # amax = fraction · 2^exponent, 1/2 <= fraction < 1
     top_fraction, top_exponent = math.frexp(form.max)
     shared = exponent - top_exponent  # floor(log2 amax) - floor(log2 max)
     if up:
         shared = shared + (fraction > top_fraction)
     code = torch.where(amax == 0, 0, (shared + BIAS).clamp(0, NAN - 1))
+    # --- end exercise ---
     return torch.where(amax.isfinite(), code, NAN).to(torch.uint8)
 
 
@@ -162,6 +166,7 @@ class Micro:
             scales = encode_e8m0(peaks, self.element, self.up)
             return scales, None, (1 / decode_e8m0(scales)).float()  # powers of two: exact
         amax = amax_of(x, (0, 0)) if amax is None else amax
+        # --- exercise 10.45: a scale of the tensor, and of each block one in 8 bits beside it ---
         # All in fp32, as the equations of appendix B; the clamps keep a reciprocal finite (Transformer Engine's, too).
         largest = self.element.max
         top = torch.full_like(
@@ -171,6 +176,7 @@ class Micro:
         s_dec = 1 / s_enc
         scales = encode(peaks / largest * s_enc, E4M3)  # equations 2 and 3
         return scales, s_dec, (1 / (decode(scales, E4M3).float() * s_dec)).clamp(max=FP32_MAX)
+        # --- end exercise ---
 
     def quantize(self, x: Tensor, amax: Tensor | None = None) -> Microscaled:
         """x [R, C] in blocks along its rows; the last of a row may be shorter. `amax` [1, 1]: of the tensor of which x
