@@ -179,9 +179,9 @@ def predicted_linear(name: str, tokens: int, size: int) -> float | None:
     if bf16 is None or fp8 is None:
         return None
     elements = 2 * (tokens * size) + size * size  # x and dy, and the weight; each is quantised for two products
-    # Bytes for each element: 16 bits read and 8 written, twice for blocks along rows and columns; one scale of a
-    # tensor reads it once more for the amax, and turns a copy around. Scales of rows are left to PyTorch.
-    passes = {"block": 2 * 3, "row": 2 * 20}.get(name, 2 + 3 + 2)
+    # Bytes for each element: 16 bits read and 8 written twice, along rows and along columns; scales of whole rows read
+    # it once more for their largest elements, and so does one scale of a tensor, which then turns a copy around.
+    passes = {"block": 2 + 2, "row": 2 + 2 + 2}.get(name, 2 + 3 + 2)
     quantised = predictions.moved(gpu, passes * elements, 6)
     return bf16 / (fp8 + (quantised or 0.0))
 

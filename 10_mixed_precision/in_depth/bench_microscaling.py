@@ -123,9 +123,10 @@ def measure_model() -> None:
     for (name, factor), pairs in off.items():
         if "fp4" not in name and factor < 1000 and not max(abs(loss) for loss, _ in pairs) <= LIMIT:
             sys.exit(f"bench_microscaling.py: {name} with outliers of {factor} is off fp32 by {pairs}")
-    for mine in zip(*(off[name, FACTORS[-1]] for name in ("tensor", "block", "mxfp8")), strict=True):
-        if not mine[0][1] > mine[1][1] > mine[2][1]:
-            sys.exit(f"bench_microscaling.py: with the largest outliers smaller blocks are not better: {mine}")
+    for name in ("tensor", "row"):
+        for (_, mine), (_, tiles) in zip(off[name, FACTORS[-1]], off["block", FACTORS[-1]], strict=True):
+            if not mine > 3 * tiles:
+                sys.exit(f"bench_microscaling.py: the largest outliers cost {name} {mine:.3f} and tiles {tiles:.3f}")
     table = [
         [name, *(cell for factor in FACTORS for cell in (
             f"{statistics.median(loss for loss, _ in off[name, factor]):+.2f} %",

@@ -57,6 +57,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # Legend: x [M, K] activations of M tokens, W [N, K] a weight, dy [M, N] the gradient of y. Blocks are (rows, columns);
 # 0 stands for all of them.
 e5m2 = torch.float8_e5m2
+NAMES = {"x": "an input", "w": "a weight", "dy": "a gradient"}
 
 
 def check_finite(amax: Tensor, what: str) -> None:
@@ -202,6 +203,8 @@ class Fp8Linear:
         def operands(tensor: Tensor, role: str) -> tuple[Quantized, Quantized]:
             along_rows, along_columns = self.recipe.block(role, 1), self.recipe.block(role, 0)
             kept = stored if role == "w" else None
+            if self.kernels and tensor.numel() and along_rows != along_columns and not kept:
+                return self.both(tensor, role, along_rows)
             first = kept or self.quantize(tensor, role, along_rows, weight)
             if along_rows == along_columns:  # one scale, or a square block: one form serves both sums
                 return first, first
@@ -214,7 +217,7 @@ class Fp8Linear:
         """One operand in fp8, by the recipe and, if there are, by the kernels of the GPU."""
         dtype = self.recipe.gradient_dtype if role == "dy" else e4m3
         kernels = self.kernels if tensor.numel() else None
-        what = {"x": "an input", "w": "a weight", "dy": "a gradient"}[role] + f" of shape {list(tensor.shape)}"
+        what = f"{NAMES[role]} of shape {[*tensor.shape]}"
         if self.per_tensor:
             amax = kernels.amax(tensor) if kernels else amax_of(tensor, block)
             self.watch(amax, what)
@@ -223,6 +226,13 @@ class Fp8Linear:
         q = (kernels.quantize if kernels else quantize)(tensor, dtype, block)
         self.watch(q.scale, what)  # a scale of a block with NaN or infinity is not finite either
         return q
+
+    def both(self, tensor: Tensor, role: str, block: Block) -> tuple[Quantized, Quantized]:
+        """An operand of two products, by the kernels, which read it once."""
+        forms = self.kernels.quantize_both(tensor, self.recipe.gradient_dtype if role == "dy" else e4m3, block)
+        for q in forms:
+            self.watch(q.scale, f"{NAMES[role]} of shape {[*tensor.shape]}")
+        return forms
 
     def watch(self, amax: Tensor, what: str) -> None:
         if amax.device.type == "cpu":

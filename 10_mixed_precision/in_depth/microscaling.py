@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 from _precision_demo import OneLineParser, Report, launch, wide
 from formats import FORMATS, Block, Format, Quantized, amax_of, e4m3, emulated_matmul, expand, to_fp8, transpose
-from fp8 import Fp8Linear, Recipe, relative
+from fp8 import NAMES, Fp8Linear, Recipe, relative
 from torch import Tensor
 
 
@@ -225,7 +225,7 @@ class MicroLinear(Fp8Linear):
     def quantize(self, tensor: Tensor, role: str, block: Block, weight: Tensor) -> Quantized:
         along_rows = block == self.micro.block
         amax = amax_of(tensor, (0, 0))
-        self.watch(amax, {"x": "an input", "w": "a weight", "dy": "a gradient"}[role] + f" of shape {[*tensor.shape]}")
+        self.watch(amax, f"{NAMES[role]} of shape {[*tensor.shape]}")
         if self.micro.two_levels and self.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         q = self.micro.plain(tensor if along_rows else tensor.T, amax)
