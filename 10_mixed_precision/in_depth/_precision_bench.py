@@ -15,6 +15,7 @@ import torch.distributed.nn  # first imported while a group is up, it would keep
 from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
 from fp8 import Fp8Linear
 from fp8_recipes import TABLE, RecipeAdamW, RecipeLinear
+from microscaling import MICRO, MicroLinear
 from precision_policies import POLICIES, MixedAdamW, linear, make_scaler
 
 # The runs stand for this many data-parallel ranks that hold the same batch: each divides its loss by the number of
@@ -32,7 +33,8 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def start(name: str) -> tuple[Decoder, MixedAdamW | RecipeAdamW, Any, Callable[[], None]]:
-    """Model, optimizer, scaler and what to call after a step. Names: of POLICIES, "fp8-" + a recipe, or of TABLE."""
+    """Model, optimizer, scaler and what to call after a step. Names: of POLICIES, "fp8-" + a recipe, of MICRO, of
+    TABLE."""
     group = dist.group.WORLD
     if name in TABLE and name not in POLICIES:
         row_linear = RecipeLinear(TABLE[name], None)
@@ -43,8 +45,8 @@ def start(name: str) -> tuple[Decoder, MixedAdamW | RecipeAdamW, Any, Callable[[
             make_scaler(POLICIES["fp32"], group),
             lambda: None,
         )
-    if name.startswith("fp8-"):
-        fp8 = Fp8Linear(name.removeprefix("fp8-"))
+    if name.startswith("fp8-") or name in MICRO:
+        fp8 = MicroLinear(name) if name in MICRO else Fp8Linear(name.removeprefix("fp8-"))
         model = Decoder(fp8)
         optimizer = MixedAdamW(model.named_parameters(), POLICIES["bf16"], LR)
         return model, optimizer, make_scaler(POLICIES["bf16"], group), fp8.end_step
