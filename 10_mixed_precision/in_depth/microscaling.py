@@ -20,7 +20,7 @@ Idea. Keep the scale in 8 bits, too. Two families differ in which 8 bits:
 How a scale is found. MX ("OCP Microscaling Formats (MX) Specification" 1.0, section 6.3): the largest power of two
 <= amax of the block, divided by the largest power of two of the element format. This may leave amax above the largest
 element, and then it saturates: of 500 in mxfp8 remains 448. NVIDIA takes the next power of two instead ("-up" here;
-2506.08027: with OCP's way a model of 8 B parameters diverged). NVFP4 (2509.25149, appendix B, equations 1 to 4):
+2506.08027: training can diverge with OCP's way, and does not with this). NVFP4 (2509.25149, appendix B, equations 1 to 4):
 
     s_enc = 6 · 448 / amax(tensor)    s = 1 / s_enc    s_b = e4m3(amax(block) / 6 · s_enc)    q = e2m1(x / (s_b · s))
 
