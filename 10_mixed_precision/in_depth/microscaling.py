@@ -20,7 +20,7 @@ Idea. Keep the scale in 8 bits, too. Two families differ in which 8 bits:
 How a scale is found. MX ("OCP Microscaling Formats (MX) Specification" 1.0, section 6.3): the largest power of two
 <= amax of the block, divided by the largest power of two of the element format. This may leave amax above the largest
 element, and then it saturates: of 500 in mxfp8 remains 448. NVIDIA takes the next power of two instead ("-up" here;
-2506.08027: training can diverge with OCP's way, and does not with this). NVFP4 (2509.25149, appendix B, equations 1 to 4):
+2506.08027 shows runs that diverge with OCP's way and not with this). NVFP4 (2509.25149, appendix B, equations 1 to 4):
 
     s_enc = 6 · 448 / amax(tensor)    s = 1 / s_enc    s_b = e4m3(amax(block) / 6 · s_enc)    q = e2m1(x / (s_b · s))
 
@@ -77,7 +77,8 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 def decode(codes: Tensor, form: Format) -> Tensor:
     """Bit patterns, one a byte, any shape -> the numbers they stand for, in fp64."""
-    return torch.tensor([form.value(pattern) for pattern in range(2**form.bits)], dtype=torch.float64)[codes.long()]
+    values = [form.value(pattern) for pattern in range(2**form.bits)]
+    return torch.tensor(values, dtype=torch.float64, device=codes.device)[codes.long()]
 
 
 def encode(x: Tensor, form: Format) -> Tensor:
@@ -85,7 +86,8 @@ def encode(x: Tensor, form: Format) -> Tensor:
     (section 6.3), NaN the pattern of all ones, which in e2m1 is -6: there the scale says NaN for the whole block."""
     # --- exercise 10.43: the pattern of a number ---
     rounded = form.round(x.double().clamp(-form.max, form.max))
-    exponent = (torch.frexp(rounded).exponent - 1).masked_fill(rounded == 0, -form.bias).clamp(min=1 - form.bias)
+    exponent = (torch.frexp(rounded).exponent - 1).masked_fill(rounded == 0, -form.bias)  # frexp says 0 = 0 · 2^0
+    exponent = exponent.clamp(min=1 - form.bias)
     steps = torch.ldexp(rounded.abs(), form.mantissa - exponent)  # 2^M + m, or m alone among the subnormals: an integer
     code = (exponent + form.bias - 1) * 2**form.mantissa + steps  # and so the leading 1 adds one to the exponent field
     code = code + rounded.signbit() * 2 ** (form.bits - 1)
@@ -95,7 +97,8 @@ def encode(x: Tensor, form: Format) -> Tensor:
 
 def decode_e8m0(codes: Tensor) -> Tensor:
     """Scales of MX formats -> powers of two in fp64 (section 5.4.1)."""
-    return torch.tensor([2.0 ** (code - BIAS) for code in range(NAN)] + [math.nan], dtype=torch.float64)[codes.long()]
+    values = [*(2.0 ** (code - BIAS) for code in range(NAN)), math.nan]
+    return torch.tensor(values, dtype=torch.float64, device=codes.device)[codes.long()]
 
 
 def encode_e8m0(amax: Tensor, form: Format, up: bool) -> Tensor:
@@ -169,9 +172,8 @@ class Micro:
         # --- exercise 10.45: a scale of the tensor, and of each block one in 8 bits beside it ---
         # All in fp32, as the equations of appendix B; the clamps keep a reciprocal finite (Transformer Engine's, too).
         largest = self.element.max
-        top = torch.full_like(
-            amax, largest * E4M3.max
-        )  # torch makes of number / tensor a reciprocal, rounded, times it
+        # torch makes of `number / tensor` the reciprocal, rounded, times the number: hence a tensor.
+        top = torch.full_like(amax, largest * E4M3.max)
         s_enc = torch.where(amax == 0, 1.0, (top / amax).clamp(max=FP32_MAX))  # equation 1
         s_dec = 1 / s_enc
         scales = encode(peaks / largest * s_enc, E4M3)  # equations 2 and 3
@@ -267,6 +269,7 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
 
     x = torch.randn(64 * ranks, 512, generator=torch.Generator().manual_seed(0))
     x[:, 7] *= 100  # one feature, as large models have them
+    x = x.to(device)  # nccl sends what lies on a GPU, and nothing else
     ordinary = torch.arange(512) != 7
     mine = slice(64 * rank, 64 * rank + 64)
     report.title(f"512 features of {64 * ranks} tokens, one of them 100 times as large; {ranks} rank(s)")
