@@ -1,9 +1,10 @@
 """The fp8 recipes beside fp32: bytes, loss after 300 steps, and whether one fails first as the learning rate grows.
 
-    python 10_mixed_precision/in_depth/bench_fp8_recipes.py [--only recipes|rates] [--figures]
+    python 10_mixed_precision/in_depth/bench_fp8_recipes.py [--only recipes|rates] [--keep DIR] [--figures]
 
 First every recipe's bytes and gradients are checked. Then the runs, some minutes on two idle cores: `recipes` writes
-10_fp8_recipes and 10_fp8_curves, `rates` 10_fp8_learning_rates.
+10_fp8_recipes and 10_fp8_curves, `rates` 10_fp8_learning_rates. With --keep, finished runs lie in that folder, and a
+second call of the same commit goes on from there.
 """
 
 import argparse
@@ -64,9 +65,9 @@ def off(run: dict, base: dict) -> float:
     return math.nan if run["died"] else 100 * (run["held_out"] / base["held_out"] - 1)
 
 
-def measure_recipes() -> None:
+def measure_recipes(keep: Path | None) -> None:
     names = ["fp32", *PRODUCTS, *ROWS]
-    slow = curves([(name, STEPS, LR) for name in names])
+    slow = curves([(name, STEPS, LR) for name in names], keep)
     by_name = {run["name"]: run for run in slow}
     base = by_name["fp32"]
     table = []
@@ -99,10 +100,10 @@ def measure_recipes() -> None:
     write_result("10_fp8_curves", "Training loss, mean of ten steps", ["step", *names], rows)
 
 
-def measure_rates() -> None:
+def measure_rates(keep: Path | None) -> None:
     """By learning rate and recipe: the median of runs on different batches, and the smallest and largest of them."""
     jobs = [(name, SWEEP_STEPS, lr, seed) for lr in RATES for name in SWEPT for seed in range(SEEDS)]
-    runs, rows = curves(jobs), []
+    runs, rows = curves(jobs, keep), []
     for i in range(0, len(jobs), SEEDS):
         name, _, lr, _ = jobs[i]
         # A run that ended counts as worse than any other.
@@ -158,6 +159,7 @@ def draw_rates(axes, result) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", choices=("recipes", "rates"), help="one of the two parts")
+    parser.add_argument("--keep", type=Path, help="folder of finished runs")
     parser.add_argument("--figures", action="store_true", help="only draw the figures again")
     args = parser.parse_args()
     if not args.figures:
@@ -165,11 +167,11 @@ def main() -> None:
         verify()
     if args.only != "rates":
         if not args.figures:
-            measure_recipes()
+            measure_recipes(args.keep)
         write_figure(f"{FIGURES}/recipes.svg", ["10_fp8_curves"], draw_curves, shape=(1, 2))
     if args.only != "recipes":
         if not args.figures:
-            measure_rates()
+            measure_rates(args.keep)
         write_figure(f"{FIGURES}/learning_rates.svg", ["10_fp8_learning_rates"], draw_rates)
 
 
