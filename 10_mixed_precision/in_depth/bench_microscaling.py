@@ -163,7 +163,7 @@ def draw(axes, result) -> None:
     axes.axhline(0, color="0.6", lw=0.8)
     axes.set_xticks(range(len(factors)), ["no outliers", *(f"{factor:,} times" for factor in factors[1:])])
     axes.set(ylabel="loss against fp32, %", title="A model with 6 large features of 4096")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left")
 
 
 def main() -> None:
