@@ -38,6 +38,14 @@ def facts(kernels: Any) -> dict[str, dict[str, int]]:
     for (rows, columns), mode in kernels.MODES.items():
         constants = {"MODE": mode, "MANTISSA": 3, "BY_HAND": False, "SIZE": 128}
         made[f"quantize {rows} x {columns}"] = compiled(kernels.quantize_kernel, quantize, constants, num_warps=8)
+    whole = dict.fromkeys(("rows", "columns", "x_row", "sl_row", "sl_tile", "sc_tile"), "i32")
+    pointers = {"x": "*bf16", "along": "*fp8e4nv", "across": "*fp8e4nv", "s_along": "*fp32", "s_across": "*fp32"}
+    both = {**pointers, **whole, "largest": "fp32", "smallest": "fp32"}
+    for given, what in ((False, "1 x 128 and 128 x 1"), (True, "whole rows and columns")):
+        constants = {"GIVEN": given, "MANTISSA": 3, "BY_HAND": False, "SIZE": 128}
+        made[f"both: {what}"] = compiled(kernels.both_kernel, both, constants, num_warps=8)
+    peaks = {"x": "*bf16", "peaks_r": "*fp32", "peaks_c": "*fp32", **dict.fromkeys(("rows", "columns", "x_row"), "i32")}
+    made["peaks of rows and columns"] = compiled(kernels.peaks_kernel, peaks, {"SIZE": 128}, num_warps=8)
     sizes = dict.fromkeys(("M", "N", "K", "sa_row", "sa_column", "sb_row", "sb_column"), "i32")
     matmul = {"a": "*fp8e4nv", "b": "*fp8e4nv", "out": "*bf16", "s_a": "*fp32", "s_b": "*fp32", **sizes}
     constants = {"A_ROWS": 1, "B_ROWS": 128, "SIZE": 128, "GROUP": 8}

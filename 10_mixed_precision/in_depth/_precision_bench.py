@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ import torch.distributed.nn  # first imported while a group is up, it would keep
 from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
 from fp8 import Fp8Linear
 from fp8_recipes import TABLE, RecipeAdamW, RecipeLinear
+from harness.report import environment
+from microscaling import MICRO, MicroLinear
 from precision_policies import POLICIES, MixedAdamW, linear, make_scaler
 
 # The runs stand for this many data-parallel ranks that hold the same batch: each divides its loss by the number of
@@ -32,7 +37,8 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def start(name: str) -> tuple[Decoder, MixedAdamW | RecipeAdamW, Any, Callable[[], None]]:
-    """Model, optimizer, scaler and what to call after a step. Names: of POLICIES, "fp8-" + a recipe, or of TABLE."""
+    """Model, optimizer, scaler and what to call after a step. Names: of POLICIES, "fp8-" + a recipe, of MICRO, of
+    TABLE."""
     group = dist.group.WORLD
     if name in TABLE and name not in POLICIES:
         row_linear = RecipeLinear(TABLE[name], None)
@@ -43,8 +49,8 @@ def start(name: str) -> tuple[Decoder, MixedAdamW | RecipeAdamW, Any, Callable[[
             make_scaler(POLICIES["fp32"], group),
             lambda: None,
         )
-    if name.startswith("fp8-"):
-        fp8 = Fp8Linear(name.removeprefix("fp8-"))
+    if name.startswith("fp8-") or name in MICRO:
+        fp8 = MicroLinear(name) if name in MICRO else Fp8Linear(name.removeprefix("fp8-"))
         model = Decoder(fp8)
         optimizer = MixedAdamW(model.named_parameters(), POLICIES["bf16"], LR)
         return model, optimizer, make_scaler(POLICIES["bf16"], group), fp8.end_step
@@ -105,12 +111,27 @@ def curve(name: str, steps: int = STEPS, lr: float = LR, seed: int = 0) -> dict[
     return seen
 
 
-def curves(jobs: list[tuple]) -> list[dict[str, Any]]:
-    """`curve(*job)` for all jobs, a process per core."""
+def curves(jobs: list[tuple], keep: Path | None = None) -> list[dict[str, Any]]:
+    """`curve(*job)` for all jobs, a process per core. With a folder to `keep` them in, finished runs are found again by
+    the next call, so that what takes long can be done in pieces: by one of the same commit only."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    places: list[Path | None] = [None] * len(jobs)
+    if keep:
+        commit = environment()["commit"]
+        if commit.endswith("-dirty"):
+            sys.exit("--keep: the tree has changes that are not committed, and a run could not be told from another's")
+        keep.mkdir(parents=True, exist_ok=True)
+        places = [keep / f"{commit} {' '.join(map(str, job))}.json" for job in jobs]
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_run, jobs))
+        return list(pool.map(_run, jobs, places))
 
 
-def _run(job: tuple) -> dict[str, Any]:
-    return curve(*job)
+def _run(job: tuple, place: Path | None) -> dict[str, Any]:
+    if place and place.exists():
+        return json.loads(place.read_text())
+    run = curve(*job)
+    if place:
+        half = place.with_suffix(".part")
+        half.write_text(json.dumps(run))
+        half.rename(place)  # whole, or not there
+    return run

@@ -24,6 +24,7 @@ from harness import predictions
 from harness.ceilings import Table, device_here
 from harness.figures import write_figure
 from harness.report import paired, write_result
+from microscaling import MICRO
 from torch import Tensor, nn
 
 FIGURES = "10_mixed_precision/figures"
@@ -75,31 +76,32 @@ def verify(device: str, hardware: bool) -> dict[str, str]:
 
 def outliers() -> None:
     """Error of ordinary elements, and of y, as a few features grow."""
-    M, K, N = 256, 1024, 256
+    M, K, N = 256, 4096, 256
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1)) / K**0.5
-    kinds = {"tensor": (0, 0), "row": (1, 0), "block": (1, 128)}
+    kinds: dict[str, Callable[[Tensor], Tensor]] = {
+        name: lambda x, block=block: quantize(x, e4m3, block).dequantize()
+        for name, block in (("tensor", (0, 0)), ("row", (1, 0)), ("block", (1, 128)))
+    }
+    kinds |= {name: lambda x, kind=MICRO[name]: kind.plain(x).dequantize() for name in ("mxfp8", "nvfp4")}
     rows = []
     for power in range(9):
         factor = 10.0**power
-        x, ordinary = with_outliers(M, K, features=2, factor=factor)
-        row: list[float] = [factor]
-        for block in kinds.values():
-            q = quantize(x, e4m3, block).dequantize()
-            row.append(relative(q[:, ordinary], x[:, ordinary]))
+        x, ordinary = with_outliers(M, K, features=6, factor=factor)
         # What the ordinary features contribute to y: the part that an error in them spoils.
         rest = x[:, ordinary] @ weight[:, ordinary].T
-        for block in kinds.values():
-            q = quantize(x, e4m3, block).dequantize()
-            row.append(relative(q[:, ordinary] @ weight[:, ordinary].T, rest))
+        here = {name: there_and_back(x)[:, ordinary] for name, there_and_back in kinds.items()}
+        row: list[float] = [factor]
+        row += [relative(near, x[:, ordinary]) for near in here.values()]
+        row += [relative(near @ weight[:, ordinary].T, rest) for near in here.values()]
         rows.append(row)
     columns = [f"{what}: {kind}" for what in ("x", "y") for kind in kinds]
     write_result(
         "10_fp8_outliers",
-        "Two of 1024 features are larger than the others by a factor: relative error of the other features in e4m3",
+        "Six of 4096 features are larger than the others by a factor: relative error of the other features",
         ["factor", *columns],
         rows,
-        "x: the quantised elements; y: their part of x Wᵀ. Rows, 1 x 1024, all contain both outliers; of the 8 tiles "
-        "of a row at most 2 do.",
+        "x: the quantised elements; y: their part of x Wᵀ. tensor, row and block are e4m3. Every row has all six; of "
+        "its 32 tiles of 128 at most 6 do, of its 128 blocks of mxfp8 and its 256 of nvfp4, too.",
     )
 
 
@@ -179,9 +181,9 @@ def predicted_linear(name: str, tokens: int, size: int) -> float | None:
     if bf16 is None or fp8 is None:
         return None
     elements = 2 * (tokens * size) + size * size  # x and dy, and the weight; each is quantised for two products
-    # Bytes for each element: 16 bits read and 8 written, twice for blocks along rows and columns; one scale of a
-    # tensor reads it once more for the amax, and turns a copy around. Scales of rows are left to PyTorch.
-    passes = {"block": 2 * 3, "row": 2 * 20}.get(name, 2 + 3 + 2)
+    # Bytes for each element: 16 bits read and 8 written twice, along rows and along columns; scales of whole rows read
+    # it once more for their largest elements, and so does one scale of a tensor, which then turns a copy around.
+    passes = {"block": 2 + 2, "row": 2 + 2 + 2}.get(name, 2 + 3 + 2)
     quantised = predictions.moved(gpu, passes * elements, 6)
     return bf16 / (fp8 + (quantised or 0.0))
 
@@ -228,7 +230,8 @@ def draw_outliers(axes, result) -> None:
     left, right = axes
     factors = [row[0] for row in result["rows"]]
     for axis, what, title in ((left, "x", "Error of ordinary elements"), (right, "y", "Error of their part of x Wᵀ")):
-        for kind, label in (("tensor", "one scale per tensor"), ("row", "one per row"), ("block", "one per 1 x 128")):
+        for kind, label in (("tensor", "one scale per tensor"), ("row", "one per row"), ("block", "one per 1 x 128"),
+                            ("mxfp8", "MXFP8, one per 32"), ("nvfp4", "NVFP4, one per 16")):  # fmt: skip
             column = result["columns"].index(f"{what}: {kind}")
             axis.plot(factors, [row[column] for row in result["rows"]], marker="o", ms=3, label=label)
         axis.set(xscale="log", xlabel="outliers are larger by", ylabel="relative error", title=title, ylim=(0, 1.05))

@@ -57,6 +57,14 @@ def verify(device: str) -> None:
         differ = (got.values.float() != want.values.float()).double().mean().item()
         if not (torch.allclose(got.scale, want.scale, rtol=1e-6) and differ < 1e-3):
             sys.exit(f"bench_fp8_kernels.py: {block} differs from fp8.py in {differ:.1%} of the elements, or in scales")
+    for block in ((1, 128), (1, 0)):
+        wanted = [quantize(x, torch.float8_e4m3fn, shape) for shape in (block, block[::-1])]
+        for got, want in zip(fp8_kernels.quantize_both(x, torch.float8_e4m3fn, block), wanted, strict=True):
+            differ = (got.values.float() != want.values.float()).double().mean().item()
+            if not (torch.allclose(got.scale, want.scale, rtol=1e-6) and differ < 1e-3):
+                sys.exit(
+                    f"bench_fp8_kernels.py: both forms of {block} differ from fp8.py in {differ:.1%}, or in scales"
+                )
     a = fp8_kernels.quantize(x, torch.float8_e4m3fn, (1, 128))
     b = fp8_kernels.quantize(w, torch.float8_e4m3fn, (128, 128))
     error = relative(fp8_kernels.block_matmul(a, b, torch.float32), emulated_matmul(a, b, torch.float32))
@@ -113,6 +121,17 @@ def time_on_gpu(device: str, dry: bool, out: Path | None) -> None:
             cells = predictions.cells(moved, took)
             what = f"quantize {block[0]} x {block[1]}, {size} x {size}"
             table.add(what, "the same in PyTorch", ratio, took * 1e3, *cells)
+        for block, what, read in (((1, 128), "tiles", 2), ((1, 0), "whole rows and columns", 4)):
+
+            def both(x=x, block=block):
+                return fp8_kernels.quantize_both(x, e4m3, block)
+
+            ratio = paired(
+                lambda x=x, b=block: [quantize(x, e4m3, b), quantize(x, e4m3, b[::-1])], both, repeats=repeats
+            )
+            took = seconds(both)
+            cells = predictions.cells(predictions.moved(gpu, size * size * (read + 2)), took)
+            table.add(f"both forms, {what}, {size} x {size}", "the same in PyTorch", ratio, took * 1e3, *cells)
 
 
 def main() -> None:

@@ -1,10 +1,13 @@
 """The fp8 recipes beside fp32: bytes, loss after 300 steps, and whether one fails first as the learning rate grows.
 
-    python 10_mixed_precision/in_depth/bench_fp8_recipes.py [--figures]
+    python 10_mixed_precision/in_depth/bench_fp8_recipes.py [--only recipes|rates] [--keep DIR] [--figures]
 
-First every recipe's bytes and gradients are checked. Then the runs: some three minutes on two cores.
+First every recipe's bytes and gradients are checked. Then the runs, some minutes on two idle cores: `recipes` writes
+10_fp8_recipes and 10_fp8_curves, `rates` 10_fp8_learning_rates. With --keep, finished runs lie in that folder, and a
+second call of the same commit goes on from there.
 """
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -27,11 +30,14 @@ PRODUCTS = [
     "fp8-tensor-delayed",
     "fp8-row",
     "fp8-block",
+    "mxfp8",
+    "nvfp4",
 ]  # what `--precision` of a trainer offers
 ROWS = [name for name in TABLE if name not in ("bf16", "bf16-no-sums")]
 LIMIT = 0.5  # per cent of the loss of fp32, for DeepSeek-style fp8
-RATES = [1e-2, 3e-2, 1e-1]
+RATES = [LR, 1e-2, 3e-2, 1e-1]
 SWEPT = ["fp32", "fp8-tensor", "fp8-tensor-delayed", "fp8-block"]
+NEAR = 1.0  # per cent of the loss of fp32 on the same batches, for each run at the first of these rates
 SWEEP_STEPS, SEEDS = 60, 3
 
 
@@ -59,9 +65,9 @@ def off(run: dict, base: dict) -> float:
     return math.nan if run["died"] else 100 * (run["held_out"] / base["held_out"] - 1)
 
 
-def measure_recipes() -> None:
+def measure_recipes(keep: Path | None) -> None:
     names = ["fp32", *PRODUCTS, *ROWS]
-    slow = curves([(name, STEPS, LR) for name in names])
+    slow = curves([(name, STEPS, LR) for name in names], keep)
     by_name = {run["name"]: run for run in slow}
     base = by_name["fp32"]
     table = []
@@ -94,23 +100,30 @@ def measure_recipes() -> None:
     write_result("10_fp8_curves", "Training loss, mean of ten steps", ["step", *names], rows)
 
 
-def measure_rates() -> None:
+def measure_rates(keep: Path | None) -> None:
     """By learning rate and recipe: the median of runs on different batches, and the smallest and largest of them."""
     jobs = [(name, SWEEP_STEPS, lr, seed) for lr in RATES for name in SWEPT for seed in range(SEEDS)]
-    runs, rows = curves(jobs), []
+    runs, rows = curves(jobs, keep), []
     for i in range(0, len(jobs), SEEDS):
         name, _, lr, _ = jobs[i]
         # A run that ended counts as worse than any other.
         losses = sorted(math.inf if run["died"] else run["held_out"] for run in runs[i : i + SEEDS])
         worst_fp32 = losses[-1] if name == "fp32" else next(row[4] for row in rows if row[:2] == [f"{lr:g}", "fp32"])
         fails = losses[SEEDS // 2] > worst_fp32
-        rows.append([f"{lr:g}", name, losses[SEEDS // 2], losses[0], losses[-1], "yes" if fails else "no"])
+        bases = runs[i - i % (SEEDS * len(SWEPT)) :][:SEEDS]  # fp32, by seed
+        apart = [off(run, base) for run, base in zip(runs[i : i + SEEDS], bases, strict=True)]
+        if lr == RATES[0] and not max(map(abs, apart)) <= NEAR:
+            sys.exit(f"bench_fp8_recipes.py: {name} at {lr:g} is {apart} % off fp32, more than {NEAR}")
+        cell = "-" if name == "fp32" else f"{min(apart):+.2f} to {max(apart):+.2f} %"
+        rows.append([f"{lr:g}", name, losses[SEEDS // 2], losses[0], losses[-1], cell, "yes" if fails else "no"])
     write_result(
         "10_fp8_learning_rates",
         f"Loss after {SWEEP_STEPS} steps: median, smallest and largest of {SEEDS} runs on different batches",
-        ["learning rate", "recipe", "median", "smallest", "largest", "median worse than every run of fp32"],
+        ["learning rate", "recipe", "median", "smallest", "largest", "against fp32, run by run",
+         "median worse than every run of fp32"],
         rows,
-    )
+        "Run by run: each beside the run of fp32 on the same batches.",
+    )  # fmt: skip
 
 
 def draw_curves(axes, result) -> None:
@@ -144,13 +157,22 @@ def draw_rates(axes, result) -> None:
 
 
 def main() -> None:
-    if "--figures" not in sys.argv:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", choices=("recipes", "rates"), help="one of the two parts")
+    parser.add_argument("--keep", type=Path, help="folder of finished runs")
+    parser.add_argument("--figures", action="store_true", help="only draw the figures again")
+    args = parser.parse_args()
+    if not args.figures:
         torch.set_num_threads(1)
         verify()
-        measure_recipes()
-        measure_rates()
-    write_figure(f"{FIGURES}/recipes.svg", ["10_fp8_curves"], draw_curves, shape=(1, 2))
-    write_figure(f"{FIGURES}/learning_rates.svg", ["10_fp8_learning_rates"], draw_rates)
+    if args.only != "rates":
+        if not args.figures:
+            measure_recipes(args.keep)
+        write_figure(f"{FIGURES}/recipes.svg", ["10_fp8_curves"], draw_curves, shape=(1, 2))
+    if args.only != "recipes":
+        if not args.figures:
+            measure_rates(args.keep)
+        write_figure(f"{FIGURES}/learning_rates.svg", ["10_fp8_learning_rates"], draw_rates)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 Problem. fp8.py says what a recipe computes. Done op by op, quantising reads and writes a tensor five times, and that
 costs more than the faster product saves. A product with a scale per tile is not in every library at all.
 
-Idea. Two kernels. Each program of the first takes a 128 x 128 piece of x into registers, finds the largest element of
+Idea. Each program of the first kernel takes a 128 x 128 piece of x into registers, finds the largest element of
 each row, of each column, or of the whole piece, divides, rounds and writes 8 bits. It reads x once. For products that
-sum over rows it also turns the piece around while it has it:
+sum over rows it also turns the piece around while it has it, and x, of which both forms are wanted, is written in both
+from one read (`quantize_both`):
 
      x [M, K], 16 bits                     q [M, K], 8 bits, or [K, M]        s, fp32
     +-----+-----+                         +-----+-----+                       1 x 128:    [M, K/128]
     | 128 |     |  -> amax, 1/s, round -> |     |     |                       128 x 1:    [M/128, K]
     +-----+-----+                         +-----+-----+                       128 x 128:  [M/128, K/128]
 
-The second is a tiled matmul whose inner loop is 128 terms long. The tensor core sums those with its own, limited
+The other is a tiled matmul whose inner loop is 128 terms long. The tensor core sums those with its own, limited
 precision; then the partial sum is scaled and added to fp32 registers on the ordinary cores. One multiplication serves
 two ends: it applies the scales of the tile, and it takes the sum out of the tensor core before it is too long
 (2412.19437, section 3.3.2 and figure 7).
@@ -92,6 +93,16 @@ def round_by_hand(x, mantissa: tl.constexpr, smallest):
 
 
 @triton.jit
+def saturated(scaled, largest, smallest, MANTISSA: tl.constexpr, BY_HAND: tl.constexpr):
+    """scaled, no larger than the format allows, so that a cast to it is all that is left to do."""
+    # A given scale may be too small for x, so saturate; but the minimum of NaN and 448 is 448, and NaN must stay.
+    clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
+    if BY_HAND:
+        clamped = round_by_hand(clamped, MANTISSA, smallest)
+    return tl.where(scaled == scaled, clamped, scaled)
+
+
+@triton.jit
 def amax_kernel(x, out, count, SIZE: tl.constexpr):
     """out[program] = the largest |x| of its SIZE elements."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -127,11 +138,7 @@ def quantize_kernel(
         tl.store(s + tile_r * s_row + tile_c * s_column, scale)
         scaled = value / scale
     # --- end exercise ---
-    # A given scale may be too small for x, so saturate; but the minimum of NaN and 448 is 448, and NaN must stay.
-    clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
-    if BY_HAND:
-        clamped = round_by_hand(clamped, MANTISSA, smallest)
-    result = tl.where(scaled == scaled, clamped, scaled).to(q.dtype.element_ty)
+    result = saturated(scaled, largest, smallest, MANTISSA, BY_HAND).to(q.dtype.element_ty)
     tl.store(q + r[:, None] * q_row + c[None, :] * q_column, result, mask=inside)
 
 
@@ -174,6 +181,80 @@ def quantize(x: Tensor, dtype: torch.dtype, block: Block) -> Quantized:
     shape = (triton.cdiv(x.shape[0], block[0]), triton.cdiv(x.shape[1], block[1]))
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     return Quantized(run_quantize(x, dtype, scale, MODES[block], block == (TILE, 1)), scale, block)
+
+
+# ----------------------------------------------------------------------------------------- both orientations at once
+
+
+@triton.jit
+def peaks_kernel(x, peaks_r, peaks_c, rows, columns, x_row, SIZE: tl.constexpr):
+    """The largest |x| of each row of a SIZE x SIZE piece, [rows, pieces], and of each column, [pieces, columns]."""
+    tile_r, tile_c = tl.program_id(0), tl.program_id(1)
+    r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = (r[:, None] < rows) & (c[None, :] < columns)
+    value = magnitude(tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32))
+    tl.store(peaks_r + r * tl.num_programs(1) + tile_c, tl.max(value, axis=1), mask=r < rows)
+    tl.store(peaks_c + tile_r * columns + c, tl.max(value, axis=0), mask=c < columns)
+
+
+@triton.jit
+def both_kernel(
+    x, along, across, s_along, s_across, rows, columns, x_row, sl_row, sl_tile, sc_tile, largest, smallest,
+    GIVEN: tl.constexpr, MANTISSA: tl.constexpr, BY_HAND: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] to 8 bits twice, from one read: `along` [rows, columns], scaled by rows for a sum over columns,
+    and `across` [columns, rows], scaled by columns and turned around, for a sum over rows. Scales are for pieces of
+    SIZE, or GIVEN for whole rows and columns: then sl_tile and sc_tile are 0."""
+    tile_r, tile_c = tl.program_id(0), tl.program_id(1)
+    r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = (r[:, None] < rows) & (c[None, :] < columns)
+    value = tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)  # [SIZE, SIZE]
+    at_r, at_c = s_along + r * sl_row + tile_c * sl_tile, s_across + tile_r * sc_tile + c
+    if GIVEN:
+        by_row, by_column = tl.load(at_r, mask=r < rows, other=1.0), tl.load(at_c, mask=c < columns, other=1.0)
+    else:
+        size = magnitude(value)
+        peak_r, peak_c = tl.max(size, axis=1), tl.max(size, axis=0)
+        by_row = tl.where(peak_r > 0, tl.maximum(peak_r / largest, 1.1754943508222875e-38), 1.0)
+        by_column = tl.where(peak_c > 0, tl.maximum(peak_c / largest, 1.1754943508222875e-38), 1.0)
+        tl.store(at_r, by_row, mask=r < rows)
+        tl.store(at_c, by_column, mask=c < columns)
+    first = saturated(value / by_row[:, None], largest, smallest, MANTISSA, BY_HAND).to(along.dtype.element_ty)
+    tl.store(along + r[:, None] * columns + c[None, :], first, mask=inside)
+    second = saturated(value / by_column[None, :], largest, smallest, MANTISSA, BY_HAND).to(across.dtype.element_ty)
+    turned = (c[:, None] < columns) & (r[None, :] < rows)
+    tl.store(across + c[:, None] * rows + r[None, :], tl.trans(second), mask=turned)
+
+
+def quantize_both(x: Tensor, dtype: torch.dtype, block: Block) -> tuple[Quantized, Quantized]:
+    """x [R, C] in fp8 as `quantize(x, dtype, block)` and `quantize(x, dtype, block[::-1])`, for `block` (1, 128) or
+    (1, 0), whole rows. The second lies in memory as [C, R].
+
+    Bytes, for x in 16 bits: tiles read 2 R C and write 2 R C, where two calls read 4 R C. Whole rows and columns have
+    their largest elements in other pieces too, so x is read once more for these. Scales come on top, 4 bytes each.
+    """
+    x = x.contiguous()
+    (rows, columns), form = x.shape, OF_DTYPE[dtype]
+    tiles_r, tiles_c = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+    if given := block == (1, 0):
+        peaks_r = torch.empty(rows, tiles_c, dtype=torch.float32, device=x.device)
+        peaks_c = torch.empty(tiles_r, columns, dtype=torch.float32, device=x.device)
+        peaks_kernel[(tiles_r, tiles_c)](x, peaks_r, peaks_c, rows, columns, x.stride(0), SIZE=TILE, num_warps=8)
+        s_along = scale_of(peaks_r.amax(1, keepdim=True), dtype)  # [R, 1]
+        s_across = scale_of(peaks_c.amax(0, keepdim=True), dtype)  # [1, C]
+    elif block == (1, TILE):
+        s_along = torch.empty(rows, tiles_c, dtype=torch.float32, device=x.device)
+        s_across = torch.empty(tiles_r, columns, dtype=torch.float32, device=x.device)
+    else:
+        raise ValueError(f"block {block} has no second orientation here; use (1, {TILE}) or (1, 0)")
+    along = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    across = torch.empty(columns, rows, dtype=dtype, device=x.device)
+    strides = (x.stride(0), s_along.stride(0), 0 if given else 1, 0 if given else columns)
+    both_kernel[(tiles_r, tiles_c)](
+        x, along, across, s_along, s_across, rows, columns, *strides, form.max, form.smallest,
+        GIVEN=given, MANTISSA=form.mantissa, BY_HAND=triton.knobs.runtime.interpret, SIZE=TILE, num_warps=8,
+    )  # fmt: skip
+    return Quantized(along, s_along, block), Quantized(across.T, s_across, block[::-1])
 
 
 # ---------------------------------------------------------------------------------------------------------- products
@@ -290,6 +371,12 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
             error = ((y - exact).norm() / exact.norm()).item()
             limit = 1e-5 if device.type == "cpu" else 1e-2  # tensor cores sum the 128 terms with fewer bits
             report.add("  matmul against fp32 sums", f"<= {limit}", f"{error:.1e}", error <= limit)
+    for block in ((1, TILE), (1, 0)):
+        wanted = [reference_quantize(x, e4m3, shape) for shape in (block, block[::-1])]
+        pairs = list(zip(quantize_both(x, e4m3, block), wanted, strict=True))
+        differ = max((a.values.float() != b.values.float()).float().mean().item() for a, b in pairs)
+        what = "tiles" if block[1] else "whole rows and columns"
+        report.add(f"both forms at once, {what}: elements that differ", "<= 0.1 %", f"{differ:.3%}", differ <= 1e-3)
     turned = transpose(quantize(x, e4m3, (TILE, 1)))
     report.add("128 x 1 lies in memory as Wgrad wants it", True, turned.values.is_contiguous())
     return report.finish()

@@ -81,6 +81,17 @@ def test_stochastic_rounding_takes_one_of_two_neighbours_and_is_right_on_average
     )
 
 
+@by_name
+def test_stochastic_rounding_of_a_finite_number_is_finite(form):
+    """Next to the largest number there is no neighbour above: an update must not make infinity or NaN of it."""
+    largest = torch.full((200,), form.max, dtype=torch.float64)
+    for factor in (1.0, 1 + form.epsilon / 8, 1 + form.epsilon / 2.1, 3.0):
+        for x in (largest * factor, -largest * factor):
+            got = stochastic_round(x, form.dtype, torch.Generator().manual_seed(0)).double()
+            assert torch.equal(got, largest.copysign(x)), f"{form.name}: {x[0]:g} became {got.unique().tolist()}"
+    assert stochastic_round(torch.tensor([math.nan]), form.dtype).double().isnan()
+
+
 @pytest.mark.parametrize(("dtype", "stalls"), [(torch.float32, 5000), (torch.float16, 2048), (torch.bfloat16, 256)])
 def test_an_accumulator_stalls_when_a_term_is_half_of_its_spacing(dtype, stalls):
     total = running_sum(torch.ones(5000), dtype)

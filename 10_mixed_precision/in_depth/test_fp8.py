@@ -14,6 +14,7 @@ from fp8 import (
     RECIPES,
     TILE,
     Fp8Linear,
+    LargeFeatures,
     Quantized,
     amax_of,
     check_sizes,
@@ -83,6 +84,25 @@ def test_scales_lie_along_the_dimension_that_is_summed():
     assert RECIPES["block"].block("w", 0) == (128, 128)
 
 
+def test_each_operand_is_in_the_format_that_is_published_for_its_recipe():
+    """e5m2 for gradients with one scale per tensor (2209.05433), e4m3 for all operands elsewhere."""
+    for name in RECIPES:
+        linear, weight = Fp8Linear(name), nn.Parameter(random(16, 32))
+        for role in ("x", "w", "dy"):
+            want = e5m2 if role == "dy" and name in ("tensor", "tensor-delayed") else e4m3
+            q = linear.quantize(random(16, 32), role, linear.recipe.block(role, 1), weight)
+            assert q.values.dtype == want, f"{name}: {role} is in {q.values.dtype}"
+
+
+def test_a_gradient_30_powers_of_two_below_the_largest_is_no_zero_with_one_scale_per_tensor():
+    dy = torch.logspace(0, -30, 31, base=2)[None].repeat(2, 1)
+    for name in ("tensor", "tensor-delayed"):
+        linear, weight = Fp8Linear(name), nn.Parameter(torch.eye(31))
+        x = torch.ones(2, 31, requires_grad=True)
+        linear(x, weight).backward(dy)
+        assert ((x.grad / dy - 1).abs() <= 0.5).all(), f"{name}: {(x.grad == 0).sum().item()} of 62 are zero"
+
+
 def test_an_outlier_spoils_its_tile_and_not_the_others():
     x, ordinary = with_outliers(256, 1024, features=1, factor=1e5)
     error = {}
@@ -96,6 +116,34 @@ def test_an_outlier_spoils_its_tile_and_not_the_others():
     for t in range(1024 // TILE):
         part = slice(t * TILE, (t + 1) * TILE)
         assert (relative(q[:, part], x[:, part]) < 0.03) or t == tile
+
+
+def test_outliers_that_are_put_into_a_model_change_no_bit_in_fp32_and_cost_tiles_less_than_one_scale():
+    x, weight, dy = random(64, 4096), random(32, 4096, seed=1), random(64, 32, seed=2)
+    seen: list[torch.Tensor] = []
+
+    def products(linear) -> list[torch.Tensor]:
+        a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = linear(a, w)
+        y.backward(dy)
+        return [y.detach(), a.grad, w.grad]
+
+    plain = products(F.linear)
+    for factor in (2.0**7, 2.0**17):
+        for what, got, want in zip(("y", "dx", "dW"), products(LargeFeatures(F.linear, factor)), plain, strict=True):
+            assert torch.equal(got, want), f"{what} with features {factor:g} times as large"
+    LargeFeatures(lambda a, w: seen.extend((a, w)) or F.linear(a, w), 2.0**17)(x, weight)
+    large, small = (seen[0] / x == 2**17).all(0), (seen[1] / weight == 2.0**-17).all(0)
+    assert large.sum() == 6 and torch.equal(large, small)
+    off = {name: products(LargeFeatures(Fp8Linear(name), 2.0**17))[0] for name in ("tensor", "block")}
+    assert relative(off["tensor"], plain[0]) > 0.4 > 0.2 > relative(off["block"], plain[0])
+    narrow = random(64, 128)
+    assert torch.equal(LargeFeatures(lambda a, w: a, 2.0**17)(narrow, random(32, 128)), narrow), (
+        "K of 128 is left alone"
+    )
+    for factor in (3.0, 0.0, -2.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="no power of two"):
+            LargeFeatures(F.linear, factor)
 
 
 # ----------------------------------------------------------------------------------------------------- three products

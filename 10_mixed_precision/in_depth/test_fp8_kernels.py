@@ -120,6 +120,63 @@ def interpret_layout() -> None:
     assert turned.is_contiguous() and torch.equal(turned.float(), square.values.float().T)
 
 
+def interpret_both() -> None:
+    import fp8_kernels as k
+    import torch
+
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for block in ((1, 128), (1, 0)):
+            for rows, columns in ((200, 300), (16, 130)):
+                x = numbers(rows, columns)
+                x[:128, 128:256] = 0  # a piece of zeros
+                x[:, 3] = 0  # and a column
+                for got, shape in zip(k.quantize_both(x, dtype, block), (block, block[::-1]), strict=True):
+                    want = k.reference_quantize(x, dtype, shape)
+                    assert got.block == shape and torch.equal(got.scale, want.scale), f"scales of {shape}"
+                    assert torch.equal(got.values.float(), want.values.float()), f"values of {shape} in {dtype}"
+    along, across = k.quantize_both(numbers(200, 300), torch.float8_e4m3fn, (1, 0))
+    assert along.values.is_contiguous() and k.transpose(across).values.is_contiguous()
+    for bad in (torch.nan, torch.inf):
+        x = numbers(150, 140)
+        x[5, 130] = bad
+        for block in ((1, 128), (1, 0)):
+            marks = [(~torch.isfinite(q.scale)).sum().item() for q in k.quantize_both(x, torch.float8_e4m3fn, block)]
+            assert marks == [1, 1], f"{bad} in {block} leaves {marks} marks in the scales"
+
+
+def interpret_bytes() -> str:
+    """Bytes that the kernels read and write, counted by the interpreter itself, as JSON."""
+    import fp8_kernels as k
+    import torch
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    moved = {"read": 0, "written": 0}
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def counted_load(self, ptrs, mask, *more):
+        moved["read"] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
+        return load(self, ptrs, mask, *more)
+
+    def counted_store(self, ptrs, value, mask, *more):
+        moved["written"] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
+        return store(self, ptrs, value, mask, *more)
+
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = counted_load, counted_store
+    x, e4m3, found = numbers(256, 384).clamp(-6e4, 6e4).half(), torch.float8_e4m3fn, {}
+    try:
+        for name, run in (
+            ("two calls", lambda: [k.quantize(x, e4m3, block) for block in ((1, 128), (128, 1))]),
+            ("both, tiles", lambda: k.quantize_both(x, e4m3, (1, 128))),
+            ("both, rows", lambda: k.quantize_both(x, e4m3, (1, 0))),
+        ):
+            moved.update(read=0, written=0)
+            run()
+            found[name] = [moved["read"], moved["written"]]
+    finally:
+        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+    return json.dumps(found)
+
+
 def interpret_matmul() -> None:
     import fp8_kernels as k
     import torch
@@ -144,19 +201,22 @@ def interpret_linear() -> None:
     from fp8 import Fp8Linear
     from harness.oracle import assert_same
 
-    results = []
-    for kernels in (None, k):
-        x = (numbers(144, 160) * 1e-2).requires_grad_()
-        w = numbers(272, 160, seed=1).requires_grad_()
-        linear = Fp8Linear("block")
-        if kernels:
-            linear.kernels, linear.matmul = kernels, kernels.scaled_matmul
-        y = linear(x, w)
-        y.backward(numbers(144, 272, seed=2))
-        linear.end_step()
-        results.append((y.detach(), x.grad, w.grad))
-    for what, want, got in zip(("y", "dx", "dW"), *results, strict=True):
-        assert_same(got, want, 1e-5, what)
+    for recipe in ("block", "row"):
+        results = []
+        for kernels in (None, k):
+            x = (numbers(144, 160) * 1e-2).requires_grad_()
+            w = numbers(272, 160, seed=1).requires_grad_()
+            linear = Fp8Linear(recipe)
+            if kernels:
+                linear.kernels = kernels
+                # Whole rows are multiplied by cuBLAS on a GPU; here only their quantisation is the kernels'.
+                linear.matmul = kernels.scaled_matmul if recipe == "block" else kernels.emulated_matmul
+            y = linear(x, w)
+            y.backward(numbers(144, 272, seed=2))
+            linear.end_step()
+            results.append((y.detach(), x.grad, w.grad))
+        for what, want, got in zip(("y", "dx", "dW"), *results, strict=True):
+            assert_same(got, want, 1e-5, f"{recipe}: {what}")
 
 
 def compile_for_sm_90() -> str:
@@ -175,8 +235,10 @@ CASES = {
     "test_a_given_scale_that_is_too_small_saturates": "interpret_saturation",
     "test_nan_and_infinity_leave_a_mark_in_the_scales": "interpret_not_finite",
     "test_operands_of_backward_lie_with_the_summed_dimension_contiguous": "interpret_layout",
+    "test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_wants_them": "interpret_both",
+    "test_both_forms_are_written_from_one_read_of_tiles_and_two_of_whole_rows": "interpret_bytes",
     "test_the_matmul_scales_each_128_terms_by_both_scales": "interpret_matmul",
-    "test_the_block_recipe_on_kernels_is_the_emulated_one": "interpret_linear",
+    "test_recipes_on_kernels_are_the_emulated_ones": "interpret_linear",
 }
 
 
@@ -204,11 +266,28 @@ def test_operands_of_backward_lie_with_the_summed_dimension_contiguous(interpret
     assert_holds(interpreted, request)
 
 
+def test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_wants_them(interpreted, request):
+    assert_holds(interpreted, request)
+
+
+def test_both_forms_are_written_from_one_read_of_tiles_and_two_of_whole_rows(interpreted, request):
+    outcome = interpreted[request.node.name]
+    assert outcome.startswith("{"), outcome
+    x, tiles = 256 * 384, (2, 3)  # elements; pieces down and across
+    scales = 4 * (256 * tiles[1] + tiles[0] * 384)  # one for each row or column of a piece
+    want = {
+        "two calls": [2 * 2 * x, 2 * x + scales],
+        "both, tiles": [2 * x, 2 * x + scales],
+        "both, rows": [2 * 2 * x + scales, 2 * x + scales],  # each piece's peaks are written, and its scales read
+    }
+    assert json.loads(outcome) == want
+
+
 def test_the_matmul_scales_each_128_terms_by_both_scales(interpreted, request):
     assert_holds(interpreted, request)
 
 
-def test_the_block_recipe_on_kernels_is_the_emulated_one(interpreted, request):
+def test_recipes_on_kernels_are_the_emulated_ones(interpreted, request):
     assert_holds(interpreted, request)
 
 
@@ -219,3 +298,5 @@ def test_the_kernels_compile_for_hopper_and_multiply_on_its_fp8_tensor_cores():
     assert facts["block_matmul"]["wgmma_e4m3"] > 0, facts
     assert all(fact["shared"] <= 232_448 for fact in facts.values()), facts  # what a block may have on sm_90
     assert facts["quantize 1 x 128"]["cvt_e4m3"] > 0, facts
+    both = facts["both: 1 x 128 and 128 x 1"]["cvt_e4m3"]
+    assert both == 2 * facts["quantize 1 x 128"]["cvt_e4m3"], facts  # two forms, each converted once

@@ -187,6 +187,40 @@ def test_scaling_saves_from_zero_what_fp16_cannot_hold_and_unscaling_in_fp16_wou
     assert (gradients[1.0] == 0).all() and (gradients[2.0**16] > 0).all()
 
 
+def weights_after(name: str, factors: list[float]) -> torch.Tensor:
+    """Master (or weight) after one step for each factor; its gradient is the factor times the scale."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer, s = MixedAdamW([("p", p)], POLICIES[name], lr=0.1), scaler(scale=64.0)
+    for factor in factors:
+        s.scale((p * factor).sum()).backward()
+        optimizer.accumulate()
+        assert optimizer.step(s) == math.isfinite(factor)
+        assert all((g == 0).all() for g in optimizer.gradients()), f"{name}: gradients of {factor} are left"
+    return optimizer.state[p].get("master", p.detach())
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16-master", "bf16-pure"])
+def test_a_skipped_step_leaves_nothing_behind_and_the_next_one_is_as_if_it_had_not_been(name):
+    quiet = weights_after(name, [1.0, -3.0, 2.0])
+    for bad in (math.inf, math.nan):
+        assert_same(weights_after(name, [1.0, bad, -3.0, 2.0]), quiet, 1e-6, f"weight after a step with {bad}")
+
+
+def test_matrices_decay_as_in_torch_adamw_and_norms_do_not():
+    model, twin = (Decoder(linear, head=linear, **SIZES) for _ in range(2))
+    ours = MixedAdamW(model.named_parameters(), POLICIES["fp32"], lr=0.01, weight_decay=0.5, betas=(0.8, 0.99))
+    matrices, norms = ([p for p in twin.parameters() if (p.dim() > 1) == large] for large in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": norms, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.99))
+    for step in range(3):
+        for model_, optimizer_step in ((model, lambda: ours.step(scaler(scale=1.0))), (twin, theirs.step)):
+            model_.zero_grad()
+            (loss_sum(model_, *batch(stdlib_bytes(20_000), step, rows=1)) / 64).backward()
+            optimizer_step()
+    assert len(norms) == 3
+    assert_same_named(dict(model.named_parameters()), dict(twin.named_parameters()), 1e-5, "weight")
+
+
 def overflow_on_one_rank(ranks: list[int]) -> list:
     """Ranks of a slice of the world; the last of them has an infinite gradient, the first none at all."""
     group = dist.new_group(ranks)
