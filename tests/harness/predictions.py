@@ -182,6 +182,10 @@ LADDER = {
 }
 
 
+WGMMA = {"tma_wgmma": (128, 1), "persistent": (128, 1), "multicast": (128, 2), "ping_pong": (64, 2)}  # rows, cluster
+FILL = 1e-6  # seconds from the start of a block to its first product: two trips to HBM, and a barrier
+
+
 def ladder(gpu: Gpu | None, rung: str, size: int) -> float | None:
     """Seconds of a product of `size` cubed by a rung of the ladder."""
     if gpu is None:
@@ -192,13 +196,15 @@ def ladder(gpu: Gpu | None, rung: str, size: int) -> float | None:
     flops = 2 * size**3
     if rung == "mma_tiles":
         return START + flops / (MMA_SYNC * MULTIPLIED * gpu.bf16)
-    if rung in ("tma_wgmma", "persistent"):
-        # Tiles of 128 x 256 come in waves, one for each multiprocessor; the last wave may be half empty.
-        tiles = (size // 128) * (size // 256)
-        waves = -(-tiles // gpu.processors)
-        seconds = waves * gpu.processors * (flops / tiles) / (MULTIPLIED * gpu.bf16)
-        # Without a second group of warps nothing computes while a tile is stored.
-        return START + seconds + (0 if rung == "persistent" else 2 * size**2 / (COPIED * gpu.bandwidth))
+    if rung in WGMMA:
+        # Tiles come in waves, one for each multiprocessor or cluster of two; the last wave may be half empty.
+        rows, cluster = WGMMA[rung]
+        tiles = -(-size // (rows * cluster)) * -(-size // 256)
+        waves = -(-tiles // (gpu.processors // cluster))
+        seconds = waves * (2 * rows * 256 * size) * gpu.processors / (MULTIPLIED * gpu.bf16)
+        # Only in ping_pong does anything multiply while a tile is stored. In tma_wgmma each block fills its stages anew.
+        stores = 0 if rung == "ping_pong" else 2 * size**2 / (COPIED * gpu.bandwidth)
+        return START + seconds + stores + (waves * FILL if rung == "tma_wgmma" else 0)
     return None
 
 
