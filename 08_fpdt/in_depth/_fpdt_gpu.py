@@ -58,31 +58,34 @@ REAL = Plan(2048, 32, 8, 8192, 128256, 16, (2**16, 2**17, 2**18, 2**19), 2**22, 
 TINY = Plan(64, 4, 2, 128, 256, 3, (256, 512), 1024, 5.0, 2e5, 64)
 
 
-def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, c, heads, D] -> [B, heads, c, D]
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
-    return out, lse.view(q.shape[:3])
+    return out.transpose(1, 2), lse.view(q.shape[:3])
 
 
-def cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
+def cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> Any:
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))  # [B, c, heads, D] -> [B, heads, c, D]
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # for a dropout of 0
     rest = (seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal)
-    return aten._scaled_dot_product_cudnn_attention_backward(dout, q, k, v, out, lse[..., None], *rest)
+    shares = aten._scaled_dot_product_cudnn_attention_backward(dout, q, k, v, out, lse[..., None], *rest)
+    return [x.transpose(1, 2) for x in shares]
 
 
 def a_part_of(kernel: Kernel) -> Kernel:
     """The same tensors for a fraction of the work: attention to the first keys only. For memory, not for numbers."""
 
     def fewer(k: Tensor) -> Tensor:
-        return k[:, :, : max(k.shape[2] // 32, 1)].contiguous()
+        return k[:, : max(k.shape[1] // 32, 1)].contiguous()
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
-        return kernel.forward(q, fewer(k), fewer(v), False)
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Any:
+        return kernel.forward(q, fewer(k), fewer(v), causal=False)
 
-    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
-        dq, dk, dv = kernel.backward(dout, q, fewer(k), fewer(v), out, lse, False)
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> Any:
+        dq, dk, dv = kernel.backward(dout, q, fewer(k), fewer(v), out, lse, causal=False)
         whole = [torch.zeros_like(k), torch.zeros_like(v)]
         for to, some in zip(whole, (dk, dv), strict=True):
-            to[:, :, : some.shape[2]] = some
+            to[:, : some.shape[1]] = some
         return dq, *whole
 
     return Kernel(forward, backward)
@@ -136,14 +139,14 @@ def choose_kernel(plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple
         candidates["cuDNN"] = Kernel(cudnn_forward, cudnn_backward)
     right: dict[str, tuple[float, Kernel]] = {}
     c, D = plan.kernel_tokens, plan.hidden // plan.heads
-    x = [torch.randn(1, plan.kv_heads, c, D, device=device, dtype=dtype) for _ in range(3)]
+    x = [torch.randn(1, c, plan.kv_heads, D, device=device, dtype=dtype) for _ in range(3)]
     for name, kernel in candidates.items():
         try:
             errors = kernel_errors(kernel, min(c, 1024), device, dtype)
             if not max(errors) < 0.03:
                 print(f"{name} is wrong: errors {errors}")
                 continue
-            right[name] = (timed(lambda kernel=kernel: kernel.forward(*x, False), device), kernel)
+            right[name] = (timed(lambda kernel=kernel: kernel.forward(*x, causal=False), device), kernel)
         except RuntimeError as error:
             print(f"{name} cannot be used: {str(error).splitlines()[0]}")
     if not right:
