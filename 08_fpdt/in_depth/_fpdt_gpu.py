@@ -2,7 +2,7 @@
 
 1. Verify. Every kernel against explicit attention, and a model in chunks against the whole one, both in bf16 and both
    judged by float32. What is wrong ends the program before anything is timed or written.
-2. Measure what the link and attention reach, and take the chunk that fpdt_costs.py recommends for it.
+2. Measure what the link and attention reach, and take the chunk that fpdt_time.py recommends for it.
 3. One step (forward, loss, backward) at growing lengths, three ways: FPDT; each block recomputed; each block recomputed
    with its input offloaded. All three have the loss in pieces, so that the difference is the block. A length takes as
    many layers as its time allows, at full width; bytes of the others (weights, gradients, AdamW in fp32: 16 bytes a
@@ -25,9 +25,10 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _fpdt_demo import Llama, LlamaBlock, dense_attention
 from fpdt_attention import EXPLICIT, FUSED, Kernel, attend, attend_backward, merge
-from fpdt_costs import Hardware, Sizes, model_host_peak, recommend
+from fpdt_costs import Hardware, Sizes, model_host_peak
 from fpdt_model import chunked_loss, fpdt_block, loss_sum, use_fpdt
 from fpdt_store import DeviceMemory, Store, available_host_memory, machine_for
+from fpdt_time import recommend
 from harness import predictions
 from harness.ceilings import Table, device_here
 from harness.oracle import error_between

@@ -237,8 +237,12 @@ class Kept:
 class ChunkedAttention:
     """Causal attention over `group`, chunk by chunk. It owns no tensor: chunks come from a source and go to a sink."""
 
-    def __init__(self, group: dist.ProcessGroup, chunks: int, store: Store, kernel: Kernel | None = None) -> None:
-        self.group, self.u, self.store, self.kernel = group, chunks, store, kernel
+    def __init__(
+        self, group: dist.ProcessGroup, chunks: int, store: Store, kernel: Kernel | None = None, slots: int = 2
+    ) -> None:
+        if slots not in (1, 2):  # the dq of the last rows would have to be fetched before it has come home
+            raise ValueError(f"{slots} slots for what comes from the host; use 1 or 2")
+        self.group, self.u, self.store, self.kernel, self.slots = group, chunks, store, kernel, slots
 
     def forward(
         self, source: Callable[[int], Sequence[Tensor]], sink: Callable[[int, Tensor], None], device: torch.device,
@@ -249,7 +253,7 @@ class ChunkedAttention:
         keep    everything that backward needs; if not, the host has k̂ and v̂ of the chunks that later ones will ask for
         """
         kept, pairs = Kept(), [(i, j) for i in range(self.u) for j in range(i)]
-        earlier = Prefetch(self.store, pairs, lambda ij: (kept.k[ij[1]], kept.v[ij[1]]), device)
+        earlier = Prefetch(self.store, pairs, lambda ij: (kept.k[ij[1]], kept.v[ij[1]]), device, self.slots)
         for i in range(self.u):
             sink(i, self._row(i, source(i), earlier, kept, keep))
         return kept
@@ -280,6 +284,7 @@ class ChunkedAttention:
             kept.out.append(self.store.offload(out))
             kept.lse.append(self.store.offload(lse))
         del q, lse
+        self.store.compute("to tokens")
         return to_tokens(out, self.group)
 
     def backward(
@@ -297,8 +302,8 @@ class ChunkedAttention:
             rest = [dq_home[i]] if j > 0 and (j, i) != (u - 1, u - 1) else []
             return [dout[i], kept.q[i], kept.out[i], kept.lse[i], *rest]
 
-        inner = Prefetch(store, [(j, i) for j in range(u) for i in range(j, u)], queries, device)
-        outer = Prefetch(store, range(u), lambda j: (kept.k[j], kept.v[j]), device)
+        inner = Prefetch(store, [(j, i) for j in range(u) for i in range(j, u)], queries, device, self.slots)
+        outer = Prefetch(store, range(u), lambda j: (kept.k[j], kept.v[j]), device, self.slots)
         for j in range(u):
             kv = outer.take()
             k, v = (slot.data for slot in kv)
@@ -318,6 +323,7 @@ class ChunkedAttention:
                 given = [slot.data for slot in slots[:4]]
                 attend_backward(self.kernel or kernel_for(k), (into.data, dk, dv), given, k, v, causal=i == j)
                 if i == j:  # no later chunk of keys sees these queries: dq̂_j is complete
+                    store.compute("dq to tokens", reads=[into])
                     dq_j.append(to_tokens(into.data.to(k.dtype), self.group))
                 elif (j, i) == (u - 2, u - 1):  # the next step is (u-1, u-1): its fetch is already under way
                     stays.append(into.data)
@@ -326,6 +332,7 @@ class ChunkedAttention:
                 del slots, into, given
                 inner.done()
             # --- end exercise ---
+            store.compute("dk, dv to tokens")
             dk, dv = (to_tokens(x.to(k.dtype), self.group) for x in (dk, dv))
             sink(j, dq_j.pop(), dk, dv)
             outer.done()

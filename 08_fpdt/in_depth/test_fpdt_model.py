@@ -11,10 +11,11 @@ from _fpdt_demo import IGNORE, Llama, LlamaBlock, batch, settled
 from fpdt_attention import fpdt_positions
 from fpdt_costs import Sizes, block_link_bytes, feed_forward_peak, link_bytes, loss_peak, model_host_peak
 from fpdt_model import Gradients, Pieces, chunked, chunked_loss, fpdt_block, loss_sum, main, use_fpdt, watch
-from fpdt_store import CpuMachine, DeviceMemory, Store
+from fpdt_store import CpuMachine, DeviceMemory, Race, Store, Watch
 from harness.meter import peak_memory, saved_activations
 from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from test_fpdt_store import Forgetful
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -328,6 +329,30 @@ def test_a_training_on_a_cpu_keeps_no_record_of_all_it_has_done():
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def block_races(who: str, whom: str, keep: str) -> tuple[str, int]:
+    """Of a block whose machine leaves out waits, found by what operators touch; no `compute` declares a thing."""
+    machine = Forgetful(who, whom)
+    store = Store(machine)
+    store.compute = lambda *what, **more: None  # type: ignore[method-assign]
+    x, tables = torch.randn(1, 32, 16, requires_grad=True), torch.ones(32, 2)
+    with Watch(machine):
+        try:
+            run = fpdt_block(LlamaBlock(16, 4, 2, 24), 4, dist.group.WORLD, store, keep=keep)
+            run(x, tables, tables).sum().backward()
+        except Race as found:
+            return str(found), 0
+    return "no race", machine.clock["compute"]["compute"]
+
+
+@pytest.mark.parametrize("keep", ["input", "attention"])
+def test_inputs_that_come_back_from_the_host_are_watched_too_without_a_word_of_the_block(keep):
+    for who, whom in (("compute", "fetch"), ("fetch", "compute")):
+        [(found, _)] = run_ranks(1, block_races, who, whom, keep)
+        assert "without waiting" in found, f"{who} did not wait for {whom}: {found}"
+    [(found, seen)] = run_ranks(1, block_races, "nobody", "", keep)
+    assert found == "no race" and seen > 100, (found, seen)
 
 
 def refusals() -> list[str]:
