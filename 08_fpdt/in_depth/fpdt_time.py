@@ -247,10 +247,12 @@ def backward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
         nonlocal fetch
         if n < len(pairs):
             (j, i), at = pairs[n], n % slots
+            # --- exercise 8.35: when has a fetch of the backward arrived? ---
             fetch = max(fetch, read[at]) + 3 * x.q + x.lse
             if 0 < j < u - 1:  # of the first keys dq̂ begins; of the last it has stayed on the device
                 fetch = max(fetch, left[at], home[i]) + x.dq
             full[at] = fetch
+            # --- end exercise ---
 
     for n in range(slots):
         fetch_keys(n)
