@@ -333,8 +333,8 @@ def recommend(z: Sizes, h: Hardware, memory: float, slots: int = 2) -> tuple[Siz
 
 @dataclass(frozen=True)
 class Published:
-    """A training that FPDT's authors report at "over 55 % MFU" (2408.16978, abstract; DeepSpeed's blog and tutorial on
-    Ulysses-Offload), on A100s. Lengths and MFU of their other models stand in a figure, and are not here.
+    """A training that FPDT's authors report at "over 55 % MFU": DeepSpeed's blog on Ulysses-Offload (and for Llama 8B
+    the abstract of 2408.16978), on A100s. Lengths and MFU of their other models stand in a figure, and are not here.
 
     Ours: the shape of "GPT-30B"; chunks of 64K tokens, which is their default; a GPU with 225 TFLOP/s of its 312 in all
     that it computes (FlashAttention-2's best, 2307.08691), 25 GB/s to the host for itself and 200 to the others.
