@@ -435,10 +435,9 @@ def main() -> int:
         parser.error(f"--ranks {args.ranks} does not divide --heads {args.heads}; use a divisor of it")
     if args.slots > 2:
         parser.error(f"--slots {args.slots}: dq of the last rows would not be home yet; use 1 or 2")
-    if args.seq % (4 * args.ranks):
-        parser.error(
-            f"--seq {args.seq} does not divide into 4 chunks on {args.ranks} ranks; use a multiple of {4 * args.ranks}"
-        )
+    least = 64 * args.ranks  # the smallest chunk that is looked at
+    if args.seq % (4 * args.ranks) or args.seq < least:
+        parser.error(f"--seq {args.seq} on {args.ranks} ranks; use a multiple of {4 * args.ranks}, {least} or more")
     z = Sizes(args.seq, args.ranks, 1, args.heads, args.kv_heads, args.head_dim)
     h = Hardware(args.tflops * 1e12, args.link_gb * 1e9, sharing=args.sharing, network=args.network_gb * 1e9)
     best, rows = recommend(z, h, args.memory_gb * 1e9, args.slots)

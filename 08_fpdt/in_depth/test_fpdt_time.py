@@ -204,6 +204,8 @@ def test_three_slots_are_refused_by_the_loops():
         ["--seq", "-1"],
         ["--seq", "0"],
         ["--seq", "10"],
+        ["--seq", "12"],
+        ["--seq", "128", "--ranks", "4"],
         ["--kv-heads", "3"],
         ["--ranks", "3"],
         ["--slots", "3"],
