@@ -83,6 +83,16 @@ def test_the_idle_time_of_the_advice_is_that_of_the_loops_forward_and_backward(P
             assert (total, idle) == pytest.approx((end, played), abs=1e-9), where
 
 
+def test_a_way_to_the_host_that_is_slower_than_the_way_back_holds_up_the_slots_that_dq_leaves_from():
+    for (z, slots), ops in zip(cases_on(1), recorded(1), strict=True):
+        for h in SLOW:
+            x = seconds_table(z, h, "backward")
+            _, idle = backward_times(z.u, replace(x, dq_out=20 * x.dq_out), slots)
+            twenty = {id(op): 20 if op.stream == "offload" else 1 for op in ops["backward"]}
+            played = idle_time(ops["backward"], lambda op, z=z, h=h, t=twenty: t[id(op)] * seconds_of(op, z, h))
+            assert idle == pytest.approx(played, abs=1e-9), (z.u, slots, h)
+
+
 @pytest.mark.parametrize("P", [1, 2])
 def test_the_schedule_that_is_played_and_drawn_is_the_one_of_the_loops(P):
     for (z, slots), ops in zip(cases_on(P), recorded(P), strict=True):
