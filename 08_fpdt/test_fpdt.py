@@ -1,5 +1,6 @@
 """FPDT on the ground floor against one process, against the depth, and against its own formulas."""
 
+import contextlib
 import gc
 import sys
 from functools import cache
@@ -463,3 +464,31 @@ def test_a_bad_option_is_one_line_that_names_it(argv, ranks, monkeypatch, capsys
     said = capsys.readouterr()
     assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1 and argv[0] in said.err
     assert not dist.is_initialized()
+
+
+def test_memory_that_python_frees_under_a_copy_is_not_given_away(monkeypatch):
+    """No GPU is needed to see that the allocator is told which stream still reads a tensor that goes to the host."""
+    told: list = []
+
+    class Fake:
+        nbytes = 8
+
+        def __init__(self, is_cuda: bool) -> None:
+            self.is_cuda = is_cuda
+
+        def copy_(self, source: "Fake", non_blocking: bool) -> None:
+            assert non_blocking, "the program would wait for the copy"
+            told.append("copied")
+
+        def record_stream(self, stream: str) -> None:
+            told.append(stream)
+
+    class Stream(str):
+        def record_event(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    host = script.Host("cpu", 1, 2)
+    host.cuda = {"offload": Stream("offload"), "fetch": Stream("fetch")}
+    host.put("offload", "q0", [], Fake(is_cuda=False), Fake(is_cuda=True))
+    assert told == ["copied", "offload"]

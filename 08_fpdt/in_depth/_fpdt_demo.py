@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.nn.functional as F
+from fpdt_store import CpuMachine
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -185,6 +186,18 @@ def batch(S: int, vocab: int, step: int) -> tuple[Tensor, Tensor]:
     labels = tokens[:, 1:].clone()
     labels[:, : S // 5] = IGNORE  # a prompt that is not learned
     return tokens[:, :-1], labels
+
+
+class Watched(CpuMachine):
+    """A machine with a progress bar: its unit is a (query, key) pair of one head."""
+
+    def __init__(self, bar: Any) -> None:
+        super().__init__()
+        self.bar = bar
+
+    def launch(self, stream: str, name: str, amount: float, reads: Any = (), writes: Any = ()) -> None:
+        super().launch(stream, name, amount, reads, writes)
+        self.bar.update(amount if stream == "compute" else 0)
 
 
 def three_steps(model: nn.Module, loss_of: Callable[[int], tuple[Tensor, Tensor]], group: Any) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 1. Verify. Every kernel against explicit attention, and a model in chunks against the whole one, both in bf16 and both
    judged by float32. What is wrong ends the program before anything is timed or written.
-2. Measure what the link and attention reach, and take the chunk that fpdt_costs.py recommends for it.
+2. Measure what the link and attention reach, and take the chunk that fpdt_time.py recommends for it.
 3. One step (forward, loss, backward) at growing lengths, three ways: FPDT; each block recomputed; each block recomputed
    with its input offloaded. All three have the loss in pieces, so that the difference is the block. A length takes as
    many layers as its time allows, at full width; bytes of the others (weights, gradients, AdamW in fp32: 16 bytes a
@@ -25,9 +25,10 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _fpdt_demo import Llama, LlamaBlock, dense_attention
 from fpdt_attention import EXPLICIT, FUSED, Kernel, attend, attend_backward, merge
-from fpdt_costs import Hardware, Sizes, model_host_peak, recommend
+from fpdt_costs import Hardware, Sizes, model_host_peak
 from fpdt_model import chunked_loss, fpdt_block, loss_sum, use_fpdt
 from fpdt_store import DeviceMemory, Store, available_host_memory, machine_for
+from fpdt_time import recommend
 from harness import predictions
 from harness.ceilings import Table, device_here
 from harness.oracle import error_between
@@ -58,31 +59,34 @@ REAL = Plan(2048, 32, 8, 8192, 128256, 16, (2**16, 2**17, 2**18, 2**19), 2**22, 
 TINY = Plan(64, 4, 2, 128, 256, 3, (256, 512), 1024, 5.0, 2e5, 64)
 
 
-def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, c, heads, D] -> [B, heads, c, D]
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
-    return out, lse.view(q.shape[:3])
+    return out.transpose(1, 2), lse.view(q.shape[:3])
 
 
-def cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
+def cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> Any:
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))  # [B, c, heads, D] -> [B, heads, c, D]
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # for a dropout of 0
     rest = (seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal)
-    return aten._scaled_dot_product_cudnn_attention_backward(dout, q, k, v, out, lse[..., None], *rest)
+    shares = aten._scaled_dot_product_cudnn_attention_backward(dout, q, k, v, out, lse[..., None], *rest)
+    return [x.transpose(1, 2) for x in shares]
 
 
 def a_part_of(kernel: Kernel) -> Kernel:
     """The same tensors for a fraction of the work: attention to the first keys only. For memory, not for numbers."""
 
     def fewer(k: Tensor) -> Tensor:
-        return k[:, :, : max(k.shape[2] // 32, 1)].contiguous()
+        return k[:, : max(k.shape[1] // 32, 1)].contiguous()
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
-        return kernel.forward(q, fewer(k), fewer(v), False)
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Any:
+        return kernel.forward(q, fewer(k), fewer(v), causal=False)
 
-    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
-        dq, dk, dv = kernel.backward(dout, q, fewer(k), fewer(v), out, lse, False)
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> Any:
+        dq, dk, dv = kernel.backward(dout, q, fewer(k), fewer(v), out, lse, causal=False)
         whole = [torch.zeros_like(k), torch.zeros_like(v)]
         for to, some in zip(whole, (dk, dv), strict=True):
-            to[:, :, : some.shape[2]] = some
+            to[:, : some.shape[1]] = some
         return dq, *whole
 
     return Kernel(forward, backward)
@@ -136,14 +140,14 @@ def choose_kernel(plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple
         candidates["cuDNN"] = Kernel(cudnn_forward, cudnn_backward)
     right: dict[str, tuple[float, Kernel]] = {}
     c, D = plan.kernel_tokens, plan.hidden // plan.heads
-    x = [torch.randn(1, plan.kv_heads, c, D, device=device, dtype=dtype) for _ in range(3)]
+    x = [torch.randn(1, c, plan.kv_heads, D, device=device, dtype=dtype) for _ in range(3)]
     for name, kernel in candidates.items():
         try:
             errors = kernel_errors(kernel, min(c, 1024), device, dtype)
             if not max(errors) < 0.03:
                 print(f"{name} is wrong: errors {errors}")
                 continue
-            right[name] = (timed(lambda kernel=kernel: kernel.forward(*x, False), device), kernel)
+            right[name] = (timed(lambda kernel=kernel: kernel.forward(*x, causal=False), device), kernel)
         except RuntimeError as error:
             print(f"{name} cannot be used: {str(error).splitlines()[0]}")
     if not right:

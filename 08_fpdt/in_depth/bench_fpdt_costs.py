@@ -1,11 +1,9 @@
-"""How large a chunk should be, and the paper's memory table: what the formulas of fpdt_costs.py say.
+"""The paper's memory table, and whether the formulas of fpdt_costs.py are true.
 
-    python 08_fpdt/in_depth/bench_fpdt_costs.py   writes results/08_fpdt_chunk_size*, 08_fpdt_paper* and the figure
-    python 08_fpdt/in_depth/bench_fpdt_costs.py --figures       only draws the figure again
+    python 08_fpdt/in_depth/bench_fpdt_costs.py   writes results/08_fpdt_paper*
 
-All of it is computed, so first the formulas have to be true: idle time against a simulation of the recorded schedule
-for every speed of link and kernel, bytes on the device against a meter, copies and bytes over the link against the
-record. If one number is off, nothing is written.
+First idle time of a forward against a simulation of the recorded schedule for every speed of link and kernel, bytes on
+the device against a meter, copies and bytes over the link against the record. If one number is off, nothing is written.
 """
 
 import argparse
@@ -17,20 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from bench_fpdt_attention import attention_numbers, predicted_numbers
 from fpdt_costs import (
-    Hardware,
     Sizes,
-    backward_costs,
-    forward_seconds,
     idle_forward,
     idle_time,
     link_bytes,
-    pair_seconds,
     paper_table,
-    recommend,
     record_forward,
 )
 from fpdt_store import Op
-from harness.figures import write_figure
 from harness.ranks import run_ranks
 from harness.report import write_result
 
@@ -68,56 +60,12 @@ def verify_bytes() -> None:
             sys.exit(f"{z}: measured {got}, predicted {predicted_numbers(z)}")
 
 
-def sweep_rows() -> list[list]:
-    """Attention of one layer of a 1.2-billion Llama at 512k tokens, by size of a chunk."""
-    z, h = Sizes(2**19, 1, 1, 32, 8, 64), Hardware()
-    best, rows = recommend(z, h, 2e9)
-    table = []
-    for now, seconds, peak in rows:
-        (t, f), (_, back, fetch, dq, *_), forward = (
-            pair_seconds(now, h),
-            backward_costs(now, h),
-            forward_seconds(now, h),
-        )
-        cells = [1e3 * x for x in (t, f, back, fetch + dq)]
-        table.append([now.c, *cells, forward, seconds - forward, peak / 1e9, "recommended" if now == best else ""])
-    return table
-
-
-def draw(axes, result) -> None:
-    chunk, forward, backward, peak = ([row[n] for row in result["rows"]] for n in (0, 5, 6, 7))
-    axes.loglog(chunk, forward, "o-", label="seconds, forward")
-    axes.loglog(chunk, backward, "^-", label="seconds, backward")
-    axes.loglog(chunk, peak, "s--", label="GB at most, backward")
-    [best] = [row[0] for row in result["rows"] if row[8]]
-    axes.axvline(best, color="gray", linestyle=":")
-    axes.set(xlabel="tokens of a chunk", title="Too small waits for the link, too large fills the memory")
-    axes.legend()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--figures", action="store_true", help="only draw the figure again")
+    parser.add_argument("--figures", action="store_true", help="draw the figures again; here there are none")
     if not parser.parse_args().figures:
         verify_time()
         verify_bytes()
-        write_result(
-            "08_fpdt_chunk_size",
-            "Attention of one layer of a 1.2-billion Llama, 512k tokens on one GPU, by size of a chunk (computed)",
-            [
-                "tokens of a chunk",
-                "a pair, ms",
-                "its fetch, ms",
-                "back, ms",
-                "its fetches, ms",
-                "forward, s",
-                "backward, s",
-                "peak, GB",
-                "",
-            ],
-            sweep_rows(),
-            f"Computed, not measured, for {Hardware()} and 2 GB for attention.",
-        )
         write_result(
             "08_fpdt_paper",
             "Device memory in GB: published (arXiv 2408.16978) and by M(u) = F + A/u",
@@ -130,7 +78,6 @@ def main() -> int:
             "of `PaperRow` in fpdt_costs.py. That count was chosen with the second column in sight, so the agreement "
             "shows that the formula can explain these figures, not that it predicted them.",
         )
-    write_figure("08_fpdt/figures/chunk_size.svg", ["08_fpdt_chunk_size"], draw)
     return 0
 
 

@@ -105,19 +105,21 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def explicit_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """The readable one. q, k, v [B, heads, c, D] -> out as q, lse [B, heads, c] in fp32 or better."""
+def explicit_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """The readable one. q, k, v [B, c, heads, D] -> out as q, lse [B, heads, c] in fp32 or better."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, c, heads, D] -> [B, heads, c, D]
     scores = (q @ k.mT).to(wide(q.dtype)) / math.sqrt(q.shape[-1])
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-    return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1)
+    return (scores.softmax(-1).to(q.dtype) @ v).transpose(1, 2), scores.logsumexp(-1)
 
 
 def explicit_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With the log-sum-exp over *all* keys, exp(score - lse) are final weights, so one pair of chunks gives its share
     of dq, dk and dv alone (2307.08691, algorithm 2)."""
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))  # [B, c, heads, D] -> [B, heads, c, D]
     scale = 1 / math.sqrt(q.shape[-1])
     scores = (q @ k.mT).to(lse.dtype) * scale
     if causal:
@@ -125,37 +127,44 @@ def explicit_backward(
     weights = (scores - lse[..., None]).exp()
     delta = (dout.to(lse.dtype) * out).sum(-1, keepdim=True)
     dscores = (weights * ((dout @ v.mT).to(lse.dtype) - delta) * scale).to(q.dtype)
-    return dscores @ k, dscores.mT @ q, weights.to(q.dtype).mT @ dout
+    shares = dscores @ k, dscores.mT @ q, weights.to(q.dtype).mT @ dout
+    return tuple(x.transpose(1, 2) for x in shares)  # type: ignore[return-value]
 
 
 aten = torch.ops.aten
 
 
-def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """PyTorch's FlashAttention, of the device at hand. It never writes the scores to memory."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, c, heads, D] -> [B, heads, c, D]
     if q.is_cuda:
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    else:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out.transpose(1, 2), lse
 
 
 def fused_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))  # [B, c, heads, D] -> [B, heads, c, D]
     if q.is_cuda:
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state, for a dropout of 0
         shape = (None, None, q.shape[2], k.shape[2])
-        return aten._scaled_dot_product_flash_attention_backward(
+        shares = aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse, *shape, 0.0, causal, unused, unused[:1]
         )
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal)
+    else:
+        shares = aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal)
+    return tuple(x.transpose(1, 2) for x in shares)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Attention of a chunk of queries to a chunk of keys, with as many heads of both."""
+    """Attention of a chunk of queries to a chunk of keys, with as many heads of both; called as those of chapter 5."""
 
-    forward: Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal) -> out, lse
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (dout, q, k, v, out, lse, causal) -> dq, dk, dv
+    forward: Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, *, causal) -> out, lse
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (dout, q, k, v, out, lse, *, causal) -> dq, dk, dv
 
 
 EXPLICIT, FUSED = Kernel(explicit_forward, explicit_backward), Kernel(fused_forward, fused_backward)
@@ -167,19 +176,17 @@ def kernel_for(x: Tensor) -> Kernel:
 
 
 def by_group(x: Tensor, kv_heads: int) -> Iterator[Tensor]:
-    """The query heads in turns, one for each K/V head: [B, c, n, D] -> G views [B, n_kv, c, D]; an lse likewise.
-    So grouped-query attention is G calls of a plain one, and K and V are never expanded."""
-    heads = x.transpose(1, 2) if x.dim() == 4 else x  # [B, n, c, (D)]; head g of K/V head h is h·G + g
-    yield from heads.unflatten(1, (kv_heads, -1)).unbind(2)
+    """The query heads in turns, one for each K/V head: [B, c, n, D] -> G views [B, c, n_kv, D]; an lse [B, n, c] -> G
+    views [B, n_kv, c]. So grouped-query attention is G calls of a plain one, and K and V are never expanded."""
+    yield from x.unflatten(-2, (kv_heads, -1)).unbind(-2)  # query head g of K/V head h is h·G + g
 
 
 def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """q [B, c, n, D], k and v [B, c, n_kv, D] -> out as q, lse [B, n, c], both contiguous and in fp32 or better."""
     out = torch.empty_like(q, dtype=wide(q.dtype))
     lse = torch.empty_like(out[..., 0].transpose(1, 2), memory_format=torch.contiguous_format)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    for q_g, out_g, lse_g in zip(*(by_group(x, k.shape[1]) for x in (q, out, lse)), strict=True):
-        some, its_lse = kernel.forward(q_g, k, v, causal)
+    for q_g, out_g, lse_g in zip(*(by_group(x, k.shape[2]) for x in (q, out, lse)), strict=True):
+        some, its_lse = kernel.forward(q_g, k, v, causal=causal)
         out_g.copy_(some)
         lse_g.copy_(its_lse)
         del some, its_lse
@@ -191,12 +198,11 @@ def attend_backward(
 ) -> None:
     """Add this pair's share to grads = (dq, dk, dv). given = (dout, q, out, lse) of the chunk of queries."""
     dq, dk, dv = grads
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    for dq_g, dout_g, q_g, out_g, lse_g in zip(*(by_group(x, k.shape[1]) for x in (dq, *given)), strict=True):
-        more_q, more_k, more_v = kernel.backward(dout_g, q_g, k, v, out_g, lse_g.contiguous(), causal)
+    for dq_g, dout_g, q_g, out_g, lse_g in zip(*(by_group(x, k.shape[2]) for x in (dq, *given)), strict=True):
+        more_q, more_k, more_v = kernel.backward(dout_g, q_g, k, v, out_g, lse_g.contiguous(), causal=causal)
         dq_g.add_(more_q)
-        dk.add_(more_k.transpose(1, 2))
-        dv.add_(more_v.transpose(1, 2))
+        dk.add_(more_k)
+        dv.add_(more_v)
         del more_q, more_k, more_v
 
 
@@ -231,8 +237,12 @@ class Kept:
 class ChunkedAttention:
     """Causal attention over `group`, chunk by chunk. It owns no tensor: chunks come from a source and go to a sink."""
 
-    def __init__(self, group: dist.ProcessGroup, chunks: int, store: Store, kernel: Kernel | None = None) -> None:
-        self.group, self.u, self.store, self.kernel = group, chunks, store, kernel
+    def __init__(
+        self, group: dist.ProcessGroup, chunks: int, store: Store, kernel: Kernel | None = None, slots: int = 2
+    ) -> None:
+        if slots not in (1, 2):  # the dq of the last rows would have to be fetched before it has come home
+            raise ValueError(f"{slots} slots for what comes from the host; use 1 or 2")
+        self.group, self.u, self.store, self.kernel, self.slots = group, chunks, store, kernel, slots
 
     def forward(
         self, source: Callable[[int], Sequence[Tensor]], sink: Callable[[int, Tensor], None], device: torch.device,
@@ -243,7 +253,7 @@ class ChunkedAttention:
         keep    everything that backward needs; if not, the host has k̂ and v̂ of the chunks that later ones will ask for
         """
         kept, pairs = Kept(), [(i, j) for i in range(self.u) for j in range(i)]
-        earlier = Prefetch(self.store, pairs, lambda ij: (kept.k[ij[1]], kept.v[ij[1]]), device)
+        earlier = Prefetch(self.store, pairs, lambda ij: (kept.k[ij[1]], kept.v[ij[1]]), device, self.slots)
         for i in range(self.u):
             sink(i, self._row(i, source(i), earlier, kept, keep))
         return kept
@@ -274,6 +284,7 @@ class ChunkedAttention:
             kept.out.append(self.store.offload(out))
             kept.lse.append(self.store.offload(lse))
         del q, lse
+        self.store.compute("to tokens")
         return to_tokens(out, self.group)
 
     def backward(
@@ -291,8 +302,8 @@ class ChunkedAttention:
             rest = [dq_home[i]] if j > 0 and (j, i) != (u - 1, u - 1) else []
             return [dout[i], kept.q[i], kept.out[i], kept.lse[i], *rest]
 
-        inner = Prefetch(store, [(j, i) for j in range(u) for i in range(j, u)], queries, device)
-        outer = Prefetch(store, range(u), lambda j: (kept.k[j], kept.v[j]), device)
+        inner = Prefetch(store, [(j, i) for j in range(u) for i in range(j, u)], queries, device, self.slots)
+        outer = Prefetch(store, range(u), lambda j: (kept.k[j], kept.v[j]), device, self.slots)
         for j in range(u):
             kv = outer.take()
             k, v = (slot.data for slot in kv)
@@ -312,6 +323,7 @@ class ChunkedAttention:
                 given = [slot.data for slot in slots[:4]]
                 attend_backward(self.kernel or kernel_for(k), (into.data, dk, dv), given, k, v, causal=i == j)
                 if i == j:  # no later chunk of keys sees these queries: dq̂_j is complete
+                    store.compute("dq to tokens", reads=[into])
                     dq_j.append(to_tokens(into.data.to(k.dtype), self.group))
                 elif (j, i) == (u - 2, u - 1):  # the next step is (u-1, u-1): its fetch is already under way
                     stays.append(into.data)
@@ -320,6 +332,7 @@ class ChunkedAttention:
                 del slots, into, given
                 inner.done()
             # --- end exercise ---
+            store.compute("dk, dv to tokens")
             dk, dv = (to_tokens(x.to(k.dtype), self.group) for x in (dk, dv))
             sink(j, dq_j.pop(), dk, dv)
             outer.done()

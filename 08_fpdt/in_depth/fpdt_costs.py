@@ -1,4 +1,4 @@
-"""FPDT III: what chunks cost. Bytes on the device, on the host and on the way, idle time, and the size of a chunk.
+"""FPDT III: what chunks cost. Bytes on the device, on the host and on the way, and idle time of a forward.
 
 Problem. More chunks mean less memory, and more and smaller copies. How many are right, and can one know beforehand?
 
@@ -17,8 +17,8 @@ The first two are multiples of c: they fall as 1/u, and if S and u double they s
 
 Time. A pair of chunks takes t = 4 c² n D / (FLOP/s), the fetch of its keys and values f = 2 c n_kv D e / (bytes/s).
 t grows with c², f with c: from  c* = e (FLOP/s) n_kv / (2 n (bytes/s))  on, a fetch hides behind a
-computation. Below it, each row of chunks waits for its link; `idle_forward` says for how long, exactly, and so does
-`idle_backward`, where c* is larger: queries, outputs and gradients come, which grouped-query heads do not shrink.
+computation. Below it, each row of chunks waits for its link; `idle_forward` says for how long, exactly. Backward,
+stores, all-to-alls, a link that GPUs share, and the size of a chunk that follows from all of this: fpdt_time.py.
 
     row i    | project, own chunk: a |  t  |idle|  t  |idle|  t  |         f > t: (f - t) for each pair, less what the
     fetch    |      f      |      f      |      f      |                    head start during `a` and two slots hide
@@ -26,8 +26,7 @@ computation. Below it, each row of chunks waits for its link; `idle_forward` say
 Sources: FPDT 2408.16978, sections 3 to 5. The formulas are ours; tests hold them against meters and a simulation.
 
 Run it:
-    python fpdt_costs.py                                        idle time, predicted and simulated; which chunk to take
-    python fpdt_costs.py --seq 2097152 --memory-gb 4 --link-gb 25
+    python fpdt_costs.py --seq 2097152                          idle time, predicted and simulated; bytes by chunks
     python fpdt_costs.py --paper                                the paper's memory table, recomputed
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
@@ -79,8 +78,9 @@ class Sizes:
         return Q * self.e, K * self.e, self.c * self.n * w, Q * w, K * w
 
 
-def attention_peak(z: Sizes, way: str) -> int:
-    """Bytes on the device at most, "forward" or "backward", besides what goes in and comes out for all tokens.
+def attention_peak(z: Sizes, way: str, sets: int = 2) -> int:
+    """Bytes on the device at most, "forward" or "backward", besides what goes in and comes out for all tokens; `sets`
+    of slots, one or two.
 
     Counted phase by phase; the peak is that of the largest. `moved` is 1 if an all-to-all needs a second copy.
     """
@@ -88,7 +88,7 @@ def attention_peak(z: Sizes, way: str) -> int:
     G, moved, u = z.n // z.n_kv, int(z.P > 1), z.u
     cast = int(Q_w != Q)
     if way == "forward":
-        before = 4 * K if u > 2 else 0  # slots that a row finds when it begins
+        before = sets * 2 * K if u > 2 else 0  # slots that a row finds when it begins
         slots = before if u != 2 else 2 * K
         one = Q_w + L + (Q + L) // G  # attention of a pair, and the kernel's own result for one group of heads
         # --- exercise 8.28: the phases of a row of the forward pass ---
@@ -101,8 +101,7 @@ def attention_peak(z: Sizes, way: str) -> int:
         ]
         # --- end exercise ---
         return max(phases)
-    sets = min(2, u)
-    slots = sets * (2 * K + 3 * Q + L) + (2 * Q_w if u > 2 else 0)
+    slots = min(sets, u) * (2 * K + 3 * Q + L) + (sets * Q_w if u > 2 else 0)
     new_dq = Q_w if u < 3 else 0  # else it is summed in its slot
     waiting = Q if u > 1 else 0  # dq_j, which is complete before dk_j and dv_j are
     kernel = Q // G + 2 * K + (L // G if G > 1 else 0)
@@ -216,6 +215,7 @@ def record_forward(u: int, sets: int = 2) -> list[Op]:
             store.compute("attend", 2, reads=earlier.take())
             earlier.done()
         store.compute("finish")
+        store.compute("to tokens")
     return machine.ops
 
 
@@ -239,51 +239,7 @@ def idle_forward(u: int, a: float, t: float, f: float) -> float:
     # --- end exercise ---
 
 
-def idle_backward(u: int, own: float, t: float, f: float, g: float, o: float, k: float) -> float:
-    """Seconds that the computation waits in a backward pass: the schedule once more, as a recurrence over its pairs.
-
-    own, t  back through a chunk with itself, through a pair
-    f, g    fetch a chunk's q̂, output, gradient and log-sum-exp; its dq̂ so far
-    o, k    store dq̂; fetch a chunk's k̂ and v̂
-    """
-    compute = fetch = offload = work = 0.0  # when each stream has done what it was given so far
-    full, read, left = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # of the two sets of slots: filled, read, dq̂ gone home
-    keys_full, keys_read, home = [0.0, 0.0], [0.0, 0.0], [0.0] * u
-    pairs = [(j, i) for j in range(u) for i in range(j, u)]
-
-    def fetch_keys(j: int) -> None:
-        nonlocal fetch
-        if j < u:
-            keys_full[j % 2] = fetch = max(fetch, keys_read[j % 2]) + k
-
-    def fetch_queries(n: int) -> None:
-        nonlocal fetch
-        if n < len(pairs):
-            (j, i), at = pairs[n], n % 2
-            fetch = max(fetch, read[at]) + f
-            if 0 < j < u - 1:  # of the first keys dq̂ begins; of the last it has stayed on the device
-                fetch = max(fetch, left[at], home[i]) + g
-            full[at] = fetch
-
-    for n in range(2):
-        fetch_keys(n)
-    for n in range(2):
-        fetch_queries(n)
-    for n, (j, i) in enumerate(pairs):
-        seconds, at = own if i == j else t, n % 2
-        compute = max(compute, full[at], keys_full[j % 2]) + seconds
-        work, read[at] = work + seconds, compute
-        if i > j and (j, i) != (u - 2, u - 1):  # that one is needed in the very next step, and stays
-            home[i] = offload = max(offload, compute) + o
-            left[at] = offload if j > 0 else left[at]
-        fetch_queries(n + 2)
-        if i == u - 1:
-            keys_read[j % 2] = compute
-            fetch_keys(j + 2)
-    return compute - work
-
-
-# -------------------------------------------------------------------------------------------------- how large a chunk?
+# ---------------------------------------------------------------------------------------------------------- hardware
 
 
 @dataclass(frozen=True)
@@ -291,72 +247,20 @@ class Hardware:
     """What a computation and a copy reach, not what a data sheet promises: bench_fpdt_attention.py --gpu measures."""
 
     flops: float = 400e12  # FLOP/s of attention, one GPU
-    link: float = 50e9  # bytes/s between host and device, of this GPU's share
+    link: float = 50e9  # bytes/s between host and device, each way
     start: float = 20e-6  # seconds to start a kernel or a copy
+    sharing: int = 1  # GPUs that share this link, and all want it at the same time
+    network: float = 200e9  # bytes/s that leave a GPU in an all-to-all
 
-
-def smallest_hidden_chunk(z: Sizes, h: Hardware, way: str = "forward") -> float:
-    """c*: tokens from which on the fetches of a pair hide behind its computation, starting costs left out.
-
-    Backward fetches three chunks of queries' size, dq̂ and lse in sums' precision, and computes five products, not two:
-    grouped-query heads make K small, not these."""
-    if way == "forward":
-        return z.e * h.flops * z.n_kv / (2 * z.n * h.link)
-    w = max(z.e, 4)
-    return (3 * z.e + w + w / z.head_dim) * h.flops / (10 * h.link)
+    def copy(self, size: float) -> float:
+        """Seconds of a copy of `size` bytes, either way."""
+        return size * self.sharing / self.link + self.start
 
 
 def pair_seconds(z: Sizes, h: Hardware) -> tuple[float, float]:
     """(compute one pair of chunks, fetch its keys and values), forward."""
     t = 4 * z.c**2 * z.n * z.head_dim / h.flops + h.start
-    f = 2 * z.c * z.n_kv * z.head_dim * z.e / h.link + 2 * h.start
-    return t, f
-
-
-def forward_seconds(z: Sizes, h: Hardware) -> float:
-    """Attention of one layer forward, without projections."""
-    t, f = pair_seconds(z, h)
-    own = t / 2 + 4 * h.start
-    return z.u * own + z.u * (z.u - 1) // 2 * t + idle_forward(z.u, own, t, f)
-
-
-def backward_costs(z: Sizes, h: Hardware) -> tuple[float, ...]:
-    """own, t, f, g, o and k of `idle_backward`."""
-    Q, K, L, Q_w, _ = z.letters()
-    t = 10 * z.c**2 * z.n * z.head_dim / h.flops + h.start
-    dq = Q_w / h.link + h.start
-    return t / 2, t, (3 * Q + L) / h.link + 4 * h.start, dq, dq, 2 * K / h.link + 2 * h.start
-
-
-def backward_seconds(z: Sizes, h: Hardware) -> float:
-    """Attention of one layer backward, without projections. Beyond 256 chunks the ends of rows are left out: a pair
-    then takes what its computation takes, or its fetches, or half of a round of one slot, whichever is longest."""
-    own, t, f, g, o, k = backward_costs(z, h)
-    pairs = z.u * (z.u - 1) // 2
-    if z.u > 256:
-        return z.u * own + pairs * max(t, f + g, (f + g + t + o) / 2)
-    return z.u * own + pairs * t + idle_backward(z.u, own, t, f, g, o, k)
-
-
-def recommend(z: Sizes, h: Hardware, memory: float) -> tuple[Sizes | None, list[tuple[Sizes, float, int]]]:
-    """The fastest number of chunks, forward and backward, that fits in `memory` bytes, among powers of two; and all of
-    them with seconds and bytes. Within 1 % of the fastest, fewer bytes win."""
-    rows, u = [], 1
-    while z.S % (u * z.P) == 0 and z.S // u >= 64 * z.P:
-        now = z.with_chunks(u)
-        rows.append(
-            (
-                now,
-                forward_seconds(now, h) + backward_seconds(now, h),
-                max(attention_peak(now, way) for way in ("forward", "backward")),
-            )
-        )
-        u *= 2
-    fitting = [row for row in rows if row[2] <= memory]
-    if not fitting:
-        return None, rows
-    fastest = min(seconds for _, seconds, _ in fitting)
-    return [row for row in fitting if row[1] <= 1.01 * fastest][-1][0], rows
+    return t, 2 * h.copy(z.letters()[1])
 
 
 # ---------------------------------------------------------------------------------------------------- the paper's table
@@ -397,30 +301,22 @@ def paper_table() -> list[tuple[str, float, float, float, float]]:
 
 
 def main() -> int:
-    parser = OneLineParser(description="What chunks cost, and how large they should be.", allow_abbrev=False)
+    parser = OneLineParser(description="What chunks cost: bytes, and idle time of a forward.", allow_abbrev=False)
     parser.add_argument("--seq", type=int, default=524288)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--memory-gb", type=float, default=2.0, help="for attention; default %(default)s")
-    parser.add_argument("--tflops", type=float, default=400.0, help="that attention reaches; default %(default)s")
-    parser.add_argument("--link-gb", type=float, default=50.0, help="GB/s from host to device; default %(default)s")
     parser.add_argument("--paper", action="store_true", help="only the paper's memory table")
     args = parser.parse_args()
-    for option in ("seq", "heads", "kv_heads", "head_dim", "memory_gb", "tflops", "link_gb"):
+    for option in ("seq", "heads", "kv_heads", "head_dim"):
         value, name = getattr(args, option), f"--{option.replace('_', '-')}"
-        if not 0 < value < math.inf:
-            parser.error(f"{name} {value} must be a number that is more than 0")
+        if value < 1:
+            parser.error(f"{name} {value} must be 1 or more")
         if args.paper and value != parser.get_default(option):
             parser.error(f"{name} {value} changes nothing in the paper's table; leave it out, or --paper")
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
     z = Sizes(args.seq, 1, 1, args.heads, args.kv_heads, args.head_dim)
-    h = Hardware(args.tflops * 1e12, args.link_gb * 1e9)
-    best, rows = recommend(z, h, args.memory_gb * 1e9)
-    if best is None:
-        least = min((row[2] for row in rows), default=0) / 1e9
-        parser.error(f"--memory-gb {args.memory_gb} is too little for {args.seq} tokens; use {least:.3g} or more")
     if os.environ.get("RANK", "0") != "0":  # nothing here needs a second rank
         return 0
     if args.paper:
@@ -444,29 +340,15 @@ def main() -> int:
         print(f"{f:8.2f}{predicted:13.2f}{got:11.2f}")
         if not abs(predicted - got) < 1e-9:
             wrong.append(f"idle time at fetch {f}: predicted {predicted}, simulated {got}")
-    print(f"\n{args.seq:,} tokens, {args.heads}/{args.kv_heads} heads of {args.head_dim}, bf16; attention of one layer")
-    titles = (
-        "chunks",
-        "tokens",
-        "pair, ms",
-        "fetch, ms",
-        "back, ms",
-        "fetch, ms",
-        "forward, s",
-        "backward, s",
-        "peak, GB",
-    )
-    print("".join(f"{title:>13}" for title in titles))
-    for now, seconds, peak in rows:
-        (t, f), (_, back, fetch, dq, *_) = pair_seconds(now, h), backward_costs(now, h)
-        forward = forward_seconds(now, h)
-        cells = [f"{1e3 * x:13.3f}" for x in (t, f, back, fetch + dq)] + [
-            f"{x:13.3f}" for x in (forward, seconds - forward)
-        ]
-        mark = "  <- recommended" if now == best else ""
-        print(f"{now.u:13,}{now.c:13,}{''.join(cells)}{peak / 1e9:13.2f}{mark}")
-    hidden = [smallest_hidden_chunk(z, h, way) for way in ("forward", "backward")]
-    print(f"fetches hide behind their pairs from {hidden[0]:,.0f} tokens on, and in backward from {hidden[1]:,.0f}")
+    heads = f"{args.heads}/{args.kv_heads} heads of {args.head_dim}"
+    print(f"\n{args.seq:,} tokens, {heads}, bf16; GB of one layer's attention")
+    titles = ("chunks", "tokens", "device", "in backward", "on the host", "to the host", "to the device")
+    print("".join(f"{title:>15}" for title in titles))
+    for u in (2**n for n in range(11) if args.seq % 2**n == 0):
+        now = z.with_chunks(u)
+        ways = zip(link_bytes(now, "forward, kept"), link_bytes(now, "backward"), strict=True)
+        sizes = (attention_peak(now, "forward"), attention_peak(now, "backward"), host_peak(now), *map(sum, ways))
+        print(f"{u:15,}{now.c:15,}{''.join(f'{x / 1e9:15,.4g}' for x in sizes)}")
     print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
     return 1 if wrong else 0
 

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _fpdt_demo import Llama, batch, check_ranks_and_heads, run, three_steps
+from _fpdt_demo import Llama, Watched, batch, check_ranks_and_heads, run, three_steps
 from fpdt_attention import (
     ChunkedAttention,
     Kernel,
@@ -50,7 +50,7 @@ from fpdt_attention import (
     wide,
 )
 from fpdt_costs import Sizes, block_link_bytes, model_host_peak
-from fpdt_store import Buffer, CpuMachine, DeviceMemory, Guard, OneLineParser, Prefetch, Store, check_host, machine_for
+from fpdt_store import Buffer, DeviceMemory, Guard, OneLineParser, Prefetch, Store, check_host, machine_for
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -244,7 +244,7 @@ class Block(torch.autograd.Function):
         inputs, kept = every_input(), ctx.kept
         if kept is None:
             with torch.no_grad():
-                kept = core.forward(lambda i: untracked(source, i), sink, device, keep=True)
+                kept = core.forward(source, sink, device, keep=True)
         else:
             outputs = Prefetch(store, range(core.u), lambda i: [kept.out[i]], device)
             for i in range(core.u):
@@ -261,12 +261,6 @@ class Block(torch.autograd.Function):
             fpdt.inputs.drop(buffer)
         ctx.x, ctx.kept = [], None
         return dx, None, None, None, None, *run.result()
-
-
-def untracked(source: Callable[[int], Sequence[Tensor]], i: int) -> list[Tensor]:
-    """Without autograd, whatever the parameters' copies want."""
-    with torch.no_grad():
-        return list(source(i))
 
 
 def fpdt_block(
@@ -301,6 +295,40 @@ def use_fpdt(model: nn.Module, chunks: int, group: dist.ProcessGroup, store: Sto
     for layer in model.model.layers:  # type: ignore[union-attr]
         layer.forward = fpdt_block(layer, chunks, group, store, **options)
     return model
+
+
+# ------------------------------------------------------------------------------------------------------ gradients
+
+
+class HostGradients:
+    """Gradients as ZeRO shares them out, and on the host: each leaves the device as soon as it has been made. A rank
+    keeps 1/P of the sum over all ranks in fp32, a flat piece filled up with zeros, for an optimizer on the host."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, store: Store) -> None:
+        self.group, self.store, self.home = group, store, dict[Tensor, Buffer]()
+        self.hooks = [p.register_post_accumulate_grad_hook(self.leave) for p in model.parameters()]
+
+    def leave(self, p: Tensor) -> None:
+        P, store = self.group.size(), self.store
+        whole = nn.functional.pad(p.grad.flatten(), (0, -p.numel() % P))
+        p.grad, share = None, whole.new_empty(whole.numel() // P)
+        dist.reduce_scatter_tensor(share, whole, group=self.group)  # [n] of every rank -> [n/P] of their sum
+        share = share.to(wide(share.dtype))
+        if p in self.home:  # another micro-batch: what is there comes back, and goes home with this one's share added
+            store.fetch(self.home[p], slot := store.device_empty(self.home[p], share.device))
+            share += store.use(slot)
+            store.done(slot)
+        self.home[p] = store.offload(share, into=self.home.get(p))
+
+    def take(self) -> dict[Tensor, Tensor]:
+        """This rank's pieces, once all have arrived. The next backward begins anew."""
+        if any(p.is_cuda for p in self.home):
+            torch.cuda.synchronize()
+        pieces = {p: host.data.clone() for p, host in self.home.items()}
+        for host in self.home.values():
+            self.store.drop(host)
+        self.home.clear()
+        return pieces
 
 
 # ----------------------------------------------------------------------------------------------------------- the loss
@@ -392,13 +420,10 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             got = three_steps(model, share, group)
             error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want, strict=True))
             z = Sizes(S, P, u, args.heads, args.kv_heads, 8, e=8)
+            link, host = 3 * layers * sum(block_link_bytes(z, H, keep)), model_host_peak(z, H, layers, keep)
             counted = [
-                (
-                    "bytes over the link",
-                    store.offloaded + store.fetched,
-                    3 * layers * sum(block_link_bytes(z, H, keep)),
-                ),
-                ("bytes on the host", store.host_peak, model_host_peak(z, H, layers, keep)),
+                ("bytes over the link", store.offloaded + store.fetched, link),
+                ("bytes on the host", store.host_peak, host),
             ]
             found: list = [None] * P
             dist.all_gather_object(found, (error, counted), group=group)
@@ -411,25 +436,11 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     return wrong
 
 
-class Watched(CpuMachine):
-    """A machine with a progress bar: its unit is a (query, key) pair of one head."""
-
-    def __init__(self, bar: Any) -> None:
-        super().__init__()
-        self.bar = bar
-
-    def launch(self, stream: str, name: str, amount: float, reads: Any = (), writes: Any = ()) -> None:
-        super().launch(stream, name, amount, reads, writes)
-        self.bar.update(amount if stream == "compute" else 0)
-
-
 def watch(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """One step on a long sequence, on a device that has `--budget-mb` megabytes for activations."""
     from tqdm import tqdm
 
-    torch.set_num_threads(
-        1
-    )  # the CPU's fused backward shares out heads; with one at a time a second thread is in the way
+    torch.set_num_threads(1)  # the CPU's backward shares out heads: of one at a time, a second thread is in the way
     S, u, limit = args.seq, args.chunks, args.budget_mb * 10**6
     tokens, labels = batch(S, 256, 0)
     losses = {}
@@ -475,8 +486,9 @@ def main() -> int:
         parser.error(f"--watch on {P} ranks is one rank too many; start it with python")
     z = Sizes(args.seq, P, 1, args.heads, args.kv_heads, 8, e=8)
     try:
-        check_sizes(args.seq, P * (4 if args.watch else 2), args.chunks, args.heads * 2 * P)
         check_sizes(args.seq, P, args.chunks, args.heads)
+        if args.seq % (least := P * args.chunks * (4 if args.watch else 2)):  # the feed-forward cuts chunks once more
+            raise ValueError(f"pieces of a chunk on a rank would not be equal; use a multiple of {least} tokens")
         check_host(P * model_host_peak(z, 8 * args.heads, 2, "attention"))
     except ValueError as error:
         parser.error(f"--seq {args.seq} --chunks {args.chunks} --heads {args.heads}: {error}")

@@ -83,6 +83,8 @@ class CpuMachine:
     def __init__(self, record: bool = False) -> None:
         self.recording, self.ops = record, list[Op]()
         self.clock = {stream: dict.fromkeys(STREAMS, 0) for stream in STREAMS}  # how far each stream knows of each
+        self.slots = weakref.WeakValueDictionary[int, Buffer]()  # what fetches fill, by its memory
+        self.announced: set[int] = set()  # memory of which the computation has said that it touches it
 
     def record(self, stream: str) -> dict[str, int]:
         """An event: all that the stream has been given so far, and all that this waited for."""
@@ -106,12 +108,17 @@ class CpuMachine:
                     doing = "overwrites" if write else "reads"
                     raise Race(f"{name} ({stream}) {doing} a buffer without waiting for: {what} ({other})")
         clock[stream] += 1
+        if stream == "compute":
+            self.announced = {buffer.data.untyped_storage()._cdata for buffer in (*reads, *writes)}
         for buffer, write in [(b, False) for b in reads] + [(b, True) for b in writes]:
             buffer.touched[stream, write] = (clock[stream], name)
 
     def copy(self, stream: str, to: Buffer, source: Buffer) -> None:
         self.launch(stream, stream, source.data.nbytes, reads=[source], writes=[to])
-        to.data.copy_(source.data)
+        if stream == "fetch":
+            self.slots[to.data.untyped_storage()._cdata] = to
+        with _disable_current_modes():  # no operator of the computation
+            to.data.copy_(source.data)
 
     def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():  # meters that watch operators see the device's memory only
@@ -324,6 +331,37 @@ class Prefetch:
         self.fetch(self.turn + len(self.sets))
         # --- end exercise ---
         self.turn += 1
+
+
+# ------------------------------------------------------------------------------- what the computation really touches
+
+
+class Watch(TorchDispatchMode):
+    """Sees for itself what the computation reads and writes, and does not believe what `Store.compute` was told.
+
+    Inside, every operator that touches the memory of a slot is an operation of the compute stream: a `Race`, if nothing
+    says that the slot has been filled by then. A fetch that does not wait for the operator is a `Race` as well.
+    `undeclared` has the operators that touched what the last `Store.compute` did not name. For tests: it is slow.
+    """
+
+    def __init__(self, machine: CpuMachine) -> None:
+        super().__init__()
+        self.machine, self.undeclared = machine, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = {t.untyped_storage()._cdata for t in tree_leaves(out) if isinstance(t, Tensor)}
+        changes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        for at in {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}:
+            slot, view = self.machine.slots.get(at), at in made and not changes
+            if slot is None or view or "_like" in str(func) or "new_" in str(func):  # or it looks at the shape only
+                continue
+            announced = self.machine.announced
+            if at not in announced:
+                self.undeclared.add(str(func))
+            self.machine.launch("compute", str(func), 0, [slot], [slot] if changes and at in made else [])
+            self.machine.announced = announced
+        return out
 
 
 # ------------------------------------------------------------------------------------------------------ bytes, in time

@@ -16,6 +16,8 @@ from fpdt_attention import (
     ChunkedAttention,
     attend,
     check_sizes,
+    explicit_backward,
+    explicit_forward,
     fpdt_attention,
     fpdt_positions,
     main,
@@ -27,20 +29,16 @@ from fpdt_costs import (
     Sizes,
     attention_peak,
     host_peak,
-    idle_backward,
-    idle_time,
     link_bytes,
     network_bytes,
     record_forward,
 )
-from fpdt_store import CpuMachine, Race, Store
+from fpdt_store import CpuMachine, Race, Store, Watch
 from harness.meter import communication, peak_memory
 from harness.oracle import assert_same, error_between
 from harness.ranks import run_ranks
 from test_fpdt_store import Forgetful
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "05_context_parallel" / "in_depth"))
 import context_ring
@@ -164,13 +162,14 @@ def test_two_partial_softmaxes_merge_without_overflow_whatever_the_size_of_the_s
 
 
 def test_the_fused_kernel_gives_what_the_explicit_one_does():
-    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in tensors((2, 2), length=8))
+    q, k, v, dout = tensors((2, 2), length=8)
     for causal in (True, False):
-        out, lse = EXPLICIT.forward(q, k, v, causal)
-        for name, got, want in zip(("out", "lse"), FUSED.forward(q, k, v, causal), (out, lse), strict=True):
+        out, lse = EXPLICIT.forward(q, k, v, causal=causal)
+        for name, got, want in zip(("out", "lse"), FUSED.forward(q, k, v, causal=causal), (out, lse), strict=True):
             assert_same(got, want, what=name)
-        given = (dout, q, k, v, out, lse, causal)
-        for name, got, want in zip(NAMES[1:], FUSED.backward(*given), EXPLICIT.backward(*given), strict=True):
+        given = (dout, q, k, v, out, lse)
+        pairs = zip(FUSED.backward(*given, causal=causal), EXPLICIT.backward(*given, causal=causal), strict=True)
+        for name, (got, want) in zip(NAMES[1:], pairs, strict=True):
             assert_same(got, want, what=name)
 
 
@@ -204,50 +203,11 @@ def test_dq_goes_to_the_host_and_comes_back_in_fp32():
     assert run_ranks(1, host_types) == [{torch.float32}]
 
 
-class Honest(CpuMachine):
-    """Which memory that a copy has filled, or is to send, does the computation touch without having said so?"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copied, self.said, self.undeclared = {}, set(), set()
-
-    def launch(self, stream, name, amount, reads=(), writes=()):
-        super().launch(stream, name, amount, reads, writes)
-        if stream == "compute":
-            self.said = {b.data.untyped_storage()._cdata for b in (*reads, *writes)}
-
-    def copy(self, stream, to, source):
-        with _disable_current_modes():
-            super().copy(stream, to, source)
-        if stream == "fetch":
-            self.copied[to.data.untyped_storage()._cdata] = to.data  # kept, so that no other tensor gets its place
-
-
-class Touched(TorchDispatchMode):
-    """Every operator that reads or writes the memory of a slot; those that look at shapes only do not count."""
-
-    def __init__(self, machine: Honest) -> None:
-        super().__init__()
-        self.machine = machine
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        made = {t.untyped_storage()._cdata for t in tree_leaves(out) if isinstance(t, Tensor)}
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-        for x in tree_leaves((args, kwargs)):
-            at = x.untyped_storage()._cdata if isinstance(x, Tensor) else None
-            looks = "_like" in str(func) or (at in made and not writes)  # at the shape, or only from another side
-            if at in self.machine.copied and at not in self.machine.said and not looks:
-                self.machine.undeclared.add(str(func))
-        return out
-
-
 def undeclared() -> set[str]:
-    machine = Honest()
-    with Touched(machine):
+    with Watch(machine := CpuMachine()) as watch:
         gradients(fpdt_attention(dist.group.WORLD, 4, Store(machine), EXPLICIT), *tensors((4, 2)))
-    assert machine.copied
-    return machine.undeclared
+    assert machine.clock["compute"]["compute"] > 100, "no operator was seen"
+    return watch.undeclared
 
 
 def test_the_computation_says_of_every_slot_that_it_touches_it():
@@ -255,13 +215,60 @@ def test_the_computation_says_of_every_slot_that_it_touches_it():
     assert run_ranks(1, undeclared) == [set()]
 
 
+def derived_race(who: str, whom: str, backward_only: bool) -> str:
+    """Nothing is declared at all: what operators touch has to be enough."""
+    store = Store(CpuMachine() if backward_only else Forgetful(who, whom))
+    store.compute = lambda *what, **more: None  # type: ignore[method-assign]
+    q, k, v, weight = tensors((4, 2))
+    q.requires_grad_()
+    try:
+        with Watch(store.machine):
+            out = fpdt_attention(dist.group.WORLD, 4, store, EXPLICIT)(q, k, v, causal=True)
+        if backward_only:
+            forgetful = Forgetful(who, whom)
+            forgetful.clock, store.machine = store.machine.clock, forgetful
+        with Watch(store.machine):
+            out.backward(weight)
+    except Race as found:
+        return str(found)
+    return "no race"
+
+
+@pytest.mark.parametrize("backward_only", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("who", "whom"), [("compute", "fetch"), ("fetch", "compute"), ("nobody", "")])
+def test_a_read_that_nobody_declares_is_a_race_if_it_does_not_wait(who, whom, backward_only):
+    [found] = run_ranks(1, derived_race, who, whom, backward_only)
+    assert (found == "no race") == (who == "nobody"), found
+    assert who != "compute" or found.startswith("aten."), f"no operator was found out, but: {found}"
+
+
 def test_what_chapter_5_has_too_has_the_same_name_and_takes_the_same():
+    """`copy_kv_heads` has no namesake there any more."""
     for mine, theirs in (
         (to_heads, context_ulysses.to_heads),
         (to_tokens, context_ulysses.to_tokens),
         (merge, context_ring.merge),
+        (explicit_forward, context_ring.explicit_forward),
+        (explicit_backward, context_ring.explicit_backward),
     ):
+        assert mine.__name__ == theirs.__name__
         assert inspect.signature(mine) == inspect.signature(theirs), mine.__name__
+    for kernel in (FUSED, EXPLICIT):
+        assert inspect.signature(kernel.forward) == inspect.signature(explicit_forward)
+        assert inspect.signature(kernel.backward) == inspect.signature(explicit_backward)
+
+
+def test_the_kernels_of_chapter_5_do_for_a_pair_of_chunks_what_those_of_here_do():
+    """Not only the names: the order of dimensions, too. 5 keys and 3 queries would not fit in any other."""
+    q, dout, (k, v) = (*(tensors((2, 2), length=3, seed=n)[0] for n in (0, 1)), tensors((2, 2), length=5)[1:3])
+    given = (*explicit_forward(q, k, v, causal=False),)
+    for name, got, want in zip(
+        ("out", "lse"), given, context_ring.explicit_forward(q, k, v, causal=False), strict=True
+    ):
+        assert_same(got, want, what=name)
+    mine, theirs = (f(dout, q, k, v, *given, causal=False) for f in (explicit_backward, context_ring.explicit_backward))
+    for name, got, want in zip(NAMES[1:], mine, theirs, strict=True):
+        assert_same(got, want, what=name)
 
 
 def there_and_back() -> bool:
@@ -277,7 +284,7 @@ def test_to_tokens_is_the_inverse_of_to_heads():
 # ------------------------------------------------------------------------------------------------------ bytes, exactly
 
 
-def measured(sizes: Sizes) -> dict[str, int]:
+def measured(sizes: Sizes, slots: int) -> dict[str, int]:
     """Bytes of one forward and backward of this rank, and peaks of the device."""
     group, make = dist.group.WORLD, torch.Generator().manual_seed(0)
     T, e = sizes.S // sizes.P, {4: torch.float32, 8: torch.float64}[sizes.e]
@@ -285,7 +292,7 @@ def measured(sizes: Sizes) -> dict[str, int]:
     *qkv, dout = [torch.randn(1, T, n, sizes.head_dim, generator=make, dtype=e) for n in widths]
     grads, s = [torch.empty_like(x) for x in qkv], T // sizes.u
     store = Store(CpuMachine())
-    core, out = ChunkedAttention(group, sizes.u, store), torch.empty_like(dout)
+    core, out = ChunkedAttention(group, sizes.u, store, slots=slots), torch.empty_like(dout)
 
     def put(i: int, chunk: Tensor) -> None:
         out[:, i * s : (i + 1) * s] = chunk
@@ -306,27 +313,30 @@ def measured(sizes: Sizes) -> dict[str, int]:
     return found | dict(host=store.host_peak, left=store.host_bytes)
 
 
-def measured_all(cases: list[Sizes]) -> list[dict[str, int]]:
-    return [measured(z) for z in cases]
+def measured_all(cases: list[tuple[Sizes, int]]) -> list[dict[str, int]]:
+    return [measured(*case) for case in cases]
 
 
-def sizes_for(P: int) -> list[Sizes]:
+def sizes_for(P: int) -> list[tuple[Sizes, int]]:
+    """And with how many slots: two, as usual, or one."""
     base = [Sizes(64, P, 1, 8, 8, 4, 8), Sizes(128, P, 1, 8, 2, 8, 4), Sizes(64, P, 1, 16, 4, 2, 8)]
-    return [z.with_chunks(u) for z in base for u in (1, 2, 4, 8)]
+    return [(z.with_chunks(u), 2) for z in base for u in (1, 2, 4, 8)] + [
+        (base[0].with_chunks(u), 1) for u in (1, 2, 4)
+    ]
 
 
 @pytest.mark.parametrize("P", [1, 2])
 def test_bytes_on_the_device_the_host_the_link_and_the_network_equal_the_formulas(P):
     cases = sizes_for(P)
     by_rank = run_ranks(P, measured_all, cases, timeout=120)
-    for n, z in enumerate(cases):
+    for n, (z, slots) in enumerate(cases):
         for rank, numbers in enumerate(cases[n] for cases in by_rank):
             assert (numbers["out"], numbers["back"]) == link_bytes(z, "forward, kept"), z
             assert (numbers["out2"], numbers["back2"]) == link_bytes(z, "backward"), z
             assert numbers["network"] == numbers["network_back"] == network_bytes(z), z
             assert (numbers["host"], numbers["left"]) == (host_peak(z), 0), f"{z}, rank {rank}"
             for way in ("forward", "backward"):
-                assert numbers[way] == attention_peak(z, way), f"{z}: peak of {way} on rank {rank}"
+                assert numbers[way] == attention_peak(z, way, slots), f"{z}, {slots} slots: peak of {way}, rank {rank}"
 
 
 def test_device_memory_falls_as_1_over_u_and_stays_when_sequence_and_chunks_double():
@@ -371,44 +381,6 @@ def test_the_recorded_schedule_is_the_one_whose_idle_time_is_known():
         if S % u == 0:
             got, want = alone(operations, u, False), record_forward(u)
             assert [(o.stream, o.name, o.after) for o in got] == [(o.stream, o.name, o.after) for o in want], u
-
-
-def backward_idle(u: int, own: float, t: float, rate: float, slow: float) -> tuple[float, float]:
-    """Idle seconds of a real backward, simulated from its record, and by the recurrence. Forward takes no time."""
-    machine, group = CpuMachine(record=True), dist.group.WORLD
-    z, s = Sizes(24, 1, u, 4, 2, 4, 8), 24 // u
-    *qkv, dout = tensors((4, 2), length=24)
-    core = ChunkedAttention(group, u, Store(machine))
-    kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in qkv], lambda i, out: None, CPU, keep=True)
-    away = [core.store.offload(chunk) for chunk in dout.split(s, 1)]
-    over = {id(op) for op in machine.ops}
-    core.backward(kept, away, lambda *grads: None, CPU)
-
-    def seconds(op) -> float:
-        if id(op) in over or op.stream != "compute":
-            return 0.0 if id(op) in over else op.amount * rate * (slow if op.stream == "offload" else 1)
-        return own if op.amount < s * s else t
-
-    Q, K, L, Q_w, _ = z.letters()
-    costs = own, t, (3 * Q + L) * rate, Q_w * rate, slow * Q_w * rate, 2 * K * rate
-    return idle_time(machine.ops, seconds), idle_backward(u, *costs)
-
-
-def test_idle_time_of_a_real_backward_is_that_of_the_recurrence():
-    for u in (1, 2, 3, 4, 6, 12):
-        z = Sizes(24, 1, u, 4, 2, 4, 8)
-        a_pair = 3 * z.letters()[0] + z.letters()[2] + z.letters()[3]
-        for own, t in ((0.3, 1.0), (0.9, 1.0)):
-            for fetch, slow in (
-                (0.1, 1),
-                (0.7, 1),
-                (1.0, 2),
-                (1.4, 1),
-                (3.0, 1),
-                (0.7, 20),
-            ):  # or a slow way to the host
-                got, want = alone(backward_idle, u, own, t, fetch / a_pair, slow)
-                assert got == pytest.approx(want, abs=1e-9), f"{u} chunks, {own}, {t}, {fetch}, {slow}: {got}, {want}"
 
 
 def test_the_fetch_of_the_next_chunk_is_issued_before_the_computation_of_this_one_ends():

@@ -10,11 +10,23 @@ import torch.distributed as dist
 from _fpdt_demo import IGNORE, Llama, LlamaBlock, batch, settled
 from fpdt_attention import fpdt_positions
 from fpdt_costs import Sizes, block_link_bytes, feed_forward_peak, link_bytes, loss_peak, model_host_peak
-from fpdt_model import Gradients, Pieces, chunked, chunked_loss, fpdt_block, loss_sum, main, use_fpdt, watch
-from fpdt_store import CpuMachine, DeviceMemory, Store
+from fpdt_model import (
+    Gradients,
+    HostGradients,
+    Pieces,
+    chunked,
+    chunked_loss,
+    fpdt_block,
+    loss_sum,
+    main,
+    use_fpdt,
+    watch,
+)
+from fpdt_store import CpuMachine, DeviceMemory, Race, Store, Watch
 from harness.meter import peak_memory, saved_activations
 from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from test_fpdt_store import Forgetful
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -330,6 +342,30 @@ def test_a_training_on_a_cpu_keeps_no_record_of_all_it_has_done():
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
+def block_races(who: str, whom: str, keep: str) -> tuple[str, int]:
+    """Of a block whose machine leaves out waits, found by what operators touch; no `compute` declares a thing."""
+    machine = Forgetful(who, whom)
+    store = Store(machine)
+    store.compute = lambda *what, **more: None  # type: ignore[method-assign]
+    x, tables = torch.randn(1, 32, 16, requires_grad=True), torch.ones(32, 2)
+    with Watch(machine):
+        try:
+            run = fpdt_block(LlamaBlock(16, 4, 2, 24), 4, dist.group.WORLD, store, keep=keep)
+            run(x, tables, tables).sum().backward()
+        except Race as found:
+            return str(found), 0
+    return "no race", machine.clock["compute"]["compute"]
+
+
+@pytest.mark.parametrize("keep", ["input", "attention"])
+def test_inputs_that_come_back_from_the_host_are_watched_too_without_a_word_of_the_block(keep):
+    for who, whom in (("compute", "fetch"), ("fetch", "compute")):
+        [(found, _)] = run_ranks(1, block_races, who, whom, keep)
+        assert "without waiting" in found, f"{who} did not wait for {whom}: {found}"
+    [(found, seen)] = run_ranks(1, block_races, "nobody", "", keep)
+    assert found == "no race" and seen > 100, (found, seen)
+
+
 def refusals() -> list[str]:
     block, said = LlamaBlock(32, 4, 2, 48), []
     for chunks, options in ((3, {}), (4, {"finer": 5}), (4, {"keep": "all"})):
@@ -409,3 +445,54 @@ def test_ten_validations_and_ten_abandoned_forwards_leave_not_a_byte_on_the_host
     x, attention = S * SIZES["hidden"] * 8, link_bytes(z, "forward, kept" if keep == "attention" else "forward")[0]
     validation, forward = layers * link_bytes(z, "forward")[0], layers * (x + attention)
     assert [offloaded for *_, offloaded in seen] == [forward, validation, forward], "a validation keeps nothing but K/V"
+
+
+def gradients_on_the_host(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[int], set]:
+    """Of two micro-batches: this rank's pieces, those of an ordinary training, bytes, and dtypes on the host."""
+    group, P = dist.group.WORLD, dist.get_world_size()
+    mine, store = fpdt_positions(S, group.rank(), P, 4), Store(CpuMachine())
+    models = [use_fpdt(Llama(**SIZES).to(dtype), 4, group, Store(CpuMachine())) for _ in range(2)]
+    home = HostGradients(models[0], group, store)
+    for model in models:
+        for step in range(2):
+            tokens, labels = batch(S, 64, step)
+            (loss_sum(model, tokens[:, mine], labels[:, mine], mine, 4) / valid_of(labels)).backward()
+            assert model is models[1] or all(p.grad is None for p in model.parameters()), "a gradient stays"
+    waiting, pieces, want = store.host_bytes, home.take(), []
+    for p in models[1].parameters():
+        dist.all_reduce(p.grad, group=group)
+        want.append(nn.functional.pad(p.grad.flatten(), (0, -p.numel() % P)).chunk(P)[group.rank()])
+    got = [pieces[p] for p in models[0].parameters()]
+    return got, want, [store.offloaded, store.fetched, waiting, store.host_bytes], {x.dtype for x in got}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_leave_for_the_host_as_they_are_made_summed_over_ranks_and_micro_batches(ranks):
+    for rank, (got, want, counted, _) in enumerate(run_ranks(ranks, gradients_on_the_host, torch.float64)):
+        for n, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert_same(a, b, what=f"gradient {n}", rank=rank)
+        size = sum(x.nbytes for x in got)  # 1/P of all weights, rounded up
+        assert counted == [2 * size, size, size, 0], "out twice, back once, and none left"
+
+
+def test_gradients_on_the_host_are_fp32_if_the_model_is_bf16():
+    [(*_, dtypes)] = run_ranks(1, gradients_on_the_host, torch.bfloat16)
+    assert dtypes == {torch.float32}
+
+
+def gradient_race(who: str, whom: str) -> str:
+    layer, machine = nn.Linear(4, 4), Forgetful(who, whom)
+    home = HostGradients(layer, dist.group.WORLD, Store(machine))
+    try:
+        with Watch(machine):
+            for _ in range(2):
+                layer(torch.ones(2, 4)).sum().backward()
+    except Race as found:
+        return str(found)
+    return f"no race, and {len(home.take())} pieces"
+
+
+def test_a_gradient_that_does_not_wait_for_the_one_that_comes_back_is_a_race():
+    for who, whom in (("offload", "compute"), ("fetch", "offload"), ("compute", "fetch")):
+        assert "without waiting" in run_ranks(1, gradient_race, who, whom)[0], (who, whom)
+    assert run_ranks(1, gradient_race, "nobody", "") == ["no race, and 2 pieces"]
