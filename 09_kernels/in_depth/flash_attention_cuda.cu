@@ -167,9 +167,9 @@ attention_forward(int S_q, int S_k, int N, int G, int last, float scale, const _
         free_stage(k_empty, 0);
         weigh(0);
         pack_weights();
+        wait(&v_full[0], 0);
         for (int j = 1; j < tiles; j++) {
             wait(&k_full[j % STAGES], j / STAGES % 2);
-            wait(&v_full[(j - 1) % STAGES], (j - 1) / STAGES % 2);
             take_turn(j);
             order_scores(j);
             order_values(j - 1);
@@ -177,13 +177,16 @@ attention_forward(int S_q, int S_k, int N, int G, int last, float scale, const _
             wgmma_done<1>(scores);  // all but the group ordered last: the scores are there, the values may not be
             free_stage(k_empty, j);
             weigh(j);
+            // ptxas moves the wait below before the exponentials, and the overlap is gone, unless a branch lies between.
+            // So the values of the next turn are waited for here: they are nearly always there, and it is a loop.
+            settle(scores);
+            wait(&v_full[j % STAGES], j / STAGES % 2);
             wgmma_done<0>(sum);
             free_stage(v_empty, j - 1);
 #pragma unroll
             for (int i = 0; i < D / 2; i++) sum[i] *= shrink[i / 2 % 2];
             pack_weights();  // not earlier: the product of the tile before was still reading them
         }
-        wait(&v_full[(tiles - 1) % STAGES], (tiles - 1) / STAGES % 2);
         take_turn(tiles);
         order_values(tiles - 1);
         pass_turn();
