@@ -1,10 +1,11 @@
-// Chapter 9: attention in CUDA for Hopper, forward. One warp orders tiles, two warpgroups compute, and take turns at it.
+// Chapter 9: attention in CUDA for Hopper, forward. One warp orders tiles, two warpgroups compute, and take turns.
 //
 //     out = softmax(q kᵀ / sqrt(D)) v,  LSE       q, out [B, S_q, N, D], k, v [B, S_k, N_kv, D] bf16; LSE [B, N, S_q]
 //
-// The problem. For a score the tensor cores do 4 D operations and the special function units one exponential. An SM has
-// 4096 multiply-adds of bf16 in a clock (dense), and 16 exponentials: a tile of 128 x 128 with D = 128 takes 1024 clocks of
-// products and 1024 clocks of exponentials. One after the other, each unit would idle half of the time.
+// The problem. For a score the tensor cores do 4 D operations and the special function units one exponential. In a clock
+// an SM does 4096 such operations (2048 multiply-adds of bf16) and 16 exponentials: a tile of 128 x 128 with D = 128 is
+// 2048 clocks of products and 1024 of exponentials; with D = 64, 1024 of each. One after the other, the tensor cores
+// would idle for a third of the time, or for half of it.
 //
 // The idea (FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2). Let both be busy, in two ways:
 //   between warpgroups   "ping-pong": two of them own 64 queries each. A turn at the tensor cores goes to and fro, and
@@ -19,11 +20,11 @@
 //                             softmax 0         softmax 1
 //
 //     rows of the block   consumer 0: row0 .. row0 + 63, consumer 1: row0 + 64 .. row0 + 127
-//     shared memory       Q [128, D]; two stages of K [128, D] and of V [128, D]: 160 KB at D = 128; in panels of 64 columns
+//     shared memory       Q [128, D]; two stages of K and of V [128, D]: 160 KB at D = 128; in panels of 64 columns
 //     registers           scores [64, 128]: 64 of a thread; out [64, D]: D/2; weights in bf16: 32
 //
-// Q·Kᵀ leaves its result where P·V wants its left factor: thread for thread, the pairs of the accumulator are the pairs
-// of the operand. So the weights never see shared memory. (The sum of the weights is of fp32, before they are rounded.)
+// Q·Kᵀ leaves its result where P·V wants its left factor: thread for thread, the accumulator's pairs are the pairs of
+// the operand. So the weights never see shared memory. (The sum of the weights is of fp32, before they are rounded.)
 //
 // Fences for the order of memory are in ptx.h's barriers; the CPU emulation checks everything else. What FA3 has beside
 // this: blocks that stay for several tiles, an epilogue through shared memory, fp8, windows, packed sequences.
@@ -177,7 +178,7 @@ attention_forward(int S_q, int S_k, int N, int G, int last, float scale, const _
             wgmma_done<1>(scores);  // all but the group ordered last: the scores are there, the values may not be
             free_stage(k_empty, j);
             weigh(j);
-            // ptxas moves the wait below before the exponentials, and the overlap is gone, unless a branch lies between.
+            // Unless a branch lies between, ptxas moves the wait below before the exponentials: the overlap is gone.
             // So the values of the next turn are waited for here: they are nearly always there, and it is a loop.
             settle(scores);
             wait(&v_full[j % STAGES], j / STAGES % 2);
@@ -210,7 +211,7 @@ attention_forward(int S_q, int S_k, int N, int G, int last, float scale, const _
     }
 }
 
-// ------------------------------------------------------------------------------------------------------ the host's part
+// ---------------------------------------------------------------------------------------------------- the host's part
 
 extern "C" const char* run_attention(int D, int B, int S_q, int S_k, int N, int N_kv, int last, float scale,
                                      const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse, void* stream) {
