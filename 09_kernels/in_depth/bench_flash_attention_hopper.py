@@ -99,8 +99,8 @@ def in_cuda() -> None:
         "Attention in CUDA, emulated: largest errors against float64, and sectors of 32 bytes that it asks for",
         ["shape", "error of out", "of LSE", "sectors predicted", "counted"],
         rows,
-        "out: relative to its largest element, in bf16. The same bits in five orders of the warps, two of them with one "
-        "warp as far ahead as barriers let it. "
+        "out: relative to its largest element, in bf16. The same bits in five orders of the warps, two of them with "
+        "one warp as far ahead as barriers let it. "
         + (f"nvcc for sm_90a: {used.registers} registers, {used.stack} bytes of stack. " if used else "")
         + "Not timed.",
     )
