@@ -113,13 +113,13 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 @cache
-def library(source: str, device_type: str, capability: tuple[int, int]) -> ctypes.CDLL:
-    """The library of a source, built if it is not there yet."""
+def library(source: str, device_type: str, capability: tuple[int, int], headers: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The library of a source, built if it is not there yet. `headers`: what it includes beside HEADERS."""
     if device_type == "cuda":
         command = ["nvcc", "-O3", f"-arch={architecture(capability)}", "-shared", "-Xcompiler", "-fPIC"]
     else:  # fortified longjmp forbids the jumps between stacks that fibers consist of
         command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-w"]
-    content = b"".join((HERE / name).read_bytes() for name in (source, *HEADERS)) + " ".join(command).encode()
+    content = b"".join((HERE / name).read_bytes() for name in (source, *HEADERS, *headers)) + " ".join(command).encode()
     folder = Path(tempfile.gettempdir()) / f"chapter-09-kernels-{os.getuid()}"
     built = folder / f"{Path(source).stem}-{hashlib.sha256(content).hexdigest()[:20]}.so"
     if not built.exists():
@@ -130,7 +130,14 @@ def library(source: str, device_type: str, capability: tuple[int, int]) -> ctype
     return ctypes.CDLL(str(built))
 
 
-def call(source: str, function: str, *arguments: Tensor | int | float, order: int = FORWARD, counting: bool = False):
+def call(
+    source: str,
+    function: str,
+    *arguments: Tensor | int | float,
+    order: int = FORWARD,
+    counting: bool = False,
+    headers: tuple[str, ...] = (),
+) -> Counters | None:
     """Run `function` of a .cu file on its tensors' device, in PyTorch's current stream. Counters if `counting`.
 
     Tensors must be contiguous. `order` and `counting` concern the CPU. Raises CudaError if the launch fails.
@@ -139,7 +146,8 @@ def call(source: str, function: str, *arguments: Tensor | int | float, order: in
     device = tensors[0].device
     assert all(x.is_contiguous() and x.device == device for x in tensors)
     on_gpu = device.type == "cuda" and torch.version.cuda is not None  # a stand-in GPU (tests/fake_device) has no CUDA
-    lib = library(source, "cuda" if on_gpu else "cpu", torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    lib = library(source, "cuda" if on_gpu else "cpu", capability, headers)
     c_arguments: list = []
     for x in arguments:
         if isinstance(x, Tensor):

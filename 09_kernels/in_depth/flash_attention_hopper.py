@@ -2,7 +2,7 @@
 
 Problem. On a Hopper GPU the tensor cores are so fast that everything around them shows. A warp that has to ask for the
 next tile, wait for it, and only then issue the product, leaves them idle; and while it computes exponentials, of which
-a multiprocessor does 16 per cycle against 4096 multiply-adds, they idle as well.
+a multiprocessor does 16 per cycle against 2048 multiply-adds, they idle as well.
 
 Idea. Divide the labour. One group of four warps, the producer, does nothing but ask the copy engine for tiles; two
 groups of four, the consumers, do nothing but compute, each on its half of the queries. While one group of consumers is

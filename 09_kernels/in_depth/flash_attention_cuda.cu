@@ -1,0 +1,243 @@
+// Chapter 9: attention in CUDA for Hopper, forward. One warp orders tiles, two warpgroups compute, and take turns.
+//
+//     out = softmax(q kᵀ / sqrt(D)) v,  LSE       q, out [B, S_q, N, D], k, v [B, S_k, N_kv, D] bf16; LSE [B, N, S_q]
+//
+// The problem. For a score the tensor cores do 4 D operations and the special function units one exponential. In a clock
+// an SM does 4096 such operations (2048 multiply-adds of bf16) and 16 exponentials: a tile of 128 x 128 with D = 128 is
+// 2048 clocks of products and 1024 of exponentials; with D = 64, 1024 of each. One after the other, the tensor cores
+// would idle for a third of the time, or for half of it.
+//
+// The idea (FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2). Let both be busy, in two ways:
+//   between warpgroups   "ping-pong": two of them own 64 queries each. A turn at the tensor cores goes to and fro, and
+//                        who does not have it computes exponentials
+//   within a warpgroup   in turn j it orders the scores of tile j *and* the values of tile j - 1, whose weights it has.
+//                        It waits for the scores only, and the values come while it works on these
+//
+//     producer      Q K0 V0 | K1 V1 | K2 V2 ...           waits for "empty", orders, the copy engine signals "full"
+//     consumer 0    QK0 . . . . . QK1 PV0 . . . . QK2 PV1
+//                       softmax 0         softmax 1            = between its own turns
+//     consumer 1          QK0 . . . . . QK1 PV0 . . . . QK2 PV1
+//                             softmax 0         softmax 1
+//
+//     rows of the block   consumer 0: row0 .. row0 + 63, consumer 1: row0 + 64 .. row0 + 127
+//     shared memory       Q [128, D]; two stages of K and of V [128, D]: 160 KB at D = 128; in panels of 64 columns
+//     registers           scores [64, 128]: 64 of a thread; out [64, D]: D/2; weights in bf16: 32
+//
+// Q·Kᵀ leaves its result where P·V wants its left factor: thread for thread, the accumulator's pairs are the pairs of
+// the operand. So the weights never see shared memory. (The sum of the weights is of fp32, before they are rounded.)
+//
+// Fences for the order of memory are in ptx.h's barriers; the CPU emulation checks everything else. What FA3 has beside
+// this: blocks that stay for several tiles, an epilogue through shared memory, fp8, windows, packed sequences.
+#include "ptx_attention.h"
+
+constexpr int ROWS = 128, KEYS = 128, STAGES = 2;
+constexpr float LOG2_E = 1.44269504f;
+
+constexpr int shared_bytes(int D) { return (ROWS + 2 * STAGES * KEYS) * D * 2; }
+
+// One tile of scores [64, 128] of a warpgroup becomes weights 2^(scale · score - maximum). Thread t holds rows
+// t/32·16 + t%32/4 (0) and 8 below (1), and of every 8 keys the pair t%4·2: four neighbouring lanes hold a row.
+// highest: the last key that each of my two rows sees; in a tile that is not cut, all rows see all keys.
+__device__ inline void softmax(float (&scores)[64], float (&m)[2], float (&total)[2], float (&shrink)[2], int key0,
+                               const int (&highest)[2], bool cut, float scale) {
+    if (cut) {
+#pragma unroll
+        for (int i = 0; i < 64; i++) {
+            int key = key0 + i / 4 * 8 + int(threadIdx.x % 4) * 2 + i % 2;
+            if (key > highest[i / 2 % 2]) scores[i] = -INFINITY;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float largest = m[r];
+#pragma unroll
+        for (int i = 2 * r; i < 64; i += 4) largest = fmaxf(largest, fmaxf(scores[i], scores[i + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        float safe = largest == -INFINITY ? 0.0f : largest * scale;  // a row that has seen no key: 2^(-inf - 0) = 0
+        shrink[r] = exp2_fast(m[r] * scale - safe);                   // what was summed was relative to the old maximum
+        m[r] = largest;
+        total[r] *= shrink[r];  // of this thread's keys; the four lanes of a row are added up at the end
+#pragma unroll
+        for (int i = 2 * r; i < 64; i += 4) {
+            scores[i] = exp2_fast(scores[i] * scale - safe);
+            scores[i + 1] = exp2_fast(scores[i + 1] * scale - safe);
+            total[r] += scores[i] + scores[i + 1];
+        }
+    }
+}
+
+template <int D>
+__global__ void __launch_bounds__(384, 1)
+attention_forward(int S_q, int S_k, int N, int G, int last, float scale, const __grid_constant__ HeadMap q,
+                  const __grid_constant__ HeadMap k, const __grid_constant__ HeadMap v, global<bf16> out,
+                  global<float> lse) {
+    constexpr int TILE = KEYS * D, PANEL_BYTES = KEYS * PANEL * 2;
+    DYNAMIC_SHARED(bf16, Q);
+    bf16 *K = Q + ROWS * D, *V = K + STAGES * TILE;
+    __shared__ uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES], turns[2];
+    int t = threadIdx.x, lane = t % 32, warpgroup = t / 128;
+    int row0 = (gridDim.x - 1 - blockIdx.x) * ROWS, n = blockIdx.y, b = blockIdx.z;  // causal: the longest rows first
+    int rows_end = row0 + ROWS < S_q ? row0 + ROWS : S_q;
+    int end = rows_end + last < S_k ? rows_end + last : S_k;  // query i sees the keys 0 .. min(i + last, S_k - 1)
+    int tiles = end > 0 ? (end + KEYS - 1) / KEYS : 0;
+    if (t == 0) {
+        barrier_init(&q_full, 1);
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(&k_full[s], 1);
+            barrier_init(&v_full[s], 1);
+            barrier_init(&k_empty[s], 8);  // one arrival for each warp of the consumers
+            barrier_init(&v_empty[s], 8);
+        }
+        barrier_init(&turns[0], 4);  // one for each warp of the *other* consumer
+        barrier_init(&turns[1], 4);
+        barrier_init_done();
+    }
+    __syncthreads();
+
+    if (warpgroup == 0) {  // --------------------------------------------------------------------------- the producer
+        keep_registers<24>();
+        if (t != 0 || tiles == 0) return;
+        arrive_and_expect(&q_full, ROWS * D * 2);
+        for (int p = 0; p < D / PANEL; p++) copy_panel(Q + p * ROWS * PANEL, &q, b, row0, n, p * PANEL, &q_full);
+        auto load = [&](const HeadMap& x, bf16* to, uint64_t* full, uint64_t* empty, int j) {
+            int s = j % STAGES;
+            wait(&empty[s], (j / STAGES + 1) % 2);  // for its last use to end; in the first round that counts as done
+            arrive_and_expect(&full[s], TILE * 2);
+            for (int p = 0; p < D / PANEL; p++)
+                copy_panel(to + s * TILE + p * KEYS * PANEL, &x, b, j * KEYS, n / G, p * PANEL, &full[s]);
+        };
+        for (int j = 0; j < tiles; j++) {
+            load(k, K, k_full, k_empty, j);
+            load(v, V, v_full, v_empty, j);
+        }
+        return;
+    }
+
+    take_registers<240>();  // ------------------------------------------------------------------------ the consumers
+    int me = warpgroup - 1, my_row0 = row0 + me * 64, row = my_row0 + t % 128 / 32 * 16 + lane / 4;
+    int highest[2] = {row + last < S_k - 1 ? row + last : S_k - 1, row + 8 + last < S_k - 1 ? row + 8 + last : S_k - 1};
+    float scores[64], sum[D / 2] = {}, m[2] = {-INFINITY, -INFINITY}, total[2] = {}, shrink[2];
+    uint32_t weights[32];
+
+    auto order_scores = [&](int j) {
+        const bf16 *mine = Q + me * 64 * PANEL, *keys = K + j % STAGES * TILE;
+        scores_wgmma<false>(scores, descriptor(mine, 0), descriptor(keys, 0));
+#pragma unroll
+        for (int d = 16; d < D; d += 16)
+            scores_wgmma<true>(scores, descriptor(mine + d / PANEL * ROWS * PANEL, d % PANEL),
+                               descriptor(keys + d / PANEL * KEYS * PANEL, d % PANEL));
+        wgmma_commit();
+    };
+    auto order_values = [&](int j) {
+#pragma unroll
+        for (int i = 0; i < KEYS; i += 16)
+            values_wgmma(sum, weights + i / 4, across(V + j % STAGES * TILE, i, PANEL_BYTES));
+        wgmma_commit();
+    };
+    auto take_turn = [&](int j) {  // consumer 1 in turn j waits for consumer 0's turn j, and that for 1's turn j - 1
+        wait(&turns[me], (j + 1 + me) % 2);
+        settle(sum);
+        settle(weights);
+        settle(scores);
+        wgmma_fence();
+        if (t % 128 == 0) note_turn(me);
+    };
+    auto pass_turn = [&] {  // what was ordered is in the queue of the tensor cores: what comes now is behind it
+        if (lane == 0) arrive(&turns[1 - me]);
+    };
+    auto free_stage = [&](uint64_t* empty, int j) {
+        if (lane == 0) arrive(&empty[j % STAGES]);
+    };
+    auto weigh = [&](int j) {
+        bool cut = j * KEYS + KEYS > (my_row0 + last + 1 < S_k ? my_row0 + last + 1 : S_k);
+        softmax(scores, m, total, shrink, j * KEYS, highest, cut, scale * LOG2_E);
+    };
+    auto pack_weights = [&] {
+#pragma unroll
+        for (int i = 0; i < 32; i++) weights[i] = pack(scores[2 * i], scores[2 * i + 1]);
+    };
+
+    if (tiles > 0) {
+        wait(&q_full, 0);
+        wait(&k_full[0], 0);
+        take_turn(0);
+        order_scores(0);
+        pass_turn();
+        wgmma_done<0>(scores);
+        free_stage(k_empty, 0);
+        weigh(0);
+        pack_weights();
+        wait(&v_full[0], 0);
+        for (int j = 1; j < tiles; j++) {
+            wait(&k_full[j % STAGES], j / STAGES % 2);
+            take_turn(j);
+            order_scores(j);
+            order_values(j - 1);
+            pass_turn();
+            wgmma_done<1>(scores);  // all but the group ordered last: the scores are there, the values may not be
+            free_stage(k_empty, j);
+            weigh(j);
+            // Unless a branch lies between, ptxas moves the wait below before the exponentials: the overlap is gone.
+            // So the values of the next turn are waited for here: they are nearly always there, and it is a loop.
+            settle(scores);
+            wait(&v_full[j % STAGES], j / STAGES % 2);
+            wgmma_done<0>(sum);
+            free_stage(v_empty, j - 1);
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) sum[i] *= shrink[i / 2 % 2];
+            pack_weights();  // not earlier: the product of the tile before was still reading them
+        }
+        take_turn(tiles);
+        order_values(tiles - 1);
+        pass_turn();
+        wgmma_done<0>(sum);
+    }
+
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        total[r] += __shfl_xor_sync(~0u, total[r], 1);
+        total[r] += __shfl_xor_sync(~0u, total[r], 2);
+        int i = row + 8 * r;
+        if (i >= S_q) continue;
+        float share = total[r] > 0 ? 1 / total[r] : 0.0f;  // a row without keys: out = 0, LSE = -inf
+        if (lane % 4 == 0)
+            lse[(int64_t(b) * N + n) * S_q + i] =
+                total[r] > 0 ? m[r] * scale + log2f(total[r]) / LOG2_E : -INFINITY;
+        global<bf16> to = out + ((int64_t(b) * S_q + i) * N + n) * D;
+#pragma unroll
+        for (int c = 2 * r; c < D / 2; c += 4)
+            store2(to, c / 4 * 8 + lane % 4 * 2, sum[c] * share, sum[c + 1] * share);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- the host's part
+
+extern "C" const char* run_attention(int D, int B, int S_q, int S_k, int N, int N_kv, int last, float scale,
+                                     const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse, void* stream) {
+    HeadMap map_q, map_k, map_v;
+    const char* error = describe_heads(&map_q, q, B, S_q, N, D, ROWS);
+    if (!error) error = describe_heads(&map_k, k, B, S_k, N_kv, D, KEYS);
+    if (!error) error = describe_heads(&map_v, v, B, S_k, N_kv, D, KEYS);
+    if (error) return error;
+#ifndef __CUDACC__
+    cuda_on_cpu::turns.clear();
+#endif
+    dim3 grid((S_q + ROWS - 1) / ROWS, N, B);
+    if (D == 64)
+        return launch(attention_forward<64>, grid, dim3(384), shared_bytes(64), stream, S_q, S_k, N, N / N_kv, last,
+                      scale, map_q, map_k, map_v, out, lse);
+    if (D == 128)
+        return launch(attention_forward<128>, grid, dim3(384), shared_bytes(128), stream, S_q, S_k, N, N / N_kv, last,
+                      scale, map_q, map_k, map_v, out, lse);
+    return "flash_attention_cuda.cu has head dims 64 and 128";
+}
+
+#ifndef __CUDACC__
+// For the tests: which consumer ordered products, in this order, in the launch before; returns how often.
+extern "C" int attention_turns(int* who, int room) {
+    auto& all = cuda_on_cpu::turns;
+    for (int i = 0; i < room && i < (int)all.size(); i++) who[i] = all[i];
+    return (int)all.size();
+}
+#endif

@@ -1,0 +1,246 @@
+"""Attention in CUDA for Hopper, emulated on the CPU: against the definition in float64, in every order of its warps;
+who has the tensor cores when; and what nvcc makes of it for a GPU that need not be there."""
+
+import math
+import re
+import shutil
+import sys
+
+import _cuda
+import flash_attention_cuda as cuda
+import pytest
+import torch
+from _cuda import FORWARD, REVERSE, CudaError
+from _interpreter import INTERPRETED
+from flash_attention_cuda import CUDA, THREADS, cuda_forward, errors, inputs, sectors, turns
+from flash_kernels import flash_attention, triton_forward
+from flash_tiles import band, explicit_attention, step
+from harness.oracle import assert_same
+
+NVCC = pytest.mark.skipif(
+    not shutil.which("nvcc"), reason="nvcc is not on the PATH, so nothing can be compiled for a GPU"
+)
+CASES = {  # B, S_q, S_k, N, N_kv, D, causal, offset
+    "one row": (1, 1, 1, 1, 1, 64, True, 0),
+    "one query, many keys": (1, 1, 150, 2, 2, 64, False, 0),
+    "uneven, three heads a group, two sequences": (2, 70, 70, 3, 1, 64, True, 0),
+    "three tiles of keys": (1, 40, 300, 1, 1, 64, False, 0),
+    "a later chunk of a ring": (1, 65, 270, 2, 1, 64, True, 205),
+    "more queries than keys, the first without any": (1, 200, 90, 1, 1, 64, True, -110),
+    "four heads on two": (1, 30, 20, 4, 2, 64, False, 0),
+    "whole tiles": (1, 128, 128, 1, 1, 128, True, 0),
+    "heads of 128, uneven": (1, 129, 131, 2, 2, 128, True, 2),
+}
+
+
+def check(case, order=FORWARD):
+    *sizes, causal, offset = case
+    given = inputs(*sizes, "cpu")
+    out, lse = cuda_forward(*given, causal=causal, offset=offset, order=order)
+    off, of_lse = errors(out, lse, *given, causal, offset)
+    # Weights are rounded to bf16 before the product, and the result after it: two roundings of 2^-9 of the largest.
+    assert off <= 2 * 2**-9 + 2**-12, f"{case}: out is off by {off:.1e} of its largest element"
+    assert of_lse <= 1e-5, f"{case}: the LSE is off by {of_lse:.1e}"
+    return out, lse
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_lse_are_those_of_the_definition_in_float64(name):
+    check(CASES[name])
+
+
+def test_rows_without_keys_have_output_zero_and_lse_minus_infinity():
+    out, lse = check(CASES["more queries than keys, the first without any"])
+    assert (out[:, :110] == 0).all() and (lse[..., :110] == -math.inf).all()
+    assert lse[..., 110:].isfinite().all()
+    given = inputs(1, 10, 10, 1, 1, 64, "cpu")  # a block in which nobody sees a key: no tile is ordered
+    out, lse = cuda_forward(*given, causal=True, offset=-10)
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_errors_are_at_most_one_and_a_half_times_those_of_plain_attention_in_bf16():
+    given = inputs(1, 140, 140, 2, 1, 64, "cpu")
+    want = explicit_attention(*(x.double() for x in given), causal=True)
+    theirs = (explicit_attention(*given, causal=True).double() - want).square().mean().sqrt()
+    ours = (cuda_forward(*given, causal=True)[0].double() - want).square().mean().sqrt()
+    assert ours <= 1.5 * theirs, f"off by {ours:.1e}, attention in bf16 by {theirs:.1e}"
+
+
+def test_scores_in_the_thousands_do_not_overflow_and_the_lse_is_theirs():
+    q, k, v = inputs(1, 40, 140, 1, 1, 64, "cpu")
+    q, k = q * 40, k * 40
+    out, lse = cuda_forward(q, k, v, causal=False)
+    scores = torch.einsum("bsnd,btnd->bnst", q.double(), k.double()) / 8
+    assert scores.max() > 3000 and out.isfinite().all()
+    off = (lse - scores.logsumexp(-1)).abs() / scores.abs().amax(-1)
+    assert off.max() <= 1e-6, f"the LSE is off by {off.max():.1e} of the largest score"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="flash_kernels.py runs on a GPU there, and these tensors are on the CPU")
+def test_it_agrees_with_the_triton_kernel():
+    q, k, v = inputs(1, 70, 100, 2, 1, 64, "cpu")
+    out, lse = cuda_forward(q, k, v, causal=True, offset=30)
+    want, want_lse = triton_forward(q.float(), k.float(), v.float(), causal=True, offset=30)
+    assert_same(out.float(), want, 8e-3, "out")
+    assert_same(lse, want_lse, 1e-5, "lse")
+
+
+def test_a_nan_stays_in_its_sequence_and_its_head():
+    q, k, v = inputs(2, 20, 37, 2, 2, 64, "cpu")
+    for x in (q, k, v):
+        x[1], x[0, :, 1] = math.nan, math.nan
+    out, lse = cuda_forward(q, k, v, causal=False)
+    assert out[0, :, 0].isfinite().all() and lse[0, 0].isfinite().all()
+    assert out[1].isnan().all() and out[0, :, 1].isnan().all()
+
+
+# Both stages in their second round, in the first consumer the last tile without a visible key.
+RACE = (1, 70, 560, 1, 1, 64, True, 455)
+ORDERS = {"in reverse": REVERSE, "shuffled": 7, "racing": _cuda.racing(1)}
+ORDERS |= {f"warp {w} {f.__name__}": f(w) for w in (0, 4, 8) for f in (_cuda.ahead, _cuda.behind)}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_bits_are_the_same_in_this_order_of_the_warps(name):
+    assert_same_bits(RACE, {name: ORDERS[name]})
+
+
+@pytest.mark.prove
+def test_the_bits_are_the_same_when_any_warp_is_ahead_or_behind():
+    for case in (RACE, (1, 129, 400, 1, 1, 128, True, 271)):
+        assert_same_bits(case, {order: order for order in [*_cuda.uneven(THREADS), *map(_cuda.racing, range(2, 8))]})
+
+
+def assert_same_bits(case, orders):
+    first = check(case)
+    for name, order in orders.items():
+        try:
+            again = check(case, order)
+        except CudaError as error:
+            raise AssertionError(f"{case}, {name}: {error}") from None
+        for what, x, y in zip(("out", "LSE"), first, again, strict=True):
+            assert torch.equal(x, y), f"{case}, {name}: {what} has other bits than forward"
+
+
+@pytest.mark.parametrize("order", [FORWARD, REVERSE, _cuda.ahead(4), _cuda.ahead(8), _cuda.racing(3)])
+def test_the_two_consumers_take_turns_at_the_tensor_cores(order):
+    given = inputs(1, 100, 300, 1, 1, 64, "cpu")  # one block; three tiles of keys are four turns
+    cuda_forward(*given, causal=False, order=order)
+    assert turns() == [0, 1] * 4
+
+
+@pytest.mark.parametrize(("name", "causal"), [("causal", True), ("all keys", False)])
+def test_sectors_asked_for_are_those_predicted_and_tiles_beyond_the_diagonal_are_not(name, causal):
+    for B, S_q, S_k, N, N_kv, D in ((1, 200, 260, 2, 1, 64), (1, 20, 150, 1, 1, 128)):
+        last = band(S_q, S_k, causal)[1]
+        predicted = sectors(B, S_q, S_k, N, D, last)
+        assert cuda.count(inputs(B, S_q, S_k, N, N_kv, D, "cpu"), last) == predicted, name
+    assert sectors(1, 200, 260, 1, 64, 0) == (200 + 2 * 128 + 2 * 256) * 64 * 2 // 32  # by hand: 1 and 2 tiles of keys
+
+
+def test_a_model_can_take_it_as_its_attention_and_gets_gradients():
+    q, k, v = inputs(1, 40, 40, 2, 1, 64, "cpu")
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = step(lambda q, k, v: explicit_attention(q, k, v, causal=True), *(x.double() for x in (q, k, v, dout)))
+    got = step(lambda q, k, v: flash_attention(q, k, v, causal=True, version=CUDA), q, k, v, dout)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        assert x.dtype == torch.bfloat16
+        assert_same(x.double(), y, 0.02 * y.abs().max().item(), name)
+
+
+def test_tensors_that_the_copy_engine_cannot_read_are_copied_first():
+    q, k, v = inputs(1, 30, 30, 2, 2, 64, "cpu")
+    want = cuda_forward(q, k, v, causal=True)
+    odd = torch.cat((torch.zeros(1), q.flatten().float())).bfloat16()[1:].view(q.shape)  # an address of 2 bytes
+    turned = k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert cuda.fit(q) is q and cuda.fit(odd).data_ptr() % 16 == 0 and cuda.fit(turned).is_contiguous()
+    for x, y in zip(cuda_forward(odd, turned, v, causal=True), want, strict=True):
+        assert torch.equal(x, y)
+
+
+# --------------------------------------------------------------------------------------------------- compiled for GPUs
+
+
+@NVCC
+def test_no_stack_frame_and_exponentials_lie_between_the_two_waits(tmp_path):
+    cubin = tmp_path / "attention.cubin"
+    used = _cuda.resources(cuda.SOURCE, "sm_90a", cubin)["attention_forward"]
+    assert used.stack == used.spills == 0, f"{used.stack} bytes in local memory"
+    assert (
+        used.registers == 65536 // THREADS // 8 * 8
+    )  # setmaxnreg moves them between warps and counts on an even split
+    assert cuda.ROWS * 128 * 2 + 4 * cuda.KEYS * 128 * 2 + used.shared <= 227 * 1024
+    for code, product in ((machine_code(cubin, 128), "64x128x16"), (machine_code(cubin, 64), "64x64x16")):
+        assert "HGMMA.64x128x16.F32.BF16" in code and re.search(rf"HGMMA.{product}\S+ R\d+, R\d+, gdesc\S+tnspB", code)
+        assert "UTMALDG.4D" in code and "USETMAXREG" in code and not re.search(r"\b(LDL|STL)\b", code)
+        # The loop: a wait that leaves one group, 64 weights and 2 factors, a wait that leaves none. No mask in the way.
+        words = re.findall(r"DEPBAR\.LE gsb0, 0x[01]|MUFU\.EX2", code)
+        at = words.index("DEPBAR.LE gsb0, 0x1")
+        between = words[at + 1 : at + 1 + words[at + 1 :].index("DEPBAR.LE gsb0, 0x0")]
+        assert len(between) == 66, f"{len(between)} exponentials run beside the product of the values, and not 66"
+
+
+def machine_code(cubin, D):
+    """The SASS of the kernel for head dim D."""
+    import subprocess
+
+    from _interpreter import triton
+
+    tool = _cuda.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    listing = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return next(part for part in listing.split("Function : ")[1:] if f"ILi{D}E" in part.split("\n")[0])
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_what_the_kernel_cannot_do_is_refused_in_one_line():
+    def tensors(D=64, S=8, N=4, N_kv=2, dtype=torch.bfloat16):
+        kv = torch.empty(1, S, N_kv, D, dtype=dtype)
+        return [torch.empty(1, S, N, D, dtype=dtype), kv, kv]
+
+    q, k, v = tensors()
+    for words, given, options in (
+        ("q is torch.float16; the CUDA kernel takes bfloat16", tensors(dtype=torch.float16), {}),
+        ("v is torch.float32", [q, k, v.float()], {}),
+        ("head dim 96 is not among", tensors(D=96), {}),
+        ("do not fit", [q, k, v[:, :4]], {}),
+        ("an empty tensor has no tile", tensors(S=0), {}),
+        ("4 query heads do not divide among 3", tensors(N_kv=3), {}),
+        ("window 4: the CUDA kernel knows causal and offset only", [q, k, v], {"window": 4}),
+        ("dtype None: the CUDA kernel writes bfloat16", [q, k, v], {"dtype": None}),
+        ("q is on cpu and k on meta", [q, k.to("meta"), v.to("meta")], {}),
+        ("q is on meta; the CUDA kernel runs on a GPU, or emulated", [x.to("meta") for x in (q, k, v)], {}),
+    ):
+        with pytest.raises(ValueError, match=words) as refused:
+            cuda_forward(*given, causal=True, **options)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seq", "0"], "--seq 0 is too small; use 1 or more"),
+        (["--keys", "-3"], "--keys -3 is too small; use 1 or more"),
+        (["--heads", "3", "--kv-heads", "2"], "--kv-heads 2 does not divide --heads 3; use a divisor of it"),
+        (["--head-dim", "96"], "argument --head-dim: invalid choice: 96"),
+        (["--head-dim", "nan"], "argument --head-dim: invalid int value: 'nan'"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["flash_attention_cuda.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cuda.main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    assert printed.err.startswith(f"flash_attention_cuda.py: {message}") and len(printed.err.splitlines()) == 1
+
+
+def test_a_kernel_that_writes_nothing_does_not_pass(monkeypatch):
+    def nothing(q, k, v, **mask):
+        return torch.full_like(q, math.nan), torch.full((1, q.shape[2], q.shape[1]), math.nan)
+
+    monkeypatch.setattr(cuda, "cuda_forward", nothing)
+    options = cuda.argparse.Namespace(seq=8, keys=8, heads=1, kv_heads=1, head_dim=64)
+    wrong = cuda.demo(options, "cpu")
+    assert any(": off by nan" in line for line in wrong), wrong
