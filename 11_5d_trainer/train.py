@@ -42,7 +42,7 @@ from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
 from model import PRESETS, full_shapes
-from options import Config, UsageError, check_folder, merge, parse
+from options import SIZES, Config, UsageError, check_folder, flag, merge, parse
 from rank import (
     NotFinite,
     Rank,
@@ -104,18 +104,8 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         )
     if resume:
         sizes = LlamaConfig(**resume[2].sizes)
-    elif config.init:
-        sizes, (experts, top_k) = read_sizes(config.init)
-        config = dataclasses.replace(config, experts=experts, top_k=top_k or config.top_k)
-        if corpus.vocab_size > sizes.vocab_size:
-            raise UsageError(
-                f"--init {config.init} knows {sizes.vocab_size} tokens and the data has {corpus.vocab_size}; "
-                "add its --tokenizer"
-            )
-        check_weights(config.init, full_shapes(sizes, config.mixture(sizes)))
     else:
-        sizes = dataclasses.replace(PRESETS[config.preset], vocab_size=corpus.vocab_size)
-        sizes = dataclasses.replace(sizes, tied=True) if config.tied else sizes
+        config, sizes = choose_sizes(config, given, corpus.vocab_size)
     config.check_layout(sizes, world_size)
     if not config.show_mesh:
         check_memory(config, sizes, world_size, device)
@@ -123,6 +113,39 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         check_folder(config.out, config.restart)
     check_kernels(config, sizes, device)
     return Plan(config, corpus, sizes, device, resume, messages)
+
+
+def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tuple[Config, LlamaConfig]:
+    """The sizes of a new model, from a preset or a Hugging Face config.json, and from single options on top.
+
+    What such a file says of experts becomes part of the options. Raises UsageError where an option contradicts it.
+    """
+    own = {name: getattr(config, name) for name in SIZES if getattr(config, name)}
+    own |= {"tied": config.tied} if "tied" in given else {}
+    source = f"--init {config.init}" if config.init else f"--config {config.config}"
+    if config.init or config.config:
+        barred = ("preset", "config", *SIZES, "tied", "experts", "top_k") if config.init else ("preset",)
+        sizes, (experts, top_k) = read_sizes(config.init or config.config, source.split()[0])
+        found = dataclasses.asdict(sizes) | {"experts": experts, "top_k": top_k}
+        barred += ("experts", "top_k") if experts else ()
+        for name in barred:
+            if name in given and given[name] != found.get(name):
+                raise UsageError(f"{flag(name)} {given[name]} cannot go with {source}, which decides it; leave it out")
+        if experts or config.init:
+            config = dataclasses.replace(config, experts=experts, top_k=top_k or config.top_k)
+        if vocab_size > sizes.vocab_size:
+            raise UsageError(
+                f"{source} knows {sizes.vocab_size} tokens and the data has {vocab_size}; add its --tokenizer"
+            )
+    else:
+        sizes = dataclasses.replace(PRESETS[config.preset], vocab_size=vocab_size)
+    try:
+        sizes = dataclasses.replace(sizes, **own)
+    except ValueError as error:
+        raise UsageError(f"{', '.join(f'{flag(name)} {value}' for name, value in own.items())}: {error}") from None
+    if config.init:
+        check_weights(config.init, full_shapes(sizes, config.mixture(sizes)))
+    return config, sizes
 
 
 def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
@@ -218,8 +241,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         first, training.position = progress.step, progress.samples
         me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
         checkpoint.set_aside_later(run, first, world)
-    elif config.init and leader:
-        keep_origin(config.init, run)
+    elif leader and (origin := config.init or config.config):
+        keep_origin(origin, run)
     log = Logger(run, config, first, leader)
     saver = checkpoint.Saver(run, me.mesh.groups["saving"], config.keep)
     speed, watch = Speedometer(plan, me), Watch(me, run, first)
