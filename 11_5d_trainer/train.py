@@ -124,10 +124,10 @@ def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tupl
     own |= {"tied": config.tied} if "tied" in given else {}
     source = f"--init {config.init}" if config.init else f"--config {config.config}"
     if config.init or config.config:
-        barred = ("preset", "config", *SIZES, "tied", "experts", "top_k") if config.init else ("preset",)
+        barred = ["preset", "config", *SIZES, "tied", "experts", "top_k"] if config.init else ["preset"]
         sizes, (experts, top_k) = read_sizes(config.init or config.config, source.split()[0])
         found = dataclasses.asdict(sizes) | {"experts": experts, "top_k": top_k}
-        barred += ("experts", "top_k") if experts else ()
+        barred += ["experts", "top_k"] if experts else []
         for name in barred:
             if name in given and given[name] != found.get(name):
                 raise UsageError(f"{flag(name)} {given[name]} cannot go with {source}, which decides it; leave it out")
