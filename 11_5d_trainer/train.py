@@ -13,7 +13,7 @@
     torchrun --nproc_per_node 2 11_5d_trainer/train.py --resume runs/mine --steps 3000
 
 It writes into the run's folder: config.json, log.jsonl (one line per step and per validation), checkpoints/ and, at
-the end, sample.txt. Its last line is the summary: validation loss from first to last, steps, seconds.
+the end, sample.txt and loss.svg. Its last line is the summary: validation loss from first to last, steps, seconds.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
 import checkpoint
+import curve
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
@@ -306,10 +307,15 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     if config.sample and leader:
         log.say(sample(plan, run))
     log.say(watch.summary(log.lines))
+    log.say(curve.in_terminal(log.lines))
+    if leader:
+        (run / "loss.svg").write_text(curve.as_svg(log.lines, run.name))
     validations = [line["val_loss"] for line in log.lines if "val_loss" in line]
+    rate = plan.corpus.tokens_per_byte
+    in_bits = f" ({curve.bits_per_byte(validations[-1], rate):.3f} bits per byte)" if rate else ""
     log.say(
-        f"validation loss {validations[0]:.3f} -> {validations[-1]:.3f} nats per token after {config.steps} steps, "
-        f"{time.perf_counter() - begin:.0f} s; checkpoint in {run}/checkpoints"
+        f"validation loss {validations[0]:.3f} -> {validations[-1]:.3f} nats per token{in_bits} after {config.steps} "
+        f"steps, {time.perf_counter() - begin:.0f} s; checkpoint in {run}/checkpoints"
     )
     return log.lines
 
