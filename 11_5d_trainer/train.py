@@ -2,8 +2,9 @@
 
     options.py     every option, and what fits        chapters.py    finds the chapters' folders
     mesh.py        the grid of ranks and its groups   model.py       a rank's part of the model: chapters 01, 04, 05
-    rank.py        one rank and one step              engine.py      gradients to new weights: chapters 02, 03, 06
-    data.py        tokens to micro-batches            checkpoint.py  save, find, load
+    rank.py        one rank and one step              engine.py      gradients to new weights: chapters 02 and 03
+    data.py        tokens to micro-batches            state.py       the same as whole tensors, to save and to load
+    checkpoint.py  save, find, load                   curve.py       the loss curve
 
     python 11_5d_trainer/train.py                                       one rank
     torchrun --nproc_per_node 4 11_5d_trainer/train.py                  4 data-parallel ranks: nccl on GPUs, else gloo
@@ -36,7 +37,6 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import peak_flops, step_flops
 from data import Corpus, Sampler, load_corpus
-from engine import load_full_state, share_of_state
 from fits import check_memory
 from generate import load_model
 from hf import check_weights, keep_origin, read_sizes
@@ -54,6 +54,7 @@ from rank import (
     weight_dtype,
     who_is_not_finite,
 )
+from state import load_full_state, share_of_state
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 from training_step import generate
