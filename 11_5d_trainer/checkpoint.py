@@ -6,7 +6,7 @@
     RUN/checkpoints/.writing-000300/       a save that is under way or was interrupted; the next save removes it
 
 Weights and optimizer states are stored whole, by Hugging Face's names, so a checkpoint knows nothing of the layout that
-wrote it and can be loaded in any other. No rank ever holds all of it: each writes its share (engine.py), and reads one
+wrote it and can be loaded in any other. No rank ever holds all of it: each writes its share (state.py), and reads one
 tensor at a time.
 """
 
@@ -53,7 +53,7 @@ class Saver:
         self.pending: Future[Any] | None = None
 
     def save(self, state: dict[str, Any], progress: Progress) -> None:
-        """Begin to write the shares of all ranks (engine.py), each name from one rank. They belong to the saver now."""
+        """Begin to write the shares of all ranks (state.py), each name from one rank. They belong to the saver now."""
         self.finish()
         writing = self.run / "checkpoints" / f".writing-{progress.step:06d}"
         if self.leader:

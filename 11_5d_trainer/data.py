@@ -38,6 +38,7 @@ class Corpus:
     val: Tensor
     vocab_size: int
     decode: Callable[[list[int]], str]
+    tokens_per_byte: float | None = None  # of the validation text; None where the text is not known
 
 
 def load_corpus(config: Config) -> Corpus:
@@ -50,7 +51,7 @@ def load_corpus(config: Config) -> Corpus:
     path = Path(config.data) if config.data else Path(sysconfig.get_paths()["stdlib"])
     if not path.exists():
         raise UsageError(f"--data {config.data} does not exist; give a text file, a folder or a .bin of tokens")
-    vocab_size, decode = config.vocab_size or 256, as_bytes
+    vocab_size, decode, text_bytes = config.vocab_size or 256, as_bytes, 0
     if path.is_dir() and (path / "train.bin").exists():
         if not (path / "val.bin").exists():
             raise UsageError(f"--data {path} holds train.bin but no val.bin; add it, or name train.bin itself")
@@ -71,10 +72,13 @@ def load_corpus(config: Config) -> Corpus:
         tokenizer = load_tokenizer(config.tokenizer)
         # A token that begins each text would appear once in the whole corpus: none is added.
         options = {"add_special_tokens": False, "verbose": False}
-        texts = [as_bytes(t.tolist()) for t in (train, val)]
+        texts, text_bytes = [as_bytes(t.tolist()) for t in (train, val)], len(val)
         train, val = (torch.tensor(tokenizer.encode(text, **options), dtype=torch.int32) for text in texts)
         vocab_size, decode = len(tokenizer), tokenizer.decode
-    corpus = Corpus(train, val, vocab_size, decode)
+    elif decode is as_bytes:
+        text_bytes = len(val)  # a token is a byte
+    known = decode is not as_numbers and text_bytes > 0
+    corpus = Corpus(train, val, vocab_size, decode, len(val) / text_bytes if known else None)
     check_corpus(corpus, config)
     return corpus
 

@@ -42,7 +42,6 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler, load_corpus
-from engine import full_state, whole_model
 from harness.oracle import Trace, assert_same_trace, sgd_trace
 from harness.ranks import RankFailure, run_ranks
 from harness.report import write_result
@@ -53,6 +52,7 @@ from model import alone, gather_tensors, state_buffers
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from moe_llama import gather_experts
 from options import Config, parse
+from state import full_state, whole_model
 from training_step import accumulate
 
 

@@ -26,6 +26,7 @@ from routing import ROUTERS
 from schedules import SCHEDULES, Schedule
 from schedules import build as build_schedule
 
+SIZES = ("hidden", "layers", "heads", "kv_heads", "intermediate")  # which a preset or a file says, or options
 WIDTHS = ("weights", "fp32")  # of sums of gradients
 
 
@@ -44,7 +45,13 @@ class Config:
     # what is trained
     preset: str = option("tiny", "size of the model", fixed=True, choices=tuple(PRESETS))
     tied: bool = option(False, "share the embedding with the output layer", fixed=True)
-    init: str = option("", "folder of a Hugging Face Llama or Mixtral to start from; replaces --preset", fixed=True)
+    config: str = option("", "config.json of a Hugging Face model, whose sizes to use; replaces --preset", fixed=True)
+    hidden: int = option(0, "hidden size; this and the next four: 0 as in --preset or --config", fixed=True, least=0)
+    layers: int = option(0, "blocks", fixed=True, least=0)
+    heads: int = option(0, "query heads", fixed=True, least=0)
+    kv_heads: int = option(0, "key/value heads, which query heads share", fixed=True, least=0)
+    intermediate: int = option(0, "width of the MLP, or of each expert", fixed=True, least=0)
+    init: str = option("", "folder of a Hugging Face model (hf.py) to start from; replaces --preset", fixed=True)
     data: str = option("", "text file, folder, or .bin of tokens; default: Python's standard library", fixed=True)
     bin_dtype: str = option("uint16", "type of the tokens in a .bin", fixed=True, choices=("uint16", "uint32"))
     tokenizer: str = option("", "folder or name of a Hugging Face tokenizer; default: text is bytes", fixed=True)
@@ -356,8 +363,8 @@ def merge(stored: dict[str, Any], given: dict[str, Any], where: str) -> Config:
         raise UsageError(f"--out {given['out']} cannot go with --resume: a resumed run goes on in its own folder")
     for field in dataclasses.fields(Config):
         name = field.name
-        if field.metadata["fixed"] and name in given and given[name] != stored[name]:
-            old, new = stored[name], given[name]
+        old, new = stored.get(name, field.default), given.get(name)  # a run may be older than an option
+        if field.metadata["fixed"] and name in given and new != old:
             raise UsageError(f"{flag(name)} {new} does not fit {where}, which was trained with {old}; leave it out")
     return Config(**(stored | {"out": ""} | given))
 

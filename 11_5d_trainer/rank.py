@@ -11,6 +11,8 @@ norm of the whole gradient, clip, AdamW
 
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +20,7 @@ import chapters  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 from data import Sampler
-from engine import Staged, Together, clip_gradients, load_masters, make_engine
+from engine import Together, clip_gradients, make_engine
 from gradient_reducers import global_valid_tokens
 from hf import read_weights
 from llama import LlamaConfig
@@ -26,10 +28,13 @@ from mesh import Mesh, make_mesh
 from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, my_positions
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from options import Config
+from parallel_block import sync_replicated_gradients
 from parts import AUTOCAST, WEIGHTS, end_step, make_parts
-from pipeline_executor import layers_of
+from pipeline_executor import Pipeline, layers_of
 from precision_policies import LossScaler
-from torch import Tensor
+from schedules import Schedule
+from state import load_masters
+from torch import Tensor, nn
 from training_step import adamw
 
 Batch = tuple[Tensor, Tensor]  # tokens and labels, [B, S] each
@@ -37,6 +42,51 @@ Batch = tuple[Tensor, Tensor]  # tokens and labels, [B, S] each
 
 class NotFinite(ArithmeticError):
     """A gradient is NaN or infinite. Says at which step, on which rank, in which parameter."""
+
+
+class Staged:
+    """Chapter 06's executor with the stages of this rank. A gradient goes to its owner as soon as no stage of this rank
+    adds to it any more."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[tuple[int, int], nn.Module],
+        model: Any,
+        engine: Together,
+        mesh: Mesh,
+        example: Tensor,
+    ) -> None:
+        self.stages, self.engine, self.mesh = list(stages.values()), engine, mesh
+        self.shared = [model.get_parameter(name) for name in model.shared]
+        self.pipeline = Pipeline(
+            schedule,
+            dict(stages),
+            mesh.groups["pp"],
+            loss=lambda logits, target: cross_entropy_sum(model, logits, target[0]) / target[1],
+            example=example,
+            on_stage_done=self.done,
+        )
+        self.micro_batches, self.forward_only = schedule.micro_batches, self.pipeline.forward_only
+
+    def step(self, tokens: list[Tensor], targets: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """All micro-batches of a step, forward and backward. `targets` are labels and what to divide their losses by.
+        Returns the sum of the losses that this rank computed: those of the last stage, elsewhere zero."""
+        self.unfinished = Counter(p for stage in self.stages for p in stage.parameters())
+        loss = self.pipeline.step(tokens, targets)
+        for p in self.shared:
+            dist.all_reduce(p.grad, group=self.mesh.groups["ends"])  # the embedding's share and the output layer's
+            self.engine.start(p)
+        return loss
+
+    def done(self, stage: nn.Module) -> None:
+        """The last weight gradient of `stage` is in place."""
+        if self.mesh.size("tp") > 1:  # some are shares: of a norm, which saw a piece of the sequence, or of a K/V head
+            sync_replicated_gradients(stage, self.mesh.groups["tp"])
+        for p in stage.parameters():
+            self.unfinished[p] -= 1
+            if not self.unfinished[p] and all(p is not other for other in self.shared):
+                self.engine.start(p)
 
 
 @dataclasses.dataclass

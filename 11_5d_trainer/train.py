@@ -2,8 +2,9 @@
 
     options.py     every option, and what fits        chapters.py    finds the chapters' folders
     mesh.py        the grid of ranks and its groups   model.py       a rank's part of the model: chapters 01, 04, 05
-    rank.py        one rank and one step              engine.py      gradients to new weights: chapters 02, 03, 06
-    data.py        tokens to micro-batches            checkpoint.py  save, find, load
+    rank.py        one rank and one step              engine.py      gradients to new weights: chapters 02 and 03
+    data.py        tokens to micro-batches            state.py       the same as whole tensors, to save and to load
+    checkpoint.py  save, find, load                   curve.py       the loss curve
 
     python 11_5d_trainer/train.py                                       one rank
     torchrun --nproc_per_node 4 11_5d_trainer/train.py                  4 data-parallel ranks: nccl on GPUs, else gloo
@@ -13,7 +14,7 @@
     torchrun --nproc_per_node 2 11_5d_trainer/train.py --resume runs/mine --steps 3000
 
 It writes into the run's folder: config.json, log.jsonl (one line per step and per validation), checkpoints/ and, at
-the end, sample.txt. Its last line is the summary: validation loss from first to last, steps, seconds.
+the end, sample.txt and loss.svg. Its last line is the summary: validation loss from first to last, steps, seconds.
 """
 
 import dataclasses
@@ -30,19 +31,19 @@ from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
 import checkpoint
+import curve
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import peak_flops, step_flops
 from data import Corpus, Sampler, load_corpus
-from engine import load_full_state, share_of_state
 from fits import check_memory
 from generate import load_model
 from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
 from model import PRESETS, full_shapes
-from options import Config, UsageError, check_folder, merge, parse
+from options import SIZES, Config, UsageError, check_folder, flag, merge, parse
 from rank import (
     NotFinite,
     Rank,
@@ -53,6 +54,7 @@ from rank import (
     weight_dtype,
     who_is_not_finite,
 )
+from state import load_full_state, share_of_state
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 from training_step import generate
@@ -104,18 +106,8 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         )
     if resume:
         sizes = LlamaConfig(**resume[2].sizes)
-    elif config.init:
-        sizes, (experts, top_k) = read_sizes(config.init)
-        config = dataclasses.replace(config, experts=experts, top_k=top_k or config.top_k)
-        if corpus.vocab_size > sizes.vocab_size:
-            raise UsageError(
-                f"--init {config.init} knows {sizes.vocab_size} tokens and the data has {corpus.vocab_size}; "
-                "add its --tokenizer"
-            )
-        check_weights(config.init, full_shapes(sizes, config.mixture(sizes)))
     else:
-        sizes = dataclasses.replace(PRESETS[config.preset], vocab_size=corpus.vocab_size)
-        sizes = dataclasses.replace(sizes, tied=True) if config.tied else sizes
+        config, sizes = choose_sizes(config, given, corpus.vocab_size)
     config.check_layout(sizes, world_size)
     if not config.show_mesh:
         check_memory(config, sizes, world_size, device)
@@ -123,6 +115,39 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         check_folder(config.out, config.restart)
     check_kernels(config, sizes, device)
     return Plan(config, corpus, sizes, device, resume, messages)
+
+
+def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tuple[Config, LlamaConfig]:
+    """The sizes of a new model, from a preset or a Hugging Face config.json, and from single options on top.
+
+    What such a file says of experts becomes part of the options. Raises UsageError where an option contradicts it.
+    """
+    own = {name: getattr(config, name) for name in SIZES if getattr(config, name)}
+    own |= {"tied": config.tied} if "tied" in given else {}
+    source = f"--init {config.init}" if config.init else f"--config {config.config}"
+    if config.init or config.config:
+        barred = ["preset", "config", *SIZES, "tied", "experts", "top_k"] if config.init else ["preset"]
+        sizes, (experts, top_k) = read_sizes(config.init or config.config, source.split()[0])
+        found = dataclasses.asdict(sizes) | {"experts": experts, "top_k": top_k}
+        barred += ["experts", "top_k"] if experts else []
+        for name in barred:
+            if name in given and given[name] != found.get(name):
+                raise UsageError(f"{flag(name)} {given[name]} cannot go with {source}, which decides it; leave it out")
+        if experts or config.init:
+            config = dataclasses.replace(config, experts=experts, top_k=top_k or config.top_k)
+        if vocab_size > sizes.vocab_size:
+            raise UsageError(
+                f"{source} knows {sizes.vocab_size} tokens and the data has {vocab_size}; add its --tokenizer"
+            )
+    else:
+        sizes = dataclasses.replace(PRESETS[config.preset], vocab_size=vocab_size)
+    try:
+        sizes = dataclasses.replace(sizes, **own)
+    except ValueError as error:
+        raise UsageError(f"{', '.join(f'{flag(name)} {value}' for name, value in own.items())}: {error}") from None
+    if config.init:
+        check_weights(config.init, full_shapes(sizes, config.mixture(sizes)))
+    return config, sizes
 
 
 def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
@@ -218,8 +243,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         first, training.position = progress.step, progress.samples
         me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
         checkpoint.set_aside_later(run, first, world)
-    elif config.init and leader:
-        keep_origin(config.init, run)
+    elif leader and (origin := config.init or config.config):
+        keep_origin(origin, run)
     log = Logger(run, config, first, leader)
     saver = checkpoint.Saver(run, me.mesh.groups["saving"], config.keep)
     speed, watch = Speedometer(plan, me), Watch(me, run, first)
@@ -283,10 +308,15 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     if config.sample and leader:
         log.say(sample(plan, run))
     log.say(watch.summary(log.lines))
+    log.say(curve.in_terminal(log.lines))
+    if leader:
+        (run / "loss.svg").write_text(curve.as_svg(log.lines, run.name))
     validations = [line["val_loss"] for line in log.lines if "val_loss" in line]
+    rate = plan.corpus.tokens_per_byte
+    in_bits = f" ({curve.bits_per_byte(validations[-1], rate):.3f} bits per byte)" if rate else ""
     log.say(
-        f"validation loss {validations[0]:.3f} -> {validations[-1]:.3f} nats per token after {config.steps} steps, "
-        f"{time.perf_counter() - begin:.0f} s; checkpoint in {run}/checkpoints"
+        f"validation loss {validations[0]:.3f} -> {validations[-1]:.3f} nats per token{in_bits} after {config.steps} "
+        f"steps, {time.perf_counter() - begin:.0f} s; checkpoint in {run}/checkpoints"
     )
     return log.lines
 

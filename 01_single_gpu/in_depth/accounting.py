@@ -65,6 +65,7 @@ def parameters(config: LlamaConfig) -> int:
     c = config
     # --- exercise 1.28: count the weights without building the model ---
     attention_weights = 2 * c.hidden * c.hidden + 2 * c.hidden * c.kv_heads * c.head_dim  # q, o; k, v
+    attention_weights += c.qkv_bias * (c.hidden + 2 * c.kv_heads * c.head_dim)  # biases of q, k, v
     mlp_weights = 3 * c.hidden * c.intermediate  # gate, up, down
     block = attention_weights + mlp_weights + 2 * c.hidden  # and two norms
     vocabulary = c.vocab_size * c.hidden * (1 if c.tied else 2)  # embedding and lm_head

@@ -65,6 +65,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied: bool = False
+    qkv_bias: bool = False  # as Qwen2 has them: q, k, v = x Wᵀ + b
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "intermediate"):
@@ -204,15 +205,17 @@ def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ without bias, through `parts.linear`. weight [out, in]."""
+    """y = x Wᵀ, through `parts.linear`, and + b where there is a bias. weight [out, in]."""
 
-    def __init__(self, inputs: int, outputs: int, parts: Parts) -> None:
+    def __init__(self, inputs: int, outputs: int, parts: Parts, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
         self.parts = parts
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.parts.linear(x, self.weight)
+        y = self.parts.linear(x, self.weight)
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
 
 
 class RMSNorm(nn.Module):
@@ -229,9 +232,9 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, parts: Parts) -> None:
         super().__init__()
         self.head_dim, self.parts = config.head_dim, parts
-        self.q_proj = Linear(config.hidden, config.hidden, parts)
-        self.k_proj = Linear(config.hidden, config.kv_heads * config.head_dim, parts)
-        self.v_proj = Linear(config.hidden, config.kv_heads * config.head_dim, parts)
+        self.q_proj = Linear(config.hidden, config.hidden, parts, config.qkv_bias)
+        self.k_proj = Linear(config.hidden, config.kv_heads * config.head_dim, parts, config.qkv_bias)
+        self.v_proj = Linear(config.hidden, config.kv_heads * config.head_dim, parts, config.qkv_bias)
         self.o_proj = Linear(config.hidden, config.hidden, parts)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -324,8 +327,8 @@ def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> T
     Because no other parameter's draw comes before it, a rank that holds one layer, or one slice of this weight, can
     draw the full weight and cut out its piece: every layout starts from the same model.
     """
-    if len(shape) == 1:
-        return torch.ones(shape)  # the scale of a norm
+    if len(shape) == 1:  # a bias adds nothing at first; the scale of a norm
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     # 2L branches add into the residual stream; with this factor its variance does not grow with depth (GPT-2).
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -41,6 +41,7 @@ ODD = LlamaConfig(vocab_size=100, hidden=48, layers=3, heads=6, kv_heads=3, inte
         (TINY, 19_616),
         (replace(TINY, tied=True), 19_616 - 64 * 32),
         (ODD, None),
+        (replace(ODD, qkv_bias=True), None),
     ],
 )
 def test_the_parameter_formula_equals_the_model_on_the_meta_device(config, count):

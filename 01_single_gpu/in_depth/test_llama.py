@@ -341,6 +341,31 @@ def test_an_attention_module_works_with_a_slice_of_the_heads():
     assert_same(total, whole(x, *tables), what="sum of both halves")
 
 
+def test_a_bias_is_added_to_q_k_and_v_begins_at_zero_and_does_not_widen_them():
+    seen = []
+
+    def looked_at(q, k, v, *, causal):
+        seen.append((q, k, v))
+        return attention(q, k, v, causal=causal)
+
+    plain = replace(Parts(), attention=looked_at, rope=lambda x, cos, sin: x)
+    model, tokens = Llama(replace(TINY, layers=1, qkv_bias=True), plain), torch.zeros(1, 4, dtype=torch.long)
+    biases = {name: p for name, p in model.named_parameters() if name.endswith("bias")}
+    assert [name.split(".")[-2] for name in biases] == ["q_proj", "k_proj", "v_proj"]
+    assert not any(p.any() for p in biases.values()), "no bias has learned anything yet"
+    with torch.no_grad():
+        model(tokens)
+        for p in biases.values():
+            p.copy_(torch.arange(len(p)))
+        model(tokens)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(tokens)
+    before, after, low = seen
+    for x, moved, narrow, (name, p) in zip(before, after, low, biases.items(), strict=True):
+        assert_same(moved.flatten(2), x.flatten(2) + p, 1e-5, f"what {name} adds")
+        assert narrow.dtype == torch.bfloat16, name
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [

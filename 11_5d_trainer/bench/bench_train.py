@@ -30,12 +30,12 @@ import torch.nn.functional as F
 import train
 import watch
 from data import Sampler
-from engine import full_state
 from harness.figures import write_figure
 from harness.ranks import run_ranks
 from harness.report import Ratio, paired, write_result
 from llama import IGNORE
 from model import Stage
+from state import full_state
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from training_step import adamw

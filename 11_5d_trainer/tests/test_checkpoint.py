@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler
-from engine import Replicated, full_state, load_full_state, share_of_state
+from engine import Replicated
 from harness.meter import peak_memory, storage_bytes
 from harness.ranks import run_ranks
 from llama import LlamaConfig
 from model import full_shapes
 from rank import weight_dtype
+from state import full_state, load_full_state, share_of_state
 from test_train import arguments
 
 SIZES = LlamaConfig(hidden=32, layers=8, heads=4, kv_heads=2, intermediate=48)

@@ -61,8 +61,10 @@ def new_model(folder, kind="llama", tied=False, **saving):
     sizes = SIZES | dict(vocab_size=256, tie_word_embeddings=tied, initializer_range=0.3, rope_theta=20000.0)
     if kind == "mixtral":
         config = transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    elif kind == "mistral":
+        config = transformers.MistralConfig(**sizes, sliding_window=None, head_dim=8)
     else:
-        config = transformers.LlamaConfig(**sizes)
+        config = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[kind](**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for p in model.parameters():
@@ -89,7 +91,7 @@ def test_transformers_gives_the_logits_and_the_validation_loss_of_an_exported_ru
     log, folder = train_on(ranks, [*words, "--out", str(tmp_path / "run")], tied=kind == "tied")
     assert hf.export(folder, str(tmp_path / "out")) == "step-000003"
     theirs = read_by_transformers(tmp_path / "out")
-    assert type(theirs).__name__ == hf.KINDS["mixtral" if kind == "mixtral" else "llama"]
+    assert type(theirs).__name__ == hf.KINDS["mixtral" if kind == "mixtral" else "llama"][0]
     assert theirs.config.tie_word_embeddings == (kind == "tied")
     with torch.no_grad():
         assert_same(read_by_ours(tmp_path / "out")(TOKENS), theirs(TOKENS).logits, 1e-6, "logits")
@@ -136,9 +138,7 @@ def test_an_exported_model_has_the_dtype_that_was_asked_for_and_the_command_says
 
 # ------------------------------------------------------------------------------------------------------------ import
 
-IMPORTS = [
-    ("llama", 1, ""),
-    ("llama", 4, "--tp 2 --pp 2 --zero 1"),
+IMPORTS = [  # of a Llama without a tie: test_sizes.py, for five steps
     ("tied", 2, "--pp 2"),
     ("tied", 2, "--zero 3"),
     ("mixtral", 4, "--ep 2 --tp 2"),
@@ -171,7 +171,7 @@ def test_a_model_in_several_files_is_read_and_comes_back_bit_by_bit(text, tmp_pa
     assert all(torch.equal(back[name], sent[name]) for name in sent)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2"])
 def test_a_folder_goes_through_a_run_with_every_size_it_came_with(kind, text, tmp_path):
     folder = new_model(tmp_path / "model", kind)
     words = [*arguments(text, steps=1, warmup=0), "--init", folder, "--out", str(tmp_path / "run")]
@@ -222,7 +222,9 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
         return str(error.value).removeprefix(f"--init {folder} ")
 
     up = "model.layers.1.mlp.up_proj.weight"
-    assert refusal("gpt", model_type="gpt2") == "is a 'gpt2', but only llama and mixtral can be trained here"
+    assert (
+        refusal("gpt", model_type="gpt2") == "is a 'gpt2', but only llama, mistral, qwen2, mixtral can be trained here"
+    )
     assert refusal("missing") == f"has 1 *.safetensors, and in none of them {up}"
     assert refusal("none").startswith("has 0 *.safetensors, and in none of them ")
     assert refusal("other") == "has model.norm.weight of shape [7], but its config.json asks for [32]"
@@ -233,7 +235,7 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
     assert refusal("long", rope_parameters={"rope_type": "llama3", "factor": 8.0}).startswith("stretches its RoPE")
     old = {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert refusal("older", **old).startswith("stretches its RoPE (linear)")
-    assert refusal("dropping", attention_dropout=0.1) == "has attention_dropout = 0.1, which means nothing here"
+    assert refusal("dropping", attention_dropout=0.1) == "has attention_dropout = 0.1; only 0.0 is trained here"
     assert refusal("scaled", logit_scale=2.0).startswith("has logit_scale = 2.0")
     assert refusal("window", sliding_window=16) == "has a sliding window of 16; attention here sees all"
     one = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1}
@@ -243,7 +245,7 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
     narrow = ["--kernels", "triton", "--precision", "fp32"]
     with pytest.raises(UsageError, match="--kernels triton: head dim 8 is no multiple of 16 from 32 to 256.*--kernels"):
         train.prepare([*words, *narrow, "--init", str(good)], 1)
-    with pytest.raises(UsageError, match="holds no config.json; give the folder of a Hugging Face Llama or Mixtral"):
+    with pytest.raises(UsageError, match="holds no config.json; give the folder of a Hugging Face model"):
         train.prepare([*words, "--init", str(tmp_path)], 1)
 
 

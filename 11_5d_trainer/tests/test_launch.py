@@ -110,11 +110,12 @@ train.train_step = counted
 """
 
 
-def start(tmp_path, change, words, ranks=2):
+def start(tmp_path, change, words, ranks=2, nodes=()):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(HERE), tests=str(ROOT / "tests"), change=change))
-    command = [sys.executable, str(HERE / "launch.py"), "--standalone", "--nproc_per_node", str(ranks)]
-    command += ["--max-restarts", "1", str(script), *words]
+    command = [sys.executable, str(HERE / "launch.py")]
+    command += nodes or ["--standalone", "--nproc_per_node", str(ranks), "--max-restarts", "1"]
+    command += [str(script), *words]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_ELASTIC")}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, **pipes)
@@ -142,6 +143,24 @@ def test_torchrun_starts_all_ranks_again_when_one_dies_and_the_losses_are_those_
     assert process.returncode == 0, said
     assert steps_of(tmp_path / "run") == undisturbed
     assert "exitcode: -9" in said, said
+
+
+@pytest.mark.prove
+def test_two_nodes_meet_at_one_of_them_and_train_as_one_machine_with_all_their_ranks(text, tmp_path):
+    words = [*fuzz.options(text, "", steps=3, timeout=120), "--zero", "1"]
+    one_machine = fuzz.losses(run_ranks(2, fuzz.run, [*words, "--out", str(tmp_path / "one")])[0])
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "two"]
+    nodes = ["--nnodes", "2", "--nproc_per_node", "1", *meeting, "--local_addr", "127.0.0.1"]
+    words += ["--out", str(tmp_path / "run")]  # a folder that both see, as on a cluster
+    agents = [start(tmp_path, "", words, nodes=nodes) for _ in range(2)]
+    try:
+        said = [agent.communicate(timeout=300)[0] for agent in agents]
+    finally:
+        for agent in agents:  # one alone would wait for the other
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert steps_of(tmp_path / "run") == one_machine
+    assert sorted("validation loss" in text for text in said) == [False, True], "the leader alone speaks"
 
 
 @pytest.mark.prove

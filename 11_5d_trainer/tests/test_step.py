@@ -14,10 +14,10 @@ import torch.nn.functional as F
 import train
 from accounting import step_flops
 from data import Sampler, load_corpus
-from engine import full_state
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
 from options import Config
+from state import full_state
 from test_train import SIZES, SMALL, TEXT, arguments, f64, losses
 
 STEPS, WARMUP, LR, MIN_LR, DECAY = 7, 2, 3e-2, 2e-3, 0.4

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler, load_corpus
-from engine import full_state, whole_model
 from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import RankFailure, run_ranks
 from llama import Llama, LlamaConfig
@@ -28,6 +27,7 @@ from model import PRESETS, full_shapes, gather_tensors
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from moe_llama import gather_experts
 from options import Config, UsageError
+from state import full_state, whole_model
 from training_step import accumulate
 
 HERE = Path(__file__).resolve().parents[1]

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler
-from engine import full_state, whole_model
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
 from layouts import Layout
 from model import gather_tensors
 from overlap import column_overlapped
 from parallel_linear import ColumnParallelLinear
+from state import full_state, whole_model
 from test_train import SIZES, arguments, f64, losses, text, train_on  # noqa: F401  `text` is a fixture
 from zero_overlap import Travelling
 

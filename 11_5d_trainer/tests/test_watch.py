@@ -168,7 +168,7 @@ def test_a_resumed_run_is_metered_too(text, tmp_path):
 def test_the_summary_tells_loss_speed_memory_and_bytes_per_axis(text, tmp_path):
     log, said = run_ranks(2, listened, [*arguments(text, steps=3), "--tp", "2", "--out", str(tmp_path / "run")])[0]
     at = next(i for i, line in enumerate(said) if line.startswith("loss  "))
-    loss, speed, memory, sent, last = said[at : at + 5]
+    (loss, speed, memory, sent), last = said[at : at + 4], said[-1]
     assert f"{log[-2]['loss']:.4f} at the last step" in loss
     assert "tokens/s (median), MFU n/a" in speed and " MiB on the rank with most" in memory
     # 4 micro-batches: 4 L + 2 all-reduces of [2, 16, 32] in float64, and three numbers for each of 32 tokens.

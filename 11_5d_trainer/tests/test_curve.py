@@ -1,0 +1,68 @@
+"""The loss curve: every point where it belongs, in a terminal of plain characters and in the picture."""
+
+import json
+import math
+import sys
+import xml.etree.ElementTree as ET
+
+import chapters  # noqa: F401  finds the chapters below
+import curve
+import pytest
+from data import load_corpus
+from options import Config
+from test_train import TEXT, arguments, train_on
+
+# Falls from 5 to 1 in eleven steps; validated at the start and at the end.
+LOG = [{"step": 0, "val_loss": 5.0}]
+LOG += [{"step": step, "loss": 5.0 - 0.4 * step} for step in range(1, 11)]
+LOG += [{"step": 10, "val_loss": 1.0}]
+
+
+def test_in_the_terminal_each_loss_is_in_its_column_and_its_row():
+    drawn = curve.in_terminal(LOG, width=11, height=9).splitlines()  # a column is a step, a row is half a nat
+    assert drawn[0] == "  5.000 |o" and drawn[8] == "  1.000 |          o"  # over the dot of step 10
+    assert drawn[7] == "        |         ."  # 1.4 is nearer to 1.5 than to 1.0
+    assert drawn[4] == "        |     ."  # step 5: 3.0
+    assert drawn[9] == "        +" + "-" * 11 and drawn[10] == "         0   step 10"
+    assert all(line.isascii() for line in drawn)
+
+
+def test_the_picture_has_every_point_where_the_axes_say_it_is():
+    picture = ET.fromstring(curve.as_svg(LOG, 'a "run" <1>', width=372, height=168))  # 300 x 100 for the curve
+    name = "{http://www.w3.org/2000/svg}"
+    line = picture.find(f"{name}polyline").get("points").split()
+    assert line == [f"{56 + 30.0 * step},{round(34 + 10.0 * step, 1)}" for step in range(1, 11)]
+    dots = [(float(c.get("cx")), float(c.get("cy"))) for c in picture.iter(f"{name}circle")]
+    assert dots == [(56.0, 34.0), (356.0, 134.0)]
+    assert picture.get("aria-label") == 'a "run" <1>: loss from 5.000 to 1.000 nats per token in 10 steps'
+
+
+def test_a_loss_that_is_not_finite_and_a_log_of_one_line_can_be_drawn():
+    few = [{"step": 3, "loss": 2.0}]
+    assert curve.in_terminal([*few, {"step": 4, "loss": math.nan}]) == curve.in_terminal(few)
+    assert "2.000 |." in curve.in_terminal(few) and "nan" not in curve.as_svg(few, "run")
+    assert curve.in_terminal([]) == "no loss to draw" and curve.as_svg([], "run") == ""
+
+
+def test_a_run_ends_with_its_curve_its_bits_per_byte_and_a_picture(tmp_path, monkeypatch, capsys):
+    (tmp_path / "numbers.txt").write_text(TEXT)
+    words = [*arguments(str(tmp_path / "numbers.txt"), steps=3), "--out", str(tmp_path / "run")]
+    log, folder = train_on(2, words)
+    assert (tmp_path / "run" / "loss.svg").read_text() == curve.as_svg(log, "run")
+    monkeypatch.setattr(sys, "argv", ["curve.py", folder])
+    curve.main()  # from the log on disk
+    assert capsys.readouterr().out == curve.in_terminal(log) + "\n"
+    monkeypatch.setattr(sys, "argv", ["curve.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        curve.main()
+    assert capsys.readouterr().err == f"curve.py: {tmp_path} holds no log.jsonl; give the folder of a run\n"
+
+
+def test_bits_per_byte_are_known_for_text_and_not_for_tokens_of_a_stranger(tmp_path):
+    assert curve.bits_per_byte(math.log(2), 1.0) == 1.0
+    assert curve.bits_per_byte(4 * math.log(2), 0.25) == pytest.approx(1.0)  # tokens of four bytes
+    (tmp_path / "numbers.txt").write_text(TEXT)
+    assert load_corpus(Config(data=str(tmp_path / "numbers.txt"), seq_len=16)).tokens_per_byte == 1.0
+    (tmp_path / "ids.bin").write_bytes(bytes(4000))
+    assert load_corpus(Config(data=str(tmp_path / "ids.bin"), seq_len=16, vocab_size=300)).tokens_per_byte is None
+    assert json.dumps(curve.points(LOG)[1]) == "[[0, 5.0], [10, 1.0]]"
