@@ -392,7 +392,7 @@ def test_a_cluster_file_that_is_wrong_names_its_field(change, says, tmp_path):
 def test_the_program_runs_as_a_script_and_answers_in_text():
     done = run("--model", "smollm-1.7b", "--cluster", "h200", "--tokens", "262144", "--seq-len", "2048")
     assert done.returncode == 0, done.stderr
-    for part in ("as options of train.py:", "why not", "the three steps", "layouts"):
+    for part in ("torchrun --nnodes", "sbatch --nodes", "why not", "the three steps", "layouts"):
         assert part in done.stdout
 
 
