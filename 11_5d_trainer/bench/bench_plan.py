@@ -190,14 +190,14 @@ def main() -> None:
     if "--figures" in sys.argv[1:]:
         figures()
         return
+    if "--memory" in sys.argv[1:]:
+        write_memory(memory_rows())
+        return
     predictions()
     if "--predict" in sys.argv[1:]:
         figures()
         return
     memory = memory_rows()
-    if "--memory" in sys.argv[1:]:
-        write_memory(memory)
-        return
     (on_4, four), (on_8, eight) = ranking_rows(4), ranking_rows(8)
     write_memory(memory)
     note = f"Rank correlation {four:.2f} on 4 ranks and {eight:.2f} on 8. Ratios of one run, to the fastest layout."
