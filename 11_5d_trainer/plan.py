@@ -2,20 +2,24 @@
 
     python 11_5d_trainer/plan.py --model llama3-70b --cluster h100-400g --nodes 64 --seq-len 8192 --tokens 4194304
     python 11_5d_trainer/plan.py --model llama3-8b --cluster h100x8 --explain "--tp 2 --zero 1 --micro-batch 1"
+    python 11_5d_trainer/plan.py --config my/config.json       a Llama or Mixtral of Hugging Face instead of --model
     python 11_5d_trainer/plan.py --facts                       published measurements, and how far off the planner is
     python 11_5d_trainer/plan.py --calibrate my.json           measure this machine, write a cluster file
+    python 11_5d_trainer/plan.py --after runs/x --cluster my.json          measured beside predicted
+    python 11_5d_trainer/plan.py --after runs/x --cluster my.json --write  and what was measured back into the file
     python 11_5d_trainer/plan.py --html plan.html              a page with sliders, for any browser, without a network
     ... --figure bars.svg                                      bytes and seconds of the ten layouts, drawn
     ... --json                                                 the same answers for a program
 
-The first prints the ten fastest layouts that fit, as options of train.py, with the reason why each beats the next; why
-the obvious other layouts lose; and how many layouts were looked at, and why the others were not. `--explain` takes the
+The first prints the ten fastest layouts that fit, with the reason why each beats the next; the command that starts the
+simplest of those that are as fast as one can tell; why the obvious other layouts lose; and how many layouts were looked
+at, and why the others were not. `--explain` takes the
 trainer's own options and prints the budget of that one layout line by line: bytes on the fullest rank, what is sent,
 seconds. What is in it:
 
     plan_memory.py    bytes held, kept and at the peak       exact, or within 5 %: test_plan_memory.py
     plan_traffic.py   bytes sent, by collective              exact: same test
-    plan_time.py      seconds on a cluster                   two fitted constants: plan_facts.py
+    plan_time.py      seconds on a cluster                   five fitted constants: plan_published.py
     plan_search.py    millions of layouts in seconds
 
 What it does not know: the holes of an allocator beyond a fixed reserve, a slow node, an uneven load of experts. MFU
@@ -26,7 +30,9 @@ it passes 100 %.
 import argparse
 import dataclasses
 import json
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,16 +40,19 @@ from typing import Any, NoReturn
 import chapters  # noqa: F401  finds the chapters below
 import plan_facts
 import plan_figures
-from llama import LLAMA3_405B
+from hf import read_sizes
+from llama import LLAMA3_405B, LlamaConfig
 from model import EXPERTS, PRESETS
 from moe_layer import MoEConfig
 from options import Config, UsageError
 from options import parse as parse_trainer
 from plan_memory import Layout, fpdt_host, peak
+from plan_published import error_bar
 from plan_search import GB, Candidate, Found, Task, alternatives, because, name, search, three_steps
 from plan_time import read_cluster, step_time
 from plan_traffic import by_collective, flows
 
+TIE = 0.05  # layouts of one family that were published more than this apart are nearly always put in the right order
 MODELS = PRESETS | {"llama3-405b": LLAMA3_405B}
 
 
@@ -56,6 +65,7 @@ class OneLineParser(argparse.ArgumentParser):
 def arguments(given: list[str]) -> argparse.Namespace:
     parser = OneLineParser("plan.py", description="Plan the layout of a training run.", allow_abbrev=False)
     parser.add_argument("--model", default="llama3-8b", help="one of the trainer's presets, or llama3-405b")
+    parser.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face Llama or Mixtral, not --model")
     parser.add_argument("--cluster", default="h100-400g", help="name in clusters/, or a .json file like those")
     parser.add_argument("--nodes", type=int, default=0, help="how many of its nodes; default: all")
     parser.add_argument("--seq-len", type=int, default=8192)
@@ -66,6 +76,8 @@ def arguments(given: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--facts", action="store_true", help="compare with published measurements")
     parser.add_argument("--calibrate", metavar="FILE", help="measure this machine and write a cluster file")
+    parser.add_argument("--after", metavar="RUN", help="a run's folder: measured beside predicted, on its --cluster")
+    parser.add_argument("--write", action="store_true", help="with --after: write the measured ceiling into --cluster")
     parser.add_argument("--html", metavar="FILE", help="write the interactive page")
     parser.add_argument("--figure", metavar="FILE", help="draw bytes and seconds of the fastest layouts")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -75,6 +87,8 @@ def arguments(given: list[str]) -> argparse.Namespace:
     for option, least in (("nodes", 0), ("seq_len", 1), ("tokens", 1)):
         if getattr(args, option) < least:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} must be at least 1")
+    if args.write and not args.after:
+        parser.error("--write needs --after RUN, whose speed it writes down")
     if args.tokens % args.seq_len:
         multiple = max(1, args.tokens // args.seq_len) * args.seq_len
         parser.error(f"--tokens {args.tokens} is no multiple of --seq-len {args.seq_len}; use {multiple}")
@@ -87,15 +101,35 @@ def task_of(args: argparse.Namespace) -> Task:
     nodes = args.nodes or cluster.nodes
     if nodes > cluster.nodes:
         raise UsageError(f"--nodes {nodes} is more than the {cluster.nodes} of {args.cluster}; use {cluster.nodes}")
-    model = MODELS[args.model]
-    batch = args.tokens // args.seq_len
-    return Task(model, mixture(args.model), cluster, nodes * cluster.gpus_per_node, batch, args.seq_len, args.precision)
+    model, moe = (MODELS[args.model], mixture(args.model)) if not args.config else of_config(args.config)
+    name = f"--config {args.config}" if args.config else f"--model {args.model}"
+    batch, gpus = args.tokens // args.seq_len, nodes * cluster.gpus_per_node
+    return Task(model, moe, cluster, gpus, batch, args.seq_len, args.precision, name)
 
 
 def mixture(model: str) -> MoEConfig | None:
     if model not in EXPERTS:
         return None
-    sizes, (experts, top_k) = MODELS[model], EXPERTS[model]
+    return mixture_of(MODELS[model], *EXPERTS[model])
+
+
+def of_config(file: str) -> tuple[LlamaConfig, MoEConfig | None]:
+    """The model of a Hugging Face config.json, in its folder or anywhere. Raises UsageError."""
+    path = Path(file) / "config.json" if Path(file).is_dir() else Path(file)
+    if not path.is_file():
+        raise UsageError(f"--config {file} is no file; give a config.json or the folder that holds it")
+    with tempfile.TemporaryDirectory() as folder:  # the trainer's reader asks for a folder and that name
+        shutil.copy(path, f"{folder}/config.json")
+        try:
+            sizes, (experts, top_k) = read_sizes(folder)
+        except UsageError as error:
+            raise UsageError(str(error).replace(f"--init {folder}", f"--config {file}")) from None
+        except (UnicodeDecodeError, AttributeError, TypeError):  # no text, no object, a size that is no number
+            raise UsageError(f"--config {file} is not the config.json of a model; copy it again") from None
+    return sizes, mixture_of(sizes, experts, top_k) if experts else None
+
+
+def mixture_of(sizes: LlamaConfig, experts: int, top_k: int) -> MoEConfig:
     return MoEConfig(hidden=sizes.hidden, intermediate=sizes.intermediate, experts=experts, top_k=top_k, balance=0.01)
 
 
@@ -118,13 +152,20 @@ def answer(task: Task, figure: str | None = None) -> tuple[list[str], dict[str, 
     seconds = time.perf_counter() - begin
     if not found.best:
         raise UsageError(does_not_fit(task, found))
+    every, ties = by_simplicity(found.best)
     lines = [whole(task), "", f"{'s/step':>9} {'MFU':>6} {'GB':>6}  layout"]
-    for i, each in enumerate(found.best):
+    for i, each in enumerate(every):
         lines.append(row(task, each))
-        if i + 1 < len(found.best):
-            lines.append(f"{'':25}the next: {because(each.step, found.best[i + 1].step)}")
-    best = found.best[0]
-    lines += ["", "as options of train.py:", f"  --seq-len {task.seq_len} {best.layout.options()}"]
+        if ties <= i + 1 < len(every):
+            lines.append(f"{'':25}the next: {because(each.step, every[i + 1].step)}")
+    low, high = error_bar()
+    lines += [
+        "",
+        f"The first {ties} are as fast as one can tell ({TIE:.0%}); the simplest leads. Of the published runs that",
+    ]
+    lines += [f"were not fitted, nine in ten took {low:.2f} to {high:.2f} times the seconds that were predicted."]
+    best = every[0]
+    lines += ["", *commands(task, best.layout)]
     lines += ["", "why not"]
     others = alternatives(task, best)
     lines += [f"  {what}: {why}" for what, why in others]
@@ -137,7 +178,8 @@ def answer(task: Task, figure: str | None = None) -> tuple[list[str], dict[str, 
         plan_figures.write_bars(Path(figure), plan_figures.bar_rows(task, found.best))
         lines += ["", f"wrote {figure}"]
     data = {
-        "best": [record(task, each) for each in found.best],
+        "best": [record(task, each) for each in every],
+        "commands": commands(task, best.layout)[1::3],
         "alternatives": [{"layout": what, "reason": why} for what, why in others],
         "layouts": found.counted,
         "timed": found.timed,
@@ -149,6 +191,41 @@ def answer(task: Task, figure: str | None = None) -> tuple[list[str], dict[str, 
 def row(task: Task, each: Candidate) -> str:
     mfu = each.step.mfu(each.layout, task.cluster)
     return f"{each.step.seconds:9.3f} {100 * mfu:5.1f}% {each.peak / GB:6.1f}  {name(each.layout)}"
+
+
+def by_simplicity(best: list[Candidate]) -> tuple[list[Candidate], int]:
+    """Layouts that are as fast as the fastest, to within what the clock can tell, by how simple they are; the others
+    behind, by their time. And how many there are of the first kind."""
+    fastest = min(each.step.seconds for each in best)
+    close = [each for each in best if each.step.seconds <= fastest * (1 + TIE)]
+    return sorted(close, key=lambda each: (effort(each.layout), each.step.seconds)) + best[len(close) :], len(close)
+
+
+def effort(layout: Layout) -> int:
+    """How much of the trainer a layout asks for: axes in use, and what goes beyond 1F1B."""
+    axes = (layout.tp > 1) + (layout.cp > 1) + (layout.pp > 1) + (layout.ep > 1)
+    beyond = (layout.schedule != "1f1b") + (layout.stages_per_rank > 1) + (layout.ring > 1 and layout.ulysses > 1)
+    return 2 * axes + beyond + (layout.fpdt_chunks > 0) + (layout.recompute != "none") + layout.gather_kv
+
+
+def commands(task: Task, layout: Layout) -> list[str]:
+    """How to start it: under torchrun on every node, and under Slurm."""
+    what, node = task.name or "--model tiny", task.cluster.gpus_per_node
+    nodes = max(1, task.gpus // node)
+    given = what.split(" ", 1)[1]
+    folder = Path(given).parent if given.endswith(".json") else given
+    model = f"--init {folder}" if what.startswith("--config") else f"--preset {given}"
+    if what.startswith("--model") and given not in PRESETS:
+        model = f"--init FOLDER_OF_{given.upper().replace('-', '_')}"  # no preset: it is trained from its weights
+    options = f"{model} --seq-len {task.seq_len} {layout.options()}"
+    meet = f'--nnodes {nodes} --nproc_per_node {min(node, task.gpus)} --rdzv_backend c10d --rdzv_endpoint "$HEAD:29500"'
+    return [
+        "on every node, HEAD being the name of one of them; the vocabulary is that of your --data and --tokenizer:",
+        f"torchrun {meet} 11_5d_trainer/train.py {options}",
+        "",
+        "or with Slurm:",
+        f"sbatch --nodes={nodes} --gpus-per-node={min(node, task.gpus)} 11_5d_trainer/train.sbatch {options}",
+    ]
 
 
 def record(task: Task, each: Candidate) -> dict[str, Any]:
@@ -181,7 +258,9 @@ def does_not_fit(task: Task, found: Found) -> str:
         fits = "it would fit on no number of such GPUs; use a shorter --seq-len"
     largest = f"{closest.peak / GB:.1f} GB of {room / GB:.1f}, mostly {closest.largest}"
     machine = f"{task.gpus} GPU(s) of {task.cluster.memory_gb:g} GB"
-    return f"--model on {machine} fits nowhere; closest is {name(closest.layout)} with {largest}; {fits}"
+    return (
+        f"{task.name or '--model'} on {machine} fits nowhere; closest is {name(closest.layout)} with {largest}; {fits}"
+    )
 
 
 def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
@@ -242,6 +321,10 @@ def main(given: list[str] | None = None) -> int:
             lines, data = write_page(Path(args.html))
         elif args.facts:
             lines, data = facts()
+        elif args.after:
+            from plan_after import after
+
+            lines, data = after(Path(args.after), args.cluster, args.nodes, args.write)
         else:
             task = task_of(args)
             lines, data = explain(task, args.explain) if args.explain is not None else answer(task, args.figure)

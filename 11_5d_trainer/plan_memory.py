@@ -74,6 +74,7 @@ class Layout:
     precision: str = "fp32"
     fpdt_chunks: int = 0
     bucket_bytes: int = 25 * 2**20
+    reduce_dtype: str = "weights"
 
     @classmethod
     def of(cls, config: Config, sizes: LlamaConfig, world_size: int) -> "Layout":

@@ -3,7 +3,7 @@
 
 The page needs no server and no network. Its formulas are those of plan_memory.py and plan_time.py written once more, in
 JavaScript, for layouts of data, tensor, sequence and pipeline parallelism with ZeRO; its constants (clusters, models, the
-two fitted numbers) are put in by `page` from the Python side. That both say the same is tested in a real browser:
+five fitted numbers) are put in by `page` from the Python side. That both say the same is tested in a real browser:
 the page, opened with #check=[...], answers with its numbers for the given layouts (test_plan_page.py).
 
     python 11_5d_trainer/plan.py --html plan.html
@@ -32,13 +32,19 @@ def page_numbers(model: str, cluster: str, layout: Layout) -> dict[str, Any]:
     return {"states": rough_states(sizes, None, layout), "peak": rough_peak(task, layout), "parts": step.parts}
 
 
+def machine(name: str) -> dict[str, Any]:
+    """A cluster as the page knows it: with the size that follows from two of its fields."""
+    return asdict(read_cluster(name)) | {"narrow": read_cluster(name).narrow}
+
+
 def page() -> str:
     constants = {
         "models": {name: asdict(sizes) for name, sizes in MODELS.items()},
-        "clusters": {file.stem: asdict(read_cluster(file.stem)) for file in sorted(CLUSTERS.glob("*.json"))},
+        "clusters": {file.stem: machine(file.stem) for file in sorted(CLUSTERS.glob("*.json"))},
         "reserved": RESERVED,
         "gb": GB,
         "widths": asdict(widths("bf16-master")),
+        "bucket": Layout.bucket_bytes,
     }
     return PAGE.replace("/*CONSTANTS*/", json.dumps(constants))
 
@@ -114,7 +120,8 @@ function memory(m, x) {
 }
 
 // ---- time: plan_time.py
-function product(c, flops, n) { return flops / (c.peak_tflops * 1e12 * c.ceiling * n / (n + c.half)); }
+function product(c, flops, n) { return flops / (c.peak_tflops * 1e12 * c.ceiling * n / (n + c.narrow)); }
+function attention(c, flops, D) { return product(c, flops, c.attention * D); }
 function elementwise(c, bytes) { return bytes / (c.memory_gb_per_s * 1e9); }
 function onNodes(table, nodes) {
   const at = Object.entries(table).map(([n, s]) => [+n, s]).sort((a, b) => a[0] - b[0]);
@@ -144,8 +151,9 @@ function time(m, c, x) {
   const t = x.tp, p = x.pp, T = x.mb * x.seq, H = m.hidden, n = Math.min(H / t, T), D = H / m.heads;
   const layer = (2 * T * (2 * H * H + 2 * H * m.kv_heads * D) + 6 * T * H * m.intermediate) / t;
   const core = 4 * x.mb * x.seq * x.seq * H / 2 / t, head = 2 * T * H * m.vocab_size / t;
-  const forward = product(c, layer + core, n) + elementwise(c, 2 * block(m, x, "none")), backward = 2 * forward;
-  const again = { none: 0, selective: product(c, core, n), full: forward }[x.recompute], full = x.recompute === "full";
+  const between = attention(c, core, D), kept = elementwise(c, 2 * c.passes * block(m, x, "none"));
+  const forward = product(c, layer, n) + between + kept, backward = 2 * forward;
+  const again = { none: 0, selective: between, full: forward }[x.recompute], full = x.recompute === "full";
   const bytes = T * H * e, half = send(c, "half", bytes, t, 1), whole = send(c, "all_reduce", bytes, t, 1);
   const tp = x.sp ? half * (10 + 3 * full) : whole * (4 + full);
   const around = (x.sp ? half * ((p === 1 ? 2 : 0) + 3) : whole * ((p === 1 ? 1 : 0) + 1))
@@ -155,19 +163,20 @@ function time(m, c, x) {
   const message = p > 1 ? hop(c, (x.sp ? T / t : T) * H * e, p, t * x.dp) : 0;
   const waits = x.v > 1 ? 2 * (p * x.v - 1) : Math.max(2 * (p - 1), 2 * (p - 1) * x.m / p + 2 * (p - 2));
   const bubble = p > 1 ? (p - 1) * layers / x.v * one + waits * message : 0;
-  const computing = x.m * layers * (forward + backward + again);
   return { "products and elementwise": x.m * layers * (forward + backward) + x.m * vocabulary,
     "recomputation": x.m * layers * again, "tensor parallel": x.m * (layers * tp + around),
-    "context and experts": 0, "pipeline bubble": bubble, "data parallel": data(m, c, x, computing),
+    "context and experts": 0, "pipeline bubble": bubble, "data parallel": data(m, c, x, layers * forward, layers * (backward + again)),
     "update": elementwise(c, 2 * states(m, x)) };
 }
-function data(m, c, x, computing) {
+function data(m, c, x, ahead, behind) {
   if (x.dp === 1) return 0;
-  const one = send(c, "half", parameters(m, x) * W.weight, x.dp, x.tp), behind = 2 / 3 * computing / x.m;
-  const times = x.pp > 1 ? 1 : x.m;
-  const [total, shelter, bare] = x.zero === 3 ? [3 * x.m * one, computing, 0]
-    : x.zero === 2 ? [times * one, behind * times, one] : x.zero === 1 ? [one, behind, one] : [2 * one, behind, 0];
-  return Math.max(0, total - shelter) + bare;
+  const bytes = parameters(m, x) * W.weight, times = x.pp > 1 ? 1 : x.m;
+  const portions = x.zero === 3 ? m.layers / x.pp + 1 : Math.max(1, bytes / C.bucket);
+  const [one, whole] = ["half", "all_reduce"].map(kind => portions * send(c, kind, bytes / portions, x.dp, x.tp));
+  const [total, shelter, bare] = x.zero === 3 ? [3 * x.m * one, x.m * (behind + ahead), 0]
+    : x.zero === 2 ? [times * one, behind * times, one] : x.zero === 1 ? [one, behind, one] : [whole, behind, 0];
+  const hidden = c.alone < 1.2 ? Math.min(total, shelter) : 0;
+  return total - hidden + c.slowed * hidden + bare;
 }
 
 // ---- the pipeline: one forward, one backward (chapter 06), each action as soon as what it needs is there

@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 import chapters  # noqa: F401  finds the chapters below
 from llama import LlamaConfig
@@ -78,6 +79,7 @@ class Task:
     global_batch: int  # samples
     seq_len: int
     precision: str = "bf16-master"
+    name: str = ""  # as it was asked for: "--model llama3-8b"
 
     @property
     def memory(self) -> float:
@@ -439,12 +441,13 @@ def three_steps(task: Task) -> list[tuple[str, Candidate]]:
     steps = [("1. fit: the fewest ranks per model, everything recomputed", chosen)]
     steps.append((f"2. reach the batch: dp {chosen.layout.dp} x {chosen.layout.micro_batches} micro-batches", chosen))
     best = chosen
-    for mode in RECOMPUTE:
-        for micro_batch in MICRO_BATCHES:
-            if chosen.layout.micro_batches % micro_batch == 0:
-                count = chosen.layout.micro_batches // micro_batch
-                other = replace(chosen.layout, micro_batch=micro_batch, micro_batches=count, recompute=mode)
-                tried = exact(task, other)
-                if tried and tried.peak <= task.memory and tried.step.seconds < best.step.seconds:
-                    best = tried
-    return [*steps, ("3. speed up: micro-batch and recomputation", best)]
+    stages = (1, 2, 3) if chosen.layout.pp == 1 else (1, 2)
+    for mode, micro_batch, zero in product(RECOMPUTE, MICRO_BATCHES, stages):
+        if chosen.layout.micro_batches % micro_batch == 0:
+            count = chosen.layout.micro_batches // micro_batch
+            cut = {"micro_batch": micro_batch, "micro_batches": count}
+            other = replace(chosen.layout, recompute=mode, zero=zero, **cut)
+            tried = exact(task, other)
+            if tried and tried.peak <= task.memory and tried.step.seconds < best.step.seconds:
+                best = tried
+    return [*steps, ("3. speed up: micro-batch, recomputation and stage of ZeRO", best)]

@@ -3,12 +3,13 @@
 Problem. A step is products, elementwise work, messages and waiting, and only some of it happens at the same time. To
 predict it one needs a description of the machine that is short enough to be right.
 
-Idea. A cluster is a handful of numbers from data sheets, in a file of clusters/. Three rules turn work into seconds:
+Idea. A cluster is a handful of numbers from data sheets, in a file of clusters/. Four rules turn work into seconds:
 
     a product     flops / (peak x ceiling x n / (n + half))   n: the smaller of H / t and tokens. Small products do not
-                                                              fill a GPU; `ceiling` and `half` are the only two numbers
-                                                              fitted to anything, once, to eight published times
-    elementwise   every byte kept for backward is written and read once in forward, and twice that in backward
+                                                              fill a GPU, and a GPU that computes faster than it reads
+                                                              needs larger ones: half is HALF x peak / memory's speed
+    attention     its core as products of n = `attention` head dimensions
+    elementwise   `passes` times the bytes kept for backward, written and read once in forward, twice in backward
     a collective  bytes on the wire (plan_traffic.py) / bandwidth + steps x latency, the better of ring and tree
 
     bandwidth of a group: inside a node, that of its links; across nodes, what its ranks in one node have of network
@@ -18,12 +19,13 @@ Idea. A cluster is a handful of numbers from data sheets, in a file of clusters/
         ---- node 0 ----|---- node 1 ----
 
 Who hides behind what. The ring behind attention; gradients behind the backward of the last micro-batch (at stages 2
-and 3 of every one), gathered weights behind the blocks; pipeline messages lengthen the way of a micro-batch, and count
+and 3 of every one), gathered weights behind the blocks. What hides so still costs: to send a second takes `slowed`
+seconds of processors and memory from the computation. Pipeline messages lengthen the way of a micro-batch, and count
 in the bubble. Tensor parallel, all-to-alls, keys and values that are all gathered before attention begins, and stage
 1's new weights hide behind nothing.
 
 The bubble is that of chapter 06's simulator, or of the formula that the simulator was held against, where the schedule
-is long. Published times and how far off this file is: plan_facts.py.
+is long. The five constants in CAPITALS are fitted to published runs, and held against others: plan_published.py.
 
 Symbols as in plan_memory.py. GB/s are 10^9 bytes, one way, per GPU.
 """
@@ -47,7 +49,8 @@ from plan_traffic import Flow, of_ends, of_layers
 from schedule_simulator import Times, simulate
 
 CLUSTERS = Path(__file__).parent / "clusters"
-CEILING, HALF = 0.816, 270.0  # the two fitted constants: share of the peak that large products reach; n of half of it
+# The five fitted constants (plan_published.py --fit), in the order in which the fields of Cluster are explained.
+CEILING, HALF, ATTENTION, PASSES, SLOWED = 0.8965, 3.288, 1.816, 1.004, 0.279
 SIMULATED = 4096  # pairs of stage and micro-batch up to which the simulator is asked
 
 
@@ -68,8 +71,18 @@ class Cluster:
     alone: float = 1.0  # times faster that a rank computes while the others wait: more than 1 where ranks share cores
     # Measured bus bandwidth of whole nodes, by their number.
     all_reduce_gb_per_s: dict[str, float] | None = field(default=None, hash=False)
-    ceiling: float = CEILING
-    half: float = HALF
+    fp32_tflops: float = 0.0  # without tensor cores; 0: as fast as in bf16, as a CPU is
+    # Fitted to published runs where a file does not say otherwise:
+    ceiling: float = CEILING  # share of the peak that large products reach
+    half: float = 0.0  # n at which a product reaches half of that; 0: HALF times the flops done while a byte is read
+    attention: float = ATTENTION  # the core of attention is as fast as products of so many head dimensions
+    passes: float = PASSES  # how often a byte that is kept is really moved, over the least number of times
+    slowed: float = SLOWED  # seconds that computation loses in a second of messages behind it
+
+    @property
+    def narrow(self) -> float:
+        """The smaller side of a product that reaches half of the ceiling."""
+        return self.half or HALF * self.peak_tflops * 1e3 / self.memory_gb_per_s
 
     @property
     def gpus(self) -> int:
@@ -82,8 +95,17 @@ class Cluster:
 
     def product(self, flops: float, width: float) -> float:
         # --- exercise 11.27: the seconds of matrix products whose smaller side is `width` ---
-        return flops / (self.peak_tflops * 1e12 * self.ceiling * width / (width + self.half))
+        return flops / (self.peak_tflops * 1e12 * self.ceiling * width / (width + self.narrow))
         # --- end exercise ---
+
+    def at(self, precision: str) -> "Cluster":
+        """The same with the peak of a precision: nothing here is rounded to TF32 in secret."""
+        wide = self.fp32_tflops and widths(precision).activation >= 4
+        return replace(self, peak_tflops=self.fp32_tflops) if wide else self
+
+    def core(self, flops: float, head_dim: int) -> float:
+        """The seconds of attention between queries and keys: its products are as narrow as a head."""
+        return self.product(flops, self.attention * head_dim)
 
     def elementwise(self, count: float) -> float:
         """Seconds to read or write so many bytes of the GPU's own memory."""
@@ -146,7 +168,12 @@ def read_cluster(name: str) -> Cluster:
         raise UsageError(f"--cluster {name}: field {unknown[0]!r} is unknown; use {', '.join(sorted(known_fields))}")
     for each in sorted((known_fields - {"name", "source", "all_reduce_gb_per_s"}) & set(given)):
         check_positive(given[each], f"--cluster {name}: {each}", each in ("gpus_per_node", "nodes"))
-    for nodes, speed in (given.get("all_reduce_gb_per_s") or {}).items():
+    table = given.get("all_reduce_gb_per_s") or {}
+    if not isinstance(table, dict) or not all(nodes.isdigit() and int(nodes) for nodes in table):
+        raise UsageError(
+            f"--cluster {name}: all_reduce_gb_per_s must give GB/s by number of nodes, as in h100-playbook"
+        )
+    for nodes, speed in table.items():
         check_positive(speed, f"--cluster {name}: all_reduce_gb_per_s of {nodes} nodes")
     return Cluster(**given)
 
@@ -217,9 +244,11 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
     share, width = layout.cp * layout.tp, min(model.hidden / layout.tp, layout.tokens)
     flops = flops_of(active_part(model, moe), layout.micro_batch, layout.seq_len)
     layer, core, head = (x / share for x in flops)
-    forward = cluster.product(layer + core, width)
-    forward += cluster.elementwise(2 * block_activations(model, moe, layout, "none"))
-    again = {"none": 0.0, "selective": cluster.product(core, width), "full": forward}[layout.recompute]
+    cluster = cluster.at(layout.precision)
+    attention = cluster.core(core, model.head_dim)
+    forward = cluster.product(layer, width) + attention
+    forward += cluster.elementwise(2 * cluster.passes * block_activations(model, moe, layout, "none"))
+    again = {"none": 0.0, "selective": attention, "full": forward}[layout.recompute]
     if layout.fpdt_chunks:
         again = forward  # FPDT keeps the input of a block, no more
     sends = {"tp": 0.0, "ring": 0.0, "all-to-all": 0.0}
@@ -229,7 +258,7 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
             kind = "ring" if hides else "tp" if flow.axis == "tp" else "all-to-all"
             sends[kind] += cluster.seconds(flow, stride_of(flow.axis, layout))
     # --- exercise 11.28: what of the ring's time can be seen? ---
-    ring = max(0.0, sends["ring"] - 3 * cluster.product(core, width))
+    ring = max(0.0, sends["ring"] - 3 * attention)
     # --- end exercise ---
     ring = ring if cluster.hides else sends["ring"]
     vocabulary = 3 * cluster.product(head, width)
@@ -285,10 +314,9 @@ def step_time(
         bubble = max(0.0, (busy + waiting) / cluster.alone - busy)  # who waits may leave its core to others
         bubble += 0.0 if cluster.hides else 2 * m * v * message
     parts["pipeline bubble"] = bubble
-    computing = m * layers * (forward + backward + again)
     if layout.fpdt_chunks:
         parts["link to the host"] = m * layers * fpdt_idle(model, layout, cluster)
-    exposed, hidden = data_parallel(model, moe, layout, cluster, computing)
+    exposed, hidden = data_parallel(model, moe, layout, cluster, layers * forward, layers * (backward + again))
     parts["data parallel"] = exposed
     states = sum(held(model, moe, layout, p - 1).values()) if simulated else rough_states(model, moe, layout)
     parts["update"] = cluster.elementwise(2 * states)
@@ -341,28 +369,34 @@ def waits(layout: Layout) -> float:
 
 
 def data_parallel(
-    model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster, computing: float
+    model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster, ahead: float, behind: float
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of reducing gradients and gathering weights: those that show, and those behind the computation."""
+    """Seconds that reducing gradients and gathering weights add to a step, and those behind the computation.
+
+    `ahead`, `behind`: of one micro-batch's forward and backward. What hides costs too: it takes processors and memory
+    from the computation (`slowed`).
+    """
     e, psi = widths(layout.precision).weight, rough_parameters(model, moe, layout)
     stride, N, m = stride_of("data", layout), layout.data, layout.micro_batches
     if N == 1:
         return 0.0, {}
-    gradients = Flow("reduce_scatter", "data", psi * e, N)
-    weights = Flow("all_gather", "data", psi * e, N)
-    half, other = cluster.seconds(gradients, stride), cluster.seconds(weights, stride)
-    behind = 2 / 3 * computing / m  # one backward
+    sent = model.layers / layout.pp + 1 if layout.zero == 3 else max(1.0, psi * e / layout.bucket_bytes)  # portions
+    g = 4 if layout.reduce_dtype == "fp32" else e
+    half, other, both = (
+        cluster.seconds(Flow(collective, "data", psi * width / sent, N, sent), stride)
+        for collective, width in (("reduce_scatter", g), ("all_gather", e), ("all_reduce", g))
+    )
     if layout.zero == 3:
-        total, shelter, bare = m * (half + 2 * other), computing, 0.0
+        total, shelter, bare = m * (half + 2 * other), m * (behind + ahead), 0.0
     elif layout.zero == 2:
         backwards = 1 if layout.pp > 1 else m
         total, shelter, bare = backwards * half, behind * backwards, other
     elif layout.zero == 1:
         total, shelter, bare = half, behind, other
     else:
-        total, shelter, bare = half + other, behind, 0.0
-    shown = max(0.0, total - shelter) if cluster.hides else total
-    return shown + bare, {"data parallel": total - shown}
+        total, shelter, bare = both, behind, 0.0
+    hidden = min(total, shelter) if cluster.hides else 0.0
+    return total - hidden + cluster.slowed * hidden + bare, {"data parallel": hidden}
 
 
 @lru_cache(maxsize=4096)

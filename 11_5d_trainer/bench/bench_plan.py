@@ -2,6 +2,7 @@
 
     python 11_5d_trainer/bench/bench_plan.py   verifies, measures, writes results/11_plan_*.json and the figures
     python 11_5d_trainer/bench/bench_plan.py --predict    only what is predicted, without a measurement, and draws
+    python 11_5d_trainer/bench/bench_plan.py --memory     only the bytes, which are the same on a busy machine
     python 11_5d_trainer/bench/bench_plan.py --figures    only draws
 
 First the bytes: if what is held is not exact, or a peak is off by more than 5 %, it ends with exit code 1 and writes
@@ -25,6 +26,7 @@ import chapters  # noqa: E402, F401  finds the chapters below
 import plan_facts  # noqa: E402
 import plan_figures  # noqa: E402
 import plan_memory as pm  # noqa: E402
+import plan_published  # noqa: E402
 import plan_search  # noqa: E402
 import plan_time  # noqa: E402
 from harness.figures import write_figure  # noqa: E402
@@ -154,6 +156,13 @@ def predictions() -> None:
     what others have published."""
     for name, (title, columns, rows) in zip(("numbers", "activations", "fits"), all_facts(), strict=True):
         write_result(f"11_plan_facts_{name}", title, columns, rows, "Assumptions: plan_facts.py.")
+    low, high = plan_published.error_bar()
+    note = f"Throughput of a GPU; the clock's constants are {', '.join(f'{n} {v:g}' for n, v in constants())}. "
+    note += f"Nine in ten held-out runs took {low:.2f} to {high:.2f} times the predicted seconds."
+    title = "The planner's clock against published runs, by family"
+    write_result("11_plan_published", title, *plan_published.summary(), note)
+    note = "Tokens per second and GPU, or the share of the family's first row. Sources and assumptions: published.json."
+    write_result("11_plan_published_rows", "Every published run", *plan_published.rows(), note)
     cluster = plan_time.read_cluster("h100-400g")
     batch, seq = 512, 8192
     note = (
@@ -168,9 +177,21 @@ def predictions() -> None:
     write_result("11_plan_bars", title, ["layout", "unit", "what", "predicted"], rows, note)
 
 
+def constants() -> list[tuple[str, float]]:
+    return list(zip(plan_published.CONSTANTS, plan_published.now(), strict=True))
+
+
+def write_memory(rows: list[list[Any]]) -> None:
+    columns = ["layout", "predicted peak, bytes", "measured peak, bytes", "off, %"]
+    write_result("11_plan_memory", "The planner's peak against the trainer's", columns, rows)
+
+
 def main() -> None:
     if "--figures" in sys.argv[1:]:
         figures()
+        return
+    if "--memory" in sys.argv[1:]:
+        write_memory(memory_rows())
         return
     predictions()
     if "--predict" in sys.argv[1:]:
@@ -178,8 +199,7 @@ def main() -> None:
         return
     memory = memory_rows()
     (on_4, four), (on_8, eight) = ranking_rows(4), ranking_rows(8)
-    columns = ["layout", "predicted peak, bytes", "measured peak, bytes", "off, %"]
-    write_result("11_plan_memory", "The planner's peak against the trainer's", columns, memory)
+    write_memory(memory)
     note = f"Rank correlation {four:.2f} on 4 ranks and {eight:.2f} on 8. Ratios of one run, to the fastest layout."
     columns = ["ranks", "layout", "measured", "predicted"]
     write_result("11_plan_ranking", "Order of layouts on 4 and 8 CPU ranks", columns, on_4 + on_8, note)

@@ -1,0 +1,209 @@
+"""What the planner prints: commands that train the model that was planned, ties, models of Hugging Face, runs."""
+
+import dataclasses
+import json
+import shlex
+
+import chapters  # noqa: F401  finds the chapters below
+import plan
+import plan_after
+import plan_search
+import pytest
+from llama import LLAMA3_8B, LlamaConfig
+from model import PRESETS
+from options import Config, UsageError
+from options import parse as parse_trainer
+from plan_memory import Layout
+from plan_search import Candidate, Task
+from plan_time import CLUSTERS, Step, read_cluster, step_time
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 1000, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "intermediate_size": 1408, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def task(name="--model llama3-8b", cluster="h100-400g", nodes=4):
+    machine = read_cluster(cluster)
+    return Task(LLAMA3_8B, None, machine, nodes * machine.gpus_per_node, 512, 4096, name=name)
+
+
+def written(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(LLAMA | changes))
+    return str(file)
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def test_both_commands_train_the_planned_model_in_the_planned_layout_on_the_planned_ranks():
+    given = task()
+    layout = Layout(dp=8, tp=2, pp=2, sequence_parallel=True, zero=1, micro_batch=2, micro_batches=32, seq_len=4096,
+                    precision="bf16-master")  # fmt: skip
+    _, torchrun, _, _, sbatch = plan.commands(given, layout)
+    for line, script in ((torchrun, "11_5d_trainer/train.py"), (sbatch, "11_5d_trainer/train.sbatch")):
+        words = shlex.split(line)
+        config = Config(**parse_trainer(words[words.index(script) + 1 :]))
+        assert PRESETS[config.preset] == LLAMA3_8B
+        again = Layout.of(config, LLAMA3_8B, given.gpus)
+        assert dataclasses.replace(again, bucket_bytes=layout.bucket_bytes) == layout
+    assert "--nnodes 4 --nproc_per_node 8" in torchrun and "--nodes=4 --gpus-per-node=8" in sbatch
+
+
+def test_a_model_without_a_preset_is_started_from_its_folder():
+    layout = Layout(dp=32, precision="bf16-master")
+    folder, no_preset = "--init my/model ", "--init FOLDER_OF_LLAMA3_405B "
+    asked_for = {"--config my/model/config.json": folder, "--config my/model": folder, "--model llama3-405b": no_preset}
+    for asked, says in asked_for.items():
+        line = plan.commands(task(asked), layout)[1]
+        assert says in line and "--preset" not in line
+
+
+def test_of_layouts_that_are_as_fast_the_one_that_asks_for_least_leads():
+    def candidate(seconds, **axes):
+        return Candidate(Layout(**axes), Step({"products": seconds}, {}, 1.0), 0, "")
+
+    odd, plain = candidate(1.0, dp=2, ring=4, gather_kv=True, recompute="full"), candidate(1.04, dp=8)
+    slow = candidate(1.06, dp=8, zero=3)
+    every, ties = plan.by_simplicity([odd, plain, slow])
+    assert every == [plain, odd, slow] and ties == 2
+    efforts = [plan.effort(each.layout) for each in (plain, odd)]
+    assert efforts[0] == 0 < efforts[1]
+
+
+def test_the_three_steps_end_with_the_stage_of_zero_that_is_fastest():
+    given = dataclasses.replace(task(nodes=2), global_batch=128)
+    steps = plan_search.three_steps(given)
+    assert "stage of ZeRO" in steps[-1][0] and steps[-1][1].step.seconds <= steps[0][1].step.seconds
+    for zero in (2, 3):
+        other = plan_search.exact(given, dataclasses.replace(steps[-1][1].layout, zero=zero))
+        assert other.peak > given.memory or other.step.seconds >= steps[-1][1].step.seconds
+
+
+def test_what_fits_nowhere_is_named(capsys):
+    assert plan.main(["--model", "llama3-70b", "--cluster", "h200", "--tokens", "8192"]) == 2
+    assert "plan.py: --model llama3-70b on 1 GPU(s)" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------- models as they come
+
+
+def test_a_config_of_hugging_face_is_planned_wherever_it_lies(tmp_path):
+    file = written(tmp_path)
+    other = tmp_path / "any_name.json"
+    other.write_text((tmp_path / "config.json").read_text())
+    for given in (file, str(tmp_path), str(other)):
+        sizes, moe = plan.of_config(given)
+        assert (sizes.hidden, sizes.layers, sizes.vocab_size, sizes.tied, moe) == (512, 6, 1000, True, None)
+    mixture = written(tmp_path, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    _, moe = plan.of_config(mixture)
+    assert (moe.experts, moe.top_k, moe.intermediate) == (8, 2, 1408)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"model_type": "qwen9"}, "'qwen9'"), ({"hidden_size": 511}, "511"), ({"sliding_window": 8}, "sliding window"),
+     ({"num_hidden_layers": -1}, "-1")],
+    ids=str,
+)  # fmt: skip
+def test_a_config_that_is_not_known_is_one_line(change, says, tmp_path, capsys):
+    assert plan.main(["--config", written(tmp_path, **change)]) == 2
+    said = capsys.readouterr()
+    assert says in said.err and f"--config {tmp_path}" in said.err and said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.parametrize(
+    "content", ["", "no json", b"\xff\xfe\x00", "[]", json.dumps(LLAMA | {"hidden_size": "wide"})], ids=str
+)
+def test_a_config_that_is_no_config_is_one_line(content, tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert plan.main(["--config", str(file)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("table", [{"two": 5}, {"0": 5}, [5], {"2": float("nan")}], ids=str)
+def test_a_table_of_bandwidths_that_is_wrong_is_named(table, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(json.loads((CLUSTERS / "a100-dgx.json").read_text()) | {"all_reduce_gb_per_s": table}))
+    with pytest.raises(UsageError, match="all_reduce_gb_per_s"):
+        read_cluster(str(file))
+
+
+# ----------------------------------------------------------------------------------------------------- from plan to run
+
+
+SIZES = LlamaConfig(vocab_size=256, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=320)
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text((CLUSTERS / "cpu.json").read_text())
+    return file
+
+
+def run_folder(folder, speeds, **options):
+    """What a run leaves, as far as the planner looks at it."""
+    config = Config(steps=300, seq_len=128, micro_batch=2, global_batch=128, **options)
+    done = folder / "checkpoints" / "step-000000009"
+    done.mkdir(parents=True)
+    progress = {
+        "step": 9,
+        "samples": 0,
+        "tokens": 0,
+        "config": dataclasses.asdict(config),
+        "sizes": dataclasses.asdict(SIZES),
+    }
+    (done / "manifest.json").write_text(json.dumps({"progress": progress, "files": {}}))
+    (folder / "log.jsonl").write_text(
+        "".join(json.dumps({"step": i, "tokens_per_s": s}) + "\n" for i, s in enumerate(speeds))
+    )
+    return folder
+
+
+def test_a_run_is_put_beside_its_prediction_and_its_speed_into_the_file(tmp_path, own, capsys):
+    layout = Layout(dp=64, micro_batch=2, seq_len=128)
+    cluster = read_cluster(str(own))
+    slower = 1.5 * step_time(SIZES, None, layout, cluster).seconds
+    tokens = 128 * 128
+    run = run_folder(tmp_path / "run", [9e9, 9e9, 9e9, tokens / slower, tokens / slower * 2, tokens / slower / 2])
+    words = ["--after", str(run), "--cluster", str(own), "--nodes", "1"]
+    assert plan.main([*words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["measured"] == pytest.approx(slower) and said["predicted"] == pytest.approx(slower / 1.5)
+    assert read_cluster(str(own)) == cluster, "it wrote without being asked"
+    assert plan.main([*words, "--write"]) == 0
+    changed = read_cluster(str(own))
+    assert changed.ceiling == pytest.approx(said["ceiling"]) and 0 < changed.ceiling < cluster.ceiling
+    assert step_time(SIZES, None, layout, changed).seconds == pytest.approx(slower, rel=1e-6)
+    assert dataclasses.replace(changed, ceiling=cluster.ceiling) == cluster, "another field changed too"
+
+
+def test_what_a_run_cannot_tell_is_one_line(tmp_path, own, capsys):
+    run = run_folder(tmp_path / "run", [1.0] * 3)
+    impossible = run_folder(tmp_path / "fast", [1e15] * 9)
+    here = ["--cluster", str(own), "--nodes", "1"]
+    for words, says in (
+        (["--after", str(tmp_path / "nowhere"), *here], "is no folder"),
+        (["--after", str(tmp_path), *here], "--after"),
+        (["--after", str(run), *here], "which warm up"),
+        (["--after", str(run), "--cluster", "cpu", "--write"], "--write would change cpu"),
+        (["--after", str(run), "--cluster", str(own), "--nodes", "2"], "--nodes 2 is more than the 1"),
+        (["--after", str(impossible), *here, "--write"], "no share of the peak explains it"),
+    ):
+        assert plan.main(words) == 2, words
+        said = capsys.readouterr()
+        assert says in said.err and said.err.count("\n") == 1 and not said.out, said.err
+    with pytest.raises(SystemExit):
+        plan.main(["--write"])
+    assert "--write needs --after" in capsys.readouterr().err
+
+
+def test_the_ceiling_that_is_found_gives_the_measured_seconds():
+    cluster, layout = read_cluster("h100x8"), Layout(dp=8, micro_batches=4, seq_len=4096, precision="bf16-master")
+    for ceiling in (0.3, 0.55, 0.9):
+        seconds = step_time(LLAMA3_8B, None, layout, dataclasses.replace(cluster, ceiling=ceiling)).seconds
+        assert plan_after.fitting_ceiling(LLAMA3_8B, None, layout, cluster, seconds) == pytest.approx(ceiling, rel=1e-6)
+    assert plan_after.fitting_ceiling(LLAMA3_8B, None, layout, cluster, 1e-9) is None
