@@ -67,7 +67,8 @@ def check_memory(config: Config, sizes: LlamaConfig, world_size: int, device: to
         have = memory_of_a_rank(place)
         if sum(need.values()) <= have:
             continue
-        what = f"--init {config.init}" if config.init else f"--preset {config.preset}"
+        source = next((name for name in ("init", "config") if getattr(config, name)), "preset")
+        what = f"--{source} {getattr(config, source)}"
         parts = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in need.items())
         raise UsageError(
             f"{what} needs at least {sum(need.values()) / 1e9:,.1f} GB on a rank ({parts}), which has "

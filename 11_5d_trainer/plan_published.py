@@ -42,7 +42,7 @@ from plan_time import Cluster, read_cluster, step_time
 
 FILE = Path(__file__).parent / "planner" / "published.json"
 CONSTANTS = ("ceiling", "half", "attention", "passes", "slowed")
-MEASURES = ("tokens_per_s_per_gpu", "seconds", "tflops_per_gpu", "of_the_first")
+MEASURES = ("tokens_per_s_per_gpu", "seconds", "of_the_first")
 FITTED, HELD_OUT = "fitted", "held out"
 
 
@@ -69,15 +69,7 @@ class Run:
         """What was published, in the same unit; of a ratio to the family's first row, the ratio itself."""
         if self.measure == "seconds":
             return self.throughput(self.published)
-        if self.measure == "tflops_per_gpu":
-            return self.published * 1e12 / self.megatron_flops() * self.tokens
         return self.published
-
-    def megatron_flops(self) -> float:
-        """Of a step, on one GPU, with everything computed again (2104.04473, equation 3)."""
-        c, s = self.model, self.layout.seq_len
-        each = 1 + s / (6 * c.hidden) + c.vocab_size / (16 * c.layers * c.hidden)
-        return 96 * self.tokens * c.layers * c.hidden**2 * each
 
 
 @dataclass(frozen=True)

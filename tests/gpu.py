@@ -140,6 +140,7 @@ BENCHMARKS = {
     "bench_flash_kernels": ("flash", 330, 8, 60),
     "bench_flash_attention_hopper": ("flash", 60, 8, 20),
     "bench_flash_attention": ("flash", 40, 8, 20),
+    "bench_flash_attention_cuda": ("flash", 50, 8, 20),
     "bench_train_gpu": ("train", 240, 8, 60),
     "bench_fused": ("kernels", 130, 30, 40),
     "bench_fused_loss": ("kernels", 110, 60, 40),
@@ -155,7 +156,12 @@ BENCHMARKS = {
     "bench_split_backward": ("layers", 30, 8, 10),
 }
 OTHER = ("layers", 60, 4, 10)
-SOURCES = {"bench_matmul_ladder", "bench_matmul", "bench_elu"}  # these also build .cu files
+SOURCES = {
+    "bench_matmul_ladder",
+    "bench_matmul",
+    "bench_elu",
+    "bench_flash_attention_cuda",
+}  # these also build .cu files
 
 
 def gpu_benchmarks() -> dict[str, list[Path]]:
@@ -248,7 +254,7 @@ def several(machine: Machine) -> list[Step]:
 
 
 SECTIONS = (
-    Section("flash", "FlashAttention against PyTorch's kernels", benchmarks("flash"), 430, 60),
+    Section("flash", "FlashAttention against PyTorch's kernels", benchmarks("flash"), 480, 60),
     Section("ceilings", "what the device can do at most", ceilings, 30, 10),
     Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 250, 60),
     Section("matmul", "the ladder of matrix products against cuBLAS", benchmarks("matmul"), 165, 30),

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.multiprocessing as mp
-from engine import full_state
+from state import full_state
 from harness.oracle import error_between
 from harness.report import write_result
 from llama import LlamaConfig

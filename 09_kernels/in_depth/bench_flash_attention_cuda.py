@@ -1,8 +1,8 @@
 """Attention in CUDA, forward: how exact, how many bytes it asks for, and, on a Hopper GPU, how fast.
 
     python 09_kernels/in_depth/bench_flash_attention_cuda.py   on any machine: errors and sectors, emulated
-    python bench_flash_attention_cuda.py [--out DIR] --gpu   on a Hopper GPU: against the plain kernel in Triton
-    python 09_kernels/in_depth/bench_flash_attention_cuda.py --out DIR --gpu --dry   the same program on the CPU, tiny
+    python 09_kernels/in_depth/bench_flash_attention_cuda.py --gpu   on a Hopper GPU: against the plain kernel in Triton
+    python 09_kernels/in_depth/bench_flash_attention_cuda.py --gpu --dry   the same program on the CPU, tiny
 
 First it has to agree with float64, in every order of its threads that is tried, and to ask for the sectors predicted.
 """

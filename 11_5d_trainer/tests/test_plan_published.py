@@ -56,12 +56,12 @@ def test_fitted_rows_are_6_percent_off_and_of_the_held_out_half_8_percent_or_les
            for use in (pp.FITTED, pp.HELD_OUT)}  # fmt: skip
     assert sum(off[pp.FITTED]) / len(off[pp.FITTED]) <= 0.06
     half = sorted(off[pp.HELD_OUT])[len(off[pp.HELD_OUT]) // 2]
-    assert half <= 0.11, half
+    assert half <= 0.08, half
 
 
 def test_layouts_of_a_family_are_put_in_the_published_order():
     for family in pp.families():
-        if pp.in_order(family) and family.family != "Megatron 2021, table 2":  # two programs are compared there
+        if pp.in_order(family):
             right, pairs = map(int, pp.in_order(family).split(" of "))
             assert right >= 0.97 * pairs, f"{family.family}: {right} of {pairs}"
 
@@ -74,10 +74,7 @@ def test_more_replicas_cost_what_the_playbook_measured_and_not_nothing():
         assert got == pytest.approx(run.published, rel=0.13), run.layout
 
 
-def test_a_published_rate_becomes_tokens_per_second_by_the_papers_own_formula():
-    run = FAMILIES["Megatron 2021, table 2"].runs[0]  # 175B on 384 GPUs: 144 TFLOP/s, 90 days for 300B tokens
-    days = 300e9 / (run.as_throughput() * 384) / 86400
-    assert days == pytest.approx(90, rel=0.05)
+def test_published_seconds_become_tokens_per_second_of_one_gpu():
     first = FAMILIES["Megatron 2022, table 5"].runs[0]
     assert first.as_throughput() == pytest.approx(4 * 2048 / 8 / 1.42)
 
