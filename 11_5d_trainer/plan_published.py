@@ -105,7 +105,7 @@ def families() -> tuple[Family, ...]:
 
 def with_constants(cluster: Cluster, constants: Sequence[float]) -> Cluster:
     """`half` is given over the FLOPs that a GPU does while it reads a byte, as HALF is."""
-    values = dict(zip(CONSTANTS, constants, strict=True))
+    values: dict[str, Any] = dict(zip(CONSTANTS, constants, strict=True))
     values["half"] *= cluster.peak_tflops * 1e3 / cluster.memory_gb_per_s
     return replace(cluster, **values)
 

@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
 from llama import LlamaConfig
@@ -445,7 +446,7 @@ def three_steps(task: Task) -> list[tuple[str, Candidate]]:
     for mode, micro_batch, zero in product(RECOMPUTE, MICRO_BATCHES, stages):
         if chosen.layout.micro_batches % micro_batch == 0:
             count = chosen.layout.micro_batches // micro_batch
-            cut = {"micro_batch": micro_batch, "micro_batches": count}
+            cut: dict[str, Any] = {"micro_batch": micro_batch, "micro_batches": count}
             other = replace(chosen.layout, recompute=mode, zero=zero, **cut)
             tried = exact(task, other)
             if tried and tried.peak <= task.memory and tried.step.seconds < best.step.seconds:

@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.multiprocessing as mp
-from state import full_state
 from harness.oracle import error_between
 from harness.report import write_result
 from llama import LlamaConfig
 from options import Config
 from rank import make_rank, train_step
+from state import full_state
 from torch import Tensor
 
 SIZES = LlamaConfig(vocab_size=256, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=256)

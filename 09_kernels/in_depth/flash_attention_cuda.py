@@ -120,8 +120,10 @@ CUDA = Version(cuda_forward, cuda_backward)  # flash_attention(..., version=CUDA
 
 def tiles_of_keys(S_q: int, S_k: int, last: int) -> list[int]:
     """For each tile of queries, the number of tiles of keys that it walks along."""
+    # --- exercise 9.42: the tiles of keys that a tile of queries needs ---
     ends = (min(min(row + ROWS, S_q) + last, S_k) for row in range(0, S_q, ROWS))
     return [max(0, -(-end // KEYS)) for end in ends]
+    # --- end exercise ---
 
 
 def sectors(B: int, S_q: int, S_k: int, N: int, D: int, last: int) -> int:
