@@ -320,8 +320,8 @@ def measure_machinery():
 
 
 def main():
+    rows = [row for name in MODELS for row in run_ranks(RANKS, compare, name, timeout=300)[0]]  # gradients first
     measure_machinery()
-    rows = [row for name in MODELS for row in run_ranks(RANKS, compare, name, timeout=300)[0]]
     write_result(
         "02_ground",
         f"A step of each version against torch's DistributedDataParallel and in_depth, {RANKS} ranks, buckets of 1 MiB",

@@ -168,6 +168,8 @@ def operators() -> dict[str, tuple[int, int, int]]:
 
 
 def main() -> None:
+    sent = run_ranks(RANKS, verify, timeout=300)
+    run_ranks(2, verify, timeout=300)
     ranks = run_ranks(RANKS, operators, timeout=300)
     write_result(
         "05_ring_operators",
@@ -178,8 +180,6 @@ def main() -> None:
     )
     if "--counts" in sys.argv[1:]:
         return
-    sent = run_ranks(RANKS, verify, timeout=300)
-    run_ranks(2, verify, timeout=300)
     work = run_ranks(RANKS, measure_work, timeout=600)[0]
     alone = run_ranks(2, with_a_core_each, timeout=600)
     rows = []

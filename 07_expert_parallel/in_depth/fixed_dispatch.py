@@ -171,19 +171,19 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     inputs = F.rms_norm(full.pop("embed")[text(1, P * T)[0]], (H,))[rank * T : (rank + 1) * T]
     first = {"x": inputs} | {n: v if n == "gate" else v.chunk(P)[rank] for n, v in full.items()}
 
-    def run(layer: Callable) -> tuple[dict[str, Tensor], list[str], int, tuple]:
+    def run(layer: Callable, waiting: str = "default") -> tuple[dict[str, Tensor], list[str], int, tuple]:
         leaves = {name: value.to(device, copy=True).requires_grad_() for name, value in first.items()}
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode(waiting)  # "error": from here on whoever waits for the device raises
         with Wire() as wire, HostWaits() as waits:
             y, balance, *seen = layer(*leaves.values(), K, C, group, args.router)
             ((y * y.detach().cos()).sum() + 0.1 * balance).backward()
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
         return {"y": y.detach()} | {n: v.grad for n, v in leaves.items()}, waits.found, wire.bytes, (*seen, balance)
 
     want, its_waits, _, (its_balance,) = run(eager)
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")  # from here on whoever waits for the device raises
-    got, waits, sent, (seen, balance) = run(moe_fixed)
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("default")
+    got, waits, sent, (seen, balance) = run(moe_fixed, waiting="error")
     for name, value in want.items():
         report.compare(got[name], value)
     report.compare(balance.detach(), its_balance.detach())

@@ -32,6 +32,7 @@ import collections
 import functools
 import importlib
 import os
+import threading
 import time
 import types
 import weakref
@@ -49,7 +50,7 @@ _places: dict[int, int] = {}  # storage -> index of its GPU, or WILD; the others
 _pinned: set[int] = set()
 _sizes: dict[int, int] = {}  # storage of a GPU -> bytes
 _memory = {"now": 0, "peak": 0}
-_now = {"device": 0, "count": 1}
+_now: dict[str, Any] = {"device": 0, "count": 1, "sync": "default"}
 _real: dict[str, Any] = {}
 
 
@@ -237,11 +238,17 @@ def _accessed(t: Tensor, write: bool) -> None:
 
 INTEGER_PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::dot", "aten::mv", "aten::baddbmm"}
 HOST_MAY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
 ONLY_SHAPES = {
     f"aten::{kind}_{how}" for kind in ("empty", "zeros", "ones", "full", "rand", "randn") for how in ("like",)
 }
 ONLY_SHAPES |= {f"aten::new_{kind}" for kind in ("empty", "zeros", "ones", "full", "empty_strided")}
 MOVES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::resize_", "aten::_resize_output_", "aten::record_stream"}
+
+
+def _may_wait(name: str) -> None:
+    if _now["sync"] in ("error", 2):
+        raise RuntimeError(f"called a synchronizing CUDA operation ({name})")
 
 
 class Device(TorchDispatchMode):
@@ -270,6 +277,8 @@ class Device(TorchDispatchMode):
         elif _accesses and not quiet:
             for x in given:
                 _ordered(x, bool(func._schema.is_mutable), _host, "the host", name)
+        if on_device and (name in WAITS or (name in HOST_MAY_INDEX and any(x.dtype == torch.bool for x in given[1:]))):
+            _may_wait(name)
         if name == "aten::_local_scalar_dense" and on_device:
             _current[0].synchronize()
         full = f"{name}.{func._schema.overload_name}".rstrip(".")
@@ -337,6 +346,7 @@ class Device(TorchDispatchMode):
                 if not staged and (Stream.made > 1 or (asynchronous and place(x) == HOST)):
                     _accessed(x, write)
             if between and not asynchronous:
+                _may_wait("a copy")
                 stream.synchronize()
         return out
 
@@ -719,6 +729,7 @@ def _install_cuda(count: int) -> None:
         device_of=lambda t: device(t.device if place(t) >= 0 else None), get_device_name=lambda d=None: NAME,
         get_device_capability=lambda d=None: (9, 0), get_device_properties=lambda d=None: properties,
         mem_get_info=lambda d=None: (properties.total_memory - _memory["now"], properties.total_memory),
+        set_sync_debug_mode=lambda mode: _now.update(sync=mode), get_sync_debug_mode=lambda: 0,
         synchronize=synchronize, Stream=Stream, Event=Event, stream=stream, current_stream=lambda d=None: _current[0],
         default_stream=lambda d=None: first, empty_cache=elapsed, ipc_collect=elapsed,
         memory_allocated=lambda d=None: _memory["now"], max_memory_allocated=lambda d=None: _memory["peak"],
@@ -757,6 +768,13 @@ def install(module: Any = None) -> None:
     _install_cuda(_now["count"])
     _install_collectives()
     Device().__enter__()
+    in_a_thread = threading.Thread.run
+
+    def run(self: threading.Thread) -> None:  # a mode is its thread's own, a GPU everybody's
+        with Device():
+            in_a_thread(self)
+
+    threading.Thread.run = run  # type: ignore[method-assign]
 
 
 def install_division(interpreter: Any) -> None:

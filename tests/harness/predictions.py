@@ -202,7 +202,7 @@ def ladder(gpu: Gpu | None, rung: str, size: int) -> float | None:
         tiles = -(-size // (rows * cluster)) * -(-size // 256)
         waves = -(-tiles // (gpu.processors // cluster))
         seconds = waves * (2 * rows * 256 * size) * gpu.processors / (MULTIPLIED * gpu.bf16)
-        # Only in ping_pong does anything multiply while a tile is stored. In tma_wgmma each block fills its stages anew.
+        # Only ping_pong multiplies while a tile is stored. In tma_wgmma each block fills its stages anew.
         stores = 0 if rung == "ping_pong" else 2 * size**2 / (COPIED * gpu.bandwidth)
         return START + seconds + stores + (waves * FILL if rung == "tma_wgmma" else 0)
     return None
