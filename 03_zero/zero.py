@@ -318,7 +318,10 @@ def check(stage: int, args: argparse.Namespace, group: dist.ProcessGroup, device
         print(f"stage {stage}: error {off[0]:.1e}; bytes kept, whole at most, sent by a ring {got}, formula {want}")
         speed = 3 * tokens.numel() / (time.perf_counter() - begin)
         print(f"  {speed:,.0f} tokens/s; a step:", ", ".join(f"{what} {i}" for what, i in zero.events[:14]), "...")
-    return "" if (off <= 1e-10).all() else f"stage {stage}: error; bytes kept, whole, sent are off by {off.tolist()}"
+    by = ", ".join(f"{x:.0f}" for x in off[1:].tolist())
+    return (
+        "" if (off <= 1e-10).all() else f"FAIL: stage {stage}: error {off[0]:.1e}; bytes kept, whole, sent off by {by}"
+    )
 
 
 def main() -> int:

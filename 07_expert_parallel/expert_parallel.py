@@ -294,7 +294,7 @@ def check(K: int, E: int, group: dist.ProcessGroup, device: str) -> list[str]:
     if rank == 0:
         show(tables[0], K)
         alive = min(mine[1][0][f"{i}.gate"].abs().max().item() for i in range(LAYERS))
-        print(f"largest error {error:.1e}; the routers' gradients have entries of {alive:.1e}, so they learn")
+        print(f"largest error {error:.1e}; the routers' gradients go up to {alive:.1e}")
         print(f"experts held: {held:,} bytes, formula {formula:,}, one process {formula * P:,}")
         print(f"sent in a step, bytes: {measured}, formula {expected}; {3 * sum(T) / seconds:,.0f} tokens/s\n")
     return wrong
