@@ -318,10 +318,7 @@ def check(stage: int, args: argparse.Namespace, group: dist.ProcessGroup, device
         print(f"stage {stage}: error {off[0]:.1e}; bytes kept, whole at most, sent by a ring {got}, formula {want}")
         speed = 3 * tokens.numel() / (time.perf_counter() - begin)
         print(f"  {speed:,.0f} tokens/s; a step:", ", ".join(f"{what} {i}" for what, i in zero.events[:14]), "...")
-    by = ", ".join(f"{x:.0f}" for x in off[1:].tolist())
-    return (
-        "" if (off <= 1e-10).all() else f"FAIL: stage {stage}: error {off[0]:.1e}; bytes kept, whole, sent off by {by}"
-    )
+    return "" if (off <= 1e-10).all() else f"FAIL: stage {stage}: error {off[0]:.1e}; bytes off by {off[1:].tolist()}"
 
 
 def main() -> int:
