@@ -96,7 +96,7 @@ def test_a_nan_stays_in_its_sequence_and_its_head():
 
 # Both stages in their second round, in the first consumer the last tile without a visible key.
 RACE = (1, 70, 560, 1, 1, 64, True, 455)
-ORDERS = {"in reverse": REVERSE, "shuffled": 7, "racing": _cuda.racing(1)}
+ORDERS = {"in reverse": REVERSE, "shuffled": 7, "racing": _cuda.racing(4)}
 ORDERS |= {f"warp {w} {f.__name__}": f(w) for w in (0, 4, 8) for f in (_cuda.ahead, _cuda.behind)}
 
 
