@@ -557,7 +557,7 @@ def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hu
 @pytest.fixture
 def cell():
     if why := no_cell():
-        pytest.skip(f"nothing keeps submissions apart on this machine: {why}")
+        pytest.skip(f"needs namespaces, as Linux has them: {why}")
 
 
 def test_in_the_cell_there_is_nothing_of_this_machine_to_read_write_call_or_end(tiny, tmp_path, cell):

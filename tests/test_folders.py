@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from harness import ranks as ranks_
 from harness.forget import forget_modules
-from harness.house import CHAPTERS, ROOT, chapter_of, files, scripts
+from harness.house import CHAPTERS, ROOT, TRAINER, chapter_of, files, scripts
 from harness.plant import all_mistakes, needed_by
 from harness.ranks import run_ranks
 
@@ -228,7 +228,7 @@ def test_every_script_in_a_readme_command_exists():
         for command in re.findall(r"(?:python|torchrun|sbatch)[^\n`]*?(\S+\.(?:py|sbatch))", readme.read_text()):
             by_a_student = command.startswith("student/")  # made by `make exercise`
             # The course's commands are meant from inside the chapter's folder, and say so.
-            floors = [chapter / floor for chapter in CHAPTERS for floor in ("", "in_depth")]
+            floors = [chapter / floor for chapter in (*CHAPTERS, TRAINER) for floor in ("", "in_depth")]
             bases = [ROOT, readme.parent, *(floors if readme.parent.name == "exercises" else ())]
             assert by_a_student or any((base / command).exists() for base in bases), f"{readme}: {command}"
 
