@@ -58,6 +58,20 @@ two = torch.zeros(2, 2, dtype=torch.long, device=d)
 refused("an index from the device into the host", "same device", lambda: torch.ones(5)[two])
 refused("numpy", "numpy", lambda: x.numpy())
 refused("asarray", "numpy", lambda: numpy.asarray(x))
+# -- who waits for the device, where nobody may; and a second thread, whose device it is as well
+torch.cuda.set_sync_debug_mode("error")
+refused("a host read", "synchronizing", lambda: x.sum().item())
+refused("as many as there are", "synchronizing", lambda: x[x > 0])
+refused("a copy that is waited for", "synchronizing", lambda: x.cpu())
+y = x * 2 + x.sum()  # who waits for nothing may go on
+torch.cuda.set_sync_debug_mode("default")
+assert x.sum().item() == x.cpu().sum().item()
+made = []
+import threading
+thread = threading.Thread(target=lambda: made.append(x * 2))
+thread.start()
+thread.join()
+assert (made[0] + x).is_cuda, "what a second thread makes is on the device, too"
 refused("generator", "generator", lambda: torch.rand(3, generator=torch.Generator(), device=d))
 refused("integers", "not implemented", lambda: two @ two)
 refused("no such GPU", "ordinal", lambda: torch.zeros(1, device="cuda:7"))

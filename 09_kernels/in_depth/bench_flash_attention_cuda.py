@@ -7,7 +7,6 @@
 First it has to agree with float64, in every order of its threads that is tried, and to ask for the sectors predicted.
 """
 
-import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -18,11 +17,11 @@ import _cuda
 import flash_attention_cuda as cuda
 import torch
 from _interpreter import INTERPRETED
-from bench_flash_kernels import SHAPES_GPU, TINY, Measurement, Shape, matmul_rate, seconds
+from bench_flash_kernels import SHAPES_GPU, TINY, Measurement, Shape, matmul_rate, run, seconds
 from flash_tiles import band
 from harness import predictions
 from harness.ceilings import Table
-from harness.report import ROOT, write_result
+from harness.report import write_result
 
 # B, S_q, S_k, N, N_kv, D, causal, offset
 CASES = [
@@ -103,25 +102,5 @@ def expected(shape: Shape) -> float | None:
     return predictions.START + max(predictions.product(here, shape.flops), exponentials)
 
 
-def main() -> None:
-    name = Path(__file__).name
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--gpu", action="store_true", help="time on a GPU")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: the same on the CPU, tiny; needs --out")
-    parser.add_argument("--out", type=Path, help="folder for the results; default results/")
-    parser.add_argument("--figures", action="store_true", help="draw the figures again; here there are none")
-    args = parser.parse_args()
-    if args.figures:
-        return
-    if not args.gpu:
-        cpu()
-        return
-    if INTERPRETED and not (args.dry and args.out):
-        parser.exit(2, f"{name}: --gpu finds no GPU; on a CPU use --gpu --dry --out DIR\n")
-    if not INTERPRETED and torch.cuda.get_device_capability() != (9, 0):
-        parser.exit(2, f"{name}: {torch.cuda.get_device_name()} is no sm_90, and the kernel is for nothing else\n")
-    gpu(args.out or ROOT / "results")
-
-
 if __name__ == "__main__":
-    main()
+    run(cpu, gpu, hopper=True)

@@ -8,7 +8,6 @@ First it has to agree with the definition in float64, and the compiler must have
 four were asked for. bench_flash_kernels.py --gpu compares both kernels with PyTorch's.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -26,13 +25,14 @@ from bench_flash_kernels import (
     error_rows,
     exact,
     matmul_rate,
+    run,
     seconds,
 )
 from flash_attention_hopper import SPECIALISED, TILES
 from flash_kernels import TRITON
 from harness import predictions
 from harness.ceilings import Table
-from harness.report import ROOT, write_result
+from harness.report import write_result
 
 COMPILED = [("float16", "64"), ("float16", "128"), ("bfloat16", "64"), ("bfloat16", "128")]
 
@@ -85,25 +85,5 @@ def gpu(folder: Path) -> None:
         )
 
 
-def main() -> None:
-    name = Path(__file__).name
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--gpu", action="store_true", help="time on a GPU")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: the same on the CPU, tiny; needs --out")
-    parser.add_argument("--out", type=Path, help="folder for the results; default results/")
-    parser.add_argument("--figures", action="store_true", help="draw the figures again; here there are none")
-    args = parser.parse_args()
-    if args.figures:
-        return
-    if not args.gpu:
-        cpu()
-        return
-    if INTERPRETED and not (args.dry and args.out):
-        parser.exit(2, f"{name}: --gpu finds no GPU; on a CPU use --gpu --dry --out DIR\n")
-    if not INTERPRETED and torch.cuda.get_device_capability()[0] != 9:
-        parser.exit(2, f"{name}: {torch.cuda.get_device_name()} is no sm_90, and the kernel is for nothing else\n")
-    gpu(args.out or ROOT / "results")
-
-
 if __name__ == "__main__":
-    main()
+    run(cpu, gpu, hopper=True)

@@ -309,23 +309,29 @@ def gpu(folder: Path, limit: float) -> None:
             table.add(*row)
 
 
-def main() -> None:
+def run(cpu: Callable[[], None], gpu: Callable[..., None], hopper: bool = False) -> None:
+    """The command line of FlashAttention's benchmarks. `hopper`: for a GPU that has wgmma and nothing else."""
+    name = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--gpu", action="store_true", help="time on a GPU")
     parser.add_argument("--dry", action="store_true", help="with --gpu: the same on the CPU, tiny; needs --out")
-    parser.add_argument("--out", type=Path, help="folder for the results; default results/")
-    parser.add_argument("--seconds", type=float, default=400.0, help="about how long --gpu may take")
+    parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder for the results of --gpu")
     parser.add_argument("--figures", action="store_true", help="draw the figures again; here there are none")
-    args = parser.parse_args()
-    if args.figures:
+    if not hopper:
+        parser.add_argument("--seconds", type=float, default=400.0, help="about how long --gpu may take")
+    options = vars(parser.parse_args())
+    on_gpu, dry, out, figures = (options.pop(key) for key in ("gpu", "dry", "out", "figures"))
+    if figures:
         return
-    if not args.gpu:
+    if not on_gpu:
         cpu()
         return
-    if INTERPRETED and not (args.dry and args.out):
-        parser.exit(2, "bench_flash_kernels.py: --gpu finds no GPU; on a CPU use --gpu --dry --out DIR\n")
-    gpu(args.out or ROOT / "results", args.seconds)
+    if INTERPRETED and not (dry and out != ROOT / "results"):
+        parser.exit(2, f"{name}: --gpu finds no GPU; on a CPU use --gpu --dry --out DIR\n")
+    if hopper and not INTERPRETED and torch.cuda.get_device_capability() != (9, 0):
+        parser.exit(2, f"{name}: {torch.cuda.get_device_name()} is no sm_90, and the kernel is for nothing else\n")
+    gpu(out, **options)
 
 
 if __name__ == "__main__":
-    main()
+    run(cpu, gpu)
