@@ -190,9 +190,12 @@ def blocks_in_halves(words):
     """How many blocks the halves go through at once, each time, in a step."""
     me, batches = made(words)
     seen, real = [], domino.through
-    with mock.patch.object(
-        domino, "through", lambda x, blocks, *more: seen.append(len(blocks)) or real(x, blocks, *more)
-    ):
+
+    def counted(x, blocks, *more):
+        seen.append(len(blocks))
+        return real(x, blocks, *more)
+
+    with mock.patch.object(domino, "through", counted):
         rank.train_step(me, batches)
     return seen
 
