@@ -107,6 +107,9 @@ def worker(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: it has no options; use nothing", file=sys.stderr)
+        sys.exit(2)
     if 0 < torch.cuda.device_count() < RANKS:
         sys.exit(
             f"{Path(__file__).name}: {torch.cuda.device_count()} GPUs; use {RANKS}, or none (CUDA_VISIBLE_DEVICES=)"
