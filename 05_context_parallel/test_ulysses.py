@@ -303,6 +303,7 @@ def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypat
     monkeypatch.setattr(sys, "argv", ["ulysses.py"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
     with pytest.raises(SystemExit) as end:
         script.main()
     said = capsys.readouterr()
