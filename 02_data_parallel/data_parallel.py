@@ -161,14 +161,15 @@ def overlapped(parameters: Parameters, group: dist.ProcessGroup) -> Iterator[Non
 
 
 def cut_into_buckets(parameters: Parameters, bucket_bytes: int) -> list[Parameters]:
-    """Last parameter first, roughly as backward completes them. A bucket is closed once it holds `bucket_bytes`, or
-    before a parameter of another dtype, since a flat tensor has one."""
-    buckets: list[Parameters] = []
+    """Last parameter first, roughly as backward completes them. One of `bucket_bytes` or more is a bucket of its own,
+    which needs no copy; smaller ones share one until it holds so much, each dtype by itself: a flat tensor has one."""
+    buckets, filling = [], {}
     for p in reversed(parameters):
-        if not buckets or buckets[-1][0].dtype != p.dtype or sum(q.nbytes for q in buckets[-1]) >= bucket_bytes:
-            buckets.append([])
-        buckets[-1].append(p)
-    return buckets
+        bucket = [] if p.nbytes >= bucket_bytes else filling.setdefault(p.dtype, [])
+        bucket.append(p)
+        if sum(q.nbytes for q in bucket) >= bucket_bytes:
+            buckets.append(bucket if p.nbytes >= bucket_bytes else filling.pop(p.dtype))
+    return [*buckets, *filling.values()]
 
 
 @contextmanager
@@ -316,8 +317,7 @@ def prove(version: Callable, group: dist.ProcessGroup, device: torch.device) -> 
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str):
-        line = f"{Path(sys.argv[0]).name}: {message}\n"
-        self.exit(2, line if os.environ.get("RANK", "0") == "0" else None)
+        self.exit(2, f"{Path(sys.argv[0]).name}: {message}\n" if os.environ.get("RANK", "0") == "0" else None)
 
 
 def main() -> None:

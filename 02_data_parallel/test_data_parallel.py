@@ -544,14 +544,19 @@ def test_the_gradients_are_views_of_their_buckets_and_one_bucket_more_is_the_pea
         assert left <= 16, "zero_grad frees the buckets: nobody else may hold them during the next forward"
 
 
-def test_buckets_are_cut_like_those_of_in_depth_and_hold_one_dtype():
+def test_buckets_are_cut_like_those_of_in_depth_hold_one_dtype_and_large_parameters_are_alone():
     parameters = list(model_of().parameters())
-    for size in (1, 5000, 64 * 1024, 10**9):
+    for size in (1, 64 * 1024, 10**9):  # a parameter of 5000 bytes is alone here, and not there
         got = run_ranks(1, cuts_of_both, size, timeout=LIMIT)[0]
         assert got[0] == got[1]
     half = [nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)]
     assert [len(bucket) for bucket in cut_into_buckets(half, 10**6)] == [2, 1]
-    assert sum(len(bucket) for bucket in cut_into_buckets(parameters, 5000)) == len(parameters)
+    buckets = cut_into_buckets(parameters, 5000)
+    assert sorted(map(id, (p for bucket in buckets for p in bucket))) == sorted(map(id, parameters))
+    assert all(len(bucket) == 1 for bucket in buckets if any(p.nbytes >= 5000 for p in bucket))
+    place = {id(p): -i for i, p in enumerate(parameters)}
+    last = [max(place[id(p)] for p in bucket) for bucket in buckets[:-1]]
+    assert last == sorted(last), "a bucket leaves when its last gradient is there, so this is the order of all"
 
 
 def cuts_of_both(size):

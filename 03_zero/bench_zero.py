@@ -8,7 +8,6 @@ for stages 1 and 2, DistributedDataParallel with ZeroRedundancyOptimizer, and fo
 recomputed, since the ground floor recomputes, too.
 """
 
-import argparse
 import gc
 import sys
 from functools import partial
@@ -331,8 +330,9 @@ def figures() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--figures", action="store_true", help="only draw")
-    if not parser.parse_args().figures:
+    if sys.argv[1:] not in ([], ["--figures"]):
+        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: use nothing, or --figures", file=sys.stderr)
+        sys.exit(2)
+    if not sys.argv[1:]:
         launch(benchmark)
     figures()

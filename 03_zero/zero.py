@@ -110,7 +110,7 @@ class Unit:
         layer.to("meta")  # the layer keeps its code and lets its own weights go
 
     def run(self, line: Tensor, x: Tensor) -> Tensor:  # its forward, with the line [N S] seen as its parameters
-        sizes = [shape.numel() for shape in self.shapes.values()]  # one cut, zeros too: its backward writes a line
+        sizes = [shape.numel() for shape in self.shapes.values()]  # one cut, so backward writes one line
         parts = zip(self.shapes.items(), line.split([*sizes, len(line) - sum(sizes)]), strict=False)
         return torch.func.functional_call(self.layer, {name: part.view(shape) for (name, shape), part in parts}, (x,))
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from bench_context_ring import work_of_all
 from context_ring import LocalAttention, allgather_attention
 from context_ring import ring_attention as ring_in_depth
+from flash_local import for_each_query_head
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication, saved_activations
 from harness.oracle import assert_same
@@ -39,19 +40,21 @@ aten = torch.ops.aten
 
 def kernel(q, k, v, mask):
     """In place of `piece`: PyTorch's flash attention, which wants [B, heads, s, D] and as many K/V heads as queries."""
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    given = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    k, v = for_each_query_head(q, k, v)
+    given = (x.transpose(1, 2) for x in (q, k, v))  # views: the kernel reads rows of D numbers wherever they lie
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*given, is_causal=mask)
     return out.transpose(1, 2), lse.transpose(1, 2)  # [B, N, s] -> [B, s, N]
 
 
 def kernel_backward(dout, q, k, v, out, lse, mask):
     N_kv, G = k.shape[2], q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(G, 2) for x in (k, v))
-    given = [x.transpose(1, 2).contiguous() for x in (dout, q, k, v, out, lse)]
+    given = [
+        *(x.transpose(1, 2) for x in (dout, q, *for_each_query_head(q, k, v), out)),
+        lse.transpose(1, 2).contiguous(),
+    ]
     shares = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, mask)
     dq, dk, dv = (x.transpose(1, 2) for x in shares)
-    return dq, *(x.unflatten(2, (N_kv, G)).sum(3) for x in (dk, dv))
+    return dq, *(x.unflatten(2, (N_kv, G)).sum(3) if G > 1 else x for x in (dk, dv))
 
 
 def local():
@@ -280,4 +283,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] not in ([], ["--figures"]):
+        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: use nothing, or --figures", file=sys.stderr)
+        sys.exit(2)
     main()

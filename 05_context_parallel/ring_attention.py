@@ -320,18 +320,18 @@ def check(S: int, group: dist.ProcessGroup, device: str) -> list[str]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{self.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
+        self.exit(2, f"{self.prog}: {message}\n" if os.environ.get("RANK", "0") == "0" else None)
 
 
 def main() -> int:
     parser = Parser(description="Ring attention in one file", allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=90, help="of the sequence; default %(default)s")
-    if (S := parser.parse_args().tokens) < 2:
-        parser.error(f"--tokens {S}: the label of a token is the next one; use 2 or more")
-    device = "cpu"
-    if torch.cuda.is_available():
+    if not 2 <= (S := parser.parse_args().tokens) <= 16384:  # a label is the next token; one process has all scores
+        parser.error(f"--tokens {S}: use 2 to 16384")
+    device, gpus, local = "cpu", torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < gpus < local:
+        parser.error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
+    if gpus:
         torch.cuda.set_device(device := f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=60), **alone)

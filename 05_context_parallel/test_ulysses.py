@@ -280,6 +280,7 @@ def test_the_check_is_content_with_any_length_and_notices_nan_and_bytes():
     ("argv", "ranks"),
     [
         (["--tokens", "1"], 1),
+        (["--tokens", "9" * 20], 1),
         (["--tokens", "nan"], 1),
         (["--ring", "3"], 4),
         (["--ring", "0"], 4),
@@ -296,3 +297,15 @@ def test_a_bad_option_is_one_line_that_names_it(argv, ranks, monkeypatch, capsys
     said = capsys.readouterr()
     assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1 and argv[0] in said.err
     assert not dist.is_initialized()
+
+
+def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ulysses.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "") and not dist.is_initialized()
+    assert said.err.endswith(": --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n")

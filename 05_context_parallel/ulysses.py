@@ -317,9 +317,7 @@ def check(S: int, meshes: list[tuple[int, int]], group: dist.ProcessGroup, devic
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{self.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
+        self.exit(2, f"{self.prog}: {message}\n" if os.environ.get("RANK", "0") == "0" else None)
 
 
 def main() -> int:
@@ -327,14 +325,16 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=90, help="of the sequence; default %(default)s")
     parser.add_argument("--ring", type=int, help="rows of the mesh; default: 1, then 2")
     args, P = parser.parse_args(), int(os.environ.get("WORLD_SIZE", 1))
-    if args.tokens < 2:
-        parser.error(f"--tokens {args.tokens}: the label of a token is the next one; use 2 or more")
+    if not 2 <= args.tokens <= 16384:  # a label is the next token; and one process computes all scores
+        parser.error(f"--tokens {args.tokens}: use 2 to 16384")
     fit = [R for R in range(1, P + 1) if P % R == 0 and P // R <= N]
     if args.ring is not None and args.ring not in fit:
         parser.error(f"--ring {args.ring} does not cut {P} ranks in rows of at most {N}, the heads; use one of {fit}")
     meshes = [(R, P // R) for R in ([args.ring] if args.ring else [R for R in fit if R <= 2] or fit[:1])]
-    device = "cpu"
-    if torch.cuda.is_available():
+    device, gpus, local = "cpu", torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < gpus < local:
+        parser.error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
+    if gpus:
         torch.cuda.set_device(device := f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=60), **alone)

@@ -13,14 +13,17 @@ import gc
 import sys
 import tempfile
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.multiprocessing as mp
+from bench_data_parallel import in_processor_seconds
 from gradient_reducers import VERSIONS, BucketedReducer, Decoder, Reducer, make_batch, token_loss_sum
 from harness.meter import communication
 from harness.report import Ratio, paired, write_result
@@ -75,10 +78,12 @@ def compare(name: str, sizes: dict[str, int]) -> list[list[str | int | Ratio]]:
         check(models[version], theirs.module, f"{version}, {name} parameters")
     for version in VERSIONS:
         repeats = 31 if version == "bucketed" else 9  # the others are not close
-        ratio = paired(lambda v=version: our_step(v), ddp_step, repeats=repeats, setup=lambda: dist.barrier(group))
+        step = partial(our_step, version)
+        ratio = paired(step, ddp_step, repeats=repeats, setup=lambda: dist.barrier(group))
+        processor = [] if device.type == "cuda" else [in_processor_seconds(step, ddp_step, repeats)]
         with communication() as sent:
             ddp_step()
-        rows.append([name, version, sent.calls["all_reduce"], len(reducers[version].buckets), ratio])
+        rows.append([name, version, sent.calls["all_reduce"], len(reducers[version].buckets), ratio, *processor])
     return rows
 
 
@@ -96,17 +101,27 @@ def worker(rank: int, folder: str) -> None:
         write_result(
             "02_data_parallel",
             f"Step time against torch's DistributedDataParallel, {RANKS} ranks, buckets of {BUCKET_MIB} MiB",
-            ["parameters", "version", "all-reduces of DDP", "of this version", "seconds of this version / of DDP"],
+            [
+                "parameters",
+                "version",
+                "all-reduces of DDP",
+                "of this version",
+                "seconds of this version / of DDP",
+                *([] if gpu else ["processor seconds / of DDP"]),
+            ],
             rows,
             "A step is zero_grad, forward, backward and the wait for the summed gradients; DDP runs with "
             "`gradient_as_bucket_view=True`. The gradients of all versions were compared with DDP's first. Medians of "
-            "pairs, and quartiles.",
+            "pairs, and quartiles. Processor seconds are those of all ranks and all their threads.",
         )
     gc.collect()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: it has no options; use nothing", file=sys.stderr)
+        sys.exit(2)
     if 0 < torch.cuda.device_count() < RANKS:
         sys.exit(
             f"{Path(__file__).name}: {torch.cuda.device_count()} GPUs; use {RANKS}, or none (CUDA_VISIBLE_DEVICES=)"

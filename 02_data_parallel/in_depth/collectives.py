@@ -507,11 +507,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def main() -> None:
-    parser = Parser(prog="collectives.py", description="Collectives from send and receive, against torch.distributed.")
+    parser = Parser(prog="collectives.py", description="Collectives from send and receive.", allow_abbrev=False)
     parser.add_argument("--numel", type=int, default=100_003, help="elements of the whole tensor; default %(default)s")
     numel = parser.parse_args().numel
-    if numel < 0:
-        parser.error(f"--numel {numel} is negative; use 0 or more")
+    if not 0 <= numel <= 10**9:
+        parser.error(f"--numel {numel}: use 0 to 1000000000")
 
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < gpus < local:

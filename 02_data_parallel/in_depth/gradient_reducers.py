@@ -263,8 +263,12 @@ class Reducer:
             self.unused.add(param)
             param.grad = view.zero_()  # as above
         elif param.grad is not view:
-            view.copy_(param.grad)
-            param.grad = view
+            index = self.bucket_of[param]
+            if len(self.buckets[index]) == 1 and param.grad.is_contiguous():  # then the gradient *is* the bucket
+                self.flats[index], self.views[param] = param.grad.view(-1), param.grad
+            else:
+                view.copy_(param.grad)
+                param.grad = view
 
     def launch(self, index: int) -> None:
         # --- exercise 2.27: sum the gradients of one bucket over the group ---

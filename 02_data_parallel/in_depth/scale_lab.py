@@ -309,10 +309,13 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     for name, value in vars(args).items():
         option = f"--{name.replace('_', '-')}"
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < math.inf:
-            parser.error(f"{option} {value} must be a number above 0")
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not 1e-6 <= value <= 1e12:
+            parser.error(f"{option} {value} must be a number from 0.000001 to 10^12")
         if args.measure and name in ("alpha_us", "gbytes", "tflops") and value is not None:
             parser.error(f"{option} {value} would be measured; leave out --measure or this")
+    least = args.billions * 1e9 * args.gradient_bytes / 2**20 / 1e5
+    if args.bucket_mib < least:
+        parser.error(f"--bucket-mib {args.bucket_mib} makes more than 100,000 buckets; use {least:.2g} or more")
     if args.node & (args.node - 1):
         parser.error(f"--node {args.node} does not divide the ranks of the tables; use a power of two")
     try:

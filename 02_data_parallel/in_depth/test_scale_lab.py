@@ -209,6 +209,7 @@ def test_alpha_beta_and_f_are_measured_and_the_same_on_all_ranks():
             ["--bucket-mib", "-2"],
         ),
         *(["--node", "6"], ["--ranks", "96"], ["--batch-tokens", "5000"], ["--rows-that-fit", "0"], ["--measure"]),
+        *(["--tflops", "1e300"], ["--billions", "1e30"], ["--bucket-mib", "0.0001"]),
     ],
     ids=" ".join,
 )

@@ -33,7 +33,10 @@ def _worker(rank: int, folder: str, benchmark: Callable[[torch.device], None]) -
 
 
 def launch(benchmark: Callable[[torch.device], None]) -> None:
-    """Run `benchmark(device)` on every rank."""
+    """Run `benchmark(device)` on every rank. No benchmark has options of its own here."""
+    if sys.argv[1:]:
+        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: it has no options; use nothing", file=sys.stderr)
+        sys.exit(2)
     if 0 < torch.cuda.device_count() < RANKS:
         sys.exit(f"{Path(sys.argv[0]).name}: {torch.cuda.device_count()} GPUs; use {RANKS}, or none")
     with tempfile.TemporaryDirectory() as folder:

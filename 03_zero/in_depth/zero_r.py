@@ -425,8 +425,9 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the configurations C1 to C5 and stop")
     args = parser.parse_checked()
     if args.table:
-        print("\n".join(configuration_table(8192, 16, 1024, 16, 8, 32 * GB)))
-        print("PASS")
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(configuration_table(8192, 16, 1024, 16, 8, 32 * GB)))
+            print("PASS")
         return
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if HEADS % ranks:

@@ -468,7 +468,8 @@ class Zero1:
     def publish(self, index: int) -> list[Any]:
         """Start to give my updated shard to everyone, into the flat buffer that the parameters are views of."""
         mine = self.weight_shard(index)
-        mine.copy_(self.masters[index])  # rounds to the model's dtype; without `master` they are the same memory
+        if mine.dtype != self.masters[index].dtype:  # without `master` they are the same memory
+            mine.copy_(self.masters[index])  # rounds to the model's dtype
         self.events.append(("gather", index))
         return [self.all_gather(self.flats[index], mine, group=self.group, async_op=True)]
 
@@ -556,11 +557,12 @@ class Zero2(Zero1):
         while self.works:
             self.retire()
         bucket = self.buckets[index]
-        flat = bucket.zeros(bucket.padded, self.reduce_dtype)
+        flat = bucket.params[0].new_empty(bucket.padded, dtype=self.reduce_dtype)
+        flat[bucket.numel :].zero_()  # each number is written once: what is copied into need not be zero before
         for p in bucket.params:
-            if p.grad is not None:
-                bucket.view(flat, p).copy_(p.grad)
-                p.grad = None
+            view = bucket.view(flat, p)
+            view.zero_() if p.grad is None else view.copy_(p.grad)
+            p.grad = None
         return flat
 
     def retire(self) -> None:

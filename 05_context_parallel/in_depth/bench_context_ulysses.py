@@ -285,4 +285,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] not in ([], ["--figures"], ["--counts"]):
+        print(
+            f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: use nothing, --figures or --counts", file=sys.stderr
+        )
+        sys.exit(2)
     main()

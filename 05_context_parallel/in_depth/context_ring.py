@@ -587,10 +587,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_model_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.heads < 1 or args.kv_heads < 1 or args.heads % args.kv_heads:
+    if not 1 <= args.heads <= 1024:
+        parser.error(f"--heads {args.heads}: use 1 to 1024")
+    if args.kv_heads < 1 or args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
     if args.seq < 3:  # of 2 tokens only the first has a label, and it sees itself alone: q and k have no gradient
         parser.error(f"--seq {args.seq} is too short for a token with a label to see another; use 3 or more")
+    if args.seq > 16384:
+        parser.error(f"--seq {args.seq}: the oracle writes down all scores of it; use 16384 or less")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")

@@ -547,7 +547,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
 if __name__ == "__main__":
     arguments = parse_arguments()
     if arguments.cost_model:
-        print_cost_model(Machine())
-        print("PASS")
+        if os.environ.get("RANK", "0") == "0":
+            print_cost_model(Machine())
+            print("PASS")
         sys.exit(0)
     sys.exit(run(arguments, demo))

@@ -727,6 +727,8 @@ def test_copied_alone_the_script_passes(tmp_path):
         (["--version", "allgather", "--layout", "striped", "--seq", "1"], ["--seq 1", "3 or more"]),
         (["--seq", "3", "--layout", "striped"], ["--seq 3", "use 4"]),
         (["--kv-heads", "3"], ["--kv-heads 3", "--heads 4", "divisor"]),
+        (["--heads", "0", "--kv-heads", "1"], ["--heads 0", "1 to 1024"]),
+        (["--seq", "9" * 19 + "2"], ["--seq 99999999999999999992", "16384 or less"]),
         (["--dtype", "float8_e4m3fn"], ["--dtype", "float8_e4m3fn", "float32"]),
         (["--attention", "cross"], ["--attention", "cross", "causal", "full"]),
         (["--workers", "3"], ["--workers"]),

@@ -193,8 +193,9 @@ def test_copied_with_the_file_it_needs_it_passes(tmp_path):
     ("argv", "words"),
     [
         (["--tile", "0"], ["--tile 0", "1 or more"]),
-        (["--tokens", "1"], ["--tokens 1", "2 or more"]),
+        (["--tokens", "1"], ["--tokens 1", "2 to 16384"]),
         (["--tokens", "-4"], ["--tokens -4"]),
+        (["--tokens", "9" * 20], ["--tokens 99999999999999999999", "16384"]),
         (["--dtype", "float16"], ["--dtype", "float16"]),
         (["--tiles", "3"], ["--tiles"]),
     ],
