@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The tiles of the three kernels, and whether Hopper's copy engine (TMA) fetches them."""
+    """The tiles of forward, of dq alone and of dk, dv (and dq); and whether Hopper's copy engine (TMA) fetches them."""
 
     forward: Tiles
     dq: Tiles
