@@ -321,6 +321,10 @@ def run(cpu: Callable[[], None], gpu: Callable[..., None], hopper: bool = False)
     if not hopper:
         parser.add_argument("--seconds", type=float, default=400.0, help="about how long --gpu may take")
     options = vars(parser.parse_args())
+    if not 0 < options.get("seconds", 1.0) < float("inf"):
+        parser.exit(2, f"{name}: --seconds {options['seconds']} is no time to measure in; use 60 or more\n")
+    if options["dry"] and not options["gpu"]:
+        parser.exit(2, f"{name}: --dry is a way to try --gpu; use both, or neither\n")
     on_gpu, dry, out, figures = (options.pop(key) for key in ("gpu", "dry", "out", "figures"))
     if figures:
         return
