@@ -490,9 +490,12 @@ def test_products_of_float32_tiles_are_not_rounded_to_tf32():
         check_binary(kernel)
 
 
-def test_every_kernel_compiles_for_sm_80_and_sm_90_within_the_limits_of_the_chip():
-    for process in (compiled(80, "float16", "64"), compiled(90, "bfloat16", "128", "--but", "specialised")):
-        out, err = process.communicate(timeout=300)
-        assert len(out.splitlines()) == 5, err[-2000:]
-        for line in out.splitlines():
-            check_binary(json.loads(line))
+@pytest.mark.turn(2)
+@pytest.mark.parametrize(
+    "target", [("80", "float16", "64"), ("90", "bfloat16", "128", "--but", "specialised")], ids=" ".join
+)
+def test_every_kernel_compiles_for_sm_80_and_sm_90_within_the_limits_of_the_chip(target):
+    out, err = compiled(*target).communicate(timeout=300)
+    assert len(out.splitlines()) == 5, err[-2000:]
+    for line in out.splitlines():
+        check_binary(json.loads(line))
