@@ -42,7 +42,7 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
     if D <= 64:
         if hopper:
             return Plan(Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3), tma=True)
-        return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(32, 128, 8, 2), tma=False)
+        return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 2), tma=False)
     if D <= 128:
         if hopper:
             return Plan(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2), tma=True)
