@@ -41,6 +41,8 @@ def sources(capability: int, dtype: torch.dtype, D: int, plan: Plan, window: boo
 
     numbers = dict.fromkeys(("S_q", "S_k", "N", "G", "first", "last"), "i32") | {"scale": "fp32"}
     for name, kernel in (("forward", "forward"), ("dq", "dq"), ("dkdv", "dkdv"), ("dkdvdq", "dkdv")):
+        if name == "dkdvdq" and not plan.five:
+            continue
         R, C, warps, stages = getattr(plan, kernel)
         single = {"dout": tile(R), "lse": "*fp32", "delta": "*fp32"}
         left = {

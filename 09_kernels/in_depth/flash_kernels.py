@@ -371,14 +371,15 @@ def triton_backward(
     """dq, dk, dv in `dtype` (or fp32). `out` and `lse` are those over all keys, of which k and v may be one block.
 
     `repeatable`: the same bits in every run, for seven products in place of five. By default what PyTorch was told by
-    `torch.use_deterministic_algorithms`.
+    `torch.use_deterministic_algorithms`; and before Hopper, where D is above 64, five do not fit the registers.
     """
     check_inputs(q, k, v, window)
     B, S_q, N, D = q.shape
     S_k, kv_heads = k.shape[1:3]
     plan = plan or plan_of(q)
     dout, lse = dout.to(q.dtype), lse.contiguous()  # both factors of a product on tensor cores have one dtype
-    repeatable = torch.are_deterministic_algorithms_enabled() if repeatable is None else repeatable
+    if repeatable is None:
+        repeatable = torch.are_deterministic_algorithms_enabled() or not plan.five
     dk, dv = (torch.empty(x.shape, dtype=dtype or torch.float32, device=x.device) for x in (k, v))
     # What many programs add to begins at zero and is fp32, however many bits the result has.
     dq = torch.empty(q.shape, dtype=dk.dtype if repeatable else torch.float32, device=q.device)
