@@ -3,8 +3,9 @@
     python _flash_compile.py 90 float16 128          compute capability; dtype and head dim, as often as you like
     python _flash_compile.py 90 float16 128 --only specialised          one of the kernels; --but leaves one out
 
-Prints one JSON object a kernel: registers of a thread, bytes spilled to memory, bytes of shared memory of a program,
-and whether its products are tensor-core instructions (wgmma, mma), its loads bulk copies (tma), its products TF32.
+Prints one JSON object a kernel: registers of a thread, bytes of stack or spilled to memory, bytes of shared memory of
+a program, and whether its products are tensor-core instructions (wgmma, mma), its loads bulk copies (tma), its products
+TF32, and whether it adds in memory. `dkdvdq` is the kernel of five products, `dkdv` and `dq` are those of seven.
 """
 
 import json
@@ -33,26 +34,33 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 def sources(capability: int, dtype: torch.dtype, D: int, plan: Plan, window: bool):
     """(name, kernel, its arguments' types, compile-time arguments, warps, stages) of every kernel."""
     element, W = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(dtype)[6:]], triton.next_power_of_2(D)
-    addresses = (f"*{element}", "i32", "i32", "i32", "i32", "i32")  # address, S, D and three strides
 
-    def tile(tokens: int):
-        return f"tensordesc<{element}[1, 1, {tokens}, {W}]>" if plan.tma else addresses
+    def tile(tokens: int, element: str = element):
+        numbers = ("i32", "i32", "i32", "i32", "i32")  # S, D and three strides
+        return f"tensordesc<{element}[1, 1, {tokens}, {W}]>" if plan.tma else (f"*{element}", *numbers)
 
     numbers = dict.fromkeys(("S_q", "S_k", "N", "G", "first", "last"), "i32") | {"scale": "fp32"}
-    for name in ("forward", "dq", "dkdv"):
-        R, C, warps, stages = getattr(plan, name)
+    for name, kernel in (("forward", "forward"), ("dq", "dq"), ("dkdv", "dkdv"), ("dkdvdq", "dkdv")):
+        if name == "dkdvdq" and not plan.five:
+            continue
+        R, C, warps, stages = getattr(plan, kernel)
+        single = {"dout": tile(R), "lse": "*fp32", "delta": "*fp32"}
         left = {
             "forward": {"out": tile(R), "lse": "*fp32"},
-            "dq": {"dout": tile(R), "lse": "*fp32", "delta": "*fp32", "dq": tile(R)},
-            "dkdv": {"dout": tile(R), "lse": "*fp32", "delta": "*fp32", "dk": tile(C), "dv": tile(C)},
+            "dq": single | {"dq": tile(R)},
+            "dkdv": single | {"dk": tile(C), "dv": tile(C)},
+            "dkdvdq": single | {"dk": tile(C), "dv": tile(C), "dq": tile(R, "fp32")},
         }[name]
         signature = {"q": tile(R), "k": tile(C), "v": tile(C)} | left | numbers
-        yield name, getattr(flash, f"{name}_kernel"), signature, dict(WINDOW=window, R=R, C=C, W=W), warps, stages
+        constants = dict(WINDOW=window, R=R, C=C, W=W) | ({"dq": None} if name == "dkdv" else {})
+        if name == "dkdv":  # the place of the argument that is None
+            signature = {key: signature[key] for key in signature if key not in numbers} | {"dq": "constexpr"} | numbers
+        yield name, getattr(flash, f"{kernel}_kernel"), signature, constants, warps, stages
     signature = {"dout": tile(32), "out": tile(32), "delta": "*fp32", "S_q": "i32", "N": "i32"}
     yield "delta", flash.delta_kernel, signature, {"R": 32, "W": W}, 4, 2
     if capability == 90 and dtype != torch.float32 and D <= 128:
         R, C, warps, stages = hopper.TILES
-        signature = dict.fromkeys(("q", "k", "v", "out"), addresses) | {"lse": "*fp32"} | numbers
+        signature = dict.fromkeys(("q", "k", "v", "out"), (f"*{element}", *["i32"] * 5)) | {"lse": "*fp32"} | numbers
         yield "specialised", hopper.specialised_kernel, signature, dict(CUT=True, R=R, C=C, W=W), warps, stages
 
 
@@ -102,6 +110,7 @@ def compile_plan(
                 mma="mma.sync" in ptx,
                 tma="cp.async.bulk.tensor" in ptx,
                 tf32="tf32" in ptx,
+                adds=bool(re.search(r"cp\.reduce\.async\.bulk|(red|atom)\.\S*\.add", ptx)),
                 warps=built.metadata.num_warps,
                 specialized="setmaxnreg" in ptx,
             )

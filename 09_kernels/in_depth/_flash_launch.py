@@ -20,12 +20,13 @@ class Tiles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The tiles of the three kernels, and whether Hopper's copy engine (TMA) fetches them."""
+    """The tiles of forward, of dq alone and of dk, dv (and dq); and whether Hopper's copy engine (TMA) fetches them."""
 
     forward: Tiles
     dq: Tiles
     dkdv: Tiles
     tma: bool
+    five: bool = True  # do the sums and shares of backward in five products fit the registers?
 
 
 def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
@@ -42,14 +43,14 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
     if D <= 64:
         if hopper:
             return Plan(Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3), tma=True)
-        return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(32, 128, 8, 2), tma=False)
+        return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 2), tma=False)
     if D <= 128:
         if hopper:
             return Plan(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2), tma=True)
-        return Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), tma=False)
+        return Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), tma=False, five=False)
     if hopper:
         return Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), tma=True)
-    return Plan(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), tma=False)
+    return Plan(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), tma=False, five=False)
 
 
 def fit(x: Tensor, tokens: int, tma: bool) -> tuple[Tensor, int, int, int, int, int]:

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 def options(script: str, description: str, **numbers: int) -> argparse.Namespace:
     """--dtype and one option for each of `numbers`, all at least 1."""
-    parser = Parser(prog=script, description=description)
+    parser = Parser(prog=script, description=description, allow_abbrev=False)
     parser.add_argument("--dtype", choices=("float64", "float32", "float16", "bfloat16"), default="float32")
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default {default}")

@@ -5,8 +5,9 @@ and the same arithmetic. It reads that variable when `@triton.jit` decorates a f
 `triton.language` itself (`tl.max`, `tl.sum`, `tl.zeros`) are decorated while Triton is imported, and parts of PyTorch
 import Triton before anybody here can set the variable. Those functions are decorated once more.
 
-Two things the interpreter does not do: it knows no bfloat16 (tl.dot on it returns garbage), and it has no registers or
-shared memory to run out of. TRITON_INTERPRET=0 keeps the compiler, which builds for a GPU that is not there.
+Adding through a tensor descriptor is missing from it; here it learns that. Two things it does not do: it knows no
+bfloat16 (tl.dot on it returns garbage), and it has no registers or shared memory to run out of.
+TRITON_INTERPRET=0 keeps the compiler, which builds for a GPU that is not there.
 """
 
 import os
@@ -18,7 +19,8 @@ if not torch.cuda.is_available():
 
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
+from triton._C.libtriton import ir
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle, interpreter_builder
 from triton.runtime.jit import JITFunction
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -31,5 +33,15 @@ if INTERPRETED:
             setattr(tl.standard, name, interpreted)
             if getattr(tl, name, None) is function:
                 setattr(tl, name, interpreted)
+
+    def create_descriptor_reduce(kind, descriptor, value, indices) -> None:
+        """What a descriptor's `atomic_add` is interpreted as: an addition at each address inside the tensor."""
+        assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD, kind
+        addresses, inside = descriptor.materialize_pointers(indices)
+        relaxed, everyone = ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU
+        mask = TensorHandle(inside, tl.int1)
+        interpreter_builder.create_atomic_rmw(ir.ATOMIC_OP.FADD, addresses, value, mask, relaxed, everyone)
+
+    interpreter_builder.create_descriptor_reduce = create_descriptor_reduce
 
 __all__ = ["INTERPRETED", "tl", "triton"]

@@ -244,7 +244,7 @@ def main() -> int:
                 print(f"elu.py: {message}", file=sys.stderr)
             sys.exit(2)
 
-    parser = Parser(description="ELU as eager PyTorch, compiled, in Triton and in CUDA.")
+    parser = Parser(description="ELU as eager PyTorch, compiled, in Triton and in CUDA.", allow_abbrev=False)
     parser.add_argument("--size", type=int, default=5003, help="elements; 5003 by default")
     parser.add_argument("--alpha", type=float, default=1.3)
     parser.add_argument("--compile", action="store_true", help="check torch.compile too")
@@ -252,8 +252,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.size < 1:
         parser.error(f"--size {options.size} must be at least 1")
-    if not options.alpha >= 0:
-        parser.error(f"--alpha {options.alpha} must be 0 or more")
+    if not 0 <= options.alpha <= 1e30:
+        parser.error(f"--alpha {options.alpha} must be 0 or more, and finite in float32")
+    given = [f"--{name}" for name in ("size", "alpha", "compile") if getattr(options, name) != parser.get_default(name)]
+    if options.show and given:
+        parser.error(f"--show prints the code and ends; leave out {' '.join(given)}")
     if int(os.environ.get("RANK", 0)) != 0:
         return 0  # a kernel is the business of one device; under torchrun the first rank does it
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -186,7 +186,11 @@ def main() -> int:
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=64, help="default %(default)s")
     parser.add_argument("--resources", action="store_true", help="what nvcc makes of it for sm_90a; and end")
     args = parser.parse_args()
-    for option in ("seq", "keys", "heads", "kv_heads"):
+    names = ("seq", "keys", "heads", "kv_heads", "head_dim")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != parser.get_default(name)]
+    if args.resources and given:
+        parser.error(f"--resources says what nvcc makes of the kernel and ends; leave out {' '.join(given)}")
+    for option in names[:-1]:
         if getattr(args, option) < 1:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} is too small; use 1 or more")
     if args.heads % args.kv_heads:

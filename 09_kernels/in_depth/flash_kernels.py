@@ -9,17 +9,21 @@ Idea. One program owns one tile of one head; all programs run at once, in any or
     kernel           a program owns         it walks along               it leaves                       products
     forward          R queries              the keys they see            out, LSE                        2
     delta            R queries              nothing                      sum of dout · out per query     0
-    dq               R queries              the keys they see            dq                              3
-    dk, dv           C keys                 the queries that see them    dk, dv of one K/V head          4
+    dk, dv, dq       C keys                 the queries that see them    dk, dv; adds to the dq of all   5
+ or dq               R queries              the keys they see            dq                              3
+    and dk, dv       C keys                 the queries that see them    dk, dv of one K/V head          4
 
     queries 0       [/]   .    .    .        . skipped, never loaded    # whole: no mask is computed
             1       [#]  [/]   .    .        / cut by the edge of the band: masked
             2       [#]  [#]  [/]   .        A program meets at most three runs of tiles: cut, whole, cut. It has a loop
             3       [#]  [#]  [#]  [/]       for each, so the long one contains no comparison.
 
-dq and dk, dv are two kernels, each with its own sums in registers: no two programs add to the same number, so there are
-no atomics and two runs give the same bits. The price is to compute the scores twice: 7 products in place of 5. The
-query heads of a group share a K/V head, so its dk, dv program walks through all G of them; K and V are never expanded.
+Five products are enough for backward: scores, gradients of the weights, dv, dk, dq. But dk and dv are sums over
+queries, and dq is one over keys. A program that owns keys has a share of each dq, and adds it to what other programs
+add, in memory, in fp32, atomically (no addition is lost). Who comes first differs from run to run, and so do the last
+bits. Where two runs have to give the same bits (`REPEATABLE`), two kernels each keep their own sums in registers, and
+both compute scores and gradients of the weights: seven products. The query heads of a group share a K/V head, so the
+program of its dk and dv walks through all G of them; K and V are never expanded.
 
 Tiles come through tensor descriptors. On Hopper a descriptor is what the copy engine (TMA) takes: one thread asks for a
 tile, address arithmetic and boundary checks are the engine's, and what lies beyond the end of S or D arrives as zeros.
@@ -33,6 +37,7 @@ and warps that only compute: flash_attention_hopper.py.
 Run it:
     python flash_kernels.py                                  CPU: Triton's interpreter; GPU: compiled
     python flash_kernels.py --dtype float16 --seq 100 --head-dim 96
+    python flash_kernels.py --version seven                  backward in seven products: the same bits in every run
     torchrun --nproc_per_node 2 flash_kernels.py             every rank checks inputs of its own
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
@@ -40,6 +45,7 @@ The last line is PASS, or the script exits with 1 and says which number is off.
 import argparse
 import math
 import sys
+from functools import partial
 
 import torch
 from _flash_launch import Plan, check_inputs, describe, plan_of, settings
@@ -100,6 +106,18 @@ def store_tile(x, b, head, start, tile, T: tl.constexpr, W: tl.constexpr):
         address += b * stride_b.to(tl.int64) + head * stride_n.to(tl.int64) + start * stride_s.to(tl.int64)
         t, d = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :]
         tl.store(address + t * stride_s + d, tile, mask=(start + t < S) & (d < D))
+
+
+@triton.jit
+def add_tile(x, b, head, start, tile, T: tl.constexpr, W: tl.constexpr):
+    """Add to what is in memory while other programs do the same. The L2 cache adds: there is no answer to wait for."""
+    if isinstance(x, tl.core.tensor_descriptor_base):
+        x.atomic_add([b, head, start, 0], tile.reshape(1, 1, T, W))
+    else:
+        address, S, D, stride_b, stride_s, stride_n = x
+        address += b * stride_b.to(tl.int64) + head * stride_n.to(tl.int64) + start * stride_s.to(tl.int64)
+        t, d = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :]
+        tl.atomic_add(address + t * stride_s + d, tile, mask=(start + t < S) & (d < D), sem="relaxed")
 
 
 @triton.jit
@@ -241,14 +259,18 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_run(
-    dk, dv, k, v, q, dout, lse, delta, b, n, head, j, start, stop, S_q, S_k, first, last, scale, CUT: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr
+    dk, dv, dq, k, v, q, dout, lse, delta, b, n, head, j, start, stop, leap, over, S_q, S_k, first, last, scale,
+    CUT: tl.constexpr, R: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Add what the tiles of queries from `start` to `stop` of head n give to dk / scale and dv of a tile of keys.
+    """Add what tiles of queries of head n give to dk / scale and dv of a tile of keys, and to dq (unless it is None).
 
-    Scores and weights are computed transposed, [C, R]: as they come they are the left factors of both sums.
+    The queries are those from `start` to `stop`, but where CUT, those from `leap` on lie `over` queries further on.
+    Scores and weights are computed transposed, [C, R]: as they come they are the left factors of dv and dk.
     """
-    for start_i in tl.range(start, stop, R):
+    # Without disable_licm the compiler computes the addresses of all the tiles' parts before the loop, and then has no
+    # registers left to keep them in.
+    for at in tl.range(start, stop, R, disable_licm=True):
+        start_i = at + tl.where(at < leap, 0, over) if CUT else at
         i = start_i + tl.arange(0, R)
         q_tile, dout_tile = load_tile(q, b, n, start_i, R, W), load_tile(dout, b, n, start_i, R, W)
         row_lse, row_delta = load_rows(lse, delta, head, i, S_q)
@@ -257,18 +279,23 @@ def dkdv_run(
         if CUT:
             weights = tl.where(seen(i[None, :], j[:, None], S_k, first, last), weights, 0.0)
         dv += dot(weights.to(dout_tile.dtype), dout_tile)
-        dscores = weights * (dot(v, dout_tile.T) - row_delta[None, :])
+        dweights = tl.zeros_like(weights) - row_delta[None, :]  # where the product begins to sum: no register for delta
+        dscores = weights * tl.dot(v, dout_tile.T, dweights, input_precision="ieee")
         dk += dot(dscores.to(q_tile.dtype), q_tile)
         # --- end exercise ---
+        if dq is not None:
+            share = dot(k.T, dscores.to(k.dtype))  # [W, C] @ [C, R] -> [W, R]
+            add_tile(dq, b, n, start_i, share.T * scale, R, W)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["first", "last"])
 def dkdv_kernel(
-    q, k, v, dout, lse, delta, dk, dv, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr,
+    q, k, v, dout, lse, delta, dk, dv, dq, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """dk and dv of C keys of one K/V head: a sum over the G query heads of its group, in fp32, in a fixed order."""
+    """dk and dv of C keys of one K/V head: a sum over the G query heads of its group, in fp32, in a fixed order. And,
+    unless dq is None, these keys' shares of dq, added to a dq that begins with zeros."""
     tiles = tl.cdiv(S_k, C)
     kv_heads = N // G
     kv_head, start_j = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C  # causal: the first keys have most to do
@@ -280,15 +307,16 @@ def dkdv_kernel(
     begin, whole, cut, end = runs_of_tiles(start_j, tl.minimum(start_j + C, S_k), -last, -first, S_q, R)
     if not WINDOW:  # turned round, it is the right edge that only a window has; and queries beyond S_q weigh nothing
         cut = end
-    edges = (begin, whole, cut, end)
+    if start_j + C > S_k:  # keys beyond the end: 0 in dq only if their weights are finite, e^(0 - LSE) may be infinite
+        whole, cut = end, end
     for g in range(G):
         n = kv * G + g
-        for part in tl.static_range(3):
-            if WINDOW or part < 2:
-                dk_tile, dv_tile = dkdv_run(
-                    dk_tile, dv_tile, k_tile, v_tile, q, dout, lse, delta, b, n, b * N + n, j, edges[part],
-                    edges[part + 1], S_q, S_k, first, last, scale, part != 1, R, W
-                )  # fmt: skip
+        for part in tl.static_range(2):  # the cut tiles, in one loop that leaps over the whole ones; and these
+            dk_tile, dv_tile = dkdv_run(
+                dk_tile, dv_tile, dq, k_tile, v_tile, q, dout, lse, delta, b, n, b * N + n, j,
+                whole if part else begin, cut if part else end - (cut - whole), whole, cut - whole,
+                S_q, S_k, first, last, scale, part == 0, R, W
+            )  # fmt: skip
     store_tile(dk, b, kv, start_j, dk_tile * scale, C, W)
     store_tile(dv, b, kv, start_j, dv_tile, C, W)
 
@@ -338,14 +366,24 @@ def triton_backward(
     dlse: Tensor | None = None,
     dtype: torch.dtype | None = None,
     plan: Plan | None = None,
+    repeatable: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in `dtype` (or fp32). `out` and `lse` are those over all keys, of which k and v may be one block."""
+    """dq, dk, dv in `dtype` (or fp32). `out` and `lse` are those over all keys, of which k and v may be one block.
+
+    `repeatable`: the same bits in every run, for seven products in place of five. By default what PyTorch was told by
+    `torch.use_deterministic_algorithms`; and before Hopper, where D is above 64, five do not fit the registers.
+    """
     check_inputs(q, k, v, window)
     B, S_q, N, D = q.shape
     S_k, kv_heads = k.shape[1:3]
     plan = plan or plan_of(q)
     dout, lse = dout.to(q.dtype), lse.contiguous()  # both factors of a product on tensor cores have one dtype
-    dq, dk, dv = (torch.empty(x.shape, dtype=dtype or torch.float32, device=x.device) for x in (q, k, v))
+    if repeatable is None:
+        repeatable = torch.are_deterministic_algorithms_enabled() or not plan.five
+    dk, dv = (torch.empty(x.shape, dtype=dtype or torch.float32, device=x.device) for x in (k, v))
+    # What many programs add to begins at zero and is fp32, however many bits the result has.
+    dq = torch.empty(q.shape, dtype=dk.dtype if repeatable else torch.float32, device=q.device)
+    dq = dq if repeatable else dq.zero_()
     delta = torch.empty_like(lse)
     numbers = (S_q, S_k, N, N // kv_heads, *band(S_q, S_k, causal, window, offset), 1 / math.sqrt(D))
     with torch.cuda.device_of(q):
@@ -354,20 +392,26 @@ def triton_backward(
         delta_kernel[grid](*(describe(x, 32, plan.tma) for x in (dout, out)), delta, S_q, N, R=32, W=W)
         if dlse is not None:
             delta -= dlse  # d LSE / d score is the weight, as is -delta's factor: the two gradients meet in one number
-        for kernel, tiles, owned, left in (
-            (dq_kernel, plan.dq, triton.cdiv(S_q, plan.dq.rows) * N, (dq,)),
-            (dkdv_kernel, plan.dkdv, triton.cdiv(S_k, plan.dkdv.columns) * kv_heads, (dk, dv)),
+        for kernel, tiles, owned in (
+            (dq_kernel, plan.dq, triton.cdiv(S_q, plan.dq.rows) * N),
+            (dkdv_kernel, plan.dkdv, triton.cdiv(S_k, plan.dkdv.columns) * kv_heads),
         ):
+            if kernel is dq_kernel and not repeatable:
+                continue
             R, C = tiles.rows, tiles.columns
+            left = [describe(x, tokens, plan.tma) for x, tokens in ((dk, C), (dv, C), (dq, R))]
+            left = left[2:] if kernel is dq_kernel else [*left[:2], None if repeatable else left[2]]
             kernel[(owned * B,)](
                 *(describe(x, tokens, plan.tma) for x, tokens in ((q, R), (k, C), (v, C), (dout, R))),
-                *(lse, delta, *(describe(x, R if x is dq else C, plan.tma) for x in left), *numbers),
+                *(lse, delta, *left, *numbers),
                 **settings(tiles, q, window),
             )
-    return dq, dk, dv
+    return dq.to(dk.dtype), dk, dv
 
 
 TRITON = Version(triton_forward, triton_backward)  # also what chapter 5's ring takes as its `local` attention
+REPEATABLE = Version(triton_forward, partial(triton_backward, repeatable=True))
+VERSIONS = {"five": TRITON, "seven": REPEATABLE}
 
 
 def flash_attention(
@@ -408,6 +452,8 @@ def parse_arguments(hopper: bool = False) -> argparse.Namespace:
     """The options, checked before any process group is made; `hopper`: for flash_attention_hopper.py."""
     dtypes = ["float16", "bfloat16"] if hopper and not INTERPRETED else ["float32", "float16", "bfloat16"]
     parser = add_options("FlashAttention in Triton, forward and backward.", dtypes)
+    if not hopper:
+        parser.add_argument("--version", choices=VERSIONS, default="five", help="products of backward; default five")
     args = check_options(parser)
     on_gpu = torch.cuda.is_available()
     try:  # on tensors without memory
@@ -425,4 +471,5 @@ def parse_arguments(hopper: bool = False) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(run(parse_arguments(), TRITON))
+    arguments = parse_arguments()
+    sys.exit(run(arguments, VERSIONS[arguments.version]))

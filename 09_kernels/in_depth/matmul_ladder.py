@@ -301,7 +301,7 @@ def main() -> int:
                 print(f"matmul_ladder.py: {message}", file=sys.stderr)
             sys.exit(2)
 
-    parser = Parser(description="Climb the ladder of matrix products.")
+    parser = Parser(description="Climb the ladder of matrix products.", allow_abbrev=False)
     parser.add_argument("--rung", choices=[*RUNGS, TRITON], help="only this one")
     parser.add_argument("--size", type=int, nargs=3, metavar=("M", "N", "K"), default=(139, 263, 77))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -309,6 +309,9 @@ def main() -> int:
     options = parser.parse_args()
     if min(options.size) < 1:
         parser.error(f"--size {' '.join(map(str, options.size))}: M, N and K must be at least 1")
+    given = [f"--{name}" for name in ("rung", "size", "device") if getattr(options, name) != parser.get_default(name)]
+    if options.resources and given:
+        parser.error(f"--resources compiles all rungs and ends; leave out {' '.join(given)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if options.device == "cpu" and not INTERPRETED and options.rung in (None, TRITON):

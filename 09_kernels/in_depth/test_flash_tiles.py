@@ -13,6 +13,7 @@ from harness.meter import peak_memory, saved_activations
 from harness.oracle import assert_same
 
 HERE = Path(__file__).parent
+README = " ".join((HERE.parent / "README.md").read_text().split())
 CASES = [  # S_q, S_k, N, N_kv, causal, window, offset
     (32, 32, 2, 2, True, None, 0),
     (33, 33, 4, 2, True, None, 0),  # no multiple of the tile
@@ -131,6 +132,24 @@ def test_saved_are_inputs_output_and_lse_and_no_tensor_grows_with_the_square_of_
     tiles = 40 * q[:, :32].nbytes + 8 * 2 * 4 * 32 * 32 * 4  # what a step holds of tiles of 32: the same for any S
     assert forward.peak <= out.nbytes + lse.nbytes + tiles
     assert backward.peak <= 3 * (q.nbytes + k.nbytes + v.nbytes) + tiles
+
+
+def test_bytes_and_operations_in_the_readme_are_what_its_formulas_give():
+    S, R, e = 8192, 128, 2
+    keys = [min(i + R, S) for i in range(0, S, R)]  # that pass by each tile of queries under a causal mask
+    mean = sum(keys) / len(keys)
+    assert mean == (S + R) / 2
+    dense, tiles = 4 * e * (S * 64 + S * S), 2 * e * S * 64 * (1 + mean / R)
+    assert f"{dense / 1e6:.0f} MB; in tiles of 128 rows" in README
+    assert f"(1 + {mean:.0f}/128) = {tiles / 1e6:.0f} MB" in README
+    D, C, heads = 128, 128, 2 * 16  # backward: dq of a head by a walk of its own, or by additions
+    again, added = 2 * e * S * D * S // R, 4 * S * D * S // C
+    assert again == added and f"{added / 1e6:.0f} MB for D = 128" in README
+    more = heads * S * D * (4 + 4 + e - e)  # zeros before, and dq in fp32 read once to be rounded
+    assert f"{more / 1e9:.2f} GB more, {more / 3.35e12 * 1e6:.0f} µs at 3.35 TB/s" in README
+    saved = 2 * heads * 2 * S * S * D // 2  # two products of 2 S² D, half of it under a causal mask
+    assert f"are {saved / 1e12:.2f} TFLOP, {saved / 989e12 * 1e6:.0f} µs at the peak rate" in README
+    assert 4 * S * D * S // C == 2 * 2 * S * S, "shares stored one by one: twice the scores in bf16"
 
 
 BAD_OPTIONS = [

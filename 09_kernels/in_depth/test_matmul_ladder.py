@@ -466,6 +466,7 @@ def test_an_old_gpu_is_refused_before_anything_is_built(monkeypatch):
     ("arguments", "message"),
     [
         (["--size", "3", "0", "4"], "--size 3 0 4: M, N and K must be at least 1"),
+        (["--resources", "sm_90a", "--rung", "naive"], "--resources compiles all rungs and ends; leave out --rung"),
         (["--rung", "fastest"], "argument --rung: invalid choice: 'fastest'"),
         (["--device", "cuda"], "--device cuda: PyTorch finds no GPU here; use --device cpu"),
     ],
