@@ -67,7 +67,8 @@ def measure() -> None:
         run, kind = mp.train(policy, group, "cpu"), name.split("-")[0]
         must = mp.distance(mp.train(mp.MUST[kind], group, "cpu"), right) if kind in mp.MUST else "-"
         zeros = (run["gradients"][0] == 0)[right["gradients"][0] != 0].double().mean().item()
-        lost = (run["states"].diff(dim=0) == 0)[run["gradients"] != 0].double().mean().item()
+        moved = run["states"].diff(dim=0) / run["gradients"]  # lost: where not half of an update arrived
+        lost = (moved > -mp.LR / 2)[run["gradients"] != 0].double().mean().item()
         rows.append([name, run["held"] // P, mp.distance(run, right), must, zeros, lost, run["skipped"]])
     columns = ["policy", "bytes per weight", "error", "rounding alone", "gradients zero", "updates lost", "skipped"]
     write_result(
