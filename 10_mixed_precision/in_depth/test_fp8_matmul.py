@@ -79,8 +79,8 @@ def test_every_edge_is_exact_where_sums_are(name):
 
 
 def definition(a, b):
-    """In float64, but for the sums of 14 bits: tensor_core_matmul with one step's terms at a time, and no scales. A last
-    step that lacks terms has zeros: those instructions, too, cut the sum to 14 bits."""
+    """In float64, but for the sums of 14 bits: tensor_core_matmul with one step's terms at a time, and no scales. A
+    last step that lacks terms has zeros: those instructions, too, cut the sum to 14 bits."""
     lacking = -a.values.shape[1] % TILE
     a, b = (q._replace(values=F.pad(q.values.float(), (0, lacking)).to(q.values.dtype)) for q in (a, b))
     total = torch.zeros(len(a.values), len(b.values), dtype=torch.float64)
