@@ -54,8 +54,8 @@ __device__ inline void put_pair(global<bf16> narrow, global<float> wide, bool is
     }
 }
 
-// scale_a [steps, rows_a] and scale_b [steps, rows_b]: one line for each step, as a tile of 128 rows needs them. Where B
-// has blocks of 128 x 128, scale_b is [steps, ceil(N / 128)], one number for each tile.
+// scale_a [steps, rows_a] and scale_b [steps, rows_b]: one line for each step, as a tile of 128 rows needs them. Where
+// B has blocks of 128 x 128, scale_b is [steps, ceil(N / 128)], one number for each tile.
 template <Format8 A_FORMAT, bool SQUARE>
 __global__ void __launch_bounds__(384, 1)
 fp8_product(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -67,7 +67,8 @@ fp8_product(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __
     int t = threadIdx.x, lane = t % 32, warpgroup = t / 128, steps = (K + TILE - 1) / TILE, use = 0;
     int tile_rows = (M + BM - 1) / BM, tile_cols = (N + BN - 1) / BN, row, col;
     auto tile_of = [&](int index) {  // stripes of 8 rows of tiles, column by column: their rows of A and of B fit in L2
-        int first = index / (STRIPE * tile_cols) * STRIPE, left = tile_rows - first, height = left < STRIPE ? left : STRIPE;
+        int first = index / (STRIPE * tile_cols) * STRIPE, left = tile_rows - first;
+        int height = left < STRIPE ? left : STRIPE;
         row = (first + index % (STRIPE * tile_cols) % height) * BM;
         col = index % (STRIPE * tile_cols) / height * BN;
     };
@@ -122,14 +123,13 @@ fp8_product(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __
             wgmma_wait<0>(part);
             __syncwarp();                      // all lanes have read their scales,
             if (lane == 0) arrive(&empty[s]);  // and nobody of this warp needs the stage any more
-            // --- exercise 10.47: promotion: the step's 64 sums, each with its two scales, join the totals ---
-            upper *= square, lower *= square;
 #pragma unroll
             for (int i = 0; i < 64; i++) {  // of every 4 numbers two are of the upper row, and two of the lower
-                float scaled = SQUARE ? part[i] : part[i] * columns[i / 4 * 2 + i % 2];
-                total[i] += scaled * (i / 2 % 2 ? lower : upper);
+                // --- exercise 10.47: promotion: number i of this step's sums, with its two scales, joins the total ---
+                float scale = (i / 2 % 2 ? lower : upper) * (SQUARE ? square : columns[i / 4 * 2 + i % 2]);
+                total[i] += part[i] * scale;
+                // --- end exercise ---
             }
-            // --- end exercise ---
         }
 #pragma unroll
         for (int i = 0; i < 64; i += 2)

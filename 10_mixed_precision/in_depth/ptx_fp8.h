@@ -8,16 +8,16 @@
 #pragma once
 #include "ptx_hopper.h"
 
-constexpr int TILE = 128;                // numbers of 8 bits in a row of a tile, and terms that share their scales
-using Pair = bf16;                       // two neighbours of 8 bits, to the copy engine
+constexpr int TILE = 128;  // numbers of 8 bits in a row of a tile, and terms that share their scales
+using Pair = bf16;         // two neighbours of 8 bits, to the copy engine
 enum Format8 { E4M3, E5M2 };
 
 #ifdef __CUDACC__  // ---------------------------------------------------------------------------------------- on a GPU
 
 // One thread asks for `count` floats that follow one another, from an address that 16 divides.
 __device__ inline void copy_line(float* to, const float* from, int count, uint64_t* barrier) {
-    ON_HOPPER(asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
-                               address_of(to)),
+    ON_HOPPER(asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                           "[%0], [%1], %2, [%3];\n" ::"r"(address_of(to)),
                            "l"(from), "r"(count * 4), "r"(address_of(barrier))
                            : "memory"));
 }
