@@ -6,7 +6,6 @@
 First the script's own check must find nothing wrong and the fp8 layer must equal the depth's; then it is timed.
 """
 
-import argparse
 import contextlib
 import io
 import sys
@@ -108,7 +107,7 @@ def draw_repairs(axes, result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = mp.OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--figures", action="store_true", help="only draw again")
     if not parser.parse_args().figures:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

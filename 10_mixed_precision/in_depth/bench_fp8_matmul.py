@@ -8,7 +8,6 @@ Without a GPU it writes errors of emulated sums (10_fp8_cuda). With --gpu: again
 bf16 (10_fp8_cuda_speed); that takes nvcc.
 """
 
-import argparse
 import os
 import shutil
 import sys
@@ -25,6 +24,7 @@ if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
 import fp8_kernels
 import fp8_matmul
 from _cuda_build import FORWARD, REVERSE, CudaError, ahead, racing, resources
+from _precision_demo import OneLineParser
 from formats import TILE, Quantized, e4m3, quantize
 from fp8 import tensor_core_matmul
 from fp8_matmul import PRODUCTS, accumulator, cuda_matmul, error, operands
@@ -119,13 +119,15 @@ def time_on_gpu(device: str, dry: bool, out: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = OneLineParser(allow_abbrev=False)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes, emulated")
     parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
     args = parser.parse_args()
     if args.dry and not (args.gpu and args.out):
         parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
+    if args.out and not args.gpu:
+        parser.error(f"--out {args.out} is for --gpu; leave it out")
     if args.gpu and not args.dry:
         reason = "no CUDA GPU is here" if not torch.cuda.is_available() else fp8_matmul.refusal("cuda")
         if reason:

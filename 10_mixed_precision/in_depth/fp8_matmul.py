@@ -116,7 +116,9 @@ def refusal(device: torch.device | str) -> str:
 
 @contextmanager
 def accumulator(bits: int) -> Iterator[None]:
-    """Let the emulated tensor core keep so many bits of a sum; 0: as many as fp32 has."""
+    """Let the emulated tensor core keep so many bits of a sum, up to 18; 0: as many as fp32 has."""
+    if not 0 <= bits <= 18:
+        raise ValueError(f"an accumulator of {bits} bits: use 1 to 18, or 0 for fp32")
     lib = library(SOURCE, "cpu", (0, 0), HEADERS)
     lib.set_accumulator_bits(bits)
     try:
@@ -185,8 +187,11 @@ def main() -> None:
     parser.add_argument("--resources", action="store_true", help="what nvcc makes of it for sm_90a; and end")
     args = parser.parse_args()
     for option in ("rows", "columns", "terms"):
-        if not 1 <= getattr(args, option) <= 65536:
-            parser.error(f"--{option} {getattr(args, option)} is out of range; use 1 to 65536")
+        value = getattr(args, option)
+        if not 1 <= value <= 65536:
+            parser.error(f"--{option} {value} is out of range; use 1 to 65536")
+        if args.resources and value != parser.get_default(option):
+            parser.error(f"--{option} {value} changes nothing about --resources; leave one of them out")
     if args.terms % 16:
         parser.error(f"--terms {args.terms} is no multiple of 16, as the copy engine's rows are; use one")
     if torch.cuda.is_available() and (reason := refusal("cuda")):

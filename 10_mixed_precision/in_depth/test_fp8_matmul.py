@@ -102,6 +102,8 @@ def test_it_is_the_definition_with_sums_of_14_bits(product):
     # And 14 bits are what makes the difference to the exact product: with fp32 sums there is none to speak of.
     with accumulator(0):
         assert error(cuda_matmul(a, b, torch.float32), a, b) <= 1e-6
+    with pytest.raises(ValueError, match="an accumulator of -1 bits"), accumulator(-1):
+        pass
     assert 1e-5 <= error(got, a, b) <= 1e-3
 
 
@@ -270,6 +272,7 @@ def test_numbers_that_the_copy_engine_cannot_read_are_copied_first():
         (["--terms", "24"], "--terms 24 is no multiple of 16, as the copy engine's rows are; use one"),
         (["--terms", "nan"], "argument --terms: invalid int value: 'nan'"),
         (["--rows", ""], "argument --rows: invalid int value: ''"),
+        (["--resources", "--terms", "32"], "--terms 32 changes nothing about --resources; leave one of them out"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
