@@ -90,7 +90,7 @@ def expected(M: int, N: int, K: int) -> float | None:
 
 
 def time_on_gpu(device: str, dry: bool, out: Path | None) -> None:
-    repeats = 2 if dry else 15
+    repeats = 3 if dry else 15
     clock = timer(device_here(), repeats)
     table = Table(
         "10_fp8_cuda_speed",

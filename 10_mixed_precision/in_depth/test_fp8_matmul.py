@@ -147,7 +147,7 @@ def test_scales_of_a_step_lie_in_one_line_of_whole_tiles():
     assert made.shape == (3, 256) and made.is_contiguous() and made.dtype == torch.float32
     assert torch.equal(made[:, :130], q.scale.T) and made.isfinite().all(), "what is behind them must not be NaN"
     square = Quantized(q.values, torch.arange(6.0).view(2, 3), (TILE, TILE))
-    assert torch.equal(lines(square), square.scale.T)
+    assert torch.equal(lines(square), square.scale.T) and lines(square).is_contiguous()
     turned = transpose(Quantized(torch.zeros(300, 130).to(e4m3), torch.arange(390.0).view(3, 130), (TILE, 1)))
     assert torch.equal(lines(turned)[:, :130], turned.scale.T)
 
