@@ -74,7 +74,7 @@ inline float decode(uint8_t pattern, Format8 format) {  // sign, exponent, manti
     if (format == E5M2 && e == 31) value = m ? NAN : INFINITY;
     return pattern & 128 ? -value : value;
 }
-inline const float* decoded(Format8 format) {  // all 256
+static const float* decoded(Format8 format) {  // all 256; static: a table of this library, if others are loaded
     static std::vector<float> table[2] = {std::vector<float>(256), std::vector<float>(256)};
     static bool ready = [] {
         for (int f = 0; f < 2; f++)
