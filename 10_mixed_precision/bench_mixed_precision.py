@@ -6,7 +6,6 @@
 First the script's own check must find nothing wrong and the fp8 layer must equal the depth's; then it is timed.
 """
 
-import argparse
 import contextlib
 import io
 import sys
@@ -67,7 +66,8 @@ def measure() -> None:
         run, kind = mp.train(policy, group, "cpu"), name.split("-")[0]
         must = mp.distance(mp.train(mp.MUST[kind], group, "cpu"), right) if kind in mp.MUST else "-"
         zeros = (run["gradients"][0] == 0)[right["gradients"][0] != 0].double().mean().item()
-        lost = (run["states"].diff(dim=0) == 0)[run["gradients"] != 0].double().mean().item()
+        moved = run["states"].diff(dim=0) / run["gradients"]  # lost: where not half of an update arrived
+        lost = (moved > -mp.LR / 2)[run["gradients"] != 0].double().mean().item()
         rows.append([name, run["held"] // P, mp.distance(run, right), must, zeros, lost, run["skipped"]])
     columns = ["policy", "bytes per weight", "error", "rounding alone", "gradients zero", "updates lost", "skipped"]
     write_result(
@@ -107,7 +107,7 @@ def draw_repairs(axes, result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = mp.OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--figures", action="store_true", help="only draw again")
     if not parser.parse_args().figures:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

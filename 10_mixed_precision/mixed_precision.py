@@ -308,8 +308,8 @@ def check(group: dist.ProcessGroup, device: str) -> list[str]:
         speed = 4 * MICRO * T * (STEPS + run["skipped"]) / (time.perf_counter() - start)
         must = distance(train(MUST[kind], alone, device), right) if kind in MUST else 1e-4  # what so few bits cost
         error, limit = distance(run, right), 1.5 * must
-        zeros = (run["gradients"][0] == 0)[right["gradients"][0] != 0].double().mean()
-        lost = (run["states"].diff(dim=0) == 0)[run["gradients"] != 0].double().mean()  # of elements, not of tensors
+        zeros = (run["gradients"][0] == 0)[right["gradients"][0] != 0].double().mean()  # lost: not half arrived
+        lost = (run["states"].diff(dim=0) / run["gradients"] > -LR / 2)[run["gradients"] != 0].double().mean()
         counted = run["held"], sum(run["sent"].values())
         amaxes = 3 * 5 * LAYERS * MICRO if policy.fp8 == "scaled" else 0  # of x, W and dy of 5 linear layers
         held, sends = policy.weights.itemsize + policy.sums.itemsize + 4 * policy.masters, policy.sums.itemsize

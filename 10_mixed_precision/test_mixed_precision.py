@@ -261,6 +261,25 @@ def test_the_check_says_what_is_off_and_nan_is(what, value, monkeypatch, capsys)
     assert any("is off" in line for line in mp.check(dist.group.WORLD, "cpu"))
 
 
+def test_an_update_that_is_taken_back_is_counted_as_lost_also_where_there_are_masters(monkeypatch, capsys):
+    plain = mp.train
+
+    def taken_back(policy, group, device, **more):
+        run = plain(policy, group, device, **more)
+        if policy.masters:  # the last update of every other weight: all but a thousandth of it
+            before, after = run["states"][-2:, ::2]
+            after += 0.999 * (before - after)
+        return run
+
+    monkeypatch.setattr(mp, "train", taken_back)
+    monkeypatch.setattr(mp, "POLICIES", {"bf16-mended": mp.POLICIES["bf16-mended"]})
+    monkeypatch.setattr(mp, "EXACT", {"fp64": mp.EXACT["fp64"]})
+    monkeypatch.setattr(mp, "FORMATS", {})
+    mp.check(dist.group.WORLD, "cpu")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16-mended")]
+    assert line.split()[4] == "17%", f"of three updates one, of half the weights, is a sixth: {line}"
+
+
 def test_an_unknown_option_is_one_line_and_exit_code_2(tmp_path):
     shutil.copy(mp.__file__, tmp_path)
     command = [sys.executable, "mixed_precision.py", "--policy", "fp4"]

@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
+from _precision_demo import OneLineParser
 from formats import FORMATS, running_sum
 from harness.figures import write_figure
 from harness.report import write_result
@@ -68,7 +69,9 @@ def draw(axes, result) -> None:
 
 
 def main() -> None:
-    if "--figures" not in sys.argv:
+    parser = OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--figures", action="store_true", help="only draw the figures again")
+    if not parser.parse_args().figures:
         verify()
         measure()
     write_figure(f"{FIGURES}/formats.svg", ["10_formats"], draw, shape=(1, 2))

@@ -8,7 +8,6 @@ Both verify first: each recipe's three products against those of the quantised o
 the emulated ones. The GPU part writes 10_fp8_speed.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.nn.functional as F
-from _precision_demo import Decoder, loss_sum
+from _precision_demo import Decoder, OneLineParser, loss_sum
 from fp8 import RECIPES, Fp8Linear, e4m3, emulated_matmul, quantize, relative, tensor_core_matmul, with_outliers
 from harness import predictions
 from harness.ceilings import Table, device_here
@@ -254,7 +253,7 @@ def draw_accumulation(axes, result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = OneLineParser(allow_abbrev=False)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes on the CPU")
     parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
@@ -262,6 +261,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.dry and not (args.gpu and args.out):
         parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
+    if args.out and not args.gpu:
+        parser.error(f"--out {args.out} is for --gpu; leave it out")
+    if args.gpu and args.figures:
+        parser.error("--figures has nothing to draw of --gpu; leave one of them out")
     if args.gpu:
         gpu(args.dry, args.out)
         return

@@ -7,7 +7,6 @@ First every recipe's bytes and gradients are checked. Then the runs, some minute
 second call of the same commit goes on from there.
 """
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _precision_bench import LR, STEPS, curves
-from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
+from _precision_demo import Decoder, OneLineParser, batch, loss_sum, stdlib_bytes
 from fp8_recipes import TABLE, make
 from harness.figures import write_figure
 from harness.report import write_result
@@ -157,11 +156,13 @@ def draw_rates(axes, result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = OneLineParser(allow_abbrev=False)
     parser.add_argument("--only", choices=("recipes", "rates"), help="one of the two parts")
     parser.add_argument("--keep", type=Path, help="folder of finished runs")
     parser.add_argument("--figures", action="store_true", help="only draw the figures again")
     args = parser.parse_args()
+    if args.keep and args.figures:
+        parser.error(f"--keep {args.keep} is for runs, and --figures makes none; leave one of them out")
     if not args.figures:
         torch.set_num_threads(1)
         verify()

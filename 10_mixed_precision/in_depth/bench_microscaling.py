@@ -7,7 +7,6 @@ with K = 4096 in fp32, and then looks at each by every recipe and with outliers 
 text, and the gradients of one batch. That takes a minute or two of one core and writes 10_outlier_model.
 """
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.nn.functional as F
-from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
+from _precision_demo import Decoder, OneLineParser, batch, loss_sum, stdlib_bytes
 from formats import FORMATS, Format, quantize
 from fp8 import Fp8Linear, LargeFeatures, e4m3, relative, with_outliers
 from harness.figures import write_figure
@@ -167,10 +166,12 @@ def draw(axes, result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = OneLineParser(allow_abbrev=False)
     parser.add_argument("--only", choices=("formats", "model"), help="one of the two parts")
     parser.add_argument("--figures", action="store_true", help="only draw the figure again")
     args = parser.parse_args()
+    if args.only == "formats" and args.figures:
+        parser.error("--only formats has no figure; leave --figures out")
     if not args.figures:
         torch.set_num_threads(1)
         verify()

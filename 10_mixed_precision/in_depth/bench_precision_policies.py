@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _precision_bench import LR, REPLICAS, STEPS, curves
-from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
+from _precision_demo import Decoder, OneLineParser, batch, loss_sum, stdlib_bytes
 from harness.figures import write_figure
 from harness.oracle import assert_same
 from harness.report import write_result
@@ -221,7 +221,9 @@ def draw_underflow(axes, result) -> None:
 
 
 def main() -> None:
-    if "--figures" not in sys.argv:
+    parser = OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--figures", action="store_true", help="only draw the figures again")
+    if not parser.parse_args().figures:
         verify()
         underflow()
         accumulation()

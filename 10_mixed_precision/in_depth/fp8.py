@@ -57,6 +57,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # Legend: x [M, K] activations of M tokens, W [N, K] a weight, dy [M, N] the gradient of y. Blocks are (rows, columns);
 # 0 stands for all of them.
 e5m2 = torch.float8_e5m2
+PRODUCTS = ("triton", "cuda")  # who multiplies on a GPU
 NAMES = {"x": "an input", "w": "a weight", "dy": "a gradient"}
 
 
@@ -159,6 +160,7 @@ class Fp8Linear:
                  or of the same batch (data and context parallel). Used with one scale per tensor only. None: nobody
                  shares. All of its ranks must run the same layers in the same order.
     matmul       (a, b, dtype) -> a bᵀ. None: emulated_matmul on a CPU, the fp8 units of a GPU (fp8_kernels.py) there
+    product      on a GPU: "triton", or "cuda" for recipe block on Hopper, where nvcc is (fp8_matmul.py)
 
     Raises FloatingPointError if an input has NaN or infinity: at once on a CPU, in end_step() on a GPU (asking at once
     would make it wait each time).
@@ -171,9 +173,16 @@ class Fp8Linear:
         *,
         device: str | torch.device = "cpu",
         matmul: Callable[..., Tensor] | None = None,
+        product: str = "triton",
     ):
         if recipe not in RECIPES:
             raise ValueError(f"fp8 recipe {recipe!r} is unknown; use {', '.join(RECIPES)}")
+        if product not in PRODUCTS:
+            raise ValueError(f"fp8 product {product!r} is unknown; use {', '.join(PRODUCTS)}")
+        if product == "cuda" and recipe != "block":
+            raise ValueError(f"fp8 product 'cuda' multiplies by recipe block only, not {recipe!r}; leave it out")
+        if product == "cuda" and matmul is not None:
+            raise ValueError("fp8 matmul and product 'cuda' both say who multiplies; leave one out")
         self.recipe, self.group = RECIPES[recipe], amax_group
         self.kernels: Any = None
         if matmul is None and torch.device(device).type == "cuda":
@@ -184,6 +193,12 @@ class Fp8Linear:
             import fp8_kernels
 
             self.kernels = fp8_kernels
+        if product == "cuda":
+            import fp8_matmul
+
+            if reason := fp8_matmul.refusal(device):
+                raise ValueError(reason)
+            matmul = fp8_matmul.cuda_matmul
         self.matmul = matmul or (self.kernels.scaled_matmul if self.kernels else emulated_matmul)
         self.per_tensor = self.recipe.activation == (0, 0)
         self.histories: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> role -> History

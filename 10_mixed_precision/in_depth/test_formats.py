@@ -1,6 +1,11 @@
 """The formats against torch's own numbers: finfo, casts, and every bit pattern."""
 
+import contextlib
+import io
+import json
 import math
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -124,3 +129,60 @@ def test_an_unknown_option_is_one_line(tmp_path):
     command = [sys.executable, str(Path(__file__).with_name("formats.py")), "--bits", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--bits" in done.stderr
+
+
+REFUSED = [  # what a benchmark of this chapter cannot do, or would have to pass over in silence
+    ("bench_mixed_precision.py", "--figurs", "--figurs"),
+    ("bench_formats.py", "--figures=yes", "--figures"),
+    ("bench_precision_policies.py", "--steps 3", "--steps"),
+    ("bench_fp8.py", "--out x", "--out x is for --gpu"),
+    ("bench_fp8.py", "--gpu --figures", "--figures has nothing to draw of --gpu"),
+    ("bench_fp8.py", "--dry", "--dry is for --gpu, and needs --out"),
+    ("bench_fp8_kernels.py", "--out x", "--out x is for --gpu"),
+    ("bench_fp8_kernels.py", "--gpu --dry", "--dry is for --gpu, and needs --out"),
+    ("bench_fp8_matmul.py", "--out x", "--out x is for --gpu"),
+    ("bench_fp8_matmul.py", "--dry --out x", "--dry is for --gpu, and needs --out"),
+    ("bench_fp8_recipes.py", "--keep x --figures", "--keep x is for runs"),
+    ("bench_fp8_recipes.py", "--only rate", "--only"),
+    ("bench_microscaling.py", "--only formats --figures", "--only formats has no figure"),
+    ("bench_microscaling.py", "--only nan", "--only"),
+    ("formats.py", "--figures", "--figures"),
+    ("fp8.py", "block", "block"),
+    ("fp8_kernels.py", "--gpu", "--gpu"),
+    ("fp8_recipes.py", "--recipe nan", "--recipe"),
+    ("fp8_recipes.py", "--recipe", "--recipe"),
+    ("microscaling.py", "--only model", "--only"),
+    ("precision_policies.py", "--policy fp4", "--policy"),
+    ("precision_policies.py", "--pol fp16", "--pol"),
+]
+
+
+def ends_of_refused() -> None:
+    """Exit code, stdout and stderr of each of these, in one process, which has imported torch."""
+    folders, ends = [Path(__file__).parent, Path(__file__).parents[1]], []
+    for name, options, _ in REFUSED:
+        said, complained, code = io.StringIO(), io.StringIO(), None
+        script = next(folder / name for folder in folders if (folder / name).exists())
+        sys.argv, sys.path[0:0] = [str(script), *options.split()], [str(script.parent)]
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+                runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        del sys.path[0]
+        ends.append((code, said.getvalue(), complained.getvalue()))
+    print(json.dumps(ends))
+
+
+@pytest.mark.turn(6)
+def test_bad_options_of_scripts_and_benchmarks_are_one_line_that_names_them_and_exit_code_2(tmp_path):
+    here = Path(__file__).resolve().parent
+    paths = os.pathsep.join([str(here), str(here.parents[1] / "tests"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", "import test_formats; test_formats.ends_of_refused()"]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ends = json.loads(done.stdout.splitlines()[-1])
+    for (name, options, words), (code, said, complained) in zip(REFUSED, ends, strict=True):
+        assert (code, said) == (2, ""), f"{name} {options} ends with {code}: {said}{complained}"
+        assert len(complained.splitlines()) == 1 and words in complained, f"{name} {options}: {complained}"

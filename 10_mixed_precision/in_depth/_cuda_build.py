@@ -1,0 +1,278 @@
+# A copy of 09_kernels/in_depth/_cuda.py; `python test_fp8_matmul.py` makes it anew.
+"""Build a .cu file of this folder, with nvcc for a GPU or with g++ for the CPU, and call it with PyTorch's tensors.
+
+The file becomes a shared library with plain C functions, and ctypes calls them with the tensors' addresses: no headers
+of PyTorch, so a build takes two seconds instead of thirty. Libraries are kept in the temporary folder under a name made
+from everything that went into them, so a changed source is a new library and an old one is never used for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+HEADERS = ("gpu_on_cpu.h", "ptx_hopper.h")
+FORWARD, REVERSE = 0, 1  # orders in which the CPU runs the threads of a block; up to a million the seed of a shuffle
+
+
+def ahead(warp: int) -> int:
+    """The order in which this warp of each block runs as far ahead of the others as barriers let it."""
+    return -1 - 2 * warp
+
+
+def behind(warp: int) -> int:
+    """The order in which it runs only when no other warp can."""
+    return -2 - 2 * warp
+
+
+def racing(seed: int) -> int:
+    """Random orders: now one warp runs ahead, now another."""
+    return 1_000_000 + seed
+
+
+def uneven(threads: int, chosen: Sequence[int] = ()) -> list[int]:
+    """For each warp of a block an order in which it is ahead, and one in which it is behind; and two random ones.
+
+    In a cluster the warps of the second block count on from those of the first. `chosen`: only for these warps.
+    """
+    warps = chosen or range(-(-threads // 32))
+    return [*map(ahead, warps), *map(behind, warps), racing(1), racing(2)]
+
+
+class CudaError(RuntimeError):
+    """A source that cannot be built here, or a launch that failed; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a launch on the CPU did, as a profiler would count it. A request is one instruction of one warp."""
+
+    load_sectors: int  # of 32 bytes, from global memory
+    store_sectors: int
+    load_requests: int
+    bank_turns: int  # that loads from shared memory took,
+    bank_turns_least: int  # and would take without conflicts
+    paths: int  # `count_path`: paths that warps went,
+    path_requests: int  # and how often they came to a fork
+    shared_requests: int  # loads from shared memory
+    store_turns: int  # as bank_turns, for stores to shared memory
+    store_turns_least: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the compiler gave a kernel. `spills`: bytes that did not fit into registers and went to local memory."""
+
+    registers: int
+    spills: int
+    shared: int  # bytes, without what is asked for at the launch
+    stack: int = 0  # bytes of local memory, which is DRAM: spills, and arrays whose index is not known when it compiles
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The loop of a kernel in which it multiplies, by its machine code: instructions of one thread, once round."""
+
+    instructions: int
+    fmas: int  # multiply-adds in fp32, or (`mma`) of a tensor core
+    shared_loads: int  # however wide,
+    wide_loads: int  # and those of 16 bytes
+    global_loads: int
+
+    def per_fma(self) -> float:
+        """Shared loads per multiply-add."""
+        return self.shared_loads / self.fmas
+
+
+def run_compiler(command: list[str], source: str) -> str:
+    if not (found := shutil.which(command[0])):
+        remedy = "the CUDA toolkit" if command[0] == "nvcc" else "g++, the GNU C++ compiler"
+        raise CudaError(f"{source} needs {command[0]} to be built and it is not on the PATH; install {remedy}")
+    done = subprocess.run([found, *command[1:]], capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if "error" in line] or ["no message"]
+        raise CudaError(f"{command[0]} cannot build {source}: {lines[0].strip()}")
+    return done.stdout + done.stderr
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """nvcc's name of a GPU. 9.0 becomes sm_90a: TMA and wgmma with all their options exist under this name only."""
+    return f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
+
+
+@cache
+def library(source: str, device_type: str, capability: tuple[int, int], headers: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The library of a source, built if it is not there yet. `headers`: what it includes beside HEADERS."""
+    if device_type == "cuda":
+        command = ["nvcc", "-O3", f"-arch={architecture(capability)}", "-shared", "-Xcompiler", "-fPIC"]
+    else:  # fortified longjmp forbids the jumps between stacks that fibers consist of
+        command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-w"]
+    content = b"".join((HERE / name).read_bytes() for name in (source, *HEADERS, *headers)) + " ".join(command).encode()
+    folder = Path(tempfile.gettempdir()) / f"chapter-09-kernels-{os.getuid()}"
+    built = folder / f"{Path(source).stem}-{hashlib.sha256(content).hexdigest()[:20]}.so"
+    if not built.exists():
+        folder.mkdir(mode=0o700, exist_ok=True)
+        half = built.with_suffix(f".{os.getpid()}")
+        run_compiler([*command, f"-I{HERE}", str(HERE / source), "-o", str(half)], source)
+        half.rename(built)  # whole, or not at all: others may build at the same time
+    return ctypes.CDLL(str(built))
+
+
+def call(
+    source: str,
+    function: str,
+    *arguments: Tensor | int | float,
+    order: int = FORWARD,
+    counting: bool = False,
+    headers: tuple[str, ...] = (),
+) -> Counters | None:
+    """Run `function` of a .cu file on its tensors' device, in PyTorch's current stream. Counters if `counting`.
+
+    Tensors must be contiguous. `order` and `counting` concern the CPU. Raises CudaError if the launch fails.
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    device = tensors[0].device
+    assert all(x.is_contiguous() and x.device == device for x in tensors)
+    on_gpu = device.type == "cuda" and torch.version.cuda is not None  # a stand-in GPU (tests/fake_device) has no CUDA
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    lib = library(source, "cuda" if on_gpu else "cpu", capability, headers)
+    c_arguments: list = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            c_arguments.append(ctypes.c_void_p(x.data_ptr()))
+        else:
+            c_arguments.append(ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int(x))
+    run = getattr(lib, function)
+    run.restype = ctypes.c_char_p
+    if on_gpu:
+        with torch.cuda.device(device):
+            error = run(*c_arguments, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+    else:
+        lib.cuda_on_cpu_set(order, int(counting))
+        error = run(*c_arguments, None)
+    if error:
+        raise CudaError(f"{source}, {function}: {error.decode()}")
+    return read_counters(lib) if counting and not on_gpu else None
+
+
+def diary(
+    source: str, function: str, *arguments: Tensor | int | float, order: int = FORWARD
+) -> list[tuple[int, int, str]]:
+    """What the warps of block 0 did in a launch on the CPU: (sweep, warp, deed).
+
+    Deeds are "orders", "multiplies", "writes" and "waits". In a sweep all threads run, one after the other, until they
+    have to wait for others. It is an order, and no time.
+    """
+    lib, room = library(source, "cpu", (0, 0)), 1 << 16
+    entries = (ctypes.c_int * (3 * room))()
+    lib.cuda_on_cpu_diary(1, entries, 0)
+    try:
+        call(source, function, *arguments, order=order)
+    finally:
+        count = lib.cuda_on_cpu_diary(0, entries, room)
+    assert count <= room
+    deeds = ("orders", "multiplies", "writes", "waits")
+    return [(entries[3 * i], entries[3 * i + 1], deeds[entries[3 * i + 2]]) for i in range(count)]
+
+
+def read_counters(lib: ctypes.CDLL) -> Counters:
+    numbers = (ctypes.c_int64 * 15)()  # 5 kinds of access: requests, then units, then the least number of units
+    lib.cuda_on_cpu_counters(numbers)
+    requests, units, least = numbers[0:5], numbers[5:10], numbers[10:15]
+    return Counters(
+        units[0], units[1], requests[0], units[2], least[2], units[4], requests[4], requests[2], units[3], least[3]
+    )
+
+
+def resources(source: str, arch: str, cubin: Path | None = None) -> dict[str, Resources]:
+    """Registers, spills and shared memory of each kernel, as nvcc reports them. A template: its most demanding one.
+
+    Compiles for `arch`, which need not be there; `cubin` is where to leave the machine code, if anybody wants it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["nvcc", "-O3", f"-arch={arch}", "-cubin", "-Xptxas", "-v", str(HERE / source)]
+        report = run_compiler([*command, "-o", str(cubin or f"{folder}/out.cubin")], source)
+    found: dict[str, Resources] = {}
+    for part in report.split("Compiling entry function")[1:]:
+        mangled = re.search(r"'_Z(\d+)(\w+)'", part)
+        assert mangled, part
+        name = mangled[2][: int(mangled[1])]
+
+        def number(pattern: str, part: str = part) -> int:
+            match = re.search(pattern, part)
+            return int(match[1]) if match else 0
+
+        spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+        stack = number(r"(\d+) bytes stack frame")
+        new = Resources(number(r"Used (\d+) registers"), spills, number(r"(\d+) bytes smem"), stack)
+        old = found.get(name, Resources(0, 0, 0))
+        found[name] = Resources(*(max(pair) for pair in zip(vars(new).values(), vars(old).values(), strict=True)))
+    return found
+
+
+def disassembled(cubin: Path) -> dict[str, str]:
+    """The machine code of each kernel in a cubin file, as text."""
+    import triton
+
+    beside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"  # triton brings it along
+    tool = shutil.which("cuobjdump") or (str(beside) if beside.exists() else "")
+    if not tool:
+        raise CudaError("reading machine code needs cuobjdump; install triton or the CUDA toolkit")
+    listing = subprocess.run([tool, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for part in listing.split("Function : ")[1:]:
+        mangled = re.match(r"_Z(\d+)(\w+)", part)
+        if mangled:
+            found.setdefault(mangled[2][: int(mangled[1])], part)
+    return found
+
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?([A-Z][\w.]*)([^;]*);")
+
+
+def multiplying_loop(code: str) -> Loop:
+    """Of the loops in a kernel's machine code the one with most multiply-adds; of several, the innermost.
+
+    A loop is what lies between a branch that goes back and its target. The compiler merges and widens loads and unrolls
+    loops, so what a multiprocessor does per multiply-add is written here and not in the source.
+    """
+    rows = [(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code)]
+    loops = []
+    for last, (at, name, rest) in enumerate(rows):
+        target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
+        if target and int(target[1], 16) < at:
+            names = [row[1] for row in rows[: last + 1] if row[0] >= int(target[1], 16)]
+            count = {
+                kind: sum(re.match(kind, n) is not None for n in names) for kind in ("FFMA|HMMA|HGMMA", "LDS", "LDG")
+            }
+            wide = sum(n.startswith("LDS.128") for n in names)
+            loops.append(Loop(len(names), count["FFMA|HMMA|HGMMA"], count["LDS"], wide, count["LDG"]))
+    if not loops:
+        raise CudaError("there is no loop in this machine code")
+    return max(loops, key=lambda loop: (loop.fmas, -loop.instructions))
+
+
+def program_inside(program: Path, functions: str) -> str:
+    """A source for `call`: a program with a `main` of its own, included as it is, and C functions behind it."""
+    digest = hashlib.sha256(program.read_bytes()).hexdigest()  # in the text, so that a changed program is built anew
+    text = f'#include "gpu_on_cpu.h"\n#define main program_main  // {digest}\n#include "{program}"\n{functions}'
+    folder = Path(tempfile.gettempdir()) / f"chapter-09-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = folder / f"{program.stem}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.cu"
+    half = file.with_suffix(f".{os.getpid()}")
+    half.write_text(text)
+    half.rename(file)
+    return str(file)

@@ -1,0 +1,148 @@
+"""The product in CUDA: how exact its sums are, what nvcc makes of it, and, on a Hopper GPU, how fast it is.
+
+    python 10_mixed_precision/in_depth/bench_fp8_matmul.py
+    python 10_mixed_precision/in_depth/bench_fp8_matmul.py --gpu [--out DIR] [--dry]
+
+First it has to agree with its definition, in any order of its threads that is tried (on a GPU with the exact product).
+Without a GPU it writes errors of emulated sums (10_fp8_cuda). With --gpu: against the kernel in Triton and against
+bf16 (10_fp8_cuda_speed); that takes nvcc.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+
+if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
+    # Whether Triton interprets is settled when it is imported, and the harness imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import fp8_kernels
+import fp8_matmul
+from _cuda_build import FORWARD, REVERSE, CudaError, ahead, racing, resources
+from _precision_demo import OneLineParser
+from formats import TILE, Quantized, e4m3, quantize
+from fp8 import tensor_core_matmul
+from fp8_matmul import PRODUCTS, accumulator, cuda_matmul, error, operands
+from harness import predictions
+from harness.ceilings import Table, device_here, timer
+from harness.report import paired, write_result
+
+L2_BYTES_A_CLOCK = 5120  # of an H100, all multiprocessors together
+SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 7168, 2048), (1000, 3000, 4096))  # M, N, K
+
+
+def verify(device: str) -> None:
+    for product in PRODUCTS:
+        for M, N, K in ((70, 133, 272), (1, 257, 16)):
+            a, b = operands(M, N, K, product, device)
+            out = cuda_matmul(a, b, torch.float32)
+            off = error(out, a, b)
+            if not off <= 1e-3:
+                sys.exit(f"bench_fp8_matmul.py: {product} of {M} x {N} x {K} is off by {off:.1e}; nothing is written")
+            orders = (REVERSE, ahead(0), ahead(4), racing(1)) if device == "cpu" else (FORWARD,)
+            if not all(torch.equal(out, cuda_matmul(a, b, torch.float32, order=order)) for order in orders):
+                sys.exit(f"bench_fp8_matmul.py: {product}: the bits depend on the order of the threads")
+
+
+def of_one_sign(K: int) -> list[Quantized]:
+    values = torch.rand(2, 24, K, generator=torch.Generator().manual_seed(0)) + 0.5
+    return [quantize(x, e4m3, (1, TILE)) for x in values]
+
+
+def sums() -> None:
+    rows = []
+    for K in (128, 512, 2048, 4096):
+        a, b = of_one_sign(K)
+        whole = [q._replace(scale=torch.ones(1, 1), block=(0, 0)) for q in (a, b)]  # one scale, to compare with never
+        kernel = error(cuda_matmul(a, b, torch.float32), a, b)
+        reference = error(tensor_core_matmul(a, b, torch.float32), a, b)
+        if not abs(kernel - reference) <= 1e-6:
+            sys.exit(f"bench_fp8_matmul.py: {kernel:.3e} with K = {K}, by the definition {reference:.3e}")
+        with accumulator(0):
+            exact = error(cuda_matmul(a, b, torch.float32), a, b)
+        never = error(tensor_core_matmul(*whole, torch.float32, promote=0), *whole)
+        rows.append([K, f"{never:.1e}", f"{kernel:.1e}", f"{exact:.1e}"])
+    note = "24 x 24 results of numbers of one sign, against their exact product. "
+    if shutil.which("nvcc"):
+        used = resources(fp8_matmul.SOURCE, "sm_90a")[fp8_matmul.KERNEL]
+        note += f"nvcc for sm_90a: {used.registers} registers, {used.stack} bytes of stack. "
+    write_result(
+        "10_fp8_cuda",
+        "The product in CUDA, emulated: largest error with an accumulator of 14 bits, and with one of fp32",
+        ["K", "14 bits, never promoted", "14 bits, the kernel", "fp32, the kernel"],
+        rows,
+        note + "Never promoted: by the definition, since the kernel always promotes. Not timed.",
+    )
+
+
+def expected(M: int, N: int, K: int) -> float | None:
+    """Seconds: the larger of the products and of what tiles of 128 x 128 ask of L2."""
+    gpu = predictions.here()
+    if gpu is None or (products := predictions.product(gpu, 2 * M * N * K, "fp8")) is None:
+        return None
+    asked = -(-M // TILE) * -(-N // TILE) * 2 * TILE * K
+    return max(products, predictions.START + asked / (L2_BYTES_A_CLOCK * predictions.MULTIPLIED * gpu.clock))
+
+
+def time_on_gpu(device: str, dry: bool, out: Path | None) -> None:
+    repeats = 3 if dry else 15
+    clock = timer(device_here(), repeats)
+    table = Table(
+        "10_fp8_cuda_speed",
+        "The product in CUDA against the kernel in Triton and against bf16, recipe block",
+        ["M x N x K", "ms", "TFLOP/s", "times as fast as Triton", "as bf16", *predictions.COLUMNS],
+        "A with scales of 1 x 128, B of 128 x 128, quantised before; result in bf16. Predicted: the larger of 80 % of "
+        "the fp8 rate and of the bytes asked of L2."
+        + (" A dry run on a CPU: the numbers mean nothing." if dry else ""),
+        out,
+    )
+    for M, N, K in ((64, 64, 128),) if dry else SHAPES:
+        generator = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(rows, K, generator=generator).to(device) for rows in (M, N))
+        a, b = quantize(x, e4m3, (1, TILE)), quantize(w, e4m3, (TILE, TILE))
+        narrow = [t if dry else t.bfloat16() for t in (x, w)]
+        kind = torch.float32 if dry else torch.bfloat16
+
+        def ours(a=a, b=b, kind=kind):
+            return cuda_matmul(a, b, kind)
+
+        took = clock(ours).median
+        triton = paired(lambda a=a, b=b, k=kind: fp8_kernels.block_matmul(a, b, k), ours, repeats=repeats)
+        bf16 = paired(lambda n=narrow: n[0] @ n[1].T, ours, repeats=repeats)
+        rate = f"{2 * M * N * K / took / 1e12:.0f}"
+        table.add(f"{M} x {N} x {K}", took * 1e3, rate, triton, bf16, *predictions.cells(expected(M, N, K), took))
+
+
+def main() -> None:
+    parser = OneLineParser(allow_abbrev=False)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes, emulated")
+    parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
+    args = parser.parse_args()
+    if args.dry and not (args.gpu and args.out):
+        parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
+    if args.out and not args.gpu:
+        parser.error(f"--out {args.out} is for --gpu; leave it out")
+    if args.gpu and not args.dry:
+        reason = "no CUDA GPU is here" if not torch.cuda.is_available() else fp8_matmul.refusal("cuda")
+        if reason:
+            print(f"bench_fp8_matmul.py: --gpu: {reason}; add --dry to try it on the CPU", file=sys.stderr)
+            sys.exit(2)
+    device = "cuda" if args.gpu and not args.dry else "cpu"
+    try:
+        verify(device)
+        if args.gpu:
+            time_on_gpu(device, args.dry, args.out)
+        else:
+            sums()
+    except CudaError as failed:
+        sys.exit(f"bench_fp8_matmul.py: {failed}")
+
+
+if __name__ == "__main__":
+    main()
