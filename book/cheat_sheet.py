@@ -91,8 +91,10 @@ def page(link: Callable[..., str] = link_to_file, typeset: Callable[[str], str] 
 
 
 def web_page(link: Callable[..., str]) -> str:
-    """For the web edition: links to lines, formulas set."""
-    return page(link, mathml)
+    """For the web edition: links to lines, formulas set, and all the width there is."""
+    front = "---\nhide:\n  - navigation\n  - toc\n---\n"
+    text = page(link, mathml).replace("\n| technique", '\n<div class="wide" markdown="1">\n\n| technique')
+    return front + text.replace("\n\n## Symbols", "\n\n</div>\n\n## Symbols")
 
 
 if __name__ == "__main__":

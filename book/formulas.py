@@ -5,7 +5,8 @@ MathML because browsers set it by themselves: no library, no fonts, nothing to f
 
 import ast
 
-LOOKS = {"Psi": "Ψ", "S_len": "S", "f_time": "f", "KV": "KV"}
+LOOKS = {"Psi": "Ψ", "S_len": "S", "f_time": "f"}
+OPEN, CLOSE = (f'<mo stretchy="false">{bracket}</mo>' for bracket in "()")
 
 
 def evaluate(formula: str, symbols: dict[str, float]) -> float:
@@ -62,7 +63,7 @@ def mathml(formula: str) -> str:
 
     def text(node: ast.expr, least: int = 0) -> str:
         made = inner(node)
-        return row("<mo>(</mo>", made, "<mo>)</mo>") if rank(node) < least else made
+        return row(OPEN, made, CLOSE) if rank(node) < least else made
 
     def inner(node: ast.expr) -> str:
         match node:
@@ -71,7 +72,7 @@ def mathml(formula: str) -> str:
             case ast.Name(name):
                 return f"<mi>{LOOKS.get(name, name)}</mi>"
             case ast.Call(ast.Name(name), arguments):
-                return row(f"<mi>{name}</mi><mo>(</mo>", "<mo>,</mo>".join(map(text, arguments)), "<mo>)</mo>")
+                return row(f"<mi>{name}</mi>", OPEN, "<mo>,</mo>".join(map(text, arguments)), CLOSE)
             case ast.BinOp(left, ast.Add(), right):
                 return row(text(left), "<mo>+</mo>", text(right))
             case ast.BinOp(left, ast.Sub(), right):
