@@ -1,7 +1,9 @@
 "use strict";
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c", "#6b46c1", "#b7791f"];
+// The colours of the figures: activations are pink, whatever they are activations of.
+const COLOURS = { weights: "#0072b2", gradients: "#d55e00", "optimizer states": "#009e73", blocks: "#cc79a7", "the rest": "#8c8c8c" };
+const OTHERS = ["#e69f00", "#56b4e9", "#b7791f", "#6b46c1"];
 const SIZES = [24, 40, 80, 141];
-const colour = {};
+const colourOf = name => COLOURS[name] ??= OTHERS[(Object.keys(COLOURS).length - 5) % OTHERS.length];
 controls({ data: 8, tensor: 8, ZeRO: 1 }, (row, chosen) => {
   $("drawing").replaceChildren();
   $("table").replaceChildren();
@@ -9,15 +11,16 @@ controls({ data: 8, tensor: 8, ZeRO: 1 }, (row, chosen) => {
     $("says").value = "The trainer refuses this: ZeRO-3 with a pipeline would gather a layer again for each micro-batch in flight.";
     return;
   }
-  const parts = Object.entries(row), total = parts.reduce((sum, [, size]) => sum + size, 0), GB = 1e9;
+  const GB = 1e9, total = Object.values(row).reduce((sum, size) => sum + size, 0);
+  const large = Object.entries(row).filter(([, size]) => size > total / 100);
+  const parts = [...large, ["the rest", total - large.reduce((sum, [, size]) => sum + size, 0)]];
   const most = Math.max(total, 80 * GB) * 1.05, wide = 1000, scale = wide / most;
   const fits = SIZES.find(size => size * GB * .92 > total);
   const says = `${(total / GB).toFixed(1)} GB at the peak: ` + (fits ? `fits a GPU of ${fits} GB` : "fits none of 24, 40, 80, 141 GB");
   const { svg, give } = picture(wide, 70, says);
   let x = 0;
   for (const [name, size] of parts) {
-    colour[name] ??= COLOURS[Object.keys(colour).length % COLOURS.length];
-    give("rect", { x, y: 0, width: size * scale, height: 44, fill: colour[name] });
+    give("rect", { x, y: 0, width: size * scale, height: 44, fill: colourOf(name) });
     x += size * scale;
   }
   for (const size of SIZES.filter(size => size * GB < most)) {
@@ -28,7 +31,7 @@ controls({ data: 8, tensor: 8, ZeRO: 1 }, (row, chosen) => {
   for (const [name, size] of parts) {
     const line = $("table").insertRow();
     const mark = document.createElement("span");
-    mark.style.cssText = `display:inline-block;width:.9em;height:.9em;margin-right:.5em;background:${colour[name]}`;
+    mark.style.cssText = `display:inline-block;width:.9em;height:.9em;margin-right:.5em;background:${colourOf(name)}`;
     line.insertCell().append(mark, name);
     line.insertCell().textContent = `${(size / GB).toFixed(2)} GB`;
   }

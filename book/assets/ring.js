@@ -23,10 +23,10 @@ function draw(number) {
       give("line", { x1: x + 36 * dx, y1: y + 36 * dy, x2: ax, y2: ay, stroke: "var(--bw)", "stroke-width": 3 });
       give("polygon", { points: `${ax},${ay} ${ax - 10 * dx - 6 * dy},${ay - 10 * dy + 6 * dx} ${ax - 10 * dx + 6 * dy},${ay - 10 * dy - 6 * dx}`, fill: "var(--bw)" });
     }
-    give("circle", { cx: x, cy: y, r: 34, fill: "var(--f)" });
-    give("text", { x, y: y - 4, "font-size": 13, "text-anchor": "middle", class: "on" }, `rank ${r}`);
-    give("text", { x, y: y + 13, "font-size": 12, "text-anchor": "middle", class: "on" }, `K/V ${rank.owner}`);
-    give("text", { x: 690 + 196 * Math.cos(angle), y: 184 + 160 * Math.sin(angle), "font-size": 12, "text-anchor": "middle" }, `${computed[r]} pairs`);
+    give("circle", { cx: x, cy: y, r: 36, fill: "var(--f)" });
+    give("text", { x, y: y - 8, "font-size": 13, "text-anchor": "middle", class: "on" }, `rank ${r}`);
+    give("text", { x, y: y + 9, "font-size": 12, "text-anchor": "middle", class: "on" }, `K/V ${rank.owner}`);
+    give("text", { x, y: y + 27, "font-size": 10, "text-anchor": "middle", class: "on" }, `${computed[r]} pairs`);
   });
   $("drawing").replaceChildren(svg);
   $("says").value = says;

@@ -1,6 +1,11 @@
 // A page that was opened as a file may not start a Worker. The search is one: here it runs in a hidden frame instead.
 // (What the generator would fetch for this from a server that is not ours.)
 if (location.protocol === "file:") {
+  // As with a Worker: a copy arrives, and never while the sender is still running.
+  const later = (data, take) => {
+    const copy = structuredClone(data);
+    setTimeout(() => take(new MessageEvent("message", { data: copy })));
+  };
   window.Worker = class extends EventTarget {
     constructor(address) {
       super();
@@ -10,11 +15,10 @@ if (location.protocol === "file:") {
       this.frame.title = "search";
       document.body.append(this.frame);
       const inside = this.frame.contentWindow;
-      inside.postMessage = data => {
-        const message = new MessageEvent("message", { data });
+      inside.postMessage = data => later(data, message => {
         this.dispatchEvent(message);
         if (this.onmessage) this.onmessage(message);
-      };
+      });
       const script = inside.document.createElement("script");
       script.src = address;
       script.onload = () => {
@@ -26,7 +30,7 @@ if (location.protocol === "file:") {
     }
     postMessage(data) {
       if (this.waiting) this.waiting.push(data);
-      else this.frame.contentWindow.dispatchEvent(new MessageEvent("message", { data }));
+      else later(data, message => this.frame.contentWindow?.dispatchEvent(message));
     }
     terminate() { this.frame.remove(); }
   };
