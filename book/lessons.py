@@ -26,7 +26,9 @@ def tracked() -> frozenset[str]:
     """Every file of the repository, and every folder of one, by its path from the root."""
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     files = listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
-    files = files or [str(f.relative_to(ROOT)) for f in ROOT.rglob("*") if f.is_file() and ".venv" not in f.parts]
+    if not files:  # a plain copy, without a history
+        made = {".venv", "__pycache__", "site", "pages", "runs", "student"}
+        files = [str(f.relative_to(ROOT)) for f in ROOT.rglob("*") if f.is_file() and not made & {*f.parts}]
     return frozenset(file for file in files if (ROOT / file).is_file())
 
 

@@ -24,7 +24,16 @@ import zero
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import Config, UsageError, parse  # noqa: F401  what the test asks the trainer
-from plan_memory import Layout, block_activations, block_weights, held, schedule_of, weights_of
+from plan_memory import (  # noqa: F401  some for the front page's figure
+    Layout,
+    activations,
+    block_activations,
+    block_weights,
+    held,
+    schedule_of,
+    stage_layers,
+    weights_of,
+)
 from plan_traffic import flows
 from schedule_simulator import Times, peak_activations, simulate
 from zero_hybrid import bytes_across

@@ -5,6 +5,7 @@ import re
 from functools import cache
 from types import SimpleNamespace
 
+import front_figure
 import pytest
 from cheat_sheet import PAGE, formulas_of, page, symbols, techniques
 from formulas import evaluate, mathml, names, show
@@ -125,3 +126,17 @@ def test_a_formula_cannot_call_anything():
     with pytest.raises(NameError):
         evaluate("open", {})
     assert evaluate("min(a, 2)", vars(SimpleNamespace(a=3))) == 2
+
+
+def test_the_figure_of_the_front_page_is_the_one_that_is_drawn_now():
+    assert front_figure.PAGE.read_text() == front_figure.drawing(), "run python book/front_figure.py"
+
+
+def test_the_figure_shows_who_cuts_what():
+    table = front_figure.table()
+    quarters = {name: [column for column, part in row.items() if round(part, 3) == 0.25] for name, row in table.items()}
+    states = ["weights", "gradients", "optimizer states"]
+    assert quarters["data parallel"] == []
+    assert [quarters[f"ZeRO-{stage}"] for stage in (1, 2, 3)] == [states[2:], states[1:], states]
+    assert quarters["tensor + sequence"][:3] == states
+    assert quarters["context: ring"] == ["activations"]

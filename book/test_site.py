@@ -82,17 +82,25 @@ def test_the_whole_book_is_built_and_its_pages_draw_in_a_browser_without_a_netwo
         assert words in page, name
 
 
-# The page's own search, asked as its input field would ask it: the answer must have come through our stand-in for Worker.
+# The page's own search, asked as its input field would ask it. The answer comes through our stand-in for a Worker.
 ASK = """<script>
 const Ours = window.Worker, said = [];
 window.Worker = class extends Ours {
-  constructor(address) { super(address); window.asked = this; this.addEventListener("message", e => said.push(e.data)); }
+  constructor(address) {
+    super(address);
+    window.asked = this;
+    this.addEventListener("message", e => said.push(e.data));
+  }
 };
-setTimeout(() => document.dispatchEvent(new KeyboardEvent("keydown", { key: "k", ctrlKey: true, bubbles: true })), 1000);
-const all = { input: { type: "operator", data: { operator: "and", operands: [] } },
-  aggregation: { input: [{ type: "term", data: { field: "tags" } }] } };
-setTimeout(() => asked.postMessage({ type: 2, data: { input: "zigzag", filter: all } }), 4000);
-setTimeout(() => document.body.append(`FOUND ${said.filter(m => m.type === 3).map(m => m.data.items.length)}.`), 8000);
+const open = new KeyboardEvent("keydown", { key: "k", code: "KeyK", ctrlKey: true, bubbles: true });
+const all = {
+  input: { type: "operator", data: { operator: "and", operands: [] } },
+  aggregation: { input: [{ type: "term", data: { field: "tags" } }] },
+};
+const counts = () => said.filter(m => m.type === 3).map(m => m.data.items.length);
+setTimeout(() => document.dispatchEvent(open), 1500);
+setTimeout(() => asked.postMessage({ type: 2, data: { input: "zigzag", filter: all } }), 5000);
+setTimeout(() => document.body.append(`FOUND ${counts()}.`), 9000);
 </script></body>"""
 
 
