@@ -123,7 +123,7 @@ class Book:
                 fragment = anchors((ROOT / readme).read_text())[headings.index(heading)] if heading else ""
                 return f"[{term['chapter'][:2]}]({self.refer(page, readme, fragment)})"
 
-            return make(section)
+            return make(section).replace("\n| word", '\n<div class="words" markdown="1">\n\n| word') + "\n</div>\n"
         text = make(lambda path, symbol, line, word: f'[{word}]({self.refer(page, path, f"L{line}")} "{symbol}")')
         return re.sub(r"\(\.\./([^)#]*README\.md)\)", lambda found: f"({self.refer(page, found[1])})", text)
 
