@@ -140,3 +140,30 @@ def test_the_figure_shows_who_cuts_what():
     assert [quarters[f"ZeRO-{stage}"] for stage in (1, 2, 3)] == [states[2:], states[1:], states]
     assert quarters["tensor + sequence"][:3] == states
     assert quarters["context: ring"] == ["activations"]
+
+
+FRONT = {"data parallel": "data", "ZeRO 1, 2": "zero2", "ZeRO 3": "zero3", "tensor": "tensor", "experts": "expert"}
+LARGE = 10**12  # ranks: the front page leaves the factor (ranks - 1)/ranks out
+
+
+@pytest.mark.parametrize("name", FRONT)
+def test_what_the_front_page_says_a_rank_sends_is_what_the_cheat_sheet_says(name):
+    [line] = re.findall(rf"(?m)^\| {re.escape(name)} .*$", (PAGE.parents[1] / "README.md").read_text())
+    said = re.match(r"(\d+) ((?:\w )*\w)(?= a layer|$)", line.strip("| ").split("|")[-1].strip())
+    values = {
+        "Psi": 7.0,
+        "L": 3,
+        "T": 5,
+        "H": 11,
+        "K": 2,
+        "M": 1,
+        "b": 1,
+        "g": 1,
+        "w": 1,
+        "N": LARGE,
+        "t": LARGE,
+        "e": LARGE,
+    }
+    front = math.prod([int(said[1]), *(values["Psi" if letter == "Ψ" else letter] for letter in said[2].split())])
+    times = values["L"] if "L" in said[2].split() else 1  # of all layers
+    assert front == pytest.approx(times * evaluate(ENTRIES[FRONT[name]]["sent"][0]["formula"], values), rel=1e-9)
