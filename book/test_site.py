@@ -68,7 +68,7 @@ def shown(address: str, wait: int = 4000) -> str:
 def test_the_whole_book_is_built_and_its_pages_draw_in_a_browser_without_a_network():
     beside = shutil.which("zensical", path=str(build_book.Path(sys.executable).parent))
     if not (beside or shutil.which("zensical")):
-        pytest.skip("zensical is not installed; `make book` installs it")
+        pytest.skip(reason="zensical is not installed; `make book` installs it")
     done = subprocess.run([sys.executable, str(ROOT / "book" / "build_book.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for name, words in {
@@ -109,7 +109,7 @@ setTimeout(() => document.body.append(`FOUND ${counts()}.`), 9000);
 def test_search_answers_on_a_page_that_was_opened_as_a_file():
     index = build_book.SITE / "index.html"
     if not index.exists():
-        pytest.skip("the book is not built; `make book` builds it (it needs zensical)")
+        pytest.skip(reason="the book is not built; `make book` builds it (it needs zensical)")
     asking = index.with_name("asking.html")
     asking.write_text(index.read_text().replace("</body>", ASK))
     try:
