@@ -40,6 +40,7 @@ def test_the_rounds_of_a_ring_compute_every_causal_pair_once(layout, P):
     rounds = [play_data.round_of(layout, P, number) for number in range(P)]
     pairs = [tuple(pair) for ranks in rounds for rank in ranks for pair in rank["pairs"]]
     assert sorted(pairs) == [(q, k) for q in range(2 * P) for k in range(q + 1)]
+    assert [rank["owner"] for rank in rounds[1]] == [P - 1, *range(P - 1)]  # each block has gone to the next rank
     work = [sum(len(ranks[r]["pairs"]) for ranks in rounds) for r in range(P)]
     assert (len(set(work)) == 1) == (layout == "zigzag")
     assert [sorted(rank["owner"] for rank in ranks) for ranks in rounds] == [list(range(P))] * P
