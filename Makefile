@@ -99,8 +99,22 @@ figures: $(READY)  ## draw every figure again from results/, or with CH=03 those
 	@set -e; for script in $$(grep -l -e --figures $(or $(CH),[01])*_*/bench_*.py $(or $(CH),[01])*_*/*/bench_*.py); do \
 	  echo "== $$script"; $(PY) $$script --figures; done
 
-clean:  ## remove .venv, caches and runs/
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache
+# The web edition: book/README.md. Its generator is installed when it is first needed.
+.PHONY: book book-serve
+BOOK := $(VENV)/.book
+
+$(BOOK): $(READY) book/requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r book/requirements.txt
+	@touch $@
+
+book: $(BOOK)  ## the web edition: lessons beside their code, in book/site/; opens as a file, needs no network
+	@$(PY) book/build_book.py
+
+book-serve: book  ## the same on http://localhost:8000; PORT=8001
+	@$(PY) -m http.server --bind 127.0.0.1 --directory book/site $(or $(PORT),8000)
+
+clean:  ## remove .venv, caches, runs/ and the book that was built
+	rm -rf book/pages book/site book/mkdocs.yml $(VENV) runs .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The course: exercises/README.md.

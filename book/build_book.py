@@ -1,0 +1,215 @@
+"""The web edition: pages from the READMEs and the code, a site from the pages, and a look at every link of the site.
+
+    python book/build_book.py              writes book/site/; open book/site/index.html
+    python book/build_book.py --pages      only the pages, book/pages/: what the generator reads
+
+README.md of this folder says why this generator, and what else would do. Nothing here is fetched from anywhere.
+"""
+
+import argparse
+import json
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import cheat_sheet
+import glossary
+from check_site import faults
+from colours_of_code import numbered
+from lessons import IMAGES, anchors, folders, ground_section, lesson, page_of, tracked
+from places import ROOT
+from play_data import PLAYS, write_data
+
+HERE = Path(__file__).parent
+PAGES, SITE = HERE / "pages", HERE / "site"
+FETCHED = "https://unpkg.com/iframe-worker/shim"
+LARGE = 300_000  # bytes: a longer file is linked as it is, not shown
+
+
+class Book:
+    """The pages made so far, and the files that they refer to and that still need a page."""
+
+    def __init__(self, pages: Path):
+        self.pages = pages
+        self.wanted: list[str] = []
+        self.made: dict[str, str] = {}  # by the file of the repository
+
+    def write(self, page: str, text: str) -> None:
+        file = self.pages / page
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def refer(self, page: str, target: str, fragment: str = "") -> str:
+        """The address of a file of the repository, seen from `page`; the file will have a page."""
+        if target not in tracked() and target not in folders():
+            raise LookupError(f"{page}: there is no {target}")
+        self.wanted.append(target)
+        to = target if shown_as_it_is(target) else page_of(target)
+        return posixpath.relpath(to, posixpath.dirname(page) or ".") + (f"#{fragment}" if fragment else "")
+
+    def readme(self, path: str) -> None:
+        text, page = (ROOT / path).read_text(), page_of(path)
+        made = lesson(path, text, lambda target, fragment: self.refer(page, target, fragment))
+        if beside := [file for file in ground_files(path) if ground_section(text, posixpath.basename(file))]:
+            to = " · ".join(f"[`{posixpath.basename(file)}`]({self.refer(page, file)})" for file in beside)
+            made = made.replace("\n\n", f"\n\nThe lesson beside its code: {to}{{.beside-link}}\n\n", 1)
+        self.write(page, made)
+
+    def code(self, path: str) -> None:
+        """A file with a line number and an anchor on every line; a ground floor beside its part of the README."""
+        page, name = page_of(path), posixpath.basename(path)
+        readme = posixpath.join(posixpath.dirname(path), "README.md")
+        lesson_ = ""
+        if path in ground_files(readme) and readme in tracked():
+            section = ground_section((ROOT / readme).read_text(), name)
+            lesson_ = lesson(readme, section, lambda target, fragment: self.beside(page, target, fragment), at=page)
+            lesson_ = re.sub(r" \{#[^}]*\}$", "", lesson_, flags=re.MULTILINE)
+        hidden = "---\nhide:\n  - navigation\n  - toc\nsearch:\n  exclude: true\n---\n"
+        up = f"From the lesson, [{posixpath.dirname(path)}]({self.refer(page, readme)})." if readme in tracked() else ""
+        body = f'<div class="work">{numbered((ROOT / path).read_text(errors="replace"), path)}</div>\n'
+        if lesson_:
+            text = f'<div class="lesson" markdown="1">\n\n{lesson_}\n\n</div>'
+            body = f'<div class="beside" markdown="1">\n{text}\n{body}</div>\n'
+        self.write(page, f"{hidden}# {path}\n\n{up}\n\n{body}")
+
+    def beside(self, page: str, target: str, fragment: str) -> str:
+        """On a page that has a lesson beside its code, what leads to this code stays on the page."""
+        return f"#{fragment}" if page_of(target) == page and fragment else self.refer(page, target, fragment)
+
+    def listing(self, folder: str) -> None:
+        page = page_of(folder)
+        inside = sorted(file for file in tracked() if posixpath.dirname(file) == folder)
+        rows = [f"- [{posixpath.basename(file)}]({self.refer(page, file)})\n" for file in inside]
+        self.write(page, f"---\nsearch:\n  exclude: true\n---\n# {folder}\n\n{''.join(rows)}")
+
+    def make(self) -> None:
+        shutil.rmtree(self.pages, ignore_errors=True)
+        for page, text in (("cheat_sheet.md", cheat_sheet.web_page), ("glossary.md", glossary.page)):
+            self.write(page, self.generated(page, text))
+        for name in PLAYS:  # their links are those of a file at the root
+            text = (HERE / "play" / f"{name}.md").read_text()
+            self.write(f"{name}.md", lesson("README.md", text, partial(self.refer, f"{name}.md")))
+        self.wanted += [path for path in tracked() if path.endswith(".md") and not path.startswith("book/play/")]
+        self.wanted += [file for path in tracked() for file in ground_files(path)]
+        done: set[str] = {"book/cheat_sheet.md", "book/glossary.md"}
+        while self.wanted:
+            path = self.wanted.pop()
+            if path in done:
+                continue
+            done.add(path)
+            if path in folders():
+                self.listing(path) if page_of(path).endswith("files.md") else self.wanted.append(page_file(path))
+            elif shown_as_it_is(path):
+                (self.pages / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / path, self.pages / path)
+            elif path.endswith(".md"):
+                self.readme(path)
+            else:
+                self.code(path)
+        shutil.copytree(HERE / "assets", self.pages / "assets")
+        write_data(self.pages / "assets")
+
+    def generated(self, page: str, make) -> str:
+        if page == "glossary.md":
+
+            def section(term: dict[str, str]) -> str:
+                readme = f"{term['chapter']}/README.md"
+                heading = glossary.heading_of(term)
+                headings = [h for h, _ in glossary.sections((ROOT / readme).read_text())][1:]
+                fragment = anchors((ROOT / readme).read_text())[headings.index(heading)] if heading else ""
+                return f"[{term['chapter'][:2]}]({self.refer(page, readme, fragment)})"
+
+            return make(section).replace("\n| word", '\n<div class="words" markdown="1">\n\n| word') + "\n</div>\n"
+        text = make(lambda path, symbol, line, word: f'[{word}]({self.refer(page, path, f"L{line}")} "{symbol}")')
+        return re.sub(r"\(\.\./([^)#]*README\.md)\)", lambda found: f"({self.refer(page, found[1])})", text)
+
+
+def page_file(folder: str) -> str:
+    return "README.md" if folder == "." else f"{folder}/README.md"
+
+
+def shown_as_it_is(path: str) -> bool:
+    return path.endswith(IMAGES) or (path in tracked() and (ROOT / path).stat().st_size > LARGE)
+
+
+def ground_files(readme: str) -> list[str]:
+    """The files that stand alone beside this README, if it is a chapter's."""
+    chapter = re.fullmatch(r"(\d\d_\w+)/README\.md", readme)
+    if not chapter:
+        return []
+    if chapter[1].startswith("11"):
+        return [f"{chapter[1]}/five_d.py"]
+    files = [f for f in tracked() if posixpath.dirname(f) == chapter[1] and f.endswith((".py", ".cu"))]
+    return sorted(f for f in files if not posixpath.basename(f).startswith(("test_", "bench_", "_")))
+
+
+def navigation() -> list:
+    chapters = []
+    for readme in sorted(path for path in tracked() if re.fullmatch(r"\d\d_\w+/README\.md", path)):
+        title = (ROOT / readme).read_text().partition("\n")[0].lstrip("# ")
+        title = re.sub(r"^(Chapter )?\d+[.:] ", "", title)
+        code = [{posixpath.basename(file): page_of(file)} for file in ground_files(readme)]
+        chapters.append({f"{readme[:2]} {title[0].upper()}{title[1:]}": [page_of(readme), *code]})
+    course = sorted(path for path in tracked() if path.startswith("exercises/lectures/") and path.endswith(".md"))
+    play = [{title: f"{name}.md"} for name, title in PLAYS.items()]
+    return [
+        {"The book": "index.md"},
+        {"Chapters": chapters},
+        *([{"Play": play}] if play else []),
+        {"Cheat sheet": "cheat_sheet.md"},
+        {"Glossary": "glossary.md"},
+        {"Course": ["exercises/index.md", {"Lectures": [page_of(path) for path in course]}]},
+        {"When it breaks": "when_it_breaks/index.md"},
+        {"More": ["results/index.md", "11_5d_trainer/planner/index.md", "book/index.md"]},
+    ]
+
+
+def configuration(pages: Path, site: Path) -> str:
+    """JSON is YAML, too."""
+    base = json.loads((HERE / "site.json").read_text())
+    return json.dumps(base | {"docs_dir": str(pages), "site_dir": str(site), "nav": navigation()}, indent=1)
+
+
+def stay_at_home(site: Path) -> None:
+    """The generator lets each page fetch one script, with which its search works from file://. We bring our own."""
+    for file in site.rglob("*.html"):
+        up = "../" * (len(file.relative_to(site).parts) - 1)
+        file.write_text(file.read_text().replace(FETCHED, f"{up}assets/worker_for_files.js"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--pages", action="store_true", help="only the pages, not the site")
+    args = parser.parse_args()
+    Book(PAGES).make()
+    print(f"{sum(1 for _ in PAGES.rglob('*.md'))} pages in {PAGES}")
+    if args.pages:
+        return 0
+    beside = str(Path(sys.executable).parent)
+    generator = shutil.which("zensical", path=beside) or shutil.which("zensical")
+    if not generator:
+        print("build_book.py: zensical is not installed; run `make book`", file=sys.stderr)
+        return 2
+    (HERE / "mkdocs.yml").write_text(configuration(Path("pages"), Path("site")))
+    shutil.rmtree(SITE, ignore_errors=True)
+    command = [generator, "build", "--clean", "-f", "mkdocs.yml"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout[-3000:] + done.stderr[-3000:], file=sys.stderr)
+        return 1
+    stay_at_home(SITE)
+    wrong = faults(SITE)
+    print("\n".join(wrong[:40]) or f"every link and anchor of {len(list(SITE.rglob('*.html')))} pages leads somewhere")
+    if wrong:
+        print(f"build_book.py: {len(wrong)} faults", file=sys.stderr)
+        return 1
+    print(f"the book: {SITE / 'index.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Pages from READMEs: links, anchors, names that lead to lines; the colours of code; and every link of every README."""
+
+import html
+import re
+
+import lessons
+import pytest
+from build_book import Book, ground_files
+from colours_of_code import coloured, numbered
+from lessons import anchors, ground_section, lesson, links, names_of, page_of, slug
+from places import ROOT, symbols
+
+READMES = sorted(path for path in lessons.tracked() if path.endswith(".md") and not path.startswith("book/play/"))
+
+
+def as_told(target: str, fragment: str) -> str:
+    return f"<{target}{'#' * bool(fragment)}{fragment}>"
+
+
+def test_files_folders_and_readmes_have_pages():
+    assert page_of("README.md") == page_of(".") == "index.md"
+    assert page_of("03_zero/README.md") == page_of("03_zero") == page_of("03_zero/") == "03_zero/index.md"
+    assert page_of("03_zero/zero.py") == "03_zero/zero.py.md"
+    assert page_of("book/cheat_sheet.md") == "cheat_sheet.md"
+    assert page_of("11_5d_trainer/clusters") == "11_5d_trainer/clusters/files.md"
+    assert page_of("03_zero/figures/timeline.svg") == "03_zero/figures/timeline.svg"
+
+
+def test_a_heading_has_the_anchor_of_a_code_host():
+    assert slug("`Zero1`: the update, between two halves") == "zero1-the-update-between-two-halves"
+    assert slug("6. The [last](x.md) gather") == "6-the-last-gather"
+    assert anchors("# A b\n```\n# no\n```\n## A b\n### A b\n") == ["a-b", "a-b-1", "a-b-2"]
+
+
+def test_links_are_rewritten_from_where_the_readme_lies():
+    text = "[a](../04_tensor_parallel/README.md#x) ![b\nc](figures/timeline.svg) [d](https://x.org/a) [e](#f) [g](#h)"
+    made = lesson("03_zero/README.md", text, as_told)
+    assert "[a](<04_tensor_parallel/README.md#x>)" in made
+    assert "![b\nc](<03_zero/figures/timeline.svg>)" in made
+    assert "[d](https://x.org/a) [e](#f)" in made
+    assert "[e](<03_zero/README.md#f>)" in lesson("03_zero/README.md", text, as_told, at="03_zero/zero.py.md")
+
+
+def test_a_name_in_backquotes_leads_to_the_line_that_defines_it():
+    line = symbols(ROOT / "03_zero/zero.py")["Zero2"]
+    made = lesson(
+        "03_zero/README.md", "`Zero2`, `zero.py`, `ZeroX`, `N`, [`Zero2`](x.md), `Zero2(layers, group)`", as_told
+    )
+    assert made.startswith(
+        f"[`Zero2`](<03_zero/zero.py#L{line}>){{.to-code}}, [`zero.py`](<03_zero/zero.py>){{.to-code}}"
+    )
+    assert "`ZeroX`, `N`, [`Zero2`](<03_zero/x.md>)" in made
+    assert f"[`Zero2(layers, group)`](<03_zero/zero.py#L{line}>)" in made
+
+
+def test_a_name_that_two_classes_have_leads_nowhere():
+    assert "forward" not in names_of("03_zero")
+    assert names_of("03_zero")["Zero3.forward"] == "03_zero/zero.py:Zero3.forward"
+
+
+def test_fences_and_headings_stay_and_folded_answers_are_still_markdown():
+    text = "# `Zero2`\n\n```\n`Zero2` [a](b.md)\n```\n\n"
+    text += "<details>\n<summary>q `Zero2`</summary>\n\na\n</details>\n<!-- x -->\n"
+    made = lesson("03_zero/README.md", text, as_told)
+    assert made.startswith("# `Zero2` {#zero2}\n\n```\n`Zero2` [a](b.md)\n```\n")
+    assert '<details markdown="1">\n<summary markdown="span">q [`Zero2`]' in made
+    assert "<!--" not in made
+
+
+@pytest.mark.parametrize("readme", [path for path in READMES if ground_files(path)])
+def test_every_ground_floor_has_a_part_of_its_readme_to_stand_beside(readme):
+    text = (ROOT / readme).read_text()
+    for file in ground_files(readme):
+        part = ground_section(text, file.rpartition("/")[2])
+        assert part.startswith("## "), file
+        assert len(re.findall(r"(?m)^## ", re.sub(r"(?s)```.*?```", "", part))) == 1
+
+
+def test_code_keeps_its_text_and_its_lines():
+    text = 'def f(a: int) -> str:  # "no string"\n    """two\n    lines < 3"""\n\n    return \'#\' + f"{a}"\n'
+    plain = [html.unescape(re.sub(r"<[^>]*>", "", line)) for line in coloured(text, "x.py")]
+    assert "\n".join(plain) + "\n" == text
+    made = coloured(text, "x.py")
+    assert '<span class="nf">f</span>' in made[0]
+    assert '<span class="c1"># &quot;no string&quot;</span>' in made[0]
+    assert made[1].startswith('    <span class="s">') and made[2].startswith('<span class="s">')
+    assert '<span class="k">__global__</span>' in coloured("__global__ void f() {} // x", "x.cu")[0]
+
+
+@pytest.mark.parametrize("path", ["03_zero/zero.py", "09_kernels/matmul.cu", "Makefile"])
+def test_every_line_of_a_file_has_its_number_and_no_line_is_empty_for_markdown(path):
+    text = (ROOT / path).read_text()
+    made = numbered(text, path)
+    assert made.count('<span class="line" id="L') == len(text.rstrip("\n").split("\n"))
+    assert "\n\n" not in made
+
+
+def test_every_link_of_every_readme_leads_to_a_file_and_to_a_heading_or_a_line_of_it():
+    wrong = []
+    for readme in READMES:
+        for url in links((ROOT / readme).read_text()):
+            path, _, fragment = url.partition("#")
+            if re.match(r"[a-z]+:", url):
+                continue
+            target = (ROOT / readme).parent / path if path else ROOT / readme
+            if not target.exists():
+                wrong.append(f"{readme}: {url}: there is no such file")
+            elif fragment and target.suffix == ".md" and fragment not in anchors(target.read_text()):
+                wrong.append(f"{readme}: {url}: there is no such heading")
+            elif lines := re.fullmatch(r"L(\d+)(?:-L(\d+))?", fragment):
+                last = len(target.read_text().splitlines())
+                wrong += [f"{readme}: {url}: the file has {last} lines"] if int(lines[2] or lines[1]) > last else []
+    assert not wrong
+
+
+def test_every_picture_of_every_readme_has_an_alternative_text():
+    pattern = r"!\[([^\]]*)\]\(([^)]+)\)"
+    bare = [(p, url) for p in READMES for alt, url in re.findall(pattern, (ROOT / p).read_text()) if not alt.strip()]
+    assert not bare
+
+
+def test_a_link_to_a_file_that_is_not_there_stops_the_book(tmp_path):
+    with pytest.raises(LookupError, match="there is no 03_zero/zorro.py"):
+        Book(tmp_path).refer("index.md", "03_zero/zorro.py")
+    book = Book(tmp_path)
+    assert (
+        book.refer("03_zero/index.md", "04_tensor_parallel/README.md", "traps")
+        == "../04_tensor_parallel/index.md#traps"
+    )
+    assert book.wanted == ["04_tensor_parallel/README.md"]

@@ -1,0 +1,119 @@
+"""The site: what the checker of links notices, and, where the generator is installed, the whole book in a browser."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import build_book
+import pytest
+from check_site import faults
+from places import ROOT
+
+GOOD = '<html><body><h1 id="a">A</h1><a href="b/c.html#x">b</a> <a href="#a">a</a> <a href="https://x.org">x</a>{}</body></html>'
+
+
+def site(folder, more=""):
+    (folder / "b").mkdir()
+    (folder / "index.html").write_text(GOOD.format(more))
+    (folder / "b" / "c.html").write_text('<p id="x"><a href="../index.html">up</a></p>')
+    return folder
+
+
+def test_a_site_whose_links_all_lead_somewhere_has_no_faults(tmp_path):
+    assert faults(site(tmp_path)) == []
+    assert faults(tmp_path / "b" / "none") != []
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ('<a href="d.html">d</a>', "d.html leads nowhere"),
+        ('<a href="b/c.html#y">c</a>', "no #y there"),
+        ('<a href="#y">y</a>', "no #y there"),
+        ('<a href="/b/c.html">c</a>', "works on one server only"),
+        ('<script src="https://x.org/a.js"></script>', "fetches https://x.org/a.js"),
+        ('<link rel="stylesheet" href="//x.org/a.css">', "fetches //x.org/a.css"),
+        ('<img src="b/c.html" alt="">', "has no alternative text"),
+        ('<img src="b/d.svg" alt="d">', "b/d.svg is not there"),
+        ('<p id="a">again</p>', "two things are called #a"),
+    ],
+)
+def test_what_is_broken_or_fetched_is_named(more, fault, tmp_path):
+    [line] = faults(site(tmp_path, more))
+    assert line.startswith("index.html: ") and line.endswith(fault), line
+
+
+def test_a_style_that_fetches_a_font_is_named(tmp_path):
+    (site(tmp_path) / "a.css").write_text("@font-face { src: url(https://x.org/f.woff2) }")
+    assert faults(tmp_path) == ["a.css: fetches from outside"]
+
+
+def test_the_one_script_that_the_generator_would_fetch_is_ours(tmp_path):
+    site(tmp_path)
+    (tmp_path / "b" / "c.html").write_text(f'<script src="{build_book.FETCHED}"></script>')
+    build_book.stay_at_home(tmp_path)
+    assert (tmp_path / "b" / "c.html").read_text() == '<script src="../assets/worker_for_files.js"></script>'
+
+
+def shown(address: str, wait: int = 4000) -> str:
+    """The page as a browser has it after its scripts; whatever is not on this machine cannot be reached."""
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--proxy-server=127.0.0.1:9"]
+    command += [f"--virtual-time-budget={wait}", "--dump-dom", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium here")
+def test_the_whole_book_is_built_and_its_pages_draw_in_a_browser_without_a_network():
+    beside = shutil.which("zensical", path=str(build_book.Path(sys.executable).parent))
+    if not (beside or shutil.which("zensical")):
+        pytest.skip(reason="zensical is not installed; `make book` installs it")
+    done = subprocess.run([sys.executable, str(ROOT / "book" / "build_book.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for name, words in {
+        "schedules": "idle 27.3 %",
+        "memory": "GB at the peak",
+        "ring": "Round 0",
+        "experts": "Step 1",
+    }.items():
+        page = shown(f"file://{build_book.SITE}/{name}.html")
+        assert "<svg viewBox" in page, name
+        assert words in page, name
+
+
+# The page's own search, asked as its input field would ask it. The answer comes through our stand-in for a Worker.
+ASK = """<script>
+const Ours = window.Worker, said = [];
+window.Worker = class extends Ours {
+  constructor(address) {
+    super(address);
+    window.asked = this;
+    this.addEventListener("message", e => said.push(e.data));
+  }
+};
+const open = new KeyboardEvent("keydown", { key: "k", code: "KeyK", ctrlKey: true, bubbles: true });
+const all = {
+  input: { type: "operator", data: { operator: "and", operands: [] } },
+  aggregation: { input: [{ type: "term", data: { field: "tags" } }] },
+};
+const counts = () => said.filter(m => m.type === 3).map(m => m.data.items.length);
+setTimeout(() => document.dispatchEvent(open), 1500);
+setTimeout(() => asked.postMessage({ type: 2, data: { input: "zigzag", filter: all } }), 5000);
+setTimeout(() => document.body.append(`FOUND ${counts()}.`), 9000);
+</script></body>"""
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium here")
+def test_search_answers_on_a_page_that_was_opened_as_a_file():
+    index = build_book.SITE / "index.html"
+    if not index.exists():
+        pytest.skip(reason="the book is not built; `make book` builds it (it needs zensical)")
+    asking = index.with_name("asking.html")
+    asking.write_text(index.read_text().replace("</body>", ASK))
+    try:
+        found = re.search(r"FOUND ([\d,]+)\.", shown(f"file://{asking}", wait=12000))
+    finally:
+        asking.unlink()
+    assert found and int(found[1].split(",")[-1]) > 0, found
