@@ -118,7 +118,7 @@ class Course:
         self.files = read_files(root)
         self.chapters: dict[str, Chapter] = {}
         for folder in sorted(root.glob("[01][0-9]_*")):
-            homes = [home for home in (folder, folder / "in_depth") if home.is_dir()]
+            homes = [home for home in (folder, folder / "in_depth", folder / "planner") if home.is_dir()]
             paths = [path for home in homes for path in sorted(home.iterdir()) if path.suffix in (".py", ".cu")]
             scripts = [script for script in map(self._script, paths) if script.fences]
             if scripts:

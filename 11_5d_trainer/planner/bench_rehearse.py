@@ -15,9 +15,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-sys.path[:0] = [str(ROOT / "11_5d_trainer" / "planner"), str(ROOT / "11_5d_trainer")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import chapters  # noqa: E402, F401  finds the chapters below
+import above  # noqa: E402, F401  finds the trainer and the chapters
 from harness.figures import COLOURS, write_figure  # noqa: E402
 from harness.ranks import run_ranks  # noqa: E402
 from harness.report import write_result  # noqa: E402

@@ -11,9 +11,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(0, str(HERE))
 
-import chapters  # noqa: E402, F401  finds the chapters below
+import above  # noqa: E402, F401  finds the trainer and the chapters
 import context_ring  # noqa: E402
 import gradient_reducers  # noqa: E402
 import mesh as mesh_module  # noqa: E402

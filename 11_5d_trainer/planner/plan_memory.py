@@ -27,7 +27,7 @@ Formulas, on T = B S / c tokens of a rank, T' = T / t with sequence parallel and
 `held`, `activations` and `peak` give each a dictionary, so that the largest contributor has a name. What this file
 says is held against the trainer's meter in test_plan.py: the first three to the byte.
 
-    python 11_5d_trainer/plan.py --explain "--tp 2 --zero 1" --model tiny      prints it, line by line
+    python 11_5d_trainer/planner/plan.py --explain "--tp 2 --zero 1" --model tiny      prints it, line by line
 
 Symbols: B micro-batch, S sequence, H hidden, N heads, F intermediate, V vocabulary, E experts, K of them per token;
 t tensor, c context, p pipeline ranks; w = max(e, 4) bytes, in which statistics and the loss are taken.
@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from context_ulysses import kv_heads_of
 from fpdt_costs import Sizes, attention_peak, feed_forward_peak, loss_peak, model_host_peak
 from llama import LlamaConfig

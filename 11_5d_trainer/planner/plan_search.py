@@ -24,7 +24,7 @@ every pipeline rank by plan_memory.py, the bubble by the simulator of chapter 06
 `three_steps` is the other way, the one of the Ultra-Scale Playbook: first make it fit, then reach the global batch,
 then speed it up. It tries dozens of layouts, and the search says what that costs.
 
-    python 11_5d_trainer/plan.py --model llama3-70b --cluster h100-400g --nodes 64 --tokens 4194304 --seq-len 8192
+    python 11_5d_trainer/planner/plan.py --model llama3-70b --cluster h100-400g --nodes 64 --seq-len 8192
 
 Symbols as in plan_memory.py.
 """
@@ -37,7 +37,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import Config

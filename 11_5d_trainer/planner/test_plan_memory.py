@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import plan_memory as pm
 import plan_traffic
 import pytest

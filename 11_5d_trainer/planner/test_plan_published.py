@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import plan_published as pp
 import plan_search
 import plan_time

@@ -4,8 +4,8 @@ Products of five sizes give the two numbers of the planner's rule (peak x n / (n
 memory, and, with several ranks, an all-reduce of a large and of a small tensor gives bandwidth and latency. Ranks of
 one CPU share its cores: how much faster is one of them while the others wait?
 
-    python 11_5d_trainer/plan.py --calibrate my.json                          one rank: products and copies
-    torchrun --nproc_per_node 4 11_5d_trainer/plan.py --calibrate my.json     collectives too; rank 0 writes
+    python 11_5d_trainer/planner/plan.py --calibrate my.json                          one rank: products and copies
+    torchrun --nproc_per_node 4 11_5d_trainer/planner/plan.py --calibrate my.json     collectives too; rank 0 writes
 """
 
 import json

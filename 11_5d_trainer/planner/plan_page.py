@@ -6,7 +6,7 @@ JavaScript, for layouts of data, tensor, sequence and pipeline parallelism with 
 five fitted numbers) are put in by `page` from the Python side. That both say the same is tested in a real browser:
 the page, opened with #check=[...], answers with its numbers for the given layouts (test_plan_page.py).
 
-    python 11_5d_trainer/plan.py --html plan.html
+    python 11_5d_trainer/planner/plan.py --html plan.html
 """
 
 import json
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from llama import LLAMA3_405B
 from model import EXPERTS, PRESETS
 from plan_memory import Layout, widths

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import shlex
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import plan
 import plan_after
 import plan_search

@@ -9,12 +9,12 @@ plan_published.py.
     Ulysses     TFLOPs by GPUs and length (2309.14509)                                        chapter 05's cost model
     FPDT        GB at one and two chunks; longest sequences by the number of GPUs             chapter 08's formulas
 
-    python 11_5d_trainer/plan.py --facts
+    python 11_5d_trainer/planner/plan.py --facts
 """
 
 from dataclasses import dataclass
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from accounting import gpt_activations
 from context_ulysses import Machine, cost_model
 from fpdt_costs import paper_table as fpdt_table

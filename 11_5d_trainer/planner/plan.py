@@ -1,15 +1,16 @@
 """Which layout for this model on this cluster, and why: before a single GPU is rented.
 
-    python 11_5d_trainer/plan.py --model llama3-70b --cluster h100-400g --nodes 64 --seq-len 8192 --tokens 4194304
-    python 11_5d_trainer/plan.py --model llama3-8b --cluster h100x8 --explain "--tp 2 --zero 1 --micro-batch 1"
-    python 11_5d_trainer/plan.py --config my/config.json       a Llama or Mixtral of Hugging Face instead of --model
-    python 11_5d_trainer/plan.py --facts                       published measurements, and how far off the planner is
-    python 11_5d_trainer/plan.py --calibrate my.json           measure this machine, write a cluster file
-    python 11_5d_trainer/plan.py --after runs/x --cluster my.json          measured beside predicted
-    python 11_5d_trainer/plan.py --after runs/x --cluster my.json --write  and what was measured back into the file
-    python 11_5d_trainer/plan.py --html plan.html              a page with sliders, for any browser, without a network
-    ... --figure bars.svg                                      bytes and seconds of the ten layouts, drawn
-    ... --json                                                 the same answers for a program
+    P=11_5d_trainer/planner/plan.py
+    python $P --model llama3-70b --cluster h100-400g --nodes 64 --seq-len 8192 --tokens 4194304
+    python $P --model llama3-8b --cluster h100x8 --explain "--tp 2 --zero 1 --micro-batch 1"
+    python $P --config my/config.json        a Llama or Mixtral of Hugging Face instead of --model
+    python $P --facts                        published measurements, and how far off the planner is
+    python $P --calibrate my.json            measure this machine, write a cluster file
+    python $P --after runs/x --cluster my.json           measured beside predicted
+    python $P --after runs/x --cluster my.json --write   and what was measured back into the file
+    python $P --html plan.html               a page with sliders, for any browser, without a network
+    ... --figure bars.svg                    bytes and seconds of the ten layouts, drawn
+    ... --json                               the same answers for a program
 
 The first prints the ten fastest layouts that fit, with the reason why each beats the next; the command that starts the
 simplest of those that are as fast as one can tell; why the obvious other layouts lose; and how many layouts were looked
@@ -37,7 +38,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import plan_facts
 import plan_figures
 from hf import read_sizes

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import plan
 import plan_calibrate
 import plan_facts
@@ -27,7 +27,7 @@ from plan_search import Task, exact, search
 from plan_time import read_cluster, step_time
 from plan_traffic import Flow
 
-HERE = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
 
 
 def task(model=LLAMA3_8B, cluster="h100-400g", nodes=4, batch=512, seq=4096):

@@ -1,9 +1,9 @@
 """The planner against what was measured: bytes by the trainer's meter, seconds of small layouts on this machine's CPU.
 
-    python 11_5d_trainer/bench/bench_plan.py   verifies, measures, writes results/11_plan_*.json and the figures
-    python 11_5d_trainer/bench/bench_plan.py --predict    only what is predicted, without a measurement, and draws
-    python 11_5d_trainer/bench/bench_plan.py --memory     only the bytes, which are the same on a busy machine
-    python 11_5d_trainer/bench/bench_plan.py --figures    only draws
+    python 11_5d_trainer/planner/bench_plan.py   verifies, measures, writes results/11_plan_*.json and the figures
+    python 11_5d_trainer/planner/bench_plan.py --predict    only what is predicted, without a measurement, and draws
+    python 11_5d_trainer/planner/bench_plan.py --memory     only the bytes, which are the same on a busy machine
+    python 11_5d_trainer/planner/bench_plan.py --figures    only draws
 
 First the bytes: if what is held is not exact, or a peak is off by more than 5 %, it ends with exit code 1 and writes
 nothing. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed, and put beside the order in which the
@@ -20,9 +20,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-sys.path[:0] = [str(ROOT / "11_5d_trainer"), str(ROOT / "11_5d_trainer" / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import chapters  # noqa: E402, F401  finds the chapters below
+import above  # noqa: E402, F401  finds the trainer and the chapters
 import plan_facts  # noqa: E402
 import plan_figures  # noqa: E402
 import plan_memory as pm  # noqa: E402
@@ -107,7 +107,7 @@ def calibrated(ranks: int) -> plan_time.Cluster:
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/machine.json"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        script = str(ROOT / "11_5d_trainer" / "plan.py")
+        script = str(ROOT / "11_5d_trainer" / "planner" / "plan.py")
         subprocess.run([*launch, script, "--calibrate", file], check=True, stdout=subprocess.DEVNULL)
         return plan_time.read_cluster(file)
 

@@ -8,7 +8,7 @@ import subprocess
 from html import unescape
 from urllib.parse import quote
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import pytest
 from plan_memory import Layout
 from plan_page import page, page_numbers

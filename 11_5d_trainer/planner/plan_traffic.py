@@ -28,7 +28,7 @@ Symbols as in plan_memory.py.
 from collections import Counter
 from dataclasses import dataclass
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from fpdt_costs import network_bytes
 from llama import LlamaConfig
 from moe_layer import MoEConfig
