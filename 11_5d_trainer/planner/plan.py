@@ -73,6 +73,9 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4 * 2**20, help="of a global batch")
     parser.add_argument("--precision", default="bf16-master", choices=("bf16-master", "fp32"))
     parser.add_argument(
+        "--kernels", default="", choices=("torch", "triton"), help="default: what the trainer takes on a GPU"
+    )
+    parser.add_argument(
         "--explain", metavar="LAYOUT", help="the trainer's options, in quotes: the budget of one layout"
     )
     parser.add_argument("--facts", action="store_true", help="compare with published measurements")
@@ -105,7 +108,7 @@ def task_of(args: argparse.Namespace) -> Task:
     model, moe = (MODELS[args.model], mixture(args.model)) if not args.config else of_config(args.config)
     name = f"--config {args.config}" if args.config else f"--model {args.model}"
     batch, gpus = args.tokens // args.seq_len, nodes * cluster.gpus_per_node
-    return Task(model, moe, cluster, gpus, batch, args.seq_len, args.precision, name)
+    return Task(model, moe, cluster, gpus, batch, args.seq_len, args.precision, name, args.kernels)
 
 
 def mixture(model: str) -> MoEConfig | None:
@@ -268,7 +271,7 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     """The budget of one layout. Raises UsageError for options that the trainer would refuse."""
     words = parse_trainer(given.split())
     words = {"seq_len": task.seq_len, "global_batch": task.global_batch, "micro_batch": 1} | words
-    everything: dict[str, Any] = {"precision": task.precision, "steps": 300} | words
+    everything: dict[str, Any] = {"precision": task.precision, "steps": 300, "kernels": task.base.kernels} | words
     config = Config(**everything)
     if config.precision == "bf16-master" and not config.zero and "precision" not in words:
         config = dataclasses.replace(config, precision="fp32")

@@ -97,7 +97,7 @@ def families() -> tuple[Family, ...]:
         for row in each.pop("rows"):
             (measure,) = set(row) & set(MEASURES)
             sizes, published = row.pop("model"), row.pop(measure)
-            layout = Layout(**({"precision": "bf16-master"} | row))
+            layout = Layout(**({"precision": "bf16-master"} | row))  # with --kernels torch: no source fused its norms
             runs.append(Run(sizes, models[sizes], layout, measure, published))
         found.append(Family(runs=tuple(runs), **each))
     return tuple(found)
