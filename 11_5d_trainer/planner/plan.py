@@ -8,7 +8,7 @@
     python $P --calibrate my.json            measure this machine, write a cluster file
     python $P --after runs/x --cluster my.json           measured beside predicted
     python $P --after runs/x --cluster my.json --write   and what was measured back into the file
-    python $P --html plan.html               a page with sliders, for any browser, without a network
+    python $P --html plan.html               the same for a browser: move one axis, see what it costs
     ... --figure bars.svg                    bytes and seconds of the ten layouts, drawn
     ... --json                               the same answers for a program
 
@@ -322,7 +322,10 @@ def main(given: list[str] | None = None) -> int:
         elif args.html:
             from plan_page import write_page
 
-            lines, data = write_page(Path(args.html))
+            task = task_of(args)
+            said, found = answer(task)
+            start = Layout(**found["best"][0]["layout"])
+            lines, data = write_page(Path(args.html), task, "\n".join(said), start)
         elif args.facts:
             lines, data = facts()
         elif args.after:

@@ -1,259 +1,201 @@
 # ruff: noqa: E501 -- the page below is HTML and JavaScript
-"""The planner as one HTML file: sliders for model, cluster and layout; bars for memory and time; the pipeline, drawn.
+"""The planner as one HTML file: for one model on one cluster, a choice for every axis, and what each choice costs.
 
-The page needs no server and no network. Its formulas are those of plan_memory.py and plan_time.py written once more, in
-JavaScript, for layouts of data, tensor, sequence and pipeline parallelism with ZeRO; its constants (clusters, models, the
-five fitted numbers) are put in by `page` from the Python side. That both say the same is tested in a real browser:
-the page, opened with #check=[...], answers with its numbers for the given layouts (test_plan_page.py).
+Problem. A table of the ten best says little about the neighbours of the best. One wants to move one axis and look.
 
-    python 11_5d_trainer/planner/plan.py --html plan.html
+Idea. The page computes nothing. Every layout that it can show was asked for when it was written, in Python: bytes by
+`rough_held` and the search's formulas for the rest, seconds by `step_time`. They lie in the page as one table of numbers, a row for each
+combination of the axes, and the page looks a row up. So it cannot disagree with the planner, and knows what that knows:
+experts, context parallelism, any config.json, any cluster file.
+
+    python 11_5d_trainer/planner/plan.py --model mixtral-8x7b --nodes 4 --html plan.html
+
+The page needs no server and no network. Opened with #pick=[...] it answers with its numbers for these rows, which is
+how test_plan_page.py asks it in a real browser.
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import above  # noqa: F401  finds the trainer and the chapters
-from llama import LLAMA3_405B
-from model import EXPERTS, PRESETS
-from plan_memory import Layout, widths
-from plan_search import GB, RESERVED, Task, rough_peak
-from plan_time import CLUSTERS, read_cluster, rough_states, step_time
+from plan_memory import Layout, schedule_of
+from plan_search import GB, RECOMPUTE, Task, divisors, in_flight, powers, refused, room, stays
+from plan_time import rough_held, step_time
+from schedule_simulator import F, Times, simulate
 
-MODELS = {name: sizes for name, sizes in (PRESETS | {"llama3-405b": LLAMA3_405B}).items() if name not in EXPERTS}
-
-
-def page_numbers(model: str, cluster: str, layout: Layout) -> dict[str, Any]:
-    """What the page shall say about a layout: bytes of states and at the peak, seconds by part."""
-    sizes, machine = MODELS[model], read_cluster(cluster)
-    task = Task(sizes, None, machine, layout.ranks, layout.global_batch, layout.seq_len, layout.precision)
-    step = step_time(sizes, None, layout, machine, simulated=False)
-    return {"states": rough_states(sizes, None, layout), "peak": rough_peak(task, layout), "parts": step.parts}
+AXES = ("tp", "cp", "pp", "ep", "zero", "micro-batch", "recompute")
+BYTES = ("weights", "gradients", "optimizer states", "whole for a while", "activations", "working set")
+DRAWN = 16  # micro-batches of the pipeline that is drawn, at most
 
 
-def machine(name: str) -> dict[str, Any]:
-    """A cluster as the page knows it: with the size that follows from two of its fields."""
-    return asdict(read_cluster(name)) | {"narrow": read_cluster(name).narrow}
+def choices(task: Task) -> dict[str, list[Any]]:
+    """What each axis can be set to. Others (Ulysses, other schedules) are for the search."""
+    pp = [p for p in divisors(task.gpus) if p <= min(task.model.layers, 16)]
+    ep = powers(task.moe.experts, 64) if task.moe else [1]
+    return dict(
+        zip(
+            AXES,
+            (powers(task.gpus, 16), powers(task.gpus, 16), pp, ep, [0, 1, 2, 3], [1, 2, 4, 8], list(RECOMPUTE)),
+            strict=True,
+        )
+    )
 
 
-def page() -> str:
-    constants = {
-        "models": {name: asdict(sizes) for name, sizes in MODELS.items()},
-        "clusters": {file.stem: machine(file.stem) for file in sorted(CLUSTERS.glob("*.json"))},
-        "reserved": RESERVED,
-        "gb": GB,
-        "widths": asdict(widths("bf16-master")),
-        "bucket": Layout.bucket_bytes,
+def layout_of(
+    task: Task, tp: int, cp: int, pp: int, ep: int, zero: int, micro_batch: int, recompute: str
+) -> Layout | str:
+    """The layout of a choice, or why there is none."""
+    if task.gpus % (tp * cp * pp):
+        return "tp x cp x pp does not divide the GPUs"
+    shape = replace(
+        task.base,
+        tp=tp,
+        sequence_parallel=tp > 1,
+        ring=cp,
+        pp=pp,
+        ep=ep,
+        zero=zero,
+        recompute=recompute,
+        dp=task.gpus // tp // cp // pp,
+    )
+    if reason := refused(task, shape):
+        return reason
+    if shape.dp * shape.cp % ep:
+        return "ep does not divide the ranks that hold the same weights"
+    if task.global_batch // shape.dp % micro_batch:
+        return "the batch does not divide by the micro-batch"
+    if zero == 3 and pp > 1:
+        return "stage 3 does not go with a pipeline"
+    if zero == 0 and task.precision == "bf16-master":
+        return "bf16-master keeps its fp32 weights in ZeRO's shards"
+    return replace(shape, micro_batch=micro_batch, micro_batches=task.global_batch // shape.dp // micro_batch)
+
+
+def bytes_of(task: Task, layout: Layout) -> list[float]:
+    """By BYTES, at the higher of the search's two moments: the loss on the last rank, a block's backward on the first."""
+    held = rough_held(task.model, task.moe, layout)
+    states, (blocks, ends, loss, block) = stays(task, layout), room(task, layout)
+    flight = in_flight(layout.schedule, layout.pp, layout.micro_batches, layout.stages_per_rank)
+    moments = [(states[0], blocks + ends, loss), (states[1], blocks * flight, block)]
+    all_states, kept, work = max(moments, key=sum)
+    return [*held.values(), all_states - sum(held.values()), kept, work]
+
+
+def numbers(task: Task, layout: Layout) -> list[float]:
+    """A row of the table: bytes, then seconds."""
+    step = step_time(task.model, task.moe, layout, task.cluster, simulated=False)
+    return [*bytes_of(task, layout), *step.parts.values(), step.mfu(layout, task.cluster)]
+
+
+def drawing(pp: int, m: int) -> list[list[float]]:
+    """[rank, 0 forward or 1 backward, begin, length] of 1F1B by chapter 06's simulator, over the length of the step."""
+    schedule = schedule_of(Layout(pp=pp, micro_batches=m))
+    run = simulate(schedule, Times(1.0, 1.0, 1.0))
+    rows = []
+    for rank, (actions, begins, ends) in enumerate(zip(schedule.actions, run.start, run.end, strict=True)):
+        for action, begin, end in zip(actions, begins, ends, strict=True):
+            rows.append(
+                [rank, int(action.kind != F), round(begin / run.makespan, 4), round((end - begin) / run.makespan, 4)]
+            )
+    return rows
+
+
+def table(task: Task) -> dict[str, Any]:
+    """All that the page knows. Numbers with four digits: enough for a bar, and a tenth of the bytes."""
+    rows: dict[str, Any] = {}
+    parts: list[str] = []
+    for chosen in product(*choices(task).values()):
+        layout = layout_of(task, *chosen)
+        if isinstance(layout, str):
+            rows[",".join(map(str, chosen))] = layout
+            continue
+        parts = parts or list(step_time(task.model, task.moe, layout, task.cluster, simulated=False).parts)
+        rows[",".join(map(str, chosen))] = [float(f"{each:.4g}") for each in numbers(task, layout)] + [layout.options()]
+    reasons = sorted({row for row in rows.values() if isinstance(row, str)})
+    short = {key: reasons.index(row) if isinstance(row, str) else row for key, row in rows.items()}
+    pipelines = {p: drawing(p, min(DRAWN, 2 * p)) for p in choices(task)["pp"]}
+    return {
+        "axes": choices(task), "rows": short, "reasons": reasons, "bytes": BYTES, "seconds": parts, "gb": GB, "room": task.memory,
+        "gpus": task.gpus, "tokens": task.global_batch * task.seq_len, "drawings": pipelines,
+    }  # fmt: skip
+
+
+def page(task: Task, best: str = "", start: Layout | None = None) -> str:
+    """`best`: what plan.py prints for this task. `start`: the layout that is shown first."""
+    what = f"{task.name.replace('--model ', '').replace('--config ', '')} on {task.gpus} GPUs ({task.cluster.name}), {task.global_batch} x {task.seq_len} tokens"
+    data = table(task)
+    x = start or task.base
+    first = dict(zip(AXES, (x.tp, x.ring, x.pp, x.ep, x.zero or 1, x.micro_batch, x.recompute), strict=True))
+    data["start"] = {
+        axis: value if value in data["axes"][axis] else data["axes"][axis][0] for axis, value in first.items()
     }
-    return PAGE.replace("/*CONSTANTS*/", json.dumps(constants))
+    text = PAGE.replace("/*DATA*/", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
+    for mark, words in (("<!--TASK-->", what), ("<!--BEST-->", best)):
+        text = text.replace(mark, words.replace("&", "&amp;").replace("<", "&lt;"))
+    return text
 
 
-def write_page(path: Path) -> tuple[list[str], dict[str, Any]]:
-    path.write_text(page())
+def write_page(path: Path, task: Task, best: str = "", start: Layout | None = None) -> tuple[list[str], dict[str, Any]]:
+    path.write_text(page(task, best, start))
     return [f"wrote {path}; open it in a browser"], {"file": str(path)}
 
 
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Which layout?</title>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>Which layout?</title>
 <style>
-body { font: 15px system-ui, sans-serif; max-width: 62rem; margin: 1rem auto; padding: 0 1rem; color: #222 }
-label { display: inline-block; margin: .2rem 1rem .2rem 0 } output { font-weight: 600 }
-.bar { display: flex; height: 2rem; background: #eee; margin: .3rem 0; overflow: hidden }
-.bar div { height: 100%; font-size: 11px; overflow: hidden; white-space: nowrap; color: #fff; padding: .2rem }
-.over { outline: 3px solid #c0392b } svg { width: 100%; background: #fafafa }
+:root { color-scheme: light dark } body { font: 15px system-ui, sans-serif; max-width: 62rem; margin: 1rem auto; padding: 0 1rem }
+form { display: flex; flex-wrap: wrap; gap: .4rem 1rem } .bar { display: flex; height: 2rem; background: #8883; margin: .3rem 0; overflow: hidden }
+.bar div { height: 100%; box-sizing: border-box; font-size: 11px; overflow: hidden; white-space: nowrap; color: #fff }
+.over { outline: 3px solid #c0392b } svg { width: 100%; height: 10rem; background: #8881 } pre { overflow-x: auto; font-size: 12px }
+.legend span { display: inline-block; margin-right: 1rem; font-size: 12px } .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .3em }
+h2 { font-size: 1.1rem; margin: 1rem 0 .2rem } #command { white-space: pre-wrap; overflow-wrap: anywhere }
 </style>
 <h1>Which layout?</h1>
-<p>Move a slider. The first bar is the memory of the fullest GPU, the second the time of one step, the drawing the
-pipeline: forwards in blue, backwards in orange, one row for each rank; what is white is the bubble.</p>
+<p id="task"><!--TASK--></p>
+<p>Choose a value for each axis; what remains of the GPUs is data parallel. The first bar is the memory of the fullest GPU,
+the second the time of one step. Every number was computed by plan.py when this page was written.</p>
 <form id="form"></form>
-<h2>Memory <output id="memory-total"></output></h2><div class="bar" id="memory"></div>
-<h2>Time <output id="time-total"></output></h2><div class="bar" id="time"></div>
-<h2>Pipeline <output id="bubble"></output></h2><svg id="pipeline" viewBox="0 0 1000 160"></svg>
+<h2>Memory <output id="memory-total"></output></h2><div class="bar" id="memory"></div><div class="legend" id="memory-legend"></div>
+<h2>Time <output id="time-total"></output></h2><div class="bar" id="time"></div><div class="legend" id="time-legend"></div>
+<h2>Pipeline</h2><p>One forward, one backward; a row for each rank: forward in blue, backward in orange, and what is empty is the bubble.</p>
+<svg id="pipeline" viewBox="0 0 1000 160" preserveAspectRatio="none" role="img" aria-label="the pipeline's forwards and backwards by rank"></svg>
+<h2>Options of the trainer</h2><pre id="command"></pre>
+<details><summary>What plan.py says: the ten fastest, and why the others lose</summary><pre><!--BEST--></pre></details>
 <pre id="check"></pre>
 <script>
-const C = /*CONSTANTS*/;
-const W = C.widths, e = W.activation, w = Math.max(e, 4);
-const COLORS = ["#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b7791f", "#4a5568", "#97266d"];
-
-// ---- memory: plan_memory.py
-function block(m, x, mode) {
-  const T = x.mb * x.seq, outer = x.sp ? T / x.tp : T, H = m.hidden, D = H / m.heads;
-  if (mode === "full") return outer * H * e;
-  const norms = 2 * outer * (H * w + 2 * H * e + w), kv = m.kv_heads / Math.min(m.kv_heads, x.tp);
-  const core = 2 * T * H / x.tp * e + 2 * T * kv * D * e + (mode === "none" ? T * m.heads / x.tp * w : 0);
-  return norms + core + 4 * T * m.intermediate / x.tp * e;
+const D = /*DATA*/, COLORS = ["#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b7791f", "#4a5568", "#97266d", "#0f766e"];
+const byId = id => document.getElementById(id);
+function look(chosen) {  // the row of a choice, or why there is none
+  const row = D.rows[Object.keys(D.axes).map(axis => chosen[axis]).join(",")];
+  return typeof row === "number" ? { reason: D.reasons[row] }
+    : { bytes: row.slice(0, D.bytes.length), seconds: row.slice(D.bytes.length, D.bytes.length + D.seconds.length), mfu: row[row.length - 2], options: row[row.length - 1] };
 }
-function ends(m, x) {
-  const T = x.mb * x.seq, outer = x.sp ? T / x.tp : T, H = m.hidden;
-  return x.seq * (H / m.heads) * 4 + (x.tp > 1 ? T * 9 : 0) + outer * (H * w + 2 * H * e + w)
-    + T * Math.ceil(m.vocab_size / x.tp) * w + (x.tp > 1 ? T * 9 : w);
-}
-function working(m, x) {
-  const T = x.mb * x.seq, outer = x.sp ? T / x.tp : T, H = m.hidden, V = Math.ceil(m.vocab_size / x.tp);
-  const stream = outer * H * e;
-  let one = stream + 2 * T * m.intermediate / x.tp * e;
-  let loss = T * V * w * (x.tp === 1 ? 2 : 1) + T * V * e;
-  if (x.sp) { loss = Math.max(loss, 3 * T * H * e + V * H * e + stream); one += T * H * e; }
-  if (x.recompute === "full") one += block(m, x, "none") - outer * H * w;
-  return [loss, one];
-}
-function inside(m, x) {
-  const H = m.hidden, pieces = Math.min(m.kv_heads, x.tp), kv = m.kv_heads * (H / m.heads) / pieces * H;
-  return 2 * H + 2 * H * H / x.tp + 2 * kv + 3 * H * m.intermediate / x.tp;
-}
-function outside(m, x) { return Math.ceil(m.vocab_size / x.tp) * m.hidden * (m.tied ? 1 : 2) + m.hidden; }
-function parameters(m, x) { return m.layers / x.pp * inside(m, x) + outside(m, x) / (x.pp === 1 ? 1 : 2); }
-function states(m, x) {
-  const z = x.zero, N = x.dp, each = W.weight / (z === 3 ? N : 1) + W.weight / (z >= 2 ? N : 1);
-  return parameters(m, x) * (each + (2 * W.state + W.master) / (z ? N : 1));
-}
-function memory(m, x) {
-  const p = x.pp, v = x.v, held = states(m, x), one = m.layers / p * block(m, x, x.recompute);
-  const flight = p === 1 ? 1 : v > 1 ? Math.min(x.m, ((v - 1) * p + 2 * p - 1) / v) : Math.min(x.m, p);
-  const late = p > 1 && (x.zero === 0 || x.zero === 2) ? held / 8 : 0, work = working(m, x), at = [0, 1].map(block => ({
-    "weights, gradients, states": held,
-    "on the way": x.zero < 3 ? late : W.weight * (outside(m, x) * (block ? 1.5 : 1) + inside(m, x) * (block ? 2.5 : 1)),
-    "activations": block ? one * flight : one + ends(m, x), "working set": work[block] }));
-  const sum = parts => Object.values(parts).reduce((a, b) => a + b);
-  return sum(at[0]) > sum(at[1]) ? at[0] : at[1];
-}
-
-// ---- time: plan_time.py
-function product(c, flops, n) { return flops / (c.peak_tflops * 1e12 * c.ceiling * n / (n + c.narrow)); }
-function attention(c, flops, D) { return product(c, flops, c.attention * D); }
-function elementwise(c, bytes) { return bytes / (c.memory_gb_per_s * 1e9); }
-function onNodes(table, nodes) {
-  const at = Object.entries(table).map(([n, s]) => [+n, s]).sort((a, b) => a[0] - b[0]);
-  for (let i = 0; i + 1 < at.length; i++) {
-    const [n0, s0] = at[i], [n1, s1] = at[i + 1];
-    if (n0 <= nodes && nodes <= n1) return s0 + (s1 - s0) * Math.log(nodes / n0) / Math.log(n1 / n0);
-  }
-  return nodes > at[at.length - 1][0] ? at[at.length - 1][1] : at[0][1];
-}
-function send(c, kind, payload, P, stride) {
-  if (P === 1) return 0;
-  const share = (P - 1) / P, wire = { all_reduce: 2 * share, half: share }[kind] * payload;
-  const steps = { all_reduce: Math.min(2 * (P - 1), 2 * Math.log2(P)), half: P - 1 }[kind];
-  const nodes = Math.ceil(((P - 1) * stride + 1) / c.gpus_per_node), crosses = nodes > 1;
-  let speed = c.inside_gb_per_s;
-  if (crosses) {
-    const near = Math.max(1, Math.floor(c.gpus_per_node / stride)), table = c.all_reduce_gb_per_s;
-    speed = Math.min(speed, table ? onNodes(table, nodes) * near / c.gpus_per_node : c.outside_gb_per_s * near);
-  }
-  return wire / (speed * 1e9) + steps * c.latency_us * 1e-6;
-}
-function hop(c, message, P, stride) {
-  const out = Math.min(P - 1, Math.floor((P - 1) * stride / c.gpus_per_node)) / (P - 1);
-  return message * (out / c.outside_gb_per_s + (1 - out) / c.inside_gb_per_s) / 1e9 + c.latency_us * 1e-6;
-}
-function time(m, c, x) {
-  const t = x.tp, p = x.pp, T = x.mb * x.seq, H = m.hidden, n = Math.min(H / t, T), D = H / m.heads;
-  const layer = (2 * T * (2 * H * H + 2 * H * m.kv_heads * D) + 6 * T * H * m.intermediate) / t;
-  const core = 4 * x.mb * x.seq * x.seq * H / 2 / t, head = 2 * T * H * m.vocab_size / t;
-  const between = attention(c, core, D), kept = elementwise(c, 2 * c.passes * block(m, x, "none"));
-  const forward = product(c, layer, n) + between + kept, backward = 2 * forward;
-  const again = { none: 0, selective: between, full: forward }[x.recompute], full = x.recompute === "full";
-  const bytes = T * H * e, half = send(c, "half", bytes, t, 1), whole = send(c, "all_reduce", bytes, t, 1);
-  const tp = x.sp ? half * (10 + 3 * full) : whole * (4 + full);
-  const around = (x.sp ? half * ((p === 1 ? 2 : 0) + 3) : whole * ((p === 1 ? 1 : 0) + 1))
-    + send(c, "all_reduce", 3 * T * w, t, 1);
-  const vocabulary = 3 * product(c, head, n) + elementwise(c, 6 * T * m.vocab_size / t * 4);
-  const layers = m.layers / p, one = forward + backward + again + tp;
-  const message = p > 1 ? hop(c, (x.sp ? T / t : T) * H * e, p, t * x.dp) : 0;
-  const waits = x.v > 1 ? 2 * (p * x.v - 1) : Math.max(2 * (p - 1), 2 * (p - 1) * x.m / p + 2 * (p - 2));
-  const bubble = p > 1 ? (p - 1) * layers / x.v * one + waits * message : 0;
-  return { "products and elementwise": x.m * layers * (forward + backward) + x.m * vocabulary,
-    "recomputation": x.m * layers * again, "tensor parallel": x.m * (layers * tp + around),
-    "context and experts": 0, "pipeline bubble": bubble, "data parallel": data(m, c, x, layers * forward, layers * (backward + again)),
-    "update": elementwise(c, 2 * states(m, x)) };
-}
-function data(m, c, x, ahead, behind) {
-  if (x.dp === 1) return 0;
-  const bytes = parameters(m, x) * W.weight, times = x.pp > 1 ? 1 : x.m;
-  const portions = x.zero === 3 ? m.layers / x.pp + 1 : Math.max(1, bytes / C.bucket);
-  const [one, whole] = ["half", "all_reduce"].map(kind => portions * send(c, kind, bytes / portions, x.dp, x.tp));
-  const [total, shelter, bare] = x.zero === 3 ? [3 * x.m * one, x.m * (behind + ahead), 0]
-    : x.zero === 2 ? [times * one, behind * times, one] : x.zero === 1 ? [one, behind, one] : [whole, behind, 0];
-  const hidden = c.alone < 1.2 ? Math.min(total, shelter) : 0;
-  return total - hidden + c.slowed * hidden + bare;
-}
-
-// ---- the pipeline: one forward, one backward (chapter 06), each action as soon as what it needs is there
-function pipeline(p, m) {
-  const lists = [], done = {}, clock = Array(p).fill(0), drawn = [];
-  for (let r = 0; r < p; r++) {
-    const warm = Math.min(m, p - 1 - r), list = [];
-    let f = 0, b = 0;
-    while (f < warm) list.push(["F", f++]);
-    while (b < m) { if (f < m) list.push(["F", f++]); list.push(["B", b++]); }
-    lists.push(list);
-  }
-  for (let moved = true; moved;) {
-    moved = false;
-    for (let r = 0; r < p; r++) while (lists[r].length) {
-      const [kind, i] = lists[r][0], need = kind === "F" ? (r ? ["F" + i + "@" + (r - 1)] : [])
-        : ["F" + i + "@" + r].concat(r < p - 1 ? ["B" + i + "@" + (r + 1)] : []);
-      if (need.some(k => !(k in done))) break;
-      const start = Math.max(clock[r], ...need.map(k => done[k])), length = kind === "F" ? 1 : 2;
-      clock[r] = done[kind + i + "@" + r] = start + length;
-      drawn.push([r, kind, start, length]); lists[r].shift(); moved = true;
-    }
-  }
-  return { drawn, length: Math.max(...clock) };
-}
-
-// ---- what one sees
-const CONTROLS = { model: Object.keys(C.models), cluster: Object.keys(C.clusters), dp: 9, tp: 4, pp: 6, sp: ["no", "yes"],
-  zero: ["0", "1", "2", "3"], recompute: ["none", "selective", "full"], mb: 4, m: 8, v: 3, seq: 17 };
-const START = { model: "llama3-8b", cluster: "h100-400g", dp: 3, tp: 1, pp: 1, sp: "yes", zero: "1", recompute: "none",
-  mb: 0, m: 4, v: 0, seq: 13 };
-function bars(id, parts, scale, show) {
-  document.getElementById(id).innerHTML = Object.entries(parts).map(([what, size], i) =>
-    `<div style="width:${100 * size / scale}%;background:${COLORS[i]}" title="${what}: ${show(size)}">${what}</div>`).join("");
-}
-function read() {
-  const x = {};
-  for (const name in CONTROLS) {
-    const field = document.getElementById("in-" + name);
-    x[name] = typeof CONTROLS[name] === "number" ? 2 ** +field.value : field.value;
-    if (field.nextElementSibling) field.nextElementSibling.value = x[name];
-  }
-  x.zero = +x.zero; x.sp = x.sp === "yes" && x.tp > 1;
-  if (x.pp === 1) x.v = 1;
-  return x;
+const sum = list => list.reduce((a, b) => a + b, 0);
+function bars(id, names, sizes, scale, show) {
+  byId(id).innerHTML = sizes.map((size, i) => `<div style="width:${100 * size / scale}%;background:${COLORS[i]}" title="${names[i]}: ${show(size)}"></div>`).join("");
+  byId(id + "-legend").innerHTML = sizes.map((size, i) => size ? `<span><i style="background:${COLORS[i]}"></i>${names[i]} ${show(size)}</span>` : "").join("");
 }
 function show() {
-  const x = read(), m = C.models[x.model], c = C.clusters[x.cluster], parts = memory(m, x), seconds = time(m, c, x);
-  const room = c.memory_gb * C.gb * (1 - C.reserved), total = Object.values(parts).reduce((a, b) => a + b);
-  const all = Object.values(seconds).reduce((a, b) => a + b), ranks = x.dp * x.tp * x.pp;
-  const problem = m.heads % x.tp ? "tp does not divide the heads" : x.pp * x.v > m.layers ? "more stages than layers"
-    : x.zero === 3 && x.pp > 1 ? "stage 3 does not go with a pipeline" : total > room ? "does not fit" : "fits";
-  document.getElementById("memory-total").value =
-    `${(total / C.gb).toFixed(2)} of ${(room / C.gb).toFixed(2)} GB on each of ${ranks} GPUs: ${problem}`;
-  document.getElementById("memory").className = total > room ? "bar over" : "bar";
-  bars("memory", parts, Math.max(total, room), s => (s / C.gb).toFixed(2) + " GB");
-  document.getElementById("time-total").value =
-    `${all.toFixed(3)} s, ${Math.round(x.dp * x.mb * x.m * x.seq / all).toLocaleString("en")} tokens/s`;
-  bars("time", seconds, all, s => (1e3 * s).toFixed(1) + " ms");
-  document.getElementById("bubble").value = `bubble ${(100 * seconds["pipeline bubble"] / all).toFixed(1)} % of the step`;
-  const rows = Math.min(x.pp, 16), { drawn, length } = pipeline(rows, Math.min(x.m, 32)), high = 160 / rows;
-  document.getElementById("pipeline").innerHTML = drawn.map(([r, kind, at, long]) =>
-    `<rect x="${1000 * at / length}" y="${r * high}" width="${1000 * long / length}" height="${high - 1}" ` +
-    `stroke="#fff" fill="${kind === "F" ? "#2b6cb0" : "#dd6b20"}"/>`).join("");
+  const chosen = Object.fromEntries(Object.keys(D.axes).map(axis => [axis, byId("in-" + axis).value])), row = look(chosen);
+  const none = row.reason !== undefined, total = none ? 0 : sum(row.bytes), seconds = none ? 0 : sum(row.seconds), gb = size => (size / D.gb).toFixed(2) + " GB";
+  byId("memory-total").value = none ? row.reason : `${gb(total)} of ${gb(D.room)} on each of ${D.gpus} GPUs: ${total > D.room ? "does not fit" : "fits"}`;
+  byId("memory").className = total > D.room ? "bar over" : "bar";
+  bars("memory", D.bytes, none ? [] : row.bytes, Math.max(total, D.room), gb);
+  byId("time-total").value = none ? "" : `${seconds.toFixed(3)} s, ${Math.round(D.tokens / seconds).toLocaleString("en")} tokens/s, MFU ${(100 * row.mfu).toFixed(1)} %`;
+  bars("time", D.seconds, none ? [] : row.seconds, seconds, s => (1e3 * s).toFixed(1) + " ms");
+  byId("command").textContent = none ? "" : row.options;
+  const high = 160 / chosen.pp;
+  byId("pipeline").innerHTML = D.drawings[chosen.pp].map(([rank, back, begin, long]) =>
+    `<rect x="${1000 * begin}" y="${rank * high}" width="${1000 * long}" height="${high - 1}" stroke="#fff" stroke-width=".5" fill="${back ? "#dd6b20" : "#2b6cb0"}"/>`).join("");
 }
-document.getElementById("form").innerHTML = Object.entries(CONTROLS).map(([name, of]) => typeof of === "number"
-  ? `<label>${name} <input type="range" id="in-${name}" min="0" max="${of}" value="${START[name]}"><output></output></label>`
-  : `<label>${name} <select id="in-${name}">${of.map(o => `<option${o === START[name] ? " selected" : ""}>${o}</option>`).join("")}</select></label>`
-).join("");
-document.getElementById("form").addEventListener("input", show);
+byId("form").innerHTML = Object.entries(D.axes).map(([axis, values]) => `<label>${axis} <select id="in-${axis}">` +
+  values.map(v => `<option${v === D.start[axis] ? " selected" : ""}>${v}</option>`).join("") + "</select></label>").join("");
+byId("form").addEventListener("input", show);
 show();
-if (location.hash.startsWith("#check=")) {
-  const cases = JSON.parse(decodeURIComponent(location.hash.slice(7)));
-  document.getElementById("check").textContent = JSON.stringify(cases.map(x => {
-    const m = C.models[x.model], parts = memory(m, x);
-    return { states: states(m, x), peak: Object.values(parts).reduce((a, b) => a + b), parts: time(m, C.clusters[x.cluster], x) };
-  }));
-}
+if (location.hash.startsWith("#pick="))
+  byId("check").textContent = JSON.stringify(JSON.parse(decodeURIComponent(location.hash.slice(6))).map(look));
 </script></html>
 """

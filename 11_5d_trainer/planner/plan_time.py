@@ -243,10 +243,11 @@ def width_of(products: Iterable[tuple[float, float, float]]) -> float:
 
 
 def products_of(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> list[tuple[float, float, float]]:
-    """(M, K, N) of a block's products on one rank: q, k, v, out, gate, up, down."""
+    """(M, K, N) of a block's products on one rank: q, out, k, v, gate, up, down."""
     c, t, T = model, layout.tp, layout.tokens
     kv = c.kv_heads * c.head_dim / t
-    attention = [(T, c.hidden, c.hidden / t), (T, c.hidden, kv), (T, c.hidden, kv), (T, c.hidden / t, c.hidden)]
+    attention: list[tuple[float, float, float]] = [(T, c.hidden, c.hidden / t), (T, c.hidden / t, c.hidden)]
+    attention += [(T, c.hidden, kv)] * 2
     rows, wide, times = T, c.intermediate / t, 1
     if moe:  # an expert's rows, with an even load; experts are not cut by tensor ranks
         rows = max(1, moe.top_k * layout.outer_tokens * layout.ep // moe.experts)
@@ -440,9 +441,16 @@ def rough_parameters(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) 
     return model.layers / layout.pp * block + (ends if layout.pp == 1 else ends / 2)
 
 
-def rough_states(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> float:
-    """Weights, gradients and states of a rank without counting padding."""
+def rough_held(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> dict[str, float]:
+    """Weights, gradients and optimizer states of a rank without counting padding."""
     width, N, z = widths(layout.precision), layout.data, layout.zero
     psi = rough_parameters(model, moe, layout)
-    each = width.weight / (N if z == 3 else 1) + width.weight / (N if z >= 2 else 1)
-    return psi * (each + (2 * width.state + width.master) / (N if z else 1))
+    return {
+        "weights": psi * width.weight / (N if z == 3 else 1),
+        "gradients": psi * width.weight / (N if z >= 2 else 1),
+        "optimizer states": psi * (2 * width.state + width.master) / (N if z else 1),
+    }
+
+
+def rough_states(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> float:
+    return sum(rough_held(model, moe, layout).values())
