@@ -2,6 +2,7 @@
 
     python 11_5d_trainer/planner/bench_plan.py   verifies, measures, writes results/11_plan_*.json and the figures
     python 11_5d_trainer/planner/bench_plan.py --predict    only what is predicted, without a measurement, and draws
+    python 11_5d_trainer/planner/bench_plan.py --published  of these only what is beside published numbers
     python 11_5d_trainer/planner/bench_plan.py --memory     only the bytes, which are the same on a busy machine
     python 11_5d_trainer/planner/bench_plan.py --ranking    only the order of layouts, after a look at a few bytes
     python 11_5d_trainer/planner/bench_plan.py --figures    only draws
@@ -164,6 +165,9 @@ def predictions() -> None:
     write_result("11_plan_published", title, *plan_published.summary(), note)
     note = "Tokens per second and GPU, or the share of the family's first row. Sources and assumptions: published.json."
     write_result("11_plan_published_rows", "Every published run", *plan_published.rows(), note)
+
+
+def layouts() -> None:
     cluster = plan_time.read_cluster("h100-400g")
     batch, seq = 512, 8192
     note = (
@@ -207,6 +211,9 @@ def main() -> None:
         ranking()
         return
     predictions()
+    if "--published" in sys.argv[1:]:
+        return
+    layouts()
     if "--predict" in sys.argv[1:]:
         figures()
         return
