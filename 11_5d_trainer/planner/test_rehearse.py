@@ -68,6 +68,7 @@ AS_PLANNED = [
 ]  # fmt: skip
 
 
+@pytest.mark.turn(4)
 @pytest.mark.parametrize(("ranks", "words", "near"), AS_PLANNED)
 def test_with_fused_kernels_the_planners_peak_is_the_rehearsed_one(ranks, words, near):
     options = Config(**{"preset": "tiny"} | FUSED | words)
@@ -78,6 +79,8 @@ def test_with_fused_kernels_the_planners_peak_is_the_rehearsed_one(ranks, words,
         kept = plan_memory.held(WIDE, moe, layout, run.place["pp"])
         assert kept == {what: run.bytes[what] for what in kept}
         got, want = sum(plan_memory.peak(WIDE, moe, layout, run.place["pp"]).values()), sum(run.bytes.values())
+        sent = by_collective(flows(WIDE, moe, layout, run.place["pp"]))
+        assert run.sent() == pytest.approx(sent, rel=1e-9), f"{words}, stage {run.place['pp']}"
         assert abs(got / want - 1) <= near, f"{words}, stage {run.place['pp']}: {got:,} planned, {want:,} rehearsed"
 
 
