@@ -121,7 +121,7 @@ class Course:
         with suppress(LedgerError):  # without it a hint is chosen by the text alone
             self.ledger = read_ledger(root / "exercises" / "ledger.txt")
         for folder in sorted(root.glob("[01][0-9]_*")):
-            homes = [home for home in (folder, folder / "in_depth") if home.is_dir()]
+            homes = [home for home in (folder, folder / "in_depth", folder / "planner") if home.is_dir()]
             paths = [path for home in homes for path in sorted(home.iterdir()) if path.suffix in (".py", ".cu")]
             scripts = [script for script in map(self._script, paths) if script.fences]
             if scripts:

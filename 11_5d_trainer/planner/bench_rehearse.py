@@ -1,6 +1,8 @@
 """The rehearsal beside ranks that really run, beside mistakes that it has to find, and for the planner's proposals.
 
     python 11_5d_trainer/planner/bench_rehearse.py    verifies, rehearses, writes results/11_rehearse_*.json
+    python 11_5d_trainer/planner/bench_rehearse.py --small      only the small layouts and the planted mistakes
+    python 11_5d_trainer/planner/bench_rehearse.py --large      only the four plans and the timeline
     python 11_5d_trainer/planner/bench_rehearse.py --figures    only draws
 
 First the small layouts of test_rehearse.py, on CPU ranks: if a collective, a byte that is sent, held or at the peak is
@@ -15,9 +17,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-sys.path[:0] = [str(ROOT / "11_5d_trainer" / "planner"), str(ROOT / "11_5d_trainer")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import chapters  # noqa: E402, F401  finds the chapters below
+import above  # noqa: E402, F401  finds the trainer and the chapters
 from harness.figures import COLOURS, write_figure  # noqa: E402
 from harness.ranks import run_ranks  # noqa: E402
 from harness.report import write_result  # noqa: E402
@@ -144,13 +146,23 @@ def main() -> None:
     if "--figures" in sys.argv[1:]:
         figures()
         return
-    small, planted, large = small_rows(), planted_rows(), large_rows()
+    if "--large" not in sys.argv[1:]:
+        write_small(small_rows(), planted_rows())
+    if "--small" not in sys.argv[1:]:
+        write_large(large_rows())
+    figures()
+
+
+def write_small(small: list[list[Any]], planted: list[list[Any]]) -> None:
     note = "A step on CPU ranks over gloo, by the meter of the tests, against the same step rehearsed; fullest rank."
     columns = ["ranks", "layout", "collectives and messages", "bytes sent", "peak by the meter", "peak rehearsed"]
     write_result("11_rehearse_small", "A step that really runs, and its rehearsal", columns, small, note)
     note = "Planted by test_rehearse.py into one rank (or all) of 2 or 4."
     columns = ["mistake", "found as", "lines that are named"]
     write_result("11_rehearse_planted", "Planted deadlocks and mismatches", columns, planted, note)
+
+
+def write_large(large: list[list[Any]]) -> None:
     note = (
         "The layouts that plan.py proposes for nodes of 8 H100, bf16 weights, 8192 tokens. Counted by the rehearsal, "
         "not measured on GPUs. Bytes sent by each program equal the planner's, collective by collective; each "
@@ -165,7 +177,6 @@ def main() -> None:
     note = f"Rehearsed, not measured: {DRAWN}"
     columns = ["pipeline rank", "what", "from, s", "to, s"]
     write_result("11_rehearse_timeline", "A step of 70B on 512 ranks on the clock", columns, timeline_rows(), note)
-    figures()
 
 
 if __name__ == "__main__":

@@ -42,8 +42,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the trainer
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import plan
 import torch
 from llama import LlamaConfig
@@ -105,7 +104,7 @@ def rehearse(
     before   called with each rank before it runs; gives a context for it. The tests plant mistakes with it.
     """
     begin = time.perf_counter()
-    config = check(config, sizes, ranks)
+    config = check(config, sizes, ranks, backend)
     twin = (lambda rank: rank) if all_ranks else twins(config, sizes, ranks)
     distinct = sorted({twin(rank) for rank in range(ranks)})
     runs: dict[int, Recorded] = {}
@@ -236,7 +235,9 @@ def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaC
         cluster = cluster_of(args)
         seq_len = words.get("seq_len", 8192)
         batch, moe = args.tokens // seq_len, plan.mixture(args.model)
-        task = Task(sizes, moe, cluster, args.ranks, batch, seq_len, words.get("precision", "bf16-master"))
+        precision, kernels = words.get("precision", "bf16-master"), words.get("kernels", "auto")
+        kernels = "" if kernels == "auto" else kernels
+        task = Task(sizes, moe, cluster, args.ranks, batch, seq_len, precision, kernels=kernels)
         found = search(task, top=1)
         if not found.best:
             raise UsageError(f"--plan: {plan.does_not_fit(task, found)}")

@@ -17,6 +17,7 @@ What stands in for something else, and why it must (`stand_ins`; everything else
     dist.get_backend           "nccl" or "gloo", whichever is rehearsed: on gloo the trainer reduces by sends
     initial weights            not drawn: they would be real, and have no place to go to
     attention                  the fused kernel by name: on "meta" torch would take the one that keeps [S, S] scores
+    launches of Triton         left out: chapter 09's functions allocate what they return, and a kernel fills it in
     device_of                  chapter 02 puts its count of tokens where the backend wants it; here there is one device
     torch.autocast             off: it does not know this device, and options that need it are refused
     fused AdamW                asks whether it knows the device; told that it does, it computes shapes like the others
@@ -36,8 +37,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the trainer
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import expert_dispatch
 import gradient_reducers
 import llama
@@ -211,6 +211,11 @@ class Recorder(TorchDispatchMode):
 
     # ---- operators
 
+    def launched(self, kernel: str, args: Any) -> None:
+        """A Triton kernel (chapter 09) that is not run: its results are there already, without values."""
+        if self.cluster is not None:
+            self.seconds += seconds_of_kernel(kernel, args, self.cluster)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name.startswith("c10d::"):
@@ -307,7 +312,7 @@ class Recorder(TorchDispatchMode):
         return chapter, None
 
 
-PRODUCTS: dict[str, Callable[..., tuple[float, int]]] = {  # -> FLOPs, and the smallest side
+PRODUCTS: dict[str, Callable[..., tuple[float, int]]] = {  # -> FLOPs, and the smallest side (attention: a head's)
     "aten::mm": lambda a, b, *_: (2 * a.shape[0] * a.shape[1] * b.shape[1], min(*a.shape, b.shape[1])),
     "aten::bmm": lambda a, b, *_: (2 * a.numel() * b.shape[2], min(*a.shape[1:], b.shape[2])),
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda q, k, *_: attention_flops(q, k, 2),
@@ -318,14 +323,15 @@ PRODUCTS: dict[str, Callable[..., tuple[float, int]]] = {  # -> FLOPs, and the s
 def attention_flops(q: Tensor, k: Tensor, products: int) -> tuple[float, int]:
     """q [B, N, S, D], k [B, N_kv, S, D]; half of each product, since the mask is causal."""
     batch, heads, length, depth = q.shape
-    return products * batch * heads * length * k.shape[2] * depth, min(length, heads * depth)
+    return products * batch * heads * length * k.shape[2] * depth, depth
 
 
 def seconds_of(func: Any, args: Any, out: Any, cluster: Cluster) -> float:
     """A product by its FLOPs; what else makes or changes a tensor by the bytes that it reads and writes; a view: 0."""
-    product = PRODUCTS.get(func._schema.name)
+    name = func._schema.name
+    product = PRODUCTS.get(name)
     if product:
-        return cluster.product(*product(*args))
+        return (cluster.core if "attention" in name else cluster.product)(*product(*args))
     writes = WRITES.get(func)
     if writes is None:
         of = func._schema.arguments
@@ -338,6 +344,23 @@ def seconds_of(func: Any, args: Any, out: Any, cluster: Cluster) -> float:
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 moved += tensor.nbytes
     return cluster.elementwise(moved)
+
+
+# Of chapter 09's FlashAttention -> products over all pairs of query and key; two kernels compute the scores again.
+ATTENTION_KERNELS = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4}
+
+
+def seconds_of_kernel(kernel: str, args: Any, cluster: Cluster) -> float:
+    """FlashAttention by its FLOPs, any other kernel by the bytes of the tensors that it is given."""
+    products = ATTENTION_KERNELS.get(kernel)
+    if products is None:
+        tensors = [each[0] if isinstance(each, tuple) else each for each in args]
+        return cluster.elementwise(sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
+    q, k = args[0][0], args[1][0]  # what `describe` gives: the tensor, then its sizes and strides
+    batch, length, heads, depth = q.shape
+    last = args[-2]  # the first key that a query sees, the last, and the scale
+    pairs = length * k.shape[1] / (2 if last == 0 else 1)
+    return cluster.core(2 * products * batch * heads * pairs * depth, depth)
 
 
 class HasMemory(Exception):
@@ -426,8 +449,23 @@ def even_route(plain: Callable[..., Any], logits: Tensor, top_k: int, *rest: Any
     return plain(logits, top_k, *rest[:-1], in_turn(len(logits), top_k, logits.shape[1]).to(META))
 
 
+def without_launches(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+    """What keeps chapter 09's kernels from being launched, whether Triton would compile or interpret them here."""
+    import _flash_launch  # imported here: on a CPU the import turns Triton's interpreter on
+    import flash_kernels
+    import fused
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def run(kernel: Any, *args: Any, **_: Any) -> None:
+        recorder.launched(kernel.fn.__name__, args)
+
+    changed: list[tuple[Any, str, Any]] = [(each, "run", run) for each in (JITFunction, InterpretedFunction)]
+    return changed + [(module, "INTERPRETED", False) for module in (_flash_launch, flash_kernels, fused)]
+
+
 @contextmanager
-def stand_ins(recorder: Recorder, backend: str) -> Iterator[None]:
+def stand_ins(recorder: Recorder, backend: str, kernels: str) -> Iterator[None]:
     """See the table on top."""
     plain_group, plain_resize = dist.new_group, torch.UntypedStorage.resize_
     plain_batch = dist.batch_isend_irecv
@@ -474,6 +512,7 @@ def stand_ins(recorder: Recorder, backend: str) -> Iterator[None]:
         (moe_layer, "route", lambda *given: even_route(plain_route, *given)),
         (moe_layer, "make_plan", lambda *given: even_plan(plain_plan, recorder, *given)),
     ]
+    changed += without_launches(recorder) if kernels == "triton" else []
     with ExitStack() as stack:
         for owner, name, value in changed:
             stack.enter_context(patch.object(owner, name, value))
@@ -483,8 +522,11 @@ def stand_ins(recorder: Recorder, backend: str) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------- one rank
 
 
-def check(config: Config, sizes: LlamaConfig, ranks: int) -> Config:
-    """The options as they are rehearsed. UsageError, in one line, for those that cannot be."""
+def check(config: Config, sizes: LlamaConfig, ranks: int, backend: str = "nccl") -> Config:
+    """The options as they are rehearsed. UsageError, in one line, for those that cannot be.
+
+    `--kernels auto` is what the trainer makes of it where the backend is that of GPUs: chapter 09's fused kernels.
+    """
     config.check()
     config.check_layout(sizes, ranks)
     if config.precision in AUTOCAST:
@@ -496,9 +538,15 @@ def check(config: Config, sizes: LlamaConfig, ranks: int) -> Config:
         raise UsageError(f"--fpdt-chunks {config.fpdt_chunks} cannot be rehearsed: its chunks lie on the host")
     if config.capacity:
         raise UsageError(f"--capacity {config.capacity:g} cannot be rehearsed: which tokens are dropped is a value")
-    if config.kernels == "triton":
-        raise UsageError("--kernels triton cannot be rehearsed: its kernels need memory; use auto or torch")
-    return dataclasses.replace(config, kernels="torch")
+    kernels = config.kernels
+    if kernels == "auto":
+        kernels = "triton" if backend == "nccl" and config.precision != "fp64" else "torch"
+    if kernels == "triton" and (not 32 <= sizes.head_dim <= 256 or sizes.head_dim % 16):
+        what = f"--kernels {config.kernels} cannot be rehearsed for heads of {sizes.head_dim}"
+        raise UsageError(f"{what}: FlashAttention takes multiples of 16 from 32 to 256; use --kernels torch")
+    if kernels == "triton" and config.precision == "fp64":
+        raise UsageError("--kernels triton cannot be rehearsed in fp64: no kernel computes in it; use --kernels torch")
+    return dataclasses.replace(config, kernels=kernels)
 
 
 def make_backend(common: Any, options: Any) -> Any:
@@ -514,7 +562,7 @@ def run_rank(
     recorder = Recorder(rank, cluster)
     dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=FakeStore())
     try:
-        with stand_ins(recorder, backend), recorder:
+        with stand_ins(recorder, backend, config.kernels), recorder:
             me = rank_module.make_rank(config, sizes, META)
             make_states(me)
             step_from, held = len(recorder.ops), bytes_held(me)

@@ -11,14 +11,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(0, str(HERE))
 
-import chapters  # noqa: E402, F401  finds the chapters below
+import above  # noqa: E402, F401  finds the trainer and the chapters
 import context_ring  # noqa: E402
 import gradient_reducers  # noqa: E402
 import mesh as mesh_module  # noqa: E402
 import parallel_linear  # noqa: E402
 import pipeline_executor  # noqa: E402
+import plan_memory  # noqa: E402
 import pytest  # noqa: E402
 import rank as rank_module  # noqa: E402
 import rehearse as rehearse_module  # noqa: E402
@@ -32,7 +33,7 @@ from harness.ranks import run_ranks  # noqa: E402
 from llama import LLAMA3_70B, LlamaConfig  # noqa: E402
 from options import Config, UsageError  # noqa: E402
 from plan_memory import Layout  # noqa: E402
-from plan_time import Cluster  # noqa: E402
+from plan_time import Cluster, read_cluster  # noqa: E402
 from plan_traffic import by_collective, flows  # noqa: E402
 from rehearse import main, rehearse, twins  # noqa: E402
 from rehearse_match import Finding, differ, match  # noqa: E402
@@ -47,6 +48,58 @@ SP = {"sequence_parallel": True}
 
 def config(**words):
     return Config(**BASE | words)
+
+
+# ------------------------------------------------------------------------------------- beside the planner, as on GPUs
+
+# Sizes whose heads FlashAttention takes; `auto` is the trainer's default, and means chapter 09's kernels on a GPU.
+WIDE = LlamaConfig(vocab_size=2048, hidden=256, layers=8, heads=8, kv_heads=4, intermediate=768)
+FUSED = {"seq_len": 512, "global_batch": 16, "micro_batch": 2, "precision": "bf16-master", "zero": 1, "kernels": "auto"}
+AS_PLANNED = [
+    (1, {}, 1e-4),
+    (2, {"recompute": "full", "micro_batch": 8}, 1e-3),
+    (2, {"zero": 3, "recompute": "selective"}, 1e-4),
+    (4, {"tp": 2, "cp": 2, "cp_kind": "zigzag", "zero": 3, **SP}, 1e-3),
+    (2, {"experts": 4, "ep": 2}, 1e-3),
+    (2, {"pp": 2, "zero": 2}, 0.02),  # messages: in small models they weigh more
+    (4, {"pp": 2, "tp": 2, "schedule": "zb-v", "stages_per_rank": 2, "zero": 2, "micro_batch": 1, **SP}, 0.02),
+    (4, {"pp": 2, "cp": 2, "cp_kind": "zigzag", "schedule": "zb-v", "stages_per_rank": 2, "zero": 2, "micro_batch": 1,
+         "seq_len": 1024, "experts": 4, "ep": 2}, 0.02),
+]  # fmt: skip
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize(("ranks", "words", "near"), AS_PLANNED)
+def test_with_fused_kernels_the_planners_peak_is_the_rehearsed_one(ranks, words, near):
+    options = Config(**{"preset": "tiny"} | FUSED | words)
+    done = rehearse(options, WIDE, ranks)
+    layout, moe = Layout.of(options, WIDE, ranks), options.mixture(WIDE)
+    assert done.finding is None and layout.kernels == "triton"
+    for run in done.runs.values():
+        kept = plan_memory.held(WIDE, moe, layout, run.place["pp"])
+        assert kept == {what: run.bytes[what] for what in kept}
+        got, want = sum(plan_memory.peak(WIDE, moe, layout, run.place["pp"]).values()), sum(run.bytes.values())
+        sent = by_collective(flows(WIDE, moe, layout, run.place["pp"]))
+        assert run.sent() == pytest.approx(sent, rel=1e-9), f"{words}, stage {run.place['pp']}"
+        assert abs(got / want - 1) <= near, f"{words}, stage {run.place['pp']}: {got:,} planned, {want:,} rehearsed"
+
+
+def test_with_fused_kernels_less_is_kept_and_the_clock_counts_their_flops():
+    cluster = read_cluster("h100-400g")
+    plain, fused = (
+        rehearse(Config(**{"preset": "tiny"} | FUSED | {"kernels": each}), WIDE, 1, cluster=cluster)
+        for each in ("torch", "triton")
+    )
+    (a,), (b,) = plain.runs.values(), fused.runs.values()
+    assert b.bytes["activations and buffers"] < 0.8 * a.bytes["activations and buffers"]
+    assert a.sent() == b.sent() and 0 < fused.timeline.seconds < plain.timeline.seconds
+    slow = dataclasses.replace(cluster, attention=1e-3 * cluster.attention)  # the core of attention, a thousand times
+    assert on_the_clock(fused.runs, lambda rank: rank, "nccl", slow).seconds == pytest.approx(fused.timeline.seconds)
+    (c,) = rehearse(Config(**{"preset": "tiny"} | FUSED), WIDE, 1, cluster=slow).runs.values()
+    pairs = 16 * 512 * 512 / 2  # of query and key, in 16 samples
+    core = (2 + 3 + 4) * 2 * 8 * pairs * WIDE.hidden  # products of forward, dq and dkdv in 8 layers
+    more = slow.core(core, WIDE.head_dim) - cluster.core(core, WIDE.head_dim)
+    assert sum(c.busy) - sum(b.busy) == pytest.approx(more, rel=1e-6)
 
 
 # ----------------------------------------------------------------------------------------- beside ranks that really run
@@ -517,7 +570,7 @@ def test_a_finding_is_printed_and_the_exit_code_is_1(capsys):
         ("--precision bf16 --micro-batch 1", "--precision bf16 cannot be rehearsed"),
         ("--fpdt-chunks 2 --micro-batch 1", "--fpdt-chunks 2 cannot be rehearsed"),
         ("--experts 4 --capacity 1.5 --micro-batch 1", "--capacity 1.5 cannot be rehearsed"),
-        ("--kernels triton --micro-batch 1", "--kernels triton cannot be rehearsed"),
+        ("--kernels triton --precision fp64 --micro-batch 1", "--kernels triton cannot be rehearsed"),
         ("--model gpt-9", "--model gpt-9 is unknown"),
         ("--ranks 0", "--ranks 0 must be at least 1"),
         ("--no-such-option 7", "--no-such-option"),

@@ -1,13 +1,13 @@
 """The planner's figures: where the bytes and the seconds of the fastest layouts go, and the best layout by model and
 number of nodes. bench_plan.py draws them from results/; plan.py --figure draws the first for any question.
 
-    python 11_5d_trainer/plan.py --model llama3-70b --nodes 64 --figure bars.svg
+    python 11_5d_trainer/planner/plan.py --model llama3-70b --nodes 64 --figure bars.svg
 """
 
 from pathlib import Path
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from llama import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, LlamaConfig
 from options import UsageError
 from plan_memory import Layout, peak

@@ -9,19 +9,19 @@ plan_published.py.
     Ulysses     TFLOPs by GPUs and length (2309.14509)                                        chapter 05's cost model
     FPDT        GB at one and two chunks; longest sequences by the number of GPUs             chapter 08's formulas
 
-    python 11_5d_trainer/plan.py --facts
+    python 11_5d_trainer/planner/plan.py --facts
 """
 
 from dataclasses import dataclass
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from accounting import gpt_activations
 from context_ulysses import Machine, cost_model
 from fpdt_costs import paper_table as fpdt_table
 from llama import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from plan_memory import Layout, fpdt_host, peak
 from plan_search import GB, RESERVED
-from plan_time import Cluster, read_cluster
+from plan_time import Cluster, read_cluster, width_of
 from plan_traffic import Flow
 from zero_memory import bytes_per_parameter
 
@@ -81,7 +81,8 @@ class GptLayer:
 
 def gpt_layer(g: Gpt, cluster: Cluster, recompute: str, sequence_parallel: bool) -> GptLayer:
     s, t, b, h = SEQ, TENSOR, g.micro_batch, g.hidden
-    width = min(h / t, b * s)
+    T = b * s
+    width = width_of([(T, h, 3 * h / t), (T, h / t, h), (T, h, 4 * h / t), (T, 4 * h / t, h)])
     core = 4 * b * s * s * h / t  # flops: no causal half is skipped there
     kept = b * s * h * kept_factor(g, "none", sequence_parallel)
     # Attention is not fused there: its squares are written and read, and what is fitted to fused kernels is not asked.

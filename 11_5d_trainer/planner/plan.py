@@ -1,15 +1,16 @@
 """Which layout for this model on this cluster, and why: before a single GPU is rented.
 
-    python 11_5d_trainer/plan.py --model llama3-70b --cluster h100-400g --nodes 64 --seq-len 8192 --tokens 4194304
-    python 11_5d_trainer/plan.py --model llama3-8b --cluster h100x8 --explain "--tp 2 --zero 1 --micro-batch 1"
-    python 11_5d_trainer/plan.py --config my/config.json       a Llama or Mixtral of Hugging Face instead of --model
-    python 11_5d_trainer/plan.py --facts                       published measurements, and how far off the planner is
-    python 11_5d_trainer/plan.py --calibrate my.json           measure this machine, write a cluster file
-    python 11_5d_trainer/plan.py --after runs/x --cluster my.json          measured beside predicted
-    python 11_5d_trainer/plan.py --after runs/x --cluster my.json --write  and what was measured back into the file
-    python 11_5d_trainer/plan.py --html plan.html              a page with sliders, for any browser, without a network
-    ... --figure bars.svg                                      bytes and seconds of the ten layouts, drawn
-    ... --json                                                 the same answers for a program
+    P=11_5d_trainer/planner/plan.py
+    python $P --model llama3-70b --cluster h100-400g --nodes 64 --seq-len 8192 --tokens 4194304
+    python $P --model llama3-8b --cluster h100x8 --explain "--tp 2 --zero 1 --micro-batch 1"
+    python $P --config my/config.json        a Llama or Mixtral of Hugging Face instead of --model
+    python $P --facts                        published measurements, and how far off the planner is
+    python $P --calibrate my.json            measure this machine, write a cluster file
+    python $P --after runs/x --cluster my.json           measured beside predicted
+    python $P --after runs/x --cluster my.json --write   and what was measured back into the file
+    python $P --html plan.html               the same for a browser: move one axis, see what it costs
+    ... --figure bars.svg                    bytes and seconds of the ten layouts, drawn
+    ... --json                               the same answers for a program
 
 The first prints the ten fastest layouts that fit, with the reason why each beats the next; the command that starts the
 simplest of those that are as fast as one can tell; why the obvious other layouts lose; and how many layouts were looked
@@ -37,7 +38,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import plan_facts
 import plan_figures
 from hf import read_sizes
@@ -72,6 +73,9 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4 * 2**20, help="of a global batch")
     parser.add_argument("--precision", default="bf16-master", choices=("bf16-master", "fp32"))
     parser.add_argument(
+        "--kernels", default="", choices=("torch", "triton"), help="default: what the trainer takes on a GPU"
+    )
+    parser.add_argument(
         "--explain", metavar="LAYOUT", help="the trainer's options, in quotes: the budget of one layout"
     )
     parser.add_argument("--facts", action="store_true", help="compare with published measurements")
@@ -104,7 +108,7 @@ def task_of(args: argparse.Namespace) -> Task:
     model, moe = (MODELS[args.model], mixture(args.model)) if not args.config else of_config(args.config)
     name = f"--config {args.config}" if args.config else f"--model {args.model}"
     batch, gpus = args.tokens // args.seq_len, nodes * cluster.gpus_per_node
-    return Task(model, moe, cluster, gpus, batch, args.seq_len, args.precision, name)
+    return Task(model, moe, cluster, gpus, batch, args.seq_len, args.precision, name, args.kernels)
 
 
 def mixture(model: str) -> MoEConfig | None:
@@ -267,7 +271,7 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     """The budget of one layout. Raises UsageError for options that the trainer would refuse."""
     words = parse_trainer(given.split())
     words = {"seq_len": task.seq_len, "global_batch": task.global_batch, "micro_batch": 1} | words
-    everything: dict[str, Any] = {"precision": task.precision, "steps": 300} | words
+    everything: dict[str, Any] = {"precision": task.precision, "steps": 300, "kernels": task.base.kernels} | words
     config = Config(**everything)
     if config.precision == "bf16-master" and not config.zero and "precision" not in words:
         config = dataclasses.replace(config, precision="fp32")
@@ -318,7 +322,10 @@ def main(given: list[str] | None = None) -> int:
         elif args.html:
             from plan_page import write_page
 
-            lines, data = write_page(Path(args.html))
+            task = task_of(args)
+            said, found = answer(task)
+            start = Layout(**found["best"][0]["layout"])
+            lines, data = write_page(Path(args.html), task, "\n".join(said), start)
         elif args.facts:
             lines, data = facts()
         elif args.after:

@@ -27,7 +27,7 @@ Formulas, on T = B S / c tokens of a rank, T' = T / t with sequence parallel and
 `held`, `activations` and `peak` give each a dictionary, so that the largest contributor has a name. What this file
 says is held against the trainer's meter in test_plan.py: the first three to the byte.
 
-    python 11_5d_trainer/plan.py --explain "--tp 2 --zero 1" --model tiny      prints it, line by line
+    python 11_5d_trainer/planner/plan.py --explain "--tp 2 --zero 1" --model tiny      prints it, line by line
 
 Symbols: B micro-batch, S sequence, H hidden, N heads, F intermediate, V vocabulary, E experts, K of them per token;
 t tensor, c context, p pipeline ranks; w = max(e, 4) bytes, in which statistics and the loss are taken.
@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from context_ulysses import kv_heads_of
 from fpdt_costs import Sizes, attention_peak, feed_forward_peak, loss_peak, model_host_peak
 from llama import LlamaConfig
@@ -75,6 +75,7 @@ class Layout:
     fpdt_chunks: int = 0
     bucket_bytes: int = 25 * 2**20
     reduce_dtype: str = "weights"
+    kernels: str = "torch"  # or "triton": chapter 09's fused ones, which keep less
 
     @classmethod
     def of(cls, config: Config, sizes: LlamaConfig, world_size: int) -> "Layout":
@@ -90,6 +91,7 @@ class Layout:
             gather_kv=config.cp_kind == "allgather" and config.cp > 1,
             micro_batches=config.accumulation(dp),
             bucket_bytes=int(config.bucket_mib * 2**20),
+            kernels=kernels_of(config),
             **{name: getattr(config, name) for name in SAME},
         )
 
@@ -135,7 +137,13 @@ class Layout:
         words += [f"--zero {self.zero}"] * (self.zero > 0) + [f"--ep {self.ep}"] * (self.ep > 1)
         words += [f"--fpdt-chunks {self.fpdt_chunks}"] * (self.fpdt_chunks > 0)
         words += [f"--recompute {self.recompute}"] * (self.recompute != "none")
+        words += ["--kernels torch"] * (self.kernels == "torch")
         return " ".join([*words, f"--precision {self.precision}"])
+
+
+def kernels_of(config: Config) -> str:
+    """What `--kernels auto` is on the device of these options; where none is named, a GPU."""
+    return config.kernels if config.kernels != "auto" else "torch" if config.device == "cpu" else "triton"
 
 
 SAME: tuple[str, ...] = (
@@ -324,7 +332,9 @@ def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout,
     # --- exercise 11.23: every byte that a block leaves behind, on one rank ---
     if mode == "full":
         return outer * c.hidden * e + (tape_bytes(moe, outer) if moe else 0)
-    norms = 2 * outer * (c.hidden * w + 2 * c.hidden * e + w)
+    fused = layout.kernels == "triton"
+    norm = 2 * c.hidden * e if fused else c.hidden * w + 2 * c.hidden * e  # eager: what is squared is copied in fp32
+    norms = 2 * outer * (norm + w)
     kv_heads = c.kv_heads // min(c.kv_heads, t)  # of this rank
     q, kv = T * c.hidden // t * e, T * kv_heads * c.head_dim * e
     core = q + 2 * kv + q  # q, k, v; and out, which o_proj multiplies
@@ -333,7 +343,7 @@ def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout,
         if layout.ulysses > 1:  # q, k, v are kept by heads only; out is kept in both orders
             most = max(map(len, kv_heads_by_rank(model, layout)))  # [B, S, most, D], before: [B, S/U, N_kv, D]
             core += q + 2 * T * (layout.ulysses * most - kv_heads) * c.head_dim * e
-    feed_forward = 4 * T * c.intermediate // t * e
+    feed_forward = (3 if fused else 4) * T * c.intermediate // t * e  # gate, up, their product; silu(gate)
     # --- end exercise ---
     return norms + core + (feed_forward if moe is None else expert_activations(model, moe, layout))
 
@@ -350,7 +360,8 @@ def expert_activations(model: LlamaConfig, moe: MoEConfig, layout: Layout) -> in
     w, T, H, K, E = max(e, 4), layout.outer_tokens, model.hidden, moe.top_k, moe.experts
     rows = K * T
     router = T * (2 * E + K + 1) * w + 4 * rows * 8 + 4 * E + 20  # probabilities and weights; the plan, int64
-    return router + rows * (4 * H + 4 * moe.intermediate) * e + (T * H * (w - e) if w != e else 0)
+    wide = 3 if layout.kernels == "triton" else 4
+    return router + rows * (4 * H + wide * moe.intermediate) * e + (T * H * (w - e) if w != e else 0)
 
 
 def tape_bytes(moe: MoEConfig, tokens: int) -> int:
@@ -366,9 +377,13 @@ def around(model: LlamaConfig, layout: Layout, first: bool, last: bool) -> Bytes
     if first and t > 1:
         kept["embedding"] = T * (8 + 1)  # which row, and whether it is here
     if last:
-        kept["last norm"] = outer * (c.hidden * w + 2 * c.hidden * e + w)
-        logits = T * -(-c.vocab_size // t) * w
-        kept["log-probabilities"] = logits + (T * (8 + 1) if t > 1 else w)
+        fused = layout.kernels == "triton"
+        kept["last norm"] = outer * ((2 * c.hidden * e if fused else c.hidden * w + 2 * c.hidden * e) + w)
+        words = T * -(-c.vocab_size // t)
+        if fused and t == 1:  # the logits as they came, and two numbers for each token
+            kept["log-probabilities"] = words * e + 2 * T * w
+        else:
+            kept["log-probabilities"] = words * w + (T * (8 + 1) if t > 1 else w)
     return kept
 
 
@@ -428,22 +443,31 @@ def working_set(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> By
     wide = rows * (c.intermediate // t if moe is None else moe.intermediate) * e
     block = stream + 2 * wide
     loss = logits * w * (2 if t == 1 else 1) + (logits * e if w != e else 0)
+    fused = layout.kernels == "triton"
+    if fused and t == 1:
+        loss = logits * e  # their gradient
     if layout.sequence_parallel:  # what enters a product is gathered again; its gradient, and that in pieces to send
         loss = max(loss, 3 * T * c.hidden * e + -(-c.vocab_size // t) * c.hidden * e + stream)
         block += T * c.hidden * e
     if layout.recompute == "full":  # one block is there again, whole
-        block += block_activations(model, moe, layout, "none") - outer * c.hidden * w
+        block += block_activations(model, moe, layout, "none") - outer * c.hidden * (e if fused else w)
         if moe is not None:  # highest one product later: the rows that go home, and one of the wide ones, are gone
             block -= wide + rows * c.hidden * e - stream
     return {"loss": loss, "block": block}
 
 
-def kept_for_weights(model: LlamaConfig, layout: Layout, layers: range) -> int:
+def kept_for_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range) -> int:
     """Bytes of gradients that a stage keeps from B to W: of the result of every product, and of the norms'."""
     c, t, e = model, layout.tp, widths(layout.precision).activation
     T, stream = layout.tokens, layout.outer_tokens * c.hidden * e
     kv = c.kv_heads // min(c.kv_heads, t) * c.head_dim
-    block = 4 * stream + T * (c.hidden // t + 2 * kv + 2 * c.intermediate // t) * e
+    whole = T * c.hidden * e  # behind a row-parallel product its gradient is gathered again
+    if moe is None:
+        feed_forward = whole + T * 2 * c.intermediate // t * e
+    else:  # every row that a token sends to an expert; the router's logits
+        rows = moe.top_k * layout.outer_tokens
+        feed_forward = rows * (c.hidden + 2 * moe.intermediate) * e
+    block = 2 * stream + whole + T * (c.hidden // t + 2 * kv) * e + feed_forward
     ends = stream * (layers.start == 0)
     if layers.stop == c.layers:
         ends += stream + T * -(-c.vocab_size // t) * e
@@ -569,10 +593,10 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
         if last and item.kind in (B, BW):
             found.append((dict(here), in_flight, "block", True, late))
         if item.kind == B:
-            here["gradients for W"] = here.get("gradients for W", 0) + kept_for_weights(model, layout, layers)
+            here["gradients for W"] = here.get("gradients for W", 0) + kept_for_weights(model, moe, layout, layers)
         if item.kind in (BW, W):
             here = {what: here[what] - mine.get(what, 0) for what in here}
             done |= set(layers)
         if item.kind == W:
-            here["gradients for W"] -= kept_for_weights(model, layout, layers)
+            here["gradients for W"] -= kept_for_weights(model, moe, layout, layers)
     return found

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import shlex
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import plan
 import plan_after
 import plan_search
@@ -164,7 +164,7 @@ def run_folder(folder, speeds, **options):
 
 
 def test_a_run_is_put_beside_its_prediction_and_its_speed_into_the_file(tmp_path, own, capsys):
-    layout = Layout(dp=64, micro_batch=2, seq_len=128)
+    layout = Layout(dp=64, micro_batch=2, seq_len=128, kernels="triton")
     cluster = read_cluster(str(own))
     slower = 1.5 * step_time(SIZES, None, layout, cluster).seconds
     tokens = 128 * 128

@@ -24,7 +24,7 @@ every pipeline rank by plan_memory.py, the bubble by the simulator of chapter 06
 `three_steps` is the other way, the one of the Ultra-Scale Playbook: first make it fit, then reach the global batch,
 then speed it up. It tries dozens of layouts, and the search says what that costs.
 
-    python 11_5d_trainer/plan.py --model llama3-70b --cluster h100-400g --nodes 64 --tokens 4194304 --seq-len 8192
+    python 11_5d_trainer/planner/plan.py --model llama3-70b --cluster h100-400g --nodes 64 --seq-len 8192
 
 Symbols as in plan_memory.py.
 """
@@ -37,7 +37,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import Config
@@ -81,6 +81,14 @@ class Task:
     seq_len: int
     precision: str = "bf16-master"
     name: str = ""  # as it was asked for: "--model llama3-8b"
+    kernels: str = ""  # "torch" or "triton"; empty: as the trainer's --kernels auto on a GPU
+
+    @property
+    def base(self) -> Layout:
+        """What all layouts of this task have in common."""
+        fused = 32 <= self.model.head_dim <= 256 and self.model.head_dim % 16 == 0  # heads that FlashAttention takes
+        kernels = self.kernels or ("triton" if fused else "torch")
+        return Layout(seq_len=self.seq_len, precision=self.precision, kernels=kernels)
 
     @property
     def memory(self) -> float:
@@ -115,7 +123,7 @@ def powers(n: int, most: int) -> list[int]:
 
 def grids(task: Task) -> Iterator[Layout]:
     """Every way to share out the GPUs, possible or not."""
-    base = Layout(seq_len=task.seq_len, precision=task.precision)
+    base = task.base
     for tp in powers(task.gpus, task.model.heads):
         for cp in powers(task.gpus // tp, 64):
             for pp in divisors(task.gpus // tp // cp):
@@ -200,7 +208,7 @@ def higher(task: Task, layout: Layout, states: tuple[float, float], rooms: Room)
     """The higher of two moments: the loss, on the last rank, and the backward of a block, on the first."""
     blocks, ends, loss, block = rooms
     if layout.schedule.startswith("zb-"):  # what W waits for
-        blocks += kept_for_weights(task.model, layout, range(1, 2)) * task.model.layers / layout.pp
+        blocks += kept_for_weights(task.model, task.moe, layout, range(1, 2)) * task.model.layers / layout.pp
     flight = in_flight(layout.schedule, layout.pp, layout.micro_batches, layout.stages_per_rank)
     return max(states[0] + blocks + ends + loss, states[1] + blocks * flight + block)
 
@@ -410,7 +418,7 @@ def alternatives(task: Task, best: Candidate) -> list[tuple[str, str]]:
         elif candidate.step.seconds >= best.step.seconds:
             found.append((what, because(best.step, candidate.step)))
 
-    base = Layout(seq_len=task.seq_len, precision=task.precision, micro_batch=1)
+    base = task.base
     if batch % G == 0:
         consider("data parallel alone", replace(base, dp=G, micro_batches=batch // G))
         consider("ZeRO stage 3 alone", replace(base, dp=G, micro_batches=batch // G, zero=3))

@@ -28,13 +28,13 @@ Symbols as in plan_memory.py.
 from collections import Counter
 from dataclasses import dataclass
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from fpdt_costs import network_bytes
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from pipeline_executor import layers_of
 from plan_memory import Layout, fpdt_sizes, kv_heads_by_rank, owners, program_of, schedule_of, weights_of, widths
-from schedule_simulator import Action, F
+from schedule_simulator import Action, F, W
 
 SCALAR = 8  # bytes: the trainer sends counts as int64 and sums of losses as float64
 
@@ -81,6 +81,8 @@ def flows(
         layers = layers_of(stage, stages, model.layers)
         found += of_layers(model, moe, layout, len(layers), times)
         found += of_ends(model, layout, times, layers.start == 0, layers.stop == model.layers)
+        if layout.sequence_parallel and layout.pp > 1:
+            found += of_split_backward(model, moe, layout, rank, stage, len(layers), layers.stop == model.layers)
     if layout.pp > 1:
         found += of_pipeline(model, layout, rank)
     return [flow for flow in found if flow.ranks > 1 and flow.payload and flow.times]
@@ -194,6 +196,16 @@ def of_ends(model: LlamaConfig, layout: Layout, times: int, first: bool, last: b
             found.append(Flow("all_gather", "tp", n, t, times, "output layer"))
         found.append(Flow("all_reduce", "tp", 3 * T * max(e, 4), t, times, "softmax"))
     return found
+
+
+def of_split_backward(
+    model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int, stage: int, layers: int, last: bool
+) -> list[Flow]:
+    """What W sends that B has sent already: the backward of columns makes both gradients, and runs in both."""
+    again = sum(action.kind == W and action.stage == stage for action in schedule_of(layout).actions[rank])
+    calls = again * (layers * (2 if moe is None else 1) + last)
+    n = layout.tokens * model.hidden * widths(layout.precision).activation
+    return [Flow(way, "tp", n, layout.tp, calls, "once more for W") for way in ("all_gather", "reduce_scatter")]
 
 
 def of_pipeline(model: LlamaConfig, layout: Layout, rank: int) -> list[Flow]:

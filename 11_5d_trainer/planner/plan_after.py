@@ -9,8 +9,8 @@ on the cluster file; beside it stands the median of the measured steps, the firs
 constant in which GPUs and programs differ most. All later plans with this file use it. What messages cost is not
 changed, so let the run be one whose time is mostly products.
 
-    python 11_5d_trainer/plan.py --after runs/20260101-120000 --cluster my.json --nodes 1
-    python 11_5d_trainer/plan.py --after runs/20260101-120000 --cluster my.json --nodes 1 --write
+    python 11_5d_trainer/planner/plan.py --after runs/20260101-120000 --cluster my.json --nodes 1
+    python 11_5d_trainer/planner/plan.py --after runs/20260101-120000 --cluster my.json --nodes 1 --write
 
 The world of the run is --nodes times the file's gpus_per_node.
 """
@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import checkpoint
 from llama import LlamaConfig
 from moe_layer import MoEConfig

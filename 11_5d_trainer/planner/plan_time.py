@@ -5,9 +5,10 @@ predict it one needs a description of the machine that is short enough to be rig
 
 Idea. A cluster is a handful of numbers from data sheets, in a file of clusters/. Four rules turn work into seconds:
 
-    a product     flops / (peak x ceiling x n / (n + half))   n: the smaller of H / t and tokens. Small products do not
-                                                              fill a GPU, and a GPU that computes faster than it reads
-                                                              needs larger ones: half is HALF x peak / memory's speed
+    a product     its FLOPs at `ceiling` of the rate that the largest products were measured at (the file's
+                  matmul_tflops), and its matrices read and written HALF times over. As 1/n = 1/M + 1/K + 1/N is what
+                  [M, K] x [K, N] moves for a FLOP, that is  flops / (rate x n / (n + half)),  half = HALF x peak /
+                  memory's speed: a GPU that computes faster than it reads needs larger products
     attention     its core as products of n = `attention` head dimensions
     elementwise   `passes` times the bytes kept for backward, written and read once in forward, twice in backward
     a collective  bytes on the wire (plan_traffic.py) / bandwidth + steps x latency, the better of ring and tree
@@ -32,13 +33,14 @@ Symbols as in plan_memory.py. GB/s are 10^9 bytes, one way, per GPU.
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 from accounting import forward_flops
 from fpdt_costs import Hardware, idle_forward, link_bytes, pair_seconds
 from llama import LlamaConfig
@@ -50,7 +52,7 @@ from schedule_simulator import Times, simulate
 
 CLUSTERS = Path(__file__).parent / "clusters"
 # The five fitted constants (plan_published.py --fit), in the order in which the fields of Cluster are explained.
-CEILING, HALF, ATTENTION, PASSES, SLOWED = 0.8965, 3.288, 1.816, 1.004, 0.279
+CEILING, HALF, ATTENTION, PASSES, SLOWED = 1.0, 2.583, 1.586, 0.558, 0.409
 SIMULATED = 4096  # pairs of stage and micro-batch up to which the simulator is asked
 
 
@@ -71,9 +73,10 @@ class Cluster:
     alone: float = 1.0  # times faster that a rank computes while the others wait: more than 1 where ranks share cores
     # Measured bus bandwidth of whole nodes, by their number.
     all_reduce_gb_per_s: dict[str, float] | None = field(default=None, hash=False)
+    matmul_tflops: float = 0.0  # of the largest products, as somebody measured; 0: nobody did, and it is the peak
     fp32_tflops: float = 0.0  # without tensor cores; 0: as fast as in bf16, as a CPU is
     # Fitted to published runs where a file does not say otherwise:
-    ceiling: float = CEILING  # share of the peak that large products reach
+    ceiling: float = CEILING  # share of that rate that a trainer's large products reach
     half: float = 0.0  # n at which a product reaches half of that; 0: HALF times the flops done while a byte is read
     attention: float = ATTENTION  # the core of attention is as fast as products of so many head dimensions
     passes: float = PASSES  # how often a byte that is kept is really moved, over the least number of times
@@ -81,8 +84,13 @@ class Cluster:
 
     @property
     def narrow(self) -> float:
-        """The smaller side of a product that reaches half of the ceiling."""
+        """The n of a product that reaches half of the ceiling."""
         return self.half or HALF * self.peak_tflops * 1e3 / self.memory_gb_per_s
+
+    @property
+    def rate(self) -> float:
+        """FLOPs per second of the largest products."""
+        return (self.matmul_tflops or self.peak_tflops) * 1e12
 
     @property
     def gpus(self) -> int:
@@ -94,14 +102,14 @@ class Cluster:
         return self.alone < 1.2  # measured, so never quite 1
 
     def product(self, flops: float, width: float) -> float:
-        # --- exercise 11.27: the seconds of matrix products whose smaller side is `width` ---
-        return flops / (self.peak_tflops * 1e12 * self.ceiling * width / (width + self.narrow))
+        # --- exercise 11.27: the seconds of matrix products whose sides give `width`, see `width_of` ---
+        return flops / (self.rate * self.ceiling * width / (width + self.narrow))
         # --- end exercise ---
 
     def at(self, precision: str) -> "Cluster":
         """The same with the peak of a precision: nothing here is rounded to TF32 in secret."""
         wide = self.fp32_tflops and widths(precision).activation >= 4
-        return replace(self, peak_tflops=self.fp32_tflops) if wide else self
+        return replace(self, peak_tflops=self.fp32_tflops, matmul_tflops=0.0) if wide else self
 
     def core(self, flops: float, head_dim: int) -> float:
         """The seconds of attention between queries and keys: its products are as narrow as a head."""
@@ -226,6 +234,27 @@ def active_part(model: LlamaConfig, moe: MoEConfig | None) -> LlamaConfig:
     return replace(model, intermediate=model.intermediate * moe.top_k) if moe else model
 
 
+def width_of(products: Iterable[tuple[float, float, float]]) -> float:
+    """n of products [M, K] x [K, N] together, given as (M, K, N): so many elements of matrices are moved for a FLOP as
+    in one with 1/n = 1/M + 1/K + 1/N. Backward's products have the same three sides."""
+    sides = list(products)
+    moved = sum(M * K + K * N + M * N for M, K, N in sides)
+    return sum(M * K * N for M, K, N in sides) / moved
+
+
+def products_of(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> list[tuple[float, float, float]]:
+    """(M, K, N) of a block's products on one rank: q, out, k, v, gate, up, down."""
+    c, t, T = model, layout.tp, layout.tokens
+    kv = c.kv_heads * c.head_dim / t
+    attention: list[tuple[float, float, float]] = [(T, c.hidden, c.hidden / t), (T, c.hidden / t, c.hidden)]
+    attention += [(T, c.hidden, kv)] * 2
+    rows, wide, times = T, c.intermediate / t, 1
+    if moe:  # an expert's rows, with an even load; experts are not cut by tensor ranks
+        rows = max(1, moe.top_k * layout.outer_tokens * layout.ep // moe.experts)
+        wide, times = moe.intermediate, max(1, moe.experts // layout.ep)
+    return attention + times * [(rows, c.hidden, wide), (rows, c.hidden, wide), (rows, wide, c.hidden)]
+
+
 @dataclass(frozen=True)
 class BlockSeconds:
     """Of one micro-batch: a block's forward, what recomputation adds, its messages by kind, those of a ring that show,
@@ -241,7 +270,7 @@ class BlockSeconds:
 
 @lru_cache(maxsize=2**16)
 def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, layout: Layout) -> BlockSeconds:
-    share, width = layout.cp * layout.tp, min(model.hidden / layout.tp, layout.tokens)
+    share, width = layout.cp * layout.tp, width_of(products_of(model, moe, layout))
     flops = flops_of(active_part(model, moe), layout.micro_batch, layout.seq_len)
     layer, core, head = (x / share for x in flops)
     cluster = cluster.at(layout.precision)
@@ -261,7 +290,7 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
     ring = max(0.0, sends["ring"] - 3 * attention)
     # --- end exercise ---
     ring = ring if cluster.hides else sends["ring"]
-    vocabulary = 3 * cluster.product(head, width)
+    vocabulary = 3 * cluster.product(head, width_of([(layout.tokens, model.hidden, model.vocab_size / layout.tp)]))
     vocabulary += cluster.elementwise(6 * layout.tokens * model.vocab_size / layout.tp * 4)
     around = (flow for flow in of_ends(model, layout, 1, layout.pp == 1, True) if flow.ranks > 1)
     ends = sum(cluster.seconds(flow, stride_of(flow.axis, layout)) for flow in around)
@@ -274,7 +303,7 @@ def one_block(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster
         dp=layout.dp if moe else 1, tp=layout.tp, sequence_parallel=layout.sequence_parallel, ring=layout.ring,
         ulysses=layout.ulysses, gather_kv=layout.gather_kv, ep=layout.ep, micro_batch=layout.micro_batch,
         seq_len=layout.seq_len, recompute=layout.recompute, precision=layout.precision, pp=min(layout.pp, 2),
-        fpdt_chunks=layout.fpdt_chunks,
+        fpdt_chunks=layout.fpdt_chunks, kernels=layout.kernels,
     )  # fmt: skip
     return block_seconds(model, moe, cluster, felt)
 
@@ -329,7 +358,7 @@ def step_time(
 
 def fpdt_idle(model: LlamaConfig, layout: Layout, cluster: Cluster) -> float:
     """Seconds that one layer waits for its host, forward, once more, and backward, by chapter 08's formulas."""
-    z, rate = fpdt_sizes(model, layout), cluster.peak_tflops * 1e12 * cluster.ceiling
+    z, rate = fpdt_sizes(model, layout), cluster.rate * cluster.ceiling
     link = Hardware(rate, cluster.host_gb_per_s * 1e9)
     pair, fetch = pair_seconds(z, link)
     forward = idle_forward(z.u, pair / 2, pair, fetch)
@@ -412,9 +441,16 @@ def rough_parameters(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) 
     return model.layers / layout.pp * block + (ends if layout.pp == 1 else ends / 2)
 
 
-def rough_states(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> float:
-    """Weights, gradients and states of a rank without counting padding."""
+def rough_held(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> dict[str, float]:
+    """Weights, gradients and optimizer states of a rank without counting padding."""
     width, N, z = widths(layout.precision), layout.data, layout.zero
     psi = rough_parameters(model, moe, layout)
-    each = width.weight / (N if z == 3 else 1) + width.weight / (N if z >= 2 else 1)
-    return psi * (each + (2 * width.state + width.master) / (N if z else 1))
+    return {
+        "weights": psi * width.weight / (N if z == 3 else 1),
+        "gradients": psi * width.weight / (N if z >= 2 else 1),
+        "optimizer states": psi * (2 * width.state + width.master) / (N if z else 1),
+    }
+
+
+def rough_states(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> float:
+    return sum(rough_held(model, moe, layout).values())

@@ -16,8 +16,8 @@ Five constants are fitted (plan_time.py: CEILING, HALF, ATTENTION, PASSES, SLOWE
 families of |log(predicted / published)| small; the absolute value, since a table has rows that went wrong. It walks
 along one constant at a time with ever smaller steps, and needs ten seconds:
 
-    python 11_5d_trainer/plan_published.py          each family, each row, and how far off it is
-    python 11_5d_trainer/plan_published.py --fit    the constants that it finds, beside those of plan_time.py
+    python 11_5d_trainer/planner/plan_published.py          each family, each row, and how far off it is
+    python 11_5d_trainer/planner/plan_published.py --fit    the constants that it finds, beside those of plan_time.py
 
 What is compared is throughput: +10 % means that the planner promises a tenth more tokens per second than were measured.
 `after one run` is what is left when the family's first row has set the clock, as a run of your own would: it shows
@@ -33,14 +33,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import plan_time
 from llama import LlamaConfig
 from plan_memory import Layout
 from plan_search import name
 from plan_time import Cluster, read_cluster, step_time
 
-FILE = Path(__file__).parent / "planner" / "published.json"
+FILE = Path(__file__).parent / "published.json"
 CONSTANTS = ("ceiling", "half", "attention", "passes", "slowed")
 MEASURES = ("tokens_per_s_per_gpu", "seconds", "of_the_first")
 FITTED, HELD_OUT = "fitted", "held out"
@@ -97,7 +97,7 @@ def families() -> tuple[Family, ...]:
         for row in each.pop("rows"):
             (measure,) = set(row) & set(MEASURES)
             sizes, published = row.pop("model"), row.pop(measure)
-            layout = Layout(**({"precision": "bf16-master"} | row))
+            layout = Layout(**({"precision": "bf16-master"} | row))  # with --kernels torch: no source fused its norms
             runs.append(Run(sizes, models[sizes], layout, measure, published))
         found.append(Family(runs=tuple(runs), **each))
     return tuple(found)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import chapters  # noqa: F401  finds the chapters below
+import above  # noqa: F401  finds the trainer and the chapters
 import plan_memory as pm
 import plan_traffic
 import pytest
@@ -254,6 +254,22 @@ def test_a_long_pipelines_memory_is_that_of_its_first_and_last_rounds():
 def test_padding_is_held_by_every_rank_that_holds_a_shard():
     owner = pm.Buckets(4, 2, (10, 3))
     assert owner.shards == [3, 1] and owner.padded == 16
+
+
+HEADS_OF_32 = LlamaConfig(vocab_size=256, hidden=64, layers=1, heads=2, kv_heads=1, intermediate=96)
+INTERPRETED = {"seq_len": 16, "global_batch": 1, "micro_batch": 1, "device": "cpu", "preset": "tiny"}
+
+
+@pytest.mark.prove  # Triton's interpreter is slow; test_rehearse.py has the peak of larger models with the same kernels
+@pytest.mark.parametrize(("ranks", "words"), [(1, {}), (2, {"cp": 2, "cp_kind": "zigzag"})])
+def test_with_fused_kernels_a_step_in_tritons_interpreter_keeps_what_was_planned(ranks, words):
+    options = INTERPRETED | words | {"kernels": "triton"}
+    layout = pm.Layout.of(Config(**options), HEADS_OF_32, ranks)
+    planned = sum(pm.activations(HEADS_OF_32, None, layout, range(1)).values())
+    eager = dataclasses.replace(layout, kernels="torch")
+    for meter in run_ranks(ranks, measured, options, HEADS_OF_32, timeout=300.0):
+        assert meter["activations"][0] == pytest.approx(planned, rel=0.02), words  # it copies a few small inputs
+    assert sum(pm.activations(HEADS_OF_32, None, eager, range(1)).values()) > 1.2 * planned
 
 
 def test_tensor_parallel_sends_what_chapter_04_says():

@@ -4,14 +4,14 @@ Products of five sizes give the two numbers of the planner's rule (peak x n / (n
 memory, and, with several ranks, an all-reduce of a large and of a small tensor gives bandwidth and latency. Ranks of
 one CPU share its cores: how much faster is one of them while the others wait?
 
-    python 11_5d_trainer/plan.py --calibrate my.json                          one rank: products and copies
-    torchrun --nproc_per_node 4 11_5d_trainer/plan.py --calibrate my.json     collectives too; rank 0 writes
+    python 11_5d_trainer/planner/plan.py --calibrate my.json                          one rank: products and copies
+    torchrun --nproc_per_node 4 11_5d_trainer/planner/plan.py --calibrate my.json     collectives too; rank 0 writes
 """
 
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -47,10 +47,11 @@ def rates(device: torch.device) -> dict[str, float]:
     """Products and copies."""
     gpu = device.type == "cuda"
     dtype, sizes = (torch.bfloat16, (512, 1024, 2048, 4096, 8192)) if gpu else (torch.float32, (32, 64, 128, 256, 512))
-    measured = {}
+    measured: dict[float, float] = {}
     for n in sizes:
         a, b = (torch.randn(4 * n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype))
-        measured[n] = 8 * n**3 / seconds_of(partial(torch.matmul, a, b), device)
+        width = 1 / (1 / (4 * n) + 1 / n + 1 / n)  # as plan_time.width_of takes it
+        measured[width] = 8 * n**3 / seconds_of(partial(torch.matmul, a, b), device)
     peak, half = peak_and_half(measured)
     elements = 2**28 if gpu else 2**22
     source = torch.zeros(elements, device=device)
@@ -58,7 +59,7 @@ def rates(device: torch.device) -> dict[str, float]:
     return {"peak_tflops": peak / 1e12, "half": half, "memory_gb_per_s": 2 * 4 * elements / copied / 1e9}
 
 
-def peak_and_half(measured: dict[int, float]) -> tuple[float, float]:
+def peak_and_half(measured: Mapping[float, float]) -> tuple[float, float]:
     """The rule r(n) = peak n / (n + half) through measured rates: 1 / r is a straight line in 1 / n.
 
     Least squares of the relative errors. Where noise, or a cost of starting a product, would put the peak below a rate

@@ -1,9 +1,11 @@
 """The planner against what was measured: bytes by the trainer's meter, seconds of small layouts on this machine's CPU.
 
-    python 11_5d_trainer/bench/bench_plan.py   verifies, measures, writes results/11_plan_*.json and the figures
-    python 11_5d_trainer/bench/bench_plan.py --predict    only what is predicted, without a measurement, and draws
-    python 11_5d_trainer/bench/bench_plan.py --memory     only the bytes, which are the same on a busy machine
-    python 11_5d_trainer/bench/bench_plan.py --figures    only draws
+    python 11_5d_trainer/planner/bench_plan.py   verifies, measures, writes results/11_plan_*.json and the figures
+    python 11_5d_trainer/planner/bench_plan.py --predict    only what is predicted, without a measurement, and draws
+    python 11_5d_trainer/planner/bench_plan.py --published  of these only what is beside published numbers
+    python 11_5d_trainer/planner/bench_plan.py --memory     only the bytes, which are the same on a busy machine
+    python 11_5d_trainer/planner/bench_plan.py --ranking    only the order of layouts, after a look at a few bytes
+    python 11_5d_trainer/planner/bench_plan.py --figures    only draws
 
 First the bytes: if what is held is not exact, or a peak is off by more than 5 %, it ends with exit code 1 and writes
 nothing. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed, and put beside the order in which the
@@ -20,9 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-sys.path[:0] = [str(ROOT / "11_5d_trainer"), str(ROOT / "11_5d_trainer" / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import chapters  # noqa: E402, F401  finds the chapters below
+import above  # noqa: E402, F401  finds the trainer and the chapters
 import plan_facts  # noqa: E402
 import plan_figures  # noqa: E402
 import plan_memory as pm  # noqa: E402
@@ -56,7 +58,7 @@ RANKED = [
 
 
 def seconds(words: dict[str, Any], sizes: Any) -> float:
-    """A step's time on this rank: the median of three means of three."""
+    """A step's time on this rank: the median of three means of two."""
     import rank as rank_module
     import torch
     import torch.distributed as dist
@@ -69,7 +71,7 @@ def seconds(words: dict[str, Any], sizes: Any) -> float:
     sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
     batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
     times = []
-    for steps in (1, 3, 3, 3):  # the first is not counted
+    for steps in (1, 2, 2, 2):  # the first is not counted
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -79,10 +81,10 @@ def seconds(words: dict[str, Any], sizes: Any) -> float:
     return sorted(times[1:])[1]
 
 
-def memory_rows() -> list[list[Any]]:
+def memory_rows(chosen: dict[int, list[dict[str, Any]]] = LAYOUTS) -> list[list[Any]]:
     """[layout, predicted peak, measured peak, deviation in %]. Exits with 1 if a number is off."""
     rows = []
-    for ranks, layouts in LAYOUTS.items():
+    for ranks, layouts in chosen.items():
         options = [BASE | layout for layout in layouts]
         results = run_ranks(ranks, all_of, options, SIZES, timeout=300.0)
         for i, words in enumerate(options):
@@ -107,7 +109,7 @@ def calibrated(ranks: int) -> plan_time.Cluster:
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/machine.json"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        script = str(ROOT / "11_5d_trainer" / "plan.py")
+        script = str(ROOT / "11_5d_trainer" / "planner" / "plan.py")
         subprocess.run([*launch, script, "--calibrate", file], check=True, stdout=subprocess.DEVNULL)
         return plan_time.read_cluster(file)
 
@@ -163,6 +165,9 @@ def predictions() -> None:
     write_result("11_plan_published", title, *plan_published.summary(), note)
     note = "Tokens per second and GPU, or the share of the family's first row. Sources and assumptions: published.json."
     write_result("11_plan_published_rows", "Every published run", *plan_published.rows(), note)
+
+
+def layouts() -> None:
     cluster = plan_time.read_cluster("h100-400g")
     batch, seq = 512, 8192
     note = (
@@ -181,6 +186,14 @@ def constants() -> list[tuple[str, float]]:
     return list(zip(plan_published.CONSTANTS, plan_published.now(), strict=True))
 
 
+def ranking() -> None:
+    (on_4, four), (on_8, eight) = ranking_rows(4), ranking_rows(8)
+    note = f"Rank correlation {four:.2f} on 4 ranks and {eight:.2f} on 8. Ratios of one run, to the fastest layout."
+    columns = ["ranks", "layout", "measured", "predicted"]
+    write_result("11_plan_ranking", "Order of layouts on 4 and 8 CPU ranks", columns, on_4 + on_8, note)
+    print(note)
+
+
 def write_memory(rows: list[list[Any]]) -> None:
     columns = ["layout", "predicted peak, bytes", "measured peak, bytes", "off, %"]
     write_result("11_plan_memory", "The planner's peak against the trainer's", columns, rows)
@@ -193,18 +206,21 @@ def main() -> None:
     if "--memory" in sys.argv[1:]:
         write_memory(memory_rows())
         return
+    if "--ranking" in sys.argv[1:]:
+        memory_rows({2: LAYOUTS[2][:4]})
+        ranking()
+        return
     predictions()
+    if "--published" in sys.argv[1:]:
+        return
+    layouts()
     if "--predict" in sys.argv[1:]:
         figures()
         return
     memory = memory_rows()
-    (on_4, four), (on_8, eight) = ranking_rows(4), ranking_rows(8)
+    ranking()
     write_memory(memory)
-    note = f"Rank correlation {four:.2f} on 4 ranks and {eight:.2f} on 8. Ratios of one run, to the fastest layout."
-    columns = ["ranks", "layout", "measured", "predicted"]
-    write_result("11_plan_ranking", "Order of layouts on 4 and 8 CPU ranks", columns, on_4 + on_8, note)
     figures()
-    print(note)
 
 
 if __name__ == "__main__":

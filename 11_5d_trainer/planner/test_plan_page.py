@@ -1,0 +1,80 @@
+"""The planner's page in a real browser: its numbers are Python's, for every axis, and it needs nothing from outside."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from urllib.parse import quote
+
+import above  # noqa: F401  finds the trainer and the chapters
+import plan_page
+import pytest
+from llama import LlamaConfig
+from moe_layer import MoEConfig
+from plan_page import AXES, BYTES, layout_of, numbers, page
+from plan_search import Task, rough_peak
+from plan_time import read_cluster
+
+MODEL = LlamaConfig(32000, 1024, 8, 8, 4, 2816)  # none of the presets
+MOE = MoEConfig(hidden=1024, intermediate=2816, experts=4, top_k=2, balance=0.01)
+TASK = Task(MODEL, MOE, read_cluster("h100-400g"), 16, 64, 4096, name="--config my/config.json")
+CHOSEN = [
+    (1, 1, 1, 1, 3, 1, "none"),
+    (2, 1, 2, 2, 1, 2, "full"),
+    (1, 4, 1, 4, 2, 1, "selective"),
+    (4, 2, 2, 2, 1, 1, "none"),
+]
+REFUSED = (1, 1, 2, 1, 3, 1, "none")
+
+
+@pytest.fixture(scope="module")
+def browsed(tmp_path_factory):
+    """The page as the browser leaves it once its script has run."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip(reason="no browser here to open the page in: apt-get install chromium")
+    folder = tmp_path_factory.mktemp("page")
+    start = layout_of(TASK, *CHOSEN[1])
+    (folder / "plan.html").write_text(page(TASK, "the <ten> best", start))
+    picks = quote(json.dumps([dict(zip(AXES, each, strict=True)) for each in [*CHOSEN, REFUSED]]))
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --disable-dev-shm-usage"
+    where = f"file://{folder}/plan.html#pick={picks}"
+    command = [browser, *flags.split(), f"--user-data-dir={folder / 'profile'}", "--dump-dom", where]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_the_page_in_a_browser_gives_pythons_bytes_and_seconds_with_context_and_expert_ranks(browsed):
+    answers = json.loads(unescape(re.search(r'<pre id="check">(.*?)</pre>', browsed, re.DOTALL).group(1)))
+    for chosen, got in zip(CHOSEN, answers, strict=False):
+        layout = layout_of(TASK, *chosen)
+        want = numbers(TASK, layout)
+        assert [*got["bytes"], *got["seconds"], got["mfu"]] == pytest.approx(want, rel=1e-3), chosen
+        assert sum(got["bytes"]) == pytest.approx(rough_peak(TASK, layout), rel=1e-3), chosen
+        assert got["options"] == layout.options()
+    assert answers[-1] == {"reason": layout_of(TASK, *REFUSED)} == {"reason": "stage 3 does not go with a pipeline"}
+
+
+def test_every_axis_that_is_chosen_reaches_the_layout_that_is_asked_for():
+    for tp, cp, pp, ep, zero, micro_batch, recompute in CHOSEN:
+        layout = layout_of(TASK, tp, cp, pp, ep, zero, micro_batch, recompute)
+        assert (layout.tp, layout.cp, layout.pp, layout.ep, layout.zero) == (tp, cp, pp, ep, zero)
+        assert (layout.micro_batch, layout.recompute, layout.kernels) == (micro_batch, recompute, "triton")
+        assert (layout.ranks, layout.global_batch) == (TASK.gpus, TASK.global_batch)
+
+
+def test_the_page_shows_the_task_bars_a_verdict_and_a_drawing_of_the_pipeline(browsed):
+    seen = browsed.split("<script>")[0]
+    assert len(re.findall(r"<rect ", seen)) == 2 * 2 * 4  # forward and backward of 4 micro-batches on 2 ranks
+    assert len(re.findall(r'<div style="width', seen)) == len(BYTES) + 7  # parts of the memory and of the time
+    assert "my/config.json on 16 GPUs" in seen and "the &lt;ten&gt; best" in seen
+    for axis, value in zip(AXES, CHOSEN[1], strict=True):
+        assert re.search(rf'id="in-{axis}">(?:<option>[^<]*</option>)*<option selected="">{value}<', seen), axis
+
+
+def test_no_formula_of_the_planner_is_in_the_page_and_nothing_is_asked_for_from_outside():
+    text = page(TASK)
+    assert not re.search(r"https?://|src=|@import|fetch\(|XMLHttpRequest|<link", text)
+    script = plan_page.PAGE.split("<script>")[1]
+    assert not re.search(r"hidden|bandwidth|tflops|layers|latency|head_dim", script)
