@@ -54,9 +54,9 @@ prove: $(READY)  ## everything that can be proven, with every planted mistake; C
 
 .PHONY: fuzz
 fuzz: $(READY)  ## many layouts of the trainer against one rank, and twenty ranks that die; about 15 minutes
-	$(PY) 11_5d_trainer/fuzz.py $(ARGS)
-	$(PY) 11_5d_trainer/fuzz.py --table
-	$(PY) 11_5d_trainer/fuzz.py --kills 20
+	$(PY) 11_5d_trainer/tests/fuzz.py $(ARGS)
+	$(PY) 11_5d_trainer/tests/fuzz.py --table
+	$(PY) 11_5d_trainer/tests/fuzz.py --kills 20
 
 .PHONY: rehearse
 rehearse: $(READY)  ## rehearse four plans without a GPU: 8B on 64, 70B on 512, Mixtral on 256, 405B on 16,384 ranks

@@ -1,11 +1,13 @@
-"""Does the model fit? Counted from the options, before any memory is asked for.
+"""Does the model fit, and can it be computed as asked? Answered before any rank connects and any memory is asked for.
 
-Weights, gradients and AdamW's two moments of what a rank holds (chapter 01 says how many bytes each; chapters 03 to 07
-say who holds what). Activations come on top, so this is the least that a rank needs. What it refuses cannot run; what
-it lets pass may still be too much.
+`check_memory` counts weights, gradients and AdamW's two moments of what a rank holds (chapter 01 says how many bytes
+each; chapters 03 to 07 say who holds what). Activations come on top, so this is the least that a rank needs. What it
+refuses cannot run; what it lets pass may still be too much. `check_kernels` and `check_compile` know what the fused
+kernels of chapter 09 and torch.compile can do.
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import chapters  # noqa: F401  finds the chapters below
@@ -13,8 +15,10 @@ import torch
 from llama import LlamaConfig
 from model import full_shapes
 from options import Config, UsageError
-from parts import WEIGHTS
+from parts import FP8, WEIGHTS
 from pipeline_executor import layers_of
+from rank import kernels_on
+from schedule_simulator import W
 
 
 def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str, float]:
@@ -73,4 +77,60 @@ def check_memory(config: Config, sizes: LlamaConfig, world_size: int, device: to
         raise UsageError(
             f"{what} needs at least {sum(need.values()) / 1e9:,.1f} GB on a rank ({parts}), which has "
             f"{have / 1e9:,.1f} GB; share it out with --tp, --pp, --ep or --zero on more ranks, or take a smaller model"
+        )
+
+
+def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
+    """Raise UsageError where the fused kernels cannot do this model."""
+    kernels = kernels_on(config, device)
+    if kernels == "cuda":
+        from cuda_parts import check_cuda  # imported here for parts.py's reason
+
+        check_cuda(config, sizes.head_dim, device)
+    if kernels != "triton":
+        return
+    from flash_kernels import check_head_dim  # imported here for parts.py's reason
+
+    if config.precision == "fp64":
+        raise UsageError(f"--kernels {config.kernels}: no kernel computes in fp64; use --kernels torch")
+    if device.type == "cpu" and config.precision not in ("fp32", "fp16"):
+        what = f"--kernels {config.kernels} --precision {config.precision}"
+        raise UsageError(f"{what}: Triton's interpreter rounds bf16 wrongly on a CPU; use --kernels torch")
+    try:
+        check_head_dim(sizes.head_dim)
+    except ValueError as error:
+        raise UsageError(f"--kernels {config.kernels}: {error}; or use --kernels torch") from None
+
+
+def check_compile(config: Config, sizes: LlamaConfig, world_size: int, device: torch.device) -> None:
+    """Raise UsageError where torch.compile cannot make one program of a block: where the block waits for other ranks
+    in its middle, or where its backward is not the one that autograd would run."""
+    if not config.compile:
+        return
+    schedule = config.pipeline(world_size, sizes.layers)
+    split = bool(schedule) and any(action.kind == W for row in schedule.actions for action in row)  # type: ignore[union-attr]
+    waits, own = "waits for other ranks inside a block", "runs a block's backward in its own way"
+    barred = [
+        (f"--tp {config.tp}", config.tp > 1, waits),
+        (f"--cp {config.cp}", config.cp > 1, waits),
+        (f"--experts {config.experts}", config.mixture(sizes) is not None, waits),
+        ("--zero 3", config.zero == 3, waits),
+        ("--zero-late-gather", config.zero_late_gather, waits),
+        (f"--schedule {config.schedule}", split, own),
+        (f"--fpdt-chunks {config.fpdt_chunks}", config.fpdt_chunks > 0, own),
+        (f"--recompute {config.recompute}", config.recompute != "none", own),
+        (f"--precision {config.precision}", config.precision in FP8, "keeps its scales from step to step"),
+        (
+            f"--kernels {config.kernels}",
+            kernels_on(config, device) != "torch",
+            "brings kernels that are compiled already",
+        ),
+    ]
+    for what, wanted, why in barred:
+        if wanted:
+            raise UsageError(f"--compile cannot go with {what}, which {why}; leave one of them out")
+    compiler = os.environ.get("CXX", "g++")
+    if not shutil.which(compiler):
+        raise UsageError(
+            f"--compile needs a C++ compiler, and {compiler} is not on the PATH; install one, or leave it out"
         )

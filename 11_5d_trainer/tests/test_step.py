@@ -18,16 +18,9 @@ from harness.oracle import assert_same
 from harness.ranks import run_ranks
 from options import Config
 from state import full_state
-from test_train import SIZES, SMALL, TEXT, arguments, f64, losses
+from test_train import SIZES, SMALL, arguments, f64, losses
 
 STEPS, WARMUP, LR, MIN_LR, DECAY = 7, 2, 3e-2, 2e-3, 0.4
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("data") / "numbers.txt"
-    file.write_text(TEXT)
-    return str(file)
 
 
 def rate(step):
