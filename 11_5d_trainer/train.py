@@ -221,10 +221,12 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     first = 0
     if plan.resume:
         _, path, progress = plan.resume
+        # --- exercise 11.33: weights, optimizer, step, place in the data and loss scale, all as they were left ---
         like = full_shapes(plan.model, config.mixture(plan.model))
         load_full_state(me.engine, me.model, me.mesh, checkpoint.load(path, like, weight_dtype(config)))
         first, training.position = progress.step, progress.samples
         me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
+        # --- end exercise ---
         checkpoint.set_aside_later(run, first, world)
     elif leader and (origin := config.init or config.config):
         keep_origin(origin, run)
