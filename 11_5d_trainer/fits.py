@@ -19,6 +19,7 @@ from parts import FP8, WEIGHTS
 from pipeline_executor import layers_of
 from rank import kernels_on
 from schedule_simulator import W
+from zero_memory import bytes_per_parameter
 
 
 def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str, float]:
@@ -43,11 +44,9 @@ def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str
     own_copy = config.precision == "bf16-master" or config.zero_offload
     moments = (2 + own_copy) * max(bytes_each, 4)
     count, summed = max(elements), 4 if config.accumulate_dtype == "fp32" else bytes_each
-    return {
-        "weights": count * bytes_each / (shards if config.zero >= 3 else 1),
-        "gradients": count * summed / (shards if config.zero >= 2 else 1),
-        "AdamW's states": count * moments / (shards if config.zero >= 1 else 1),
-    }
+    # Of each parameter: (states, weight, gradient), as chapter 03 divides them.
+    kinds = {"weights": (0, bytes_each, 0), "gradients": (0, 0, summed), "AdamW's states": (moments, 0, 0)}
+    return {kind: count * bytes_per_parameter(config.zero, shards, *each) for kind, each in kinds.items()}
 
 
 def memory_of_a_rank(device: torch.device) -> int:
