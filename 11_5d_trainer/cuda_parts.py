@@ -15,23 +15,20 @@ The CUDA kernel has no backward of its own. Nor does it give the fp32 output tha
 each block is Triton's, and with --cp-kind ulysses, where a rank has whole sequences, the CUDA kernel does them all.
 
 On a CPU the sources run thread by thread (chapter 09's cuda_on_cpu.h), with PyTorch's own functions for the others,
-since Triton's interpreter knows no bf16. A step of a tiny model takes seconds: test_cuda.py does that, the command
+since Triton's interpreter knows no bf16. A step of a tiny model takes seconds: test_kernels.py does that, the command
 refuses it.
 """
 
-import shutil
 from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
 import torch
-from flash_attention_cuda import CUDA, HEAD_DIMS
+from flash_attention_cuda import CUDA
 from flash_kernels import flash_attention
 from matmul_ladder import matmul
-from options import Config, UsageError
 from torch import Tensor
 
 RUNG = "ping_pong"  # the ladder's last: tiles by TMA to two blocks, two groups of warps in turn at the tensor cores
-PRECISIONS = ("bf16", "bf16-master")
 
 
 class Product(torch.autograd.Function):
@@ -64,26 +61,3 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     """A model's attention over whole sequences, in bf16: q [B, S, N, D], k and v [B, S, N_kv, D] -> like q."""
     q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
     return flash_attention(q, k, v, causal=causal, version=CUDA)
-
-
-def check_cuda(config: Config, head_dim: int, device: torch.device) -> None:
-    """Raise UsageError unless these kernels can train this model on this machine."""
-    here = f"--kernels {config.kernels}"
-    if config.precision not in PRECISIONS:
-        raise UsageError(
-            f"{here} --precision {config.precision}: chapter 09's CUDA multiplies in bf16; use bf16 or bf16-master"
-        )
-    if config.tp_overlap or config.fpdt_chunks:
-        other = "--tp-overlap" if config.tp_overlap else f"--fpdt-chunks {config.fpdt_chunks}"
-        raise UsageError(f"{here} cannot go with {other}, which has products of its own; leave one of them out")
-    if head_dim not in HEAD_DIMS:
-        raise UsageError(
-            f"{here}: a head of {head_dim} numbers; the CUDA attention takes 64 and 128, use other --heads"
-        )
-    if device.type != "cuda":
-        raise UsageError(f"{here} needs a Hopper GPU (sm_90a), and there is no GPU here; use --kernels torch")
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        name = torch.cuda.get_device_name(device)
-        raise UsageError(f"{here} needs a Hopper GPU (sm_90a), and this is {name}; use --kernels triton")
-    if not shutil.which("nvcc"):
-        raise UsageError(f"{here} is built by nvcc, which is not on the PATH; install the CUDA toolkit or use triton")

@@ -83,8 +83,6 @@ def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> N
     """Raise UsageError where the fused kernels cannot do this model."""
     kernels = kernels_on(config, device)
     if kernels == "cuda":
-        from cuda_parts import check_cuda  # imported here for parts.py's reason
-
         check_cuda(config, sizes.head_dim, device)
     if kernels != "triton":
         return
@@ -99,6 +97,31 @@ def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> N
         check_head_dim(sizes.head_dim)
     except ValueError as error:
         raise UsageError(f"--kernels {config.kernels}: {error}; or use --kernels torch") from None
+
+
+def check_cuda(config: Config, head_dim: int, device: torch.device) -> None:
+    """Raise UsageError unless chapter 09's CUDA can train this model on this machine."""
+    from flash_attention_cuda import HEAD_DIMS  # imported here for parts.py's reason
+
+    here = f"--kernels {config.kernels}"
+    if config.precision not in ("bf16", "bf16-master"):
+        raise UsageError(
+            f"{here} --precision {config.precision}: chapter 09's CUDA multiplies in bf16; use bf16 or bf16-master"
+        )
+    if config.tp_overlap or config.fpdt_chunks:
+        other = "--tp-overlap" if config.tp_overlap else f"--fpdt-chunks {config.fpdt_chunks}"
+        raise UsageError(f"{here} cannot go with {other}, which has products of its own; leave one of them out")
+    if head_dim not in HEAD_DIMS:
+        raise UsageError(
+            f"{here}: a head of {head_dim} numbers; the CUDA attention takes 64 and 128, use other --heads"
+        )
+    if device.type != "cuda":
+        raise UsageError(f"{here} needs a Hopper GPU (sm_90a), and there is no GPU here; use --kernels torch")
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        name = torch.cuda.get_device_name(device)
+        raise UsageError(f"{here} needs a Hopper GPU (sm_90a), and this is {name}; use --kernels triton")
+    if not shutil.which("nvcc"):
+        raise UsageError(f"{here} is built by nvcc, which is not on the PATH; install the CUDA toolkit or use triton")
 
 
 def check_compile(config: Config, sizes: LlamaConfig, world_size: int, device: torch.device) -> None:

@@ -5,6 +5,7 @@ import math
 import shutil
 import sys
 
+import fits
 import pytest
 import rank
 import torch
@@ -146,21 +147,19 @@ def test_cuda_where_it_cannot_run_is_refused_in_one_line_before_any_rank(words, 
 
 
 def test_cuda_is_refused_on_an_older_gpu_and_without_nvcc(monkeypatch):
-    import cuda_parts
-
     config, gpu = Config(kernels="cuda", precision="bf16"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(UsageError, match=r"needs a Hopper GPU \(sm_90a\), and this is A100; use --kernels triton"):
-        cuda_parts.check_cuda(config, 64, gpu)
+        fits.check_cuda(config, 64, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="is built by nvcc, which is not on the PATH"):
-        cuda_parts.check_cuda(config, 64, gpu)
+        fits.check_cuda(config, 64, gpu)
     monkeypatch.undo()
     if shutil.which("nvcc"):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        cuda_parts.check_cuda(config, 64, gpu)
+        fits.check_cuda(config, 64, gpu)
 
 
 # ----------------------------------------------------------------------------------------------------- torch.compile
