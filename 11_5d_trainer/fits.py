@@ -125,17 +125,17 @@ def check_cuda(config: Config, head_dim: int, device: torch.device) -> None:
 
 
 def check_compile(config: Config, sizes: LlamaConfig, world_size: int, device: torch.device) -> None:
-    """Raise UsageError where torch.compile cannot make one program of a block: where the block waits for other ranks
-    in its middle, or where its backward is not the one that autograd would run."""
+    """Raise UsageError where torch.compile cannot make one program of a block: where the block waits in its middle for
+    other ranks or for a number, or where its backward is not the one that autograd would run."""
     if not config.compile:
         return
-    schedule = config.pipeline(world_size, sizes.layers)
+    schedule, moe = config.pipeline(world_size, sizes.layers), config.mixture(sizes)
     split = bool(schedule) and any(action.kind == W for row in schedule.actions for action in row)  # type: ignore[union-attr]
     waits, own = "waits for other ranks inside a block", "runs a block's backward in its own way"
     barred = [
         (f"--tp {config.tp}", config.tp > 1, waits),
         (f"--cp {config.cp}", config.cp > 1, waits),
-        (f"--experts {config.experts}", config.mixture(sizes) is not None, waits),
+        (f"--experts {moe.experts if moe else 0}", moe is not None, "learns inside a block how many rows there are"),
         ("--zero 3", config.zero == 3, waits),
         ("--zero-late-gather", config.zero_late_gather, waits),
         (f"--schedule {config.schedule}", split, own),

@@ -199,7 +199,7 @@ def test_compiled_blocks_give_the_loss_gradients_and_weights_of_one_process(rank
 NOT_COMPILED = [
     ("--tp 2", "--tp 2, which waits for other ranks inside a block", 2),
     ("--cp 2", "--cp 2, which waits for other ranks", 2),
-    ("--experts 4", "--experts 4, which waits for other ranks", 1),
+    ("--experts 4", "--experts 4, which learns inside a block how many rows there are", 1),
     ("--zero 3", "--zero 3, which waits for other ranks", 1),
     ("--zero 1 --zero-late-gather", "--zero-late-gather, which waits for other ranks", 1),
     ("--pp 2 --schedule zb-h1", "--schedule zb-h1, which runs a block's backward in its own way", 2),
