@@ -106,7 +106,7 @@ def gradients_by(kernels, words):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-@pytest.mark.turn(3)
+@pytest.mark.turn(6)
 @pytest.mark.parametrize(("ranks", "layout", "products", "attentions"), CUDA_LAYOUTS, ids=lambda value: str(value))
 def test_with_chapter_09s_cuda_every_gradient_is_as_near_to_float64_as_with_torchs_bf16(
     ranks, layout, products, attentions, text
@@ -187,7 +187,10 @@ def with_blocks_compiled(backend, words, sizes):
 # "aot_eager" traces blocks and their backwards and runs them op by op: no C++ to wait for.
 @pytest.mark.parametrize(
     ("ranks", "layout", "backend"),
-    [(*COMPILED[-1], "aot_eager"), *(pytest.param(*one, "", marks=pytest.mark.prove) for one in COMPILED)],
+    [
+        pytest.param(*COMPILED[-1], "aot_eager", marks=pytest.mark.turn(3)),
+        *(pytest.param(*one, "", marks=pytest.mark.prove) for one in COMPILED),
+    ],
 )
 def test_compiled_blocks_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, backend, text):
     words = [*arguments(text, clip=0), "--compile", *layout.split()]
