@@ -21,8 +21,8 @@ $(READY): requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
 	@touch $@
 
-# All GPUs there are, data-parallel. Without any, the best model that two cores make of two minutes: a rank for each core,
-# small steps and many of them. Options of your own go behind and win; another number of ranks, a run that is resumed and
+# All GPUs there are, data-parallel. Without any, what two cores can make of two minutes: a rank for each core, and
+# small steps, many of them. Options of your own go behind and win; another number of ranks, a run that is resumed and
 # a model to start from have a batch and a length of their own.
 ifeq ($(GPUS),0)
 NPROC  ?= 2
