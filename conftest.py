@@ -71,7 +71,8 @@ class LedgerWriter:
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" and report.passed:
-            self.caught |= {(s, n): d for what, (s, n, d) in report.user_properties if what == "caught"}
+            found = [value for what, value in report.user_properties if what == "caught"]
+            self.caught |= {(script, name): (value, symptom) for script, name, value, symptom in found}
 
     def pytest_sessionfinish(self):
         from harness.plant import LedgerError, all_mistakes, digest, read_ledger, write_ledger
@@ -81,4 +82,4 @@ class LedgerWriter:
         except LedgerError:
             before = {}
         now = {(m.script, m.name): digest(m) for m in all_mistakes()}
-        write_ledger({key: value for key, value in (before | self.caught).items() if now.get(key) == value})
+        write_ledger({key: value for key, value in (before | self.caught).items() if now.get(key) == value[0]})

@@ -25,7 +25,7 @@ from harness.figures import COLOURS, GREY, write_figure
 from harness.report import paired, write_result
 from parallel_block import Config, ParallelBlock, Parts, sync_replicated_gradients
 from parallel_linear import TensorParallel as Deep
-from parallel_linear import load_full_state_dict
+from parallel_llama import load_full_state_dict
 from tensor_parallel import Sizes, TensorParallel, attention, block, formulas, norm, piece_of, sum_shares, whole_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

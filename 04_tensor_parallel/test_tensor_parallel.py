@@ -248,8 +248,8 @@ def test_each_operator_moves_what_the_table_says_and_overwrites_nothing(ranks):
 def both_floors() -> None:
     from parallel_block import Config, Parts, sync_replicated_gradients
     from parallel_linear import TensorParallel as Deep
-    from parallel_linear import load_full_state_dict, shards
-    from parallel_llama import ParallelLlama
+    from parallel_linear import shards
+    from parallel_llama import ParallelLlama, load_full_state_dict
 
     names = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
     parts = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
@@ -403,6 +403,14 @@ def loss_of_bf16_logits() -> float:
 
 def test_a_loss_of_bf16_logits_is_summed_in_fp32():
     assert max(run_ranks(2, loss_of_bf16_logits)) < 1e-5
+
+
+def test_a_norm_in_bf16_takes_its_mean_in_fp32_and_rounds_once():
+    """The dense run below has the same norm: it would err as much."""
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weight = torch.ones(512, dtype=torch.bfloat16)
+    want = F.rms_norm(x.double(), (512,), eps=1e-5).to(torch.bfloat16)
+    assert (tensor_parallel.norm(x, weight) != want).float().mean() < 0.01  # fp32 may round some ties the other way
 
 
 def test_weights_of_one_shape_are_different_weights():

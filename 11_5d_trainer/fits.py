@@ -108,8 +108,9 @@ def check_cuda(config: Config, head_dim: int, device: torch.device) -> None:
         raise UsageError(
             f"{here} --precision {config.precision}: chapter 09's CUDA multiplies in bf16; use bf16 or bf16-master"
         )
-    if config.tp_overlap or config.fpdt_chunks:
-        other = "--tp-overlap" if config.tp_overlap else f"--fpdt-chunks {config.fpdt_chunks}"
+    if config.tp_overlap != "none" or config.fpdt_chunks:
+        overlap = f"--tp-overlap {config.tp_overlap}"
+        other = f"--fpdt-chunks {config.fpdt_chunks}" if config.tp_overlap == "none" else overlap
         raise UsageError(f"{here} cannot go with {other}, which has products of its own; leave one of them out")
     if head_dim not in HEAD_DIMS:
         raise UsageError(

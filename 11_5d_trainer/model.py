@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from context_ring import layout_positions
 from context_ulysses import usp_positions
+from domino import HalvedBlock, has_hooks, in_halves
 from fp8 import Fp8Linear
 from fpdt_attention import fpdt_positions
 from fpdt_model import chunked, chunked_loss, fpdt_block
@@ -26,7 +27,7 @@ from mesh import Mesh
 from moe_layer import MoE, MoEConfig, recompute_blocks
 from moe_llama import expert_names, full_name, gather_experts, init_moe
 from overlap import VERSIONS
-from parallel_block import sync_in_backward
+from parallel_block import one_by_one, sync_in_backward
 from parallel_linear import TensorParallel, shards
 from parallel_llama import ParallelLlama
 from parts import LAYOUTS
@@ -60,7 +61,7 @@ def build(
     moe: MoEConfig | None = None,
     fpdt_chunks: int = 0,
     sequence_parallel: bool = False,
-    tp_overlap: bool = False,
+    tp_overlap: str = "none",
     recompute: str = "none",
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -90,8 +91,11 @@ def build(
         if mesh.sizes["tp"] == 1:
             model: Any = Llama(few, parts, **own_feed_forward)
         else:
-            products = VERSIONS["overlapped"] if tp_overlap else ()
-            model = ParallelLlama(few, TensorParallel(tp, sequence_parallel, *products), parts, **own_feed_forward)
+            products = () if tp_overlap == "none" else VERSIONS["overlapped"]
+            cut = TensorParallel(tp, sequence_parallel, *products)
+            model = ParallelLlama(few, cut, parts, through=through, **own_feed_forward)
+        if tp_overlap == "domino":
+            model.model.layers = nn.ModuleList(HalvedBlock(few, tp, sequence_parallel, parts) for _ in held)
     model.config = model.model.config = sizes
     if mesh.sizes["tp"] == 1:
         model.lm_head.parts = high  # the output layer is not in fp8
@@ -147,6 +151,14 @@ def alone(sizes: LlamaConfig, moe: MoEConfig | None = None, device: torch.device
     return model
 
 
+def through(x: Tensor, blocks: Iterable[Any], cos: Tensor, sin: Tensor) -> Tensor:
+    """x through these blocks. Domino's halves go through all of them at once, unless somebody waits at each block, as
+    ZeRO-3 does: there the halves meet."""
+    blocks = list(blocks)
+    alone = [not isinstance(block, HalvedBlock) or has_hooks(block) for block in blocks]
+    return (one_by_one if any(alone) else in_halves)(x, blocks, cos, sin)
+
+
 def loss_in_chunks(model: Any, chunks: int, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
     """What a model with `fpdt_chunks` does when it is called: the sum of the losses, and never all logits at once."""
     config = model.config
@@ -177,8 +189,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         cos, sin = rope_tables(self.positions, self.head_dim, self.rope_theta)
         x = self.embed_tokens(x) if self.first else x
-        for block in self.layers:
-            x = block(x, cos, sin)
+        x = through(x, self.layers, cos, sin)
         return self.lm_head(self.norm(x)) if self.last else x
 
 

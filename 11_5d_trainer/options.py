@@ -23,6 +23,7 @@ from moe_layer import MoEConfig
 from parallel_block import check_sizes
 from parts import AUTOCAST, FP8, LAYOUTS, PRECISIONS
 from routing import ROUTERS
+from schedule_simulator import W
 from schedules import SCHEDULES, Schedule
 from schedules import build as build_schedule
 
@@ -35,9 +36,17 @@ class UsageError(ValueError):
     """What the user asked for cannot be done; says in one line which option, which value, and what would be right."""
 
 
-def option(default: Any, help: str, fixed: bool = False, choices: tuple | None = None, least: int | None = None) -> Any:
-    """A field of Config. `fixed` options define what is being trained and may not change when a run is resumed."""
-    about = {"help": help, "fixed": fixed, "choices": choices, "least": least}
+def option(
+    default: Any,
+    help: str,
+    fixed: bool = False,
+    choices: tuple | None = None,
+    least: int | None = None,
+    bare: str | None = None,
+) -> Any:
+    """A field of Config. `fixed` options define what is being trained and may not change when a run is resumed. `bare`:
+    what it means without a value."""
+    about = {"help": help, "fixed": fixed, "choices": choices, "least": least, "bare": bare}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -87,7 +96,13 @@ class Config:
     accumulate_dtype: str = option("weights", "in which micro-batches are summed there", choices=WIDTHS)
     tp: int = option(1, "tensor-parallel ranks (chapter 04)", least=1)
     sequence_parallel: bool = option(False, "cut activations between the layers over the tensor-parallel ranks too")
-    tp_overlap: bool = option(False, "tensor-parallel ranks send gradients beside the products of backward")
+    tp_overlap: str = option(
+        "none",
+        "tensor-parallel ranks send beside products: gradients in backward, or one half of each micro-batch beside the "
+        "other's products in both directions (domino)",
+        choices=("none", "backward", "domino"),
+        bare="backward",
+    )
     cp: int = option(1, "context-parallel ranks, which share each sequence (chapter 05)", least=1)
     cp_kind: str = option("zigzag", "how they share it", choices=tuple(LAYOUTS))
     fpdt_chunks: int = option(0, "run blocks in so many chunks, the others on the host (chapter 08); 0: whole", least=0)
@@ -127,6 +142,10 @@ class Config:
     sample: int = option(300, "tokens to generate at the end", least=0)
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
     timeout: float = option(300.0, "seconds after which a collective that waits for a stuck rank fails")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tp_overlap, bool):  # in a checkpoint from before there was a choice
+            object.__setattr__(self, "tp_overlap", "backward" if self.tp_overlap else "none")
 
     def check(self) -> None:
         """Raise UsageError for a value that is wrong whatever the others are."""
@@ -219,11 +238,7 @@ class Config:
         if self.precision == "bf16-master" and self.zero == 0:
             raise UsageError("--precision bf16-master keeps the fp32 weights in ZeRO's shards; add --zero 1, 2 or 3")
         self.check_zero(self.dp(world_size) * self.cp * (1 + self.mirrored(sizes, world_size)))
-        if self.tp_overlap and self.tp == 1:
-            raise UsageError("--tp-overlap hides what tensor-parallel ranks send, and --tp is 1; use --tp 2 or more")
-        if self.tp_overlap and (self.precision in FP8 or self.precision == "fp16"):
-            what = f"--tp-overlap takes the products of a layer apart, and --precision {self.precision}"
-            raise UsageError(f"{what} has products of its own; use bf16, or leave it out")
+        self.check_overlap(sizes, world_size)
         ring, all_to_all = self.ring_and_ulysses(sizes)
         try:
             check_sizes(sizes, self.tp, self.seq_len // self.cp if self.sequence_parallel else 0)
@@ -238,6 +253,29 @@ class Config:
             raise UsageError(f"--cp {self.cp} --cp-kind {self.cp_kind}: {error}") from None
         if self.sequence_parallel and self.tp == 1:
             raise UsageError("--sequence-parallel cuts over tensor-parallel ranks, and --tp is 1; use --tp 2 or more")
+
+    def check_overlap(self, sizes: LlamaConfig, world_size: int) -> None:
+        if self.tp_overlap == "none":
+            return
+        if self.tp == 1:
+            raise UsageError("--tp-overlap hides what tensor-parallel ranks send, and --tp is 1; use --tp 2 or more")
+        if self.precision in FP8 or self.precision == "fp16":
+            what = f"--tp-overlap takes the products of a layer apart, and --precision {self.precision}"
+            raise UsageError(f"{what} has products of its own; use bf16, or leave it out")
+        if self.tp_overlap == "backward":
+            return
+        schedule = self.pipeline(world_size, sizes.layers)
+        splits = schedule and any(action.kind == W for actions in schedule.actions for action in actions)
+        others = {
+            "--micro-batch 1": (self.micro_batch == 1, "one row has no halves"),
+            "--experts": (self.mixture(sizes), "they send in the middle of what the halves take for products"),
+            "--recompute full": (self.recompute == "full", "backward comes in pieces; each would run a block again"),
+            "--zero-late-gather": (self.zero_late_gather, "halves ask for the weights of all blocks when they begin"),
+            f"--schedule {self.schedule}": (splits, "it splits the backward of blocks, which halves run as one"),
+        }
+        for other, (wanted, why) in others.items():
+            if wanted:
+                raise UsageError(f"--tp-overlap domino cannot go with {other}: {why}; use --tp-overlap backward")
 
     def check_zero(self, ranks: int) -> None:
         """The variants of ZeRO; `ranks` hold the same weights."""
@@ -352,7 +390,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
         else:
             kind: Any = field.type
             choices, default = about["choices"], argparse.SUPPRESS
-            group.add_argument(flag(field.name), type=kind, choices=choices, default=default, help=help)
+            values = {"nargs": "?", "const": about["bare"]} if about["bare"] else {}
+            group.add_argument(flag(field.name), type=kind, choices=choices, default=default, help=help, **values)
     return vars(parser.parse_args(arguments))
 
 

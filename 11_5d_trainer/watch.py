@@ -231,12 +231,13 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
         # Chapter 04. Where an all-reduce is, sequence parallelism has two collectives of half its bytes, and gathers
         # the input of columns once more for backward. That backward makes both gradients, so a schedule that splits
         # backward in two runs it twice, with its gather and its reduce-scatter; with --tp-overlap so does the other.
-        halves = [4 + split] * layers + ([] if moe else [4 + split] * layers)  # attention, MLP
+        regather = split and c.tp_overlap != "domino"  # whose halves keep what they have gathered
+        halves = [4 + regather] * layers + ([] if moe else [4 + regather] * layers)  # attention, MLP
         halves += [2] * first + [2 + split] * last  # embedding, output layer
         each = sum(halves) * n * (t - 1) / t
         each += all_reduce("tp", 3 * T * wide) * last  # the loss: a maximum, two sums
         sent["tp"] += micros * each
-        if (split or c.tp_overlap) and schedule:
+        if (split or c.tp_overlap == "backward") and schedule:
             here = [a for a in schedule.actions[mesh.place["pp"]] if a.kind == W and a.stage == stage]
             again = sum(schedule.direction(action.micro_batch) == direction for action in here)
             sent["tp"] += again * 2 * (layers * (1 if moe else 2) + last) * n * (t - 1) / t

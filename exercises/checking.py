@@ -15,8 +15,8 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from sandbox import ROOT, Judge, Limits, Outcome, read_files
 sys.path.insert(0, str(ROOT / "tests"))
 from harness import fences
 from harness.fences import Fence
-from harness.plant import Mistake, mistakes_of
+from harness.plant import Ledger, LedgerError, Mistake, mistakes_of, read_ledger
 
 LEVELS = ("easy", "medium", "hard")
 
@@ -117,6 +117,9 @@ class Course:
         self.root = root
         self.files = read_files(root)
         self.chapters: dict[str, Chapter] = {}
+        self.ledger: Ledger = {}
+        with suppress(LedgerError):  # without it a hint is chosen by the text alone
+            self.ledger = read_ledger(root / "exercises" / "ledger.txt")
         for folder in sorted(root.glob("[01][0-9]_*")):
             homes = [home for home in (folder, folder / "in_depth") if home.is_dir()]
             paths = [path for home in homes for path in sorted(home.iterdir()) if path.suffix in (".py", ".cu")]
@@ -135,15 +138,21 @@ class Course:
         for kind in ("alternatives", "index"):
             file = self.root / "exercises" / kind / f"{path.name.removesuffix('.py')}.toml"
             tables[kind] = tomllib.loads(file.read_text()) if found and file.exists() else {}
+        where = path.relative_to(self.root).as_posix()
         return Script(
-            path.relative_to(self.root).as_posix(),
+            where,
             text,
             found,
-            mistakes_of(path.relative_to(self.root).as_posix(), self.root) if found else (),
+            tuple(
+                self._with_symptom(m) for m in mistakes_of(path.relative_to(self.root).as_posix(), self.root) if found
+            ),
             tuple(Alternative(**entry) for entry in tables["alternatives"].get("alternative", [])),
             tables["index"].get("tests", {}),
             tables["index"].get("runs", {}),
         )
+
+    def _with_symptom(self, mistake: Mistake) -> Mistake:
+        return replace(mistake, symptom=self.ledger.get((mistake.script, mistake.name), ("", ""))[1])
 
     def chapter(self, name: str) -> Chapter:
         """By "02", "2" or the folder's name."""
@@ -341,8 +350,8 @@ def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row:
         if why := unwell(course, chapter, at, judge):
             row.status, row.detail, row.claim = "not reached", why, ""
             return ""
-    names = {result.test for result in failed} or {tests[-1]}
-    mistake = nearest_mistake(script, row.number, body, names)
+    said = {result.test: result.message for result in failed} or {tests[-1]: ""}
+    mistake = nearest_mistake(script, row.number, body, said)
     row.mistake, row.hint = (mistake.name, mistake.hint) if mistake else ("", general_hint(chapter, script, row.number))
     return ""
 
@@ -421,23 +430,48 @@ def controls(script: Script, bodies: Mapping[str, str]) -> list[Mistake]:
 # -------------------------------------------------------------------------------------------------------------- hints
 
 
-def nearest_mistake(script: Script, number: str, body: str, failed: set[str]) -> Mistake | None:
-    """The planted mistake that this body is, or else the one it looks most like; None if it looks like none.
+def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str, str]) -> Mistake | None:
+    """The planted mistake that this body is, or else one that shows in the same way; None rather than a wrong one.
 
-    It looks like one if the test that catches the mistake failed here too, and the body is closer to the mistaken one
-    than to the chapter's.
+    `failed` has the message of each test that failed. What went wrong says more than how it is written: if one mistake
+    and only one made the same test say the same tensor and the same numbers, it is that. Then likeness counts: of the
+    mistakes that the same tests catch and that are in the same statements, the one whose text is nearest, if that is
+    nearer than the chapter's own.
     """
     mistakes = [m for m in script.mistakes if m.exercise == number]
     cuda = script.fences[number].cuda
-    mine = fences.normal(body, cuda)
+    own, mine = fences.normal(script.fences[number].body, cuda), fences.normal(body, cuda)
     bodies = {m: fences.normal(script.mistaken_body(m), cuda) for m in mistakes}
     for mistake, text in bodies.items():
         if text == mine:
             return mistake
-    likeness = {m: _likeness(mine, text) for m, text in bodies.items() if m.caught_by in failed}
+    said = {(_claim(test), symptom(message)) for test, message in failed.items()}
+    same = [m for m in mistakes if m.symptom and (m.caught_by.partition("[")[0], m.symptom) in said]
+    if len(same) == 1 and re.search(r"\d", same[0].symptom):
+        return same[0]
+    claims = {_claim(test) for test in failed}
+    touched = {m: _changed_lines(own, text) for m, text in bodies.items()}
+    likeness = {
+        m: _likeness(mine, bodies[m])
+        for m in same or mistakes
+        if _claim(m.caught_by) in claims and touched[m] & _changed_lines(own, mine)
+    }
     best = max(likeness, key=lambda m: likeness[m], default=None)
-    own = _likeness(mine, fences.normal(script.fences[number].body, cuda))
-    return best if best is not None and likeness[best] > max(own, 0.5) else None
+    return best if best is not None and likeness[best] > max(_likeness(mine, own), 0.5) else None
+
+
+def _changed_lines(own: str, other: str) -> set[int]:
+    """Which lines of the chapter's normal text are not in the other. One that is put in counts for its neighbours."""
+    a, b = own.splitlines(), other.splitlines()
+    codes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
+    return {n for kind, i, j, *_ in codes if kind != "equal" for n in (range(i, j) if i < j else (i - 1, i))}
+
+
+def symptom(message: str) -> str:
+    """A failure's first line with numbers to three digits: the same for the same mistake, on any machine."""
+    number = r"(?<![\w.])\d+\.\d*(?:e[-+]?\d+)?|(?<![\w.])\d+e[-+]?\d+"
+    line = re.sub(number, lambda m: f"{float(m[0]):.2e}", first_lines(message))
+    return " ".join(line.split())
 
 
 def _likeness(a: str, b: str) -> float:

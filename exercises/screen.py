@@ -45,17 +45,32 @@ NOT_OF_TORCH = {  # they read or write files, load code, or change what other co
     *("HashStore", "PrefixStore", "export", "use_deterministic_algorithms", "profile", "monitored_barrier"),
     *("init_process_group", "destroy_process_group", "attrgetter", "methodcaller"),
     *("inline_asm_elementwise", "call_extern", "extern_elementwise", "autotune", "heuristics"),  # of Triton
+    *("CUDAPluggableAllocator", "change_current_allocator", "ExecutionTraceObserver", "tensorboard_trace_handler"),
+    *("fork", "wait", "parse_ir", "parse_schema", "boolean_dispatch", "handle_torch_function", "TorchDispatchMode"),
+    *("get_file_path", "prepare_multiprocessing_environment", "register_optimizer_step_post_hook", "breakpoint"),
+}
+CLASSES_OF_TORCH = {  # the others read files, hold programs, or are of no use here
+    *("Tensor", "Size", "Generator", "device", "dtype", "finfo", "iinfo", "Event", "Stream", "autocast"),
+    *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled"),
 }
 BUILTINS = {
     *("abs", "all", "any", "bool", "bytes", "callable", "complex", "dict", "divmod", "enumerate", "filter", "float"),
     *("frozenset", "hash", "id", "int", "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min", "next"),
     *("NotImplemented", "object", "pow", "print", "property", "range", "repr", "reversed", "round", "set", "slice"),
-    *("sorted", "staticmethod", "str", "sum", "super", "tuple", "type", "zip", "Ellipsis", "hasattr"),
+    *("sorted", "staticmethod", "str", "sum", "super", "tuple", "zip", "Ellipsis", "hasattr"),
     *(name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)),
 }
 TRITON = {"tl": "triton.language", "triton": "triton"}  # what chapter 09's scripts import from their neighbour
 MODULE_NAMES = {"torch", "dist", "nn", "F", "mp", *TRITON, *sys.stdlib_module_names}  # not to be had from a neighbour
-OF_FILES = {"from_file", "tofile", "dump", "dumps"}  # of storages and arrays
+LEADS_OUT = {
+    "from_file",
+    "tofile",
+    "dump",
+    "dumps",
+    "ctypes",
+    "format",
+    "format_map",
+}  # to files, memory, "{0.__dict__}"
 FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_globals", "f_locals", "f_back", "f_builtins")  # ways to other code's variables
 
 
@@ -77,16 +92,19 @@ def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) ->
     aliases = {name for node, name in bound if _root(getattr(node, "value", None)) in globals_ | set(imported)}
     own_names = {name for _, name in bound} - aliases  # `layer = nn.Linear` makes nothing of one's own
     foreign = (globals_ | set(imported)) - own_names | aliases
-    inside_chain = set()  # names that stand before a dot, where `_attribute` judges them, or before (one argument)
+    inside_chain = set()  # names that stand before a dot, where `_attribute` judges them
     for statement in body:
         for node in ast.walk(statement):
             line = getattr(node, "lineno", 2) - 1  # of the wrapped text, see fences.parse
             if isinstance(node, ast.Attribute):
                 inside_chain.add(id(node.value))
-            if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
-                inside_chain.add(id(node.func))  # type(x) asks for a class; type(name, bases, members) makes one
             of_neighbour = isinstance(node, ast.Attribute) and ast.unparse(node.value) in neighbours
-            if of_neighbour and node.attr in MODULE_NAMES and ast.unparse(node) not in allowed:
+            if (
+                isinstance(node, ast.Attribute)
+                and of_neighbour
+                and node.attr in MODULE_NAMES
+                and ast.unparse(node) not in allowed
+            ):
                 yield line, f"an exercise may not use {ast.unparse(node)}"
             for words, why in _refused(node, imported, globals_, foreign, inside_chain):
                 if words not in allowed:
@@ -138,11 +156,10 @@ def _refused(
     elif isinstance(node, ast.Name):
         path = imported.get(node.id, "")
         builtin = node.id in vars(builtins) and node.id not in BUILTINS | globals_  # also where a local has its name
-        makes_class = node.id == "type" and id(node) not in inside_chain
         if path and isinstance(_resolve(path), types.ModuleType):
             if id(node) not in inside_chain:
                 yield node.id, "a module may only stand before a dot:"
-        elif (path and not _may_import(path)) or builtin or makes_class or node.id.startswith("__"):
+        elif (path and not _may_import(path)) or builtin or node.id.startswith("__"):
             yield node.id, "an exercise may not use"
     elif isinstance(node, ast.MatchClass):
         yield from ((f".{name}", "an exercise may not use") for name in node.kwd_attrs if _insides(name))
@@ -158,7 +175,7 @@ def _refused(
 
 def _insides(attribute: str) -> bool:
     """Is this an attribute that leads into what others do not show?"""
-    return attribute.startswith(("_", *FRAMES)) or attribute in OF_FILES
+    return attribute.startswith(("_", *FRAMES)) or attribute in LEADS_OUT
 
 
 def _root(node: ast.AST | None) -> str:
@@ -192,6 +209,11 @@ def _may_use(module: types.ModuleType, name: str) -> bool:
     value = getattr(module, name, None) or _resolve(f"{module.__name__}.{name}")  # a submodule not imported so far
     if isinstance(value, types.ModuleType):
         return value.__name__ in MODULES
+    home = getattr(value, "__module__", None) or module.__name__
+    if home in STANDARD and home != module.__name__:  # `torch.utils.checkpoint` has all that `typing` has
+        return name in STANDARD[home]
+    if module is sys.modules.get("torch") and isinstance(value, type) and name not in CLASSES_OF_TORCH:
+        return False
     return (
         module.__name__ in MODULES
         and name in STANDARD.get(module.__name__, {name})

@@ -4,6 +4,7 @@ Most of this runs on a chapter of ten lines without torch (`tiny`), where a chec
 real chapters runs on them. `make prove` plants all mistakes of all chapters; here a few stand for them.
 """
 
+import ast
 import io
 import os
 import re
@@ -23,6 +24,7 @@ from harness.house import ROOT
 sys.path.insert(0, str(ROOT / "exercises"))
 import checking
 import course as tool
+import hints
 import pages
 import screen
 from checking import Course, CourseError, Submission, check, read_submission
@@ -436,6 +438,30 @@ def test_the_twelve_weeks_give_every_exercise_once_as_core_or_extra_and_link_eve
         assert f"](../{folder}/README.md)" in "".join(weeks), f"no week for {folder}"
 
 
+def test_each_weeks_core_fits_into_four_to_six_hours():
+    """By the durations that the course's README gives; from half an hour on, the next hour is meant."""
+    weeks = re.findall(r"^\| \d+ \|.*$", (ROOT / "exercises" / "README.md").read_text(), re.MULTILINE)
+    for chapter, week in zip(REAL.chapters.values(), weeks, strict=False):
+        given = re.findall(r"\b(\d+)\.(\d+)(?: to \1\.(\d+))?", week.split(" | ")[3])
+        core = [f"{c}.{n}" for c, first, last in given for n in range(int(first), int(last or first) + 1)]
+        first_part = re.split(r"^## .*(?:in depth|What is tested together)", chapter.readme, flags=re.M | re.I)[0]
+        text = re.sub(r"<!--.*?-->|<details>.*?</details>|^```.*?^```|^\|[^\n]*", "", first_part, flags=re.S | re.M)
+        lines = sum(REAL.files[path].count(b"\n") for path in {chapter.exercises[number][0].path for number in core})
+        minutes = sum({"easy": 15, "medium": 30, "hard": 90}[chapter.level(number)] for number in core)
+        hours = (len(text.split()) / 150 + lines / 8 + minutes + 45) / 60
+        assert 4 <= round(hours) <= 6, f"{chapter.folder}: {hours:.1f} hours"
+        assert 5 <= len(core) <= 6 and sum(chapter.level(number) == "hard" for number in core) == 1, core
+
+
+def test_mutants_are_wrong_in_one_place_each_and_the_same_every_time():
+    script, fence = REAL.chapter("03").exercises["3.2"]
+    found = hints.mutants(fence.body, 8, "3.2")
+    assert found == hints.mutants(fence.body, 8, "3.2") and len(set(found)) == len(found) >= 4
+    for body in found:
+        assert 1 <= len(hints.lines_changed(script, "3.2", body)) <= 2, body
+        assert fences.normal(body) != fences.normal(fence.body)
+
+
 # ------------------------------------------------------------------------------------------------ hostile submissions
 
 JUDGES = "import json, os, sys; frame = sys._getframe()\nwhile 'request' not in frame.f_locals: frame = frame.f_back\n"
@@ -802,6 +828,37 @@ def test_a_file_that_is_a_link_too_big_or_not_text_is_refused(tiny, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ screening
 
 
+READ_FROM_THE_CHECKER = {  # ways round `screen.py`, looked for by reading it; the first fifteen were open
+    "a class made by the class of a class": "k = type(type(x))\nreturn k('Yes', (), {'_' * 2 + 'eq_' + '_': bool})()",
+    "a text that reads globals": "return '{0.__globals__[SECRET]}'.format(x.sum)",
+    "a text that reads globals, from a table": "return '{f.__globals__}'.format_map({'f': x.sum})",
+    "the address of memory": "return x.numpy().ctypes.data",
+    "the words of typing, in a module of torch": "from torch.utils.checkpoint import get_type_hints\nget_type_hints(x)",
+    "a module of torch that has typing": "import torch.utils.checkpoint as c\nreturn c.get_type_hints(x)",
+    "torch's reader of files": "return torch.PyTorchFileReader('solution')",
+    "torch's writer of files": "torch.PyTorchFileWriter('written')",
+    "a library that is loaded": "torch.cuda.CUDAPluggableAllocator('x.so', 'a', 'b')",
+    "a trace written to a path": "from torch.profiler import ExecutionTraceObserver as E\nE().register_callback('x')",
+    "a mode over all operators": "from torch.autograd.graph import TorchDispatchMode",
+    "a function of torch, compiled from text": "torch.parse_ir('graph(): return ()')",
+    "a name for a class of torch": "t = torch.ScriptFunction",
+    "a hook on every optimizer": "from torch.profiler import register_optimizer_step_post_hook as r\nr(print)",
+    "the debugger": "dist.breakpoint()",
+    "a class of torch in a tuple": "c = (nn.Linear,)[0]\nc.forward = 1",
+    "a walrus over a module": "(t := torch).load('x')",
+    "a default that is a module": "def f(t=torch): return t.load('x')\nreturn f()",
+    "an argument that is a module": "return (lambda t: t.os)(torch)",
+    "a loop over modules": "for t in [torch]: t.load('x')",
+}
+
+
+@pytest.mark.parametrize("kind", READ_FROM_THE_CHECKER)
+def test_screening_knows_the_ways_round_it(kind):
+    script = "import torch\nimport torch.distributed as dist\nfrom torch import nn\n"
+    found = list(screen.objections(fences.parse(READ_FROM_THE_CHECKER[kind]), [], ast.parse(script)))
+    assert found, kind
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -813,7 +870,7 @@ def test_a_file_that_is_a_link_too_big_or_not_text_is_refused(tiny, tmp_path):
         *("torch.UntypedStorage.from_file('x')", "x.numpy().tofile('y')", "functools.update_wrapper(torch.equal, f)"),
         *("dataclasses.make_dataclass('T', [])", "c = nn.Linear\nc.forward = 1", "d = dist.group\nd.WORLD = 1"),
         *("x.dump('y')", "contextlib.redirect_stdout(x)", "torch.distributed.launcher", "x._base._backward_hooks"),
-        *("torch.set_default_dtype(x)", "torch.ops", "Path('x').unlink()", "t = type", "lambda: eval('1')"),
+        *("torch.set_default_dtype(x)", "torch.ops", "Path('x').unlink()", "t = type", "type(x)", "lambda: eval('1')"),
         *(
             "tl.core.os",
             "triton.runtime.driver",
@@ -837,7 +894,7 @@ def test_screening_refuses(line):
         *("y = torch.cat([x, x]).sum()", "import math\ny = math.sqrt(2)", "F.linear(x, x)", "dist.all_reduce(x)"),
         *("x.grad = None", "self.count += 1", "print(x)", "raise ValueError('no')", "nn.functional.silu(x)"),
         *("y = tl.where(x > 0, tl.exp(x), 0.0)", "triton.cdiv(3, 2)", "sibling.helper(x)"),
-        *("def helper(a): return a\nhelper(x)", "[y for y in range(3)]", "type(x)", "torch.set_grad_enabled(True)"),
+        *("def helper(a): return a\nhelper(x)", "[y for y in range(3)]", "torch.set_grad_enabled(True)", "work.wait()"),
         *(
             "with torch.no_grad():\n    x.add_(1)",
             "from torch.nn import functional as G\nG.silu(x)",

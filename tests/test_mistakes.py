@@ -15,7 +15,7 @@ from harness.house import ROOT, scripts
 from harness.plant import LedgerError, all_mistakes, changed, digest, read_ledger
 
 sys.path.insert(0, str(ROOT / "exercises"))
-from checking import Course
+from checking import Course, symptom
 from sandbox import Judge, Limits
 
 MISTAKES = all_mistakes()
@@ -63,7 +63,9 @@ def test_the_mistake_is_caught_by_the_named_test(mistake, judge, record_property
     # Red for the right reason: the check spoke, not the interpreter about a typing error in the planted lines.
     wrong_reason = re.search(r"\b(SyntaxError|NameError|ImportError|ModuleNotFoundError)\b", red[0].message)
     assert not wrong_reason, red[0].message
-    record_property("caught", [mistake.script, mistake.name, before])
+    record_property(
+        "caught", [mistake.script, mistake.name, before, symptom(red[0].message) if mistake.exercise else ""]
+    )
 
 
 def test_without_a_mistake_the_same_machinery_says_passed(judge):

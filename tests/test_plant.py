@@ -72,12 +72,12 @@ def test_a_digest_changes_with_the_script_the_test_and_what_they_import_or_name(
 def test_a_ledger_that_was_tampered_with_or_is_of_another_version_is_noticed_in_one_line(repository):
     file = repository / "ledger.txt"
     some = [dataclasses.replace(MISTAKE, name=name, new=name) for name in "zyx"]
-    write_ledger({(m.script, m.name): digest(m) for m in some}, file)
+    write_ledger({(m.script, m.name): (digest(m), "loss: 2 instead of 1") for m in some}, file)
     assert [line.split()[1] for line in file.read_text().splitlines()[1:]] == ["x", "y", "z"], "sorted"
     assert changed(some, read_ledger(file)) == []
     file.write_text(file.read_text().replace(digest(some[1]), "0123456789abcdef"))
     assert changed(some, read_ledger(file)) == [some[1]], "a digest was edited"
-    write_ledger({(m.script, m.name): digest(m) for m in some[:2]}, file)
+    write_ledger({(m.script, m.name): (digest(m), "") for m in some[:2]}, file)
     assert changed(some, read_ledger(file)) == [some[2]], "a mistake is missing"
     bad = {"# ledger 0\n": "begins with '# ledger 0'", f"{plant.heading()}\na b\n": "none of script", "": "nothing"}
     for text, words in bad.items():

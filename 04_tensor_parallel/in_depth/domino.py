@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _tensor_parallel_demo import OneLineParser, Report, Wire, kept_for_backward, launch, tokens_of_text
-from parallel_block import Config, ParallelBlock, Parts, check_sizes, kept_bytes, rope_tables
+from parallel_block import Config, ParallelBlock, Parts, check_sizes, kept_bytes, one_by_one, rope_tables
 from parallel_linear import (
     Columns,
     Shard,
@@ -356,6 +356,8 @@ def in_halves(x: Tensor, blocks: Sequence[HalvedBlock], cos: Tensor, sin: Tensor
     """[B, S, H] or [B, S/t, H] through all blocks, the halves of the rows in turns. B is 2 or more, alike on all ranks.
 
     ValueError if B is 1, or if somebody waits at a block as a whole, whose beginning and end fall into different turns.
+    torch.utils.checkpoint around it is exact, but runs all of it again for every piece of backward: each is a backward
+    of its own. Around parts.attention, which is in one piece, it runs that again once.
     """
     for i, block in enumerate(blocks):
         if has_hooks(block):
@@ -428,12 +430,6 @@ def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, dev
         report.add("sent behind a product, of all, forward", behind, hidden(events[:middle]))
         report.add("sent behind a product, of all, backward", behind, hidden(events[middle:]))
     return report.finish()
-
-
-def one_by_one(x: Tensor, blocks: Sequence[ParallelBlock], cos: Tensor, sin: Tensor) -> Tensor:
-    for block in blocks:
-        x = block(x, cos, sin)
-    return x
 
 
 def main() -> None:

@@ -396,8 +396,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro-batch, for the cost table")
     args = parser.parse_args()
     for option in ("gpus_per_node", "nvlink_gbs", "nic_gbs", "latency_us", "tflops", "tokens", "sequence"):
-        if not 0 < getattr(args, option) < float("inf"):  # which is False for NaN
-            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} must be a number above 0")
+        most = 4096 if option == "sequence" else 10**9
+        if not 0 < getattr(args, option) <= most:  # which is False for NaN
+            what = f"--{option.replace('_', '-')} {getattr(args, option)}"
+            parser.error(f"{what} must be a number above 0, and not above {most:,}")
     config = Config()
     try:
         check_sizes(config, int(os.environ.get("WORLD_SIZE", "1")), args.sequence)

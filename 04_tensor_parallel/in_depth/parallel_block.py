@@ -39,7 +39,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -317,6 +317,12 @@ def check_sizes(config: Config, ranks: int, sequence: int = 0) -> None:
     for what, size in (("heads", config.heads), ("intermediate size", config.intermediate), ("sequence", sequence)):
         if problem := cannot_divide(ranks, what, size):
             raise ValueError(problem)
+
+
+def one_by_one(x: Tensor, blocks: Iterable[Callable[..., Tensor]], cos: Tensor, sin: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x, cos, sin)
+    return x
 
 
 def kept_bytes(

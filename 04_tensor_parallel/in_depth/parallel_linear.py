@@ -304,45 +304,6 @@ def init_weights(model: nn.Module, layers: int, seed: int) -> None:
         # --- end exercise ---
 
 
-@torch.no_grad()
-def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give each parameter this rank's piece of the full tensor of its name.
-
-    Raises ValueError, and changes nothing, if `state` is not that of this model: a name is missing or unexpected, or a
-    shape differs. A tied parameter has two names; one of them will do, and two must say the same.
-    """
-    held = shards(model)
-    names_of: dict[int, list[str]] = {}
-    for name in held:
-        names_of.setdefault(id(model.get_parameter(name)), []).append(name)
-    problems = [
-        few("missing", [" or ".join(names) for names in names_of.values() if not state.keys() & set(names)]),
-        few("unexpected", list(state.keys() - held.keys())),
-        few("in no Shard", [name for name, _ in model.named_parameters() if name not in held]),
-    ]
-    shapes, differ = [], []
-    for names in names_of.values():
-        given = [name for name in names if name in state]
-        for name in given:
-            want = held[name].full_shape(model.get_parameter(name))
-            if list(state[name].shape) != want:  # `cut` would take a piece of a vocabulary of any size
-                shapes.append(f"{name} {list(state[name].shape)}, not {want}")
-        if len({tuple(state[name].shape) for name in given}) == 1:
-            differ += [name for name in given[1:] if not torch.equal(state[name], state[given[0]])]
-    problems += [few("of another shape", shapes), few("tied, but not equal", differ)]
-    if any(problems):
-        raise ValueError(f"the state is not that of this model; {'; '.join(filter(None, problems))}")
-    for name, shard in held.items():
-        if name in state:
-            model.get_parameter(name).copy_(shard.cut(state[name]))
-
-
-def few(what: str, names: Sequence[str]) -> str:
-    """`what: a, b, c and 4 more`, for a message of one line; empty for no names."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{what}: {', '.join(sorted(names)[:3])}{more}" if names else ""
-
-
 # ------------------------------------------------------------------------------------------------------ the layers
 
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from parallel_block import (
     check_sizes,
     dropout,
     drops_of_all_ranks,
+    one_by_one,
     parallel_mlp,
     reference_block,
     rms_norm,
@@ -64,7 +65,6 @@ from parallel_linear import (
     g_star,
     init_weights,
     initial_weight,
-    load_full_state_dict,
     shards,
 )
 from torch import Tensor, nn
@@ -163,10 +163,17 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
 
 class ParallelDecoder(nn.Module):
     def __init__(
-        self, config: Config, tp: TensorParallel, parts: Parts, feed_forward: Callable, wrap: Callable, p: float
+        self,
+        config: Config,
+        tp: TensorParallel,
+        parts: Parts,
+        feed_forward: Callable,
+        wrap: Callable,
+        through: Callable,
+        p: float,
     ):
         super().__init__()
-        self.config, self.tp, self.wrap, self.p = config, tp, wrap, p
+        self.config, self.tp, self.wrap, self.through, self.p = config, tp, wrap, through, p
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden, tp)
         self.layers = nn.ModuleList(ParallelBlock(config, tp, parts, feed_forward, p) for _ in range(config.layers))
         self.norm = Norm(config, tp, parts)
@@ -179,8 +186,7 @@ class ParallelDecoder(nn.Module):
         x = self.embed_tokens(tokens)  # [B, S] -> [B, S, H] or [B, S/t, H]
         if self.p and self.training:
             x = dropout(x, self.p, self.tp, sharded=self.tp.sequence_parallel)
-        for block in self.layers:
-            x = self.wrap(block)(x, cos, sin)
+        x = self.through(x, [self.wrap(block) for block in self.layers], cos, sin)
         return self.norm(x)
 
 
@@ -190,6 +196,7 @@ class ParallelLlama(nn.Module):
     config        sizes; parts: functions to replace. Those of chapter 01 will do for both
     feed_forward  makes the second half of a block from (config, tp, parts)
     wrap          what to do with each block, as chapter 01's `recomputed`; p: rate of dropout
+    through       how x goes through all of them: (x, blocks, cos, sin) -> x
     """
 
     def __init__(
@@ -200,12 +207,13 @@ class ParallelLlama(nn.Module):
         *,
         feed_forward: Callable[..., nn.Module] = parallel_mlp,
         wrap: Callable[[Callable], Callable] = lambda block: block,
+        through: Callable[..., Tensor] = one_by_one,
         p: float = 0.0,
     ):
         super().__init__()
         check_sizes(config, tp.size)
         self.config, self.tp, self.parts = config, tp, parts or Parts()
-        self.model = ParallelDecoder(config, tp, self.parts, feed_forward, wrap, p)
+        self.model = ParallelDecoder(config, tp, self.parts, feed_forward, wrap, through, p)
         self.lm_head = ColumnParallelLinear(config.hidden, config.vocab_size, tp, self.parts.linear)
         if config.tied:  # both are cut by words, so a rank's rows are the same rows
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -257,6 +265,45 @@ def full_state_dict(
             # --- end exercise ---
         state[name] = tensor.to("cpu", copy=True)
     return state
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Give each parameter this rank's piece of the full tensor of its name.
+
+    Raises ValueError, and changes nothing, if `state` is not that of this model: a name is missing or unexpected, or a
+    shape differs. A tied parameter has two names; one of them will do, and two must say the same.
+    """
+    held = shards(model)
+    names_of: dict[int, list[str]] = {}
+    for name in held:
+        names_of.setdefault(id(model.get_parameter(name)), []).append(name)
+    problems = [
+        few("missing", [" or ".join(names) for names in names_of.values() if not state.keys() & set(names)]),
+        few("unexpected", list(state.keys() - held.keys())),
+        few("in no Shard", [name for name, _ in model.named_parameters() if name not in held]),
+    ]
+    shapes, differ = [], []
+    for names in names_of.values():
+        given = [name for name in names if name in state]
+        for name in given:
+            want = held[name].full_shape(model.get_parameter(name))
+            if list(state[name].shape) != want:  # `cut` would take a piece of a vocabulary of any size
+                shapes.append(f"{name} {list(state[name].shape)}, not {want}")
+        if len({tuple(state[name].shape) for name in given}) == 1:
+            differ += [name for name in given[1:] if not torch.equal(state[name], state[given[0]])]
+    problems += [few("of another shape", shapes), few("tied, but not equal", differ)]
+    if any(problems):
+        raise ValueError(f"the state is not that of this model; {'; '.join(filter(None, problems))}")
+    for name, shard in held.items():
+        if name in state:
+            model.get_parameter(name).copy_(shard.cut(state[name]))
+
+
+def few(what: str, names: Sequence[str]) -> str:
+    """`what: a, b, c and 4 more`, for a message of one line; empty for no names."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{what}: {', '.join(sorted(names)[:3])}{more}" if names else ""
 
 
 @torch.no_grad()

@@ -29,7 +29,8 @@ from parallel_block import (
     sync_in_backward,
     sync_replicated_gradients,
 )
-from parallel_linear import Shard, TensorParallel, column_simple, load_full_state_dict
+from parallel_linear import Shard, TensorParallel, column_simple
+from parallel_llama import load_full_state_dict
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

@@ -23,7 +23,8 @@ from harness.oracle import assert_same_named
 from harness.ranks import run_ranks
 from overlap import VERSIONS, Cluster, block_time, column_overlapped, column_ring, gathered, row_ring, scattered
 from parallel_block import Config, ParallelBlock, Parts, block_weights, rope_tables, sync_replicated_gradients
-from parallel_linear import Shard, TensorParallel, load_full_state_dict, reduce_scatter
+from parallel_linear import Shard, TensorParallel, reduce_scatter
+from parallel_llama import load_full_state_dict
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -345,6 +346,8 @@ def test_no_ring_is_faster_than_the_links_inside_a_node_however_many_nics_there_
         (["--gpus-per-node", "-8"], "--gpus-per-node -8"),
         (["--latency-us", ""], "--latency-us"),
         (["--sequence", "9"], "sequence 9"),
+        (["--sequence", "100000"], "--sequence 100000 must be a number above 0, and not above 4,096"),
+        (["--nvlink-gbs", "1e300"], "--nvlink-gbs 1e+300"),
         (["--nic", "3"], "--nic"),
     ],
 )

@@ -29,7 +29,8 @@ from parallel_block import (
     sync_in_backward,
     sync_replicated_gradients,
 )
-from parallel_linear import COLUMNS, Shard, TensorParallel, load_full_state_dict, shards
+from parallel_linear import COLUMNS, Shard, TensorParallel, shards
+from parallel_llama import load_full_state_dict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

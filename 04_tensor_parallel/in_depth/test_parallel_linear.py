@@ -33,10 +33,10 @@ from parallel_linear import (
     init_weights,
     initial_weight,
     input_gradient,
-    load_full_state_dict,
     reduce_scatter,
     shards,
 )
+from parallel_llama import load_full_state_dict
 from torch import Tensor
 
 B, S, H, F_ = 2, 12, 6, 24

@@ -16,13 +16,14 @@ from harness.meter import communication, held_bytes, peak_memory
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
 from parallel_block import Config, Parts, attention, drops_of_all_ranks, sync_replicated_gradients
-from parallel_linear import COLUMNS, Shard, TensorParallel, initial_weight, load_full_state_dict, shards
+from parallel_linear import COLUMNS, Shard, TensorParallel, initial_weight, shards
 from parallel_llama import (
     IGNORE,
     ParallelLlama,
     VocabParallelEmbedding,
     check_words,
     full_state_dict,
+    load_full_state_dict,
     recomputed,
     reference_logits,
     squared_gradient_norm,

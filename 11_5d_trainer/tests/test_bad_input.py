@@ -217,6 +217,24 @@ EXCLUDED = [  # each is fine without the other
     ("--tp-overlap", "--tp-overlap hides what tensor-parallel ranks send, and --tp is 1; use --tp 2 or more", 1),
     ("--tp 2 --tp-overlap --precision fp8-row", "--tp-overlap takes the products of a layer apart, and --precision", 2),
     ("--tp 2 --tp-overlap --precision fp16", "--tp-overlap takes the products of a layer apart, and --precision", 2),
+    ("--tp 2 --tp-overlap sometimes", "argument --tp-overlap: invalid choice: 'sometimes' (choose from ", 2),
+    ("--tp-overlap domino", "--tp-overlap hides what tensor-parallel ranks send, and --tp is 1; use --tp 2 or more", 1),
+    (
+        "--tp 2 --tp-overlap domino --precision fp8-row",
+        "--tp-overlap takes the products of a layer apart, and --pre",
+        2,
+    ),
+    *(
+        (f"--tp 2 --tp-overlap domino {other}", f"--tp-overlap domino cannot go with {' '.join(words)}: ", ranks)
+        for other, words, ranks in (
+            ("--micro-batch 1", ["--micro-batch", "1"], 2),
+            ("--experts 4", ["--experts"], 2),
+            ("--recompute full", ["--recompute", "full"], 2),
+            ("--zero 1 --zero-late-gather", ["--zero-late-gather"], 4),
+            ("--pp 2 --schedule zb-h1", ["--schedule", "zb-h1"], 4),
+            ("--pp 2 --schedule dualpipe", ["--schedule", "dualpipe"], 4),
+        )
+    ),
     ("--ep 2", "--ep 2: there are no experts to share out; add --experts 8, or leave it out", 2),
     ("--experts 4 --bias-speed 0.1", "--experts 4 --top-k 2 --ep 1: bias-speed needs the sigmoid router", 1),
     ("--precision bf16-master", "--precision bf16-master keeps the fp32 weights in ZeRO's shards; add --zero 1, 2", 1),

@@ -131,7 +131,11 @@ def test_with_chapter_09s_cuda_every_gradient_is_as_near_to_float64_as_with_torc
 
 CUDA_REFUSED = [
     ("--precision fp32", "--precision fp32: chapter 09's CUDA multiplies in bf16; use bf16 or bf16-master", 1),
-    ("--precision bf16 --tp 2 --tp-overlap", " cannot go with --tp-overlap, which has products of its own; leave", 2),
+    (
+        "--precision bf16 --tp 2 --tp-overlap",
+        " cannot go with --tp-overlap backward, which has products of its own;",
+        2,
+    ),
     ("--precision bf16-master --zero 1 --fpdt-chunks 2", " cannot go with --fpdt-chunks 2, which has products", 1),
     ("--precision bf16", ": a head of 32 numbers; the CUDA attention takes 64 and 128, use other --heads", 1),
     ("--precision bf16 --heads 2", "needs a Hopper GPU (sm_90a), and there is no GPU here; use --kernels torch", 1),

@@ -8,6 +8,7 @@ they hold and send, test_bad_input.py has what is refused.
 from unittest import mock
 
 import chapters  # noqa: F401  finds the chapters below
+import domino
 import fuzz
 import pytest
 import rank
@@ -19,6 +20,7 @@ from harness.oracle import assert_same
 from harness.ranks import run_ranks
 from layouts import Layout
 from model import gather_tensors
+from options import merge, parse
 from overlap import column_overlapped
 from parallel_linear import ColumnParallelLinear
 from state import full_state, whole_model
@@ -35,6 +37,8 @@ ALONE = [
     (4, "--zero 3 --zero-shards 2"),
     (2, "--tp 2 --tp-overlap"),
     (2, "--tp 2 --sequence-parallel --tp-overlap"),
+    (2, "--tp 2 --tp-overlap domino"),
+    (2, "--tp 2 --sequence-parallel --tp-overlap domino"),
 ]
 TOGETHER = [
     (4, "--zero 3 --zero-offload --tp 2 --sequence-parallel"),
@@ -50,8 +54,19 @@ TOGETHER = [
     (4, "--pp 2 --schedule zb-h1 --tp 2 --tp-overlap"),
     (4, "--pp 2 --schedule zb-v --stages-per-rank 2 --tp 2 --sequence-parallel --tp-overlap"),
     (4, "--tp 2 --tp-overlap --experts 4 --ep 2"),
+    (4, "--tp 2 --sequence-parallel --tp-overlap domino"),  # beside data parallel
+    (4, "--tp 2 --sequence-parallel --tp-overlap domino --zero 1 --zero-shards 1"),
+    (4, "--tp 2 --tp-overlap domino --zero 2 --recompute selective"),
+    (4, "--tp 2 --sequence-parallel --tp-overlap domino --zero 3"),
+    (4, "--tp 2 --tp-overlap domino --cp 2 --cp-kind zigzag"),
+    (4, "--tp 2 --sequence-parallel --tp-overlap domino --cp 2 --cp-kind ulysses"),
+    (4, "--tp 2 --sequence-parallel --tp-overlap domino --pp 2 --schedule 1f1b --tied"),
+    (4, "--tp 2 --tp-overlap domino --pp 2 --schedule interleaved --stages-per-rank 2"),
 ]
-EVERY = [Layout(ranks, f"--micro-batch {1 if '--pp' in words else 2} {words}") for ranks, words in ALONE + TOGETHER]
+EVERY = [
+    Layout(ranks, f"--micro-batch {1 if '--pp' in words and 'domino' not in words else 2} {words}")
+    for ranks, words in ALONE + TOGETHER
+]
 
 
 @pytest.mark.turn(6)
@@ -66,7 +81,8 @@ RESUMED = [
     (2, "--zero 2 --zero-offload", "--zero 1 --no-zero-offload"),
     (2, "--zero 2 --zero-late-gather", "--zero 3 --no-zero-late-gather"),
     (4, "--zero 3 --zero-shards 2", "--zero 2 --zero-shards 0 --zero-offload"),
-    (2, "--tp 2 --tp-overlap", "--tp 1 --no-tp-overlap --zero 1 --zero-late-gather"),
+    (2, "--tp 2 --tp-overlap", "--tp 1 --tp-overlap none --zero 1 --zero-late-gather"),
+    (2, "--tp 2 --tp-overlap domino", "--sequence-parallel --tp-overlap none"),
 ]
 
 
@@ -170,6 +186,33 @@ def test_all_products_by_columns_overlap_if_asked(overlap, text):
         assert len(versions) >= 10 and {version is column_overlapped for version in versions} == {overlap}
 
 
+def blocks_in_halves(words):
+    """How many blocks the halves go through at once, each time, in a step."""
+    me, batches = made(words)
+    seen, real = [], domino.through
+
+    def counted(x, blocks, *more):
+        seen.append(len(blocks))
+        return real(x, blocks, *more)
+
+    with mock.patch.object(domino, "through", counted):
+        rank.train_step(me, batches)
+    return seen
+
+
+@pytest.mark.parametrize(("more", "at_once"), [("", 2), ("--zero 3", 1)], ids=["plain", "zero 3"])
+def test_dominos_halves_go_through_all_blocks_at_once_unless_somebody_waits_at_each(more, at_once, text):
+    words = [*arguments(text, micro_batch=4), "--tp", "2", "--tp-overlap", "domino", *more.split()]
+    for seen in run_ranks(2, blocks_in_halves, words):
+        assert seen == [at_once] * (2 // at_once) * 2, "two blocks, two micro-batches"
+
+
+def test_a_run_from_before_there_was_domino_goes_on_as_it_was():
+    for stored, now in ((True, "backward"), (False, "none"), ("domino", "domino")):
+        assert merge({"tp_overlap": stored}, {}, "a checkpoint").tp_overlap == now
+    assert parse(["--tp-overlap", "--tp", "2"]) == {"tp_overlap": "backward", "tp": 2}
+
+
 def gradients(words):
     me, batches = made(words)
     rank.train_step(me, batches)
@@ -193,6 +236,20 @@ def test_sums_in_fp32_are_nearer_to_fp64_over_ranks_and_over_micro_batches(text)
     )
     print(f"errors: {narrow:.2e}, reduced in fp32 {ranks_only:.2e}, and accumulated {both:.2e}")
     assert both < ranks_only < narrow and both < 0.8 * narrow, (narrow, ranks_only, both)
+
+
+@pytest.mark.turn(3)
+def test_in_bf16_halves_are_as_near_to_fp64_as_whole_batches(text):
+    def error(*more):
+        got = run_ranks(2, gradients, [*words, "--precision", "bf16", *more])[0]
+        return max((got[name].double() - want).norm() / want.norm() for name, want in exact.items())
+
+    words = arguments(text, clip=0)
+    exact = {name: g.double() for name, g in run_ranks(2, gradients, words)[0].items()}
+    plain = error("--tp", "2")
+    assert 0 < plain < 0.1
+    for layout in ((), ("--sequence-parallel",)):
+        assert error("--tp", "2", "--tp-overlap", "domino", *layout) <= 1.5 * plain
 
 
 def test_a_checkpoint_of_an_offloaded_run_has_no_second_copy_of_the_weights(text):

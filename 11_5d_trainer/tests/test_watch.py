@@ -51,6 +51,7 @@ LAYOUTS = [
     (2, "--zero 2 --precision bf16-master --accumulate-dtype fp32"),
     (2, "--tp 2 --sequence-parallel --tp-overlap"),
     (4, "--pp 2 --schedule zb-h1 --tp 2 --tp-overlap"),
+    (2, "--tp 2 --sequence-parallel --tp-overlap domino"),
 ]
 
 

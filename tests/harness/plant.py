@@ -5,8 +5,9 @@ their place, the test that must turn red, and a hint for whoever made it (`elu.c
 
 Planting all of them takes long, and most of the time nothing has changed. So exercises/ledger.txt keeps, for each
 mistake that its test has caught, a digest of all that decided it: the mistake, its script, the test file, and every
-file that these import. `make test` plants those whose digest is another now, and one of each script in turn, and
-demands that the ledger is whole and current. `make prove` plants all of them and writes the ledger anew.
+file that these import. Behind it stands, for a mistake in an exercise, what the test said: hints are chosen by it.
+`make test` plants those whose digest is another now, and one of each script in turn, and demands that the ledger is
+whole and current. `make prove` plants all of them and writes the ledger anew.
 """
 
 import ast
@@ -22,7 +23,7 @@ from harness import fences
 from harness.house import ROOT, files, find
 
 LEDGER = ROOT / "exercises" / "ledger.txt"
-VERSION = "ledger 1"
+VERSION = "ledger 2"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Mistake:
     hint: str
     source: str  # a project and the number of its issue, where one has shipped it; "known" if it is typical
     spoils: str = ""  # the benchmarks that have to notice it: "bench_zero bench_zero3"
+    symptom: str = ""  # what the test says of it, as the ledger has it; of those in an exercise
 
     @property
     def test(self) -> str:
@@ -133,23 +135,26 @@ def heading() -> str:
     return f"# {VERSION}, torch {torch.__version__.partition('+')[0]}: written by `make prove`"
 
 
-def read_ledger(file: Path = LEDGER) -> dict[tuple[str, str], str]:
-    """{(script, name of the mistake): digest}. LedgerError for one of another version, or that no ledger is."""
+Ledger = dict[tuple[str, str], tuple[str, str]]  # {(script, name of the mistake): (digest, symptom)}
+
+
+def read_ledger(file: Path = LEDGER) -> Ledger:
+    """LedgerError for one of another version, or that no ledger is."""
     first, *lines = (file.read_text() if file.exists() else "").splitlines() or ["nothing"]
     if first != heading():
         raise LedgerError(f"{file.name} begins with {first!r} and not with {heading()!r}; `make prove` writes it anew")
-    rows = [line.split() for line in lines]
-    if bad := [line for line, row in zip(lines, rows, strict=True) if len(row) != 3]:
+    rows = [line.split(" ", 3) for line in lines]
+    if bad := [line for line, row in zip(lines, rows, strict=True) if len(row) < 3]:
         raise LedgerError(f"{file.name} has a line that is none of script, mistake and digest: {bad[0]!r}")
-    return {(script, name): value for script, name, value in rows}
+    return {(script, name): (value, " ".join(symptom)) for script, name, value, *symptom in rows}
 
 
-def write_ledger(caught: dict[tuple[str, str], str], file: Path = LEDGER) -> None:
+def write_ledger(caught: Ledger, file: Path = LEDGER) -> None:
     """Sorted, a line each, so that the difference between two of them can be read."""
-    lines = [f"{script} {name} {value}" for (script, name), value in sorted(caught.items())]
+    lines = [" ".join([*key, *value]).rstrip() for key, value in sorted(caught.items())]
     file.write_text("\n".join([heading(), *lines]) + "\n")
 
 
-def changed(mistakes: Iterable[Mistake], ledger: dict[tuple[str, str], str]) -> list[Mistake]:
+def changed(mistakes: Iterable[Mistake], ledger: Ledger) -> list[Mistake]:
     """Those that the ledger does not know as they are now."""
-    return [mistake for mistake in mistakes if ledger.get((mistake.script, mistake.name)) != digest(mistake)]
+    return [mistake for mistake in mistakes if ledger.get((mistake.script, mistake.name), "")[:1] != (digest(mistake),)]
