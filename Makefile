@@ -9,7 +9,7 @@ ARGS   ?=
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-5d test prove lint bench tables clean
+.PHONY: help train train-3d train-5d test prove lint bench tables clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -21,26 +21,30 @@ $(READY): requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
 	@touch $@
 
-# All GPUs there are, data-parallel. Without any, 8 ranks on the CPU: data 2 x tensor 2 x pipeline 2, and 4 experts in
-# each layer over 2 ranks. Options of your own go behind and win; another number of ranks, a run that is resumed and a
-# model to start from have a layout of their own.
+# All GPUs there are, data-parallel. Without any, what two cores can make of two minutes: a rank for each core, and
+# small steps, many of them. Options of your own go behind and win; another number of ranks, a run that is resumed and
+# a model to start from have a batch and a length of their own.
 ifeq ($(GPUS),0)
-NPROC  ?= 8
-ifeq ($(NPROC)$(findstring --resume,$(ARGS))$(findstring --init,$(ARGS)),8)
-LAYOUT := --pp 2 --tp 2 --experts 4 --ep 2 --steps 100 --warmup 15 --eval-samples 64 --sample 150
+NPROC  ?= 2
+ifeq ($(NPROC)$(findstring --resume,$(ARGS))$(findstring --init,$(ARGS)),2)
+BEST   := --global-batch 4 --micro-batch 2 --steps 2800 --warmup 50 --eval-every 400 --save-every 0 --eval-samples 64
 endif
 else
 NPROC  ?= $(GPUS)
 endif
-# Every axis at once, each with two ranks. The losses are those of one rank, whatever the layout (test_train.py).
-FIVE   := --pp 2 --cp 2 --tp 2 --sequence-parallel --experts 4 --ep 2 --zero 1 --steps 100 --warmup 15 \
-	  --eval-samples 64 --sample 150
+# What follows shows layouts: more ranks than cores, which wait for one another. The losses of a layout are those of one
+# rank (test_train.py).
+SHOW   := --device cpu --experts 4 --ep 2 --steps 100 --warmup 15 --eval-samples 64 --sample 150
 
-train: $(READY)  ## train a mixture of experts on Python's own source text: 8 CPU ranks on 3 axes, or all GPUs
-	OMP_NUM_THREADS=1 $(TORCHRUN) $(NPROC) 11_5d_trainer/train.py $(LAYOUT) $(ARGS)
+train: $(READY)  ## train a small model on Python's own source text: two CPU ranks, two minutes; or all GPUs
+	OMP_NUM_THREADS=1 $(TORCHRUN) $(NPROC) 11_5d_trainer/train.py $(BEST) $(ARGS)
+
+train-3d: $(READY)  ## a mixture of experts on 8 CPU ranks and three axes: data, tensor and pipeline parallel
+	OMP_NUM_THREADS=1 $(TORCHRUN) 8 11_5d_trainer/train.py $(SHOW) --pp 2 --tp 2 $(ARGS)
 
 train-5d: $(READY)  ## the same on 16 CPU ranks with every axis: data, tensor, context, pipeline and expert parallel
-	OMP_NUM_THREADS=1 $(TORCHRUN) 16 11_5d_trainer/train.py --device cpu $(FIVE) $(ARGS)
+	OMP_NUM_THREADS=1 $(TORCHRUN) 16 11_5d_trainer/train.py $(SHOW) --pp 2 --cp 2 --tp 2 --sequence-parallel --zero 1 \
+	  $(ARGS)
 
 # Ranks import chapters again and again: compiled modules are kept, whatever the shell's settings say.
 # Ranks often wait for one another, so a worker more than there are cores keeps these busy.
@@ -54,9 +58,9 @@ prove: $(READY)  ## everything that can be proven, with every planted mistake; C
 
 .PHONY: fuzz
 fuzz: $(READY)  ## many layouts of the trainer against one rank, and twenty ranks that die; about 15 minutes
-	$(PY) 11_5d_trainer/fuzz.py $(ARGS)
-	$(PY) 11_5d_trainer/fuzz.py --table
-	$(PY) 11_5d_trainer/fuzz.py --kills 20
+	$(PY) 11_5d_trainer/tests/fuzz.py $(ARGS)
+	$(PY) 11_5d_trainer/tests/fuzz.py --table
+	$(PY) 11_5d_trainer/tests/fuzz.py --kills 20
 
 .PHONY: rehearse
 rehearse: $(READY)  ## rehearse four plans without a GPU: 8B on 64, 70B on 512, Mixtral on 256, 405B on 16,384 ranks

@@ -187,11 +187,13 @@ class Sampler:
 
     def step(self, micro_batch: int, accumulation: int, rank: int, dp: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of the next step; moves the position past the samples of all ranks."""
+        # --- exercise 11.32: which samples are mine in this step, and where does the next one begin? ---
         batches = []
         for micro in range(accumulation):
             first = self.position + (micro * dp + rank) * micro_batch
             batches.append(self.samples([self.window(first + i) for i in range(micro_batch)]))
         self.position += accumulation * dp * micro_batch
+        # --- end exercise ---
         return batches
 
     def held_out(

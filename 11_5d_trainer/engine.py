@@ -159,9 +159,12 @@ def make_engine(
     accumulate_dtype.
     """
     named = {p: name for name, p in model.named_parameters()}
+    # --- exercise 11.30: who sums which gradient? Two groups, and the parameters of each ---
     experts = set(expert_parameters(model).values()) if mesh.size("ep") > 1 else set()
+    summed = [(mesh.groups["data"], named.keys() - experts), (mesh.groups["experts"], experts)]
+    # --- end exercise ---
     owners: list[Any] = []
-    for group, params in ((mesh.groups["data"], named.keys() - experts), (mesh.groups["experts"], experts)):
+    for group, params in summed:
         if not params:
             continue
         groups = [{**g, "params": [p for p in g["params"] if p in params]} for g in optimizer.param_groups]
@@ -207,6 +210,7 @@ def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: flo
     Every element of the whole model's gradient counts once in the sum over the world: what several ranks hold counts
     on each of them for one part in so many.
     """
+    # --- exercise 11.31: the norm of the whole model's gradient, in which every element counts once; and clip by it ---
     holders = ranks_that_hold(model, mesh)
     squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for owner in engine.owners:
@@ -218,4 +222,5 @@ def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: flo
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
     if max_norm or unscale != 1.0:
         engine.scale_gradients(factor * unscale)
+    # --- end exercise ---
     return norm.item()

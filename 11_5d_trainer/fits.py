@@ -1,11 +1,13 @@
-"""Does the model fit? Counted from the options, before any memory is asked for.
+"""Does the model fit, and can it be computed as asked? Answered before any rank connects and any memory is asked for.
 
-Weights, gradients and AdamW's two moments of what a rank holds (chapter 01 says how many bytes each; chapters 03 to 07
-say who holds what). Activations come on top, so this is the least that a rank needs. What it refuses cannot run; what
-it lets pass may still be too much.
+`check_memory` counts weights, gradients and AdamW's two moments of what a rank holds (chapter 01 says how many bytes
+each; chapters 03 to 07 say who holds what). Activations come on top, so this is the least that a rank needs. What it
+refuses cannot run; what it lets pass may still be too much. `check_kernels` and `check_compile` know what the fused
+kernels of chapter 09 and torch.compile can do.
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import chapters  # noqa: F401  finds the chapters below
@@ -13,8 +15,11 @@ import torch
 from llama import LlamaConfig
 from model import full_shapes
 from options import Config, UsageError
-from parts import WEIGHTS
+from parts import FP8, WEIGHTS
 from pipeline_executor import layers_of
+from rank import kernels_on
+from schedule_simulator import W
+from zero_memory import bytes_per_parameter
 
 
 def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str, float]:
@@ -39,11 +44,9 @@ def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str
     own_copy = config.precision == "bf16-master" or config.zero_offload
     moments = (2 + own_copy) * max(bytes_each, 4)
     count, summed = max(elements), 4 if config.accumulate_dtype == "fp32" else bytes_each
-    return {
-        "weights": count * bytes_each / (shards if config.zero >= 3 else 1),
-        "gradients": count * summed / (shards if config.zero >= 2 else 1),
-        "AdamW's states": count * moments / (shards if config.zero >= 1 else 1),
-    }
+    # Of each parameter: (states, weight, gradient), as chapter 03 divides them.
+    kinds = {"weights": (0, bytes_each, 0), "gradients": (0, 0, summed), "AdamW's states": (moments, 0, 0)}
+    return {kind: count * bytes_per_parameter(config.zero, shards, *each) for kind, each in kinds.items()}
 
 
 def memory_of_a_rank(device: torch.device) -> int:
@@ -73,4 +76,84 @@ def check_memory(config: Config, sizes: LlamaConfig, world_size: int, device: to
         raise UsageError(
             f"{what} needs at least {sum(need.values()) / 1e9:,.1f} GB on a rank ({parts}), which has "
             f"{have / 1e9:,.1f} GB; share it out with --tp, --pp, --ep or --zero on more ranks, or take a smaller model"
+        )
+
+
+def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
+    """Raise UsageError where the fused kernels cannot do this model."""
+    kernels = kernels_on(config, device)
+    if kernels == "cuda":
+        check_cuda(config, sizes.head_dim, device)
+    if kernels != "triton":
+        return
+    from flash_kernels import check_head_dim  # imported here for parts.py's reason
+
+    if config.precision == "fp64":
+        raise UsageError(f"--kernels {config.kernels}: no kernel computes in fp64; use --kernels torch")
+    if device.type == "cpu" and config.precision not in ("fp32", "fp16"):
+        what = f"--kernels {config.kernels} --precision {config.precision}"
+        raise UsageError(f"{what}: Triton's interpreter rounds bf16 wrongly on a CPU; use --kernels torch")
+    try:
+        check_head_dim(sizes.head_dim)
+    except ValueError as error:
+        raise UsageError(f"--kernels {config.kernels}: {error}; or use --kernels torch") from None
+
+
+def check_cuda(config: Config, head_dim: int, device: torch.device) -> None:
+    """Raise UsageError unless chapter 09's CUDA can train this model on this machine."""
+    from flash_attention_cuda import HEAD_DIMS  # imported here for parts.py's reason
+
+    here = f"--kernels {config.kernels}"
+    if config.precision not in ("bf16", "bf16-master"):
+        raise UsageError(
+            f"{here} --precision {config.precision}: chapter 09's CUDA multiplies in bf16; use bf16 or bf16-master"
+        )
+    if config.tp_overlap != "none" or config.fpdt_chunks:
+        overlap = f"--tp-overlap {config.tp_overlap}"
+        other = f"--fpdt-chunks {config.fpdt_chunks}" if config.tp_overlap == "none" else overlap
+        raise UsageError(f"{here} cannot go with {other}, which has products of its own; leave one of them out")
+    if head_dim not in HEAD_DIMS:
+        raise UsageError(
+            f"{here}: a head of {head_dim} numbers; the CUDA attention takes 64 and 128, use other --heads"
+        )
+    if device.type != "cuda":
+        raise UsageError(f"{here} needs a Hopper GPU (sm_90a), and there is no GPU here; use --kernels torch")
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        name = torch.cuda.get_device_name(device)
+        raise UsageError(f"{here} needs a Hopper GPU (sm_90a), and this is {name}; use --kernels triton")
+    if not shutil.which("nvcc"):
+        raise UsageError(f"{here} is built by nvcc, which is not on the PATH; install the CUDA toolkit or use triton")
+
+
+def check_compile(config: Config, sizes: LlamaConfig, world_size: int, device: torch.device) -> None:
+    """Raise UsageError where torch.compile cannot make one program of a block: where the block waits in its middle for
+    other ranks or for a number, or where its backward is not the one that autograd would run."""
+    if not config.compile:
+        return
+    schedule, moe = config.pipeline(world_size, sizes.layers), config.mixture(sizes)
+    split = bool(schedule) and any(action.kind == W for row in schedule.actions for action in row)  # type: ignore[union-attr]
+    waits, own = "waits for other ranks inside a block", "runs a block's backward in its own way"
+    barred = [
+        (f"--tp {config.tp}", config.tp > 1, waits),
+        (f"--cp {config.cp}", config.cp > 1, waits),
+        (f"--experts {moe.experts if moe else 0}", moe is not None, "learns inside a block how many rows there are"),
+        ("--zero 3", config.zero == 3, waits),
+        ("--zero-late-gather", config.zero_late_gather, waits),
+        (f"--schedule {config.schedule}", split, own),
+        (f"--fpdt-chunks {config.fpdt_chunks}", config.fpdt_chunks > 0, own),
+        (f"--recompute {config.recompute}", config.recompute != "none", own),
+        (f"--precision {config.precision}", config.precision in FP8, "keeps its scales from step to step"),
+        (
+            f"--kernels {config.kernels}",
+            kernels_on(config, device) != "torch",
+            "brings kernels that are compiled already",
+        ),
+    ]
+    for what, wanted, why in barred:
+        if wanted:
+            raise UsageError(f"--compile cannot go with {what}, which {why}; leave one of them out")
+    compiler = os.environ.get("CXX", "g++")
+    if not shutil.which(compiler):
+        raise UsageError(
+            f"--compile needs a C++ compiler, and {compiler} is not on the PATH; install one, or leave it out"
         )

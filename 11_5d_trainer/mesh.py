@@ -82,6 +82,7 @@ def members(
     shards        ranks of a `data` group that have one copy of the weights between them; 0: no `shards` and `copies`
     """
     grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    # --- exercise 11.29: a group is what remains of the grid when the other axes are fixed ---
     folded = torch.stack([grid[: len(grid) // 2], grid[len(grid) // 2 :].flip(0)]) if mirrored else grid[None]
     slices = folded.flatten(2, 4).unflatten(2, (-1, ep))  # [mirror, pp, batch/ep, ep, tp]
     pictures = {
@@ -98,6 +99,7 @@ def members(
         outside = [i for i in range(len(names)) if i not in inside]
         ranks = math.prod(picture.shape[i] for i in inside)
         found[name] = picture.permute(*outside, *inside).reshape(-1, ranks)
+    # --- end exercise ---
     if shards:
         cut = found["data"].unflatten(1, (-1, shards))  # [groups, copies, shards]
         found |= {"shards": cut.flatten(0, 1), "copies": cut.transpose(1, 2).flatten(0, 1)}

@@ -28,6 +28,7 @@ from schedules import SCHEDULES, Schedule
 from schedules import build as build_schedule
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "intermediate")  # which a preset or a file says, or options
+KERNELS = ("auto", "torch", "triton", "cuda")
 WIDTHS = ("weights", "fp32")  # of sums of gradients
 
 
@@ -78,8 +79,9 @@ class Config:
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip", least=0)
     precision: str = option("fp32", "of weights and products (chapter 10; parts.py)", fixed=True, choices=PRECISIONS)
     kernels: str = option(
-        "auto", "fused kernels (chapter 09); auto: triton on a GPU", choices=("auto", "torch", "triton")
+        "auto", "fused kernels (chapter 09); auto: triton on a GPU, but torch if compiled", choices=KERNELS
     )
+    compile: bool = option(False, "torch.compile each block, where nothing in it waits for other ranks")
     loss_scale: float = option(65536.0, "first loss scale of --precision fp16", fixed=True)
     recompute: str = option("none", "activations to recompute in backward", choices=("none", "selective", "full"))
     bucket_mib: float = option(25.0, "size of a gradient bucket")

@@ -1,8 +1,9 @@
 """Which functions a model is made of: readable PyTorch, or the kernels and the low precision of chapters 08 to 10.
 
-attention       chapter 01's, FlashAttention (09), over the context ranks (05), or with chunks on the host (08)
+attention       chapter 01's, FlashAttention (09, in Triton or CUDA), over the context ranks (05), or with chunks on
+                the host (08)
 norm, rope, swiglu, cross_entropy       chapter 01's, or fused (09)
-linear          F.linear, or a product in fp8 (10)
+linear          F.linear, a product in CUDA (09: cuda_parts.py), or in fp8 (10)
 
 --precision     weights    products                      besides
 fp64, fp32      as named   as named
@@ -38,13 +39,19 @@ def make_parts(
 ) -> Parts:
     """The functions for this rank."""
     parts, local, attention = Parts(), EXPLICIT, None
-    if kernels == "triton":  # imported here: on a CPU the import turns Triton's interpreter on
+    # Imported here: on a CPU these imports turn Triton's interpreter on, and it knows no bf16, the one dtype of CUDA's.
+    if kernels == "triton" or (kernels == "cuda" and torch.device(device).type == "cuda"):
         from flash_kernels import TRITON, flash_attention
         from fused import rms_norm, rope, swiglu
         from fused_loss import cross_entropy
 
         local, attention = TRITON, flash_attention
         parts = Parts(flash_attention, norm=rms_norm, rope=rope, swiglu=swiglu, cross_entropy=cross_entropy)
+    if kernels == "cuda":
+        import cuda_parts
+
+        attention = cuda_parts.attention
+        parts = replace(parts, attention=attention, linear=cuda_parts.linear)
     if mesh.cp > 1:
         parts = replace(parts, attention=attention_over_ranks(mesh, cp_kind, local, attention))
     if recompute == "selective":  # only the core of attention

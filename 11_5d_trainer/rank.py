@@ -174,6 +174,9 @@ def make_rank(
         device=device,
         layers=[layer for layers in mine.values() for layer in layers] if schedule else None,
     )
+    if config.compile:
+        for block in model.model.layers.children():  # all alike: one program serves them all
+            block.compile()
     if start_from:
         whole = read_weights(start_from, held_names(model, mesh))
         for name, piece in cut_tensors(model, whole, mesh, [name for name, _ in model.named_parameters()]).items():
@@ -210,7 +213,9 @@ def make_rank(
 
 
 def kernels_on(config: Config, device: torch.device) -> str:
-    return config.kernels if config.kernels != "auto" else {"cuda": "triton", "cpu": "torch"}[device.type]
+    if config.kernels != "auto":
+        return config.kernels
+    return "triton" if device.type == "cuda" and not config.compile else "torch"
 
 
 def zero_variant(config: Config) -> str:

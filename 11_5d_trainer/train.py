@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import peak_flops, step_flops
 from data import Corpus, Sampler, load_corpus
-from fits import check_memory
+from fits import check_compile, check_kernels, check_memory
 from generate import load_model
 from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
@@ -47,7 +47,6 @@ from options import SIZES, Config, UsageError, check_folder, flag, merge, parse
 from rank import (
     NotFinite,
     Rank,
-    kernels_on,
     make_rank,
     train_step,
     validate,
@@ -114,6 +113,7 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     if config.out:
         check_folder(config.out, config.restart)
     check_kernels(config, sizes, device)
+    check_compile(config, sizes, world_size, device)
     return Plan(config, corpus, sizes, device, resume, messages)
 
 
@@ -148,23 +148,6 @@ def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tupl
     if config.init:
         check_weights(config.init, full_shapes(sizes, config.mixture(sizes)))
     return config, sizes
-
-
-def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
-    """Raise UsageError where the fused kernels cannot do this model."""
-    if kernels_on(config, device) != "triton":
-        return
-    from flash_kernels import check_head_dim  # imported here for parts.py's reason
-
-    if config.precision == "fp64":
-        raise UsageError(f"--kernels {config.kernels}: no kernel computes in fp64; use --kernels torch")
-    if device.type == "cpu" and config.precision not in ("fp32", "fp16"):
-        what = f"--kernels {config.kernels} --precision {config.precision}"
-        raise UsageError(f"{what}: Triton's interpreter rounds bf16 wrongly on a CPU; use --kernels torch")
-    try:
-        check_head_dim(sizes.head_dim)
-    except ValueError as error:
-        raise UsageError(f"--kernels {config.kernels}: {error}; or use --kernels torch") from None
 
 
 def find_device(asked: str, local_rank: int) -> torch.device:
@@ -238,10 +221,12 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     first = 0
     if plan.resume:
         _, path, progress = plan.resume
+        # --- exercise 11.33: weights, optimizer, step, place in the data and loss scale, all as they were left ---
         like = full_shapes(plan.model, config.mixture(plan.model))
         load_full_state(me.engine, me.model, me.mesh, checkpoint.load(path, like, weight_dtype(config)))
         first, training.position = progress.step, progress.samples
         me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
+        # --- end exercise ---
         checkpoint.set_aside_later(run, first, world)
     elif leader and (origin := config.init or config.config):
         keep_origin(origin, run)

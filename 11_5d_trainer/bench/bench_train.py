@@ -42,7 +42,7 @@ from training_step import adamw
 
 STEPS, LR, CLIP = 5, 3e-3, 1.0
 OPTIONS = ["--device", "cpu", "--seq-len", "128", "--global-batch", "32", "--micro-batch", "8", "--lr", str(LR)]
-LAYOUTS = [  # ranks, options: the last two are those of `make train` and `make train-5d`
+LAYOUTS = [  # ranks, options: the last two are those of `make train-3d` and `make train-5d`
     (4, "--zero 1"),
     (4, "--zero 3"),
     (4, "--tp 2 --zero 2"),

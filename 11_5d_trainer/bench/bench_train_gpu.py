@@ -72,6 +72,7 @@ WAYS = (
     Way("triton", "bf16-master"),
     Way("torch", "bf16-master"),
     Way("torch", "bf16-master", compiled=True),
+    Way("cuda", "bf16-master"),
     Way("triton", "bf16"),
     Way("triton", "fp8-block"),
 )
@@ -151,14 +152,11 @@ def start(way: Way, job: Job, device: torch.device) -> Rank:
         global_batch=job.samples,
         lr=job.lr,
         min_lr=0.0,
+        compile=way.compiled,
     )
     config.check()
     config.check_layout(job.sizes, 1)
-    me = make_rank(config, job.sizes, device)
-    if way.compiled:
-        for block in me.model.model.layers:
-            block.compile()
-    return me
+    return make_rank(config, job.sizes, device)
 
 
 def random_batches(job: Job, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,4 +1,7 @@
-"""The trainer's modules lie one folder up. Layouts of more than four ranks are for `make prove`."""
+"""The trainer's modules lie one folder up; fuzz.py and layouts.py, which the tests share with `make fuzz`, lie here.
+
+Layouts of more than four ranks are for `make prove`.
+"""
 
 import sys
 from pathlib import Path
@@ -6,6 +9,14 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A file to train on."""
+    from fuzz import write_text
+
+    return write_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.hookimpl(tryfirst=True)

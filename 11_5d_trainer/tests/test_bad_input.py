@@ -14,7 +14,7 @@ from harness.meter import held_bytes
 from harness.ranks import run_ranks
 from options import Config, UsageError, parse
 from rank import make_rank
-from test_train import TEXT, arguments, text, train_on  # noqa: F401  `text` is a fixture
+from test_train import TEXT, arguments, train_on
 
 HF_LLAMA = dict(model_type="llama", vocab_size=100, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
 HF_LLAMA |= dict(num_key_value_heads=2, intermediate_size=24, rms_norm_eps=1e-5)
@@ -261,7 +261,7 @@ def refusal(words, ranks=1):
     return said
 
 
-def test_bad_input_is_refused_in_one_line_before_any_process_group(tmp_path, text):  # noqa: F811
+def test_bad_input_is_refused_in_one_line_before_any_process_group(tmp_path, text):
     write_files(tmp_path)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert len(CASES) >= 60
@@ -274,7 +274,7 @@ def test_bad_input_is_refused_in_one_line_before_any_process_group(tmp_path, tex
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused(text):  # noqa: F811
+def test_a_gpu_that_is_not_there_is_refused(text):
     assert refusal(["--device", "cuda"]) == "--device cuda: there is no GPU here; use --device cpu"
 
 
@@ -301,7 +301,7 @@ ANOTHER_RUN = [
 ]
 
 
-def test_options_that_would_make_it_another_run_are_refused_on_resume(text, tmp_path):  # noqa: F811
+def test_options_that_would_make_it_another_run_are_refused_on_resume(text, tmp_path):
     _, folder = train_on(1, [*arguments(text, experts=4), "--out", str(tmp_path / "run")])
     newest = f"{folder}/checkpoints/step-000008"
     for line, start, ranks in ANOTHER_RUN:
@@ -333,7 +333,7 @@ def held_on_this_rank(words):
 
 
 @pytest.mark.parametrize("layout", ["", "--tp 2", "--pp 2", "--pp 2 --schedule dualpipe --micro-batch 1"])
-def test_the_estimate_is_the_least_of_what_the_fullest_rank_holds_and_near_it(layout, text):  # noqa: F811
+def test_the_estimate_is_the_least_of_what_the_fullest_rank_holds_and_near_it(layout, text):
     words = fuzz.options(text, layout)
     ranks = 2
     need = fits.least_bytes(Config(**parse(words)), fuzz.SIZES, ranks)
@@ -363,7 +363,7 @@ def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares()
 
 
 @pytest.mark.parametrize("preset", ["llama3-8b", "llama3-70b", "mixtral-8x7b"])
-def test_a_model_that_no_rank_can_hold_is_refused_with_the_estimate(preset, text, monkeypatch):  # noqa: F811
+def test_a_model_that_no_rank_can_hold_is_refused_with_the_estimate(preset, text, monkeypatch):
     monkeypatch.setattr(fits, "memory_of_a_rank", lambda device: 16 * 10**9)
     words = ["--preset", preset, "--data", text, "--device", "cpu"]
     said = refusal(words)

@@ -1,6 +1,7 @@
 """A checkpoint is whole on disk and in shares in memory: what each rank holds of it while it saves and loads.
 
-test_train.py has what is in it (a resumed run goes on bit by bit, in any layout), test_faults.py what may happen to it.
+test_resume.py has what is in it (a resumed run goes on bit by bit, in any layout), test_faults.py what may happen to
+it.
 """
 
 import dataclasses

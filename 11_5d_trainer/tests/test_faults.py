@@ -1,7 +1,7 @@
 """When something goes wrong: the job ends or recovers in bounded time, and goes on to the losses it would have had.
 
-test_train.py has a rank that is killed or stuck from outside, Ctrl-C, and a single damaged checkpoint; `make fuzz` has
-twenty deaths.
+test_ends.py has a rank that is killed or stuck from outside, and Ctrl-C, test_resume.py a single damaged checkpoint;
+`make fuzz` has twenty deaths.
 """
 
 import importlib

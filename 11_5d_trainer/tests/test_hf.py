@@ -25,13 +25,6 @@ TOKENS = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("data") / "numbers.txt"
-    file.write_text(TEXT)
-    return str(file)
-
-
 def read_by_transformers(folder):
     """In float64. Its norms and softmaxes round to float32 all the same, so 1e-6 is as near as it and ours can be."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import train
 from harness.ranks import run_ranks
-from test_train import free_port
+from test_ends import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "11_5d_trainer"

@@ -14,20 +14,16 @@ import torch.nn.functional as F
 import train
 from accounting import step_flops
 from data import Sampler, load_corpus
+from fp8 import Fp8Linear
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from llama import Linear
 from options import Config
+from parts import AUTOCAST, FP8
 from state import full_state
-from test_train import SIZES, SMALL, TEXT, arguments, f64, losses
+from test_train import SIZES, SMALL, arguments, f64, losses
 
 STEPS, WARMUP, LR, MIN_LR, DECAY = 7, 2, 3e-2, 2e-3, 0.4
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("data") / "numbers.txt"
-    file.write_text(TEXT)
-    return str(file)
 
 
 def rate(step):
@@ -38,26 +34,47 @@ def rate(step):
     return MIN_LR + (LR - MIN_LR) * (1 + math.cos(math.pi * done)) / 2
 
 
-def by_torch(text, clip, precision):
+def by_torch(text, clip, precision, loss_scale):
     """Losses, norms and the last weights of a loop that is written down once more, on one process."""
-    dtype = torch.float64 if precision == "fp64" else torch.float32
+    dtype = {"fp64": torch.float64, "bf16-master": torch.bfloat16}.get(precision, torch.float32)
+    low = AUTOCAST.get(precision)
     llama = model.alone(SIZES).to(dtype)
-    matrices, scales = ([p for p in llama.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+    if precision in FP8:
+        eight_bits = Fp8Linear(FP8[precision])
+        for name, module in llama.named_modules():
+            if isinstance(module, Linear) and name != "lm_head":
+                module.parts = dataclasses.replace(module.parts, linear=eight_bits)
+    weights = list(llama.parameters())
+    masters = [p.detach().float().requires_grad_() for p in weights] if precision == "bf16-master" else weights
+    matrices, scales = ([p for p in masters if (p.dim() > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": scales, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    scaler = torch.amp.GradScaler("cpu", loss_scale, growth_interval=2**31 - 1, enabled=precision == "fp16")
     data = Sampler(load_corpus(Config(data=text, seq_len=16)).train, 16, SIZES.vocab_size, 0)
     found = []
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         tokens, labels = data.samples([data.window(8 * step + i) for i in range(8)])
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        llama.zero_grad()
+        with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
             logits = llama(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1).to(dtype), labels.flatten())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(llama.parameters(), clip or math.inf)
-        optimizer.step()
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).to(max(dtype, torch.float32, key=lambda d: d.itemsize)), labels.flatten()
+        )
+        scaler.scale(loss).backward()
+        if masters is not weights:
+            for master, p in zip(masters, weights, strict=True):
+                master.grad = p.grad.float()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(masters, clip or math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        if precision in FP8:
+            eight_bits.end_step()
+        if masters is not weights:
+            for master, p in zip(masters, weights, strict=True):
+                p.data.copy_(master)
         found.append((loss.item(), norm.item()))
     return f64(found), {name: p.detach() for name, p in llama.named_parameters()}
 
@@ -82,19 +99,42 @@ def weights_of_a_run(words):
 
 
 @pytest.mark.parametrize("clip", [0.05, 0.9, 0.0], ids=["always clipped", "clipped at times", "never clipped"])
-@pytest.mark.parametrize(("precision", "limit"), [("fp64", 1e-9), ("fp32", 2e-5), ("bf16", 2e-2)])
+@pytest.mark.parametrize(
+    ("precision", "limit"),
+    [
+        ("fp64", 1e-9),
+        ("fp32", 2e-5),
+        *(pytest.param(low, 2e-2, marks=pytest.mark.turn(4)) for low in ("bf16", "bf16-master", "fp16", "fp8-row")),
+    ],
+)
 def test_losses_norms_and_weights_are_those_of_torchs_adamw_clipping_and_schedule(
     precision, limit, clip, text, tmp_path
 ):
     words = arguments(text, steps=STEPS, warmup=WARMUP, lr=LR, min_lr=MIN_LR, weight_decay=DECAY, clip=clip)
     words += ["--precision", precision, "--micro-batch", "8", "--kernels", "torch", "--out", str(tmp_path / "run")]
+    words += ["--zero", "1"] if precision == "bf16-master" else []
     got, weights = run_ranks(1, weights_of_a_run, words)[0]
-    want, expected = by_torch(text, clip, precision)
+    want, expected = by_torch(text, clip, precision, 2.0**16)
     norms = want[:, 1]
     assert {0.05: norms.min() > 0.05, 0.9: norms.min() < 0.9 < norms.max(), 0.0: True}[clip], f"norms are {norms}"
     assert_same(f64(list(got.values())), want, limit, "losses and norms by step")
     for name, weight in expected.items():
         assert_same(weights[name], weight, 10 * limit, name)
+
+
+def test_steps_that_overflow_fp16_are_left_out_as_torchs_scaler_leaves_them_out(text, tmp_path):
+    words = arguments(text, steps=STEPS, warmup=WARMUP, lr=LR, min_lr=MIN_LR, weight_decay=DECAY, clip=0.9)
+    words += ["--precision", "fp16", "--loss-scale", str(2.0**21), "--micro-batch", "8", "--out", str(tmp_path / "run")]
+    got, weights = run_ranks(1, weights_of_a_run, words)[0]
+    want, expected = by_torch(text, 0.9, "fp16", 2.0**21)
+    got = f64(list(got.values()))
+    taken = want[:, 1].isfinite()
+    assert torch.equal(got[:, 1].isfinite(), taken) and 0 < taken.sum() < STEPS, (
+        f"norms are {got[:, 1]}, not {want[:, 1]}"
+    )
+    assert_same(got[taken], want[taken], 2e-2, "losses and norms of the steps that were taken")
+    for name, weight in expected.items():
+        assert_same(weights[name], weight, 0.2, name)
 
 
 def speedometer(world, **changes):

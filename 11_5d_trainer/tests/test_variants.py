@@ -24,7 +24,7 @@ from options import merge, parse
 from overlap import column_overlapped
 from parallel_linear import ColumnParallelLinear
 from state import full_state, whole_model
-from test_train import SIZES, arguments, f64, losses, text, train_on  # noqa: F401  `text` is a fixture
+from test_train import SIZES, arguments, f64, losses, train_on
 from zero_overlap import Travelling
 
 ALONE = [
@@ -71,7 +71,7 @@ EVERY = [
 
 @pytest.mark.turn(6)
 @pytest.mark.parametrize("part", range(6))
-def test_every_variant_gives_the_loss_gradients_and_weights_of_one_process_alone_and_with_an_axis(part, text):  # noqa: F811
+def test_every_variant_gives_the_loss_gradients_and_weights_of_one_process_alone_and_with_an_axis(part, text):
     assert fuzz.verify(EVERY[part::6], text) == len(EVERY[part::6])
 
 
@@ -92,7 +92,7 @@ def test_clipped_steps_are_those_of_plain_ranks_and_a_resumed_run_goes_on_bit_by
     ranks,
     layout,
     other,
-    text,  # noqa: F811
+    text,
     tmp_path,
 ):
     words = arguments(text, steps=6, keep=9)
@@ -107,7 +107,7 @@ def test_clipped_steps_are_those_of_plain_ranks_and_a_resumed_run_goes_on_bit_by
 
 @pytest.mark.turn(2)
 @pytest.mark.parametrize("more", ["--zero-offload", "--accumulate-dtype fp32 --reduce-dtype fp32"])
-def test_with_masters_a_resumed_run_goes_on_bit_by_bit_and_offloading_changes_no_bit(more, text, tmp_path):  # noqa: F811
+def test_with_masters_a_resumed_run_goes_on_bit_by_bit_and_offloading_changes_no_bit(more, text, tmp_path):
     words = arguments(text, steps=6, keep=9, precision="bf16-master", zero=2)
     log, folder = train_on(2, [*words, "--out", str(tmp_path / "run"), *more.split()])
     resumed, _ = train_on(2, ["--resume", f"{folder}/checkpoints/step-000004"])
@@ -145,7 +145,7 @@ def travelling_weights(words):
     return len([*me.model.parameters()]), begin, after, waiting
 
 
-def test_late_weights_travel_when_the_step_is_over_and_have_come_when_forward_is(text):  # noqa: F811
+def test_late_weights_travel_when_the_step_is_over_and_have_come_when_forward_is(text):
     for every, begin, after, waiting in run_ranks(2, travelling_weights, [*arguments(text), *LATE]):
         assert (begin, after, waiting) == (every, 0, 0)
 
@@ -154,7 +154,7 @@ LATE = ["--zero", "2", "--zero-late-gather"]
 
 
 @pytest.mark.turn(3)
-def test_shards_and_copies_sum_over_all_ranks(text):  # noqa: F811
+def test_shards_and_copies_sum_over_all_ranks(text):
     assert fuzz.verify([Layout(4, "--micro-batch 2 --zero 2 --zero-shards 2")], text) == 1
 
 
@@ -167,7 +167,7 @@ def crossed_in_its_first_step(words):
 
 
 @pytest.mark.turn(3)
-def test_a_resumed_offloaded_run_counts_its_step_alone(text, tmp_path):  # noqa: F811
+def test_a_resumed_offloaded_run_counts_its_step_alone(text, tmp_path):
     words = [*arguments(text, steps=2, save_every=1, keep=9, zero=2), "--zero-offload"]
     _, folder = train_on(2, [*words, "--out", str(tmp_path / "run")])
     rows = run_ranks(2, crossed_in_its_first_step, ["--resume", f"{folder}/checkpoints/step-000001", "--meter"])[0]
@@ -180,7 +180,7 @@ def versions_of_columns(words):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_all_products_by_columns_overlap_if_asked(overlap, text):  # noqa: F811
+def test_all_products_by_columns_overlap_if_asked(overlap, text):
     words = [*arguments(text), "--tp", "2", *["--tp-overlap"] * overlap]
     for versions in run_ranks(2, versions_of_columns, words):
         assert len(versions) >= 10 and {version is column_overlapped for version in versions} == {overlap}
@@ -201,7 +201,7 @@ def blocks_in_halves(words):
 
 
 @pytest.mark.parametrize(("more", "at_once"), [("", 2), ("--zero 3", 1)], ids=["plain", "zero 3"])
-def test_dominos_halves_go_through_all_blocks_at_once_unless_somebody_waits_at_each(more, at_once, text):  # noqa: F811
+def test_dominos_halves_go_through_all_blocks_at_once_unless_somebody_waits_at_each(more, at_once, text):
     words = [*arguments(text, micro_batch=4), "--tp", "2", "--tp-overlap", "domino", *more.split()]
     for seen in run_ranks(2, blocks_in_halves, words):
         assert seen == [at_once] * (2 // at_once) * 2, "two blocks, two micro-batches"
@@ -220,7 +220,7 @@ def gradients(words):
 
 
 @pytest.mark.turn(3)
-def test_sums_in_fp32_are_nearer_to_fp64_over_ranks_and_over_micro_batches(text):  # noqa: F811
+def test_sums_in_fp32_are_nearer_to_fp64_over_ranks_and_over_micro_batches(text):
     def error(*more):
         got = run_ranks(4, gradients, [*words, *more])[0]
         parts = [(got[name].double() - want).flatten() for name, want in exact.items()]
@@ -239,7 +239,7 @@ def test_sums_in_fp32_are_nearer_to_fp64_over_ranks_and_over_micro_batches(text)
 
 
 @pytest.mark.turn(3)
-def test_in_bf16_halves_are_as_near_to_fp64_as_whole_batches(text):  # noqa: F811
+def test_in_bf16_halves_are_as_near_to_fp64_as_whole_batches(text):
     def error(*more):
         got = run_ranks(2, gradients, [*words, "--precision", "bf16", *more])[0]
         return max((got[name].double() - want).norm() / want.norm() for name, want in exact.items())
@@ -252,7 +252,7 @@ def test_in_bf16_halves_are_as_near_to_fp64_as_whole_batches(text):  # noqa: F81
         assert error("--tp", "2", "--tp-overlap", "domino", *layout) <= 1.5 * plain
 
 
-def test_a_checkpoint_of_an_offloaded_run_has_no_second_copy_of_the_weights(text):  # noqa: F811
+def test_a_checkpoint_of_an_offloaded_run_has_no_second_copy_of_the_weights(text):
     for state in run_ranks(2, kinds_of_state, [*arguments(text), "--zero", "2", "--zero-offload"]):
         assert state == {"step", "exp_avg", "exp_avg_sq"}
 
@@ -264,7 +264,7 @@ def kinds_of_state(words):
     return {kind for kinds in state["optimizer"].values() for kind in kinds}
 
 
-def test_the_picture_of_the_mesh_shows_shards_and_copies(text):  # noqa: F811
+def test_the_picture_of_the_mesh_shows_shards_and_copies(text):
     words = [*arguments(text, micro_batch=1), "--zero", "3", "--zero-shards", "2", "--show-mesh"]
     shown = train.show_mesh(train.prepare(words, 8), 8)
     assert "shards   {0 1}  {2 3}  {4 5}  {6 7}" in shown and "copies   {0 2 4 6}  {1 3 5 7}" in shown, shown

@@ -17,15 +17,7 @@ from data import Sampler, load_corpus
 from harness.meter import communication, held_bytes
 from harness.ranks import run_ranks
 from options import UsageError
-from test_train import SMALL, TEXT, arguments, losses, run, train_on
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("data") / "numbers.txt"
-    file.write_text(TEXT)
-    return str(file)
-
+from test_train import SMALL, arguments, losses, run, train_on
 
 LAYOUTS = [
     (2, ""),

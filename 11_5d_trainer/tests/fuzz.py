@@ -8,11 +8,11 @@ A layout passes if three plain SGD steps give the loss, every gradient and the w
 batch, to 1e-10 in float64. In that batch some tokens have no label, different ones for each sample, and in some samples
 none has: ranks and micro-batches have unequal numbers of valid tokens, down to none.
 
-    python 11_5d_trainer/fuzz.py                       100 random layouts; stops at the first that differs
-    python 11_5d_trainer/fuzz.py --runs 20 --seed 7
-    python 11_5d_trainer/fuzz.py --ranks 4 --layout "--tp 2 --pp 2 --schedule zb-h1"      that one again
-    python 11_5d_trainer/fuzz.py --table               the covering set, and layouts on 16 ranks; writes results/
-    python 11_5d_trainer/fuzz.py --kills 20            a rank dies at a random step, and the run is started again
+    python 11_5d_trainer/tests/fuzz.py                 100 random layouts; stops at the first that differs
+    python 11_5d_trainer/tests/fuzz.py --runs 20 --seed 7
+    python 11_5d_trainer/tests/fuzz.py --ranks 4 --layout "--tp 2 --pp 2 --schedule zb-h1"      that one again
+    python 11_5d_trainer/tests/fuzz.py --table         the covering set, and layouts on 16 ranks; writes results/
+    python 11_5d_trainer/tests/fuzz.py --kills 20      a rank dies at a random step, and the run is started again
 
 The last line is PASS, or the process ends with 1 and the command that repeats what differed.
 """
@@ -34,7 +34,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chapters  # noqa: F401  finds the chapters below
 import checkpoint
 import rank
@@ -360,7 +361,7 @@ def fuzz(args: argparse.Namespace, data: str, folder: Path) -> str:
         try:
             verify([layout], data)
         except RankFailure:
-            print(f"again: python 11_5d_trainer/fuzz.py --ranks {layout.ranks} --layout '{layout.words}'")
+            print(f"again: python 11_5d_trainer/tests/fuzz.py --ranks {layout.ranks} --layout '{layout.words}'")
             raise
     return f"{args.runs} random layouts, all the same as one process"
 

@@ -1,0 +1,234 @@
+"""The same steps by other means: fused kernels, low precision, CUDA on a stand-in for a GPU, torch.compile."""
+
+import dataclasses
+import math
+import shutil
+import sys
+
+import fits
+import pytest
+import rank
+import torch
+import train
+from data import Sampler, load_corpus
+from harness.oracle import assert_same
+from harness.ranks import run_ranks
+from llama import LlamaConfig
+from options import Config, UsageError, parse
+from test_train import SIZES, arguments, f64, full_gradients, losses, plain_sgd, three_sgd_steps, train_on
+
+
+def numbers(ranks, words, out, **sizes):
+    """Losses and norms of a run, as one tensor."""
+    return f64(list(losses(train_on(ranks, [*words, "--out", str(out)], **sizes)[0]).values()))
+
+
+KERNEL_LAYOUTS = [(1, ""), (2, "--tp 2 --sequence-parallel"), (2, "--cp 2 --cp-kind zigzag --experts 2 --ep 2")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+@pytest.mark.turn(3)
+@pytest.mark.parametrize(("ranks", "layout"), KERNEL_LAYOUTS, ids=lambda value: str(value) or "plain")
+def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layout, text, tmp_path):
+    words = [*arguments(text, steps=2, global_batch=4, eval_samples=1, precision="fp32", warmup=0), *layout.split()]
+    plain = numbers(ranks, [*words, "--kernels", "torch"], tmp_path / "torch", hidden=128, layers=1)
+    fused = numbers(ranks, [*words, "--kernels", "triton"], tmp_path / "triton", hidden=128, layers=1)
+    assert not torch.equal(plain, fused), "the kernels did not run"
+    assert_same(fused, plain, 1e-5, "losses and norms of two steps")
+
+
+@pytest.mark.turn(3)
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8-row", "bf16-master", "fp8-tensor", "fp8-block"])
+def test_low_precision_in_a_layout_is_as_near_to_fp32_as_on_one_rank(precision, text, tmp_path):
+    words = arguments(text, steps=6, zero=1)
+    exact = numbers(1, [*words, "--precision", "fp64"], tmp_path / "exact")
+    alone = numbers(1, [*words, "--precision", precision], tmp_path / "alone")
+    error = ((alone - exact) / exact).abs().max()
+    assert 1e-6 < error < 0.1, f"{precision} on one rank is {error:.1e} away from fp64"
+    for name, layout in (("dp", ""), ("tp", "--tp 2 --sequence-parallel"), ("pp", "--pp 2 --schedule zb-h1")):
+        many = numbers(2, [*words, "--precision", precision, *layout.split()], tmp_path / name)
+        apart = ((many - exact) / exact).abs().max()
+        # A tensor-parallel sum adds numbers that were rounded on each rank: one more rounding of the format.
+        rounding = torch.finfo(torch.float16 if precision == "fp16" else torch.bfloat16).eps / 2
+        assert apart < max(2 * error, rounding), f"{name}: {apart:.1e} away from fp64, on one rank {error:.1e}"
+
+
+def test_in_fp16_a_step_that_overflows_is_left_out_on_all_ranks_and_the_scale_is_halved(text, tmp_path):
+    words = arguments(text, precision="fp16", steps=6, loss_scale=2.0**40, micro_batch=4)
+    log, _ = train_on(2, [*words, "--out", str(tmp_path / "run")])
+    left_out = [not math.isfinite(norm) for _, norm in losses(log).values()]
+    assert left_out[0], "a loss scale of 2^40 overflows fp16"
+    scales = [line["loss_scale"] for line in log if "loss" in line]
+    for before, after, skipped in zip(scales, scales[1:], left_out[1:], strict=False):
+        assert after == (before / 2 if skipped else before)
+
+
+# ------------------------------------------------------------------------------------- CUDA, on a stand-in for a GPU
+
+# The least that the CUDA attention takes: heads of 64. Two experts of which a token uses both, so that rounding cannot
+# send it to another one.
+ONE_LAYER = LlamaConfig(hidden=128, layers=1, heads=2, kv_heads=1, intermediate=64)
+CUDA_LAYOUTS = [
+    (1, "--precision bf16", 24, 1),  # three products for each of 7 matrices and the output layer
+    (1, "--precision bf16-master --zero 1", 24, 1),
+    (2, "--precision bf16 --tp 2 --sequence-parallel", 24, 1),
+    (2, "--precision bf16 --cp 2 --cp-kind ulysses --zero 3 --recompute full", 31, 2),  # 7 again in backward
+    (2, "--precision bf16 --cp 2 --cp-kind zigzag", 24, 0),  # a ring merges its blocks in fp32, which is not CUDA's
+    (2, "--precision bf16 --experts 2 --ep 2", 24, 1),  # one expert each
+]
+
+
+def gradients_by(kernels, words):
+    """Every gradient of one step, whole, and how often the CUDA sources were called."""
+    import cuda_parts
+    import flash_attention_cuda
+
+    calls = {"product": 0, "attention": 0}
+
+    def counted(what, function):
+        def call(*arguments, **options):
+            calls[what] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    matmul, run = cuda_parts.matmul, flash_attention_cuda.call
+    cuda_parts.matmul, flash_attention_cuda.call = counted("product", matmul), counted("attention", run)
+    try:
+        config = Config(**parse([*words, "--kernels", kernels]))
+        me = rank.make_rank(config, ONE_LAYER, torch.device("cpu"), plain_sgd)
+        sampler = Sampler(load_corpus(config).train, config.seq_len, 256, config.seed)
+        dp = me.mesh.sizes["dp"]
+        rank.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp))
+        return {name: g.double() for name, g in full_gradients(me).items()}, calls
+    finally:
+        cuda_parts.matmul, flash_attention_cuda.call = matmul, run
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+@pytest.mark.turn(6)
+@pytest.mark.parametrize(("ranks", "layout", "products", "attentions"), CUDA_LAYOUTS, ids=lambda value: str(value))
+def test_with_chapter_09s_cuda_every_gradient_is_as_near_to_float64_as_with_torchs_bf16(
+    ranks, layout, products, attentions, text
+):
+    words = [*arguments(text, global_batch=4, micro_batch=4 // ranks, clip=0, balance=0), *layout.split()]
+    words += ["--micro-batch", "4"] if "--tp" in layout or "--cp" in layout else []
+    got, calls = run_ranks(ranks, gradients_by, "cuda", words)[0]
+    assert calls == {"product": products, "attention": attentions}
+    theirs, calls = run_ranks(ranks, gradients_by, "torch", words)[0]
+    assert calls == {"product": 0, "attention": 0}
+    want, _ = run_ranks(ranks, gradients_by, "torch", [*words, "--precision", "fp64"])[0]
+    assert got.keys() == theirs.keys() == want.keys()
+
+    def apart(found, name):
+        return ((found[name] - want[name]).norm() / want[name].norm()).item()
+
+    for name in want:
+        assert 1e-4 < apart(got, name) <= 1.5 * apart(theirs, name), (
+            f"{name}: {apart(got, name):.2e} away from float64, torch's bf16 {apart(theirs, name):.2e}"
+        )
+
+
+CUDA_REFUSED = [
+    ("--precision fp32", "--precision fp32: chapter 09's CUDA multiplies in bf16; use bf16 or bf16-master", 1),
+    (
+        "--precision bf16 --tp 2 --tp-overlap",
+        " cannot go with --tp-overlap backward, which has products of its own;",
+        2,
+    ),
+    ("--precision bf16-master --zero 1 --fpdt-chunks 2", " cannot go with --fpdt-chunks 2, which has products", 1),
+    ("--precision bf16", ": a head of 32 numbers; the CUDA attention takes 64 and 128, use other --heads", 1),
+    ("--precision bf16 --heads 2", "needs a Hopper GPU (sm_90a), and there is no GPU here; use --kernels torch", 1),
+]
+
+
+@pytest.mark.parametrize(("words", "line", "ranks"), CUDA_REFUSED, ids=lambda value: str(value))
+def test_cuda_where_it_cannot_run_is_refused_in_one_line_before_any_rank(words, line, ranks, text):
+    with pytest.raises(UsageError) as refusal:
+        train.prepare(["--data", text, "--device", "cpu", "--kernels", "cuda", *words.split()], ranks)
+    said = str(refusal.value)
+    assert said.startswith("--kernels cuda") and line in said and "\n" not in said, said
+
+
+def test_cuda_is_refused_on_an_older_gpu_and_without_nvcc(monkeypatch):
+    config, gpu = Config(kernels="cuda", precision="bf16"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with pytest.raises(UsageError, match=r"needs a Hopper GPU \(sm_90a\), and this is A100; use --kernels triton"):
+        fits.check_cuda(config, 64, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UsageError, match="is built by nvcc, which is not on the PATH"):
+        fits.check_cuda(config, 64, gpu)
+    monkeypatch.undo()
+    if shutil.which("nvcc"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        fits.check_cuda(config, 64, gpu)
+
+
+# ----------------------------------------------------------------------------------------------------- torch.compile
+
+COMPILED = [(1, ""), (2, "--zero 2"), (2, "--pp 2 --schedule 1f1b --zero 1 --tied")]
+
+
+def with_blocks_compiled(backend, words, sizes):
+    """Three SGD steps against one process, and the number of blocks that were compiled; "" is torch's own backend."""
+    compiled, plain = [], torch.nn.Module.compile
+
+    def compile(block):
+        compiled.append(block)
+        plain(block, **({"backend": backend} if backend else {}))
+
+    torch.nn.Module.compile = compile
+    try:
+        three_sgd_steps(words, sizes)
+        return len(compiled)
+    finally:
+        torch.nn.Module.compile = plain
+        torch._dynamo.reset()
+
+
+# "aot_eager" traces blocks and their backwards and runs them op by op: no C++ to wait for.
+@pytest.mark.parametrize(
+    ("ranks", "layout", "backend"),
+    [
+        pytest.param(*COMPILED[-1], "aot_eager", marks=pytest.mark.turn(3)),
+        *(pytest.param(*one, "", marks=pytest.mark.prove) for one in COMPILED),
+    ],
+)
+def test_compiled_blocks_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, backend, text):
+    words = [*arguments(text, clip=0), "--compile", *layout.split()]
+    sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
+    counts = run_ranks(ranks, with_blocks_compiled, backend, words, sizes, timeout=300)
+    assert sum(counts) == sizes.layers * (1 if "--pp" in layout else ranks)
+
+
+NOT_COMPILED = [
+    ("--tp 2", "--tp 2, which waits for other ranks inside a block", 2),
+    ("--cp 2", "--cp 2, which waits for other ranks", 2),
+    ("--experts 4", "--experts 4, which learns inside a block how many rows there are", 1),
+    ("--zero 3", "--zero 3, which waits for other ranks", 1),
+    ("--zero 1 --zero-late-gather", "--zero-late-gather, which waits for other ranks", 1),
+    ("--pp 2 --schedule zb-h1", "--schedule zb-h1, which runs a block's backward in its own way", 2),
+    ("--fpdt-chunks 2", "--fpdt-chunks 2, which runs a block's backward in its own way", 1),
+    ("--recompute full", "--recompute full, which runs a block's backward in its own way", 1),
+    ("--precision fp8-row", "--precision fp8-row, which keeps its scales from step to step", 1),
+    ("--kernels triton", "--kernels triton, which brings kernels that are compiled already", 1),
+]
+
+
+@pytest.mark.parametrize(("words", "line", "ranks"), NOT_COMPILED, ids=lambda value: str(value))
+def test_compile_where_it_cannot_be_is_refused_in_one_line(words, line, ranks, text):
+    given = ["--data", text, "--device", "cpu", "--compile", *words.split()]
+    with pytest.raises(UsageError) as refusal:
+        train.prepare(given, ranks)
+    said = str(refusal.value)
+    assert said.startswith(f"--compile cannot go with {line}") and said.endswith("; leave one of them out"), said
+
+
+def test_compile_without_a_compiler_is_refused_and_on_a_gpu_it_takes_torchs_kernels(text, monkeypatch):
+    assert rank.kernels_on(Config(compile=True), torch.device("cuda")) == "torch"
+    assert rank.kernels_on(Config(), torch.device("cuda")) == "triton"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UsageError, match="--compile needs a C.. compiler, and no-such-compiler is not on the PATH"):
+        train.prepare(["--data", text, "--device", "cpu", "--compile"], 1)

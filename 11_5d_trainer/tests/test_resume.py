@@ -1,0 +1,119 @@
+"""What is resumed goes on bit by bit, in any layout, and never from a checkpoint that is not whole.
+
+test_checkpoint.py has what a checkpoint costs, test_faults.py what may happen to it.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import checkpoint
+import pytest
+import torch.distributed as dist
+import train
+from harness.oracle import assert_same
+from harness.ranks import RankFailure, run_ranks
+from llama import Llama
+from options import UsageError
+from test_train import SIZES, arguments, f64, losses, train_on
+
+
+@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (2, True), (4, False)])
+def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
+    whole = [*arguments(text, precision="fp32", keep=9), *(["--tied"] if tied else []), "--out", str(tmp_path / "run")]
+    undisturbed, folder = train_on(ranks, whole, tied=tied)
+    resumed, same = train_on(ranks, ["--resume", f"{folder}/checkpoints/step-000004"], tied=tied)
+    assert same == folder
+    names = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+    assert names == ["step-000004", "step-000008", "superseded-step-000008"]
+    assert losses(resumed) == losses(undisturbed)  # the floats themselves, not approximately
+    assert resumed[-1] == undisturbed[-1]  # the validation at the end sees the same weights
+    on_disk = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+    assert losses(on_disk) == losses(undisturbed)
+
+
+@pytest.mark.turn(3)
+@pytest.mark.parametrize("written_by", ["", "--zero 3", "--tp 2 --cp 2 --zero 1"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_resuming_in_another_layout_goes_on_with_the_same_losses(written_by, tied, text, tmp_path):
+    words = [*arguments(text, keep=9), "--out", str(tmp_path / "run"), *(["--tied"] if tied else [])]
+    log, folder = train_on(4, [*words, *written_by.split()], tied=tied)
+    for ranks, layout in ((1, "--zero 0 --tp 1 --cp 1"), (2, "--zero 2 --tp 1 --cp 1"), (4, "--zero 0 --tp 4 --cp 1")):
+        other, _ = train_on(ranks, ["--resume", f"{folder}/checkpoints/step-000004", *layout.split()], tied=tied)
+        for step in range(5, 9):
+            got, want = f64(losses(other)[step]), f64(losses(log)[step])
+            assert_same(got, want, 1e-9, f"loss and norm of step {step} on {ranks} ranks {layout}")
+
+
+def test_the_data_position_counts_every_sample_of_every_rank_and_micro_batch(text, tmp_path):
+    _, folder = train_on(2, [*arguments(text), "--out", str(tmp_path / "run")])  # 2 ranks x 2 micro-batches x 2
+    assert checkpoint.find(folder)[2].samples == 8 * 8
+
+
+def test_only_the_newest_checkpoints_are_kept(text, tmp_path):
+    _, folder = train_on(1, [*arguments(text, save_every=1, keep=3), "--out", str(tmp_path / "run")])
+    assert [path.name for path in checkpoint.complete(Path(folder))] == ["step-000006", "step-000007", "step-000008"]
+
+
+def test_an_interrupted_save_leaves_the_last_complete_checkpoint_in_force(text, tmp_path):
+    log, folder = train_on(1, [*arguments(text, keep=9), "--out", str(tmp_path / "run")])
+    path = Path(folder) / "checkpoints"
+    (path / "step-000008" / "manifest.json").unlink()  # as if the machine went down before the rename
+    (path / "step-000008").rename(path / ".writing-000008")
+    assert checkpoint.find(folder)[1].name == "step-000004"
+    again, _ = train_on(1, ["--resume", folder])
+    assert losses(again) == losses(log)
+    assert not list(path.glob(".writing-*"))
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json"])
+def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file, text, tmp_path):
+    _, folder = train_on(1, [*arguments(text), "--out", str(tmp_path / "run")])
+    damaged = Path(folder) / "checkpoints" / "step-000008" / file
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    before = (Path(folder) / "log.jsonl").read_bytes()
+    with pytest.raises(UsageError) as refusal:
+        train.prepare(["--resume", str(damaged.parent)], 1)
+    assert file in str(refusal.value) and str(refusal.value).endswith("which takes the one before"), refusal.value
+    assert "\n" not in str(refusal.value)
+    plan = train.prepare(["--resume", folder], 1)
+    assert plan.resume is not None and plan.resume[2].step == 4
+    assert len(plan.messages) == 1 and plan.messages[0].startswith("step-000008 is passed over: "), plan.messages
+    assert (Path(folder) / "log.jsonl").read_bytes() == before
+
+
+def test_other_contents_of_the_same_size_are_found_and_the_checkpoint_before_is_used(text, tmp_path):
+    log, folder = train_on(1, [*arguments(text, keep=9, min_lr=3e-3), "--out", str(tmp_path / "run")])
+    damaged = Path(folder) / "checkpoints" / "step-000008" / "__0_0.distcp"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    again, _ = train_on(2, ["--resume", folder, "--steps", "9"])
+    assert (damaged.parents[1] / "superseded-step-000008").exists(), "it went on from the damaged one"
+    assert losses(again).keys() == set(range(1, 10))
+    for step in range(5, 9):
+        assert_same(f64(losses(again)[step]), f64(losses(log)[step]), 1e-9, f"loss and norm of step {step}")
+
+
+@pytest.mark.parametrize("precision", ["bf16-master", "fp16"])
+def test_a_resumed_run_in_low_precision_goes_on_bit_by_bit(precision, text, tmp_path):
+    words = [*arguments(text, precision=precision, keep=9, zero=2), "--out", str(tmp_path / "run")]
+    undisturbed, folder = train_on(2, words)
+    resumed, _ = train_on(2, ["--resume", f"{folder}/checkpoints/step-000004"])
+    assert losses(resumed) == losses(undisturbed)
+
+
+def save_to_a_file(words, folder):
+    plan = train.prepare(words, 1)
+    model = Llama(SIZES)
+    progress = checkpoint.Progress(1, 8, len(plan.corpus.train), dataclasses.asdict(plan.config), {})
+    saver = checkpoint.Saver(Path(folder), dist.group.WORLD, 2)
+    saver.save({"weights": model.state_dict()}, progress)
+    saver.finish()
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_reason(text, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file where a folder should be")
+    with pytest.raises(RankFailure, match=r"FileExistsError|NotADirectoryError"):
+        run_ranks(1, save_to_a_file, arguments(text), str(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints").read_text() == "a file where a folder should be"
