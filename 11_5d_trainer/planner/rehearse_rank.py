@@ -496,6 +496,10 @@ def check(config: Config, sizes: LlamaConfig, ranks: int) -> Config:
         raise UsageError(f"--fpdt-chunks {config.fpdt_chunks} cannot be rehearsed: its chunks lie on the host")
     if config.capacity:
         raise UsageError(f"--capacity {config.capacity:g} cannot be rehearsed: which tokens are dropped is a value")
+    if config.dispatch != "pairs":
+        raise UsageError(
+            f"--dispatch {config.dispatch} cannot be rehearsed: the planner counts a row for each pair; use pairs"
+        )
     if config.kernels == "triton":
         raise UsageError("--kernels triton cannot be rehearsed: its kernels need memory; use auto or torch")
     return dataclasses.replace(config, kernels="torch")

@@ -517,6 +517,7 @@ def test_a_finding_is_printed_and_the_exit_code_is_1(capsys):
         ("--precision bf16 --micro-batch 1", "--precision bf16 cannot be rehearsed"),
         ("--fpdt-chunks 2 --micro-batch 1", "--fpdt-chunks 2 cannot be rehearsed"),
         ("--experts 4 --capacity 1.5 --micro-batch 1", "--capacity 1.5 cannot be rehearsed"),
+        ("--experts 4 --dispatch once --micro-batch 1", "--dispatch once cannot be rehearsed"),
         ("--kernels triton --micro-batch 1", "--kernels triton cannot be rehearsed"),
         ("--model gpt-9", "--model gpt-9 is unknown"),
         ("--ranks 0", "--ranks 0 must be at least 1"),

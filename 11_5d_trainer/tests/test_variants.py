@@ -14,11 +14,13 @@ import rank
 import torch
 import torch.distributed as dist
 import train
+import watch
 from data import Sampler
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
 from layouts import Layout
 from model import gather_tensors
+from moe_layer import moe_layers
 from overlap import column_overlapped
 from parallel_linear import ColumnParallelLinear
 from state import full_state, whole_model
@@ -35,6 +37,9 @@ ALONE = [
     (4, "--zero 3 --zero-shards 2"),
     (2, "--tp 2 --tp-overlap"),
     (2, "--tp 2 --sequence-parallel --tp-overlap"),
+    (2, "--experts 4 --ep 2 --dispatch fixed"),
+    (2, "--experts 4 --ep 2 --dispatch once"),
+    (2, "--experts 4 --ep 2 --dispatch everywhere"),
 ]
 TOGETHER = [
     (4, "--zero 3 --zero-offload --tp 2 --sequence-parallel"),
@@ -50,6 +55,9 @@ TOGETHER = [
     (4, "--pp 2 --schedule zb-h1 --tp 2 --tp-overlap"),
     (4, "--pp 2 --schedule zb-v --stages-per-rank 2 --tp 2 --sequence-parallel --tp-overlap"),
     (4, "--tp 2 --tp-overlap --experts 4 --ep 2"),
+    (4, "--experts 4 --ep 4 --dispatch fixed --recompute full --zero 2"),
+    (4, "--experts 4 --ep 2 --dispatch fixed --pp 2 --schedule zb-h1 --router sigmoid --bias-speed 0.01"),
+    (4, "--experts 4 --ep 2 --dispatch once --tp 2 --sequence-parallel"),
 ]
 EVERY = [Layout(ranks, f"--micro-batch {1 if '--pp' in words else 2} {words}") for ranks, words in ALONE + TOGETHER]
 
@@ -101,6 +109,22 @@ def test_with_masters_a_resumed_run_goes_on_bit_by_bit_and_offloading_changes_no
 
 
 # -------------------------------------------------------------------------------------------------- really there
+
+
+def dispatched(words):
+    """The versions of the layers of experts, and the rows that a rank sent in each call."""
+    me, batches = made(words)
+    with watch.routed_rows(me.model) as rows:
+        rank.train_step(me, batches)
+    return {layer.version for layer in moe_layers(me.model)}, {tuple(send) for send, _ in rows}
+
+
+def test_tokens_go_to_their_experts_as_asked(text):  # noqa: F811
+    words = [*arguments(text), "--experts", "4", "--ep", "2", "--dispatch"]
+    for version, rows in run_ranks(2, dispatched, [*words, "fixed"]):
+        assert version == {"fixed"} and len(rows) == 1, "the same number of rows in every layer and micro-batch"
+    for version, _ in run_ranks(2, dispatched, [*words, "once"]):
+        assert version == {"once"}
 
 
 def made(words):
