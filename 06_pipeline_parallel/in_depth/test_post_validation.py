@@ -112,6 +112,18 @@ def test_a_step_ends_as_if_all_norms_had_been_known_before_it(own, other, outcom
         assert not late or steps.outcomes == [outcome]
     for a, b in zip(ends[True], ends[False], strict=True):
         assert torch.equal(a, b), "the same bits as waiting, weights, moments and counts of steps"
+    parameters, optimizer = optimizer_of()  # and by hand, with torch's own AdamW
+    if not first:
+        gradients(parameters, 1, 0.7)
+        optimizer.step()
+    gradients(parameters, 2, own)
+    norm = (own**2 + other**2) ** 0.5
+    if norm < float("inf"):
+        for p in parameters:
+            p.grad *= min(1.0, 1.0 / (norm + 1e-6))
+        optimizer.step()
+    for i, (a, b) in enumerate(zip(ends[True], everything(parameters, optimizer), strict=True)):
+        assert_same(a, b, 1e-12, f"tensor {i} of weights and states")
     untouched = all(torch.equal(a, b) for a, b in zip(start, ends[True], strict=False))
     assert untouched == (outcome in ("taken back", "left out"))
     if outcome in ("taken back", "left out") and first:
