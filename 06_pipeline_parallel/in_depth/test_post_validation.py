@@ -48,7 +48,7 @@ class Parts:
     def __call__(self, parts, mine, group, async_op):
         assert async_op, "nobody waits in `step`"
         parts.fill_(float("nan"))
-        self.target, self.values = parts, torch.stack([mine[0], torch.tensor(self.other).double()])
+        self.target, self.values = parts, torch.stack([mine[0], torch.tensor(self.other, dtype=torch.float64)])
         return self
 
     def wait(self):
