@@ -90,9 +90,8 @@ CASES = [  # own norm, the other's norm, limit 1: what becomes of the step
 ]
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["the first step", "a later step"])
-@pytest.mark.parametrize(("own", "other", "outcome"), CASES)
-def test_a_step_ends_as_if_all_norms_had_been_known_before_it(own, other, outcome, first, monkeypatch):
+def check_step(own, other, outcome, first, monkeypatch):
+    case = f"{outcome}, {'the first step' if first else 'a later step'}"
     ends = {}
     for late in (True, False):
         parameters, optimizer = optimizer_of()
@@ -106,12 +105,14 @@ def test_a_step_ends_as_if_all_norms_had_been_known_before_it(own, other, outcom
         steps.step()
         if late:
             moved = any(not torch.equal(a, b) for a, b in zip(start, everything(parameters, optimizer), strict=False))
-            assert moved == (outcome in ("kept", "again", "taken back")), "steps at once, unless it knows better"
-        assert steps.validate() == (not late or outcome == "kept")
+            assert moved == (outcome in ("kept", "again", "taken back")), (
+                f"{case}: steps at once, unless it knows better"
+            )
+        assert steps.validate() == (not late or outcome == "kept"), case
         ends[late] = everything(parameters, optimizer)
-        assert not late or steps.outcomes == [outcome]
+        assert not late or steps.outcomes == [outcome], case
     for a, b in zip(ends[True], ends[False], strict=True):
-        assert torch.equal(a, b), "the same bits as waiting, weights, moments and counts of steps"
+        assert torch.equal(a, b), f"{case}: the same bits as waiting, weights, moments and counts of steps"
     parameters, optimizer = optimizer_of()  # and by hand, with torch's own AdamW
     if not first:
         gradients(parameters, 1, 0.7)
@@ -123,11 +124,17 @@ def test_a_step_ends_as_if_all_norms_had_been_known_before_it(own, other, outcom
             p.grad *= min(1.0, 1.0 / (norm + 1e-6))
         optimizer.step()
     for i, (a, b) in enumerate(zip(ends[True], everything(parameters, optimizer), strict=True)):
-        assert_same(a, b, 1e-12, f"tensor {i} of weights and states")
+        assert_same(a, b, 1e-12, f"{case}: tensor {i} of weights and states")
     untouched = all(torch.equal(a, b) for a, b in zip(start, ends[True], strict=False))
-    assert untouched == (outcome in ("taken back", "left out"))
+    assert untouched == (outcome in ("taken back", "left out")), case
     if outcome in ("taken back", "left out") and first:
-        assert len(ends[True]) == len(parameters), "no state, as before the first step"
+        assert len(ends[True]) == len(parameters), f"{case}: no state, as before the first step"
+
+
+def test_a_step_ends_as_if_all_norms_had_been_known_before_it(monkeypatch):
+    for first in (True, False):
+        for own, other, outcome in CASES:
+            check_step(own, other, outcome, first, monkeypatch)
 
 
 def test_clipping_is_torchs_and_a_norm_that_is_no_number_clips_to_nothing():
