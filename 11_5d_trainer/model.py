@@ -59,6 +59,7 @@ def build(
     *,
     parts: Parts | None = None,
     moe: MoEConfig | None = None,
+    dispatch: str = "pairs",
     fpdt_chunks: int = 0,
     sequence_parallel: bool = False,
     tp_overlap: str = "none",
@@ -71,7 +72,8 @@ def build(
     """This rank's model with its first weights. It takes this rank's tokens and their positions (`my_positions`).
 
     `parts` are the functions it is made of; `fpdt_chunks` runs each block in so many chunks, the others on the host.
-    With `moe` the second half of each block is a mixture of experts, of which this rank holds its share.
+    With `moe` the second half of each block is a mixture of experts, of which this rank holds its share; tokens go to
+    them by `dispatch`.
     A rank of a pipeline holds only some `layers`, the embedding if the first is among them, and the norm and the output
     layer after the last. Its parameters keep the names that they have in the whole model, and hence their first values.
     Such a model cannot be called: its `Stage`s can, and whoever runs them sums the shares over the tensor group
@@ -86,7 +88,9 @@ def build(
     own_feed_forward: dict[str, Any] = {}
     if moe:
         groups, split = (mesh.groups["ep"], mesh.groups["tokens"]), sequence_parallel
-        own_feed_forward["feed_forward"] = lambda *made: MoE(moe, *groups, parts=made[-1], sequence_parallel=split)
+        own_feed_forward["feed_forward"] = lambda *made: MoE(
+            moe, *groups, version=dispatch, parts=made[-1], sequence_parallel=split
+        )
     with torch.device("meta"):  # no memory yet
         if mesh.sizes["tp"] == 1:
             model: Any = Llama(few, parts, **own_feed_forward)

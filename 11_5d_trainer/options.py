@@ -19,6 +19,7 @@ from context_ulysses import check_heads, usp_positions
 from fpdt_attention import check_sizes as check_chunks
 from llama import LlamaConfig
 from model import EXPERTS, PRESETS
+from moe_layer import VERSIONS as DISPATCHES
 from moe_layer import MoEConfig
 from parallel_block import check_sizes
 from parts import AUTOCAST, FP8, LAYOUTS, PRECISIONS
@@ -126,6 +127,12 @@ class Config:
         0.0, "drop tokens beyond this many times an even load of an expert; 0: never", fixed=True, least=0
     )
     ep: int = option(1, "expert-parallel ranks: a slice of data x context", least=1)
+    dispatch: str = option(
+        "pairs",
+        "how tokens go to their experts: a row for each expert or each rank of a token, to all ranks, or in slots of "
+        "fixed shape, for which the host waits for nothing",
+        choices=DISPATCHES,
+    )
     # what is kept and shown
     out: str = option("", "folder of this run; default: runs/ and the time")
     resume: str = option("", "run folder (its last complete checkpoint) or one checkpoint to continue from")
@@ -340,7 +347,12 @@ class Config:
         if moe is None:
             if self.ep > 1:
                 raise UsageError(f"--ep {self.ep}: there are no experts to share out; add --experts 8, or leave it out")
+            if self.dispatch != "pairs":
+                raise UsageError(f"--dispatch {self.dispatch}: there are no experts; add --experts 8, or leave it out")
             return
+        if self.dispatch == "fixed" and (self.precision in FP8 or self.precision == "fp16"):
+            what = f"--dispatch fixed multiplies all experts at once, and --precision {self.precision}"
+            raise UsageError(f"{what} has products of its own; use bf16, or another --dispatch")
         if ranks % self.ep:
             fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
             raise UsageError(f"--ep {self.ep} does not divide the {ranks} ranks of data x context; use {fits}")

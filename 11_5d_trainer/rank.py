@@ -165,6 +165,7 @@ def make_rank(
         mesh,
         parts=parts,
         moe=config.mixture(sizes),
+        dispatch=config.dispatch,
         fpdt_chunks=config.fpdt_chunks,
         sequence_parallel=config.sequence_parallel,
         tp_overlap=config.tp_overlap,

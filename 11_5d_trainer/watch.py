@@ -41,6 +41,7 @@ from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
 import expert_dispatch
+import fixed_dispatch
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # a dispatch mode imports it; imported while a group is up, it would keep that group alive
@@ -258,7 +259,7 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
             sent["pp"] += micros * (up + down) * (n // t if split else n)
         if moe and moe.balance:  # chapter 07: counts of the experts
             sent["tokens"] += micros * layers * all_reduce("tokens", 8 * moe.experts)
-        if moe and moe.capacity:
+        if moe and moe.capacity and c.dispatch != "fixed":  # in slots every rank drops its own
             P = mesh.size("tokens")
             sent["tokens"] += micros * layers * 8 * moe.experts * moe.top_k * (P - 1)
     # Shares of gradients (norms, copies of K/V heads): at every backward, in a pipeline once for each stage.
@@ -287,7 +288,11 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
         for send, receive in rows:
             matrix = [[receive[i] if j == rank else 0 for j in range(P)] for i in range(P)]
             matrix[rank] = [0 if j == rank else send[j] for j in range(P)]
-            sent["ep"] += expert_dispatch.bytes_sent("pairs", matrix, rank, sizes.hidden, moe.experts, e, e)
+            if c.dispatch == "fixed":
+                C = send[0] * P // moe.experts
+                sent["ep"] += fixed_dispatch.bytes_sent_fixed(P, moe.experts, C, sizes.hidden, e)
+            else:
+                sent["ep"] += expert_dispatch.bytes_sent(c.dispatch, matrix, rank, sizes.hidden, moe.experts, e, wide)
         sent["all tokens"] = all_reduce("all tokens", 8 * moe.experts * sum(part[2] for part in work))
     # One number each: valid tokens, the loss, the norm.
     for group in ("batch", "replica", "world"):

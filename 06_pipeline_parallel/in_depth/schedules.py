@@ -457,8 +457,14 @@ def compare(schedule: Schedule, times: Times) -> tuple[list[str], bool]:
     return [str(cell) for cell in row], same
 
 
+def some_path(given: str) -> Path:
+    if not given:
+        raise argparse.ArgumentTypeError("'': name a file or a folder")  # Path("") would be the folder one is in
+    return Path(given)
+
+
 def arguments() -> argparse.Namespace:
-    parser = OneLineParser(description="Builds, checks, simulates and draws pipeline schedules.")
+    parser = OneLineParser(description="Builds, checks, simulates and draws pipeline schedules.", allow_abbrev=False)
     parser.add_argument("--schedule", help=f"one of {', '.join(SCHEDULES)}; without it, a table of all of them")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
@@ -466,8 +472,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--times", type=parse_times, default=Times(), help="F,B,W or F,B,W,C: units of time")
     parser.add_argument("--in-flight", type=int, help="llama3: micro-batches in a group")
     parser.add_argument("--limit", type=int, help="auto: activations a rank may hold")
-    parser.add_argument("--svg", type=Path, help="write the drawing to this file")
-    parser.add_argument("--draw-all", type=Path, metavar="DIR", help="write the drawings of all schedules")
+    parser.add_argument("--svg", type=some_path, help="write the drawing to this file")
+    parser.add_argument("--draw-all", type=some_path, metavar="DIR", help="write the drawings of all schedules")
     args = parser.parse_args()
     for option, fits in (("in_flight", ("llama3",)), ("limit", ("auto",)), ("svg", tuple(SCHEDULES))):
         if (given := getattr(args, option)) is not None and args.schedule not in fits:
@@ -496,7 +502,7 @@ def arguments() -> argparse.Namespace:
     options = {"in_flight": args.in_flight} if args.in_flight is not None else {}
     options |= {"times": args.times, "limit": args.limit} if args.schedule == "auto" else {}
     args.schedules, args.left_out = [], []
-    for name in [args.schedule] if args.schedule else SCHEDULES:
+    for name in SCHEDULES if args.schedule is None else [args.schedule]:
         v = 2 if name in LOOPED + FOLDED else 1
         if args.stages_per_rank is not None and (args.schedule or name in LOOPED):
             v = args.stages_per_rank

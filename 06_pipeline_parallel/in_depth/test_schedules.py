@@ -348,6 +348,8 @@ def test_a_simulation_that_misses_its_formula_ends_the_demo_with_1_and_the_numbe
 def test_a_wrong_option_is_one_line_with_option_value_and_remedy(capsys, monkeypatch):
     for given, said in (
         (["--schedule", "gpipe"], "--schedule 'gpipe' is no schedule; use one of"),
+        (["--schedule", ""], "--schedule '' is no schedule; use one of"),
+        (["--draw-all", ""], "--draw-all: '': name a file or a folder"),
         (["--ranks", "3", "--schedule", "dualpipe"], "--schedule dualpipe: 3 ranks; use an even number"),
         (["--in-flight", "4"], "--in-flight 4 needs --schedule llama3"),
         (["--schedule", "1f1b", "--limit", "4"], "--limit 4 needs --schedule auto"),

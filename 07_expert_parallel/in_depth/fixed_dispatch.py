@@ -90,7 +90,15 @@ def slots_of(experts: Tensor, E: int, C: int) -> Tensor:
 
 
 def dispatch_fixed(
-    x: Tensor, weights: Tensor, slots: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, C: int, group: Group
+    x: Tensor,
+    weights: Tensor,
+    slots: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    C: int,
+    group: Group,
+    act: Callable = swiglu,
 ) -> Tensor:
     """x [T, H], weights and slots [T, K], w1 and w3 [E/P, F, H], w2 [E/P, H, F] of this rank's experts -> [T, H].
 
@@ -103,12 +111,35 @@ def dispatch_fixed(
     out = x.new_zeros(E * C + 1, H).index_copy(0, slots.flatten(), pairs)[:-1]  # the last slot is for the dropped
     rows = Exchange.apply(out, share, share, group)  # [P E/P C, H] -> all-to-all -> [P E/P C, H]: by sender
     rows = rows.view(P, mine, C, H).transpose(0, 1).reshape(mine, P * C, H)  # by expert
-    hidden = swiglu(rows @ w1.transpose(1, 2), rows @ w3.transpose(1, 2))  # [E/P, P C, F]
+    hidden = act(rows @ w1.transpose(1, 2), rows @ w3.transpose(1, 2))  # [E/P, P C, F]
     y = (hidden @ w2.transpose(1, 2)).view(mine, P, C, H).transpose(0, 1).reshape(E * C, H)  # by sender again
     y = Exchange.apply(y, share, share, group)  # [P E/P C, H] -> all-to-all -> [E C, H], into the slots they left
     y = torch.cat((y, y.new_zeros(1, H)))  # what the dropped get
     return (y[slots] * weights[..., None].to(y.dtype)).sum(1)  # [T, K, H] -> [T, H]
     # --- end exercise ---
+
+
+@dataclass(frozen=True)
+class FixedPlan:
+    """What moe_layer.py decides once for a call, as the `Plan` of expert_dispatch.py: here without asking anybody."""
+
+    experts: Tensor  # [T, K]
+    slots: Tensor  # [T, K]
+    C: int
+    send: list[int]  # [P] slots for each rank, and as many from each
+    receive: list[int]
+
+
+def room(T: int, E: int, K: int, factor: float | None) -> int:
+    """C, never more than T: a token chooses an expert once."""
+    return T if factor is None else min(T, int(capacity(T, E, K, factor)))
+
+
+def plan_fixed(experts: Tensor, E: int, factor: float | None, group: Group) -> FixedPlan:
+    """factor: of the capacity; None: room for all, nothing is dropped."""
+    (T, K), P = experts.shape, size_of(group)
+    C = room(T, E, K, factor)
+    return FixedPlan(experts, slots_of(experts, E, C), C, [E // P * C] * P, [E // P * C] * P)
 
 
 @dataclass(frozen=True)
@@ -164,7 +195,7 @@ def eager(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, K: int, C
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     rank, P, E, K, T, H, F_ = dist.get_rank(group), size_of(group), args.experts, args.top_k, args.tokens, 32, 48
-    C = T if args.capacity is None else int(capacity(T, E, K, args.capacity))
+    C = room(T, E, K, args.capacity)
     report, generator = Report(group), torch.Generator().manual_seed(0)
     shapes = {"embed": (256, H), "gate": (E, H), "w1": (E, F_, H), "w3": (E, F_, H), "w2": (E, H, F_)}
     full = {n: torch.randn(*s, generator=generator, dtype=torch.float64) / s[-1] ** 0.5 for n, s in shapes.items()}

@@ -49,6 +49,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _moe_demo import OneLineParser, Report, check_gpus, launch, text
 from expert_dispatch import COMPUTES, DISPATCH, Plan, check_experts, make_plan, reference, size_of, swiglu
+from fixed_dispatch import FixedPlan, dispatch_fixed, plan_fixed
 from routing import (
     ROUTERS,
     Group,
@@ -68,6 +69,7 @@ from torch.utils.checkpoint import checkpoint
 
 # Legend of shapes: B batch, S sequence, H hidden, F intermediate size of one expert, T = B S tokens of this rank,
 # E experts, K experts per token, P ranks of the expert group, t tensor ranks.
+VERSIONS = (*DISPATCH, "fixed")
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Weight(nn.Module):
 class Tape:
     """What one call of the layer leaves for its recomputation: where its tokens went, and the counts of its losses."""
 
-    plan: Plan | None = None
+    plan: Plan | FixedPlan | None = None
     counts: Tensor | None = None
 
 
@@ -155,7 +157,8 @@ class MoE(nn.Module):
 
     group        holds the experts, E/P on each rank: a slice of data x context ranks; None: this process holds all
     count_group  whose tokens the losses and the capacity are about (table above); None: this process
-    version, compute    of expert_dispatch.py
+    version, compute    of expert_dispatch.py; or version "fixed" of fixed_dispatch.py: as many tokens on every rank,
+                 slots of fixed shape, no wait of the host, a capacity for each rank, and nobody stops over bad logits
     parts        something with functions `linear` and `swiglu` to use instead of torch's
     sequence_parallel   tensor ranks hold different tokens, [B, S/t, H]; if not, each does the same with the same ones
     loss_scale   an attribute: what the next call counts for in its step (see "The scale"), times whatever else the
@@ -206,8 +209,11 @@ class MoE(nn.Module):
             self.decide(tape, logits, routing.experts)
         linear, act = getattr(self.parts, "linear", F.linear), getattr(self.parts, "swiglu", swiglu)
         h, w1, w3, w2 = under_autocast(x, *(self.experts[name].weight for name in ("w1", "w3", "w2")))
-        compute = partial(self.compute, w1=w1, w3=w3, w2=w2, linear=linear, act=act)
-        y = DISPATCH[self.version](h, routing.weights, tape.plan, compute, self.group)  # [T, H]
+        if isinstance(tape.plan, FixedPlan):
+            y = dispatch_fixed(h, routing.weights, tape.plan.slots, w1, w3, w2, tape.plan.C, self.group, act)  # [T, H]
+        else:
+            compute = partial(self.compute, w1=w1, w3=w3, w2=w2, linear=linear, act=act)
+            y = DISPATCH[self.version](h, routing.weights, tape.plan, compute, self.group)  # [T, H]
         if c.shared:
             gate, up, down = (self.shared_experts[n].weight for n in ("gate_proj", "up_proj", "down_proj"))
             y = y + linear(act(linear(h, gate), linear(h, up)), down)
@@ -226,6 +232,9 @@ class MoE(nn.Module):
             self.step_counts += tape.counts
         if c.balance or c.z:
             tape.counts = group_sum(tape.counts, self.count_group)
+        if self.version == "fixed":
+            tape.plan = plan_fixed(experts, c.experts, c.capacity, self.group)
+            return
         kept = within_capacity(experts, c.experts, c.capacity, self.count_group) if c.capacity else None
         bad = (~logits.isfinite()).any(1).sum()
         tape.plan = make_plan(self.version, experts, kept, c.experts, self.group, bad, self.name)
@@ -409,7 +418,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
 def main() -> None:
     parser = OneLineParser(description="A mixture-of-experts layer.", allow_abbrev=False)
     parser.add_argument("--router", choices=ROUTERS, default="softmax")
-    parser.add_argument("--version", choices=DISPATCH, default="pairs")
+    parser.add_argument("--version", choices=VERSIONS, default="pairs")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument(

@@ -32,6 +32,7 @@ CONFIGS = {
     "2 of 4 nodes": replace(SMALL, experts=8, top_k=4, nodes=4, max_nodes=2),
 }
 SIZES = {1: [8], 2: [7, 1], 4: [2, 0, 5, 1]}  # tokens of each rank in a micro-batch
+EVEN = {P: [8 // P] * P for P in SIZES}  # as fixed shapes need them
 MICRO_BATCHES, STEPS = 2, 2
 
 
@@ -96,7 +97,7 @@ def on_ranks(case: str, version: str, recompute: bool, group: dist.ProcessGroup 
         set_loss_scale(layer, 1 / MICRO_BATCHES)
         dx = []
         for i in range(MICRO_BATCHES):
-            x = inputs(step, i).split(SIZES[P])[rank].clone().requires_grad_()
+            x = inputs(step, i).split((EVEN if version == "fixed" else SIZES)[P])[rank].clone().requires_grad_()
             y = run(x[None])  # [1, T, H]
             ((y * y.detach().cos()).sum() / 16).backward()
             dx.append(x.grad)
@@ -124,14 +125,14 @@ def all_cases() -> dict:
     return {run: on_ranks(*run, dist.group.WORLD) for run in runs}
 
 
-def check(results: list[list[dict]], case: str, what: str) -> None:
+def check(results: list[list[dict]], case: str, what: str, sizes: dict = SIZES) -> None:
     P = len(results)
     for rank, steps in enumerate(results):
         for step, (got, want) in enumerate(zip(steps, one_process(case), strict=True)):
             local = {n: g.chunk(P)[rank] if n.startswith("experts.") else g for n, g in want["gradients"].items()}
             where = f"{what}, step {step}"
             assert_same_named(got["gradients"], local, 1e-10, f"{where}, gradient of", rank)
-            assert_same(got["dx"], want["dx"].split(SIZES[P])[rank], 1e-10, f"{where}, gradient of x", rank)
+            assert_same(got["dx"], want["dx"].split(sizes[P])[rank], 1e-10, f"{where}, gradient of x", rank)
             assert_same(got["extra"], want["extra"], 1e-10, f"{where}, logged losses", rank)
             assert torch.equal(got["counts"], want["counts"]), f"{where}, counts on rank {rank}: {got['counts']}"
             assert torch.equal(got["steps"], want["steps"]), f"{where}, biases on rank {rank}: {got['steps']}"
@@ -142,6 +143,29 @@ def test_gradients_losses_counts_and_biases_equal_a_token_by_token_mixture_over_
     results = run_ranks(P, all_cases)
     for run in results[0]:
         check([r[run] for r in results], run[0], f"{run}")
+
+
+def in_fixed_shapes() -> dict:
+    runs = [(case, "fixed", case == "softmax, both losses") for case in CONFIGS if not CONFIGS[case].capacity]
+    return {run: on_ranks(*run, dist.group.WORLD) for run in runs}
+
+
+@pytest.mark.parametrize("P", SIZES)
+def test_with_fixed_shapes_they_are_the_same_if_all_ranks_have_as_many_tokens(P):
+    results = run_ranks(P, in_fixed_shapes)
+    for run in results[0]:
+        check([r[run] for r in results], run[0], f"{run}", EVEN)
+
+
+def test_with_fixed_shapes_a_capacity_is_room_in_slots_for_each_rank():
+    x, c = random(8, 16), replace(SMALL, capacity=0.5)  # two slots for each of four experts, and 16 choices
+    layer = lively(MoE(c, None, None, version="fixed"), 4)
+    tape = moe_layer.Tape()
+    layer.tape = tape
+    layer(x)
+    assert tape.plan.C == 2
+    wanted = tape.plan.experts.flatten().bincount(minlength=4)
+    assert (tape.plan.slots == 8).sum() == (wanted - 2).clamp(min=0).sum() > 0, "what finds no slot"
 
 
 def test_a_layer_whose_router_cannot_learn_warns_and_no_other_does():
@@ -326,6 +350,21 @@ def test_the_host_waits_once_in_a_layer_for_the_counts_forward_and_backward_what
     for rank, found in enumerate(run_ranks(2, waits_of_layers, 2)):
         for run, waits in found.items():
             assert waits == ["tolist"], f"rank {rank}, {run}: the host waits for {waits}"
+
+
+def waits_in_fixed_shapes() -> list:
+    found = []
+    for case in ("softmax, both losses", "sigmoid, bias, shared experts", "capacity"):
+        layer = lively(MoE(CONFIGS[case], dist.group.WORLD, dist.group.WORLD, version="fixed"), 4, dist.get_rank(), 2)
+        for call in (layer, recomputed(layer)):
+            with HostWaits() as waits:
+                call(random(5, 16, seed=dist.get_rank()).requires_grad_()).sum().backward()
+            found += waits.found
+    return found
+
+
+def test_with_fixed_shapes_the_host_waits_for_nothing_in_the_whole_layer():
+    assert run_ranks(2, waits_in_fixed_shapes) == [[], []]
 
 
 # ---------------------------------------------------------------------------------------------------------- precision

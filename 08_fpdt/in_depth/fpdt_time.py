@@ -28,7 +28,6 @@ Run it:
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -427,8 +426,8 @@ def main() -> int:
     args = parser.parse_args()
     for name in NUMBERS:
         value = getattr(args, name.replace("-", "_"))
-        if not 0 < value < math.inf:
-            parser.error(f"--{name} {value} must be a number that is more than 0")
+        if not 1e-6 <= value <= 1e12:  # also for NaN; beyond, seconds are infinite or none
+            parser.error(f"--{name} {value} must be a number that is more than 0, from 1e-6 to 1e12")
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
     if args.heads % args.ranks:

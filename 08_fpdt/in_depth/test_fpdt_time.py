@@ -221,6 +221,8 @@ def test_three_slots_are_refused_by_the_loops():
         ["--slots", "3"],
         ["--sharing", "0"],
         ["--tflops", "0"],
+        ["--tflops", "1e-320"],
+        ["--memory-gb", "0.001"],
         ["--link-gb", "inf"],
         ["--network-gb", "-1"],
         ["--what"],

@@ -538,6 +538,13 @@ def check(config: Config, sizes: LlamaConfig, ranks: int, backend: str = "nccl")
         raise UsageError(f"--fpdt-chunks {config.fpdt_chunks} cannot be rehearsed: its chunks lie on the host")
     if config.capacity:
         raise UsageError(f"--capacity {config.capacity:g} cannot be rehearsed: which tokens are dropped is a value")
+    if config.dispatch != "pairs":
+        raise UsageError(
+            f"--dispatch {config.dispatch} cannot be rehearsed: the planner counts a row for each pair; use pairs"
+        )
+    if config.kernels == "cuda" or config.compile:
+        what = "--compile" if config.compile else "--kernels cuda"
+        raise UsageError(f"{what} cannot be rehearsed: what it builds needs real tensors; use --kernels triton")
     kernels = config.kernels
     if kernels == "auto":
         kernels = "triton" if backend == "nccl" and config.precision != "fp64" else "torch"

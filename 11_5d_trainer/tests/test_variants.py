@@ -15,11 +15,13 @@ import rank
 import torch
 import torch.distributed as dist
 import train
+import watch
 from data import Sampler
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
 from layouts import Layout
 from model import gather_tensors
+from moe_layer import moe_layers
 from options import merge, parse
 from overlap import column_overlapped
 from parallel_linear import ColumnParallelLinear
@@ -39,6 +41,9 @@ ALONE = [
     (2, "--tp 2 --sequence-parallel --tp-overlap"),
     (2, "--tp 2 --tp-overlap domino"),
     (2, "--tp 2 --sequence-parallel --tp-overlap domino"),
+    (2, "--experts 4 --ep 2 --dispatch fixed"),
+    (2, "--experts 4 --ep 2 --dispatch once"),
+    (2, "--experts 4 --ep 2 --dispatch everywhere"),
 ]
 TOGETHER = [
     (4, "--zero 3 --zero-offload --tp 2 --sequence-parallel"),
@@ -62,6 +67,9 @@ TOGETHER = [
     (4, "--tp 2 --sequence-parallel --tp-overlap domino --cp 2 --cp-kind ulysses"),
     (4, "--tp 2 --sequence-parallel --tp-overlap domino --pp 2 --schedule 1f1b --tied"),
     (4, "--tp 2 --tp-overlap domino --pp 2 --schedule interleaved --stages-per-rank 2"),
+    (4, "--experts 4 --ep 4 --dispatch fixed --recompute full --zero 2"),
+    (4, "--experts 4 --ep 2 --dispatch fixed --pp 2 --schedule zb-h1 --router sigmoid --bias-speed 0.01"),
+    (4, "--experts 4 --ep 2 --dispatch once --tp 2 --sequence-parallel"),
 ]
 EVERY = [
     Layout(ranks, f"--micro-batch {1 if '--pp' in words and 'domino' not in words else 2} {words}")
@@ -117,6 +125,22 @@ def test_with_masters_a_resumed_run_goes_on_bit_by_bit_and_offloading_changes_no
 
 
 # -------------------------------------------------------------------------------------------------- really there
+
+
+def dispatched(words):
+    """The versions of the layers of experts, and the rows that a rank sent in each call."""
+    me, batches = made(words)
+    with watch.routed_rows(me.model) as rows:
+        rank.train_step(me, batches)
+    return {layer.version for layer in moe_layers(me.model)}, {tuple(send) for send, _ in rows}
+
+
+def test_tokens_go_to_their_experts_as_asked(text):
+    words = [*arguments(text), "--experts", "4", "--ep", "2", "--dispatch"]
+    for version, rows in run_ranks(2, dispatched, [*words, "fixed"]):
+        assert version == {"fixed"} and len(rows) == 1, "the same number of rows in every layer and micro-batch"
+    for version, _ in run_ranks(2, dispatched, [*words, "once"]):
+        assert version == {"once"}
 
 
 def made(words):

@@ -39,6 +39,8 @@ LAYOUTS = [
     (2, "--experts 4 --ep 2"),
     (4, "--experts 4 --ep 2 --tp 2 --sequence-parallel --zero 1"),
     (4, "--experts 4 --ep 2 --pp 2 --capacity 1.0"),
+    (2, "--experts 4 --ep 2 --dispatch once"),
+    (4, "--experts 4 --ep 2 --dispatch fixed --capacity 1.0"),
     (4, "--experts 4 --ep 2 --zero 2 --cp 2 --cp-kind ring"),
     (3, "--cp 3 --cp-kind ulysses --seq-len 18 --global-batch 6"),  # 2 K/V heads on 3 ranks: 1, 2 and 1 of them
     (2, "--zero 2 --zero-offload"),
