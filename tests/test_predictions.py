@@ -94,7 +94,7 @@ def loops(sass):
 def inner(sass, least):
     "Loops with products and 2^x and no loop inside: plain and masked, the shorter first."
     found = [b for b in loops(sass) if sum("HGMMA" in t for t in b) and sum("MUFU.EX2" in t for t in b) >= least]
-    return sorted([b for b in found if sum(t.startswith("BRA") for t in b) < 4], key=len)[:2]
+    return sorted([b for b in found if sum(t.startswith("BRA") for t in b) < 9], key=len)[:2]
 
 def sass_of(source, **options):
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

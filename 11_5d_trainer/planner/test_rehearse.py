@@ -571,7 +571,7 @@ def test_a_finding_is_printed_and_the_exit_code_is_1(capsys):
         ("--fpdt-chunks 2 --micro-batch 1", "--fpdt-chunks 2 cannot be rehearsed"),
         ("--experts 4 --capacity 1.5 --micro-batch 1", "--capacity 1.5 cannot be rehearsed"),
         ("--kernels triton --precision fp64 --micro-batch 1", "--kernels triton cannot be rehearsed"),
-        ("--kernels cuda --precision bf16-master --micro-batch 1", "--kernels cuda cannot be rehearsed"),
+        ("--kernels cuda --zero 1 --precision bf16-master --micro-batch 1", "--kernels cuda cannot be rehearsed"),
         ("--compile --micro-batch 1", "--compile cannot be rehearsed"),
         ("--experts 4 --dispatch once --micro-batch 1", "--dispatch once cannot be rehearsed"),
         ("--model gpt-9", "--model gpt-9 is unknown"),
