@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in ("01_single_gpu", "03_zero", "08_fpdt", "11_5d_trainer"):
+for folder in ("01_single_gpu", "03_zero", "08_fpdt", "11_5d_trainer", "11_5d_trainer/planner"):
     if str(ROOT / folder) not in sys.path:
         sys.path.append(str(ROOT / folder))
 

@@ -22,7 +22,7 @@ def test_files_folders_and_readmes_have_pages():
     assert page_of("03_zero/README.md") == page_of("03_zero") == page_of("03_zero/") == "03_zero/index.md"
     assert page_of("03_zero/zero.py") == "03_zero/zero.py.md"
     assert page_of("book/cheat_sheet.md") == "cheat_sheet.md"
-    assert page_of("11_5d_trainer/clusters") == "11_5d_trainer/clusters/files.md"
+    assert page_of("11_5d_trainer/planner/clusters") == "11_5d_trainer/planner/clusters/files.md"
     assert page_of("03_zero/figures/timeline.svg") == "03_zero/figures/timeline.svg"
 
 

@@ -557,7 +557,8 @@ class Zero2(Zero1):
         while self.works:
             self.retire()
         bucket = self.buckets[index]
-        flat = bucket.params[0].new_empty(bucket.padded, dtype=self.reduce_dtype)
+        like = bucket.params[0]  # of stage 3 it may have no values here, but it knows its dtype and device
+        flat = torch.empty(bucket.padded, dtype=self.reduce_dtype or like.dtype, device=like.device)
         flat[bucket.numel :].zero_()  # each number is written once: what is copied into need not be zero before
         for p in bucket.params:
             view = bucket.view(flat, p)

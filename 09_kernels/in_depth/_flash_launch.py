@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+OLD = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)  # it needs some more registers
 
 
 class Tiles(NamedTuple):
@@ -46,7 +47,8 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
         return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 2), tma=False)
     if D <= 128:
         if hopper:
-            return Plan(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2), tma=True)
+            backward = Tiles(32 if OLD else 64, 128, 8, 2)
+            return Plan(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), backward, tma=True)
         return Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), tma=False, five=False)
     if hopper:
         return Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), tma=True)
