@@ -140,7 +140,7 @@ def data(stage: int = 0) -> Verdict:
 def hybrid() -> Verdict:
     Psi = parameters(layout())
     memory = sum(held(MODEL, None, layout(dp=2, zero=3)).values())
-    return Verdict(sizes(Psi=Psi, N=8, R=2, M=3), [memory], [bytes_across(2, 4, 4 * Psi, 3)])
+    return Verdict(sizes(Psi=Psi, N=8, h=2, M=3), [memory], [bytes_across(2, 4, 4 * Psi, 3)])
 
 
 def offload() -> Verdict:
