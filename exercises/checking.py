@@ -469,7 +469,7 @@ def _changed_lines(own: str, other: str) -> set[int]:
 
 def symptom(message: str) -> str:
     """A failure's first line with numbers to three digits: the same for the same mistake, on any machine."""
-    number = r"(?<![\w.])\d+\.\d*(?:e[-+]?\d+)?|(?<![\w.])\d+e[-+]?\d+"
+    number = r"(?<![\w.])\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.]*[a-z_])"
     line = re.sub(number, lambda m: f"{float(m[0]):.2e}", first_lines(message))
     return " ".join(line.split())
 
