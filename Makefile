@@ -27,7 +27,7 @@ $(READY): requirements.txt
 ifeq ($(GPUS),0)
 NPROC  ?= 2
 ifeq ($(NPROC)$(findstring --resume,$(ARGS))$(findstring --init,$(ARGS)),2)
-BEST   := --global-batch 4 --micro-batch 2 --steps 2800 --warmup 50 --eval-every 400 --save-every 0 --eval-samples 64
+BEST   := --global-batch 4 --micro-batch 2 --steps 4000 --warmup 50 --eval-every 500 --save-every 0 --eval-samples 64
 endif
 else
 NPROC  ?= $(GPUS)

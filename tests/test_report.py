@@ -68,22 +68,13 @@ def git(*words):
     return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.split()
 
 
-# Results that were measured before results had to say all this. A chapter that measures again takes its lines away.
-EXCEPTIONS = ROOT / "results" / "exceptions.txt"
 HISTORY = (ROOT / ".git").exists() and git("rev-parse", "--is-shallow-repository") == ["false"]
 
 
 @pytest.mark.skipif(not HISTORY, reason="needs the whole history of git; reason: this is a copy")
-def test_every_result_has_a_birth_certificate_but_for_a_list_of_exceptions_that_only_shrinks():
+def test_every_result_has_a_birth_certificate():
     lacking = without_certificate(ROOT / "results", {commit[:10] for commit in git("rev-list", "HEAD")})
-    listed = EXCEPTIONS.read_text().split()
-    assert listed == sorted(set(listed))
-    new = {name: why for name, why in lacking.items() if name not in listed}
-    assert not new, f"measure these again from a clean commit: {new}"
-    assert not set(listed) - lacking.keys(), "these comply now: take them off the list"
-    first = git("log", "--diff-filter=A", "--format=%H", "--", "results/exceptions.txt")
-    allowed = git("show", f"{first[-1]}:results/exceptions.txt") if first else listed
-    assert set(listed) <= set(allowed), "the list of exceptions has grown"
+    assert not lacking, f"measure these again from a clean commit: {lacking}"
 
 
 @pytest.mark.parametrize("lost", ["device", "torch", "python", "date", "commit", "verified"])
