@@ -138,6 +138,7 @@ def test_sectors_asked_for_are_those_predicted_and_tiles_beyond_the_diagonal_are
     assert sectors(1, 200, 260, 1, 64, 0) == (200 + 2 * 128 + 2 * 256) * 64 * 2 // 32  # by hand: 1 and 2 tiles of keys
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="its backward is flash_kernels.py's, and these tensors are on the CPU")
 def test_a_model_can_take_it_as_its_attention_and_gets_gradients():
     q, k, v = inputs(1, 40, 40, 2, 1, 64, "cpu")
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -267,8 +267,9 @@ def test_with_fused_kernels_a_step_in_tritons_interpreter_keeps_what_was_planned
     layout = pm.Layout.of(Config(**options), HEADS_OF_32, ranks)
     planned = sum(pm.activations(HEADS_OF_32, None, layout, range(1)).values())
     eager = dataclasses.replace(layout, kernels="torch")
+    copied = 3 * HEADS_OF_32.hidden * 4 + layout.tokens * 8  # the interpreter copies the norms' weights and the labels
     for meter in run_ranks(ranks, measured, options, HEADS_OF_32, timeout=300.0):
-        assert meter["activations"][0] == pytest.approx(planned, rel=0.02), words  # it copies a few small inputs
+        assert meter["activations"][0] == planned + copied, words
     assert sum(pm.activations(HEADS_OF_32, None, eager, range(1)).values()) > 1.2 * planned
 
 
