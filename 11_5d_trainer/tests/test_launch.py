@@ -80,7 +80,7 @@ def test_ranks_that_start_again_do_not_find_what_the_dead_have_written_into_torc
 
 SCRIPT = """
 import os, signal, sys, time
-sys.path[:0] = [{here!r}, {tests!r}]
+sys.path[:0] = {folders}
 import chapters, checkpoint, fuzz, rank, train
 from model import PRESETS
 PRESETS["tiny"] = fuzz.SIZES
@@ -112,7 +112,7 @@ train.train_step = counted
 
 def start(tmp_path, change, words, ranks=2, nodes=()):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(here=str(HERE), tests=str(ROOT / "tests"), change=change))
+    script.write_text(SCRIPT.format(folders=[str(HERE), str(HERE / "tests"), str(ROOT / "tests")], change=change))
     command = [sys.executable, str(HERE / "launch.py")]
     command += nodes or ["--standalone", "--nproc_per_node", str(ranks), "--max-restarts", "1"]
     command += [str(script), *words]
