@@ -97,7 +97,7 @@ def test_a_script_of_a_chapter_passes_on_the_stand_in_gpu(tmp_path, script):
     """What `--section chapters` runs on a GPU, which would refuse more than a CPU does."""
     environment = gpu.surroundings(True, tmp_path, True) | {"FAKE_GPUS": "1"}
     command = [sys.executable, str(ROOT / script)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and done.stdout.strip().splitlines()[-1] == "PASS", (
         done.stdout[-1500:] + done.stderr[-1500:]
     )
