@@ -82,9 +82,11 @@ def in_processor_seconds(a, b, repeats: int) -> Ratio:
 
 
 def step_of(model, version, tokens, valid):
+    parameters = list(model.parameters())  # DDP walks the model once, too, and not in every step
+
     def step():
         model.zero_grad()
-        with version(list(model.parameters()), dist.group.WORLD):
+        with version(parameters, dist.group.WORLD):
             (loss_sum(model, tokens, tokens.roll(-1, 1)) / valid).backward()
 
     return step
@@ -130,6 +132,22 @@ def compare(name):
     return rows
 
 
+def calls_in(step) -> int:
+    """How many functions Python calls in a step, those of C included: none of them is work of DDP's reducer in C++."""
+    count = 0
+
+    def on_event(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(on_event)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 def hooked_by_hand(sizes, copy, send):
     """The least that hooks in Python can do, in steps: nothing, copy into buckets, start the messages too."""
     model, views, last, works = build(sizes), {}, {}, []
@@ -152,9 +170,9 @@ def hooked_by_hand(sizes, copy, send):
 
 
 def machinery(name):
-    """[what, share]: seconds of the thread that computes, beyond those of a step without any data parallelism, over
-    these. One rank, so that every message is there at once: what is left are hooks, copies and starts. A short batch,
-    so that they show."""
+    """[what, share, calls]: seconds of the thread that computes, beyond those of a step without any data parallelism,
+    over these; and calls of functions, beyond those of such a step. One rank, so that every message is there at once:
+    what is left are hooks, copies and starts. A short batch, so that they show."""
     sizes, tokens = MODELS[name], make_batch(0, RANKS)[0][0][0][:1, :8]
     valid, repeats = tokens.numel(), 60
 
@@ -187,8 +205,11 @@ def machinery(name):
             steps[what]()
             if repeat >= 0:
                 spent[what].append(time.thread_time() - begin)
-    base = statistics.median(spent.pop("nothing"))
-    return [[what, ratio_of([(s - base) / base for s in seconds])] for what, seconds in spent.items()]
+    base, calls = statistics.median(spent.pop("nothing")), {what: calls_in(step) for what, step in steps.items()}
+    return [
+        [what, ratio_of([(s - base) / base for s in seconds]), calls[what] - calls["nothing"]]
+        for what, seconds in spent.items()
+    ]
 
 
 def timeline(name):
@@ -312,10 +333,10 @@ def measure_machinery():
     write_result(
         "02_machinery",
         "What data parallelism adds to the seconds of the thread that computes, 6.4M parameters, 8 tokens",
-        ["", "of a step without it (quartiles)"],
+        ["", "of a step without it (quartiles)", "calls of functions in Python"],
         run_ranks(1, machinery, "6.4M", timeout=400)[0],
         "One rank, on which every sum is there at once: this is the time of hooks, copies and starts only. "
-        "Median of 60 steps in random order.",
+        "Median of 60 steps in random order. Calls are those of one step, beyond those of a step without it.",
     )
 
 

@@ -327,20 +327,20 @@ def check(S: int, ways: list[tuple[int, int]], group: dist.ProcessGroup, device:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="FPDT in one file", allow_abbrev=False)
-    lead = os.environ.get("RANK", "0") == "0"
+    parser, lead = argparse.ArgumentParser(description="FPDT", allow_abbrev=False), os.environ.get("RANK", "0") == "0"
     parser.error = lambda text: sys.exit((lead and print(f"{parser.prog}: {text}", file=sys.stderr)) or 2)
     parser.add_argument("--chunks", type=int, default=4, help=f"of the {S} tokens; default %(default)s")
-    args, P = parser.parse_args(), int(os.environ.get("WORLD_SIZE", 1))
+    args, P, gpus, device = parser.parse_args(), int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.device_count(), "cpu"
     if not 1 <= args.chunks <= S // 20:
         parser.error(f"--chunks {args.chunks}: a chunk of {S} tokens has 20 or more; use 1 to {S // 20}")
     if N_KV % P:
         parser.error(f"--nproc_per_node {P} does not divide {N_KV} heads of keys and values; use 1, 2 or 4")
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    if device != "cpu":
-        torch.cuda.set_device(device)
+    if 0 < gpus < (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        parser.error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
+    if gpus:
+        torch.cuda.set_device(device := f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=60), **alone)
+    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     wrong = check(S, [(1, 1), (args.chunks, 1), (args.chunks, 2)], dist.group.WORLD, device)
     dist.destroy_process_group()
     return 1 if wrong else 0

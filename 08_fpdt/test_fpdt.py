@@ -457,13 +457,19 @@ def test_the_check_is_content_with_any_length_and_notices_nan_and_bytes():
     ],
 )
 def test_a_bad_option_is_one_line_that_names_it(argv, ranks, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fpdt.py", *(argv if ranks != 3 else [])])
+    monkeypatch.setattr(sys, "argv", ["fpdt.py", *(argv if argv != ["--nproc_per_node"] else [])])
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
     with pytest.raises(SystemExit) as end:
         script.main()
     said = capsys.readouterr()
     assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1 and argv[0] in said.err
-    assert not dist.is_initialized()
+
+
+def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    test_a_bad_option_is_one_line_that_names_it(["--nproc_per_node"], 4, monkeypatch, capsys)
 
 
 def test_memory_that_python_frees_under_a_copy_is_not_given_away(monkeypatch):
