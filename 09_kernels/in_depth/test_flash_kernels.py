@@ -251,18 +251,6 @@ def test_two_runs_of_the_repeatable_backward_give_the_same_bits():
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("version", [TRITON, REPEATABLE], ids=["five", "seven"])
-def test_with_16_bits_the_error_is_at_most_1_and_a_half_times_that_of_dense_attention(version):
-    dtype = DTYPES[-1]
-    given = inputs(70, 70, 4, 2, 32, dtype)
-    want = step(partial(explicit_attention, causal=True), *(x.double() for x in given))
-    dense = step(partial(explicit_attention, causal=True), *given)
-    got = step(partial(flash_attention, version=version), *given)
-    for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, want, dense, strict=True):
-        error, own = (((a.double() - y).norm() / y.norm()).item() for a in (x, z))
-        assert error <= 1.5 * own, f"{name}: off by {error:.2e}, dense attention by {own:.2e}"
-
-
 @pytest.mark.parametrize("repeatable", [False, True], ids=["five", "seven"])
 def test_dq_dk_and_dv_are_summed_over_tiles_in_32_bits(repeatable):
     """A tile that gives much and then three that give little: in fp16, 90 + 0.03 is 90, and three times."""
