@@ -86,9 +86,9 @@ def cpu() -> None:
         "Attention in CUDA, emulated: errors against float64 in bf16 and in e4m3, and sectors of 32 bytes asked for",
         ["q, k, v", "head dim", "bf16", "e4m3, one scale", "a scale a head", "and rotated", "sectors, bf16", "e4m3"],
         rows,
-        "200 tokens, causal, 4/2 heads. Root of the mean square, relative; in the last row of each head dim of the first "
-        "head of v alone. From its formula in float64 the kernel is off by a rounding to bf16; the same bits in five "
-        "orders of the warps. Tensor cores that add in 14 bits. "
+        "200 tokens, causal, 4/2 heads. Root of the mean square, relative; where a head of v is so large, of the other "
+        "one. From its formula in float64 the kernel is off by a rounding to bf16; the same bits in five orders of the "
+        "warps. Tensor cores that add in 14 bits. "
         + (f"nvcc for sm_90a: {used.registers} registers, {used.stack} bytes of stack. " if used else "")
         + "Not timed.",
     )
@@ -111,7 +111,7 @@ def gpu(folder: Path) -> None:
             "of matmul",
             *predictions.COLUMNS,
         ],
-        "Verified first at uneven sizes. TFLOP/s count 4 · B · N · S² · D, half if causal. Rounding: q, k and v to e4m3 "
+        "Verified first at uneven sizes. TFLOP/s count 4 · B · N · S² · D, half if causal. Rounding: q, k, v to e4m3 "
         "(and v turned) by PyTorch, operation by operation, not in the times beside it. `of matmul`: share of the rate "
         "of a product of 8192 cubed in bf16. Predicted: the larger of products and exponentials, side by side.",
         folder,

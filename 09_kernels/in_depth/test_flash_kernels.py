@@ -478,6 +478,16 @@ def test_products_of_float32_tiles_are_not_rounded_to_tf32():
         check_binary(kernel)
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("D", ["32", "64", "128", "256"])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_in_float32_no_kernel_has_a_stack_frame(capability, D):
+    out, err = compiled(capability, "float32", D).communicate(timeout=300)
+    assert len(out.splitlines()) == 5, err[-2000:]
+    for line in out.splitlines():
+        check_binary(json.loads(line))
+
+
 @pytest.mark.turn(2)
 @pytest.mark.parametrize("target", ["80 float16 64", "90 bfloat16 128 --but specialised"])
 def test_every_kernel_compiles_for_sm_80_and_sm_90_within_the_limits_of_the_chip(target):
