@@ -78,9 +78,11 @@ def across(v: Tensor) -> Tensor:
     S' is a multiple of KEYS, with zeros at the end. Of every 16 keys place 4c + 2h + e has key 8h + 2c + e: lane c of
     four comes out of q kᵀ with the keys 2c, 2c + 1, 8 + 2c, 9 + 2c, and wgmma takes what it has for 4c to 4c + 3.
     """
+    # --- exercise 9.43: v turned, its keys in the order in which the weights come ---
     padded = F.pad(v.view(torch.uint8), (0, 0, 0, 0, 0, -v.shape[1] % KEYS))
     keys = padded.unflatten(1, (-1, 2, 4, 2))  # [B, S', N_kv, D] -> [B, S'/16, h, c, e, N_kv, D]
     return keys.permute(0, 5, 6, 1, 3, 2, 4).flatten(3).contiguous().view(E4M3)  # -> [B, N_kv, D, S'/16 · c · h · e]
+    # --- end exercise ---
 
 
 def spread_out(q: Tensor, k: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
