@@ -9,7 +9,6 @@ bytes that kernels move, the tiles that they meet and the order of both are coun
 DIR goes through the motions of --gpu in the interpreter.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
 import flash_attention as script
 import torch
 import torch.nn.functional as F
+from _bench_options import bench_options
 from _flash_launch import Tiles
 from flash_kernels import Plan, flash_attention, triton_backward, triton_forward
 from harness import predictions
@@ -336,19 +336,10 @@ def time_on_gpu(folder: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Verify flash_attention.py, count, draw; or time.")
-    parser.add_argument("--figures", action="store_true", help="only draw")
-    parser.add_argument("--gpu", action="store_true", help="time on a GPU")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: the same in the interpreter, tiny; needs --out")
-    parser.add_argument("--out", type=Path, help="folder for the result of --gpu, instead of results/")
-    options = parser.parse_args()
-    name = Path(__file__).name
-    if (options.dry and not (options.gpu and options.out)) or (options.out and not options.gpu):
-        parser.exit(2, f"{name}: --dry and --out go with --gpu, and --dry with --out\n")
-    if options.gpu and INTERPRETED and not options.dry:
-        parser.exit(2, f"{name}: --gpu finds no GPU here; --gpu --dry --out DIR tries the program on the CPU\n")
+    about = "Verify flash_attention.py, count, draw; or time."
+    options = bench_options(about, "--gpu", "--dry", "--out", "--figures", triton=True)
     if not options.gpu and not options.figures and not INTERPRETED:
-        parser.exit(2, f"{name}: loads are counted in Triton's interpreter (TRITON_INTERPRET=1); to time, use --gpu\n")
+        sys.exit("bench_flash_attention.py: loads are counted in Triton's interpreter: TRITON_INTERPRET=1, or --gpu")
     if options.figures:
         figures()
         return

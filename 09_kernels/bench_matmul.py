@@ -10,7 +10,6 @@ are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nv
 DIR goes through the motions of --gpu on the CPU.
 """
 
-import argparse
 import math
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
 import _cuda
 import matmul_ladder
 import torch
+from _bench_options import bench_options
 from _cuda import FORWARD, REVERSE, call, multiplying_loop, racing
 from harness import predictions
 from harness.ceilings import Table, device_here, timer
@@ -364,18 +364,8 @@ def figures() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Verify matmul.cu, count what it asks for, draw it.")
-    parser.add_argument("--figures", action="store_true", help="only draw")
-    parser.add_argument("--gpu", action="store_true", help="build with nvcc and time, on a GPU")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: the same on the CPU, where nothing is timed")
-    parser.add_argument("--out", type=Path, help="folder for the results of --gpu, instead of results/")
-    options = parser.parse_args()
-    if options.gpu and not options.dry and not torch.cuda.is_available():
-        sys.stderr.write("bench_matmul.py: --gpu: torch finds no GPU here; --dry --out DIR tries the program out\n")
-        sys.exit(2)
-    if (options.dry and not (options.gpu and options.out)) or (options.out and not options.gpu):
-        sys.stderr.write("bench_matmul.py: --dry and --out go with --gpu, and --dry with --out\n")
-        sys.exit(2)
+    about = "Verify matmul.cu, count what it asks for, draw it."
+    options = bench_options(about, "--gpu", "--dry", "--out", "--figures")
     if options.gpu:
         time_on_gpu(options.dry, options.out)
         return

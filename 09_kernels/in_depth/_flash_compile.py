@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -27,6 +28,7 @@ from _flash_launch import Plan, plan_for
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+KERNELS = ("forward", "dq", "dkdv", "dkdvdq", "delta", "specialised")
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have: CUDA programming guide, compute capabilities
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -118,12 +120,32 @@ def compile_plan(
     return found
 
 
-if __name__ == "__main__":
-    target, *shapes = sys.argv[1:]
-    which, kernel = shapes[-2:] if "--only" in shapes or "--but" in shapes else ("--but", "")
-    shapes = [word for word in shapes if word not in (which, kernel)]
+def parse(words: list[str]) -> tuple[int, list[tuple[torch.dtype, int]], Callable[[str], bool]]:
+    """Capability, (dtype, head dim) of each request, which kernels are wanted; or one line and exit code 2."""
+
+    def refuse(why: str) -> NoReturn:
+        print(f"_flash_compile.py: {why}", file=sys.stderr)
+        sys.exit(2)
+
+    which, kernel = words[-2:] if words[-2:-1] in (["--only"], ["--but"]) else ("--but", "")
+    target, *shapes = [word for word in words if word not in (which, kernel)] or [""]
+    if target not in map(str, SHARED):
+        refuse(f"compute capability {target!r} is none of {', '.join(map(str, SHARED))}")
+    if kernel and kernel not in KERNELS:
+        refuse(f"{which} {kernel}: the kernels are {', '.join(KERNELS)}")
+    if not shapes or len(shapes) % 2:
+        refuse(f"{' '.join(shapes) or 'nothing'} is no list of dtypes and head dims; use for example float16 128")
     for dtype, D in zip(shapes[::2], shapes[1::2], strict=True):
-        for entry in compile_plan(
-            int(target), getattr(torch, dtype), int(D), wanted=lambda name: (name == kernel) == (which == "--only")
-        ):
+        if dtype not in ("float16", "bfloat16", "float32"):
+            refuse(f"dtype {dtype} is none of float16, bfloat16, float32")
+        if not D.isdecimal() or not 32 <= int(D) <= 256 or int(D) % 16:
+            refuse(f"head dim {D} is no multiple of 16 from 32 to 256")
+    wanted = [(getattr(torch, dtype), int(D)) for dtype, D in zip(shapes[::2], shapes[1::2], strict=True)]
+    return int(target), wanted, lambda name: (name == kernel) == (which == "--only")
+
+
+if __name__ == "__main__":
+    capability, requests, wanted = parse(sys.argv[1:])
+    for dtype, D in requests:
+        for entry in compile_plan(capability, dtype, D, wanted=wanted):
             print(json.dumps(entry), flush=True)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def compile_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def calls_of(script: str) -> Any:
-    module = importlib.import_module(script.removesuffix(".py"))
+    module = importlib.import_module(script)
     module.check = lambda **tensors: None  # it would refuse a CPU tensor that nobody interprets
 
     def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -125,9 +126,17 @@ def calls_of(script: str) -> Any:
     return {"fused": fused, "fused_loss": fused_loss, "fused_adamw": fused_adamw}[module.__name__]
 
 
+SCRIPTS = ("fused", "fused_loss", "fused_adamw")
+
 if __name__ == "__main__":
+    given = [Path(name).stem for name in sys.argv[1:]]
+    if wrong := [name for name, stem in zip(sys.argv[1:], given, strict=True) if stem not in SCRIPTS] or given == []:
+        said = f"{wrong[0]} is none of them" if given else "no script is named"
+        print(f"_fused_compile.py: {said}; use {', '.join(f'{name}.py' for name in SCRIPTS)}", file=sys.stderr)
+        sys.exit(2)
     if INTERPRETED:
-        sys.exit("_fused_compile.py: set TRITON_INTERPRET=0, or there is nothing to compile")
-    for script in sys.argv[1:]:
+        print("_fused_compile.py: set TRITON_INTERPRET=0, or there is nothing to compile", file=sys.stderr)
+        sys.exit(2)
+    for script in given:
         for row in compile_calls(calls_of(script)):
             print(json.dumps(row))

@@ -8,7 +8,6 @@ the rungs are about; only then is anything written. In a sweep of the emulator a
 until they have to wait for others. So the figure shows an order, and no time: a sweep may be long or short.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import _cuda
 import matmul_ladder as ladder
 import torch
+from _bench_options import bench_options
 from harness.figures import COLOURS, write_figure
 from harness.report import write_result
 
@@ -112,9 +112,7 @@ def draw(axes, result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Keep a diary of three rungs, and draw it.")
-    parser.add_argument("--figures", action="store_true", help="only draw")
-    if not parser.parse_args().figures:
+    if not bench_options("Keep a diary of three rungs, and draw it.", "--figures").figures:
         torch.manual_seed(0)
         measure()
     write_figure(FIGURE, ["09_barriers"], draw, shape=(1, 3), size=(15.0, 3.4))

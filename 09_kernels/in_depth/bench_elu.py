@@ -7,7 +7,6 @@
 First every version must be as exact as PyTorch's ELU, and move what was predicted; only then is anything written.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import elu as chapter
 import torch
 import torch.nn.functional as F
+from _bench_options import bench_options
 from _cuda import call
 from bench_matmul_ladder import copied, timed
 from elu import VERSIONS, elu, errors
@@ -134,17 +134,8 @@ def time_all(dry: bool, folder: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Count and time ELU, fusion and divergence.")
-    parser.add_argument("--gpu", action="store_true", help="time on the GPU")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: the same at tiny sizes on the CPU")
-    parser.add_argument("--out", type=Path, help="folder for the results, instead of results/")
-    options = parser.parse_args()
-    if options.gpu and not options.dry and not torch.cuda.is_available():
-        print("bench_elu.py: --gpu: PyTorch finds no GPU here; --dry --out DIR tries the program out", file=sys.stderr)
-        sys.exit(2)
-    if options.dry and not (options.gpu and options.out):
-        print("bench_elu.py: --dry goes with --gpu and --out DIR: its numbers are no results", file=sys.stderr)
-        sys.exit(2)
+    about = "Count and time ELU, fusion and divergence."
+    options = bench_options(about, "--gpu", "--dry", "--out", counts_into_out=True)
     verify_all(device_here().type)
     if options.gpu:
         time_all(options.dry, options.out)

@@ -103,4 +103,4 @@ def expected(shape: Shape) -> float | None:
 
 
 if __name__ == "__main__":
-    run(cpu, gpu, hopper=True)
+    run("Attention in CUDA, forward: errors and sectors, or times.", cpu, gpu, hopper=True)

@@ -86,4 +86,4 @@ def gpu(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(cpu, gpu, hopper=True)
+    run("The warp-specialised forward pass: errors and binaries, or times.", cpu, gpu, hopper=True)

@@ -9,7 +9,6 @@ compile, is left out with a line that says so, and the default plan has to pass 
 are from events, each run after the L2 cache has been filled with something else, medians of many.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -23,6 +22,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
+from _bench_options import bench_options
 from _flash_launch import Plan, Tiles, plan_of
 from _interpreter import INTERPRETED
 from flash_attention_hopper import TILES, specialised_forward
@@ -112,6 +112,8 @@ def cpu() -> None:
     """Two tables that need no GPU: errors in the interpreter, and the compiled kernels."""
     rows = error_rows(TRITON)
     binaries = [row for sm in (80, 90) for row in binary_rows(sm, SHAPES, "--but", "specialised") if row[0] != "delta"]
+    if spilled := [" ".join(map(str, row[:4])) for row in binaries if row[BINARY_COLUMNS.index("spilled bytes")]]:
+        sys.exit(f"{', '.join(spilled)}: numbers lie in local memory")
     write_result(
         "09_flash_errors",
         "flash_kernels.py: largest relative error of output and gradients against float64, in Triton's interpreter",
@@ -310,33 +312,15 @@ def gpu(folder: Path, limit: float) -> None:
             table.add(*row)
 
 
-def run(cpu: Callable[[], None], gpu: Callable[..., None], hopper: bool = False) -> None:
-    """The command line of FlashAttention's benchmarks. `hopper`: for a GPU that has wgmma and nothing else."""
-    name = Path(sys.argv[0]).name
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--gpu", action="store_true", help="time on a GPU")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: the same on the CPU, tiny; needs --out")
-    parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder for the results of --gpu")
-    parser.add_argument("--figures", action="store_true", help="draw the figures again; here there are none")
-    if not hopper:
-        parser.add_argument("--seconds", type=float, default=400.0, help="about how long --gpu may take")
-    options = vars(parser.parse_args())
-    if not 0 < options.get("seconds", 1.0) < float("inf"):
-        parser.exit(2, f"{name}: --seconds {options['seconds']} is no time to measure in; use 60 or more\n")
-    if options["dry"] and not options["gpu"]:
-        parser.exit(2, f"{name}: --dry is a way to try --gpu; use both, or neither\n")
-    on_gpu, dry, out, figures = (options.pop(key) for key in ("gpu", "dry", "out", "figures"))
-    if figures:
-        return
-    if not on_gpu:
+def run(about: str, cpu: Callable[[], None], gpu: Callable[..., None], *more: str, hopper: bool = False) -> None:
+    """The command line of FlashAttention's benchmarks. `more`: options beside --gpu, --dry and --out."""
+    options = bench_options(about, "--gpu", "--dry", "--out", *more, triton=True, hopper=hopper)
+    if not options.gpu:
         cpu()
         return
-    if INTERPRETED and not (dry and out != ROOT / "results"):
-        parser.exit(2, f"{name}: --gpu finds no GPU; on a CPU use --gpu --dry --out DIR\n")
-    if hopper and not INTERPRETED and torch.cuda.get_device_capability() != (9, 0):
-        parser.exit(2, f"{name}: {torch.cuda.get_device_name()} is no sm_90, and the kernel is for nothing else\n")
-    gpu(out, **options)
+    limit = {"limit": options.seconds} if "--seconds" in more else {}
+    gpu(options.out or ROOT / "results", **limit)
 
 
 if __name__ == "__main__":
-    run(cpu, gpu)
+    run("FlashAttention in Triton: errors and binaries, or times.", cpu, gpu, "--seconds")

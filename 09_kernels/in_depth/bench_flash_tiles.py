@@ -12,6 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
+from _bench_options import bench_options
 from flash_tiles import TILED, Attention, explicit_attention, step
 from harness.figures import write_figure
 from harness.meter import peak_memory, saved_activations
@@ -57,7 +58,7 @@ def draw(axes: Any, result: dict) -> None:
 
 
 def main() -> None:
-    if "--figures" not in sys.argv[1:]:
+    if not bench_options("Memory of attention in tiles, and of the definition.", "--figures").figures:
         for S in (100, 128):
             given = inputs(S, torch.float64)
             for name, got, want in zip(

@@ -7,7 +7,6 @@
 First every kernel must be as exact as PyTorch in the same precision; only then is anything counted, timed or written.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
+from _bench_options import bench_options
 from _fused_demo import DEVICE, adamw_run, allowed, compare, inputs, worst
 from _interpreter import INTERPRETED
 from bench_matmul_ladder import copied, timed
@@ -199,26 +199,9 @@ def time_all(dry: bool, folder: Path | None) -> None:
         table.write()
 
 
-def parse(script: str, about: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=script, description=about)
-    parser.add_argument("--gpu", action="store_true", help="time on the GPU")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: the same at tiny sizes on the CPU")
-    parser.add_argument("--out", type=Path, help="folder for the results, instead of results/")
-    parser.add_argument("--figures", action="store_true", help="draw the figures again from the results")
-    options = parser.parse_args()
-    if options.gpu and not options.dry and not torch.cuda.is_available():
-        print(f"{script}: --gpu: PyTorch finds no GPU here; --dry --out DIR tries the program out", file=sys.stderr)
-        sys.exit(2)
-    if options.dry and not (options.gpu and options.out):
-        print(f"{script}: --dry goes with --gpu and --out DIR: its numbers are no results", file=sys.stderr)
-        sys.exit(2)
-    return options
-
-
 def main() -> None:
-    options = parse("bench_fused.py", "Count and time the fused kernels.")
-    if options.figures:
-        return  # it has none
+    about = "Count and time the fused kernels."
+    options = bench_options(about, "--gpu", "--dry", "--out", counts_into_out=True)
     on_gpu = options.gpu and not options.dry
     low = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
     # Each width is compiled anew: the tests of the chapter go through all of them, and here the time is short.

@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import fused_adamw
 import torch
+from _bench_options import bench_options
 from _fused_demo import DEVICE, adamw_run, allowed, worst
-from bench_fused import SETTINGS, Traffic, parse
+from bench_fused import SETTINGS, Traffic
 from bench_matmul_ladder import copied, timed
 from fused_adamw import AdamW, adamw_, bytes_held, bytes_moved, flatten
 from harness import predictions
@@ -180,9 +181,7 @@ def time_all(dry: bool, folder: Path | None) -> None:
 
 
 def main() -> None:
-    options = parse("bench_fused_adamw.py", "Count and time AdamW.")
-    if options.figures:
-        return  # it has none
+    options = bench_options("Count and time AdamW.", "--gpu", "--dry", "--out", counts_into_out=True)
     verify()
     if options.gpu:
         time_all(options.dry, options.out)

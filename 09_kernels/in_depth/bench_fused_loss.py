@@ -16,9 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
+from _bench_options import bench_options
 from _fused_demo import DEVICE, allowed, compare, loss_inputs
 from _interpreter import INTERPRETED
-from bench_fused import parse
 from bench_matmul_ladder import copied, timed
 from fused_loss import (
     FUSED,
@@ -180,7 +180,8 @@ def layer(
 
 
 def main() -> None:
-    options = parse("bench_fused_loss.py", "Measure the output layer and its loss.")
+    about = "Measure the output layer and its loss."
+    options = bench_options(about, "--gpu", "--dry", "--out", "--figures", counts_into_out=True)
     if not options.figures:
         low = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
         for vocab in (500, 9000):  # in one block, and in two

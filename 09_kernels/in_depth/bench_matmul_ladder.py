@@ -9,7 +9,6 @@ First every rung must be as exact as PyTorch's product, and fetch what was predi
 Times on a GPU: CUDA events around one call, with the L2 cache overwritten before it; the median of many.
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import _cuda
 import matmul_ladder as ladder
 import torch
+from _bench_options import bench_options
 from harness import predictions
 from harness.ceilings import Table, copy_bandwidth, device_here, timer
 from harness.figures import COLOURS, GREY, write_figure
@@ -406,23 +406,8 @@ def time_ladder(dry: bool, folder: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Predict, count and time the ladder of matrix products.")
-    parser.add_argument("--gpu", action="store_true", help="time the rungs on the GPU")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: the same at tiny sizes on the CPU")
-    parser.add_argument("--out", type=Path, help="folder for the results, instead of results/")
-    parser.add_argument("--figures", action="store_true", help="only draw the figure again")
-    options = parser.parse_args()
-    if options.gpu and not options.dry and not torch.cuda.is_available():
-        print(
-            "bench_matmul_ladder.py: --gpu: PyTorch finds no GPU here; --dry --out DIR tries the program out",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    if options.dry and not (options.gpu and options.out):
-        print(
-            "bench_matmul_ladder.py: --dry goes with --gpu and --out DIR: its numbers are no results", file=sys.stderr
-        )
-        sys.exit(2)
+    about = "Predict, count and time the ladder of matrix products."
+    options = bench_options(about, "--gpu", "--dry", "--out", "--figures", counts_into_out=True)
     if not options.figures:
         if options.gpu:
             time_ladder(options.dry, options.out)

@@ -27,7 +27,8 @@
 // the operand. So the weights never see shared memory. (The sum of the weights is of fp32, before they are rounded.)
 //
 // Fences for the order of memory are in ptx.h's barriers; the CPU emulation checks everything else. What FA3 has beside
-// this: blocks that stay for several tiles, an epilogue through shared memory, fp8, windows, packed sequences.
+// this: blocks that stay for several tiles, an epilogue through shared memory, windows, packed sequences. In 8 bits: see
+// flash_attention_fp8.cu.
 #include "ptx_attention.h"
 
 constexpr int ROWS = 128, KEYS = 128, STAGES = 2;

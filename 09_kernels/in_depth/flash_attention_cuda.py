@@ -134,9 +134,9 @@ def sectors(B: int, S_q: int, S_k: int, N: int, D: int, last: int) -> int:
     return B * N * tokens * D * 2 // 32
 
 
-def turns() -> list[int]:
+def turns(source: str = SOURCE, headers: tuple[str, ...] = HEADERS) -> list[int]:
     """Who had the tensor cores, turn after turn, in the launch before (on the CPU): consumer 0 or 1."""
-    lib = library(SOURCE, "cpu", (0, 0), HEADERS)
+    lib = library(source, "cpu", (0, 0), headers)
     who = (ctypes.c_int * 65536)()
     return list(who[: lib.attention_turns(who, len(who))])
 

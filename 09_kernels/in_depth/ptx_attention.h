@@ -134,7 +134,8 @@ inline void copy_panel(bf16* to, const HeadMap* map, int b, int token, int head,
     };
     if (the.counting) {
         the.requests[GLOBAL_LOAD]++;
-        the.units[GLOBAL_LOAD] += std::max(0, std::min(map->tokens, map->S - token)) * PANEL * 2 / 32;
+        int tokens = std::max(0, std::min(map->tokens, map->S - token)), columns = std::min(PANEL, map->D - col);
+        the.units[GLOBAL_LOAD] += tokens * columns * 2 / 32;
     }
     if (the.late()) the.in_flight.push_back(copy);
     else copy();

@@ -1,0 +1,44 @@
+"""For tests: bfloat16 in Triton's interpreter as a GPU has it, so that a 16-bit referee needs no GPU.
+
+The interpreter keeps bfloat16 as integers of 16 bits. It cuts off where a GPU rounds, and `tl.dot` multiplies these
+integers. Inside `bfloat16()` it rounds to nearest and multiplies in float32, where a product of two numbers of 8 bits
+is exact. Whatever else a kernel does to a bfloat16 without a cast to float32 stays integer arithmetic, and so loudly
+wrong: sums and statistics belong into float32.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from _interpreter import INTERPRETED, tl
+from triton.runtime import interpreter
+
+
+@contextmanager
+def bfloat16(*checks: str) -> Iterator[None]:
+    """`checks`: the functions ("fused.check") that refuse bfloat16 in the interpreter, and are to let it pass."""
+    if not INTERPRETED:
+        yield
+        return
+    convert, multiply = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def rounded(x, source, target, mode):
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(x, source, target, mode)
+        exact = torch.from_numpy(np.ascontiguousarray(x)).reshape(x.shape)
+        return exact.bfloat16().view(torch.int16).numpy().view("uint16")
+
+    def product(builder, a, b, *rest):
+        return multiply(builder, *(wide(builder, x) for x in (a, b)), *rest)
+
+    def wide(builder, x):
+        return builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+
+    with ExitStack() as changed:
+        changed.enter_context(patch.object(interpreter, "_convert_float", rounded))
+        changed.enter_context(patch.object(interpreter.InterpreterBuilder, "create_dot", product))
+        for name in checks:
+            changed.enter_context(patch(name, lambda *_, **__: None))
+        yield

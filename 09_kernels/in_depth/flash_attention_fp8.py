@@ -1,0 +1,307 @@
+"""FlashAttention in 8 bits for Hopper, forward: twice the products a clock, half the bytes; and what that costs.
+
+Problem. Tensor cores multiply e4m3 (4 bits of exponent, 3 of mantissa) at twice the rate of bf16. But half of the bits
+that a number had are gone, the largest is 448, the smallest 2^-9, and the instruction takes its factors in one layout.
+
+Idea (FlashAttention-3, section 3.3). The kernel of flash_attention_cuda.py, its turns and its waits, and:
+
+    q, k, v    x ≈ scale · e4m3; a scale for each head, its largest element / 448. The scores are multiplied by the
+               scales of q and k, out by that of v
+    v          comes as [B, N_kv, D, S]: 8 bits are summed along rows only. Whoever rounds v turns it as well
+    weights    2^8 times as large: then those down to 2^-14 of the largest keep 4 digits. The sum divides it out
+    layout     of 16 keys a thread has 0 1 8 9 where it must have 0 1 2 3. Not the weights move: the columns of v do
+
+Accuracy. e4m3 is a floating-point format: from the largest number of a head down there are 15 powers of two with 4
+digits each, so one scale for a head will do. What hurts is a column that is large in q *and* in k, as trained models
+have them: its product is most of a score, and up to 6 % of each factor are lost. Against that: a random rotation M of
+all rows of q and k (`spread`), since (q M)(k M)ᵀ = q kᵀ. M, a Hadamard matrix / sqrt(D) with random signs, shares the
+column among all D, whose roundings cancel in part. (The paper's incoherent processing.)
+
+Forward only, as in the paper, for inference; gradients are refused. Takes bf16 and rounds it. Head dims 64 and 128,
+causal (with any offset) or all keys, K/V heads shared by groups. FLOPs as in bf16. Bytes asked of global memory, a byte
+for a number: q once, k and v once for each tile of 128 queries that sees them, v in whole tiles: `sectors`, counted on
+the CPU. Paper: FlashAttention-3, Shah et al. 2024 (arXiv 2407.08608), sections 3.3 and 4.3.
+
+Without a GPU the kernel runs on the CPU, thread by thread, with tensor cores that cut sums off at 14 bits, as Hopper's
+were found to do (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).
+
+    python flash_attention_fp8.py                       errors beside those of bf16, in three orders of the threads
+    python flash_attention_fp8.py --head-dim 128 --seq 200 --keys 150 --outliers column --spread
+    python flash_attention_fp8.py --resources           registers, stack (needs nvcc, but no GPU)
+The last line is PASS, or the script exits with 1 and says which number is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.nn.functional as F
+from _cuda import FORWARD, REVERSE, CudaError, call, library, racing, resources
+from flash_attention_cuda import HEAD_DIMS, KEYS, ROWS, check, cuda_forward, fit, inputs, tiles_of_keys
+from flash_tiles import band, explicit_attention
+from torch import Tensor
+
+# Legend of shapes: B batch, S sequence (S_q queries, S_k keys), N query heads, N_kv key/value heads, D head dim.
+SOURCE = "flash_attention_fp8.cu"
+HEADERS = ("ptx_attention.h", "ptx_attention_fp8.h")
+E4M3, LARGEST, LIFT = torch.float8_e4m3fn, 448.0, 8  # LIFT: weights are 2^8 times as large
+
+
+class Eight(NamedTuple):
+    """q [B, S_q, N, D], k [B, S_k, N_kv, D] and v [B, N_kv, D, S] (see `across`) in e4m3, scales [B, heads] in fp32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale_q: Tensor
+    scale_k: Tensor
+    scale_v: Tensor
+
+
+def to_e4m3(x: Tensor, per_head: bool = True) -> tuple[Tensor, Tensor]:
+    """x [B, S, N, D] -> e4m3 of the same shape and scales [B, N], with x ≈ e4m3 · scale. One scale for all if not."""
+    largest = x.float().abs().amax((1, 3)) if per_head else x.float().abs().max().expand(x.shape[0], x.shape[2])
+    scale = torch.where(largest == 0, 1.0, largest / LARGEST).contiguous()
+    return (x.float() / scale[:, None, :, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+
+def across(v: Tensor) -> Tensor:
+    """v [B, S, N_kv, D] in e4m3 as the kernel sums it -> [B, N_kv, D, S'], keys along the last dimension.
+
+    S' is a multiple of KEYS, with zeros at the end. Of every 16 keys place 4c + 2h + e has key 8h + 2c + e: lane c of
+    four comes out of q kᵀ with the keys 2c, 2c + 1, 8 + 2c, 9 + 2c, and wgmma takes what it has for 4c to 4c + 3.
+    """
+    # --- exercise 9.43: v turned, its keys in the order in which the weights come ---
+    padded = F.pad(v.view(torch.uint8), (0, 0, 0, 0, 0, -v.shape[1] % KEYS))
+    keys = padded.unflatten(1, (-1, 2, 4, 2))  # [B, S', N_kv, D] -> [B, S'/16, h, c, e, N_kv, D]
+    return keys.permute(0, 5, 6, 1, 3, 2, 4).flatten(3).contiguous().view(E4M3)  # -> [B, N_kv, D, S'/16 · c · h · e]
+    # --- end exercise ---
+
+
+def spread_out(q: Tensor, k: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """q M and k M for a random orthogonal M [D, D]: q kᵀ stays as it is, and an outlier is shared by its whole row."""
+    D = q.shape[-1]
+    hadamard = torch.ones(1, 1)
+    while len(hadamard) < D:  # D is a power of two
+        hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
+    signs = torch.randint(2, (D, 1), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1.0
+    rotation = (signs * hadamard / math.sqrt(D)).to(q.device)
+    return q.float() @ rotation, k.float() @ rotation
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, *, per_head: bool = True, spread: bool = False) -> Eight:
+    """Rounds bf16 to e4m3, and turns v. In a model the kernel before would do that, as it writes q, k and v."""
+    if spread:
+        q, k = spread_out(q, k)
+    (q8, scale_q), (k8, scale_k), (v8, scale_v) = (to_e4m3(x, per_head) for x in (q, k, v))
+    return Eight(fit(q8), fit(k8), across(v8), scale_q, scale_k, scale_v)
+
+
+def attend(given: Eight, S_k: int, *, causal: bool, offset: int = 0, order: int = FORWARD) -> tuple[Tensor, Tensor]:
+    """out [B, S_q, N, D] in bf16 and LSE [B, N, S_q] in fp32 of what `prepare` made."""
+    out = torch.empty(given.q.shape, dtype=torch.bfloat16, device=given.q.device)
+    lse = torch.empty(*given.scale_q.shape, out.shape[1], dtype=torch.float32, device=out.device)
+    call(SOURCE, "run_attention", *arguments(given, S_k, causal, offset), out, lse, order=order, headers=HEADERS)
+    return out, lse
+
+
+def arguments(given: Eight, S_k: int, causal: bool, offset: int) -> tuple:
+    """What run_attention gets before its outputs. Bytes travel as uint8: to ctypes a tensor is an address."""
+    B, S_q, N, D = given.q.shape
+    last = band(S_q, S_k, causal, None, offset)[1]  # query i sees the keys up to i + last
+    sizes = (D, B, S_q, S_k, N, given.scale_k.shape[1], given.v.shape[3], last, 1 / math.sqrt(D))
+    return (*sizes, *(x.view(torch.uint8) for x in given[:3]), *given[3:])
+
+
+def fp8_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    offset: int = 0,
+    order: int = FORWARD,
+    per_head: bool = True,
+    spread: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """out [B, S_q, N, D] in bf16 and LSE [B, N, S_q] in fp32, from q, k, v in bf16; `order` as in cuda_forward.
+
+    ValueError, in one line, for what the kernel cannot do.
+    """
+    check(q, k, v, None, torch.bfloat16)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError("attention in e4m3 has no backward pass; use torch.no_grad(), or flash_attention_cuda.py")
+    given = prepare(q, k, v, per_head=per_head, spread=spread)
+    return attend(given, k.shape[1], causal=causal, offset=offset, order=order)
+
+
+def sectors(B: int, S_q: int, S_k: int, N: int, D: int, last: int) -> int:
+    """Sectors of 32 bytes asked for: Q where a tile of queries sees any key, and there K and V, V in whole tiles."""
+    tokens = 0
+    for row, tiles in zip(range(0, S_q, ROWS), tiles_of_keys(S_q, S_k, last), strict=True):
+        tokens += (min(ROWS, S_q - row) if tiles else 0) + min(tiles * KEYS, S_k) + tiles * KEYS
+    return B * N * tokens * D // 32
+
+
+def count(given: Eight, S_k: int, causal: bool, offset: int) -> int:
+    """Sectors that the kernel asks for on the CPU."""
+    out = torch.empty(given.q.shape, dtype=torch.bfloat16)
+    lse = torch.empty(*given.scale_q.shape, out.shape[1])
+    what = arguments(given, S_k, causal, offset)
+    return call(SOURCE, "run_attention", *what, out, lse, counting=True, headers=HEADERS).load_sectors
+
+
+@contextmanager
+def accumulator_bits(bits: int) -> Iterator[None]:
+    """Of the emulated tensor cores' sums: 14 as a rule, as measured on Hopper; 0 for all that fp32 has."""
+    lib = library(SOURCE, "cpu", (0, 0), HEADERS)
+    lib.set_accumulator_bits(bits)
+    try:
+        yield
+    finally:
+        lib.set_accumulator_bits(14)
+
+
+# ----------------------------------------------------------------------------------------------- the check and the demo
+
+
+def in_float64(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, offset: int = 0, **how) -> tuple[Tensor, Tensor]:
+    """What the kernel has to compute: factors in e4m3, weights in e4m3 relative to the maximum so far; sums exact.
+
+    Written from the formulas, without `across` and without the kernel; only the keys of a tile are its own, since the
+    maximum of a tile decides how its weights are rounded.
+    """
+    (S_q, G, D), S_k = (q.shape[1], q.shape[2] // k.shape[2], q.shape[3]), k.shape[1]
+    if how.pop("spread", False):
+        q, k = spread_out(q, k)
+    q, k, v = ((x.double() * scale.double()[:, None, :, None]) for x, scale in (to_e4m3(x, **how) for x in (q, k, v)))
+    k, v = (x.repeat_interleave(G, 2) for x in (k, v))  # [B, S_k, N_kv, D] -> [B, S_k, N, D]
+    scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(D)
+    i, j = torch.arange(S_q, device=q.device), torch.arange(S_k, device=q.device)
+    scores = scores.masked_fill(j > i[:, None] + band(S_q, S_k, causal, None, offset)[1], -math.inf)
+    m, total, acc = torch.full_like(scores[..., 0], -math.inf), torch.zeros_like(scores[..., 0]), 0.0
+    for tile in range(0, S_k, KEYS):
+        some = scores[..., tile : tile + KEYS]
+        new = torch.maximum(m, some.amax(-1))
+        safe = new.masked_fill(new == -math.inf, 0.0)
+        shrink, weights = (m - safe).exp(), (some - safe[..., None]).exp()
+        total = total * shrink + weights.sum(-1)
+        rounded = (weights * 2**LIFT).float().to(E4M3).double() / 2**LIFT
+        acc = acc * shrink[..., None] + torch.einsum("bnij,bjnd->bnid", rounded, v[:, tile : tile + KEYS])
+        m = new
+    out = (acc / total[..., None]).masked_fill(total[..., None] == 0, 0.0)
+    return out.transpose(1, 2), m + total.log()  # [B, N, S_q, D] -> [B, S_q, N, D]
+
+
+def with_outliers(x: Tensor, kind: str, seed: int = 0) -> Tensor:
+    """x [B, S, N, D] with numbers that stand out: "rare", one in a thousand ten times as wide (FlashAttention-3,
+    section 4.3); "column", one of the D larger by 10 in every row, as trained models have them."""
+    if kind == "column":
+        return x + 10.0 * (torch.arange(x.shape[3], device=x.device) == 3).to(x)
+    generator = torch.Generator().manual_seed(seed)
+    rare = torch.rand(x.shape, generator=generator) < 1e-3
+    return (x.cpu().float() + rare * 10 * torch.randn(x.shape, generator=generator)).to(x)
+
+
+def off_by(got: Tensor, want: Tensor) -> float:
+    """The root of the mean square of the difference, relative to that of `want`; NaN if there is one."""
+    return ((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"flash_attention_fp8.py: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def parse(words: list[str] | None = None) -> tuple[Parser, argparse.Namespace]:
+    parser = Parser(description="Attention in e4m3 for Hopper, forward.", allow_abbrev=False)
+    parser.add_argument("--seq", type=int, default=140, help="queries; default %(default)s")
+    parser.add_argument("--keys", type=int, default=140, help="keys; default %(default)s")
+    parser.add_argument("--heads", type=int, default=2, help="query heads; default %(default)s")
+    parser.add_argument("--kv-heads", type=int, default=1, help="key/value heads; default %(default)s")
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=64, help="default %(default)s")
+    parser.add_argument("--outliers", choices=("rare", "column"), help="numbers of q and k that stand out")
+    parser.add_argument("--per-tensor", action="store_true", help="one scale for all heads")
+    parser.add_argument(
+        "--spread", action="store_true", help="rotate q and k, so that a column that stands out is shared by all"
+    )
+    parser.add_argument("--resources", action="store_true", help="what nvcc makes of it for sm_90a; and end")
+    args = parser.parse_args(words)
+    names = ("seq", "keys", "heads", "kv_heads", "head_dim", "outliers", "per_tensor", "spread")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != parser.get_default(name)]
+    if args.resources and given:
+        parser.error(f"--resources says what nvcc makes of the kernel and ends; leave out {' '.join(given)}")
+    for option in names[:4]:
+        if getattr(args, option) < 1:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} is too small; use 1 or more")
+    if args.heads % args.kv_heads:
+        parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
+    return parser, args
+
+
+def main() -> int:
+    parser, args = parse()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        parser.error(f"{torch.cuda.get_device_name()} is no sm_90, and wgmma exists there only; hide it to emulate")
+    if int(os.environ.get("RANK", 0)) != 0:
+        return 0  # a kernel is the business of one device; under torchrun the first rank does it
+    try:
+        wrong = fits() if args.resources else demo(args, device)
+    except (CudaError, ValueError) as error:
+        parser.error(str(error))
+    print("\n".join(wrong) or "PASS")
+    return int(bool(wrong))
+
+
+def fits() -> list[str]:
+    used = resources(SOURCE, "sm_90a")["attention_fp8"]  # of both head dims the more demanding one
+    print(f"sm_90a: {used.registers} registers a thread, {used.stack} bytes of stack, {used.spills} spilled")
+    said = f"{used.stack} bytes of stack, {used.spills} spilled: numbers in local memory"
+    return [said] * bool(used.stack + used.spills)
+
+
+def demo(args: argparse.Namespace, device: str) -> list[str]:
+    wrong, how = [], dict(per_head=not args.per_tensor, spread=args.spread)
+    q, k, v = inputs(1, args.seq, args.keys, args.heads, args.kv_heads, args.head_dim, device)
+    if args.outliers:
+        q, k = (with_outliers(x, args.outliers, seed) for seed, x in enumerate((q, k)))
+    print(f"{args.seq} queries, {args.keys} keys, {args.heads}/{args.kv_heads} heads of {args.head_dim} on {device}")
+    print(f"{'off by':<22}{'bf16':>9}{'e4m3':>9}{'from formula':>14}{'any order':>11}{'sectors':>9}{'counted':>9}")
+    for name, mask in {
+        "causal": dict(causal=True, offset=0),
+        "all keys": dict(causal=False, offset=0),
+        "rows before any key": dict(causal=True, offset=-(args.seq // 2)),
+    }.items():
+        orders = (FORWARD, REVERSE, racing(1)) if device == "cpu" else (FORWARD,)
+        outs = [fp8_forward(q, k, v, **mask, **how, order=order) for order in orders]
+        same = all(torch.equal(x, y) for other in outs[1:] for x, y in zip(outs[0], other, strict=True))
+        with accumulator_bits(0) if device == "cpu" else nullcontext():
+            exact = off_by(fp8_forward(q, k, v, **mask, **how)[0], in_float64(q, k, v, **mask, **how)[0])
+        want = explicit_attention(*(x.double() for x in (q, k, v)), **mask)
+        plain, eight = (off_by(x, want) for x in (cuda_forward(q, k, v, **mask)[0], outs[0][0]))
+        last = band(args.seq, args.keys, mask["causal"], None, mask["offset"])[1]
+        predicted, counted = sectors(1, args.seq, args.keys, args.heads, args.head_dim, last), "on a CPU"
+        if device == "cpu":
+            counted = count(prepare(q, k, v, **how), args.keys, **mask)
+            wrong += [f"{name}: {counted} sectors, not {predicted}"] * (counted != predicted)
+        cells = f"{plain:>9.1e}{eight:>9.1e}{exact:>14.1e}{'yes' if same else 'NO':>11}{predicted:>9}{counted:>9}"
+        print(f"{name:<22}{cells}")
+        limit = 3e-3 if device == "cpu" else 3e-2  # a rounding to bf16; on a GPU also sums of 14 bits
+        wrong += [f"{name}: {exact:.1e} from the formula in e4m3; {limit} is allowed"] * (not exact <= limit)
+        wrong += [f"{name}: {eight:.1e} from float64 is not a number"] * math.isnan(eight)
+        wrong += [f"{name}: the result depends on the order of the threads"] * (not same)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The benchmarks' command lines: what cannot be, or would be ignored, is one line that names it, before any work."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from _bench_options import bench_options
+
+CHAPTER = Path(__file__).resolve().parents[1]
+BENCHMARKS = {file.stem: file for file in sorted([*CHAPTER.glob("bench_*.py"), *CHAPTER.glob("in_depth/bench_*.py")])}
+WRONG = {  # a benchmark that has not all of these options refuses the one that it does not know
+    "--no-such-option 7": "--no-such-option",
+    "--figures --gpu": "--",
+    "--dry": "--dry",
+    "--gpu --dry": "--",
+    "--out": "--out",
+    "--out DIR --figures": "--",
+    "--gpu --out FILE": "--",
+    "--gpu --out EMPTY": "--",
+    "--gpu --seconds nan": "--",
+    "--gpu --seconds -1": "--",
+    "--seconds 60": "--seconds",
+    "--fig": "--fig",
+    "7": "7",
+} | ({} if torch.cuda.is_available() else {"--gpu": "--gpu"})
+
+
+def words(options, folder):
+    (folder / "FILE").touch()
+    known = {"DIR": str(folder / "DIR"), "FILE": str(folder / "FILE"), "EMPTY": ""}
+    return [known.get(word, word) for word in options.split()]
+
+
+@pytest.mark.parametrize("script", BENCHMARKS)
+def test_a_wrong_option_of_a_benchmark_is_one_line_that_names_it_and_nothing_is_done(
+    script, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS[script].parent), *sys.path])  # as when it is started
+    for options, named in WRONG.items():
+        monkeypatch.setattr(sys, "argv", [str(BENCHMARKS[script]), *words(options, tmp_path)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(BENCHMARKS[script]), run_name="__main__")
+        printed = capsys.readouterr()
+        assert ended.value.code == 2 and printed.out == "", f"{options}: {printed.out[:200]}"
+        assert len(printed.err.splitlines()) == 1 and named in printed.err, f"{options}: {printed.err[:300]}"
+        assert printed.err.startswith(f"{script}.py: ") and not (tmp_path / "DIR").exists(), options
+
+
+ALL = ("--gpu", "--dry", "--out", "--figures", "--seconds")
+
+
+def chosen(monkeypatch, given, *names, **how):
+    monkeypatch.setattr(sys, "argv", ["bench_x.py", *given.split()])
+    return bench_options("A benchmark.", *(names or ALL), **how)
+
+
+def test_what_is_allowed_is_handed_over_and_what_is_not_asked_for_is_off(monkeypatch, tmp_path):
+    nothing = chosen(monkeypatch, "", "--gpu")
+    assert (nothing.gpu, nothing.dry, nothing.out, nothing.figures, nothing.seconds) == (False, False, None, False, 400)
+    dry = chosen(monkeypatch, f"--gpu --dry --out {tmp_path} --seconds 60")
+    assert (dry.gpu, dry.dry, dry.out, dry.seconds) == (True, True, tmp_path, 60)
+    assert chosen(monkeypatch, "--figures").figures
+    assert chosen(monkeypatch, "--out new", counts_into_out=True).out == Path("new")
+
+
+@pytest.mark.parametrize(
+    ("given", "how", "message"),
+    [
+        ("--dry --out x", {}, "--dry is a way to try --gpu"),
+        ("--gpu --dry", {}, "--dry needs --out DIR"),
+        ("--out x", {}, "--out x is where --gpu writes"),
+        ("--figures --out x", {"counts_into_out": True}, "--figures only draws"),
+        (f"--gpu --dry --out {__file__}", {}, "is no folder"),
+        ("--gpu --dry --out x --seconds nan", {}, "--seconds nan is no time"),
+        ("--gpu --dry --out x --seconds inf", {}, "--seconds inf is no time"),
+        ("--gpu --dry --out x --seconds 0", {}, "--seconds 0 is no time"),
+        ("--seconds 60", {}, "--seconds 60 is the time of --gpu"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(monkeypatch, capsys, given, how, message):
+    with pytest.raises(SystemExit) as ended:
+        chosen(monkeypatch, given, **how)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_the_kernels_is_refused_before_anything_is_compiled(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    assert chosen(monkeypatch, "--gpu").gpu
+    with pytest.raises(SystemExit):
+        chosen(monkeypatch, "--gpu", hopper=True)
+    assert "--gpu: NVIDIA A100 is no sm_90" in capsys.readouterr().err
+
+
+TOOLS = {  # what compiles for GPUs that are not there, with what is wrong about its arguments
+    "_flash_compile.py": {
+        "": "compute capability '' is none of 80, 90",
+        "99 float16 64": "compute capability '99' is none of",
+        "80": "nothing is no list of dtypes and head dims",
+        "80 float16": "float16 is no list of dtypes and head dims",
+        "80 float64 64": "dtype float64 is none of",
+        "80 float16 40": "head dim 40 is no multiple of 16",
+        "80 float16 nan": "head dim nan is no multiple of 16",
+        "80 float16 64 --only all": "--only all: the kernels are forward,",
+    },
+    "_fused_compile.py": {"": "no script is named", "elu.py": "elu.py is none of them; use fused.py, "},
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("tool", "given"), [(tool, given) for tool in TOOLS for given in TOOLS[tool]])
+def test_a_wrong_argument_of_the_compiling_tools_is_one_line(tool, given):
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, CHAPTER / "in_depth" / tool, *given.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(f"{tool}: {TOOLS[tool][given]}"), done.stderr
