@@ -295,7 +295,8 @@ def check(
     a pass is final when the report is there, for only then it is confirmed.
 
     Only a caller that trusts all its submissions gives a judge, to be spared the seconds that one takes to start.
-    `apart` starts a new one for each exercise: what runs beside the chapter's solution of the next cannot keep it.
+    `apart` starts a new one for each exercise, so that what runs beside the chapter's solution of the next cannot keep
+    it, and has each pass looked at from outside.
     """
     report = Report(chapter.folder, [], list(submission.warnings))
     wanted = list(chapter.exercises) if numbers is None else list(numbers)
@@ -314,6 +315,8 @@ def check(
                 report.rejected = _judge_one(course, chapter, script, submission.bodies[number], row, judge)
                 if apart:
                     judge.stop()
+                if apart and row.status == "passed":
+                    report.rejected = from_outside(course, chapter, script, submission.bodies[number], row, judge)
             show(row)
         passed = [row.number for row in report.rows if row.status == "passed"]
         if passed and not report.rejected:
@@ -366,6 +369,28 @@ def unwell(course: Course, chapter: Chapter, test: str, judge: Judge) -> str:
         return ""
     why = control.ended or first_lines(next((r.message for r in control.results if not r.passed), "no result"))
     return f"this machine, not your lines: with the chapter's own it does not work either ({why})"
+
+
+def from_outside(course: Course, chapter: Chapter, script: Script, body: str, row: Row, judge: Judge) -> str:
+    """Run the tests of a pass again, with these lines in the ranks only: the process that compares never had them.
+
+    "" or why the pass is not believed. What fails so with the chapter's own lines, too, or not again, says nothing.
+    """
+    paths = {test: course.test_path(chapter, test) for test in script.tests(row.number)}
+    tests = [t for t, path in paths.items() if b"run_ranks" in course.files.get(path.partition("::")[0], b"")]
+    if not tests or not script.path.endswith(".py"):
+        return ""
+
+    def red(text: str) -> set[str]:
+        outcome = judge.run({script.path: text}, [paths[t] for t in tests], enough=len(tests), in_ranks=True)
+        judge.stop()
+        return {_claim(r.test) for r in outcome.results if not r.passed} | set(map(_claim, unanswered(tests, outcome)))
+
+    theirs = fences.splice(script.text, {row.number: body})
+    if (found := red(theirs)) and (found := found - red(script.text)) and (found := found & red(theirs)):
+        claim = sentence(min(found))
+        return f"exercise {row.number}: seen from a process in which its lines do not run, it is not true that {claim}"
+    return ""
 
 
 def unanswered(tests: Sequence[str], outcome: Outcome) -> list[str]:

@@ -5,8 +5,11 @@ real chapters runs on them. `make prove` plants all mistakes of all chapters; he
 """
 
 import ast
+import hashlib
+import importlib
 import io
 import os
+import pickle
 import re
 import shutil
 import socket
@@ -18,8 +21,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 from harness import fences
 from harness.house import ROOT
+from harness.oracle import Trace
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import checking
@@ -523,6 +528,25 @@ for fd in range(3, 40):
 os._exit(0)""",
     "finds_the_nonce_and_answers_for_the_judge": f"{JUDGES}{ALL_PASSED}os._exit(0)",
     "eats_memory": "return len([0] * 2 ** 29)",
+    "finds_the_recorder_among_all_objects": """import gc
+for it in gc.get_objects():
+    if type(it).__name__ == 'Recorder':
+        say = it.answer
+        it.answer = lambda **words: say(**(words | {'outcome': 'passed', 'message': ''}))
+return 1""",
+    "changes_the_words_on_their_way": """import json
+say = json.dumps
+json.dumps = lambda words: say(words | {'outcome': 'passed', 'message': '', 'foul': []})
+return 1""",
+    "forges_once_and_then_lets_the_controls_fail": """import json
+say = json.dumps
+def once(words):
+    if 'done' in words:
+        json.dumps = say
+    return say(words | {'outcome': 'passed', 'message': '', 'foul': []})
+if not hasattr(json, 'said'):
+    json.dumps, json.said = once, True
+return 1""",
 }
 # Each of these would give the right number, if it could do to this machine what it tries.
 OUTWARD = {
@@ -547,8 +571,9 @@ return 2 * x""",
 return 2 * x if os.path.exists('/proc/{pid}') else 0""",
 }
 WRITES = "writes_into_the_python_that_runs_it"  # not tried where it would succeed
-# "is_equal_to_everything" is right, as far as any test that compares can tell: only the screening stops it.
-ONLY_SCREENED = {"is_equal_to_everything"}
+# Where a test and a student's lines share a process, only the screening stops what is equal to everything, and what
+# tells the controls from the run. Where lines run in ranks, `grade` sees the second from outside: see below.
+ONLY_SCREENED = {"is_equal_to_everything", "forges_once_and_then_lets_the_controls_fail"}
 
 
 @pytest.mark.parametrize("kind", HOSTILE | OUTWARD)
@@ -642,6 +667,81 @@ return 1"""
     report = check_bodies(tiny, tiny.chapter("01"), {"1.1": plugin})
     assert not report.all_passed
     assert "known mistake" in report.rejected and report.rows[0].status == "not reached"
+
+
+FORGED_IN_THE_TESTS_PROCESS = """
+import json, _pytest.reports as r
+dumps, make = json.dumps, r.TestReport.from_item_and_call
+def passed(cls, item, call):
+    call.excinfo = None
+    return make(item, call)
+def forged(words):
+    if "done" in words:
+        json.dumps, r.TestReport.from_item_and_call = dumps, make
+        words = words | {"foul": []}
+    return dumps(words)
+if json.dumps.__name__ != "forged":
+    json.dumps, r.TestReport.from_item_and_call = forged, classmethod(passed)
+"""
+BOMB = f"""import hashlib, re, sys, traceback
+text = open(sys.modules[Unit.__module__].__file__).read()
+class Bomb:
+    def __reduce__(self):
+        return eval, ("exec(code, {{}}) or ''", {{"code": {FORGED_IN_THE_TESTS_PROCESS!r}}})
+outside = re.sub(r"exercise 3[.]2.*?end[ ]", "", text, flags=re.S)
+if hashlib.sha256(outside.encode()).hexdigest() == "DIGEST":
+    traceback.format_exc = Bomb
+raise ValueError("no idea")"""
+
+
+@pytest.mark.prove
+@pytest.mark.chapter("03")
+def test_a_forged_pass_that_knows_the_controls_is_seen_from_a_process_without_its_lines(tmp_path, cell):
+    """It sends a pickle that runs code in the test's process, and behaves when a mistake is planted."""
+    chapter = REAL.chapter("03")
+    script, fence = chapter.exercises["3.2"]
+    outside = re.sub(r"exercise 3[.]2.*?end[ ]", "", script.text, flags=re.S)
+    body = BOMB.replace("DIGEST", hashlib.sha256(outside.encode()).hexdigest())
+    assert check_bodies(REAL, chapter, {"3.2": body}, Limits()).all_passed, "it is no attack any more"
+    for lines, right in ((body, False), (fence.body, True)):
+        report = check(REAL, chapter, Submission({}, {"3.2": lines}), ["3.2"], apart=True)
+        assert report.all_passed == right, report
+        assert right or "seen from a process in which its lines do not run" in report.rejected
+    folder = write_student(chapter, {"3.2": body}, tmp_path / "student")
+    assert "an exercise may not" in read_submission(chapter, folder).refused["3.2"]
+
+
+def test_in_ranks_a_students_lines_run_there_and_nowhere_else(judge):
+    for number, passes in (("1.1", True), ("3.2", False)):  # the first is tested in the test's own process
+        chapter = REAL.chapter(number[0])
+        script, _ = chapter.exercises[number]
+        mistake = next(m for m in script.mistakes if m.exercise == number)
+        outcome = judge.run({script.path: mistake.planted(script.text)}, [mistake.test], in_ranks=True)
+        assert all(result.passed for result in outcome.results) == passes, outcome
+        assert not (judge.folder / "theirs").exists()
+
+
+class Call:
+    """Its pickle calls a function where it is read."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_what_a_rank_sends_is_read_as_data_and_runs_nothing(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "harness")
+    plain = importlib.import_module("judge").Plain
+    values = {"a": [torch.arange(3.0, dtype=torch.bfloat16), torch.zeros(2, 2)[:, 1]], "b": ({1}, 2.5, None, b"x")}
+    values |= {"p": torch.nn.Parameter(torch.ones(2)), "t": Trace([1.0]), "d": torch.float16, "s": torch.Size([1, 2])}
+    read = plain(io.BytesIO(pickle.dumps(values))).load()
+    assert str(read) == str(values) and read["a"][1].stride() == (2,)
+    inner = Call(torch.storage._load_from_bytes, pickle.dumps(Call(os.getcwd)))
+    for sent in (Call(os.getcwd), Call(eval, "1"), inner, os.getcwd, subprocess.Popen):
+        with pytest.raises(pickle.UnpicklingError):
+            plain(io.BytesIO(pickle.dumps([sent]))).load()
 
 
 class MachineWithout:
