@@ -355,7 +355,7 @@ def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row:
             return ""
     said = {result.test: result.message for result in failed} or {tests[-1]: ""}
     mistake = nearest_mistake(script, row.number, body, said)
-    row.mistake, row.hint = (mistake.name, mistake.hint) if mistake else ("", general_hint(chapter, script, row.number))
+    row.mistake, row.hint = (mistake.name, mistake.hint) if mistake else ("", general_hint(chapter, script, row))
     return ""
 
 
@@ -503,11 +503,27 @@ def _likeness(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, re.findall(r"\w+|\S", a), re.findall(r"\w+|\S", b), autojunk=False).ratio()
 
 
-def general_hint(chapter: Chapter, script: Script, number: str) -> str:
-    """For a mistake of the student's own: what the claim is about, and where to read."""
-    fence = script.fences[number]
+SAYS = {  # what a failure's own words are about, whoever's lines they are
+    r"(NameError|UnboundLocalError)\b": "Your lines, or those behind them, use a name that nobody has given a value.",
+    r"ranks \[.*still running": "A rank waits for a message that nobody sends. Write down for each rank which sends, "
+    "receives and collectives it starts, in their order: the first line that differs is the place.",
+    r"everything is \S+ times": "One factor everywhere: what is counted once too often or too rarely? Think of ranks, "
+    "micro-batches, and an average where a sum is meant.",
+    r"(difference|error) nan\b": "A NaN is 0/0, inf - inf, or memory that nobody has written: what may be empty, "
+    "masked, or still on its way?",
+    r": None, but should be": "Nothing has arrived there at all: who should have written it, and when?",
+}
+
+
+def general_hint(chapter: Chapter, script: Script, row: Row) -> str:
+    """For a mistake of the student's own: what the failure says by itself, and where to read."""
+    fence = script.fences[row.number]
+    said = next((words for pattern, words in SAYS.items() if re.search(pattern, row.detail)), "")
     around = f"the docstring of {fence.inside} in {script.name}" if fence.inside else script.name
-    return f"Read exercise {number} in {chapter.folder}/README.md and {around} once more, then the test that failed."
+    where = (
+        f"Read exercise {row.number} in {chapter.folder}/README.md and {around} once more, then the test that failed."
+    )
+    return f"{said} {where}".strip()
 
 
 def sentence(test: str) -> str:
@@ -519,7 +535,8 @@ def sentence(test: str) -> str:
 
 def first_lines(message: str) -> str:
     """The numbers of a failure in one line: its first line without the exception's name."""
-    line = next((line.strip() for line in message.splitlines() if line.strip()), "no message")
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
+    line = lines[-1 if "Traceback (most" in lines[0] else 0]
     line = re.sub(r"^(?:[\w.]*\.)?(AssertionError|RankFailure|Failed): ", "", line)
     line = re.sub(r"0x[0-9a-f]{6,}", "0x...", line)
     return line if len(line) <= 240 else line[:237] + "..."

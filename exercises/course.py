@@ -62,10 +62,13 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
     for script in chapter.scripts:
         bodies = {number: fences.stub(fence) for number, fence in script.fences.items()}
         (folder / script.within).write_text(fences.splice(script.text, bodies), encoding="utf-8")
-    numbers = list(chapter.exercises)
     first, (script, _) = next(iter(chapter.exercises.items()))
+    few = [n for n in chapter.exercises if int(n.partition(".")[2]) < 21]
+    more = [n for n in chapter.exercises if n not in few]
+    extra = f", and {more[0]} to {more[-1]} in in_depth for who wants more" if more else ""
     return (
-        f"{said}{folder}: exercises {numbers[0]} to {numbers[-1]}; the statements are in its README.md\n"
+        f"{said}{folder}: exercises {few[0]} to {few[-1]}{extra}\n"
+        f"What to write, and its target: {folder / 'README.md'}, under Exercises\n"
         f"Open {folder / script.within} and look for `exercise {first}`. "
         f"Then: make check CH={chapter.folder[:2]} N={first}\nWhat you have done so far: make progress"
     )

@@ -264,6 +264,30 @@ def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_
     assert "exercise 1.25 in 01_single_gpu/README.md" in row.hint and row.mistake == ""
 
 
+SAYS = {
+    "NameError: name 'works' is not defined": "a name that nobody has given a value",
+    "harness.ranks.RankFailure: ranks [0, 1] of 2 were still running after 10 s": "waits for a message",
+    "w: largest difference 0.5 (relative): 1, but should be 2; everything is 0.5 times what it should be": "One factor",
+    "loss on rank 0: largest difference nan (relative): nan, but should be 5.3": "0/0",
+    "gradient of w on rank 1: None, but should be a tensor": "Nothing has arrived",
+    "loss: 3, but should be nan": "Read exercise 2.1 in ",
+}
+
+
+@pytest.mark.parametrize(("detail", "words"), SAYS.items())
+def test_without_a_known_mistake_the_hint_is_what_the_failure_says_by_itself_and_where_to_read(detail, words):
+    chapter = REAL.chapter("02")
+    hint = checking.general_hint(chapter, chapter.exercises["2.1"][0], checking.Row("2.1", "", "easy", detail=detail))
+    assert words in hint and "Read exercise 2.1 in 02_data_parallel/README.md" in hint
+    assert hint.startswith("Read") == words.startswith("Read")
+
+
+def test_of_a_traceback_in_a_message_the_last_line_is_told():
+    message = "AssertionError: Traceback (most recent call last):\n  File 'x.py', line 1\nValueError: 3 is odd\n"
+    assert checking.first_lines(message) == "ValueError: 3 is odd"
+    assert checking.first_lines("AssertionError: 3 is odd\nmore") == "3 is odd"
+
+
 @pytest.mark.prove
 def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone():
     first = "test_zero_memory.py::test_the_demos_counter_of_bytes_agrees_with_the_harness"  # without harness.oracle
@@ -843,7 +867,8 @@ def test_the_index_knows_which_tests_run_which_exercise(tiny):
 
 def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path):
     chapter, folder = tiny.chapter("01"), tmp_path / "student" / "01_tiny"
-    tool.start(tiny, chapter, folder)
+    said = tool.start(tiny, chapter, folder)
+    assert ": exercises 1.1 to 1.2\n" in said and f"Open {folder / 'tiny.py'}" in said and "N=1.1" in said
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "tiny.py"]
     assert 'raise NotImplementedError("exercise 1.1: twice")' in (folder / "tiny.py").read_text()
     write_student(chapter, {"1.1": "return x + x", "1.2": "result = sum(xs)"}, folder)
