@@ -459,9 +459,9 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     """The planted mistake that this body is, or else one that shows in the same way; None rather than a wrong one.
 
     `failed` has the message of each test that failed. What went wrong says more than how it is written: if one mistake
-    and only one made the same test say the same tensor and the same numbers, it is that. Then likeness counts: of the
-    mistakes that the same tests catch and that are in the same statements, the one whose text is nearest, if that is
-    nearer than the chapter's own.
+    and only one made the same test say the same tensor and the same numbers, it is that. Of several that did, or of
+    those of which nobody knows what they say, it is the one in the same statements whose text is nearest, if that is
+    nearer than the chapter's own. A mistake that makes a test say something else is not what happened here.
     """
     mistakes = [m for m in script.mistakes if m.exercise == number]
     cuda = script.fences[number].cuda
@@ -470,15 +470,15 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     for mistake, text in bodies.items():
         if text == mine:
             return mistake
-    said = {(_claim(test), symptom(message)) for test, message in failed.items()}
-    same = [m for m in mistakes if m.symptom and (m.caught_by.partition("[")[0], m.symptom) in said]
+    said = {(_claim(test), _essence(symptom(message))) for test, message in failed.items()}
+    same = [m for m in mistakes if m.symptom and (_claim(m.caught_by), _essence(m.symptom)) in said]
     if len(same) == 1 and re.search(r"\d", same[0].symptom):
         return same[0]
     claims = {_claim(test) for test in failed}
     touched = {m: _changed_lines(own, text) for m, text in bodies.items()}
     likeness = {
         m: _likeness(mine, bodies[m])
-        for m in same or mistakes
+        for m in same or (m for m in mistakes if not m.symptom)
         if _claim(m.caught_by) in claims and touched[m] & _changed_lines(own, mine)
     }
     best = max(likeness, key=lambda m: likeness[m], default=None)
@@ -497,6 +497,13 @@ def symptom(message: str) -> str:
     number = r"(?<![\w.])\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.]*[a-z_])"
     line = re.sub(number, lambda m: f"{float(m[0]):.2e}", first_lines(message))
     return " ".join(line.split())
+
+
+def _essence(symptom: str) -> str:
+    """Which tensor and which factor, on whatever rank it was seen first; without a factor, all that was said."""
+    words = re.sub(r"\b(on )?rank \d+", "a rank", symptom)
+    factor = re.search(r"everything is (\S+) times", words)
+    return f"{words.partition(':')[0]} {factor[1]}" if factor else words
 
 
 def _likeness(a: str, b: str) -> float:
