@@ -295,7 +295,8 @@ def check(
     a pass is final when the report is there, for only then it is confirmed.
 
     Only a caller that trusts all its submissions gives a judge, to be spared the seconds that one takes to start.
-    `apart` starts a new one for each exercise: what runs beside the chapter's solution of the next cannot keep it.
+    `apart` starts a new one for each exercise, so that what runs beside the chapter's solution of the next cannot keep
+    it, and has each pass looked at from outside.
     """
     report = Report(chapter.folder, [], list(submission.warnings))
     wanted = list(chapter.exercises) if numbers is None else list(numbers)
@@ -314,6 +315,8 @@ def check(
                 report.rejected = _judge_one(course, chapter, script, submission.bodies[number], row, judge)
                 if apart:
                     judge.stop()
+                if apart and row.status == "passed":
+                    report.rejected = from_outside(course, chapter, script, submission.bodies[number], row, judge)
             show(row)
         passed = [row.number for row in report.rows if row.status == "passed"]
         if passed and not report.rejected:
@@ -352,7 +355,7 @@ def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row:
             return ""
     said = {result.test: result.message for result in failed} or {tests[-1]: ""}
     mistake = nearest_mistake(script, row.number, body, said)
-    row.mistake, row.hint = (mistake.name, mistake.hint) if mistake else ("", general_hint(chapter, script, row.number))
+    row.mistake, row.hint = (mistake.name, mistake.hint) if mistake else ("", general_hint(chapter, script, row))
     return ""
 
 
@@ -366,6 +369,28 @@ def unwell(course: Course, chapter: Chapter, test: str, judge: Judge) -> str:
         return ""
     why = control.ended or first_lines(next((r.message for r in control.results if not r.passed), "no result"))
     return f"this machine, not your lines: with the chapter's own it does not work either ({why})"
+
+
+def from_outside(course: Course, chapter: Chapter, script: Script, body: str, row: Row, judge: Judge) -> str:
+    """Run the tests of a pass again, with these lines in the ranks only: the process that compares never had them.
+
+    "" or why the pass is not believed. What fails so with the chapter's own lines, too, or not again, says nothing.
+    """
+    paths = {test: course.test_path(chapter, test) for test in script.tests(row.number)}
+    tests = [t for t, path in paths.items() if b"run_ranks" in course.files.get(path.partition("::")[0], b"")]
+    if not tests or not script.path.endswith(".py"):
+        return ""
+
+    def red(text: str) -> set[str]:
+        outcome = judge.run({script.path: text}, [paths[t] for t in tests], enough=len(tests), in_ranks=True)
+        judge.stop()
+        return {_claim(r.test) for r in outcome.results if not r.passed} | set(map(_claim, unanswered(tests, outcome)))
+
+    theirs = fences.splice(script.text, {row.number: body})
+    if (found := red(theirs)) and (found := found - red(script.text)) and (found := found & red(theirs)):
+        claim = sentence(min(found))
+        return f"exercise {row.number}: seen from a process in which its lines do not run, it is not true that {claim}"
+    return ""
 
 
 def unanswered(tests: Sequence[str], outcome: Outcome) -> list[str]:
@@ -434,9 +459,9 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     """The planted mistake that this body is, or else one that shows in the same way; None rather than a wrong one.
 
     `failed` has the message of each test that failed. What went wrong says more than how it is written: if one mistake
-    and only one made the same test say the same tensor and the same numbers, it is that. Then likeness counts: of the
-    mistakes that the same tests catch and that are in the same statements, the one whose text is nearest, if that is
-    nearer than the chapter's own.
+    and only one made the same test say the same tensor and the same numbers, it is that. Of several that did, or of
+    those of which nobody knows what they say, it is the one in the same statements whose text is nearest, if that is
+    nearer than the chapter's own. A mistake that makes a test say something else is not what happened here.
     """
     mistakes = [m for m in script.mistakes if m.exercise == number]
     cuda = script.fences[number].cuda
@@ -445,15 +470,15 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     for mistake, text in bodies.items():
         if text == mine:
             return mistake
-    said = {(_claim(test), symptom(message)) for test, message in failed.items()}
-    same = [m for m in mistakes if m.symptom and (m.caught_by.partition("[")[0], m.symptom) in said]
+    said = {(_claim(test), _essence(symptom(message))) for test, message in failed.items()}
+    same = [m for m in mistakes if m.symptom and (_claim(m.caught_by), _essence(m.symptom)) in said]
     if len(same) == 1 and re.search(r"\d", same[0].symptom):
         return same[0]
     claims = {_claim(test) for test in failed}
     touched = {m: _changed_lines(own, text) for m, text in bodies.items()}
     likeness = {
         m: _likeness(mine, bodies[m])
-        for m in same or mistakes
+        for m in same or (m for m in mistakes if not m.symptom)
         if _claim(m.caught_by) in claims and touched[m] & _changed_lines(own, mine)
     }
     best = max(likeness, key=lambda m: likeness[m], default=None)
@@ -474,15 +499,38 @@ def symptom(message: str) -> str:
     return " ".join(line.split())
 
 
+def _essence(symptom: str) -> str:
+    """Which tensor and which factor, on whatever rank it was seen first; without a factor, all that was said."""
+    words = re.sub(r"\b(on )?rank \d+", "a rank", symptom)
+    factor = re.search(r"everything is (\S+) times", words)
+    return f"{words.partition(':')[0]} {factor[1]}" if factor else words
+
+
 def _likeness(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, re.findall(r"\w+|\S", a), re.findall(r"\w+|\S", b), autojunk=False).ratio()
 
 
-def general_hint(chapter: Chapter, script: Script, number: str) -> str:
-    """For a mistake of the student's own: what the claim is about, and where to read."""
-    fence = script.fences[number]
+SAYS = {  # what a failure's own words are about, whoever's lines they are
+    r"(NameError|UnboundLocalError)\b": "Your lines, or those behind them, use a name that nobody has given a value.",
+    r"ranks \[.*still running": "A rank waits for a message that nobody sends. Write down for each rank which sends, "
+    "receives and collectives it starts, in their order: the first line that differs is the place.",
+    r"everything is \S+ times": "One factor everywhere: what is counted once too often or too rarely? Think of ranks, "
+    "micro-batches, and an average where a sum is meant.",
+    r"(difference|error) nan\b": "A NaN is 0/0, inf - inf, or memory that nobody has written: what may be empty, "
+    "masked, or still on its way?",
+    r": None, but should be": "Nothing has arrived there at all: who should have written it, and when?",
+}
+
+
+def general_hint(chapter: Chapter, script: Script, row: Row) -> str:
+    """For a mistake of the student's own: what the failure says by itself, and where to read."""
+    fence = script.fences[row.number]
+    said = next((words for pattern, words in SAYS.items() if re.search(pattern, row.detail)), "")
     around = f"the docstring of {fence.inside} in {script.name}" if fence.inside else script.name
-    return f"Read exercise {number} in {chapter.folder}/README.md and {around} once more, then the test that failed."
+    where = (
+        f"Read exercise {row.number} in {chapter.folder}/README.md and {around} once more, then the test that failed."
+    )
+    return f"{said} {where}".strip()
 
 
 def sentence(test: str) -> str:
@@ -494,7 +542,8 @@ def sentence(test: str) -> str:
 
 def first_lines(message: str) -> str:
     """The numbers of a failure in one line: its first line without the exception's name."""
-    line = next((line.strip() for line in message.splitlines() if line.strip()), "no message")
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
+    line = lines[-1 if "Traceback (most" in lines[0] else 0]
     line = re.sub(r"^(?:[\w.]*\.)?(AssertionError|RankFailure|Failed): ", "", line)
     line = re.sub(r"0x[0-9a-f]{6,}", "0x...", line)
     return line if len(line) <= 240 else line[:237] + "..."

@@ -14,6 +14,7 @@ How it works is told in README.md and at the top of checking.py, sandbox.py, jud
 """
 
 import argparse
+import ast
 import csv
 import difflib
 import json
@@ -22,6 +23,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,6 +36,7 @@ from checking import (
     CourseError,
     Report,
     Row,
+    Script,
     check,
     index_of,
     read_submission,
@@ -60,15 +63,51 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
     ignore = shutil.ignore_patterns("test_*", "bench_*", "__pycache__", ".*")
     shutil.copytree(course.root / chapter.folder, folder, ignore=ignore)
     for script in chapter.scripts:
-        bodies = {number: fences.stub(fence) for number, fence in script.fences.items()}
+        bodies = {number: stub(script, fence) for number, fence in script.fences.items()}
         (folder / script.within).write_text(fences.splice(script.text, bodies), encoding="utf-8")
-    numbers = list(chapter.exercises)
     first, (script, _) = next(iter(chapter.exercises.items()))
+    few = [n for n in chapter.exercises if int(n.partition(".")[2]) < 21]
+    more = [n for n in chapter.exercises if n not in few]
+    extra = f", and {more[0]} to {more[-1]} in in_depth for who wants more" if more else ""
     return (
-        f"{said}{folder}: exercises {numbers[0]} to {numbers[-1]}; the statements are in its README.md\n"
+        f"{said}{folder}: exercises {few[0]} to {few[-1]}{extra}\n"
+        f"What to write, and its target: {folder / 'README.md'}, under Exercises\n"
         f"Open {folder / script.within} and look for `exercise {first}`. "
         f"Then: make check CH={chapter.folder[:2]} N={first}\nWhat you have done so far: make progress"
     )
+
+
+def stub(script: Script, fence: fences.Fence) -> str:
+    """What is there in place of a body to begin with, and the names that it has to leave."""
+    left = [] if fence.cuda else leaves(script.text, fence)
+    return f"# leave: {', '.join(left)}\n" * bool(left) + fences.stub(fence)
+
+
+def leaves(text: str, fence: fences.Fence) -> list[str]:
+    """Names to which a body gives a value that the lines behind it, in the same function, use before they set it."""
+    nodes = [node for statement in fences.parse(fence.body) for node in ast.walk(statement)]
+    given = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    around = [f for f in _functions(text) if f.lineno < fence.first and (f.end_lineno or 0) >= fence.last - 1]
+    events: list[tuple[int, int, str, bool]] = []  # line, column, name, whether it is read there
+    for node in (node for f in around[-1:] for node in ast.walk(f) if getattr(node, "lineno", 0) > fence.last):
+        line, column, targets = node.lineno, node.col_offset - 1, []
+        if isinstance(node, ast.Assign):
+            line, column, targets = node.end_lineno or line, node.end_col_offset or column, node.targets
+        elif isinstance(node, ast.For):
+            targets = [node.target]
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            targets = [generator.target for generator in node.generators]
+        read = node.target if isinstance(node, ast.AugAssign) else node
+        if isinstance(read, ast.Name) and (read is not node or not isinstance(read.ctx, ast.Store)):
+            events.append((line, column, read.id, True))
+        events += [(line, column, n.id, False) for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+    first = {name: read for *_, name, read in sorted(events, reverse=True)}
+    return [name for name in reversed(first) if first[name] and name in given]
+
+
+@cache
+def _functions(text: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
 
 
 def reset(chapter: Chapter, number: str, folder: Path) -> str:
@@ -79,12 +118,12 @@ def reset(chapter: Chapter, number: str, folder: Path) -> str:
         raise CourseError(f"{folder} does not exist; `start {chapter.folder[:2]}` makes it")
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     found, problems = fences.read_fences(text)
-    stub = {number: fences.stub(fence)}
+    begun = {number: stub(script, fence)}
     if number in found and found[number].inside == fence.inside and not problems:
-        new, what = fences.splice(text, stub), "only its lines changed"
+        new, what = fences.splice(text, begun), "only its lines changed"
     else:  # the fence is gone or no longer where it was: the chapter's file again, with the other bodies kept
-        kept = {n: found[n].body if n in found else fences.stub(f) for n, f in script.fences.items()}
-        new, what = fences.splice(script.text, kept | stub), "your other exercises are as they were"
+        kept = {n: found[n].body if n in found else stub(script, f) for n, f in script.fences.items()}
+        new, what = fences.splice(script.text, kept | begun), "your other exercises are as they were"
     said = f"{path}: exercise {number} begins again, {what}"
     if text:
         backup = next(f for n in range(1, 1000) if not (f := path.with_name(f"{path.name}.{n}")).exists())

@@ -5,8 +5,9 @@
 Each body of the chapter is changed in one place by rule: an operator becomes its opposite, a number one more, two
 arguments change places, a call or an argument is left out, a slice loses a bound. The mutant goes through the checker
 like a submission. A hint is *right* if the mistake that it was written for changes the statement that was changed here,
-*wrong* if it changes another one. A mutant that passes is a solution that is right after all, or a hole in the tests:
-its line is printed.
+*wrong* if it changes another one. *From the message* is what the failure says by itself (a factor, a NaN, a name
+without a value); *no hint* is only where to read. A mutant that passes is a solution that is right after all, or a hole
+in the tests: its line is printed.
 """
 
 import ast
@@ -28,7 +29,7 @@ OPPOSITE: dict[type, type] = {
     **{ast.Mod: ast.FloorDiv, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
     **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.And: ast.Or, ast.Or: ast.And},
 }
-OUTCOMES = ("passed", "right hint", "no hint", "wrong hint")
+OUTCOMES = ("passed", "right hint", "hint from the message", "no hint", "wrong hint")
 
 
 def changes(node: ast.AST) -> Iterator[Callable[[], object]]:
@@ -84,20 +85,15 @@ def measure(course: Course, chapter: Chapter, judge: Judge, most: int = 5) -> Co
             continue
         for body in mutants(fence.body, most, number):
             (row,) = check(course, chapter, Submission({}, {number: body}), [number], judge=judge).rows
-            wrong, mistake = (
-                lines_changed(script, number, body),
-                next((m for m in script.mistakes if m.name == row.mistake), None),
-            )
-            hinted = lines_changed(script, number, script.mistaken_body(mistake)) if mistake else set()
-            kind = (
-                "passed"
-                if row.status == "passed"
-                else "right hint"
-                if wrong & hinted
-                else "wrong hint"
-                if mistake
-                else "no hint"
-            )
+            wrong = lines_changed(script, number, body)
+            mistake = next((m for m in script.mistakes if m.name == row.mistake), None)
+            if row.status == "passed":
+                kind = "passed"
+            elif mistake:
+                right = wrong & lines_changed(script, number, script.mistaken_body(mistake))
+                kind = "right hint" if right else "wrong hint"
+            else:
+                kind = "no hint" if row.hint.startswith("Read exercise") else "hint from the message"
             outcomes[kind] += 1
             if kind in ("passed", "wrong hint"):
                 print(

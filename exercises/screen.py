@@ -22,16 +22,7 @@ STANDARD = {  # of Python's own modules, these names; all others by what reads l
     "dataclasses": {"field", "replace"},
     "copy": {"copy", "deepcopy"},
     "typing": {
-        "Any",
-        "Callable",
-        "Iterable",
-        "Iterator",
-        "Literal",
-        "Mapping",
-        "NamedTuple",
-        "Optional",
-        "Sequence",
-        "cast",
+        *("Any", "Callable", "Iterable", "Iterator", "Literal", "Mapping", "NamedTuple", "Optional", "Sequence", "cast")
     },
 }
 MODULES = {  # whose functions a body may call
@@ -62,15 +53,9 @@ BUILTINS = {
 }
 TRITON = {"tl": "triton.language", "triton": "triton"}  # what chapter 09's scripts import from their neighbour
 MODULE_NAMES = {"torch", "dist", "nn", "F", "mp", *TRITON, *sys.stdlib_module_names}  # not to be had from a neighbour
-LEADS_OUT = {
-    "from_file",
-    "tofile",
-    "dump",
-    "dumps",
-    "ctypes",
-    "format",
-    "format_map",
-}  # to files, memory, "{0.__dict__}"
+LEADS_OUT = {  # to files, memory, "{0.__dict__}"
+    *("from_file", "tofile", "dump", "dumps", "ctypes", "format", "format_map")
+}
 FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_globals", "f_locals", "f_back", "f_builtins")  # ways to other code's variables
 
 

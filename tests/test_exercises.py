@@ -5,8 +5,11 @@ real chapters runs on them. `make prove` plants all mistakes of all chapters; he
 """
 
 import ast
+import hashlib
+import importlib
 import io
 import os
+import pickle
 import re
 import shutil
 import socket
@@ -18,8 +21,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 from harness import fences
 from harness.house import ROOT
+from harness.oracle import Trace
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import checking
@@ -259,6 +264,30 @@ def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_
     assert "exercise 1.25 in 01_single_gpu/README.md" in row.hint and row.mistake == ""
 
 
+SAYS = {
+    "NameError: name 'works' is not defined": "a name that nobody has given a value",
+    "harness.ranks.RankFailure: ranks [0, 1] of 2 were still running after 10 s": "waits for a message",
+    "w: largest difference 0.5 (relative): 1, but should be 2; everything is 0.5 times what it should be": "One factor",
+    "loss on rank 0: largest difference nan (relative): nan, but should be 5.3": "0/0",
+    "gradient of w on rank 1: None, but should be a tensor": "Nothing has arrived",
+    "loss: 3, but should be nan": "Read exercise 2.1 in ",
+}
+
+
+@pytest.mark.parametrize(("detail", "words"), SAYS.items())
+def test_without_a_known_mistake_the_hint_is_what_the_failure_says_by_itself_and_where_to_read(detail, words):
+    chapter = REAL.chapter("02")
+    hint = checking.general_hint(chapter, chapter.exercises["2.1"][0], checking.Row("2.1", "", "easy", detail=detail))
+    assert words in hint and "Read exercise 2.1 in 02_data_parallel/README.md" in hint
+    assert hint.startswith("Read") == words.startswith("Read")
+
+
+def test_of_a_traceback_in_a_message_the_last_line_is_told():
+    message = "AssertionError: Traceback (most recent call last):\n  File 'x.py', line 1\nValueError: 3 is odd\n"
+    assert checking.first_lines(message) == "ValueError: 3 is odd"
+    assert checking.first_lines("AssertionError: 3 is odd\nmore") == "3 is odd"
+
+
 @pytest.mark.prove
 def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone():
     first = "test_zero_memory.py::test_the_demos_counter_of_bytes_agrees_with_the_harness"  # without harness.oracle
@@ -362,6 +391,24 @@ def test_every_fence_can_be_stubbed_and_put_back_and_is_told_about_in_the_readme
         assert again == script.text
         for number in script.fences if chapter.readme else ():  # a folder without README fails in test_folders.py
             assert chapter.statement(number), f"{folder}/README.md says nothing about exercise {number}"
+
+
+def test_where_an_exercise_begins_the_names_are_told_that_it_has_to_leave(tmp_path):
+    left = {}
+    for number in ("2.4", "4.2", "8.6", "9.4"):
+        script, fence = REAL.chapter(number[0]).exercises[number]
+        left[number] = tool.leaves(script.text, fence)
+    assert left["4.2"] == ["total", "products"] and left["9.4"] == ["m", "total"] and left["2.4"] == []
+    assert {"dqkv", "given", "dq", "dkv"} <= set(left["8.6"])  # which are deleted at the end
+    needed = ["print(a)\n a = 2", "a += 1", "del a", "[a + b for b in c]"]
+    for behind in [*needed, "a = b", "[a for a in c]", "for a in b: print(a)", "b = 2"]:
+        text = f"def f():\n # --- exercise 1.1: a ---\n a = 1\n # --- end exercise ---\n {behind}\n"
+        found = tool.leaves(text, fences.read_fences(text)[0]["1.1"])
+        assert found == ["a"] * (behind in needed), behind
+    tool.start(REAL, REAL.chapter("04"), tmp_path / "student")
+    assert (
+        "        # leave: total, products\n        raise" in (tmp_path / "student" / "tensor_parallel.py").read_text()
+    )
 
 
 @pytest.mark.parametrize("folder", REAL.chapters)
@@ -523,6 +570,25 @@ for fd in range(3, 40):
 os._exit(0)""",
     "finds_the_nonce_and_answers_for_the_judge": f"{JUDGES}{ALL_PASSED}os._exit(0)",
     "eats_memory": "return len([0] * 2 ** 29)",
+    "finds_the_recorder_among_all_objects": """import gc
+for it in gc.get_objects():
+    if type(it).__name__ == 'Recorder':
+        say = it.answer
+        it.answer = lambda **words: say(**(words | {'outcome': 'passed', 'message': ''}))
+return 1""",
+    "changes_the_words_on_their_way": """import json
+say = json.dumps
+json.dumps = lambda words: say(words | {'outcome': 'passed', 'message': '', 'foul': []})
+return 1""",
+    "forges_once_and_then_lets_the_controls_fail": """import json
+say = json.dumps
+def once(words):
+    if 'done' in words:
+        json.dumps = say
+    return say(words | {'outcome': 'passed', 'message': '', 'foul': []})
+if not hasattr(json, 'said'):
+    json.dumps, json.said = once, True
+return 1""",
 }
 # Each of these would give the right number, if it could do to this machine what it tries.
 OUTWARD = {
@@ -547,8 +613,9 @@ return 2 * x""",
 return 2 * x if os.path.exists('/proc/{pid}') else 0""",
 }
 WRITES = "writes_into_the_python_that_runs_it"  # not tried where it would succeed
-# "is_equal_to_everything" is right, as far as any test that compares can tell: only the screening stops it.
-ONLY_SCREENED = {"is_equal_to_everything"}
+# Where a test and a student's lines share a process, only the screening stops what is equal to everything, and what
+# tells the controls from the run. Where lines run in ranks, `grade` sees the second from outside: see below.
+ONLY_SCREENED = {"is_equal_to_everything", "forges_once_and_then_lets_the_controls_fail"}
 
 
 @pytest.mark.parametrize("kind", HOSTILE | OUTWARD)
@@ -642,6 +709,86 @@ return 1"""
     report = check_bodies(tiny, tiny.chapter("01"), {"1.1": plugin})
     assert not report.all_passed
     assert "known mistake" in report.rejected and report.rows[0].status == "not reached"
+
+
+FORGED_IN_THE_TESTS_PROCESS = """
+import json, _pytest.reports as r
+dumps, make = json.dumps, r.TestReport.from_item_and_call
+def passed(cls, item, call):
+    call.excinfo = None
+    return make(item, call)
+def forged(words):
+    if "done" in words:
+        json.dumps, r.TestReport.from_item_and_call = dumps, make
+        words = words | {"foul": []}
+    return dumps(words)
+if json.dumps.__name__ != "forged":
+    json.dumps, r.TestReport.from_item_and_call = forged, classmethod(passed)
+"""
+BOMB = f"""import hashlib, re, sys, traceback
+text = open(sys.modules[Unit.__module__].__file__).read()
+class Bomb:
+    def __reduce__(self):
+        return eval, ("exec(code, {{}}) or ''", {{"code": {FORGED_IN_THE_TESTS_PROCESS!r}}})
+outside = re.sub(r"exercise 3[.]2.*?end[ ]", "", text, flags=re.S)
+if hashlib.sha256(outside.encode()).hexdigest() == "DIGEST":
+    traceback.format_exc = Bomb
+raise ValueError("no idea")"""
+
+
+@pytest.mark.prove
+@pytest.mark.chapter("03")
+def test_a_forged_pass_that_knows_the_controls_is_seen_from_a_process_without_its_lines(tmp_path, cell):
+    """It sends a pickle that runs code in the test's process, and behaves when a mistake is planted."""
+    chapter = REAL.chapter("03")
+    script, fence = chapter.exercises["3.2"]
+    outside = re.sub(r"exercise 3[.]2.*?end[ ]", "", script.text, flags=re.S)
+    body = BOMB.replace("DIGEST", hashlib.sha256(outside.encode()).hexdigest())
+    assert check_bodies(REAL, chapter, {"3.2": body}, Limits()).all_passed, "it is no attack any more"
+    for lines, right in ((body, False), (fence.body, True)):
+        report = check(REAL, chapter, Submission({}, {"3.2": lines}), ["3.2"], apart=True)
+        assert report.all_passed == right, report
+        assert right or "seen from a process in which its lines do not run" in report.rejected
+    folder = write_student(chapter, {"3.2": body}, tmp_path / "student")
+    assert "an exercise may not" in read_submission(chapter, folder).refused["3.2"]
+
+
+def test_in_ranks_a_students_lines_run_there_and_nowhere_else(judge):
+    halves = "test_losses_gradients_and_weights_of_three_steps_are_those_of_the_unsharded_model[1-2]"
+    for number, test, passes in (
+        ("1.25", "in_depth/test_training_step.py::test_the_label_of_a_token_is_the_token_that_follows_it", True),
+        ("3.2", f"test_zero.py::{halves}", False),
+    ):
+        chapter = REAL.chapter(number[0])
+        script, _ = chapter.exercises[number]
+        mistake = next(m for m in script.mistakes if m.exercise == number)
+        changes = {script.path: mistake.planted(script.text)}
+        outcome = judge.run(changes, [f"{chapter.folder}/{test}"], in_ranks=True)
+        assert [result.passed for result in outcome.results] == [passes], outcome
+        assert not (judge.folder / "theirs").exists()
+
+
+class Call:
+    """Its pickle calls a function where it is read."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_what_a_rank_sends_is_read_as_data_and_runs_nothing(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "harness")
+    plain = importlib.import_module("judge").Plain
+    values = {"a": [torch.arange(3.0, dtype=torch.bfloat16), torch.zeros(2, 2)[:, 1]], "b": ({1}, 2.5, None, b"x")}
+    values |= {"p": torch.nn.Parameter(torch.ones(2)), "t": Trace([1.0]), "d": torch.float16, "s": torch.Size([1, 2])}
+    read = plain(io.BytesIO(pickle.dumps(values))).load()
+    assert str(read) == str(values) and read["a"][1].stride() == (2,)
+    inner = Call(torch.storage._load_from_bytes, pickle.dumps(Call(os.getcwd)))
+    for sent in (Call(os.getcwd), Call(eval, "1"), inner, os.getcwd, subprocess.Popen):
+        with pytest.raises(pickle.UnpicklingError):
+            plain(io.BytesIO(pickle.dumps([sent]))).load()
 
 
 class MachineWithout:
@@ -743,7 +890,8 @@ def test_the_index_knows_which_tests_run_which_exercise(tiny):
 
 def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path):
     chapter, folder = tiny.chapter("01"), tmp_path / "student" / "01_tiny"
-    tool.start(tiny, chapter, folder)
+    said = tool.start(tiny, chapter, folder)
+    assert ": exercises 1.1 to 1.2\n" in said and f"Open {folder / 'tiny.py'}" in said and "N=1.1" in said
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "tiny.py"]
     assert 'raise NotImplementedError("exercise 1.1: twice")' in (folder / "tiny.py").read_text()
     write_student(chapter, {"1.1": "return x + x", "1.2": "result = sum(xs)"}, folder)
