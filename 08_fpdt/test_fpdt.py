@@ -447,10 +447,7 @@ def test_the_check_is_content_with_any_length_and_notices_nan_and_bytes():
 @pytest.mark.parametrize(
     ("argv", "ranks"),
     [
-        (["--chunks", "0"], 1),
-        (["--chunks", "-2"], 1),
-        (["--chunks", "26"], 1),
-        (["--chunks", "nan"], 1),
+        *((["--chunks", bad], 1) for bad in ("0", "-2", "26", "nan")),
         (["--chunks", ""], 2),
         (["--chunk", "2"], 1),
         (["--nproc_per_node"], 3),
@@ -470,6 +467,7 @@ def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     test_a_bad_option_is_one_line_that_names_it(["--nproc_per_node"], 4, monkeypatch, capsys)
+    assert not dist.is_initialized()
 
 
 def test_memory_that_python_frees_under_a_copy_is_not_given_away(monkeypatch):
