@@ -141,6 +141,7 @@ BENCHMARKS = {
     "bench_flash_attention_hopper": ("flash", 60, 8, 20),
     "bench_flash_attention": ("flash", 40, 8, 20),
     "bench_flash_attention_cuda": ("flash", 50, 8, 20),
+    "bench_flash_attention_fp8": ("fp8", 50, 8, 20),
     "bench_train_gpu": ("train", 240, 8, 60),
     "bench_fused": ("kernels", 130, 30, 40),
     "bench_fused_loss": ("kernels", 110, 60, 40),
@@ -162,6 +163,7 @@ SOURCES = {
     "bench_matmul",
     "bench_elu",
     "bench_flash_attention_cuda",
+    "bench_flash_attention_fp8",
     "bench_fp8_matmul",
 }  # these also build .cu files
 
@@ -261,7 +263,7 @@ SECTIONS = (
     Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 250, 60),
     Section("matmul", "the ladder of matrix products against cuBLAS", benchmarks("matmul"), 165, 30),
     Section("kernels", "fused kernels against the copy bandwidth", benchmarks("kernels"), 340, 40),
-    Section("fp8", "fp8 against bf16", benchmarks("fp8"), 250, 30),
+    Section("fp8", "fp8 against bf16", benchmarks("fp8"), 300, 30),
     Section("fpdt", "FPDT: a step, and the longest sequence", benchmarks("fpdt"), 460, 120),
     Section("layers", "host link, experts, split backward", benchmarks("layers"), 140, 15),
     Section("correct", "the tests of chapter 09 on the device", kernel_tests, 400, 30, together=True),
