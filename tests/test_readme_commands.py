@@ -142,7 +142,11 @@ def blocks() -> list[Block]:
 
 def name_of(block: Block) -> str:
     same = [other for other in blocks() if other.readme == block.readme]
-    return f"{'-'.join(block.readme.relative_to(ROOT).parts[:-1]) or 'front'}-{same.index(block) + 1}"
+    words = [
+        *block.readme.relative_to(ROOT).parts[:-1],
+        *([] if block.readme.stem == "README" else [block.readme.stem]),
+    ]
+    return f"{'-'.join(words) or 'front'}-{same.index(block) + 1}"
 
 
 def home(readme: Path, script: str) -> Path:
@@ -322,7 +326,7 @@ def test_a_command_without_a_class_is_named():
 # ------------------------------------------------------------------------------------------------------ run as printed
 
 
-def ends(command: str, folder: Path, timeout: float = 400) -> tuple[int, str]:
+def ends(command: str, folder: Path, timeout: float = 900) -> tuple[int, str]:
     """Exit code and what was said. At the end nothing of it is left running."""
     bin_ = f"{folder}/.venv/bin" if (folder / ".venv").exists() else str(Path(sys.executable).parent)
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PROVE", "FRESH_MODULES", "RANKS_UNIT")}
