@@ -4,8 +4,11 @@ schedules   every schedule of chapter 06 by its simulator, for p ranks, m micro-
 memory      the planner's bytes at the peak, part by part, for layouts of three models
 ring        which block a rank of chapter 05's ring has in which round, and the pairs it computes
 experts     where chapter 07's router sends the tokens of a small batch, and the dispatch table
+planner     the pages that chapter 11's planner writes itself (`plan.py --html`), for two models
 """
 
+import contextlib
+import io
 import json
 import sys
 from itertools import product
@@ -18,6 +21,11 @@ PLAYS = {
     "memory": "Memory of a GPU",
     "ring": "Ring attention, round by round",
     "experts": "Tokens to their experts",
+    "planner": "Which layout?",
+}
+PLANS = {
+    "plan_8b_on_8": "--model llama3-8b --cluster h100x8 --tokens 1048576",
+    "plan_70b_on_64": "--model llama3-70b --cluster h100-400g --nodes 8",
 }
 
 # ------------------------------------------------------------------------------------------------------- schedules
@@ -180,7 +188,14 @@ def experts() -> dict[str, Any]:
 
 def write_data(folder: Path) -> None:
     """As scripts: a page that was opened as a file may not read another file in any other way."""
-    for name in PLAYS:
+    path()
+    import plan
+
+    for name, options in PLANS.items():
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            if plan.main([*options.split(), "--html", str(folder / f"{name}.html")]):
+                raise ValueError(f"plan.py {options}: {said.getvalue()}")
+    for name in PLAYS.keys() - {"planner"}:
         data = json.dumps(globals()[name](), separators=(",", ":"))
         (folder / f"{name}_data.js").write_text(f"const DATA = {data};\n")
 

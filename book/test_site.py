@@ -9,6 +9,7 @@ import build_book
 import pytest
 from check_site import faults
 from places import ROOT
+from play_data import PLANS
 
 GOOD = '<html><body><h1 id="a">A</h1><a href="b/c.html#x">b</a> <a href="#a">a</a> <a href="https://x.org">x</a>{}</body></html>'
 
@@ -80,6 +81,9 @@ def test_the_whole_book_is_built_and_its_pages_draw_in_a_browser_without_a_netwo
         page = shown(f"file://{build_book.SITE}/{name}.html")
         assert "<svg viewBox" in page, name
         assert words in page, name
+    assert f'src="assets/{next(iter(PLANS))}.html"' in shown(f"file://{build_book.SITE}/planner.html")
+    for name in PLANS:  # the planner's own pages, which that one holds
+        assert "GB on each of" in shown(f"file://{build_book.SITE}/assets/{name}.html"), name
 
 
 # The page's own search, asked as its input field would ask it. The answer comes through our stand-in for a Worker.

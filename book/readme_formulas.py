@@ -1,0 +1,334 @@
+# ruff: noqa: E402 -- the chapters must be on the path before they are imported
+"""Formulas of the READMEs, read as they stand there and computed beside the code that they describe.
+
+Above a table whose cells are formulas, and above a line such as `W = 2·V·H + ...`, stands a comment:
+
+    <!-- formulas: zero_stages -->
+
+It names a function below. That gets the table's formulas as one function of the symbols, in the order of reading, and
+yields pairs: what the README says for some sizes, and what the chapter's code says.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[1]
+for folder in ("01_single_gpu", "03_zero", "04_tensor_parallel", "08_fpdt"):
+    if str(ROOT / folder) not in sys.path:
+        sys.path.append(str(ROOT / folder))
+
+import fpdt
+import referees  # finds the trainer and the depth of the chapters
+import single_gpu
+import tensor_parallel
+import torch
+import zero
+from accounting import activations
+from collectives import bytes_sent, seconds
+from context_ring import pairs_of
+from context_ulysses import sent_per_layer
+from expert_dispatch import rows_that_leave
+from llama import LlamaConfig
+from parallel_block import kept_bytes
+from zero_hybrid import bytes_across
+from zero_memory import bytes_per_parameter
+from zero_memory import bytes_sent as zero_bytes_sent
+from zero_offload import bytes_apart, bytes_over_the_link
+
+Read = Callable[..., list[float]]
+Pairs = Iterator[tuple[float, float]]
+
+TIE = re.compile(r"<!-- formulas: (\w+) -->")
+NAME = r"(?<![A-Za-z])[A-Za-z](?:_[a-z]+)?'?(?![A-Za-z])|[Α-Ωα-ω]"  # letters side by side are a word
+TOKEN = re.compile(rf"\s*(\d[\d,]*|log₂|{NAME}|[-+−·×/()⌈⌉²])")
+WORDS = ("n/a", "B + W", "s + b")  # not applicable; the two halves of a backward; a score and its bias
+ELSEWHERE = ("2 · 4 S D · S/C",)  # 09: of a way to sum dq that no code here takes
+
+
+class NoFormulaError(ValueError):
+    """A cell with words, or with names only."""
+
+
+def tokens(cell: str) -> list[str]:
+    found, at, text = [], 0, re.sub(r"[*`]", "", cell).strip()
+    if text in WORDS + ELSEWHERE or re.fullmatch(r"[\d.]+(e[+-]\d+|[A-Z])", text):  # 1e+04, 70B
+        raise NoFormulaError(cell)
+    while at < len(text):
+        token = TOKEN.match(text, at)
+        if not token:
+            raise NoFormulaError(cell)
+        found.append(token[1])
+        at = token.end()
+    return found
+
+
+def python(cell: str) -> str:
+    """`2(P−1)/P · n` as Python, with the symbols as s["P"]; side by side means times, from left to right."""
+    made: list[str] = []
+    operand = False  # does an operand end here?
+    calculates = False
+    for token in tokens(cell):
+        number, name = token[0].isdecimal(), token[0].isalpha() and token != "log₂"
+        if number and operand:
+            raise NoFormulaError(cell)  # a0 b1, 128 x 256
+        if (name or number or token in "(⌈" or token == "log₂") and operand:
+            made.append("*")
+            calculates |= made[-2][0].isdecimal() or made[-2] == ")" or token in "(⌈"
+        if number:
+            made.append(token.replace(",", ""))
+        elif name:
+            made.append(f"s[{token!r}]")
+        else:
+            made.append(
+                {"·": "*", "×": "*", "−": "-", "⌈": "ceil(", "⌉": ")", "²": "**2", "log₂": "log2 @"}.get(token, token)
+            )
+        calculates |= token in "-+−·×/²"
+        operand = number or name or token in ")⌉²"
+    if not calculates or not any(token[0].isalpha() for token in tokens(cell)):
+        raise NoFormulaError(cell)
+    return re.sub(r"log2 @ ?(s\['\w+'\])", r"log2(\1)", " ".join(made))
+
+
+def is_formula(cell: str) -> bool:
+    try:
+        compile(python(cell), cell, "eval")
+    except (NoFormulaError, SyntaxError):
+        return False
+    return True
+
+
+def value(cell: str, symbols: dict[str, float]) -> float:
+    if re.fullmatch("[A-Z]( [A-Z])*", cell.strip()):  # letters only: in another table they would be names
+        return math.prod(symbols[letter] for letter in cell.split())
+    return eval(python(cell), {"__builtins__": {}, "ceil": math.ceil, "log2": math.log2, "s": symbols})
+
+
+def displayed(readme: str) -> Iterator[tuple[int, str, list[str]]]:
+    """(line, the tie above it or "", formulas) of each table and each indented line that shows formulas."""
+    lines, fenced, tie, tables = readme.splitlines(), False, "", False
+    rows: list[str] = []
+    for number, line in enumerate([*lines, ""], 1):
+        fenced ^= line.startswith("```")
+        if fenced:
+            continue
+        if found := TIE.fullmatch(line.strip()):
+            tie = found[1]
+        elif line.startswith("|"):
+            rows += line.strip("| ").split(" | ")
+            tables = True
+        elif line.startswith("    ") and (told := re.fullmatch(r" +\w+ = (.*)", line)) and is_formula(told[1]):
+            yield number, tie, [told[1]]
+            tie = ""
+        elif tables:
+            shown = [
+                cell for cell in rows if is_formula(cell) or (tie and re.fullmatch("[A-Z]( [A-Z])*", cell.strip()))
+            ]
+            if shown:
+                yield number, tie, shown
+            rows, tables, tie = [], False, ""
+
+
+# ------------------------------------------------------------------------------------------------------------ chapters
+
+SIZES = [{}, {"V": 300}, {"H": 96, "D": 24}, {"L": 5}, {"K": 1}, {"F": 100}]
+
+
+def weights_of_a_llama(read: Read) -> Pairs:
+    for sizes in SIZES:
+        c = single_gpu.Sizes(**sizes)
+        yield read(V=c.V, H=c.H, L=c.L, K=c.K, D=c.D, F=c.F)[0], single_gpu.weights(c)
+
+
+def kept_by_a_token(read: Read) -> Pairs:
+    for sizes in SIZES:
+        c = single_gpu.Sizes(**sizes)
+        norm, core, out, feed_forward, loss = read(H=c.H, K=c.K, D=c.D, N=c.N, F=c.F, V=c.V)
+        block = 2 * norm + core + out + feed_forward
+        yield 4 * (2 * 24 * (c.L * block + norm + loss) + 24 * c.D), single_gpu.kept_bytes(c, 2, 24)
+
+
+def kept_by_operation(read: Read) -> Pairs:
+    """One term for each row; the rows of fused attention and of explicit attention take turns."""
+    for sizes in ({}, {"hidden": 96}, {"layers": 1}, {"kv_heads": 2}, {"intermediate": 100}, {"vocab_size": 300}):
+        c = LlamaConfig(
+            **{"vocab_size": 256, "hidden": 64, "layers": 3, "heads": 4, "kv_heads": 4, "intermediate": 192} | sizes
+        )
+        B, S = 2, 32
+        for e in (2, 4):
+            s = {"T": B * S, "B": B, "S": S, "H": c.hidden, "e": e, "w": max(e, 4), "N": c.heads, "D": c.head_dim}
+            given = read(**s, N_kv=c.kv_heads, F=c.intermediate, V=c.vocab_size)
+            wide, normal, root, read_by, qkv, lse, out, gate, down, last, loss, words = given
+            block = 2 * (wide + normal + root + read_by) + qkv + lse + out + gate + down
+            table = 4 * S * c.head_dim
+            right = activations(c, B, S, e)
+            yield c.layers * block + last + loss + words + table, sum(right.values())
+
+
+def ring_of_gradients(read: Read) -> Pairs:
+    for P in (2, 4, 8):
+        for said in read(P=P, G=4 * 840):
+            yield said, bytes_sent("all_reduce_ring", 840, 4, P, 0)
+
+
+COLLECTIVES = ["broadcast_naive", "broadcast_tree", "scatter", "all_gather", "all_to_all"]
+COLLECTIVES += ["all_reduce_naive", "all_reduce_tree", "all_reduce_ring", "barrier"]
+TWINS = {
+    "broadcast_naive": "reduce_naive",
+    "broadcast_tree": "reduce_tree",
+    "scatter": "gather",
+    "all_gather": "reduce_scatter",
+}
+
+
+def times_of_collectives(read: Read) -> Pairs:
+    for P in (2, 3, 8):
+        for said, name in zip(read(P=P, n=1000, **{"α": 7.0, "β": 0.01}), COLLECTIVES, strict=True):
+            yield said, seconds(name, 1000, P, 7.0, 0.01)
+            yield said, seconds(TWINS.get(name, name), 1000, P, 7.0, 0.01)
+
+
+def zero_by_the_file(N: int, M: int, k: int) -> list[float]:
+    """Kept and sent, stage by stage, by zero.py: w = g = g' = 8 and K = 8 k. Two layers of 40 and 80 weights."""
+    found: list[float] = []
+    for stage in (1, 2, 3):
+        units = [SimpleNamespace(shard=torch.empty(P // N, dtype=torch.float64, device="meta")) for P in (40, 80)]
+        kept, _, sent = zero.formulas(SimpleNamespace(n=N, units=units, ahead=1), stage, M, k)
+        found += [kept, sent]
+    return found
+
+
+def zero_stages(read: Read) -> Pairs:
+    for N, M, k in ((2, 1, 1), (4, 3, 3)):
+        said = read(w=8, g=8, K=8 * k, P=120, N=N, M=M, **{"g'": 8})
+        yield from zip(said[2:], zero_by_the_file(N, M, k), strict=True)
+        data = read(w=2, g=2, K=12, P=120, N=4, M=M, **{"g'": 4})[:2]  # the example's 10 weights, on 4 ranks
+        yield from zip(data, (10 * bytes_per_parameter(0, 4), zero_bytes_sent(0, 4, 20)), strict=True)
+
+
+def zero_compared(read: Read) -> Pairs:
+    """In bf16 with Adam a summed gradient has 4 bytes: two more than in the paper, of a shard or of everything."""
+    for N in (2, 8):
+        data, data_sent, one, one_sent, two, three, tensor, pipeline = read(P=1000, N=N)
+        without = N / (N - 1)  # the factor that this table leaves out
+        yield data, 1000 * bytes_per_parameter(0, N)
+        yield data_sent, zero_bytes_sent(0, N, 2000) * without
+        yield one, 1000 * (bytes_per_parameter(1, N) + 4 / N)
+        yield one_sent, zero_bytes_sent(1, N, 2000) * without
+        yield two, 1000 * (bytes_per_parameter(2, N, gradient=4))
+        yield three, 1000 * (bytes_per_parameter(3, N, k=12, weight=0, gradient=4))
+        yield from ((said, 1000 * bytes_per_parameter(0, 1) / N) for said in (tensor, pipeline))
+
+
+def zero_micro_batches(read: Read) -> Pairs:
+    for N, M in ((2, 2), (8, 5)):
+        two, three = read(N=N, M=M, **{"Ψ": 1000})
+        yield two, zero_bytes_sent(2, N, 2000, micro_batches=M) - zero_bytes_sent(2, N, 2000)
+        gathers = (M - 1) * 2 * 2000 * (N - 1) / N  # of the weights, in any case
+        yield three, zero_bytes_sent(3, N, 2000, micro_batches=M) - zero_bytes_sent(3, N, 2000) - gathers
+
+
+def zero_of_two_kinds(read: Read) -> Pairs:
+    for S, R in ((2, 3), (8, 4)):
+        plain, hybrid, inside, across = read(N=S * R, S=S, R=R, **{"Ψ": 1000})
+        yield plain, 1000 * bytes_per_parameter(3, S * R)
+        yield hybrid, 1000 * bytes_per_parameter(3, S)
+        yield inside, zero_bytes_sent(3, S, 2000)
+        yield across, bytes_across(S, R, 2000)
+
+
+def zero_on_the_host(read: Read) -> Pairs:
+    for N, M in ((1, 1), (4, 3)):
+        said = read(N=N, M=M, **{"Ψ": 1000})
+        link = bytes_over_the_link(N, 2000, 2000, M)
+        right = [1000 * bytes_per_parameter(2, N)]
+        for stage in (2, 3):
+            right += [*(1000 * part for part in bytes_apart(stage, N)), *link]
+        yield from zip(said, right, strict=True)
+
+
+def zero_by_hand(read: Read) -> Pairs:
+    c = single_gpu.Sizes()
+    multiply = single_gpu.weights(c) - c.V * c.H - c.H - 2 * c.H * c.L  # the embedding is looked up, norms scale
+    attention = 12 * 48 * 24 * c.H * c.L
+    work, down, up = read(T=48, **{"Ψ": multiply})
+    yield work, single_gpu.flops(c, 2, 24) - attention
+    yield from zip((down, up), bytes_over_the_link(1, 2 * multiply, 2 * multiply), strict=True)
+
+
+def kept_with_dropout(read: Read) -> Pairs:
+    c = tensor_parallel_config()
+    B, S, H, D = 2, 32, c.hidden, c.hidden // c.heads
+    for ranks, sequence in ((1, False), (2, True)):
+        tp = SimpleNamespace(size=ranks, sequence_parallel=sequence)
+        got = read(B=B, S=S, H=H, N_kv=c.kv_heads, D=D, N=c.heads, F=c.intermediate)
+        norms, inputs, q_out, k_v, lse, feed_forward = got
+        outside = ranks if sequence else 1
+        said = (norms + inputs) / outside + (q_out + k_v + lse + feed_forward) / ranks
+        yield 4 * said, sum(kept_bytes(c, B, S, tp, 4).values())
+
+
+def tensor_parallel_config() -> LlamaConfig:
+    return LlamaConfig(vocab_size=256, hidden=64, layers=2, heads=8, kv_heads=4, intermediate=192)
+
+
+def pairs_of_layouts(read: Read) -> Pairs:
+    for P, r in ((2, 0), (4, 1), (4, 3)):
+        contiguous, striped = read(P=P, r=r, s=24 // P)
+        yield contiguous, pairs_of("contiguous", 24, r, P, True)
+        yield striped, pairs_of("striped", 24, r, P, True)
+
+
+def blocks_of_a_ring(read: Read) -> Pairs:
+    for P in (2, 8):
+        block = 2 * 64 // P * 2 * 8  # K and V of 64/P tokens, 2 heads of 8 numbers
+        yield read(P=P)[0], sent_per_layer("ring", 64, 64, P, 8, 2) / block
+
+
+def sent_by_contexts(read: Read) -> Pairs:
+    S, N, N_kv = 64, 8, 4
+    for P in (2, 4):
+        gather, ring, hops, ulysses, both, megatron = read(P=P, R=P, N=N, N_kv=N_kv, C=N_kv, M=S * 64)
+        sent = sent_per_layer("ring", S, 64, P, N, N_kv)
+        rounds = sent / (2 * S // P * N_kv * 8)
+        yield from ((gather, sent), (ring, sent), (hops, rounds), (both, 4 + rounds))
+        yield ulysses, sent_per_layer("ulysses", S, 64, P, N, N_kv)
+        yield megatron, sent_per_layer("megatron", S, 64, P, N, N_kv)
+
+
+def pipeline_compared(read: Read) -> Pairs:
+    """The planner counts in fp32, this table in 2 bytes; the files of 03 and 04 count in 8."""
+    of = referees.layout(pp=4, micro_batches=8)
+    tokens_of_a_step = 8 * referees.BATCH * referees.SEQUENCE
+    H, L, t = referees.MODEL.hidden, referees.MODEL.layers, 4
+    pipeline, three, _ = read(N=tokens_of_a_step, H=H, L=L, P=120, t=t)
+    yield 2 * pipeline, referees.wire(of, "pp", "between stages", rank=1)
+    yield 4 * three, zero_by_the_file(t, 1, 1)[-1]
+    sizes = tensor_parallel.Sizes(64, 64, 2, 8, 4, 96, batch=2, sequence=32)
+    said = read(N=sizes.batch * sizes.sequence, H=sizes.hidden, L=1, P=120, t=t)[-1]
+    yield 4 * said, tensor_parallel.formulas(sizes, t, False)[2]
+
+
+def fpdt_costs(read: Read) -> Pairs:
+    b, P = 4, 2  # numbers of 4 bytes: what is kept in fp32 has as many
+    for u in (2, 4):
+        c, n, m = 96 // u, fpdt.N // P, fpdt.N_KV // P
+        Q, K, L = c * n * fpdt.D * b, 2 * c * m * fpdt.D * b, c * n * b
+        store, store_back, fetch, fetch_back, wire, waits = read(u=u, P=P, Q=Q, K=K, L=L, **{"Q'": Q})
+        counted, _ = fpdt.predicted(96, P, u, 2, b)
+        yield fpdt.LAYERS * (store + store_back), counted["offload"]
+        yield fpdt.LAYERS * (fetch + fetch_back), counted["fetch"]
+        yield fpdt.LAYERS * 2 * wire, counted["sent"]
+        yield fpdt.LAYERS * waits + u * 2 * Q, counted["host"]  # and the residual stream
+
+
+def rows_of_dispatch(read: Read) -> Pairs:
+    for P, T in ((2, 5), (4, 7)):
+        chosen = torch.zeros(T, 1, dtype=torch.int64)  # every token goes everywhere, whatever it chose
+        yield read(P=P, T=T)[0], sum(rows_that_leave("everywhere", chosen, chosen == 0, P, P, 0))
+
+
+TIES = [name for name, made in list(vars().items()) if getattr(made, "__annotations__", {}).get("read") == Read]
