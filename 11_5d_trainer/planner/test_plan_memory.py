@@ -268,7 +268,7 @@ def test_with_fused_kernels_a_step_in_tritons_interpreter_keeps_what_was_planned
     planned = sum(pm.activations(HEADS_OF_32, None, layout, range(1)).values())
     eager = dataclasses.replace(layout, kernels="torch")
     for meter in run_ranks(ranks, measured, options, HEADS_OF_32, timeout=300.0):
-        assert meter["activations"][0] == pytest.approx(planned, rel=0.02), words  # it copies a few small inputs
+        assert meter["activations"][0] == pytest.approx(planned, rel=0.03), words  # it copies a few small inputs
     assert sum(pm.activations(HEADS_OF_32, None, eager, range(1)).values()) > 1.2 * planned
 
 
