@@ -2,7 +2,7 @@
 
     python 11_5d_trainer/planner/bench_rehearse.py    verifies, rehearses, writes results/11_rehearse_*.json
     python 11_5d_trainer/planner/bench_rehearse.py --small      only the small layouts and the planted mistakes
-    python 11_5d_trainer/planner/bench_rehearse.py --large      only the four plans, the overlap of tensor ranks and the timeline
+    python 11_5d_trainer/planner/bench_rehearse.py --large      only the four plans, overlap and timeline
     python 11_5d_trainer/planner/bench_rehearse.py --figures    only draws
 
 First the small layouts of test_rehearse.py, on CPU ranks: if a collective, a byte that is sent, held or at the peak is
