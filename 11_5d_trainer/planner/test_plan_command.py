@@ -78,19 +78,21 @@ def test_ties_are_grouped_by_the_axes_that_they_use_and_the_simplest_family_lead
         layout = Layout(precision="bf16-master", zero=1, seq_len=4096, micro_batches=16, **axes)
         return Candidate(layout, Step({"update": seconds}, {}, 1.0), 1e9, "weights")
 
-    deep = candidate(1.00, dp=16, pp=2)
-    again = candidate(1.01, dp=32, recompute="full")
-    odd = candidate(1.02, dp=16, pp=2, schedule="zb-h1")
+    deep, odd = candidate(1.00, dp=16, pp=2), candidate(1.02, dp=16, pp=2, schedule="zb-h1")
+    wide, again = candidate(1.02, dp=16, tp=2), candidate(1.01, dp=16, tp=2, recompute="full")
     plain = candidate(1.03, dp=32)
-    every, ties = plan.by_simplicity([deep, again, odd, plain])
-    assert every == [plain, again, deep, odd] and ties == 4
-    monkeypatch.setattr(
-        plan, "search", lambda task: plan_search.Found([deep, again, odd, plain], 4, 4, Counter(), None)
-    )
+    given = [deep, again, odd, wide, plain]
+    every, ties = plan.by_simplicity(given)
+    assert every == [plain, deep, odd, wide, again] and ties == 5
+    monkeypatch.setattr(plan, "search", lambda task: plan_search.Found(given, 5, 5, Counter(), None))
     lines, _ = plan.answer(task())
     text = "\n".join(lines)
     assert lines[0].startswith("llama3-8b: 32 layers of 4096"), "a plan says for which model it is"
-    assert [text.count(f"{' ' * 38}{axes} parallel:") for axes in ("data", "data + pipeline")] == [1, 1]
+    assert [text.count(f"{' ' * 38}{axes} parallel:") for axes in ("data", "data + pipeline", "data + tensor")] == [
+        1,
+        1,
+        1,
+    ]
     first = lines.index(f"{' ' * 38}data parallel:")
     low, high = plan.error_bar()
     assert f"{1.03:9.3f} {1.03 * low:8.3f} {1.03 * high:8.3f}" in lines[first + 1]
