@@ -29,6 +29,7 @@ import plan_facts  # noqa: E402
 import plan_figures  # noqa: E402
 import plan_memory as pm  # noqa: E402
 import plan_published  # noqa: E402
+import plan_rules  # noqa: E402
 import plan_search  # noqa: E402
 import plan_time  # noqa: E402
 from harness.figures import write_figure  # noqa: E402
@@ -176,10 +177,16 @@ def layouts() -> None:
     rows = plan_figures.heatmap_rows(cluster, batch, seq)
     columns = ["model", "nodes", "layout", "predicted MFU, %", "predicted s"]
     write_result("11_plan_layouts", "The best layout by model and number of nodes", columns, rows, note)
+    rules(cluster, note)
     task = plan_search.Task(plan_figures.SIZES["70B"], None, cluster, 64 * cluster.gpus_per_node, batch, seq)
     rows = plan_figures.bar_rows(task, plan_search.search(task).best)
     title = "Bytes and seconds of the ten fastest layouts of 70B on 64 nodes"
     write_result("11_plan_bars", title, ["layout", "unit", "what", "predicted"], rows, note)
+
+
+def rules(cluster: plan_time.Cluster, note: str) -> None:
+    title = "Rules of thumb: the planner's, and the playbook's ways beside its fastest layout"
+    write_result("11_plan_rules", title, plan_rules.COLUMNS, plan_rules.rows(cluster), note)
 
 
 def constants() -> list[tuple[str, float]]:

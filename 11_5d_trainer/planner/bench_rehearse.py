@@ -2,7 +2,7 @@
 
     python 11_5d_trainer/planner/bench_rehearse.py    verifies, rehearses, writes results/11_rehearse_*.json
     python 11_5d_trainer/planner/bench_rehearse.py --small      only the small layouts and the planted mistakes
-    python 11_5d_trainer/planner/bench_rehearse.py --large      only the four plans and the timeline
+    python 11_5d_trainer/planner/bench_rehearse.py --large      only the four plans, overlap and timeline
     python 11_5d_trainer/planner/bench_rehearse.py --figures    only draws
 
 First the small layouts of test_rehearse.py, on CPU ranks: if a collective, a byte that is sent, held or at the peak is
@@ -95,6 +95,8 @@ def large_rows() -> list[list[Any]]:
         layout += [f"zero {one.zero}", one.cp_kind if one.cp > 1 else "", one.schedule if one.pp > 1 else ""]
         layout += [f"recompute {one.recompute}" if one.recompute != "none" else ""]
         count, off = sum(len(run.ops) for run in done.runs.values()), round(100 * (there / here - 1), 2)
+        if not abs(off) <= 1:
+            sys.exit(f"bench_rehearse.py: {name}, rank {fullest.rank}: {there:,} bytes planned, {here:,} rehearsed")
         total = round(sum(fullest.sent().values()) / 1e9, 2)
         cells = [name, args.ranks, ", ".join(filter(None, layout)), len(done.runs), count]
         assert done.timeline and done.step
@@ -114,6 +116,24 @@ def timeline_rows() -> list[list[Any]]:
         if piece.lane == "waits" and piece.name != "tp" and piece.end - piece.begin >= 1e-3:
             what = "gradients and weights" if piece.name == "data" else "other stages"
             rows.append([stage[piece.rank], what, round(piece.begin, 4), round(piece.end, 4)])
+    return rows
+
+
+OVERLAP = "--model llama3-8b --ranks 8 --seq-len 4096 --micro-batch 2 --global-batch 4 --tp 4 --sequence-parallel"
+OVERLAP += " --zero 1 --precision bf16-master --tp-overlap"
+
+
+def overlap_rows() -> list[list[Any]]:
+    """[--tp-overlap, seconds of a step on the clock, of which rank 0 waits for its tensor group, GiB at its peak]"""
+    rows = []
+    for how in ("none", "backward", "domino"):
+        args, rest = arguments(f"{OVERLAP} {how}".split())
+        done = rehearse(*config_of(args, rest), args.ranks, cluster=cluster_of(args))
+        if done.finding:
+            sys.exit(f"bench_rehearse.py: --tp-overlap {how}: {done.finding}")
+        assert done.timeline
+        waits, peak = done.timeline.exposed[0].get("tp", 0.0), sum(done.runs[0].bytes.values())
+        rows.append([how, round(done.timeline.seconds, 4), round(waits, 4), round(peak / GIB, 2)])
     return rows
 
 
@@ -174,6 +194,10 @@ def write_large(large: list[list[Any]]) -> None:
         *("s a step on the clock", "s a step planned"),
     ]
     write_result("11_rehearse_large", "Four plans, rehearsed", columns, large, note)
+    note = f"Rehearsed, not measured: {OVERLAP} ..., on nodes of 8 H100."
+    columns = ["--tp-overlap", "s a step on the clock", "s of waiting for tensor ranks", "peak, GiB"]
+    title = "Tensor parallelism that hides, rehearsed"
+    write_result("11_rehearse_overlap", title, columns, overlap_rows(), note)
     note = f"Rehearsed, not measured: {DRAWN}"
     columns = ["pipeline rank", "what", "from, s", "to, s"]
     write_result("11_rehearse_timeline", "A step of 70B on 512 ranks on the clock", columns, timeline_rows(), note)

@@ -47,7 +47,7 @@ from model import EXPERTS, PRESETS
 from moe_layer import MoEConfig
 from options import Config, UsageError
 from options import parse as parse_trainer
-from plan_memory import Layout, fpdt_host, peak
+from plan_memory import Layout, check_planned, fpdt_host, peak
 from plan_published import error_bar
 from plan_search import GB, Candidate, Found, Task, alternatives, because, name, search, three_steps
 from plan_time import read_cluster, step_time
@@ -140,7 +140,8 @@ def mixture_of(sizes: LlamaConfig, experts: int, top_k: int) -> MoEConfig:
 def whole(task: Task) -> str:
     c = task.model
     machine = f"{task.gpus} GPUs ({task.cluster.name})"
-    return f"{c.layers} layers of {c.hidden}, {machine}, {task.global_batch} x {task.seq_len} tokens"
+    what = task.name.partition(" ")[2] or "a model"
+    return f"{what}: {c.layers} layers of {c.hidden}, {machine}, {task.global_batch} x {task.seq_len} tokens"
 
 
 # ----------------------------------------------------------------------------------------------------- three answers
@@ -157,17 +158,19 @@ def answer(task: Task, figure: str | None = None) -> tuple[list[str], dict[str, 
     if not found.best:
         raise UsageError(does_not_fit(task, found))
     every, ties = by_simplicity(found.best)
-    lines = [whole(task), "", f"{'s/step':>9} {'MFU':>6} {'GB':>6}  layout"]
+    low, high = error_bar()
+    lines = [whole(task), "", HEAD]
     for i, each in enumerate(every):
+        if i < ties and (not i or family(each.layout) != family(every[i - 1].layout)):
+            lines.append(f"{'':38}{family(each.layout)}:")
         lines.append(row(task, each))
         if ties <= i + 1 < len(every):
-            lines.append(f"{'':25}the next: {because(each.step, every[i + 1].step)}")
-    low, high = error_bar()
+            lines.append(f"{'':38}the next: {because(each.step, every[i + 1].step)}")
     lines += [
         "",
-        f"The first {ties} are as fast as one can tell ({TIE:.0%}); the simplest leads. Of the published runs that",
+        f"The first {ties} are as fast as one can tell ({TIE:.0%}): by the axes that they use, the simplest first.",
+        f"From, to: of the published runs that are not fitted, nine in ten took {low:.2f} to {high:.2f} times as long.",
     ]
-    lines += [f"were not fitted, nine in ten took {low:.2f} to {high:.2f} times the seconds that were predicted."]
     best = every[0]
     lines += ["", *commands(task, best.layout)]
     lines += ["", "why not"]
@@ -192,17 +195,38 @@ def answer(task: Task, figure: str | None = None) -> tuple[list[str], dict[str, 
     return lines, data
 
 
+HEAD = f"{'s/step':>9} {'from':>8} {'to':>8} {'MFU':>6} {'GB':>6}  layout"
+
+
 def row(task: Task, each: Candidate) -> str:
-    mfu = each.step.mfu(each.layout, task.cluster)
-    return f"{each.step.seconds:9.3f} {100 * mfu:5.1f}% {each.peak / GB:6.1f}  {name(each.layout)}"
+    """Seconds of a step, between which nine in ten would lie, and what the layout is."""
+    mfu, seconds = each.step.mfu(each.layout, task.cluster), each.step.seconds
+    low, high = (seconds * share for share in error_bar())
+    return f"{seconds:9.3f} {low:8.3f} {high:8.3f} {100 * mfu:5.1f}% {each.peak / GB:6.1f}  {name(each.layout)}"
+
+
+def family(layout: Layout) -> str:
+    """The axes that a layout uses."""
+    axes = {"tensor": layout.tp, "context": layout.cp, "pipeline": layout.pp, "expert": layout.ep}
+    words = ["data", *(axis for axis, ranks in axes.items() if ranks > 1)]
+    return f"{' + '.join(words)} parallel" + " with chunks" * (layout.fpdt_chunks > 0)
 
 
 def by_simplicity(best: list[Candidate]) -> tuple[list[Candidate], int]:
-    """Layouts that are as fast as the fastest, to within what the clock can tell, by how simple they are; the others
-    behind, by their time. And how many there are of the first kind."""
+    """Layouts that are as fast as the fastest, to within what the clock can tell, family by family, by how simple they
+    are; the others behind, by their time. And how many there are of the first kind."""
     fastest = min(each.step.seconds for each in best)
     close = [each for each in best if each.step.seconds <= fastest * (1 + TIE)]
-    return sorted(close, key=lambda each: (effort(each.layout), each.step.seconds)) + best[len(close) :], len(close)
+    least: dict[str, int] = {}
+    for each in close:
+        kin = family(each.layout)
+        least[kin] = min(least.get(kin, effort(each.layout)), effort(each.layout))
+
+    def place(each: Candidate) -> tuple[int, str, int, float]:
+        kin = family(each.layout)
+        return least[kin], kin, effort(each.layout), each.step.seconds
+
+    return sorted(close, key=place) + best[len(close) :], len(close)
 
 
 def effort(layout: Layout) -> int:
@@ -276,6 +300,7 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     if config.precision == "bf16-master" and not config.zero and "precision" not in words:
         config = dataclasses.replace(config, precision="fp32")
     layout = Layout.of(config, task.model, task.gpus)
+    check_planned(config, task.model, task.gpus)
     every = [peak(task.model, task.moe, layout, place) for place in sorted({0, layout.pp - 1})]
     fullest = max(every, key=lambda each: sum(each.values()))
     step = step_time(task.model, task.moe, layout, task.cluster)

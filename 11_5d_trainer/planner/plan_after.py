@@ -26,7 +26,7 @@ import checkpoint
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import Config, UsageError
-from plan_memory import Layout
+from plan_memory import Layout, check_planned
 from plan_search import name
 from plan_time import Cluster, Step, read_cluster, step_time
 
@@ -82,6 +82,7 @@ def after(run: Path, cluster_name: str, nodes: int, write: bool) -> tuple[list[s
         raise UsageError(str(error).replace("--resume", "--after")) from None
     config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
     layout = Layout.of(config, sizes, (nodes or cluster.nodes) * cluster.gpus_per_node)
+    check_planned(config, sizes, (nodes or cluster.nodes) * cluster.gpus_per_node)
     moe = config.mixture(sizes)
     measured = measured_seconds(run, layout.global_batch * layout.seq_len)
     step: Step = step_time(sizes, moe, layout, cluster)

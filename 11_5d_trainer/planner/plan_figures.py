@@ -99,7 +99,7 @@ def draw_bars(axes: Any, result: dict[str, Any]) -> None:
             ends = {layout: ends[layout] + sizes[layout] for layout in sizes}
         panel.invert_yaxis()
         panel.set(xlabel=label)
-        panel.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+        panel.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     axes[0].tick_params(axis="y", labelsize=7)
     axes[1].set_yticklabels([])
 

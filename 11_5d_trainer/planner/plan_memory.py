@@ -43,7 +43,7 @@ from context_ulysses import kv_heads_of
 from fpdt_costs import Sizes, attention_peak, feed_forward_peak, loss_peak, model_host_peak
 from llama import LlamaConfig
 from moe_layer import MoEConfig
-from options import Config
+from options import Config, UsageError
 from parts import AUTOCAST
 from pipeline_executor import layers_of
 from schedule_simulator import BW, Action, B, F, Schedule, W, programs
@@ -144,6 +144,33 @@ class Layout:
 def kernels_of(config: Config) -> str:
     """What `--kernels auto` is on the device of these options; where none is named, a GPU."""
     return config.kernels if config.kernels != "auto" else "torch" if config.device == "cpu" else "triton"
+
+
+def check_planned(config: Config, sizes: LlamaConfig, world_size: int) -> None:
+    """Raise UsageError for options of the trainer whose bytes or seconds the planner's formulas do not have.
+
+    To leave them out without a word would be to plan another run.
+    """
+    schedule = config.pipeline(world_size, sizes.layers)
+    split = schedule is not None and any(action.kind == W for actions in schedule.actions for action in actions)
+    again = split and config.recompute == "full" and config.mixture(sizes) is not None
+    unknown = {
+        "--zero-offload": (config.zero_offload, "what its states cost on the way to the host"),
+        "--zero-late-gather": (config.zero_late_gather, "how much of a gather hides behind the next forward"),
+        f"--zero-shards {config.zero_shards}": (config.zero_shards, "shards and copies at once"),
+        f"--reduce-dtype {config.reduce_dtype}": (config.reduce_dtype != "weights", "gradients wider than weights"),
+        f"--accumulate-dtype {config.accumulate_dtype}": (config.accumulate_dtype != "weights", "a second sum"),
+        f"--tp-overlap {config.tp_overlap}": (config.tp_overlap != "none", "tensor parallel behind products"),
+        f"--dispatch {config.dispatch}": (config.dispatch != "pairs", "other rows than one for each pair"),
+        f"--capacity {config.capacity:g}": (config.capacity, "tokens that are dropped"),
+        f"--schedule {config.schedule} with --recompute full and experts": (
+            again,
+            "W, which runs a block again for each group of weights",
+        ),
+    }
+    for option, (asked, what) in unknown.items():
+        if asked:
+            raise UsageError(f"{option} cannot be planned: the formulas do not know {what}; leave it out")
 
 
 SAME: tuple[str, ...] = (
@@ -453,7 +480,11 @@ def working_set(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> By
         block += block_activations(model, moe, layout, "none") - outer * c.hidden * (e if fused else w)
         if moe is not None:  # highest one product later: the rows that go home, and one of the wide ones, are gone
             block -= wide + rows * c.hidden * e - stream
-    return {"loss": loss, "block": block}
+    # B ends in the attention of the first block, when all that W will need is there.
+    kv = c.kv_heads // min(c.kv_heads, t) * c.head_dim
+    ring = T * (2 * c.hidden // t + 8 * kv) * 4 + 2 * T * kv * e if layout.ring > 1 else 0  # sums in fp32, what travels
+    whole = 2 * T * c.hidden * e if layout.sequence_parallel else 0
+    return {"loss": loss, "block": block, "B": stream + T * c.hidden // t * e + ring, "W": whole}
 
 
 def kept_for_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range) -> int:
@@ -468,10 +499,26 @@ def kept_for_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, 
         rows = moe.top_k * layout.outer_tokens
         feed_forward = rows * (c.hidden + 2 * moe.intermediate) * e
     block = 2 * stream + whole + T * (c.hidden // t + 2 * kv) * e + feed_forward
+    if layout.recompute == "full" and moe is None:  # B has run the block again, and W goes on from there
+        block += block_activations(c, moe, layout, "none") - layout.outer_tokens * c.hidden * e
     ends = stream * (layers.start == 0)
     if layers.stop == c.layers:
         ends += stream + T * -(-c.vocab_size // t) * e
     return len(layers) * block + ends
+
+
+def behind_experts(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> int:
+    """Bytes that a block keeps behind its last product: rows of experts, on their way home, and home."""
+    e = widths(layout.precision).activation
+    return 3 * moe.top_k * layout.outer_tokens * model.hidden * e if moe else 0
+
+
+def gone_after_b(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range) -> Bytes:
+    """Bytes of a stage's activations that B alone needs: those behind its last product. W has no use for them."""
+    if layers.stop == model.layers:
+        what = "log-probabilities"
+        return {what: around(model, layout, False, True)[what]}
+    return {"blocks": behind_experts(model, moe, layout)}
 
 
 def passing_weights(
@@ -536,7 +583,7 @@ def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
                 now[what] -= around(model, layout, False, True)[what]
         now["working set"] = work[moment] if moment != "end" else 0
         now["messages"] = messages
-        outside = {what: int(size * late) for what, size in passing[moment].items()}
+        outside = {what: int(size * late) for what, size in passing[MOMENT.get(moment, moment)].items()}
         found.append(stays | now | outside)
     found.append(
         stays
@@ -546,7 +593,8 @@ def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
     return {what: size for what, size in max(found, key=lambda each: sum(each.values())).items() if size}
 
 
-# Activations, bytes in messages, "loss" or "block", is the loss through?, share of the gradients that is there
+MOMENT = {"B": "block", "W": "block"}  # which weights are whole at the end of B, and in W
+# Activations, bytes in messages, "loss", "block", "B" or "W", is the loss through?, share of the gradients there is
 Climb = tuple[Bytes, int, str, bool, float]
 
 
@@ -578,6 +626,16 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
     numels = [(weight.layer, weight.numel) for weight in weights_of(model, moe, layout, rank)]
     every = sum(numel for _, numel in numels)
     found: list[Climb] = []
+    width, last_layer = widths(layout.precision).weight, model.layers - 1
+
+    def fresh_of(layers: range) -> int:
+        return sum(numel for layer, numel in numels if min(max(layer, 0), last_layer) in layers) * width
+
+    def first_of(layers: range) -> int:
+        """The output layer's; and the embedding's, where the blocks in between are run again and have a W each."""
+        ends = [model.layers] * (last_layer in layers) + [-1] * (0 in layers and layout.recompute == "full")
+        return sum(numel for layer, numel in numels if layer in ends) * width
+
     for item in program_of(layout, rank):
         if not isinstance(item, Action):
             if item.source == rank:  # kept until it has left, or is so old that it has
@@ -589,14 +647,23 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
             here = {what: here.get(what, 0) + mine.get(what, 0) for what in here | mine}
         late = sum(numel for layer, numel in numels if min(max(layer, 0), model.layers - 1) in done) / every
         in_flight = (sum(sent.values()) + 2) * message
-        found.append((dict(here), in_flight, "loss" if last and item.kind != W else "block", False, late))
+        if item.kind in (F, B, BW):
+            found.append((dict(here), in_flight, "loss" if last else "block", False, late))
         if last and item.kind in (B, BW):
             found.append((dict(here), in_flight, "block", True, late))
-        if item.kind == B:
-            here["gradients for W"] = here.get("gradients for W", 0) + kept_for_weights(model, moe, layout, layers)
+        if item.kind in (B, W):
+            sign, gone = (1 if item.kind == B else -1), gone_after_b(model, moe, layout, layers)
+            kept = sign * kept_for_weights(model, moe, layout, layers)
+            if item.kind == W:  # at its start: of the first of all weights, with everything still there
+                found.append((here | {"gradients not yet added": first_of(layers)}, in_flight, "W", False, late))
+            here["gradients for W"] = here.get("gradients for W", 0) + kept
+            if item.kind == B:  # at its end
+                found.append((dict(here), in_flight, "B", False, late))
+            here |= {what: here[what] - sign * size for what, size in gone.items()}
         if item.kind in (BW, W):
             here = {what: here[what] - mine.get(what, 0) for what in here}
+        if item.kind == W:  # the gradients of a stage's weights are made, and then all are added at once
+            found.append((here | {"gradients not yet added": fresh_of(layers)}, in_flight, "W", False, late))
+        if item.kind in (BW, W):
             done |= set(layers)
-        if item.kind == W:
-            here["gradients for W"] -= kept_for_weights(model, moe, layout, layers)
     return found

@@ -280,6 +280,9 @@ def search_once(task: Task, top: int, share: float) -> Found:
         """What can be done about activations, in one schedule and stage of ZeRO: the first that fits is timed."""
         for i, (mode, each) in enumerate(tried):
             layout = replace(cut, recompute=mode.recompute, fpdt_chunks=mode.fpdt_chunks)
+            if task.moe and layout.recompute == "full" and layout.schedule.startswith("zb-"):
+                found.pruned["experts that are recomputed in W: again for each group of weights"] += 1
+                continue
             if layout.fpdt_chunks and task.seq_len // layout.cp % (2 * layout.fpdt_chunks):
                 found.pruned["the sequence does not divide into so many chunks"] += 1
                 continue

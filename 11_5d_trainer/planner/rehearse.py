@@ -49,7 +49,7 @@ from llama import LlamaConfig
 from mesh import AXES
 from options import Config, UsageError
 from options import parse as parse_trainer
-from plan_memory import Layout, peak
+from plan_memory import Layout, check_planned, peak
 from plan_search import Task, search
 from plan_time import Cluster, Step, read_cluster, step_time
 from plan_traffic import by_collective, flows
@@ -125,7 +125,11 @@ def rehearse(
     timeline, step = None, None
     if cluster is not None and finding is None:
         timeline = on_the_clock(runs, twin, backend, cluster)
-        step = step_time(sizes, config.mixture(sizes), Layout.of(config, sizes, ranks), cluster)
+        step = (
+            None
+            if unplanned(config, sizes, ranks)
+            else step_time(sizes, config.mixture(sizes), Layout.of(config, sizes, ranks), cluster)
+        )
     return Rehearsal(config, sizes, ranks, backend, runs, finding, time.perf_counter() - begin, timeline, step)
 
 
@@ -135,6 +139,15 @@ def rehearse(
 def table(rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def unplanned(config: Config, sizes: LlamaConfig, ranks: int) -> str:
+    """Why the planner has no numbers to stand beside these; empty if it has."""
+    try:
+        check_planned(config, sizes, ranks)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def planned(done: Rehearsal, run: Recorded) -> tuple[int, dict[str, float]]:
@@ -152,21 +165,25 @@ def report(done: Rehearsal) -> list[str]:
         f"{done.seconds:.1f} s",
         "",
     ]
+    alone = unplanned(done.config, done.sizes, done.ranks)
+    formulas = {rank: None if alone else planned(done, run) for rank, run in done.runs.items()}
     rows = [["rank", "pp", "weights", "gradients", "states", "activations", "peak GiB", "planner", "off"]]
     for rank, run in done.runs.items():
-        total, formula = sum(run.bytes.values()), planned(done, run)[0]
+        total, formula = sum(run.bytes.values()), formulas[rank]
         cells = [f"{size / GIB:.3f}" for size in run.bytes.values()]
-        off = f"{100 * (formula / total - 1):+.2f} %"
-        rows.append([str(rank), str(run.place["pp"]), *cells, f"{total / GIB:.3f}", f"{formula / GIB:.3f}", off])
+        beside = [f"{formula[0] / GIB:.3f}", f"{100 * (formula[0] / total - 1):+.2f} %"] if formula else ["-", "-"]
+        rows.append([str(rank), str(run.place["pp"]), *cells, f"{total / GIB:.3f}", *beside])
     lines += [*table(rows), ""]
     rows = [["rank", "collective", "calls", "bytes sent", "planner"]]
     for rank, run in done.runs.items():
-        sent, formula_sent = run.sent(), planned(done, run)[1]
+        formula, sent = formulas[rank], run.sent()
+        formula_sent = formula[1] if formula else {}
         calls = Counter(op.name for op in run.ops[run.step_from :])
         for name in sorted(sent.keys() | formula_sent.keys()):
-            here, there = sent.get(name, 0), formula_sent.get(name, 0)
-            rows.append([str(rank), name, f"{calls[name]:,}", f"{here:,.0f}", f"{there:,.0f}"])
-    return [*lines, *table(rows), *(clock_lines(done.timeline, done.step) if done.timeline else [])]
+            there = f"{formula_sent.get(name, 0):,.0f}" if formula else "-"
+            rows.append([str(rank), name, f"{calls[name]:,}", f"{sent.get(name, 0):,.0f}", there])
+    lines += [*table(rows), *(["", f"the planner has no numbers: {alone}"] if alone else [])]
+    return [*lines, *(clock_lines(done.timeline, done.step) if done.timeline else [])]
 
 
 def clock_lines(timeline: Timeline, step: Step | None) -> list[str]:

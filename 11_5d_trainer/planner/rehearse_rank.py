@@ -539,6 +539,8 @@ def check(config: Config, sizes: LlamaConfig, ranks: int, backend: str = "nccl")
         )
     if config.fpdt_chunks:
         raise UsageError(f"--fpdt-chunks {config.fpdt_chunks} cannot be rehearsed: its chunks lie on the host")
+    if config.zero_offload:
+        raise UsageError("--zero-offload cannot be rehearsed: its states lie on the host")
     if config.capacity:
         raise UsageError(f"--capacity {config.capacity:g} cannot be rehearsed: which tokens are dropped is a value")
     if config.dispatch != "pairs":

@@ -47,6 +47,7 @@ class Slice:
     begin: float
     end: float
     note: str = ""
+    pair: int = 0  # of a message: its number, the same on both sides
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Clock(Play):
         self.compute: dict[int, float] = dict.fromkeys(runs, 0.0)
         self.exposed: dict[int, dict[str, float]] = {rank: defaultdict(float) for rank in runs}
         self.slices: list[Slice] = []
+        self.pairs = 0
 
     def start(self, rank: int, index: int) -> None:
         self.work(rank)
@@ -99,6 +101,7 @@ class Clock(Play):
             [*(self.begun[each] for each in both_sides), *(self.free[line] for line in lines if op.peer is None)]
         )
         end = begin + self.seconds(rank, index)
+        self.pairs += op.peer is not None
         for each, line in zip(both_sides, lines, strict=True):
             self.ends[each] = end
             if op.peer is None:
@@ -107,6 +110,7 @@ class Clock(Play):
                 mine = self.runs[each[0]].ops[each[1]]
                 lane = self.runs[each[0]].names.get(op.group, "a group")
                 self.slices.append(Slice(each[0], lane, mine.name, begin, end, f"{op.bytes:,} bytes, {at(mine)}"))
+                self.slices[-1].pair = self.pairs if op.peer is not None else 0
 
     def seconds(self, rank: int, index: int) -> float:
         """What plan_time.py says for this collective or message between just these ranks."""
@@ -142,19 +146,48 @@ def on_the_clock(runs: Mapping[int, Recorded], twin: Twin, backend: str, cluster
     return Timeline(max(clock.now.values()), clock.compute, clock.exposed, clock.slices)
 
 
+def tracks(slices: list[Slice]) -> list[int]:
+    """For each slice the track of its lane, from 0, so that no two on a track overlap. Messages to several peers are
+    under way at once, and a viewer draws what overlaps on one track as if one were part of the other."""
+    free: dict[tuple[int, str], list[float]] = defaultdict(list)  # when each track of a lane is free
+    found = [0] * len(slices)
+    for i in sorted(range(len(slices)), key=lambda i: (slices[i].begin, slices[i].end)):
+        piece = slices[i]
+        ends = free[piece.rank, piece.lane]
+        found[i] = next((track for track, end in enumerate(ends) if end <= piece.begin), len(ends))
+        ends[found[i] :] = [piece.end, *ends[found[i] + 1 :]]
+    return found
+
+
 def write_trace(timeline: Timeline, runs: Mapping[int, Recorded], path: Path) -> None:
     """A Chrome trace, which https://ui.perfetto.dev opens: a process for each rank that was run, a thread for what it
-    computes, one for its waits and one for each of its groups."""
-    events: list[dict[str, Any]] = []
-    lanes: dict[tuple[int, str], int] = {}
-    for piece in timeline.slices:
-        lane = lanes.setdefault((piece.rank, piece.lane), 0 if piece.lane == "compute" else len(lanes) + 1)
-        event = {"name": piece.name, "ph": "X", "pid": piece.rank, "tid": lane}
-        event |= {"ts": 1e6 * piece.begin, "dur": 1e6 * (piece.end - piece.begin), "args": {"note": piece.note}}
-        events.append(event)
+    computes, one for its waits and one for each of its groups (more where messages overlap), and an arrow from every
+    send to its receive. In the order of time, the names first."""
+    slices = timeline.slices
+    order = {"compute": 0, "waits": 1}
+    every = {(each.rank, each.lane, track) for each, track in zip(slices, tracks(slices), strict=True)}
+    lanes: dict[tuple[int, str, int], int] = {}
+    for rank, lane, track in sorted(every, key=lambda key: (key[0], order.get(key[1], 2), key[1:])):
+        lanes[rank, lane, track] = sum(other == rank for other, _, _ in lanes)
+    names: list[dict[str, Any]] = []
     for rank, run in runs.items():
         where = ", ".join(f"{axis} {place}" for axis, place in run.place.items())
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} ({where})"}})
-    for (rank, name), lane in lanes.items():
-        events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}})
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        names.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} ({where})"}})
+    for (rank, lane, track), thread in lanes.items():
+        name = f"{lane} {track + 1}" if track else lane
+        names.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}})
+    events: list[dict[str, Any]] = []
+    sides: dict[int, set[str]] = defaultdict(set)
+    for piece in slices:
+        if piece.pair:
+            sides[piece.pair].add(piece.name)
+    for piece, track in zip(slices, tracks(slices), strict=True):
+        at_once = {"pid": piece.rank, "tid": lanes[piece.rank, piece.lane, track]}
+        ts, dur = 1e6 * piece.begin, 1e6 * (piece.end - piece.begin)
+        events.append({"name": piece.name, "ph": "X", **at_once, "ts": ts, "dur": dur, "args": {"note": piece.note}})
+        if len(sides[piece.pair]) == 2 and piece.pair:  # an arrow lies inside the slices that it joins
+            arrow = {"name": "message", "cat": "message", "id": piece.pair, **at_once}
+            first = piece.name == "send"
+            events.append(arrow | ({"ph": "s", "ts": ts} if first else {"ph": "f", "bp": "e", "ts": ts + dur / 2}))
+    events.sort(key=lambda event: event["ts"])
+    path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))

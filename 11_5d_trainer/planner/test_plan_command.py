@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from collections import Counter
 
 import above  # noqa: F401  finds the trainer and the chapters
 import plan
@@ -70,6 +71,57 @@ def test_of_layouts_that_are_as_fast_the_one_that_asks_for_least_leads():
     assert every == [plain, odd, slow] and ties == 2
     efforts = [plan.effort(each.layout) for each in (plain, odd)]
     assert efforts[0] == 0 < efforts[1]
+
+
+def test_ties_are_grouped_by_the_axes_that_they_use_and_the_simplest_family_leads(monkeypatch, capsys):
+    def candidate(seconds, **axes):
+        layout = Layout(precision="bf16-master", zero=1, seq_len=4096, micro_batches=16, **axes)
+        return Candidate(layout, Step({"update": seconds}, {}, 1.0), 1e9, "weights")
+
+    deep, odd = candidate(1.00, dp=16, pp=2), candidate(1.02, dp=16, pp=2, schedule="zb-h1")
+    wide, again = candidate(1.02, dp=16, tp=2), candidate(1.01, dp=16, tp=2, recompute="full")
+    plain = candidate(1.03, dp=32)
+    given = [deep, again, odd, wide, plain]
+    every, ties = plan.by_simplicity(given)
+    assert every == [plain, deep, odd, wide, again] and ties == 5
+    monkeypatch.setattr(plan, "search", lambda task: plan_search.Found(given, 5, 5, Counter(), None))
+    lines, _ = plan.answer(task())
+    text = "\n".join(lines)
+    assert lines[0].startswith("llama3-8b: 32 layers of 4096"), "a plan says for which model it is"
+    assert [text.count(f"{' ' * 38}{axes} parallel:") for axes in ("data", "data + pipeline", "data + tensor")] == [
+        1,
+        1,
+        1,
+    ]
+    first = lines.index(f"{' ' * 38}data parallel:")
+    low, high = plan.error_bar()
+    assert f"{1.03:9.3f} {1.03 * low:8.3f} {1.03 * high:8.3f}" in lines[first + 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "others"),
+    [
+        ("--zero-offload", "--zero 2"),
+        ("--zero-late-gather", "--zero 2"),
+        ("--zero-shards 4", "--zero 2"),
+        ("--reduce-dtype fp32", "--zero 1 --precision bf16-master"),
+        ("--accumulate-dtype fp32", "--zero 2 --precision bf16-master"),
+        ("--tp-overlap domino", "--tp 2 --micro-batch 2"),
+        ("--tp-overlap backward", "--tp 2"),
+        ("--dispatch once", "--experts 8"),
+        ("--capacity 1.5", "--experts 8"),
+        ("--schedule zb-h1", "--experts 8 --recompute full --pp 2"),
+    ],
+)
+def test_an_option_that_has_no_formula_is_refused_by_name(option, others, capsys):
+    given = ["--model", "llama3-8b", "--nodes", "1", "--tokens", "524288"]
+    assert plan.main([*given, "--explain", f"{others} {option}"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    assert printed.err.startswith(f"plan.py: {option} ") and "cannot be planned" in printed.err
+    if option != "--schedule zb-h1":
+        return
+    assert plan.main([*given, "--explain", others]) == 0, "1F1B runs a block again once"
 
 
 def test_the_three_steps_end_with_the_stage_of_zero_that_is_fastest():

@@ -1,0 +1,43 @@
+"""The rules of thumb: each way keeps its word and is judged at its best; a rule is the simplest of what is as fast."""
+
+import above  # noqa: F401  finds the trainer and the chapters
+import plan
+import plan_rules
+import pytest
+from plan_search import exact
+from plan_time import read_cluster
+
+CLUSTER = read_cluster("h100-400g")
+
+
+@pytest.mark.parametrize(
+    "way", ["ZeRO-3", "tensor parallel of 8", "tp 8 and a pipeline", "tp 8, ZeRO-2 and a pipeline"]
+)
+def test_a_way_of_the_playbook_is_tried_as_it_says_and_fits(way):
+    task = plan_rules.task_of("8B", 16, CLUSTER)
+    tp, deep, zero = plan_rules.WAYS[way]
+    found = plan_rules.fastest(task, plan_rules.WAYS[way])
+    layout = found.layout
+    assert (layout.tp, layout.pp > 1, layout.zero, layout.cp) == (tp, deep, zero, 1)
+    assert layout.ranks == 16 and layout.global_batch == plan_rules.BATCH
+    assert found.peak <= task.memory and exact(task, layout).step.seconds == found.step.seconds
+
+
+def test_a_rule_is_the_simplest_layout_that_is_as_fast_as_one_can_tell():
+    for what, gpus, models, ways in plan_rules.CASES[:1]:
+        for row in plan_rules.rows(CLUSTER, ((what, gpus, models, ways),)):
+            task = plan_rules.task_of(row[2], gpus, CLUSTER)
+            axes, simplest, best = plan_rules.rule(task)
+            assert row[3] == axes == "data parallel", "below ten billion parameters one technique does, as they say"
+            assert simplest.step.seconds <= (1 + plan.TIE) * best.step.seconds
+            assert row[8] >= 0.99, "no way of the playbook is faster than the fastest"
+            assert row[8] <= 1.05 if row[6] == "ZeRO-3" else row[8] > 1.3, row
+
+
+@pytest.mark.prove
+def test_zero_3_alone_is_no_rule_for_70b_from_512_gpus_on_and_is_one_on_64():
+    for gpus, is_one in ((64, True), (512, False)):
+        axes, _, best = plan_rules.rule(task := plan_rules.task_of("70B", gpus, CLUSTER))
+        alone = plan_rules.fastest(task, plan_rules.WAYS["ZeRO-3"])
+        assert (alone.step.seconds <= (1 + plan.TIE) * best.step.seconds) == is_one
+        assert (axes == "data parallel") == is_one
