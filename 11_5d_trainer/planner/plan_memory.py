@@ -653,10 +653,10 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
             found.append((dict(here), in_flight, "block", True, late))
         if item.kind in (B, W):
             sign, gone = (1 if item.kind == B else -1), gone_after_b(model, moe, layout, layers)
-            kept = sign * kept_for_weights(model, moe, layout, layers)
+            for_weights = sign * kept_for_weights(model, moe, layout, layers)
             if item.kind == W:  # at its start: of the first of all weights, with everything still there
                 found.append((here | {"gradients not yet added": first_of(layers)}, in_flight, "W", False, late))
-            here["gradients for W"] = here.get("gradients for W", 0) + kept
+            here["gradients for W"] = here.get("gradients for W", 0) + for_weights
             if item.kind == B:  # at its end
                 found.append((dict(here), in_flight, "B", False, late))
             here |= {what: here[what] - sign * size for what, size in gone.items()}

@@ -67,7 +67,7 @@ def task_of(model: str, gpus: int, cluster: Cluster) -> Task:
 def fastest(task: Task, way: tuple[int, bool, int]) -> Candidate | None:
     """The fastest layout of this way that fits, or None. Ranked by formulas, then asked exactly."""
     tp, deep, zero = way
-    tried = []
+    tried: list[tuple[float, int, Any]] = []
     for grid in grids(task):
         if (grid.tp, grid.pp > 1, grid.cp) != (tp, deep, 1) or refused(task, grid):
             continue
