@@ -171,15 +171,14 @@ def expanded(command: str) -> list[str]:
     assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), f"{command}: the Makefile has no such target"
     unused = [word for word in words[1:] if "=" in word and f"$({word.split('=')[0]})" not in makefile]
     assert not unused, f"{command}: the Makefile does not use {unused}"
-    done = subprocess.run(
-        ["make", "-n", "-o", ".venv/.ready", "-o", ".venv/.book", *words[1:]], cwd=ROOT, capture_output=True, text=True
-    )
+    command_line = ["make", "-n", "-o", ".venv/.ready", "-o", ".venv/.book", *words[1:]]
+    alone = os.environ | {"MAKEFLAGS": ""}  # without the options of a `make prove ARGS=...` around it
+    done = subprocess.run(command_line, cwd=ROOT, env=alone, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     lines = done.stdout.replace("\\\n", " ").splitlines()
     scripts = [line for line in lines if re.search(r"/(train|launch|course|plan)\.py ", line) and "for " not in line]
-    return (
-        scripts if "train" in words[1] or len(words) > 2 else []
-    )  # `make check` names a target, `make check CH=02` calls it
+    # `make check` names a target, `make check CH=02` calls it.
+    return scripts if "train" in words[1] or len(words) > 2 else []
 
 
 def script_and_options(command: str) -> tuple[str, list[str]] | None:
