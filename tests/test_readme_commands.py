@@ -162,6 +162,12 @@ def home(readme: Path, script: str) -> Path:
 # ------------------------------------------------------------------------------------- what the scripts say of options
 
 
+def surroundings() -> dict[str, str]:
+    """The environment, without what a `make prove ARGS=...` around this gives to every make inside."""
+    given = re.findall(r"(\w+)=", os.environ.get("MAKEFLAGS", ""))
+    return {name: value for name, value in os.environ.items() if name not in (*given, "MAKEFLAGS", "MFLAGS")}
+
+
 def expanded(command: str) -> list[str]:
     """What `make` would do for a command; any other command is itself."""
     words = shlex.split(command)
@@ -172,8 +178,7 @@ def expanded(command: str) -> list[str]:
     unused = [word for word in words[1:] if "=" in word and f"$({word.split('=')[0]})" not in makefile]
     assert not unused, f"{command}: the Makefile does not use {unused}"
     command_line = ["make", "-n", "-o", ".venv/.ready", "-o", ".venv/.book", *words[1:]]
-    alone = os.environ | {"MAKEFLAGS": ""}  # without the options of a `make prove ARGS=...` around it
-    done = subprocess.run(command_line, cwd=ROOT, env=alone, capture_output=True, text=True)
+    done = subprocess.run(command_line, cwd=ROOT, env=surroundings(), capture_output=True, text=True)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     lines = done.stdout.replace("\\\n", " ").splitlines()
     scripts = [line for line in lines if re.search(r"/(train|launch|course|plan)\.py ", line) and "for " not in line]
@@ -338,10 +343,10 @@ def test_a_command_without_a_class_is_named():
 def ends(command: str, folder: Path, timeout: float = 900) -> tuple[int, str]:
     """Exit code and what was said. At the end nothing of it is left running."""
     bin_ = f"{folder}/.venv/bin" if (folder / ".venv").exists() else str(Path(sys.executable).parent)
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PROVE", "FRESH_MODULES", "RANKS_UNIT")}
+    kept = {k: v for k, v in surroundings().items() if k not in ("PYTHONPATH", "PROVE", "FRESH_MODULES", "RANKS_UNIT")}
     environment = {k: v for k, v in kept.items() if not k.startswith(("PYTEST", "COV"))}
     environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{bin_}:{os.environ['PATH']}"}
-    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "MAKEFLAGS": ""}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
     job = subprocess.Popen(
         ["bash", "-c", command],
         cwd=folder,
