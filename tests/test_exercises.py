@@ -35,7 +35,7 @@ import screen
 from checking import Course, CourseError, Submission, check, read_submission
 from sandbox import MIB, Judge, Limits, Outcome, Result, no_cell
 
-LIMITS = Limits(test_seconds=40, test_cpu_seconds=3, hang=5, processes=20, memory=2048 * MIB, disk=48 * MIB)
+LIMITS = Limits(test_seconds=40, test_cpu_seconds=3, hang=15, processes=20, memory=2048 * MIB, disk=48 * MIB)
 REAL = Course()
 
 TINY = '''"""A chapter for the tests of the checker."""
