@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.oracle import assert_same, assert_same_named
-from split_backward import Block, backward_for_input, flops, recomputed_once, split_backward
+from split_backward import (
+    Block,
+    backward_for_input,
+    flops,
+    python_nodes_own_their_graph,
+    recomputed_once,
+    split_backward,
+)
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -259,6 +266,15 @@ def test_the_graph_lives_until_the_weight_part_and_goes_layer_by_layer():
     assert [layers for layers, _ in alive] == [i * one - 1 for i in (4, 3, 2, 1)], "what is above a layer has gone"
     assert [grads for _, grads in alive] == [4, 3, 2, 1], "and so has the gradient that its cut kept"
     assert len(boxes) == 0 and part.cuts == [] and part.parts == []
+
+
+def test_who_owns_a_graph_is_found_out_the_same_way_where_gradients_are_off():
+    answers = []
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        python_nodes_own_their_graph.cache_clear()
+        with mode:
+            answers.append(python_nodes_own_their_graph())
+    assert answers[0] == answers[1], "a recomputed block asks in its backward"
 
 
 def test_bad_options_end_in_one_line():
