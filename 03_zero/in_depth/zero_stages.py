@@ -447,7 +447,7 @@ class Zero1:
         """Update my shard bucket by bucket; each bucket's all-gather travels while the next bucket is updated."""
         self.check_finished()
         works: list[Any] = []
-        # --- exercise 3.27: update slice by slice, and let the slices travel meanwhile ---
+        # --- exercise 3.27: update shard by shard, and let the shards travel meanwhile ---
         for index in range(len(self.buckets)):
             self.update(index)
             works += self.publish(index)

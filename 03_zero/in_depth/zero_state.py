@@ -77,7 +77,7 @@ def gathered_states(zero: Zero1) -> Iterator[dict[str, dict[str, Any]]]:
         segments = [segment for _, _, segment in zero.segments[index]]
         for kind, value in held[segments[0]].items():
             states: dict[str, dict[str, Any]] = {zero.names[p]: {} for p in bucket.params}
-            # --- exercise 3.32: from slices to whole tensors by name ---
+            # --- exercise 3.32: from shards to whole tensors by name ---
             if per_element(kind):
                 shard = torch.cat([held[segment][kind] for segment in segments])  # [S]
                 for name, tensor in zero.whole(index, shard):
@@ -135,7 +135,7 @@ def shard_of(zero: Zero1, index: int, whole: dict[str, Tensor]) -> Tensor:
     bucket, mine_of = zero.buckets[index], zero.masters[index]
     dtype = next((tensor.dtype for tensor in whole.values()), mine_of.dtype)  # my shard may be all padding
     shard = torch.zeros(bucket.shard_numel, dtype=dtype, device=mine_of.device)
-    # --- exercise 3.34: from whole tensors by name to my slice of the bucket ---
+    # --- exercise 3.34: from whole tensors by name to my shard of the bucket ---
     for p, mine, theirs in bucket.pieces():
         shard[mine] = whole[zero.names[p]].flatten()[theirs].to(shard.device)
     # --- end exercise ---
