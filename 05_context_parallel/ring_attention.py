@@ -18,9 +18,9 @@ Under a causal mask the last tokens have most of the work. Zigzag cuts the seque
 early and a late one. Of the 36 (chunk of queries, chunk of keys) pairs of 8 chunks the 4 ranks then compute
     contiguous   0 1 | 2 3 | 4 5 | 6 7    3,  7, 11, 15         zigzag   0 7 | 1 6 | 2 5 | 3 4    9, 9, 9, 9
 
-With P ranks, s = S/P tokens on each, K/V of one rank in `block` bytes and dK/dV, in fp32 or better, in `dblock`:
+With P ranks, s = S/P tokens on each, K/V of a rank in `block` bytes, gradients dK/dV (fp32 or better) in `dblock`:
     sent by a rank        forward (P-1) block                  forward and backward (P-1) (2 block + dblock)
-    of other ranks held   2 blocks: the one in use and the one that arrives; fewer with fewer than 3 ranks
+    held of other ranks   2 blocks: the one in use and the one that arrives; fewer with fewer than 3 ranks
     (query, key) pairs    contiguous s(s+1)/2 + r s^2 on rank r, zigzag S(S+1)/2P on every rank; for each head
 Ring: Liu et al. 2023, arXiv 2310.01889. LSE, backward: FlashAttention-2, 2307.08691. Zigzag: Llama 3, 2407.21783.
 
@@ -204,7 +204,7 @@ class Ring(torch.autograd.Function):
             if t + 1 < P:
                 arriving = buffers[t % 2]
                 under_way = post(block, arriving, group)
-            dkv = torch.zeros_like(wide(kv))  # my share in the gradient of this block, in fp32 or better
+            dkv = torch.zeros_like(wide(kv))  # my share of the gradient of this block, in fp32 or better
             if (part := seen(layout, rank, (rank - t) % P, s)) is not None:
                 queries, keys, mask = part
                 dout_, q_, out_, lse_ = (x[:, queries] for x in (dout, q, out, lse))

@@ -1,7 +1,7 @@
-"""Ulysses: to meet all tokens of a sequence, swap: give away tokens of some heads, get all tokens of others.
+"""Ulysses: ranks swap tokens for heads, so that each of them has all tokens of some heads.
 
-A sequence is cut over P ranks, as it is too long for one. In ring attention the keys and values of all ranks pass by
-every rank, and what a rank sends grows with the sequence. Ulysses swaps instead. Heads do not know of each other, so
+A sequence is cut over P ranks, as it is too long for one. In ring attention the keys and values (K/V) of all ranks pass
+by every rank, and what a rank sends grows with the sequence. Ulysses swaps instead. Heads do not know of each other, so
 whoever has *all* tokens of *some* heads can run any attention that there is for one device. One all-to-all brings this
 about, and a second one brings the outputs back to the tokens:
 
@@ -15,12 +15,13 @@ about, and a second one brings the outputs back to the tokens:
 G = N/N_kv query heads share a K/V head. A rank that gets n query heads needs only the m K/V heads that these share;
 a K/V head that several ranks need goes to each of them once. Above, the 4 ranks need 1 + 2 + 1 + 1 = 5 of them.
 
-There are no more ranks in the swap than heads. For more, put P = R x U ranks in a mesh: U of them swap, and R such rows
-form rings of R ranks each (ring_attention.py), in which the whole sequence goes round, of m K/V heads.
+No more ranks can swap than there are heads. For more, put P = R x U ranks in a mesh of R rows: the U ranks of a row
+swap, and the R ranks of a column form a ring (ring_attention.py), in which K/V of all tokens go round, of m heads.
 
-With s = S/P tokens on a rank, C the K/V heads that the U ranks of a row get together, a number of `b` bytes:
+With s = S/P tokens on a rank, C the K/V heads that the U ranks of a row get together, b bytes in a number:
     sent by a rank      there  B s D b (N - n + 2 (C - m))        back  B s D b n (U - 1)
-          in backward   home   B s D b (n + 2 m) (U - 1)          and   B s D b (N - n): as much, if U divides N
+          in backward   home   B s D b (n + 2 m) (U - 1)          and   B s D b (N - n)
+                               as many bytes as in forward, where all ranks have the same n and m
     kept for backward   B S/R D b (2 n + 2 m) + B S/R n b         q, k, v, out and the LSE, of all tokens of its row
     pairs               n S(S+1)/2R, all heads together           the same on all ranks, if U divides N
 Jacobs et al. 2023, arXiv 2309.14509, section 3. The mesh: Fang & Zhao 2024 (USP), 2405.07719.
@@ -54,7 +55,7 @@ count: Counter[str] = Counter()  # of a step on this rank: bytes sent and kept, 
 
 class AllToAll(torch.autograd.Function):
     """Rows of x for each rank, one rank after the other -> rows from each rank. Nothing is computed, rows only move; so
-    the derivative moves them home."""
+    the derivative moves their gradients home."""
 
     @staticmethod
     def forward(ctx, x: Tensor, to: list[int], of: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -113,7 +114,7 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, attention
     q, k, v = to_heads(q, k, v, group)
     uses = [kv.index(h * N_kv // N) for h in queries]  # which of my K/V heads each of my query heads uses: 0 0 1 1, say
     equal = [i * len(kv) // len(queries) for i in range(len(queries))]
-    if len(queries) % len(kv) or uses != equal:  # 0 0 1 or 0 1 1: no kernel knows that. Copy, here
+    if len(queries) % len(kv) or uses != equal:  # 0 0 1 or 0 1 1: no kernel takes that; so copy
         k, v = k[:, :, uses], v[:, :, uses]
     return to_tokens(attention(q, k, v), N, group)
 
@@ -152,7 +153,7 @@ def piece(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor
     """Attention to some keys: out [B, s, n, D] and the log of its denominators [B, s, n], in fp32 or better."""
     wide = torch.promote_types(q.dtype, torch.float32)
     pairs = q.shape[1] * (q.shape[1] + 1) // 2 if causal else q.shape[1] * k.shape[1]
-    count["pairs"] += pairs * q.shape[2]  # of a triangle's square kernels compute one half
+    count["pairs"] += pairs * q.shape[2]  # above the diagonal kernels compute nothing
     k, v = (x.to(wide).repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))  # here only, and never sent
     scores = torch.einsum("bsnd,btnd->bsnt", q.to(wide), k) / q.shape[-1] ** 0.5
     if causal:
@@ -198,8 +199,8 @@ def mesh(R: int, U: int, ranks: list[int]) -> tuple[dist.ProcessGroup, dist.Proc
 
 
 def positions_of(S: int, row: int, R: int, column: int, U: int) -> Tensor:
-    """The places of a rank's tokens in the sequence: [S/P]. First 2R chunks in zigzag over the ring, then U parts of a
-    row's share: the swap puts these end to end, and what the ring then meets is its own layout."""
+    """The places of a rank's tokens in the sequence: [S/P]. First 2R chunks are dealt to the rows in zigzag, then those
+    of a row are cut in U parts. The swap puts these end to end again, and the ring meets its own layout."""
     chunks = torch.arange(S).chunk(2 * R)
     return torch.cat((chunks[row], chunks[2 * R - 1 - row])).chunk(U)[column]
 
@@ -264,7 +265,7 @@ def train(attention, R: int, U: int, S: int, group: dist.ProcessGroup | None, de
 
 
 def watched(attention):
-    """The same attention; the bytes of numbers that autograd keeps of it for backward are counted."""
+    """The same attention, which also counts the bytes of the numbers that autograd keeps of it for backward."""
 
     def run(*qkv: Tensor) -> Tensor:
         kept: dict[int, int] = {}  # by address, so that what is kept twice counts once

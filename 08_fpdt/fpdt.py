@@ -1,8 +1,8 @@
 """FPDT: a sequence that no GPU can hold, in chunks that wait in the memory of the host.
 
 Ulysses (chapter 5) gives each of P ranks all S tokens of some heads. At two million tokens not even these fit: queries,
-keys, values and outputs of one layer, and a gradient of each. But under a causal mask a chunk of the sequence needs the
-keys and values of the chunks before it and nothing else, and the host, with ten times the memory, can keep those:
+keys, values and outputs of one layer, and a gradient of each. But under a causal mask a chunk of the sequence needs, of
+all others, only the keys and values of those before it, and the host, with ten times the memory, can keep these:
 
     device   q2 kv2   attend to kv2, then to | kv0 | kv1 |, fetched in turn into two slots        chunk 2 of u = 4
     host     kv0 kv1 kv2, and for backward q0 q1 q2, out0 out1 out2, the log-sum-exps lse0 lse1 lse2
@@ -12,11 +12,11 @@ keys and values of the chunks before it and nothing else, and the host, with ten
     offload           | kv2 |           | q2 out2 |      a third stream takes to the host what is done
 
 Backward turns the loops round: outer over the keys and values of chunk j, inner over the queries of all chunks i >= j.
-All else looks at one token at a time: feed-forward and loss go chunk by chunk, and once more in backward.
+All else looks at one token at a time: feed-forward and loss go chunk by chunk, and are computed again in backward.
 
-Of a chunk, in bytes, Q: its queries (output, a gradient); K: its keys and values; L: its log-sum-exps. For each layer
-    offloaded   u (2 Q + K + L) forward,  u Q + u(u+1)/2 Q backward          sent  u (4 Q + 2 K) (P-1)/P, for any u
-    fetched     u(u-1)/2 K forward,  u K + u(u+1)/2 (4 Q + L) backward       on the host  u (2 Q + K + L)
+Bytes of a chunk: Q its queries (or output, or a gradient of these), K its keys and values, L its log-sum-exps. A layer:
+    offloaded   u (2 Q + K + L) forward,  u Q + u(u+1)/2 Q backward       sent  u (4 Q + 2 K) (P-1)/P, for any u
+    fetched     u(u-1)/2 K forward,  u K + u(u+1)/2 (4 Q + L) backward    on the host  u (2 Q + K + L), then 2 u Q more
     on the device a few chunks, whatever S is (`predicted`), beside S/P tokens of the residual stream
 Yao et al. 2024, arXiv 2408.16978, section 4. Chunked feed-forward and loss: Luo et al. 2024, 2407.15892.
 
@@ -143,24 +143,24 @@ class Host:
                 event.wait()
             if to is not None:
                 to.copy_(source, non_blocking=True)
-        if to is not None and source.is_cuda:  # what Python frees now is given away when the copy is over
+        if to is not None and source.is_cuda:  # what Python frees from now on is given away only after the copy
             source.record_stream(self.cuda[stream])
         return self.event(stream)
 
     def offload(self, stored: dict, i: int, **tensors: Tensor) -> None:
-        """Start to copy tensors, to which nobody may write before it is over, to a place in `stored`, old or new."""
+        """Start to copy tensors to their places in `stored`, old or new. Nobody writes to one before its copy ends."""
         for name, x in tensors.items():
             data, _ = stored.get(f"{name}{i}", (None, None))
             if data is None:
-                with _disable_current_modes():  # no meter of the device sees it. Unpinned, it is not copied aside
+                with _disable_current_modes():  # no meter of the device counts it. Unpinned, no copy runs beside work
                     data = torch.empty(x.shape, dtype=x.dtype, pin_memory=bool(self.cuda))
                 on_host[data.untyped_storage()._cdata] = data.untyped_storage()
                 count["host"] = max(count["host"], sum(storage.nbytes() for storage in on_host.values()))
             stored[f"{name}{i}"] = data, self.put("offload", f"{name}{i}", [self.event("compute")], data, x)
 
     def fetched(self, stored: dict, items: list, user: str = "", readers: tuple = ("compute",)):
-        """The tensors of one item after the other, on the device; the next are on their way while some are used. Who
-        asks for the next is done with these, but for what `readers`, streams, have been given to do with them."""
+        """The tensors of one item after the other, on the device; the next are on their way while some are used. To ask
+        for the next item is to be done with this one, but for what the streams `readers` still have to do with it."""
         full: list = []
         buffers = [[torch.empty_like(stored[x][0], device=self.device) for x in names] for names in items[: self.slots]]
 
@@ -177,7 +177,7 @@ class Host:
                 self.put("compute", user + names[0], [full[turn]])
                 yield buffers[turn % self.slots]
                 if len(full) < len(items):
-                    fetch()  # into the slot just used. The next item is under way, or there
+                    fetch()  # into the slot just used. The next item is under way, or has arrived
             # --- end exercise ---
 
         for _ in buffers:  # now, and not when somebody asks for the first
