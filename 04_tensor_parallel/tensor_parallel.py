@@ -40,8 +40,8 @@ import zlib
 from collections import namedtuple
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+import torch.distributed.nn  # torch, too. First imported while a group is up, it would keep that group until the end
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -34,8 +34,8 @@ from collections import Counter
 from datetime import timedelta
 from itertools import chain
 
-import torch
 import torch.distributed as dist
+import torch.distributed.nn  # torch, too. First imported while a group is up, it would keep that group until the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes

@@ -47,8 +47,8 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+import torch.distributed.nn  # torch, too. First imported while a group is up, it would keep that group until the end
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
