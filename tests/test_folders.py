@@ -103,16 +103,21 @@ def is_about_one_gpu(script):
     return chapter_of(script).name[:2] in ("01", "09") and "init_process_group" not in script.read_text()
 
 
-# By the commands of the READMEs the ground floors with ranks, in turn; the depth on ranks that need not import torch
-# again. `make test` runs there the ground floors of every other chapter, and of the depth of each one script. But what
-# torch imports late those ranks have imported already: that it keeps a group that is up by then shows under torchrun.
+# The ground floors with ranks as their READMEs say, in turn (their own tests copy them, too); the depth on ranks that
+# need not import torch again, of each chapter one script in `make test`. But what torch imports late those ranks have
+# imported already: that it keeps a group which is up by then is seen under torchrun alone.
 OF_RANKS = [s for s in SCRIPTS if s.parent.name != "in_depth" and "init_process_group(" in s.read_text()]
 LAUNCHED = [(SCRIPTS[0], "python"), *((script, "torchrun") for script in (*OF_RANKS, TRAINER / "five_d.py"))]
 
 
+def of_ground_floors():
+    for script, launcher in LAUNCHED:
+        yield pytest.param(script, launcher, marks=pytest.mark.chapter(script.parent.name[:2]), id=script.stem)
+
+
 @pytest.mark.long
 @pytest.mark.turn(6)
-@pytest.mark.parametrize(("script", "launcher"), LAUNCHED, ids=lambda value: getattr(value, "stem", value))
+@pytest.mark.parametrize(("script", "launcher"), list(of_ground_floors()))
 def test_a_script_copied_alone_runs_and_ends_with_pass(script, launcher, tmp_path):
     alone = copied_alone(script, tmp_path)
     watch = tmp_path / "watch"
@@ -149,14 +154,14 @@ def test_a_script_that_keeps_its_group_and_its_exit_code_are_noticed(tmp_path):
 
 
 def of_all_floors():
-    """Every script but the first, which is launched above; those that are not in turn, for `make prove`."""
+    """Every script but those that are launched above; those that are not in turn, for `make prove`."""
     for number, chapter in enumerate(CHAPTERS):
         depth = [script for script in scripts(chapter) if script.parent.name == "in_depth"]
         turn = depth[int(os.environ["PLANT_TURN"]) % len(depth)]
         today = (number + int(os.environ["PLANT_TURN"])) % 2
         for script in scripts(chapter):
             later = [pytest.mark.prove] if (script != turn if script in depth else today) else []
-            if script != SCRIPTS[0]:
+            if script not in [launched for launched, _ in LAUNCHED]:
                 yield pytest.param(script, marks=[pytest.mark.chapter(chapter.name[:2]), *later], id=script.stem)
 
 
