@@ -8,7 +8,7 @@ whole, and tokens travel to their experts and back. How many go where is known o
     E = 4, K = 1, P = 2           rank 0: experts 0, 1       rank 1: experts 2, 3
     tokens want                   a>2  b>0  c>2  d>1         p>0  q>3  r>0  s>0
     1. sort by expert             b d | a c                  p r s | q           by expert is by rank, too
-    2. all-to-all of counts       "1 1 | 2 0"                "3 0 | 0 1"         the dispatch table, row by row
+    2. all-to-all of counts       "1 1 | 2 0"                "3 0 | 0 1"         the dispatch table, line by line
     3. all-to-all of rows         b d p r s                  a c q               sorted by sender
     4. sort by expert, compute    b p r s > 0,  d > 1        a c > 2,  q > 3     each expert on its rows only
     5. all of it back             a b c d                    p q r s             times weight, summed over the K
