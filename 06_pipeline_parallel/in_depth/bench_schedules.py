@@ -123,8 +123,9 @@ def main() -> None:
         f"{P} ranks, {4 * P} micro-batches, F = B = W = 1 unit of time in one stage",
         [*columns, "in micro-batches of the whole model", "copies of the model"],
         table,
-        "Simulated. Where a rank has two stages they are half as thick, except DualPipe's; so compare the percentages, not "
-        "the units of time. An overlapped pair is counted here as long as its parts: DualPipe without what it was made for.",
+        "Simulated. Where a rank has two stages they are half as thick, except DualPipe's; so compare the percentages, "
+        "not the units of time. An overlapped pair is counted here as long as its parts: DualPipe without what it was "
+        "made for.",
     )
     write_result(
         "06_schedules_bubble",
