@@ -199,7 +199,7 @@ def chunks() -> Verdict:
     c, n, m = S // u, fpdt.N // P, fpdt.N_KV // P
     symbols = {"u": u, "c": P, "L": fpdt.LAYERS, "Q": c * n * fpdt.D * b, "KV": 2 * c * m * fpdt.D * b, "Z": c * n * b}
     counted, _ = fpdt.predicted(S, P, u, 2, b)
-    return Verdict(symbols, [counted["host"]], [counted["sent"], counted["offload"]])
+    return Verdict(symbols, [counted["host"]], [counted["sent"], counted["offload"], counted["fetch"]])
 
 
 REFEREES: dict[str, Callable[[], Verdict]] = {
