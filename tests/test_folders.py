@@ -225,13 +225,13 @@ def test_every_chapter_folder_is_on_the_map_and_every_link_leads_somewhere():
     text = (ROOT / "README.md").read_text()
     for chapter in CHAPTERS:
         assert f"({chapter.name}/README.md)" in text, f"README.md does not list {chapter.name}"
-    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/planner/README.md")]:
+    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/planner/*.md")]:
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", readme.read_text()):
             assert (readme.parent / link).exists(), f"{readme.relative_to(ROOT)} links to {link}"
 
 
 def test_every_script_in_a_readme_command_exists():
-    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/planner/README.md")]:
+    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/planner/*.md")]:
         for command in re.findall(r"(?:python|torchrun|sbatch)[^\n`]*?(\S+\.(?:py|sbatch))", readme.read_text()):
             by_a_student = command.startswith("student/")  # made by `make exercise`
             # The course's commands are meant from inside the chapter's folder, and say so.
