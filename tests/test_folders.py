@@ -225,13 +225,38 @@ def test_every_chapter_folder_is_on_the_map_and_every_link_leads_somewhere():
     text = (ROOT / "README.md").read_text()
     for chapter in CHAPTERS:
         assert f"({chapter.name}/README.md)" in text, f"README.md does not list {chapter.name}"
-    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/planner/README.md")]:
+    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/planner/*.md")]:
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", readme.read_text()):
             assert (readme.parent / link).exists(), f"{readme.relative_to(ROOT)} links to {link}"
 
 
+SECTIONS = ("Compared", "Measured", "In depth", "Traps", "Exercises", "Questions", "Sources")
+HEADS = {
+    "symbol": "| symbol | meaning |",
+    "trap": "| trap | what it looks like from outside |",
+    "exercise": "| | what to write | shapes and target | level | the test that decides |",
+}
+
+
+@pytest.mark.parametrize("number", range(1, 10))
+def test_every_chapter_has_the_same_sections_and_the_same_heads_of_tables(number):
+    [chapter] = [each for each in CHAPTERS if each.name.startswith(f"{number:02}_")]
+    text = re.sub(r"^```.*?^```", "", (chapter / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    ground = {p.name for p in chapter.iterdir() if re.fullmatch(r"(?!test_|bench_|_).*\.(py|cu)", p.name)}
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    floors = [heading for heading in headings if heading.startswith("The ground floor: ")]
+    assert re.match(rf"# Chapter {number}: \S", text)
+    assert headings == [*floors, *SECTIONS]
+    assert set(re.findall(r"`(.*?)`", "".join(floors))) == ground
+    tables = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    assert sum(HEADS["symbol"] in tables[floor] for floor in floors) == 1
+    assert re.findall(r"^\|.*\|(?=\n\|[ -]*-)", tables["Exercises"], re.MULTILINE) == 2 * [HEADS["exercise"]]
+    [trap] = re.findall(r"^\|.*\|(?=\n\|[ -]*-)", tables["Traps"], re.MULTILINE)
+    assert trap.startswith(HEADS["trap"])
+
+
 def test_every_script_in_a_readme_command_exists():
-    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/planner/README.md")]:
+    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/planner/*.md")]:
         for command in re.findall(r"(?:python|torchrun|sbatch)[^\n`]*?(\S+\.(?:py|sbatch))", readme.read_text()):
             by_a_student = command.startswith("student/")  # made by `make exercise`
             # The course's commands are meant from inside the chapter's folder, and say so.

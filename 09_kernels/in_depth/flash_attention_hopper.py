@@ -10,8 +10,8 @@ at its exponentials, the other has the tensor cores. A ring of buffers in shared
 each for "full" and "empty":
 
     producer        k0 v0 | k1 v1 | k2 v2 | ...        waits only for an empty buffer; needs few registers
-    consumer 0      rows 0..63       QK  exp  PV  QK  exp  PV          hands its registers' worth of ...
-    consumer 1      rows 64..127         QK  exp  PV  QK  exp  PV      ... work to the tensor cores in turns
+    consumer 0      rows 0..63       QK  exp  PV  QK  exp  PV          one computes exponentials while
+    consumer 1      rows 64..127         QK  exp  PV  QK  exp  PV      the other has the tensor cores
 
 Triton's compiler does all this for a loop marked `warp_specialize=True`, if the loop is one it understands: one loop
 in the kernel, tiles from two-dimensional descriptors, four warps asked for (it makes twelve). So this kernel is the

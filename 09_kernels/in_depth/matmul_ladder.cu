@@ -5,7 +5,7 @@
 // Every rung adds one idea to the one before. All compute the same 2·M·N·K FLOPs; what changes is how often a number
 // is fetched, and from where:
 //
-//     global memory (DRAM, GBs)  -->  shared memory (one block's, 100 KB)  -->  registers (one thread's, 255)
+//     global memory (DRAM, GBs)  -->  shared memory (a block's, 227 KB on an H100)  -->  registers (a thread's, 255)
 //
 //     rung                what it adds                                         global bytes per 2 FLOPs
 //     0 vector_add        a kernel, its launch, one thread per element

@@ -17,8 +17,8 @@ Idea. The match (rehearse_match.py) already plays all programs. Here every entry
 A twin's clock is that of the rank that was run for it. What a wait takes is *exposed*; that of messages between stages
 is the bubble of the pipeline (and the way of the messages).
 
-Not in it: that messages of different groups share links, the host's own time, and kernels that are fused. Readable
-PyTorch reads and writes every intermediate tensor, and is timed so.
+Not in it: that messages of different groups share links, and the host's own time. Chapter 09's fused kernels take as
+long as what they read and write; readable PyTorch reads and writes every intermediate tensor, and is timed so.
 """
 
 import json

@@ -119,7 +119,8 @@ def environment() -> dict[str, str]:
     """Where, when and with what a result was measured. In a copy without git, COMMIT in the environment names it."""
     git = ["git", "-C", str(ROOT)]
     # What a benchmark or `make tables` has just written does not count.
-    changes = [*git, "status", "--porcelain", "--", ".", ":!results", ":!*/figures/*", ":!*README.md"]
+    written = ("results", "*/figures/*", "*README.md", "*/planner/*.md")
+    changes = [*git, "status", "--porcelain", "--", ".", *(f":!{each}" for each in written)]
     try:
         named, dirty = (
             subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -303,7 +304,7 @@ def main() -> int:
         except (OSError, ValueError) as error:
             print(f"report.py: {error}", file=sys.stderr)
             return 2
-    for readme in [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *ROOT.glob("*/planner/README.md")]:
+    for readme in [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *ROOT.glob("*/planner/*.md")]:
         old = readme.read_text()
         new = filled(readme)
         if new != old:
