@@ -116,6 +116,18 @@ def test_the_readme_speaks_of_each_cause_and_of_no_other():
         assert f"| `{cause}`: " in text
 
 
+def test_the_lines_that_the_readme_quotes_are_those_of_the_scripts():
+    parts = re.split(r"(?m)^## ", (HERE / "README.md").read_text())[1:]
+    quoted = []
+    for part in parts:
+        script = re.search(r"(\w+\.py) --cause", part)[1]
+        for number, text in re.findall(r"(?m)line (\d+), in \S+: (.*?)(?: *\.\.\.)?$", part):
+            quoted.append((script, number))
+            line = (HERE / script).read_text().splitlines()[int(number) - 1].strip()
+            assert line.startswith(text), f"{script}:{number} is {line!r}, not {text!r}"
+    assert len(quoted) >= 5
+
+
 @pytest.mark.parametrize("script", sorted({script for script, _ in WHAT}))
 def test_an_unknown_cause_is_refused_before_anything_starts(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script, "--cause", "moon"])
