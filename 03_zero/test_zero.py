@@ -265,6 +265,47 @@ def test_a_gradient_leaves_while_backward_goes_on_and_at_most_one_is_on_its_way(
             assert events.index(("send", 3)) < events.index(("backward", 2)) < events.index(("sum", 3))
 
 
+class Noted:
+    """A message, and a list that says when somebody waits for it."""
+
+    def __init__(self, work: dist.Work, what: str, events: list[tuple]):
+        self.work, self.what, self.events = work, what, events
+
+    def wait(self) -> None:
+        self.events.append(("wait", self.what))
+        self.work.wait()
+
+
+def waits_of(stage: int) -> list[tuple]:
+    sharded = STAGES[stage](make_layers(), dist.group.WORLD)
+
+    def noted(collective, what: str):
+        return lambda *args, **options: Noted(collective(*args, **options), what, sharded.events)
+
+    messages = {"all_gather": noted(zero.all_gather, "weights"), "reduce_scatter": noted(zero.reduce_scatter, "sum")}
+    tokens, labels = make_batch(0, sharded.n, 1)
+    with patch.multiple(zero, **messages):
+        forward_backward(sharded, tokens[dist.get_rank()], labels[dist.get_rank()])
+    return sharded.events
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_message_is_under_way_until_what_it_brings_is_needed(stage):
+    for rank, events in enumerate(run_ranks(2, waits_of, stage)):
+
+        def waited(event: tuple[str, int], what: str, events=events) -> int:
+            return events[: events.index(event)].count(("wait", what))
+
+        for i in (3, 2, 1, 0):  # when layer i's gradient leaves, that of layer i + 1 is still on its way
+            early = waited(("send", i), "sum") - max(0, 2 - i)
+            assert early == 0, f"rank {rank}: {early} sums are waited for too early when layer {i} sends"
+            if stage == 3:  # only the weights of the layer that computes are here, those of the next one are not
+                early = waited(("forward", i), "weights") - (i + 1)
+                assert early == 0, f"rank {rank}: {early} layers are waited for too early in forward {i}"
+                early = waited(("backward", i), "weights") - (8 - i)
+                assert early == 0, f"rank {rank}: {early} layers are waited for too early in backward {i}"
+
+
 # ---------------------------------------------------------------------------------------------------------------- bytes
 
 
