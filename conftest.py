@@ -22,6 +22,7 @@ PREFLIGHT = "import json; from harness import ranks; print(json.dumps([ranks.pre
 
 def pytest_addoption(parser):
     parser.addoption("--prove", action="store_true", help="everything, and write the ledger of planted mistakes")
+    parser.addini("named", "tests that run whatever their marks say: those whose names begin so", "args")
     parser.addoption("--chapter", default="", metavar="CH", help="only what is about this chapter: 03")
 
 
@@ -49,15 +50,16 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what was not asked for, and start what takes long first, so that no worker is alone at the end."""
     chapter = config.getoption("--chapter")
     prove = config.getoption("--prove") or any("::" in word for word in config.args)  # one by name is meant
-    chosen, left, turn, met = [], [], int(os.environ["PLANT_TURN"]), Counter()
+    chosen, left, turn, met, named = [], [], int(os.environ["PLANT_TURN"]), Counter(), tuple(config.getini("named"))
     for item in items:
         about = [mark.args[0] for mark in item.iter_markers("chapter")]
         wanted = not chapter or item.path.relative_to(ROOT).parts[0][:2] == chapter or chapter in about
         in_turn = True
         if mark := item.get_closest_marker("turn"):
-            in_turn = (met[item.path, item.originalname] + turn) % mark.args[0] == 0
+            in_turn = not named and (met[item.path, item.originalname] + turn) % mark.args[0] == 0
             met[item.path, item.originalname] += 1
-        wanted = wanted and (prove or (in_turn and not item.get_closest_marker("prove")))
+        plain = in_turn and not item.get_closest_marker("prove")
+        wanted = wanted and (prove or plain or item.name.startswith(named))
         (chosen if wanted else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)

@@ -8,18 +8,20 @@
 
 The first step is always counted, for the summary at the end. A dispatch mode sees every communication operator, and
 looks up the group it is for: each axis has groups of its own (mesh.py), so bytes fall to axes by themselves. What a
-collective sends is what its bandwidth-optimal algorithm sends for the tensor it is given, as in chapter 02.
+collective sends is what its bandwidth-optimal algorithm sends for the tensor it is given, as in chapter 02. Beside it
+stands what the options decide, which planner/plan_traffic.py knows without a model, and what only a model that is built
+does: the buckets, heads and rows of this very rank. test_watch.py holds the planner to these, too.
 
     axis         what is sent                                   where the formula comes from
-    tp           activations within layers, norms' shares       chapter 04: 4 L + 2 collectives, and gathers again
+    tp           activations within layers, norms' shares       the planner's `of_layers`, `of_ends`; chapter 04
     ring         keys and values, and their gradients           chapter 05: (P-1)/P KV, and (P-1)/P (KV + dKV)
     ulysses      heads for tokens, and back                     chapter 05: `sent_per_layer`
-    pp, ends     activations between stages; a tied embedding   chapter 06: n for each border and micro-batch, twice
+    pp, ends     activations between stages; a tied embedding   the planner's `of_pipeline`; chapter 06
     data         gradients, and with ZeRO weights               chapters 02 and 03: `bytes_sent`
     shards       the same, with --zero-shards                   chapter 03: `bytes_sent`
     copies       a shard's gradients, over the copies           chapter 03: `bytes_across`
     ep, experts  rows to experts and back; experts' gradients   chapter 07: `bytes_sent`, from the rows that were routed
-    the others   single numbers: counts, losses, norms
+    the others   single numbers: counts, losses, norms          the planner's `everyone`
 
 With --zero-offload the table also has what "crossed" between device and host, down and up (chapter 03:
 `bytes_over_the_link`), and says what is held on the host.
@@ -33,7 +35,7 @@ import math
 import resource
 import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -50,10 +52,10 @@ from engine import Replicated, copies_of
 from mesh import Mesh
 from moe_layer import moe_layers
 from options import UsageError
-from parallel_linear import shards
 from parts import AUTOCAST
+from plan_memory import Layout
+from plan_traffic import flows, passes_of
 from rank import Rank
-from schedule_simulator import W
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -63,6 +65,7 @@ from zero_offload import Offload2, bytes_apart, bytes_over_the_link
 
 Bytes = dict[str, float]
 TRAVELLING = ("tp", "ring", "ulysses", "pp", "ep")  # activations do, on these axes
+BUILT = ("ring", "ulysses", "data", "experts", "ep")  # what these send depends on the rank, or on the data
 
 
 # ------------------------------------------------------------------------------------------------------ measured
@@ -204,72 +207,32 @@ def crossed_by_formula(me: Rank) -> Bytes:
 
 
 def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[str, float | None]:
-    """Bytes that this rank sends in a step, by axis; None where there is no formula."""
+    """Bytes that this rank sends in a step, by axis; None where there is no formula.
+
+    What the options decide is the planner's, which needs no model. Its mean over ranks, or over routings, is not enough
+    for the axes in BUILT: there this rank's own heads, buckets and rows are counted.
+    """
     c, mesh, sizes, moe = me.config, me.mesh, me.model.config, me.config.mixture(me.model.config)
     e = next(me.model.parameters()).element_size()
-    wide = max(e, 4)  # of statistics, losses and sums of gradients
-    t, R, U = mesh.sizes["tp"], mesh.sizes["ring"], mesh.sizes["ulysses"]
-    B, S, N, kv = c.micro_batch, c.seq_len, sizes.heads // t, max(sizes.kv_heads // t, 1)  # heads of this rank
-    T = B * S // mesh.cp
-    n = T * sizes.hidden * e  # an activation between layers
-    split = c.sequence_parallel
-    schedule = me.pipeline.pipeline.schedule if me.pipeline else None
-    m = c.accumulation(mesh.sizes["dp"])
-    # What this rank runs: (direction, stage, layers, with the embedding?, with the output layer?, micro-batches)
-    if schedule:
-        counts = Counter(schedule.direction(i) for i in range(m))
-        keys = schedule.stages_of(mesh.place["pp"])
-        work = [(*key, len(stage.layers), stage.first, stage.last, counts[key[0]]) for key, stage in zip(
-            keys, me.pipeline.stages, strict=True)]  # type: ignore[union-attr]  # fmt: skip
-    else:
-        work = [(0, 0, sizes.layers, True, True, m)]
-
-    def all_reduce(group: str, payload: float) -> float:
-        return 2 * payload * (mesh.size(group) - 1) / mesh.size(group)
-
-    sent: defaultdict[str, float] = defaultdict(float)
-    for direction, stage, layers, first, last, micros in work:
-        # Chapter 04. Where an all-reduce is, sequence parallelism has two collectives of half its bytes, and gathers
-        # the input of columns once more for backward. That backward makes both gradients, so a schedule that splits
-        # backward in two runs it twice, with its gather and its reduce-scatter; with --tp-overlap so does the other.
-        regather = split and c.tp_overlap != "domino"  # whose halves keep what they have gathered
-        halves = [4 + regather] * layers + ([] if moe else [4 + regather] * layers)  # attention, MLP
-        halves += [2] * first + [2 + split] * last  # embedding, output layer
-        each = sum(halves) * n * (t - 1) / t
-        each += all_reduce("tp", 3 * T * wide) * last  # the loss: a maximum, two sums
-        sent["tp"] += micros * each
-        if (split or c.tp_overlap == "backward") and schedule:
-            here = [a for a in schedule.actions[mesh.place["pp"]] if a.kind == W and a.stage == stage]
-            again = sum(schedule.direction(action.micro_batch) == direction for action in here)
-            sent["tp"] += again * 2 * (layers * (1 if moe else 2) + last) * n * (t - 1) / t
-        # Chapter 05, per layer. `sent_per_layer` is about elements of a batch of 1.
-        place, width = mesh.place["ulysses"], sizes.hidden // t
-        heads = len(kv_heads_of(place, U, N, kv))  # of keys and values, that this rank needs
-        swap = sent_per_layer("ulysses", S // R, width, U, N, kv, place)
-        back = 2 * (N - N // U + (U - 1) * heads) * (S // R // U * sizes.head_dim)  # gradients of what it was sent
-        sent["ulysses"] += micros * layers * B * (swap + back) * e
-        if repeated_kv_heads(place, U, N, kv):
-            heads = N // U
-        turn = sent_per_layer("ring", S, width // U, R, N // U, heads) if R > 1 else 0
-        sent["ring"] += micros * layers * B * turn * (2 * e + wide)
-        if schedule:  # chapter 06: the activation up, its gradient down
-            row = schedule.placement[direction]
-            up = stage + 1 < len(row) and row[stage + 1] != row[stage]
-            down = stage > 0 and row[stage - 1] != row[stage]
-            sent["pp"] += micros * (up + down) * (n // t if split else n)
-        if moe and moe.balance:  # chapter 07: counts of the experts
-            sent["tokens"] += micros * layers * all_reduce("tokens", 8 * moe.experts)
-        if moe and moe.capacity and c.dispatch != "fixed":  # in slots every rank drops its own
-            P = mesh.size("tokens")
-            sent["tokens"] += micros * layers * 8 * moe.experts * moe.top_k * (P - 1)
-    # Shares of gradients (norms, copies of K/V heads): at every backward, in a pipeline once for each stage.
-    for module, times in [(me.model, m)] if not me.pipeline else [(stage, 1) for stage in me.pipeline.stages]:
-        if t > 1:
-            parts = {name: shard for name, shard in shards(module).items() if shard.partial}
-            numel = sum(shard.pieces * module.get_parameter(name).numel() for name, shard in parts.items())
-            sent["tp"] += times * all_reduce("tp", numel * e)
-    for name in me.model.shared:
-        sent["ends"] += all_reduce("ends", me.model.get_parameter(name).nbytes)
+    wide = max(e, 4)  # of sums of gradients
+    layout, sent = Layout.of(c, sizes, mesh.size("world")), defaultdict[str, float](float)
+    for flow in flows(sizes, moe, layout, mesh.place["pp"]):
+        sent[flow.axis] += flow.wire if flow.axis not in BUILT else 0
+    calls = sum(len(layers) * times for _, layers, times in passes_of(sizes, layout, mesh.place["pp"]))
+    # Chapter 05, per layer. `sent_per_layer` is about elements of a batch of 1.
+    R, U, place = mesh.sizes["ring"], mesh.sizes["ulysses"], mesh.place["ulysses"]
+    B, S, width = c.micro_batch, c.seq_len, sizes.hidden // layout.tp
+    N, kv = sizes.heads // layout.tp, max(sizes.kv_heads // layout.tp, 1)  # heads of this rank
+    heads = len(kv_heads_of(place, U, N, kv))  # of keys and values, that this rank needs
+    swap = sent_per_layer("ulysses", S // R, width, U, N, kv, place)
+    back = 2 * (N - N // U + (U - 1) * heads) * (S // R // U * sizes.head_dim)  # gradients of what it was sent
+    sent["ulysses"] = calls * B * (swap + back) * e
+    if repeated_kv_heads(place, U, N, kv):
+        heads = N // U
+    turn = sent_per_layer("ring", S, width // U, R, N // U, heads) if R > 1 else 0
+    sent["ring"] = calls * B * turn * (2 * e + wide)
+    if moe and moe.capacity and c.dispatch != "fixed":  # in slots every rank drops its own
+        sent["tokens"] += calls * 8 * moe.experts * moe.top_k * (mesh.size("tokens") - 1)
     # Chapters 02 and 03.
     for name, owner in zip(("data", "experts"), me.engine.owners, strict=False):
         plain, kept = isinstance(owner, Replicated), 0
@@ -278,7 +241,7 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
         summed = whole if plain else sum(b.padded * sent_width(c, owner, b) for b in owner.buckets)
         if not plain and owner.stage == 3:  # the last unit and the root stay between forward and backward
             kept = sum(b.padded * weight_of(b) for unit in (owner.units[-1], owner.root) for b in unit.buckets)
-        stage, times = 0 if plain else owner.stage, 1 if me.pipeline else m
+        stage, times = 0 if plain else owner.stage, 1 if me.pipeline else layout.micro_batches
         sent[name] += bytes_sent(stage, mesh.size(name), summed, kept, times, whole)
         if (copies := 1 if plain else copies_of(owner, mesh)) > 1:
             sent["copies"] += bytes_across(mesh.size("shards"), copies, summed, times if stage > 1 else 1)
@@ -293,10 +256,6 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
                 sent["ep"] += fixed_dispatch.bytes_sent_fixed(P, moe.experts, C, sizes.hidden, e)
             else:
                 sent["ep"] += expert_dispatch.bytes_sent(c.dispatch, matrix, rank, sizes.hidden, moe.experts, e, wide)
-        sent["all tokens"] = all_reduce("all tokens", 8 * moe.experts * sum(part[2] for part in work))
-    # One number each: valid tokens, the loss, the norm.
-    for group in ("batch", "replica", "world"):
-        sent[group] = all_reduce(group, 8)
     unsure: Iterable[str] = ()
     if c.precision in AUTOCAST or c.recompute != "none" or c.fpdt_chunks:
         unsure = (*TRAVELLING, "stage", "tokens", "world")

@@ -72,6 +72,7 @@ def test_both_double_the_sum():
 def test_total_of_nothing_is_zero():
     assert tiny.total([]) == 0
 """
+SCALE, BOTH = "test_tiny.py::test_scale_doubles", "test_tiny.py::test_both_double_the_sum"
 MISTAKES = """
 [[mistake]]
 name = "squared"
@@ -883,6 +884,21 @@ def test_the_index_knows_which_tests_run_which_exercise(tiny):
         "1.2": {"total is the sum", "both double the sum", "total of nothing is zero"},
     }
     assert script.runs["1.2"] == ["test_tiny.py::test_both_double_the_sum"]
+
+
+def test_the_index_sees_the_tests_that_catch_mistakes_whatever_their_marks_say(tiny):
+    shutil.copy(ROOT / "conftest.py", tiny.root)
+    (tiny.root / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\nmarkers = ["prove: long", "turn(n): in turn"]\n'
+    )
+    marked = TEST_TINY.replace("def test_both", "@pytest.mark.prove\ndef test_both")
+    marked = marked.replace("def test_scale", "@pytest.mark.turn(10**9)\ndef test_scale")
+    marked = marked.replace("def test_total_of", "@pytest.mark.turn(1)\ndef test_total_of")
+    (tiny.root / "01_tiny" / "test_tiny.py").write_text(f"import pytest\n{marked}")
+    tool.write_index(Course(tiny.root), ["01"])
+    (script,) = Course(tiny.root).chapter("01").scripts
+    assert script.runs == {"1.1": [BOTH, SCALE], "1.2": [BOTH]}
+    assert not any("of_nothing" in test for test in script.index["1.2"]), "named by nothing, in turn today"
 
 
 # --------------------------------------------------------------------------------------------------- a student's folder

@@ -25,7 +25,8 @@ Formulas, on T = B S / c tokens of a rank, T' = T / t with sequence parallel and
     around     last norm, logits: T V w / t + ...
 
 `held`, `activations` and `peak` give each a dictionary, so that the largest contributor has a name. What this file
-says is held against the trainer's meter in test_plan.py: the first three to the byte.
+says is held against the meter of the tests in test_plan_memory.py, the first three to the byte; the trainer's watch.py
+counts the buckets of a model that is built, where `held` has none, and test_watch.py holds the two equal.
 
     python 11_5d_trainer/planner/plan.py --explain "--tp 2 --zero 1" --model tiny      prints it, line by line
 
@@ -76,6 +77,7 @@ class Layout:
     bucket_bytes: int = 25 * 2**20
     reduce_dtype: str = "weights"
     kernels: str = "torch"  # or "triton": chapter 09's fused ones, which keep less
+    tp_overlap: str = "none"  # bytes sent alone know of it (check_planned)
 
     @classmethod
     def of(cls, config: Config, sizes: LlamaConfig, world_size: int) -> "Layout":
@@ -184,7 +186,7 @@ SAME: tuple[str, ...] = (
     "micro_batch",
     "seq_len",
 )
-SAME += ("recompute", "precision", "fpdt_chunks")
+SAME += ("recompute", "precision", "fpdt_chunks", "tp_overlap")
 
 
 @dataclass(frozen=True)

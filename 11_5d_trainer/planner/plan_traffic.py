@@ -16,6 +16,8 @@ Idea. A list of `Flow`s: a collective, the axis whose group runs it, its payload
     expert (07)          counts of all layers                    rows to their experts and back, four times
     everyone             three numbers: valid tokens, loss, norm of the gradient
 
+The trainer's meter (watch.py) prints these, but for what a built model decides: buckets, heads of one rank, rows.
+
 Sources of the counts: the docstrings of the chapters' scripts. What recomputation sends again is what lies before the
 last tensor that backward needs: the all-reduce behind an MLP does not run twice, the one behind attention does.
 
@@ -41,7 +43,8 @@ SCALAR = 8  # bytes: the trainer sends counts as int64 and sums of losses as flo
 
 @dataclass(frozen=True)
 class Flow:
-    """One kind of message. `payload`: bytes of the whole tensor, or of one message for `send`."""
+    """One kind of message. `axis`: the group, as mesh.py calls it. `payload`: bytes of the whole tensor, or of one
+    message for `send`."""
 
     collective: str
     axis: str
@@ -75,29 +78,30 @@ def flows(
     """
     found = everyone(layout)
     found += of_gradients(model, moe, layout, rank, p2p_reduce)
-    passes = passes_of(layout, rank) if layout.pp > 1 else {0: layout.micro_batches}
-    stages = schedule_of(layout).stages if layout.pp > 1 else 1
-    for stage, times in passes.items():
-        layers = layers_of(stage, stages, model.layers)
+    for stage, layers, times in passes_of(model, layout, rank):
         found += of_layers(model, moe, layout, len(layers), times)
         found += of_ends(model, layout, times, layers.start == 0, layers.stop == model.layers)
-        if layout.sequence_parallel and layout.pp > 1:
+        if (layout.sequence_parallel or layout.tp_overlap == "backward") and layout.pp > 1:
             found += of_split_backward(model, moe, layout, rank, stage, len(layers), layers.stop == model.layers)
     if layout.pp > 1:
         found += of_pipeline(model, layout, rank)
     return [flow for flow in found if flow.ranks > 1 and flow.payload and flow.times]
 
 
-def passes_of(layout: Layout, rank: int) -> dict[int, int]:
-    """How many micro-batches go through each stage of a pipeline rank."""
-    return dict(Counter(action.stage for action in schedule_of(layout).actions[rank] if action.kind == F))
+def passes_of(model: LlamaConfig, layout: Layout, rank: int) -> list[tuple[int, range, int]]:
+    """(stage, its layers, how many micro-batches go through it) for each stage of a pipeline rank."""
+    if layout.pp == 1:
+        return [(0, range(model.layers), layout.micro_batches)]
+    schedule = schedule_of(layout)
+    times = Counter(action.stage for action in schedule.actions[rank] if action.kind == F)
+    return [(stage, layers_of(stage, schedule.stages, model.layers), each) for stage, each in times.items()]
 
 
 def everyone(layout: Layout) -> list[Flow]:
     batch = layout.dp * layout.cp
     return [
-        Flow("all_reduce", "data", SCALAR, batch, what="valid tokens"),
-        Flow("all_reduce", "world", SCALAR, batch * layout.pp, what="loss"),
+        Flow("all_reduce", "batch", SCALAR, batch, what="valid tokens"),
+        Flow("all_reduce", "replica", SCALAR, batch * layout.pp, what="loss"),
         Flow("all_reduce", "world", SCALAR, layout.ranks, what="norm of the gradient"),
     ]
 
@@ -108,23 +112,23 @@ def of_gradients(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank
     weights, found = weights_of(model, moe, layout, rank), []
     backwards = 1 if layout.pp > 1 else layout.micro_batches  # that reduce, at stages 2 and 3
     for owner in owners(weights, layout, e):
-        N = owner.ranks
+        N, axis = owner.ranks, "experts" if owner.expert else "data"
         if owner.stage == 0:
-            found += [Flow("all_reduce", "data", numel * e, N, what="gradients") for numel in owner.numels]
+            found += [Flow("all_reduce", axis, numel * e, N, what="gradients") for numel in owner.numels]
             continue
         times = backwards if owner.stage >= 2 else 1
         for shard in owner.shards:
             if p2p_reduce:
-                found.append(Flow("send", "data", shard * e, N, times * (N - 1), "gradients"))
+                found.append(Flow("send", axis, shard * e, N, times * (N - 1), "gradients"))
             else:
-                found.append(Flow("reduce_scatter", "data", shard * N * e, N, times, "gradients"))
+                found.append(Flow("reduce_scatter", axis, shard * N * e, N, times, "gradients"))
         if owner.stage < 3:
-            found += [Flow("all_gather", "data", shard * N * e, N, what="new weights") for shard in owner.shards]
+            found += [Flow("all_gather", axis, shard * N * e, N, what="new weights") for shard in owner.shards]
             continue
         root, *units = owner.shards
         # --- exercise 11.25: how often does stage 3 gather what, in a step of several micro-batches? ---
         gathered = root + 2 * sum(units) - units[-1]  # root and last layer stay from forward to backward
-        found.append(Flow("all_gather", "data", gathered * N * e, N, backwards, "weights"))
+        found.append(Flow("all_gather", axis, gathered * N * e, N, backwards, "weights"))
         # --- end exercise ---
     shares = sum(weight.slots for weight in weights)
     times = 1 if layout.pp > 1 else layout.micro_batches
@@ -140,8 +144,9 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
     again, found = layout.recompute == "full", []
     halves = 2 if moe is None else 1  # attention and MLP; a mixture of experts is not cut by tensor ranks
     if layout.sequence_parallel:
-        # Forward g and g*; backward their opposites, and what entered is gathered once more.
-        gathers, scatters = 3 * halves + again * halves, 2 * halves + again
+        # Forward g and g*; backward their opposites, and what entered is gathered once more. Domino keeps it.
+        regather = layout.tp_overlap != "domino"
+        gathers, scatters = (2 + regather + again) * halves, 2 * halves + again
         found.append(Flow("all_gather", "tp", n, t, calls * gathers, "into products"))
         found.append(Flow("reduce_scatter", "tp", n, t, calls * scatters, "sums of products"))
     else:
@@ -173,12 +178,12 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
         P, tokens = layout.ep, layout.dp * layout.cp * (t if layout.sequence_parallel else 1)
         counts = moe.experts * 8
         if moe.balance:
-            found.append(Flow("all_reduce", "data", counts, tokens, calls, "counts of experts"))
+            found.append(Flow("all_reduce", "tokens", counts, tokens, calls, "counts of experts"))
         found.append(Flow("all_to_all", "ep", P * (moe.experts // P + 1) * 8, P, calls, "counts of rows"))
         rows = moe.top_k * layout.outer_tokens * c.hidden * e
         found.append(Flow("all_to_all", "ep", rows, P, calls * (4 + 2 * again), "rows of experts"))
         mirrored = tokens * (2 if layout.mirrored else 1)
-        found.append(Flow("all_reduce", "data", counts * layers, mirrored, 1, "counts of a step"))
+        found.append(Flow("all_reduce", "all tokens", counts * layers, mirrored, 1, "counts of a step"))
     return found
 
 
@@ -218,7 +223,7 @@ def of_pipeline(model: LlamaConfig, layout: Layout, rank: int) -> list[Flow]:
     ends = stages & {0, schedule.stages - 1}
     if model.tied and len(ends) == 1:
         vocabulary = -(-model.vocab_size // layout.tp) * model.hidden
-        found.append(Flow("all_reduce", "pp", vocabulary * width.weight, 2, 1, "tied embedding"))
+        found.append(Flow("all_reduce", "ends", vocabulary * width.weight, 2, 1, "tied embedding"))
     return found
 
 

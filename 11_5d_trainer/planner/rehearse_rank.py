@@ -565,31 +565,39 @@ def make_backend(common: Any, options: Any) -> Any:
     return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)  # type: ignore[call-arg]
 
 
-def run_rank(
+@contextmanager
+def built(
     config: Config, sizes: LlamaConfig, rank: int, ranks: int, backend: str = "nccl", cluster: Cluster | None = None
-) -> Recorded:
-    """Build rank `rank` of `ranks` and run one step of it; with a cluster, note how long it would compute."""
+) -> Iterator[tuple[Any, Recorder]]:
+    """Rank `rank` of `ranks` as the trainer builds it, and what writes down all that it does in here."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, make_backend, extended_api=True, devices=["cpu", "meta"])
     recorder = Recorder(rank, cluster)
     dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=FakeStore())
     try:
         with stand_ins(recorder, backend, config.kernels), recorder:
-            me = rank_module.make_rank(config, sizes, META)
-            make_states(me)
-            step_from, held = len(recorder.ops), bytes_held(me)
-            shape = config.micro_batch, config.seq_len
-            batches: list[Any] = []
-            for _ in range(config.accumulation(me.mesh.sizes["dp"])):
-                batches.append(tuple(torch.empty(shape, dtype=torch.int64, device=META) for _ in range(2)))
-            recorder.begin_step()
-            rank_module.train_step(me, batches)
-            names: dict[Group, str] = {}
-            for name, group in me.mesh.groups.items():
-                names.setdefault(recorder.group_of[group.group_name], name)
-            place = dict(me.mesh.place)
+            yield rank_module.make_rank(config, sizes, META), recorder
     finally:
         dist.destroy_process_group()
+
+
+def run_rank(
+    config: Config, sizes: LlamaConfig, rank: int, ranks: int, backend: str = "nccl", cluster: Cluster | None = None
+) -> Recorded:
+    """Build rank `rank` of `ranks` and run one step of it; with a cluster, note how long it would compute."""
+    with built(config, sizes, rank, ranks, backend, cluster) as (me, recorder):
+        make_states(me)
+        step_from, held = len(recorder.ops), bytes_held(me)
+        shape = config.micro_batch, config.seq_len
+        batches: list[Any] = []
+        for _ in range(config.accumulation(me.mesh.sizes["dp"])):
+            batches.append(tuple(torch.empty(shape, dtype=torch.int64, device=META) for _ in range(2)))
+        recorder.begin_step()
+        rank_module.train_step(me, batches)
+        names: dict[Group, str] = {}
+        for name, group in me.mesh.groups.items():
+            names.setdefault(recorder.group_of[group.group_name], name)
+        place = dict(me.mesh.place)
     held["activations and buffers"] = recorder.peak
     return Recorded(rank, place, names, recorder.made, recorder.ops, recorder.program, held, step_from, recorder.busy)
 

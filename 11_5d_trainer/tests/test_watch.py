@@ -7,6 +7,7 @@ import sys
 from unittest import mock
 
 import generate
+import plan_memory
 import pytest
 import rank as rank_module
 import torch
@@ -16,7 +17,10 @@ import watch
 from data import Sampler, load_corpus
 from harness.meter import communication, held_bytes
 from harness.ranks import run_ranks
-from options import UsageError
+from layouts import SIZES, Layout, covering, options
+from options import Config, UsageError, parse
+from plan_traffic import flows, passes_of
+from rehearse_rank import built
 from test_train import SMALL, arguments, losses, run, train_on
 
 LAYOUTS = [
@@ -97,6 +101,33 @@ def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layou
     assert "other" not in axes and ("--zero-shards" in layout) == ("copies" in axes)
     for option, axis in (("--tp", "tp"), ("--pp", "pp"), ("--ep", "ep"), ("ulysses", "ulysses"), ("zigzag", "ring")):
         assert (option in layout) <= (axis in axes), f"nothing was sent on {axis}"
+
+
+def test_what_is_counted_on_a_built_model_is_what_is_planned_without_one():
+    """Bytes held of every rank; of those sent the axes that watch.py counts by itself, in the mean of a stage's ranks,
+    with an even load of the experts."""
+    uneven = Layout(3, "--cp 3 --cp-kind ulysses --seq-len 18 --global-batch 6")  # 2 K/V heads
+    seen = set()
+    for one in [*covering(pairs=False, triples=False, most=8)[0], uneven]:
+        config = Config(**parse(options("", one.words)))
+        sizes = dataclasses.replace(SIZES, tied=config.tied, **({"heads": 6, "hidden": 24} if one is uneven else {}))
+        layout, moe = plan_memory.Layout.of(config, sizes, one.ranks), config.mixture(sizes)
+        sent: dict[tuple[int, str], list[float]] = {}
+        for rank in range(one.ranks):
+            with built(config, sizes, rank, one.ranks) as (me, _):
+                stage, P = me.mesh.place["pp"], me.mesh.size("ep")
+                held = plan_memory.held(sizes, moe, layout, stage)
+                assert [*watch.held_by_formula(me).values()] == [*held.values()], f"{one}, rank {rank}"
+                calls = sum(len(layers) * times for _, layers, times in passes_of(sizes, layout, stage))
+                even = [moe.top_k * layout.outer_tokens // P] * P if moe else []
+                for axis, count in watch.sent_by_formula(me, [(even, even)] * calls if moe else []).items():
+                    if axis in watch.BUILT and count is not None:
+                        sent.setdefault((stage, axis), []).append(count)
+        for (stage, axis), counts in sent.items():
+            want = sum(flow.wire for flow in flows(sizes, moe, layout, stage) if flow.axis == axis)
+            assert math.isclose(sum(counts) / len(counts), want, rel_tol=1e-12), f"{one}, stage {stage}: {axis}"
+            seen |= {axis} if want else set()
+    assert seen == set(watch.BUILT)
 
 
 def listened(words):
