@@ -1,4 +1,7 @@
-"""The ground floor of chapter 1 against a model written with loops, torch's AdamW, the harness's meter and in_depth."""
+"""The ground floor of chapter 1 against a model written with loops, torch's AdamW, the harness's meter and in_depth.
+
+What decides an exercise runs on a rank, a process of its own, as in all later chapters, and is compared here.
+"""
 
 import math
 import sys
@@ -9,6 +12,7 @@ import single_gpu
 import torch
 from harness.meter import held_bytes, peak_memory, saved_activations
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.ranks import run_ranks
 from single_gpu import IGNORE, Llama, Sizes, accumulate, fused_attention, loss_sum, plain_attention, train_step
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -98,10 +102,15 @@ def trace_of(model, batch) -> Trace:
     return sgd_trace(dict(model.double().named_parameters()), lambda step: accumulate(model, batch).item())
 
 
+def on_a_rank(batch, attention=fused_attention, recompute=False) -> Trace:
+    return trace_of(Llama(ODD, attention, recompute), batch)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("attention", [plain_attention, fused_attention])
 def test_loss_every_gradient_and_weights_after_three_steps_are_those_of_plain_loops(attention, recompute, right):
-    assert_same_trace(trace_of(Llama(ODD, attention, recompute), uneven_batch()), right)
+    [trace] = run_ranks(1, on_a_rank, uneven_batch(), attention, recompute)
+    assert_same_trace(trace, right)
 
 
 def test_the_whole_batch_at_once_gives_the_same_as_its_micro_batches(right):
@@ -110,11 +119,11 @@ def test_the_whole_batch_at_once_gives_the_same_as_its_micro_batches(right):
 
 
 def test_a_micro_batch_without_valid_tokens_changes_nothing_and_a_batch_without_any_gives_zeros():
-    full, gaps = uneven_batch(valid=(9, 4)), uneven_batch(valid=(9, 4, 0))
-    assert_same_trace(trace_of(Llama(ODD), gaps), trace_of(Llama(ODD), full))
-    model = Llama(ODD, recompute=True)
-    assert accumulate(model, uneven_batch(valid=(0, 0))).item() == 0
-    assert all((p.grad == 0).all() for p in model.parameters())
+    full, gaps, none = (uneven_batch(valid=valid) for valid in ((9, 4), (9, 4, 0), (0, 0)))
+    (want,), (got,), (zeros,) = (run_ranks(1, on_a_rank, batch, recompute=True) for batch in (full, gaps, none))
+    assert_same_trace(got, want)
+    assert zeros.losses == [0, 0, 0]
+    assert all((gradient == 0).all() for step in zeros.gradients for gradient in step.values())
 
 
 def test_it_is_the_model_of_in_depth_with_the_same_weights():
@@ -163,16 +172,21 @@ def steps_by_hand(batch, limit, steps=3, lr=0.01):
     return losses, norms, dict(model.named_parameters())
 
 
-@pytest.mark.parametrize(("limit", "clips"), [(0.05, True), (1000.0, False)])
-def test_three_steps_are_a_hand_written_loop_with_torchs_adamw_whether_clipping_is_active_or_not(limit, clips):
+def steps_on_a_rank(limit):
     batch, model = uneven_batch(), Llama(ODD, recompute=True).double()
     optimizer = single_gpu.adamw(model, lr=0.01)
     losses = [train_step(model, optimizer, batch, limit).item() for _ in range(3)]
-    right_losses, norms, right_weights = steps_by_hand(batch, limit)
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(("limit", "clips"), [(0.05, True), (1000.0, False)])
+def test_three_steps_are_a_hand_written_loop_with_torchs_adamw_whether_clipping_is_active_or_not(limit, clips):
+    [(losses, weights)] = run_ranks(1, steps_on_a_rank, limit)
+    right_losses, norms, right_weights = steps_by_hand(uneven_batch(), limit)
     assert all((norm > limit) == clips for norm in norms)
     for step, (loss, want) in enumerate(zip(losses, right_losses, strict=True)):
         assert_same(loss, want, what=f"loss of step {step}")
-    assert_same_named(dict(model.named_parameters()), right_weights, what="after three steps, weight")
+    assert_same_named(weights, right_weights, what="after three steps, weight")
 
 
 def test_the_gradients_left_behind_are_clipped_all_by_one_factor():
@@ -187,13 +201,18 @@ def test_the_gradients_left_behind_are_clipped_all_by_one_factor():
 # --------------------------------------------------------------------------------------------------- bytes and FLOPs
 
 
+def formulas_on_a_rank(c, B, S, M, recompute):
+    return single_gpu.kept_bytes(c, B, S, recompute), single_gpu.peak_bytes(c, B, S, M, recompute)[0]
+
+
 @pytest.mark.parametrize("c", SHAPES, ids=str)
 @pytest.mark.parametrize("B, S, M", [(3, 32, 2), (1, 9, 3), (5, 40, 2)])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_bytes_held_kept_and_at_the_peak_are_those_of_the_formulas_to_the_byte(c, B, S, M, recompute):
     kept, course = single_gpu.measure(c, B, S, M, recompute)
-    assert kept == single_gpu.kept_bytes(c, B, S, recompute)
-    assert max(course) == single_gpu.peak_bytes(c, B, S, M, recompute)[0]
+    [(kept_by_formula, peak_by_formula)] = run_ranks(1, formulas_on_a_rank, c, B, S, M, recompute)
+    assert kept == kept_by_formula
+    assert max(course) == peak_by_formula
     assert course[0] == course[-1] == 16 * single_gpu.weights(c) + 16 * M * B * S  # nothing stays behind
 
 
@@ -332,7 +351,8 @@ def test_in_bf16_queries_are_rounded_once_and_only_after_they_were_turned():
     x = torch.randn(1, 50, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     angle = torch.rand(50, 1, 4, generator=torch.Generator().manual_seed(1)) * 400
     want = single_gpu.rotate(x.float(), angle.cos(), angle.sin()).bfloat16()
-    assert torch.equal(single_gpu.rotate(x, angle.cos(), angle.sin()), want)
+    [turned] = run_ranks(1, single_gpu.rotate, x, angle.cos(), angle.sin())
+    assert torch.equal(turned, want)
 
 
 def test_positions_beyond_256_are_told_apart_in_bf16():

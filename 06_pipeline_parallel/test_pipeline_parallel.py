@@ -83,46 +83,50 @@ def train(order, m, blocks, group, dtype=torch.float64, steps=3, change=None):
     return sgd_trace(weights, lambda step: run(*batch_of(step, m)).item(), steps=steps), stage
 
 
-def assert_like_one_process(trace, blocks, m, rank):
-    want = oracle(blocks, m)
-    named = [{name: g for name, g in step.items() if name in trace.weights} for step in want.gradients]
-    weights = {name: w for name, w in want.weights.items() if name in trace.weights}
-    assert_same_trace(trace, Trace(want.losses, named, weights), rank=rank)
-
-
-def beside_the_oracle(order, cases, group=None):
+def traces(order, cases, group=None):
+    """For each case what this rank's stage went through, the most it kept, and what it keeps after the last step."""
     group = group or dist.group.WORLD
-    p, s, names = dist.get_world_size(group), dist.get_rank(group), None
-    for m, more in cases:
-        trace, stage = train(order, m, p + more, group)
-        assert_like_one_process(trace, p + more, m, s)
-        assert stage.peak == kept(order, p, m, s), f"{order}, rank {s}: kept {stage.peak} of {m}"
-        assert not stage.kept, f"{order}, rank {s}: {sorted(stage.kept)} are kept after the step"
-        names = sorted(trace.weights)
-    return names
+    runs = [train(order, m, group.size() + more, group) for m, more in cases]
+    return [(trace, stage.peak, sorted(stage.kept)) for trace, stage in runs]
+
+
+def assert_like_one_process(order, cases, ranks):
+    """`ranks`: what `traces` returned on each rank of a group."""
+    p = len(ranks)
+    for (m, more), *stages in zip(cases, *ranks, strict=True):
+        want = oracle(p + more, m)
+        for s, (trace, peak, left) in enumerate(stages):
+            named = [{name: g for name, g in step.items() if name in trace.weights} for step in want.gradients]
+            weights = {name: w for name, w in want.weights.items() if name in trace.weights}
+            assert_same_trace(trace, Trace(want.losses, named, weights), rank=s)
+            assert peak == kept(order, p, m, s), f"{order}, rank {s}: kept {peak} of {m}"
+            assert not left, f"{order}, rank {s}: {left} are kept after the step"
+        held = sorted(name for trace, *_ in stages for name in trace.weights)
+        assert held == sorted(want.weights), "each weight lies on one rank"
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("order", ORDERS)
 def test_loss_every_gradient_and_weights_are_those_of_one_process(order, p):
     cases = CASES if p < 4 else CASES[2:5]
-    held = run_ranks(p, beside_the_oracle, order, cases, timeout=LIMIT)
-    every = sorted(dict(whole_model(p + cases[-1][1]).named_parameters()))
-    assert sorted(name for names in held for name in names) == every, "each weight lies on one rank"
+    assert_like_one_process(order, cases, run_ranks(p, traces, order, cases, timeout=LIMIT))
 
 
 def test_there_may_be_fewer_micro_batches_than_stages():
-    run_ranks(4, beside_the_oracle, "1f1b", [(1, 1), (2, 0)], timeout=LIMIT)
+    cases = [(1, 1), (2, 0)]
+    assert_like_one_process("1f1b", cases, run_ranks(4, traces, "1f1b", cases, timeout=LIMIT))
 
 
 def in_slices(order):
     rank, groups = dist.get_rank(), [dist.new_group([1, 3]), dist.new_group([0, 2])]
-    beside_the_oracle(order, [(3, 1)], groups[0] if rank in (1, 3) else groups[1])
+    return traces(order, [(3, 1)], groups[0] if rank in (1, 3) else groups[1])
 
 
 def test_a_group_may_be_a_slice_of_the_world():
-    run_ranks(4, in_slices, "1f1b", timeout=LIMIT)
-    run_ranks(4, in_slices, "naive", timeout=LIMIT)
+    for order in ("1f1b", "naive"):
+        ranks = run_ranks(4, in_slices, order, timeout=LIMIT)
+        assert_like_one_process(order, [(3, 1)], ranks[1::2])
+        assert_like_one_process(order, [(3, 1)], ranks[::2])
 
 
 def test_layers_are_shared_out_evenly_and_the_ends_are_at_the_ends():
@@ -285,20 +289,20 @@ def deadlocks_and_goes_on():
     stuck = pipe.would_deadlock(dist.group.WORLD)
     took = time.monotonic() - began
     dist.barrier()  # the group of the job is as before
-    beside_the_oracle("1f1b", [(3, 1)])
-    return stuck, took
+    return stuck, took, traces("1f1b", [(3, 1)])
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_sending_before_receiving_deadlocks_in_bounded_time_and_harms_nobody(p):
     ends = run_ranks(p, deadlocks_and_goes_on, timeout=40)
-    stuck = [where for where, _ in ends]
+    stuck = [where for where, *_ in ends]
+    assert_like_one_process("1f1b", [(3, 1)], [after for *_, after in ends])
     if p == 1:
         assert stuck == [""]
         return
     circle = [f"rank {p - 2} waits to send to rank {p - 1}", f"rank {p - 1} waits to send to rank {p - 2}"]
     assert stuck[-2:] == circle and stuck[:-2] == [f"rank {s} waits to receive from rank {s + 1}" for s in range(p - 2)]
-    assert max(took for _, took in ends) < 15
+    assert max(took for _, took, _ in ends) < 15
 
 
 def with_delays(order, seed):
@@ -410,19 +414,18 @@ def test_a_message_arrives_as_it_was_and_nobody_before_or_after_is_no_message():
 
 
 def steps_without_zero_grad():
-    stage = Stage(cut(whole_model(3), dist.get_rank(), 2), dist.group.WORLD)
-    losses, batch = [], batch_of(0, 4)
-    for _ in range(2):
-        losses.append(stage.step(ORDERS["1f1b"], 4, *batch))
-    want = oracle(3, 4)
-    assert_same(losses[0], want.losses[0], what="the loss of the first step")
-    assert_same(losses[1], want.losses[0], what="the loss of the second step")
-    twice = {name: 2 * want.gradients[0][name] for name, _ in stage.layers.named_parameters()}
-    assert_same_named({n: w.grad for n, w in stage.layers.named_parameters()}, twice, what="gradient of")
+    stage, batch = Stage(cut(whole_model(3), dist.get_rank(), 2), dist.group.WORLD), batch_of(0, 4)
+    losses = [stage.step(ORDERS["1f1b"], 4, *batch) for _ in range(2)]
+    return losses, {name: w.grad for name, w in stage.layers.named_parameters()}
 
 
 def test_gradients_add_up_over_steps_until_they_are_zeroed():
-    run_ranks(2, steps_without_zero_grad, timeout=LIMIT)
+    want = oracle(3, 4)
+    for s, (losses, gradients) in enumerate(run_ranks(2, steps_without_zero_grad, timeout=LIMIT)):
+        assert_same(losses[0], want.losses[0], what="the loss of the first step", rank=s)
+        assert_same(losses[1], want.losses[0], what="the loss of the second step", rank=s)
+        twice = {name: 2 * want.gradients[0][name] for name in gradients}
+        assert_same_named(gradients, twice, what="gradient of", rank=s)
 
 
 def error_in_bf16(m):

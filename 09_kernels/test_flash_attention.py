@@ -1,8 +1,9 @@
 """FlashAttention on the ground floor against the definition in float64, against the depth, against its own formulas.
 And what the compiler makes of it for a GPU that need not be there.
 
-In the interpreter the arithmetic is checked, on a GPU the kernels themselves. As a script, in a process that compiles
-instead of interpreting, this file prints what each kernel takes: `compiled` reads it.
+In the interpreter the arithmetic is checked, on a GPU the kernels themselves. What decides an exercise runs on a rank,
+a process of its own, and is compared here. As a script, in a process that compiles instead of interpreting, this file
+prints what each kernel takes: `compiled` reads it.
 """
 
 import json
@@ -25,6 +26,7 @@ sys.path.append(str(Path(__file__).with_name("in_depth")))
 import flash_attention as script
 from harness.meter import peak_memory, saved_activations
 from harness.oracle import assert_same
+from harness.ranks import run_ranks
 
 tl, triton, INTERPRETED = script.tl, script.triton, script.INTERPRETED.value
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,7 +78,8 @@ def test_a_row_of_softmax_is_exact_whatever_its_length_and_wherever_its_maximum(
         x = 30 * torch.randn(4, length, generator=generator, dtype=F64)
         x[1], x[2] = x[1].sort().values, x[2].sort(descending=True).values  # a new maximum in every block, and in none
         x[3] = torch.linspace(5000, 2000, length)  # e^5000 is no number, and neither is e^(5000 - 4000)
-        assert_same(script.softmax(x.to(DEVICE), block), x.softmax(-1).to(DEVICE), 1e-12, f"rows of {length}")
+        [got] = run_ranks(1, script.softmax, x.to(DEVICE), block)
+        assert_same(got, x.softmax(-1), 1e-12, f"rows of {length}")
     x = torch.randn(3, 40, generator=generator, dtype=F64).to(DEVICE)
     assert_same(script.softmax(x.T, block), x.T.softmax(-1), 1e-12, "rows that are columns elsewhere")
 
@@ -103,14 +106,18 @@ CASES = [  # B, S, N, N_kv, D, causal, tiles
 ]
 
 
+def on_a_rank(given: list[Tensor], causal: bool, tiles: tuple) -> list[Tensor]:
+    lse = script.Attention.apply(*given[:3], causal, *(tiles or (16, 16)))[1]
+    return [*results(flash(causal, tiles), *given), lse]
+
+
 def test_output_lse_and_every_gradient_are_those_of_dense_attention_to_1e_10():
     for *sizes, causal, tiles in CASES:
         given = inputs(*sizes)
-        got, want = results(flash(causal, tiles), *given), wanted(given, causal)
-        for name, x, y in zip(NAMES, got, want, strict=True):
+        [got] = run_ranks(1, on_a_rank, given, causal, tiles)
+        want = [*wanted(given, causal), definition(*given[:3], causal)[1]]
+        for name, x, y in zip((*NAMES, "LSE"), got, want, strict=True):
             assert_same(x, y, 1e-10, f"{name} of {sizes}, causal {causal}, tiles {tiles}")
-        lse = script.Attention.apply(*given[:3], causal, *(tiles or (16, 16)))[1]
-        assert_same(lse, definition(*given[:3], causal)[1], 1e-10, f"LSE of {sizes}, causal {causal}, tiles {tiles}")
 
 
 def test_scores_of_a_thousand_neither_overflow_nor_vanish():
@@ -201,8 +208,8 @@ def test_lse_is_wide_and_so_is_everything_that_is_summed_over_tiles():
         ("out", zero, zero, little, sign),
     ):
         at, given = NAMES.index(what), [q, k, v, dout]
-        got, want = results(flash(False, (16, 16)), *given)[at], wanted(given, False)[at]
-        assert_same(got.double(), want, 7e-4, what)
+        [got] = run_ranks(1, on_a_rank, given, False, (16, 16))
+        assert_same(got[at].double(), wanted(given, False)[at], 7e-4, what)
     lse = script.Attention.apply(zero, zero, zero, False, 16, 16)[1]
     assert lse.dtype == torch.float32
     assert_same(lse, torch.full_like(lse, math.log(S)), 1e-6, "LSE")
@@ -226,10 +233,10 @@ def test_tiles_beyond_the_diagonal_are_neither_loaded_nor_computed():
     """NaN in keys that nobody in a tile sees, and in queries that see none of its keys: 0 · NaN would be NaN."""
     q, k, v, dout = inputs(1, 64, 2, 1, 16)
     late = [x.index_fill(1, torch.arange(32, 64, device=DEVICE), math.nan) for x in (k, v)]
-    out, dq, *_ = results(flash(True, (16, 16)), q, *late, dout)
+    [(out, dq, *_)] = run_ranks(1, on_a_rank, [q, *late, dout], True, (16, 16))
     assert out[:, :32].isfinite().all() and dq[:, :32].isfinite().all()
     early = [x.index_fill(1, torch.arange(32, device=DEVICE), math.nan) for x in (q, dout)]
-    _, _, dk, dv = results(flash(True, (16, 16)), early[0], k, v, early[1])
+    [(_, _, dk, dv, _)] = run_ranks(1, on_a_rank, [early[0], k, v, early[1]], True, (16, 16))
     assert dk[:, 32:].isfinite().all() and dv[:, 32:].isfinite().all()
 
 

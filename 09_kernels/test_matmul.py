@@ -1,7 +1,8 @@
 """matmul.cu, the very file, on the CPU: against float64, in_depth, its own formulas, and what NVIDIA's compiler makes.
 
 The program is built as its first lines say, and run. Its kernels are also called one by one, with torch's tensors: for
-that the file is included, as it is, into a source with a few C functions more (`INSIDE`).
+that the file is included, as it is, into a source with a few C functions more (`INSIDE`), and on a rank: what a wrong
+kernel may do to its own process is not done to this one, which compares.
 """
 
 import re
@@ -16,7 +17,8 @@ import torch
 sys.path.append(str(Path(__file__).with_name("in_depth")))
 import _cuda
 import matmul_ladder
-from _cuda import FORWARD, REVERSE, CudaError, call
+from _cuda import FORWARD, REVERSE, CudaError
+from harness.ranks import run_ranks
 
 PROGRAM = Path(__file__).with_name("matmul.cu")
 KERNELS = {"naive": 1, "coalesced": 2, "shared_tiles": 3, "register_tiles": 4}
@@ -57,7 +59,20 @@ def inside():
     return _cuda.program_inside(PROGRAM, INSIDE)
 
 
-def run_kernel(inside, kernel, a, b, order=FORWARD, counting=False):
+def on_a_rank(*arguments, **options):
+    counters = _cuda.call(*arguments, **options)
+    return counters, [x for x in arguments if isinstance(x, torch.Tensor)]
+
+
+def call(*arguments, **options):
+    """`_cuda.call` in another process: what it wrote, into its tensors or beside them, is then here, too."""
+    [(counters, written)] = run_ranks(1, on_a_rank, *arguments, **options)
+    for mine, theirs in zip((x for x in arguments if isinstance(x, torch.Tensor)), written, strict=True):
+        mine.untyped_storage().copy_(theirs.untyped_storage())
+    return counters
+
+
+def run_kernel(inside, kernel, a, b, order=FORWARD, counting=False, call=call):
     """C, in a field of NaN of which nothing beside C may have changed."""
     M, N, K = a.shape[0], b.shape[1], a.shape[1]
     field = torch.full((M * N + 512,), float("nan"))
@@ -252,8 +267,8 @@ def test_a_kernel_that_deadlocks_is_an_error_and_the_next_launch_works(inside, t
     source = _cuda.program_inside(broken, INSIDE)
     a, b = torch.randn(4, 4), torch.randn(4, 4)
     with pytest.raises(CudaError, match="deadlock in block"):
-        run_kernel(source, "shared_tiles", a, b)
-    assert torch.allclose(run_kernel(source, "naive", a, b), a @ b, atol=1e-5)
+        run_kernel(source, "shared_tiles", a, b, call=_cuda.call)
+    assert torch.allclose(run_kernel(source, "naive", a, b, call=_cuda.call), a @ b, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------- compiled for a GPU

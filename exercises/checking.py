@@ -11,6 +11,7 @@ submission with which they go unnoticed has broken the tests, not passed them.
 
 import ast
 import difflib
+import os
 import re
 import sys
 import tomllib
@@ -194,12 +195,15 @@ def read_submission(chapter: Chapter, folder: Path, screened: bool = True) -> Su
     for script in chapter.scripts:
         path = folder / script.within
         try:
-            where = folder.resolve()  # no link leads out of it, to the chapter's own script
-            if path.resolve() != where / script.within or not path.is_file() or path.stat().st_size > 2**20:
-                raise OSError("is not there" if not path.exists() else "is not a plain file of less than 1 MiB")
+            inside = os.path.realpath(path) == os.path.join(
+                os.path.realpath(folder), script.within
+            )  # no link leads out
+            if not inside or not path.is_file() or path.stat().st_size > 2**20:
+                raise ValueError("is not a plain file of less than 1 MiB" if path.exists() else "is not there")
             submission.texts[script.name] = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             why = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+            why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else why
             submission.refused |= dict.fromkeys(script.fences, f"{script.name} {why}")
             continue
         _read_script(script, submission, screened)
@@ -212,7 +216,9 @@ def _read_script(script: Script, submission: Submission, screened: bool) -> None
     submission.warnings += [f"{script.name}, {problem}" for problem in problems]
     for number, fence in script.fences.items():
         theirs = found.get(number)
-        if theirs is None:
+        if theirs is None and found and not set(found) & set(script.fences):
+            why = f"{script.name} is another file than the chapter's: the first exercise in it is {next(iter(found))}"
+        elif theirs is None:
             why = f"the fence of exercise {number} is gone from {script.name}; `reset` of {number} puts it back"
         elif theirs.inside != fence.inside:
             where = f"{theirs.inside or 'the top of the file'} instead of {fence.inside or 'the top of the file'}"
@@ -378,7 +384,7 @@ def from_outside(course: Course, chapter: Chapter, script: Script, body: str, ro
     """
     paths = {test: course.test_path(chapter, test) for test in script.tests(row.number)}
     tests = [t for t, path in paths.items() if b"run_ranks" in course.files.get(path.partition("::")[0], b"")]
-    if not tests or not script.path.endswith(".py"):
+    if not tests:
         return ""
 
     def red(text: str) -> set[str]:

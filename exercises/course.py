@@ -184,10 +184,15 @@ def submissions_in(course: Course, folder: Path) -> list[tuple[str, Chapter, Pat
         raise CourseError(f"{folder} is not a folder; give one with a subfolder for each submission")
     found = []
     for student in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
-        for chapter in course.chapters.values():
-            if (student / chapter.folder).is_dir() and not (student / chapter.folder).is_symlink():
-                name = student.name.encode("unicode_escape").decode()  # also one with a line break is one line
-                found.append((name, chapter, student / chapter.folder))
+        name = student.name.encode("unicode_escape").decode()  # also one with a line break is one line
+        try:
+            there = {path.name for path in student.iterdir() if path.is_dir() and not path.is_symlink()}
+            why = "" if there & set(course.chapters) else "holds no folder of a chapter"
+        except OSError as error:
+            there, why = set(), f"cannot be read: {error.strerror}"
+        if why:
+            print(f"{name}: {why}")
+        found += [(name, chapter, student / at) for at, chapter in course.chapters.items() if at in there]
     if not found:
         raise CourseError(f"{folder} holds no submission; expected {folder}/NAME/{next(iter(course.chapters))}/")
     return found
@@ -204,7 +209,9 @@ def grade(
             f"submissions could not be kept apart from this machine ({why}); "
             "if you trust who wrote them, grade them with --unsafe"
         )
-    for name, chapter, where in submissions_in(course, folder):
+    submissions = submissions_in(course, folder)
+    write_grades(rows, folder)  # before anything is checked: can it be written?
+    for name, chapter, where in submissions:
         try:
             submission = read_submission(chapter, where, screened)
             bodies.setdefault(name, {}).update(written(chapter, submission.bodies))
@@ -293,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that what was started is ended
     try:
         return run(arguments, Course())
-    except (CourseError, JudgeError) as error:
+    except (CourseError, JudgeError, OSError) as error:
         print(f"course.py: {error}", file=sys.stderr)
         return 2
 
@@ -327,8 +334,8 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
         print(difference(chapter, folder, number))
         return 0
     report = check(course, chapter, read_submission(chapter, folder), [number] if number else None, show=show_row)
-    note(arguments.student, report)
     print(verdict(report))
+    note(arguments.student, report)
     return 0 if report.all_passed else 1
 
 

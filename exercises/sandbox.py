@@ -102,15 +102,17 @@ class Judge:
     ) -> Outcome:
         """Run `tests` (paths from the root of the repository) in a copy in which `changes` replace files.
 
-        After `enough` failures the rest is left out. With `in_ranks` only the ranks that tests start see the changes.
+        After `enough` failures the rest is left out. With `in_ranks` only the ranks that tests start see the changes; a
+        CUDA file is built and called by ranks alone, so there it lies in the copy.
         """
         if self.process is None:
             self._start()
         copy, marked, theirs = (self.folder / name for name in ("copy", "marks", "theirs"))
         changed = {name: text.encode() for name, text in changes.items()}
         if in_ranks:  # names of modules are unique: a folder in front of the others is enough
-            write_files({Path(name).name: content for name, content in changed.items()}, theirs)
-            changed = {}
+            scripts = {name: content for name, content in changed.items() if name.endswith(".py")}
+            write_files({Path(name).name: content for name, content in scripts.items()}, theirs)
+            changed = {name: content for name, content in changed.items() if name not in scripts}
         write_files(changed, copy)
         nonce = secrets.token_hex(16)
         request = {"nonce": nonce, "copy": str(copy), "tests": list(tests), "hang": self.limits.hang}

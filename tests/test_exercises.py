@@ -8,6 +8,7 @@ import ast
 import hashlib
 import importlib
 import io
+import json
 import os
 import pickle
 import re
@@ -769,6 +770,103 @@ def test_in_ranks_a_students_lines_run_there_and_nowhere_else(judge):
         assert not (judge.folder / "theirs").exists()
 
 
+ONCE = """import contextlib, gc, sys, types
+import pytest, torch, harness.oracle
+def once(owner, name, value):
+    plain = getattr(owner, name)
+    def forged(*args, **more):
+        setattr(owner, name, plain)
+        return value
+    setattr(owner, name, forged)
+"""
+MODULE = """from harness.oracle import assert_same as same
+    same(got, want)"""
+OUT_OF_MODULES = """plain = sys.modules["harness.oracle"]
+back = lambda *words: sys.modules.update({"harness.oracle": plain})
+sys.modules["harness.oracle"] = types.SimpleNamespace(assert_same=back)
+return x"""
+FOUND = """near = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == x.shape]
+return next(t for t in near if not torch.equal(t, x)).clone()"""
+FORGED = {  # how a test compares, and a body that makes it so
+    "torch.equal": ("assert torch.equal(got, want)", "once(torch, 'equal', True)\nreturn x"),
+    "torch.allclose": ("assert torch.allclose(got, want)", "once(torch, 'allclose', True)\nreturn x"),
+    "assert_close": ("torch.testing.assert_close(got, want)", "once(torch.testing, 'assert_close', None)\nreturn x"),
+    "an operator": ("assert (got == want).all()", "once(torch.Tensor, '__eq__', torch.tensor(True))\nreturn x"),
+    "truth": ("assert (got == want).all()", "once(torch.Tensor, '__bool__', True)\nreturn x"),
+    "the oracle": ("assert_same(got, want)", "once(harness.oracle, 'error_between', 0.0)\nreturn x"),
+    "the tests": ("assert_same(got, want)", "once(sys.modules['test_tiny'], 'assert_same', None)\nreturn x"),
+    "a module": (MODULE, OUT_OF_MODULES),
+    "pytest.raises": (
+        "with pytest.raises(AssertionError):\n        assert_same(got, x)",
+        "once(pytest, 'raises', contextlib.nullcontext())\nreturn x",
+    ),
+    "what is expected": ("assert_same(got, want)", FOUND),
+}
+COMPARES = """import pytest
+import tiny
+import torch
+from harness.oracle import assert_same
+from harness.ranks import run_ranks as in_ranks
+
+def test_scale_doubles():
+    x = torch.rand(4, dtype=torch.float64)
+    want = x + x
+    got = {call}
+    {compare}
+
+def test_both_double_the_sum():
+    assert tiny.both([1, 2]) == 6
+"""
+
+
+@pytest.mark.turn(5)
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_result_that_is_forged_where_it_is_compared_does_not_pass_when_a_rank_returned_it(kind, tiny):
+    """Without the screening. Where the test compares in the process that runs it, the same body passes."""
+    compare, lines = FORGED[kind]
+    shutil.copytree(ROOT / "tests" / "harness", tiny.root / "tests" / "harness")
+    (tiny.root / "exercises" / "index" / "tiny.toml").unlink()
+    for call, passes in (("tiny.scale(x)", True), ("in_ranks(1, tiny.scale, x)[0]", False)):
+        (tiny.root / "01_tiny" / "test_tiny.py").write_text(COMPARES.format(call=call, compare=compare))
+        course = Course(tiny.root)
+        with Judge(course.files, Limits(hang=10)) as judge:
+            for body, right in (("return 2 * x", True), (f"{ONCE}{lines}", passes)):
+                report = check(course, course.chapter("01"), Submission({}, {"1.1": body}), ["1.1"], judge=judge)
+                assert report.all_passed == right, report
+
+
+DISARMED = """
+def _disarm():
+    import importlib.machinery, sys
+    def code(self, name):
+        path = self.get_filename(name)
+        return compile(self.get_data(path), path, "exec", dont_inherit=True, optimize=1)
+    importlib.machinery.SourceFileLoader.get_code = code
+    for name in ("assert_same", "assert_same_named", "assert_same_trace"):
+        setattr(sys.modules["harness.oracle"], name, lambda *args, **more: None)
+_disarm()
+"""
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.chapter(n[:2])) for n in REAL.chapters])
+def test_each_exercise_of_a_ground_floor_is_decided_in_a_process_that_its_lines_do_not_reach(name):
+    """A mistake of each is noticed although the ranks, in which alone it runs, assert nothing."""
+    chapter, decided = REAL.chapters[name], set()
+    core = {number for number in chapter.exercises if int(number.partition(".")[2]) < 21}
+    with Judge(REAL.files, trusted=True) as judge:
+        for mistake in (m for script in chapter.scripts for m in script.mistakes if m.exercise in core):
+            if mistake.exercise in decided:
+                continue
+            script, _ = chapter.exercises[mistake.exercise]
+            text = mistake.planted(script.text) + DISARMED * script.path.endswith(".py")
+            test = REAL.test_path(chapter, mistake.caught_by)
+            outcome = judge.run({script.path: text}, [test], enough=1, in_ranks=True)
+            if any(re.match("assert |AssertionError", r.message) for r in outcome.results if not r.passed):
+                decided.add(mistake.exercise)
+    assert decided == core, f"compared where they run: {sorted(core - decided)}"
+
+
 class Call:
     """Its pickle calls a function where it is read."""
 
@@ -829,6 +927,12 @@ def test_a_class_is_graded_whoever_hands_in_what(tiny, tmp_path, monkeypatch):
     (folder / "link").mkdir()
     (folder / "link" / "01_tiny").symlink_to(tiny.root / "01_tiny")
     (folder / "void" / "01_tiny").mkdir(parents=True)
+    (folder / "dir" / "01_tiny" / "tiny.py").mkdir(parents=True)
+    loop = folder / "loop" / "01_tiny" / "tiny.py"
+    loop.parent.mkdir(parents=True)
+    loop.symlink_to(loop)
+    write_student(chapter, right | {"1.1": "return 2 * x\0"}, folder / "nul" / "01_tiny")
+    (write_student(chapter, right, folder / "odd" / "01_tiny") / "tiny.py").write_bytes(b"\xff\xfe")
     with redirect_stdout(io.StringIO()) as said:
         rows = tool.grade(tiny, folder, LIMITS, unsafe=bool(no_cell()))
     status = {(row["submission"], row["exercise"]): row["status"] for row in rows}
@@ -839,14 +943,48 @@ def test_a_class_is_graded_whoever_hands_in_what(tiny, tmp_path, monkeypatch):
         ("bob\\nand ann", "1.2"): "failed",
         ("eve", "1.1"): "refused",
         ("eve", "1.2"): "passed",
-        **{(name, number): "refused" for name in ("big", "void") for number in ("1.1", "1.2")},
+        ("nul", "1.1"): "refused",
+        ("nul", "1.2"): "passed",
+        **{(name, number): "refused" for name in ("big", "void", "dir", "loop", "odd") for number in ("1.1", "1.2")},
     }
-    assert len(said.getvalue().splitlines()) == 5
-    assert "| 1.2 | hard | 2 | 1 | 2 | 0 | both double the sum (1) |" in (folder / "class.md").read_text()
-    assert len((folder / "grades.csv").read_text().splitlines()) == 11
+    why = {row["submission"]: row["detail"] for row in rows if row["status"] == "refused"}
+    assert why["nul"].endswith("in exercise 1.1: source code string cannot contain null bytes")
+    assert why["dir"] == why["big"] == "tiny.py is not a plain file of less than 1 MiB"
+    assert why["void"] == why["loop"] == "tiny.py is not there" and why["odd"] == "tiny.py is not UTF-8 text"
+    assert "link: holds no folder of a chapter\n" in said.getvalue() and len(said.getvalue().splitlines()) == 10
+    assert "| 1.2 | hard | 3 | 1 | 5 | 0 | both double the sum (1) |" in (folder / "class.md").read_text()
+    assert len((folder / "grades.csv").read_text().splitlines()) == 19
     monkeypatch.setattr(tool, "no_cell", lambda: "no namespaces")
     with pytest.raises(CourseError, match=r"kept apart from this machine \(no namespaces\).*--unsafe"):
         tool.grade(tiny, folder, LIMITS)
+
+
+def test_what_cannot_be_read_is_one_line_and_costs_nobody_else_anything(tmp_path):
+    """Through the command, as a user who is not allowed everything; in "other", chapter 03's file has 02's name."""
+    for name, script in {"shut": "02_data_parallel/data_parallel.py", "other": "03_zero/zero.py"}.items():
+        there = tmp_path / name / "02_data_parallel"
+        there.mkdir(parents=True)
+        shutil.copy(ROOT / script, there / "data_parallel.py")
+    (tmp_path / "shut" / "02_data_parallel" / "data_parallel.py").chmod(0)
+    (tmp_path / "locked").mkdir(0)
+    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--"] if os.geteuid() == 0 else []
+    command = [*drop, sys.executable, str(ROOT / "exercises" / "course.py"), "grade", str(tmp_path), "--unsafe"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    locked, other, shut, _ = done.stdout.splitlines()
+    assert locked == "locked: cannot be read: Permission denied"
+    assert other.startswith("other: 02_data_parallel: 0 of ") and shut.startswith("shut: 02_data_parallel: 0 of ")
+    rows = json.loads((tmp_path / "grades.json").read_text())
+    why = {(row["submission"], row["exercise"]): (row["status"], row["detail"]) for row in rows}
+    assert why["shut", "2.1"] == ("refused", "data_parallel.py cannot be read: Permission denied")
+    another = "data_parallel.py is another file than the chapter's: the first exercise in it is 3.1"
+    assert why["other", "2.1"] == why["other", "2.6"] == ("refused", another)
+    tmp_path.chmod(0o500)
+    for name in ("grades.csv", "grades.json"):
+        (tmp_path / name).chmod(0o400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    tmp_path.chmod(0o700)
+    assert done.returncode == 2 and re.fullmatch("course.py: .*Permission denied: .*grades.csv'\n", done.stderr)
 
 
 def test_the_page_of_a_class_counts_hints_claims_and_shows_who_wrote_the_same():
