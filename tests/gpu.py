@@ -323,7 +323,8 @@ def plan_text(sections: Sequence[Section], budget: float) -> str:
     lines += [
         "",
         "OUT=DIR writes one file, DIR/DEVICE.json, and every call adds to it; without OUT they go to results/. The",
-        "seconds are estimates. A section that has more to do than time measures the goals' shapes first.",
+        "seconds are estimates. A section that has more to do than time measures the goals' shapes first. Where there",
+        "is no make: python3 tests/gpu.py --section NAMES --commit COMMIT --out DIR.",
     ]
     return "\n".join(lines)
 
