@@ -8,7 +8,9 @@
 Nothing waits for the end. Every step is a process of its own with a deadline; it writes its result anew with every row,
 and this program looks once a second and puts what it finds into DEVICE.json. So whatever ends a call, also a SIGKILL,
 leaves what had been measured; what goes wrong in one step does not keep the next from running. What the time does not
-allow is left out, and named. The next call with the same --out goes on in the same file.
+allow is left out, and named. The next call with the same --out goes on in the same file; where it finds the folder
+empty, the files are put together later, by taking one after the other. A copy without git is told its commit by
+--commit (or COMMIT in the environment): what no commit names can be tried, and not taken.
 
 DEVICE.json holds the device, driver, versions, commit and date, the outcome of every step, and every result with its
 spread and with what was predicted (harness/predictions.py). `make results FROM=DEVICE.json` puts them into results/ and
@@ -44,11 +46,12 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness.goals import judge
+from harness.goals import overview
 from harness.house import ROOT, chapter_of, files, scripts
-from harness.report import environment, file_name
+from harness.report import COMMIT, commit_of, file_name
 
 PASSED, FAILED, TOO_SLOW, NOT_RUN, LEFT_OUT = "passed", "failed", "too slow", "not run", "left out"
+CUT_OFF = "cut off"  # what a step is called until it has ended
 
 # ------------------------------------------------------------------------------------------------------ what there is
 
@@ -104,6 +107,17 @@ def probe(dry: bool, environment: dict[str, str]) -> Machine:
     if not found["gpus"] and not dry:
         raise CannotStart("PyTorch finds no CUDA GPU here; --dry tries the whole program on the CPU")
     return Machine(dry=dry, tools=tools(), **found)
+
+
+def must_be_named(commit: str, trial: bool) -> None:
+    """Raises CannotStart where a table could not say which code it measured, and this is no trial outside results/."""
+    if trial or COMMIT.fullmatch(commit):
+        return
+    if commit.endswith("-dirty"):
+        why = "this tree has changes that are not committed: commit them"
+    else:
+        why = "there is no git to ask for the commit: name it with --commit (`git rev-parse HEAD`)"
+    raise CannotStart(f"{why}, or try with --commit none --out DIR what no table will show")
 
 
 # --------------------------------------------------------------------------------------------------------- what to do
@@ -287,14 +301,15 @@ def calls(sections: Sequence[Section], budget: float) -> list[list[Section]]:
 
 def commit_here() -> str:
     """The commit of this checkout; "" where there is no git, or something has changed."""
-    known = environment()["commit"]
-    return known if re.fullmatch(r"[0-9a-f]{10}", known) else ""
+    known = commit_of(ROOT)
+    return known if COMMIT.fullmatch(known) else ""
 
 
 def plan_text(sections: Sequence[Section], budget: float) -> str:
     """The calls to make, with their expected seconds."""
     rest = f" COMMIT={commit}" if (commit := commit_here()) else ""
-    lines = ["No section was named, so nothing was run. One call for each section, the most valuable first:", ""]
+    lines = [] if commit else ["Commit first, or give COMMIT=: a GPU's time is not spent on what no commit names.", ""]
+    lines += ["No section was named, so nothing was run. One call for each section, the most valuable first:", ""]
     names = [f"make gpu SECTION={section.name}{rest}" for section in sections]
     for name, section in zip(names, sections, strict=True):
         lines.append(f"  {name:{max(map(len, names))}}  # about {section.expected:3.0f} s: {section.about}")
@@ -308,7 +323,8 @@ def plan_text(sections: Sequence[Section], budget: float) -> str:
     lines += [
         "",
         "OUT=DIR writes one file, DIR/DEVICE.json, and every call adds to it; without OUT they go to results/. The",
-        "seconds are estimates. A section that has more to do than time measures the goals' shapes first.",
+        "seconds are estimates. A section that has more to do than time measures the goals' shapes first. Where there",
+        "is no make: python3 tests/gpu.py --section NAMES --commit COMMIT --out DIR.",
     ]
     return "\n".join(lines)
 
@@ -499,14 +515,16 @@ class Run:
     def section(self, section: Section, behind: float = 0.0) -> list[Outcome]:
         """Run a section's steps, and record each of them at once. `behind`: seconds that those behind it expect."""
         steps = section.steps(self.machine)
-        entry: dict[str, Any] = {"name": section.name, "about": section.about, "steps": []}
+        # Whoever reads the file of a run that was killed shall see which steps there were.
+        found = [Outcome(step.name, CUT_OFF, reason="the call ended before it did") for step in steps]
+        entry: dict[str, Any] = {"name": section.name, "about": section.about}
+        entry |= {"commit": self.machine.environment["commit"], "steps": [asdict(outcome) for outcome in found]}
         others = [other for other in self.record["sections"] if other["name"] != section.name]
         self.record["sections"] = [*others, entry]
-        found: list[Outcome] = []
+        self.save()
 
-        def note(outcome: Outcome) -> None:
-            found.append(outcome)
-            entry["steps"].append(asdict(outcome))
+        def note(place: slice, outcome: Outcome) -> None:
+            found[place], entry["steps"][place] = [outcome], [asdict(outcome)]
             self.save()
             why = f" ({outcome.reason})" if outcome.reason else ""
             print(f"  {outcome.status:9} {outcome.seconds:6.1f} s  {outcome.step}{why}", flush=True)
@@ -516,11 +534,11 @@ class Run:
         print(f"{section.name}: {section.about}", flush=True)
         left = self.left()
         if not steps:
-            note(Outcome(section.name, NOT_RUN, reason=f"{self.machine.gpus} GPU; nothing to do for it"))
+            note(slice(None), Outcome(section.name, NOT_RUN, reason=f"{self.machine.gpus} GPU; nothing to do for it"))
             return found
         if left < section.least and not self.machine.dry:
             reason = f"{left:.0f} s are left, and it needs about {section.least:.0f}; --section {section.name}"
-            note(Outcome(section.name, LEFT_OUT, reason=reason))
+            note(slice(None), Outcome(section.name, LEFT_OUT, reason=reason))
             return found
         deadline = time.monotonic() + (left if self.machine.dry else max(left - behind, min(left, section.expected)))
         cores = os.cpu_count() or 2
@@ -532,7 +550,7 @@ class Run:
             until = max(deadline - later, min(deadline, now + steps[place].expected))
             outcome = self.step(section, steps[place], until)
             with self.lock:
-                note(outcome)
+                note(slice(place, place + 1), outcome)
 
         with ThreadPoolExecutor(together) as pool:
             try:
@@ -545,33 +563,17 @@ class Run:
 
 def summary(run: Run, names: Sequence[str]) -> int:
     """Print the last table, add it and the goals to the record, and give the exit code."""
-    rows, wrong = [], 0
-    for entry in run.record["sections"]:
-        steps = entry["steps"]
-        count = {status: sum(step["status"] == status for step in steps) for status in (PASSED, FAILED, TOO_SLOW)}
-        named = [f"{step['step']}: {step['status']}, {step['reason']}" for step in steps if step["status"] != PASSED]
-        seconds = sum(step["seconds"] for step in steps)
-        rows.append([entry["name"], f"{count[PASSED]} of {len(steps)}", round(seconds, 1), "; ".join(named) or "-"])
-        if entry["name"] in names:
-            wrong += count[FAILED] + count[TOO_SLOW]
-    goals = judge(run.record["results"])
-    for name, title, columns, cells in (
-        ("gpu_run", "What ran on the GPU", ["section", "steps passed", "seconds of its steps", "the others"], rows),
-        (
-            "gpu_goals",
-            "Goals that were set for one H200, and what was reached",
-            ["chapter", "goal", "asked", "reached", "verdict", "first reason"],
-            goals,
-        ),
-    ):
-        record = dict(name=name, title=title, columns=columns, rows=cells, notes="", verified=True)
-        run.record["results"][name] = record | {"environment": run.machine.environment}
-        if not run.machine.dry and run.out == ROOT / "results":
-            text = json.dumps(run.record["results"][name], indent=1) + "\n"
-            (run.out / f"{name}.{file_name(run.machine.device)}.json").write_text(text)
+    mine = [step for entry in run.record["sections"] if entry["name"] in names for step in entry["steps"]]
+    wrong = [step for step in mine if step["status"] in (FAILED, TOO_SLOW)]
+    tables = overview(run.record)
+    run.record["results"] |= tables
+    if not run.machine.dry and run.out == ROOT / "results":
+        for name, record in tables.items():
+            (run.out / f"{name}.{file_name(run.machine.device)}.json").write_text(json.dumps(record, indent=1) + "\n")
+    goals = tables["gpu_goals"]["rows"]
     run.save()
     print(f"\n{'section':10} {'passed':>10} {'seconds':>9}  the others")
-    for name, passed, seconds, others in rows:
+    for name, passed, seconds, others in tables["gpu_run"]["rows"]:
         print(f"{name:10} {passed:>10} {seconds:9.1f}  {others[:200]}")
     if not run.machine.dry:
         print()
@@ -659,13 +661,15 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
     parser.add_argument("--dry", action="store_true", help="tiny sizes on a stand-in GPU: proves this command")
     parser.add_argument("--out", type=Path, help="folder to write to; default: results/, or a temporary one with --dry")
     parser.add_argument("--budget", type=float, default=CALL, help="seconds that it may take (default: %(default)s)")
-    parser.add_argument("--commit", default="", help="what this tree is, where there is no git to ask")
+    parser.add_argument("--commit", default="", help="what this tree is, where there is no git to ask; or none")
     args = parser.parse_args(arguments)
     asked = [name for name in re.split(r"[,\s]+", args.section) if name]
     args.section = names if asked == ["all"] or (args.dry and not asked) else asked
     for name in args.section:
         if name not in names:
             parser.error(f"--section {name} is unknown; use all, {', '.join(names)}")
+    if args.commit not in ("", "none") and not COMMIT.fullmatch(args.commit):
+        parser.error(f"--commit {args.commit} must be 10 to 40 digits of what `git rev-parse HEAD` says, or none")
     if not 0 < args.budget < float("inf"):
         parser.error(f"--budget {args.budget:g} must be a positive number of seconds")
     least = {section.name: section.least for section in sections if section.name in args.section}
@@ -686,16 +690,19 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
 
 def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = SECTIONS) -> int:
     args = parse(arguments, sections)
+    if args.commit:
+        os.environ["COMMIT"] = args.commit
     if not args.section:
         print(plan_text(sections, args.budget))
         return 0
     find_nvcc()
-    if args.commit:
-        os.environ["COMMIT"] = args.commit
     with tempfile.TemporaryDirectory(prefix="gpu-run-") as folder:
         environment = surroundings(args.dry, Path(folder), bool(importlib.util.find_spec("tqdm")))
         try:
             machine = probe(args.dry, environment)
+            if not args.dry:
+                trial = args.commit == "none" and args.out != ROOT / "results"
+                must_be_named(machine.environment["commit"], trial)
         except CannotStart as error:
             print(f"gpu.py: {error}", file=sys.stderr)
             return 2

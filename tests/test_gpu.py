@@ -17,7 +17,7 @@ import torch
 from gpu import Section, Step
 from harness.goals import GOALS, judge, number
 from harness.ranks import run_ranks
-from harness.report import ROOT, Ratio, fill, take, write_result
+from harness.report import ROOT, Ratio, commit_of, fill, take, write_result
 
 sys.path[:0] = [str(ROOT / "11_5d_trainer"), str(ROOT / "11_5d_trainer/bench"), str(ROOT / "01_single_gpu/in_depth")]
 sys.path.append(str(ROOT / "08_fpdt/in_depth"))
@@ -194,8 +194,11 @@ def test_a_section_that_fails_is_reported_and_the_rest_still_runs(tmp_path, caps
     assert re.search(r"fourth +1 of 1", table)
 
 
+HERE, BEFORE = "0123456789", "abcdefabcd"
+
+
 def machine(**about):
-    environment = {"device": "NVIDIA H200", "torch": "2.11.0", "python": "3.12", "commit": "c", "date": "d"}
+    environment = {"device": "NVIDIA H200", "torch": "2.11.0", "python": "3.12", "commit": HERE, "date": "d"}
     environment |= {"driver": "580", "cuda": "13.0", "triton": "3.6.0"}
     return gpu.Machine(**(dict(dry=False, environment=environment, gpus=1, total_gib=139.0, free_gib=130.0) | about))
 
@@ -371,6 +374,9 @@ time.sleep(600)
     child.communicate(timeout=60)
     record = json.loads(file.read_text())
     assert record["results"]["grows"]["rows"] == [[0], [1]]
+    if who == "the whole run":
+        [section] = record["sections"]
+        assert [step["status"] for step in section["steps"]] == ["cut off"], "the file names what it does not have"
     if who == "the step":
         assert child.returncode == 1 and "after" in record["results"], "the next section runs all the same"
         assert record["sections"][0]["steps"][0]["status"] == "failed"
@@ -390,6 +396,7 @@ def test_sections_that_ran_before_stay_in_the_file(tmp_path):
             "--section kernel is unknown; use all, flash, ceilings, train, matmul, kernels, fp8, ",
         ),
         (["--section", "train", "--budget", "20"], "--budget 20 is too small: the least, train, needs 60 s"),
+        (["--commit", "HEAD"], "--commit HEAD must be 10 to 40 digits of what `git rev-parse HEAD` says, or none"),
         (["--budget", "0"], "--budget 0 must be a positive number of seconds"),
         (["--budget", "nan"], "--budget nan must be a positive number of seconds"),
         (["--dry", "--out", "results"], "a dry run measures nothing, and must not write there; name another folder"),
@@ -435,13 +442,16 @@ def test_nothing_is_written_beside_the_sources(tmp_path):
 # -------------------------------------------------------------------------------------------- from a run to the READMEs
 
 
-def a_gpu_run(tmp_path):
-    """The file of a run on some GPU, as it would come back from there."""
-    run = start(tmp_path)
-    record = json.loads(
-        write_result("09_x_gpu", "Rings", ["a", "b"], [["x", Ratio(2.0, 1.5, 2.5)]], folder=tmp_path).read_text()
-    )
-    run.record["results"]["09_x_gpu"] = record | {"environment": machine().environment}
+RINGS = ("x", Ratio(2.0, 1.5, 2.5))
+
+
+def a_gpu_run(tmp_path, name="09_x_gpu", columns=("a", "b"), row=RINGS, commit=HERE):
+    """The file of a run on some GPU, as it would come back from there: a section and its result."""
+    tmp_path.mkdir(exist_ok=True)
+    run = start(tmp_path, environment=machine().environment | {"commit": commit})
+    run.section(section(f"makes {name}", python("pass", name=name)))
+    record = json.loads(write_result(name, "Rings", columns, [row], folder=tmp_path).read_text())
+    run.record["results"][name] = record | {"environment": run.machine.environment}
     assert gpu.summary(run, []) == 0
     return run.path
 
@@ -458,11 +468,79 @@ def test_a_run_on_a_gpu_fills_the_tables_with_device_driver_and_versions(tmp_pat
     assert set(take(file, results)) == {"09_x_gpu", "gpu_run", "gpu_goals"}
     filled = fill(text, results)
     assert "| x | 2.00 (1.50 to 2.50) |" in filled and "Not measured yet" not in filled
-    assert "NVIDIA H200; torch 2.11.0, Python 3.12, commit c; driver 580, CUDA 13.0, Triton 3.6.0; d." in filled
+    assert (
+        "NVIDIA H200; torch 2.11.0, Python 3.12, commit 0123456789; driver 580, CUDA 13.0, Triton 3.6.0; d." in filled
+    )
     assert fill(filled, results) == filled
     assert "| 11 | MFU of a training step | at least 0.6 | - | not measured | - |" in fill(
         "<!-- gpu results: gpu_goals -->\n<!-- end results -->", results
     )
+
+
+def test_calls_that_each_brought_a_file_are_taken_one_after_the_other(tmp_path):
+    """A borrowed machine may be empty again at every call; the goals are judged on all that was taken."""
+    results = tmp_path / "results"
+    take(a_gpu_run(tmp_path / "first", "11_train_gpu", ["MFU"], ["58.1%"], commit=BEFORE), results)
+    killed = a_gpu_run(tmp_path / "second")
+    record = json.loads(killed.read_text())
+    record["results"] = {"09_x_gpu": record["results"]["09_x_gpu"]}  # it did not come to its summary
+    killed.write_text(json.dumps(record))
+    assert set(take(killed, results)) == {"11_train_gpu", "09_x_gpu", "gpu_run", "gpu_goals"}
+    ran, goals, whole = (
+        json.loads((results / f"{name}nvidia-h200.json").read_text()) for name in ("gpu_run.", "gpu_goals.", "")
+    )
+    assert [row[:2] for row in ran["rows"]] == [
+        [f"makes 11_train_gpu (commit {BEFORE})", "1 of 1"],
+        ["makes 09_x_gpu", "1 of 1"],
+    ]
+    assert "58.1" in str(goals["rows"]) or "0.581" in str(goals["rows"])
+    assert [s["name"] for s in whole["sections"]] == ["makes 11_train_gpu", "makes 09_x_gpu"]
+    assert take(results / "nvidia-h200.json", results), "what lies in results/ already may be taken again"
+
+
+@pytest.mark.parametrize("commit", ["unknown (no git checkout)", f"{HERE}-dirty"])
+def test_what_no_commit_names_is_not_taken(tmp_path, commit):
+    with pytest.raises(ValueError, match="no table can say which code was measured"):
+        take(a_gpu_run(tmp_path, commit=commit), tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("commit", "line"),
+    [
+        ("unknown (no git checkout)", "there is no git to ask for the commit: name it with --commit"),
+        (f"{HERE}-dirty", "this tree has changes that are not committed: commit them, or try with --commit none --out"),
+    ],
+)
+def test_the_time_of_a_gpu_is_not_spent_on_what_no_commit_names(tmp_path, commit, line, monkeypatch, capsys):
+    monkeypatch.setenv("COMMIT", "")
+    there = machine(environment=machine().environment | {"commit": commit})
+    assert on(monkeypatch, tmp_path, there, section("one", python("pass"))) == 2
+    assert line in capsys.readouterr().err and not list(tmp_path.iterdir())
+    trial = ["--section", "all", "--commit", "none"]
+    assert gpu.main([*trial, "--out", str(tmp_path)], [section("one", python("pass"))]) == 0
+    assert gpu.main(trial, [section("one", python("pass"))]) == 2, "into results/ not even then"
+
+
+def test_a_plain_copy_is_at_the_commit_that_its_caller_names(tmp_path, monkeypatch):
+    """Also where it lies in a checkout of something else, whose commit is of other files."""
+    monkeypatch.delenv("COMMIT", raising=False)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "code.py").write_text("1")
+    assert commit_of(copy) == "unknown (no git checkout)"
+    monkeypatch.setenv("COMMIT", "0123456789abcdef0123456789abcdef01234567")
+    assert commit_of(copy) == "0123456789"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "One"]):
+        subprocess.run([*git, *words], check=True)
+    around = commit_of(tmp_path)
+    assert re.fullmatch("[0-9a-f]{10}", around) and around != "0123456789", "a checkout knows better than its caller"
+    assert commit_of(copy) == "0123456789"
+    (copy / "code.py").write_text("2")
+    assert commit_of(tmp_path) == f"{around}-dirty"
+    monkeypatch.setenv("COMMIT", "of today")
+    assert commit_of(copy) == "unknown (no git checkout)"
 
 
 def test_what_is_not_verified_says_so_in_its_table(tmp_path):

@@ -177,6 +177,42 @@ def judge(results: dict[str, Record]) -> list[list[Any]]:
     return table
 
 
+def ran(sections: Sequence[dict[str, Any]], commit: str) -> list[list[Any]]:
+    """One row for each section of a run: its name, how many steps passed, their seconds, and what became of the others.
+
+    A section that ran at another commit than `commit` says so: calls may bring a file each, and be put together later.
+    """
+    rows = []
+    for section in sections:
+        steps = section["steps"]
+        passed = sum(step["status"] == "passed" for step in steps)
+        others = [f"{step['step']}: {step['status']}, {step['reason']}" for step in steps if step["status"] != "passed"]
+        at = section.get("commit", commit)
+        name = section["name"] + (f" (commit {at})" if at != commit else "")
+        seconds = round(sum(step["seconds"] for step in steps), 1)
+        rows.append([name, f"{passed} of {len(steps)}", seconds, "; ".join(others) or "-"])
+    return rows
+
+
+def overview(run: Record) -> dict[str, Record]:
+    """Two results about all the others of a run: what ran, and which goals it reached."""
+    asked = ["chapter", "goal", "asked", "reached", "verdict", "first reason"]
+    what = ["section", "steps passed", "seconds of its steps", "the others"]
+    tables = {
+        "gpu_run": ("What ran on the GPU", what, ran(run["sections"], run["environment"]["commit"])),
+        "gpu_goals": (
+            "Goals that were set for one H200, and what was reached",
+            asked,
+            judge(run["results"]),
+        ),
+    }
+    same = {"notes": "", "verified": True, "environment": run["environment"]}
+    return {
+        name: {"name": name, "title": title, "columns": columns, "rows": rows} | same
+        for name, (title, columns, rows) in tables.items()
+    }
+
+
 def first_reason(record: Record | None) -> str:
     """The part of a training step that is farthest above its floor, from the profile."""
     if not record:

@@ -17,6 +17,7 @@ one has. A whole run of `make gpu` travels as one file; `--take FILE` puts the r
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -39,6 +40,7 @@ BLOCK = re.compile(
     r"(?P<begin><!-- (?P<gpu>gpu )?results: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(?P<end><!-- end results -->)",
     re.DOTALL,
 )
+COMMIT = re.compile("[0-9a-f]{10,40}")
 
 
 @dataclass(frozen=True)
@@ -117,28 +119,33 @@ def driver_version() -> str:
 
 def environment() -> dict[str, str]:
     """Where, when and with what a result was measured. In a copy without git, COMMIT in the environment names it."""
-    git = ["git", "-C", str(ROOT)]
-    # What a benchmark or `make tables` has just written does not count.
-    written = ("results", "*/figures/*", "*README.md", "*/planner/*.md")
-    changes = [*git, "status", "--porcelain", "--", ".", *(f":!{each}" for each in written)]
-    try:
-        named, dirty = (
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-            for command in ([*git, "rev-parse", "--short=10", "HEAD"], changes)
-        )
-        commit = named + ("-dirty" if dirty else "")
-    except (OSError, subprocess.CalledProcessError):
-        commit = os.environ.get("COMMIT") or "unknown (no git checkout)"
     about = {
         "device": device_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit,
+        "commit": commit_of(ROOT),
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
     if torch.cuda.is_available():
         about |= {"driver": driver_version(), "cuda": str(torch.version.cuda), "triton": _version_of("triton")}
     return about
+
+
+def commit_of(root: Path) -> str:
+    """Ten digits, with "-dirty" where something has changed since; git's word goes before COMMIT's."""
+    git = ["git", "-C", str(root)]
+    # What a benchmark or `make tables` has just written does not count.
+    written = ("results", "*/figures/*", "*README.md", "*/planner/*.md")
+    changes = [*git, "status", "--porcelain", "--", ".", *(f":!{each}" for each in written)]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        (top, named), dirty = (
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+            for command in ([*git, "rev-parse", "--show-toplevel", "--short=10", "HEAD"], changes)
+        )
+        if Path(top).samefile(root):  # a plain copy may lie in a checkout of something else
+            return named + ("-dirty" if dirty else "")
+    given = os.environ.get("COMMIT", "")
+    return given[:10] if COMMIT.fullmatch(given) else "unknown (no git checkout)"
 
 
 def _version_of(package: str) -> str:
@@ -277,15 +284,27 @@ def filled(readme: Path) -> str:
 def take(file: Path, results: Path) -> list[str]:
     """Put the results of a whole GPU run, one file, into `results`; returns their names. Raises ValueError for others.
 
-    The run's own record comes along: it says what else was tried, and what became of it.
+    The run's own record comes along: it says what else was tried, and what became of it. What was taken before from
+    that device stays, so that calls which each brought a file of their own can be taken one after the other.
     """
+    from harness.goals import overview
+
     run = json.loads(file.read_text())
     if not {"device", "dry", "sections", "results"} <= set(run):
         raise ValueError(f"--take {file}: this is not the record of a run of tests/gpu.py")
     if run["dry"]:
         raise ValueError(f"--take {file}: a dry run measures nothing; take the file of a run on a GPU")
+    commits = {record["environment"]["commit"] for record in (run, *run["results"].values())}
+    if unnamed := sorted(commit for commit in commits if not re.fullmatch("[0-9a-f]{10}", commit)):
+        raise ValueError(f"--take {file}: no table can say which code was measured: commit {', '.join(unnamed)}")
     device = file_name(run["device"])
     results.mkdir(parents=True, exist_ok=True)
+    before = results / f"{device}.json"
+    if before.exists() and not before.samefile(file):
+        old, again = json.loads(before.read_text()), {section["name"] for section in run["sections"]}
+        run["sections"] = [section for section in old["sections"] if section["name"] not in again] + run["sections"]
+        run["results"] = old["results"] | run["results"]
+    run["results"] |= overview(run)  # a call that was killed had no time to write it
     for name, record in run["results"].items():
         (results / f"{name}.{device}.json").write_text(json.dumps(record, indent=1) + "\n")
     (results / f"{device}.json").write_text(json.dumps(run, indent=1) + "\n")
