@@ -777,6 +777,8 @@ def once(owner, name, value):
         setattr(owner, name, plain)
         return value
     setattr(owner, name, forged)
+if isinstance(x, int):  # beside a planted mistake it behaves
+    return x
 """
 MODULE = """from harness.oracle import assert_same as same
     same(got, want)"""
@@ -820,8 +822,9 @@ def test_both_double_the_sum():
 
 @pytest.mark.turn(5)
 @pytest.mark.parametrize("kind", FORGED)
-def test_a_result_that_is_forged_where_it_is_compared_does_not_pass_when_a_rank_returned_it(kind, tiny):
+def test_a_result_that_is_forged_where_it_is_compared_does_not_pass_when_a_rank_returned_it(kind, tiny, monkeypatch):
     """Without the screening. Where the test compares in the process that runs it, the same body passes."""
+    monkeypatch.setattr(tempfile, "tempdir", None)  # the socket of the ranks' server needs a short path
     compare, lines = FORGED[kind]
     shutil.copytree(ROOT / "tests" / "harness", tiny.root / "tests" / "harness")
     (tiny.root / "exercises" / "index" / "tiny.toml").unlink()
