@@ -126,19 +126,25 @@ def values(rank, numel, dtype):
     return torch.randint(-8, 9, (numel,), generator=generator).to(dtype)
 
 
-def ring_sums():
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    cases = [(numel, torch.float64) for numel in (0, 1, 2, 3, 7, 64, 1001)]
-    for numel, dtype in [*cases, (7, torch.bfloat16), (7, torch.int64)]:
-        x = values(rank, numel, dtype)
-        want = sum(values(r, numel, dtype) for r in range(ranks))
+def ring_sums(cases):
+    tensors = [values(dist.get_rank(), numel, dtype) for numel, dtype in cases]
+    for x in tensors:
         ring_all_reduce(x, dist.group.WORLD)
-        assert_same(x, want, 1e-14 if dtype == torch.float64 else 0.0, f"the sum of {numel} {dtype}", rank)
+    return tensors
+
+
+def assert_are_sums(ranks, cases):
+    for rank, tensors in enumerate(ranks):
+        for (numel, dtype), x in zip(cases, tensors, strict=True):
+            want = sum(values(r, numel, dtype) for r in range(len(ranks)))
+            assert_same(x, want, 1e-14 if dtype == torch.float64 else 0.0, f"the sum of {numel} {dtype}", rank)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_ring_gives_every_rank_the_sum_of_any_number_of_elements(ranks):
-    run_ranks(ranks, ring_sums, timeout=LIMIT)
+    cases = [(numel, torch.float64) for numel in (0, 1, 2, 3, 7, 64, 1001)]
+    cases += [(7, torch.bfloat16), (7, torch.int64)]
+    assert_are_sums(run_ranks(ranks, ring_sums, cases, timeout=LIMIT), cases)
 
 
 def ring_bytes(numel):
@@ -199,26 +205,22 @@ def test_the_ring_needs_two_chunks_of_scratch_and_never_a_second_tensor():
         assert 0 < peak <= 2 * 8 * 250, f"rank {rank} allocates {peak} bytes"
 
 
-def rings_with_a_late_rank(late):
+def rings_with_a_late_rank(late, cases):
     """One rank is late in every round, and many all-reduces of different sizes follow each other directly."""
-    rank, ranks, real = dist.get_rank(), dist.get_world_size(), dist.batch_isend_irecv
+    real = dist.batch_isend_irecv
 
     def slow(*args):
-        time.sleep(0.003 if rank == late else 0)
+        time.sleep(0.003 if dist.get_rank() == late else 0)
         return real(*args)
 
-    tensors = [values(rank, numel, torch.float64) for numel in (5, 17, 1, 5, 200)]
     with patch.object(dist, "batch_isend_irecv", slow):
-        for x in tensors:
-            ring_all_reduce(x, dist.group.WORLD)
-    for x in tensors:
-        want = sum(values(r, len(x), torch.float64) for r in range(ranks))
-        assert_same(x, want, 1e-14, f"the sum of {len(x)} elements, rank {late} late", rank)
+        return ring_sums(cases)
 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_rank_that_is_late_in_every_round_mixes_up_nothing(late):
-    run_ranks(3, rings_with_a_late_rank, late, timeout=5)
+    cases = [(numel, torch.float64) for numel in (5, 17, 1, 5, 200)]
+    assert_are_sums(run_ranks(3, rings_with_a_late_rank, late, cases, timeout=5), cases)
 
 
 # ----------------------------------------------------------------------------------------------------------- the oracle

@@ -1,9 +1,11 @@
 """The ground floor of chapter 04 against an unsharded model written here, in_depth, and its own formulas."""
 
+import itertools
 import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,7 @@ def texts(sizes: Sizes) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
+@cache
 def unsharded(sizes: Sizes) -> list[dict[str, Tensor]]:
     """Gradients and loss of three steps of SGD, and the weights."""
     model, seen = Whole(sizes), []
@@ -117,9 +120,9 @@ def cut(whole: dict[str, Tensor], sizes: Sizes, tp: TensorParallel, dtype=torch.
     return {name: piece_of(name, x, sizes, tp).to(dtype).requires_grad_() for name, x in whole.items()}
 
 
-def my_piece(name: str, full: Tensor, sizes: Sizes, tp: TensorParallel) -> Tensor:
-    """What this rank should hold of a tensor: said once more here, by slices, so that `piece_of` is tested by it."""
-    t, rank, kind = tp.t, tp.rank, name.rpartition(".")[2].removesuffix("_bias")
+def my_piece(name: str, full: Tensor, sizes: Sizes, rank: int, t: int) -> Tensor:
+    """What one of t ranks should hold of a tensor: said once more, by slices, so that `piece_of` is tested by it."""
+    kind = name.rpartition(".")[2].removesuffix("_bias")
     if kind in ("k", "v"):
         D = sizes.hidden // sizes.heads
         each = max(1, sizes.kv_heads // t)  # heads on a rank
@@ -138,45 +141,46 @@ def my_piece(name: str, full: Tensor, sizes: Sizes, tp: TensorParallel) -> Tenso
     return full
 
 
-def compare(sizes: Sizes, right: list[dict[str, Tensor]], tp: TensorParallel) -> None:
-    ours = three_steps(cut(whole_weights(sizes), sizes, tp), sizes, tp)
-    for when, got, want in zip(("step 0", "step 1", "step 2", "in the end"), ours, right, strict=True):
-        wanted = {name: my_piece(name, x, sizes, tp) for name, x in want.items()}
-        layout = "sequence" if tp.sequence else "tensor"
-        for name in [name for name in wanted if name.endswith("k_bias") and when != "in the end"]:
-            # What is added to all keys moves all scores of a query alike: the softmax, and the loss, do not see it.
-            assert max(wanted.pop(name).abs().max(), got.pop(name).abs().max()) < 1e-14, name
-        assert_same_named(got, wanted, what=f"{layout} parallel, {when}", rank=tp.rank)
+def trained(cases: list[Sizes], group: dist.ProcessGroup | None = None) -> list:
+    """What three steps leave on this rank, for each case without sequence parallelism and with it."""
+    ways = itertools.product(cases, [TensorParallel(group or dist.group.WORLD, sequence) for sequence in BOTH])
+    return [three_steps(cut(whole_weights(sizes), sizes, tp), sizes, tp) for sizes, tp in ways]
 
 
-def all_layouts(cases: list[tuple[Sizes, list]]) -> None:
-    for sizes, right in cases:
-        for sequence in BOTH:
-            compare(sizes, right, TensorParallel(dist.group.WORLD, sequence))
+def assert_unsharded(ranks: list, cases: list[Sizes]) -> None:
+    """`ranks`: what `trained` returned on each rank of a group."""
+    for rank, runs in enumerate(ranks):
+        for (sizes, sequence), ours in zip(itertools.product(cases, BOTH), runs, strict=True):
+            layout = "sequence" if sequence else "tensor"
+            steps = zip(("step 0", "step 1", "step 2", "in the end"), ours, unsharded(sizes), strict=True)
+            for when, got, want in steps:
+                wanted = {name: my_piece(name, x, sizes, rank, len(ranks)) for name, x in want.items()}
+                for name in [name for name in wanted if name.endswith("k_bias") and when != "in the end"]:
+                    # What is added to all keys moves all scores of a query alike: the softmax, and the loss, do not
+                    # see it.
+                    assert max(wanted.pop(name).abs().max(), got.pop(name).abs().max()) < 1e-14, name
+                assert_same_named(got, wanted, what=f"{layout} parallel, {when}", rank=rank)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_losses_gradients_and_weights_of_three_steps_equal_the_unsharded_model(ranks):
-    run_ranks(ranks, all_layouts, [(sizes, unsharded(sizes)) for sizes in (TINY, SMALL, FEW_WORDS)])
+    cases = [TINY, SMALL, FEW_WORDS]
+    assert_unsharded(run_ranks(ranks, trained, cases), cases)
 
 
-def in_a_slice(right: list) -> None:
+def in_a_slice() -> list:
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
-    for sequence in BOTH:
-        compare(SMALL, right, TensorParallel(groups[dist.get_rank() % 2], sequence))
+    return trained([SMALL], groups[dist.get_rank() % 2])
 
 
 def test_a_group_may_be_a_slice_of_the_world_whose_ranks_are_neither_first_nor_neighbours():
-    run_ranks(4, in_a_slice, unsharded(SMALL))
-
-
-def shared_heads(right: list) -> None:
-    for sequence in BOTH:
-        compare(SMALL, right, TensorParallel(dist.group.WORLD, sequence))
+    zero, one, two, three = run_ranks(4, in_a_slice)
+    for group in ([zero, two], [one, three]):  # in a group ranks are sorted, however they were named
+        assert_unsharded(group, [SMALL])
 
 
 def test_copies_of_a_key_value_head_have_the_sum_of_their_gradients_and_no_other_heads():
-    run_ranks(4, shared_heads, unsharded(SMALL))  # ranks 0, 1 hold head 0, ranks 2, 3 hold head 1
+    assert_unsharded(run_ranks(4, trained, [SMALL]), [SMALL])  # ranks 0, 1 hold head 0, ranks 2, 3 hold head 1
 
 
 def norm_gradients() -> tuple[list[Tensor], list[Tensor]]:
@@ -369,27 +373,28 @@ def test_nothing_is_left_of_a_step_nor_of_a_forward_without_backward(sequence):
 # --------------------------------------------------------------------------------------------------- loss and precision
 
 
-def losses_at_the_edge() -> None:
-    tp, T, V = TensorParallel(dist.group.WORLD, False), 6, 9
-    generator = torch.Generator().manual_seed(0)
-    for scale, shift in ((1.0, 0.0), (50.0, 3000.0), (50.0, -3000.0)):
-        full = (torch.randn(T, V, generator=generator, dtype=torch.float64) * scale + shift).requires_grad_()
-        labels = torch.tensor([0, 8, IGNORE, 3, 4, IGNORE])
-        want = F.cross_entropy(full, labels, ignore_index=IGNORE, reduction="sum")
-        want.backward()
-        n = -(-V // tp.t)
-        padded = F.pad(full.detach(), (0, n * tp.t - V), value=7000.0)  # what the rows of padding give is no concern
-        mine = padded[:, tp.rank * n : (tp.rank + 1) * n].clone().requires_grad_()
-        loss = cross_entropy(mine, labels, V, tp)
-        loss.backward()
-        assert_same(loss, want, what=f"the loss of logits around {shift}", rank=tp.rank)
-        right = F.pad(full.grad, (0, n * tp.t - V))[:, tp.rank * n : (tp.rank + 1) * n]
-        assert_same(mine.grad, right, what="the gradient of logits", rank=tp.rank)
+def loss_of_my_words(full: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    tp, V = TensorParallel(dist.group.WORLD, False), full.shape[1]
+    n = -(-V // tp.t)
+    padded = F.pad(full, (0, n * tp.t - V), value=7000.0)  # what the rows of padding give is no concern
+    mine = padded[:, tp.rank * n : (tp.rank + 1) * n].clone().requires_grad_()
+    loss = cross_entropy(mine, labels, V, tp)
+    loss.backward()
+    return loss.detach(), mine.grad
 
 
 def test_the_loss_survives_huge_logits_ignored_labels_and_words_that_do_not_exist():
-    for ranks in (4, 2, 1):
-        run_ranks(ranks, losses_at_the_edge)
+    generator, labels, V = torch.Generator().manual_seed(0), torch.tensor([0, 8, IGNORE, 3, 4, IGNORE]), 9
+    cases = ((1.0, 0.0), (50.0, 3000.0), (50.0, -3000.0))
+    for (scale, shift), ranks in itertools.product(cases, (4, 2, 1)):
+        full = (torch.randn(len(labels), V, generator=generator, dtype=torch.float64) * scale + shift).requires_grad_()
+        want = F.cross_entropy(full, labels, ignore_index=IGNORE, reduction="sum")
+        want.backward()
+        n = -(-V // ranks)
+        pieces = F.pad(full.grad, (0, n * ranks - V)).split(n, 1)
+        for rank, (loss, grad) in enumerate(run_ranks(ranks, loss_of_my_words, full.detach(), labels)):
+            assert_same(loss, want, what=f"the loss of logits around {shift}", rank=rank)
+            assert_same(grad, pieces[rank], what="the gradient of logits", rank=rank)
 
 
 def loss_of_bf16_logits() -> float:
@@ -434,8 +439,9 @@ def in_bf16(right: dict[str, Tensor], sequence: bool) -> dict[str, tuple[float, 
     for name, p in w.items():
         if name.endswith("k_bias"):  # zero, see above
             continue
-        want = my_piece(name, right[name], TINY, tp)
-        errors[name] = (error_between(p.grad, want), error_between(my_piece(name, dense[name].grad, TINY, tp), want))
+        want = my_piece(name, right[name], TINY, tp.rank, tp.t)
+        other = my_piece(name, dense[name].grad, TINY, tp.rank, tp.t)
+        errors[name] = (error_between(p.grad, want), error_between(other, want))
     return errors
 
 

@@ -199,12 +199,16 @@ def test_one_message_brings_all_tokens_in_order_and_one_brings_the_outputs_back(
         assert calls == {"all_to_all": 2}, f"rank {rank}: {dict(calls)}"
 
 
+def heads_of_all(N, N_kv, U):
+    return [script.heads_of(rank, U, N, N_kv) for rank in range(U)]
+
+
 @pytest.mark.parametrize(
     ("N", "N_kv", "U", "copies"),
     [(6, 2, 4, 5), (12, 4, 6, 8), (64, 8, 16, 16), (8, 8, 4, 8), (7, 7, 3, 7), (6, 1, 6, 6)],
 )
 def test_every_query_head_has_one_rank_and_kv_heads_go_where_they_are_needed_and_nowhere_else(N, N_kv, U, copies):
-    heads = [script.heads_of(rank, U, N, N_kv) for rank in range(U)]
+    [heads] = run_ranks(1, heads_of_all, N, N_kv, U)
     assert [h for queries, _ in heads for h in queries] == list(range(N)), "in order, each on one rank"
     assert max(len(q) for q, _ in heads) - min(len(q) for q, _ in heads) <= 1
     for queries, kv in heads:

@@ -155,17 +155,23 @@ def both_floors(order, m, blocks):
         loss=lambda logits, labels: pipe.loss_sum(logits, labels) / valid,
         example=stage.example,
     )
-    assert_same(loss, runner.step(tokens.chunk(m), labels.chunk(m), broadcast=True), what="loss", rank=s)
-    mine = {name: w.grad for name, w in stage.layers.named_parameters()}
-    assert_same_named(mine, {name: w.grad for name, w in other.named_parameters()}, what="gradient of", rank=s)
-    assert stage.events == [(action.kind, action.micro_batch) for action, *_ in runner.timeline]
-    assert stage.peak == runner.peak
+    theirs = runner.step(tokens.chunk(m), labels.chunk(m), broadcast=True)
+    events = [(action.kind, action.micro_batch) for action, *_ in runner.timeline]
+    grads = [{name: w.grad for name, w in layers.named_parameters()} for layers in (stage.layers, other)]
+    return (loss, grads[0], stage.events, stage.peak), (theirs, grads[1], events, runner.peak)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_executor_of_the_depth_gives_the_same_in_the_same_order(order):
-    run_ranks(2, both_floors, order, 5, 3, timeout=LIMIT)
-    run_ranks(4, both_floors, order, 6, 5, timeout=LIMIT)
+    for p, m, blocks in ((2, 5, 3), (4, 6, 5)):
+        want = oracle(blocks, m, steps=1)
+        for s, ((loss, grads, *rest), (other, others, *more)) in enumerate(
+            run_ranks(p, both_floors, order, m, blocks, timeout=LIMIT)
+        ):
+            assert_same(loss, other, what="loss", rank=s)
+            assert_same_named(grads, others, what="gradient of", rank=s)
+            assert_same_named(grads, {name: want.gradients[0][name] for name in grads}, what="gradient of", rank=s)
+            assert rest == more, f"rank {s}: what was done in which order, and the most that was kept"
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -392,22 +398,24 @@ def test_what_a_stage_returns_may_be_a_view_with_gaps(order):
     run_ranks(3, turned_stages, order, timeout=LIMIT)
 
 
-def two_messages():
+def three_messages():
     stage = Stage(cut(whole_model(2), dist.get_rank(), 2), dist.group.WORLD)
     stage.example, stage.sent = torch.empty(2, 3, dtype=torch.float64), 0
     view = torch.arange(6.0, dtype=torch.float64).view(3, 2).t()
     if stage.s == 0:
-        stage.send(view, 1)
-        stage.send(view, None)
-        assert stage.receive(None) is None and stage.sent == 48
-        return None
-    got = stage.receive(0)
-    assert stage.sent == 0 and got is not stage.example
+        for x, to in ((view, 1), (2 * view, 1), (view, None)):
+            stage.send(x, to)
+        assert stage.receive(None) is None and stage.sent == 96
+        return []
+    got = [stage.receive(0), stage.receive(0), stage.example.zero_()]
+    assert stage.sent == 0
     return got
 
 
 def test_a_message_arrives_as_it_was_and_nobody_before_or_after_is_no_message():
-    assert_same(run_ranks(2, two_messages, timeout=LIMIT)[1], torch.arange(6.0).view(3, 2).t().double())
+    _, got = run_ranks(2, three_messages, timeout=LIMIT)
+    for x, times in zip(got, (1, 2, 0), strict=True):
+        assert_same(x, times * torch.arange(6.0, dtype=torch.float64).view(3, 2).t())
 
 
 # -------------------------------------------------------------------------------------------------- modes, precision

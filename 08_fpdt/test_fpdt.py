@@ -287,7 +287,7 @@ def test_online_softmax_is_softmax_whatever_comes_first():
     for scale in (1.0, 1000.0):
         for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
             chunks = [kv[:, :, i] * torch.tensor([scale * (1 + i), 1.0]).double().view(2, 1, 1, 1) for i in order]
-            out, lse = script.attend(q, chunks)
+            [(out, lse)] = run_ranks(1, script.attend, q, chunks)
             k, v = torch.cat(chunks, 2)
             scores = q @ k.mT / 8**0.5
             scores.unflatten(1, (2, 3))[..., :3].masked_fill_(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
@@ -298,9 +298,13 @@ def test_online_softmax_is_softmax_whatever_comes_first():
 # ------------------------------------------------------------------------------------------------- Ulysses and places
 
 
+def places_of_all(P, u):
+    return [script.places_of(24, u, rank, P).view(u, -1) for rank in range(P)]
+
+
 @pytest.mark.parametrize(("P", "u"), [(1, 1), (1, 3), (2, 3), (4, 2)])
 def test_all_ranks_together_hold_a_chunk_of_tokens_in_a_row(P, u):
-    parts = [script.places_of(24, u, rank, P).view(u, -1) for rank in range(P)]
+    [parts] = run_ranks(1, places_of_all, P, u)
     assert torch.equal(torch.cat(parts, 1), torch.arange(24).view(u, -1)), parts
 
 

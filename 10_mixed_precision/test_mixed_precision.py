@@ -150,14 +150,19 @@ def test_bytes_held_and_sent_are_those_of_the_policy(name):
 # ---------------------------------------------------------------------------------------------------- each repair alone
 
 
+def add_up_4000_ones(dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    sums = {}
+    for _ in range(4000):
+        weight = SimpleNamespace(grad=torch.ones(3, dtype=torch.float16 if dtype == mp.fp32 else dtype))
+        mp.add_up(sums, {"w": weight}, dtype)
+    return sums["w"], weight.grad
+
+
 def test_a_sum_in_fp32_does_not_stall_and_lets_the_gradient_go():
     for dtype, want in ((torch.float16, 2048), (torch.bfloat16, 256), (torch.float32, 4000)):
-        sums = {}
-        for _ in range(4000):
-            weight = SimpleNamespace(grad=torch.ones(3, dtype=torch.float16 if dtype == mp.fp32 else dtype))
-            mp.add_up(sums, {"w": weight}, dtype)
-        assert sums["w"].dtype == dtype and sums["w"].tolist() == [want] * 3
-        assert weight.grad is None
+        [(total, left)] = run_ranks(1, add_up_4000_ones, dtype)
+        assert total.dtype == dtype and total.tolist() == [want] * 3
+        assert left is None
 
 
 def test_a_weight_in_fp32_gives_away_its_gradient_and_not_a_share_of_it():

@@ -538,9 +538,6 @@ return 1""",
 sys.modules['__main__'].Recorder.pytest_runtest_logreport = lambda self, report: report.when == 'call' and self.answer(
     test=report.nodeid.split('/')[-1], outcome='passed', message='', seconds=0.0, touched=[])
 return 1""",
-    "is_equal_to_everything": """class Yes:
-    def __eq__(self, other): return True
-return Yes()""",
     "edits_the_tests": """import os, sys, tiny
 for folder in [os.path.dirname(tiny.__file__), *sys.path]:
     path = os.path.join(folder, 'test_tiny.py')
@@ -615,9 +612,47 @@ return 2 * x""",
 return 2 * x if os.path.exists('/proc/{pid}') else 0""",
 }
 WRITES = "writes_into_the_python_that_runs_it"  # not tried where it would succeed
-# Where a test and a student's lines share a process, only the screening stops what is equal to everything, and what
-# tells the controls from the run. Where lines run in ranks, `grade` sees the second from outside: see below.
-ONLY_SCREENED = {"is_equal_to_everything", "forges_once_and_then_lets_the_controls_fail"}
+# Where a test and a student's lines share a process, only the screening stops what tells the controls from the run, and
+# what is FORGED, below. Where lines run in ranks, `grade` sees it from outside.
+ONLY_SCREENED = {"forges_once_and_then_lets_the_controls_fail"}
+ONCE = """import contextlib, gc, sys, types
+import pytest, torch, harness.oracle
+def once(owner, name, value):
+    plain = getattr(owner, name)
+    def forged(*args, **more):
+        setattr(owner, name, plain)
+        return value
+    setattr(owner, name, forged)
+if isinstance(x, int):  # beside a planted mistake it behaves
+    return x
+"""
+MODULE = """from harness.oracle import assert_same as same
+    same(got, want)"""
+OUT_OF_MODULES = """plain = sys.modules["harness.oracle"]
+back = lambda *words: sys.modules.update({"harness.oracle": plain})
+sys.modules["harness.oracle"] = types.SimpleNamespace(assert_same=back)
+return x"""
+FOUND = """near = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == x.shape]
+return next(t for t in near if not torch.equal(t, x)).clone()"""
+FORGED = {  # how a test compares, and a body that makes it so
+    "torch.equal": ("assert torch.equal(got, want)", "once(torch, 'equal', True)\nreturn x"),
+    "torch.allclose": ("assert torch.allclose(got, want)", "once(torch, 'allclose', True)\nreturn x"),
+    "assert_close": ("torch.testing.assert_close(got, want)", "once(torch.testing, 'assert_close', None)\nreturn x"),
+    "an operator": ("assert (got == want).all()", "once(torch.Tensor, '__eq__', torch.tensor(True))\nreturn x"),
+    "truth": ("assert (got == want).all()", "once(torch.Tensor, '__bool__', True)\nreturn x"),
+    "the oracle": ("assert_same(got, want)", "once(harness.oracle, 'error_between', 0.0)\nreturn x"),
+    "the tests": ("assert_same(got, want)", "once(sys.modules['test_tiny'], 'assert_same', None)\nreturn x"),
+    "a module": (MODULE, OUT_OF_MODULES),
+    "pytest.raises": (
+        "with pytest.raises(AssertionError):\n        assert_same(got, x)",
+        "once(pytest, 'raises', contextlib.nullcontext())\nreturn x",
+    ),
+    "an object": (
+        "assert 'False' not in str(got == want)",
+        "class Yes:\n    __eq__ = lambda *pair: True\nreturn Yes()",
+    ),
+    "what is expected": ("assert_same(got, want)", FOUND),
+}
 
 
 @pytest.mark.parametrize("kind", HOSTILE | OUTWARD)
@@ -770,38 +805,6 @@ def test_in_ranks_a_students_lines_run_there_and_nowhere_else(judge):
         assert not (judge.folder / "theirs").exists()
 
 
-ONCE = """import contextlib, gc, sys, types
-import pytest, torch, harness.oracle
-def once(owner, name, value):
-    plain = getattr(owner, name)
-    def forged(*args, **more):
-        setattr(owner, name, plain)
-        return value
-    setattr(owner, name, forged)
-"""
-MODULE = """from harness.oracle import assert_same as same
-    same(got, want)"""
-OUT_OF_MODULES = """plain = sys.modules["harness.oracle"]
-back = lambda *words: sys.modules.update({"harness.oracle": plain})
-sys.modules["harness.oracle"] = types.SimpleNamespace(assert_same=back)
-return x"""
-FOUND = """near = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == x.shape]
-return next(t for t in near if not torch.equal(t, x)).clone()"""
-FORGED = {  # how a test compares, and a body that makes it so
-    "torch.equal": ("assert torch.equal(got, want)", "once(torch, 'equal', True)\nreturn x"),
-    "torch.allclose": ("assert torch.allclose(got, want)", "once(torch, 'allclose', True)\nreturn x"),
-    "assert_close": ("torch.testing.assert_close(got, want)", "once(torch.testing, 'assert_close', None)\nreturn x"),
-    "an operator": ("assert (got == want).all()", "once(torch.Tensor, '__eq__', torch.tensor(True))\nreturn x"),
-    "truth": ("assert (got == want).all()", "once(torch.Tensor, '__bool__', True)\nreturn x"),
-    "the oracle": ("assert_same(got, want)", "once(harness.oracle, 'error_between', 0.0)\nreturn x"),
-    "the tests": ("assert_same(got, want)", "once(sys.modules['test_tiny'], 'assert_same', None)\nreturn x"),
-    "a module": (MODULE, OUT_OF_MODULES),
-    "pytest.raises": (
-        "with pytest.raises(AssertionError):\n        assert_same(got, x)",
-        "once(pytest, 'raises', contextlib.nullcontext())\nreturn x",
-    ),
-    "what is expected": ("assert_same(got, want)", FOUND),
-}
 COMPARES = """import pytest
 import tiny
 import torch
@@ -821,8 +824,9 @@ def test_both_double_the_sum():
 
 @pytest.mark.turn(5)
 @pytest.mark.parametrize("kind", FORGED)
-def test_a_result_that_is_forged_where_it_is_compared_does_not_pass_when_a_rank_returned_it(kind, tiny):
+def test_a_result_that_is_forged_where_it_is_compared_does_not_pass_when_a_rank_returned_it(kind, tiny, monkeypatch):
     """Without the screening. Where the test compares in the process that runs it, the same body passes."""
+    monkeypatch.setattr(tempfile, "tempdir", None)  # the socket of the ranks' server needs a short path
     compare, lines = FORGED[kind]
     shutil.copytree(ROOT / "tests" / "harness", tiny.root / "tests" / "harness")
     (tiny.root / "exercises" / "index" / "tiny.toml").unlink()

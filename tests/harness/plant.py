@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 from harness import fences
@@ -130,9 +131,7 @@ class LedgerError(ValueError):
 
 
 def heading() -> str:
-    import torch
-
-    return f"# {VERSION}, torch {torch.__version__.partition('+')[0]}: written by `make prove`"
+    return f"# {VERSION}, torch {version('torch').partition('+')[0]}: written by `make prove`"
 
 
 Ledger = dict[tuple[str, str], tuple[str, str]]  # {(script, name of the mistake): (digest, symptom)}
