@@ -219,7 +219,8 @@ def test_bytes_and_pairs_are_those_of_the_formulas_and_what_the_script_counts_is
     for rank, layouts in enumerate(run_ranks(P, costs, dtype)):
         for layout, (forward, backward, saved, own, own_kept, pairs, *calls) in zip(LAYOUTS, layouts, strict=True):
             assert forward == own == (P - 1) * block, f"{layout}: K/V of 2 heads go round, not of 4"
-            assert backward == (P - 1) * (block + dblock), "K/V again, and dK/dV in fp32 or better"
+            again = (P - 1) * (block + dblock)
+            assert backward == again, f"{layout}: {backward:,} bytes, not {again:,}: K/V again, dK/dV in fp32 or better"
             assert saved == own_kept == kept, "K/V, q, out and LSE of its own tokens"
             assert pairs == 4 * (48 * 49 // (2 * P) if layout == "zigzag" else s * (s + 1) // 2 + rank * s * s)
             assert calls == [{"send", "recv"} if P > 1 else set()] * 2, "nothing but messages to neighbours"

@@ -93,6 +93,18 @@ def test_losses_every_gradient_and_weights_are_those_of_one_process(ranks, meshe
     assert_trained(run_ranks(ranks, trained, meshes), meshes)
 
 
+def lines_of(R: int, U: int, ranks: list[int]) -> list[list[int]]:
+    return [sorted(dist.get_process_group_ranks(group)) for group in script.mesh(R, U, ranks)]
+
+
+def test_a_row_is_of_neighbours_in_the_list_of_ranks_and_a_column_crosses_the_rows():
+    for rank, (row, column) in enumerate(
+        run_ranks(4, lines_of, 2, 2, [2, 0, 3, 1])
+    ):  # 2 0 in one row, 3 1 in the other
+        assert row == ([0, 2], [1, 3])[rank % 2], f"rank {rank} is in the row {row}"
+        assert column == ([2, 3], [0, 1])[rank < 2], f"rank {rank} is in the column {column}"
+
+
 def test_two_slices_of_the_world_do_not_disturb_each_other():
     assert_trained(run_ranks(4, trained, [(1, 2)], slices=True), [(1, 2)])
 
