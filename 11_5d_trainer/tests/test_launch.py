@@ -110,10 +110,10 @@ train.train_step = counted
 """
 
 
-def start(tmp_path, change, words, ranks=2, nodes=()):
+def start(tmp_path, change, words, ranks=2, nodes=(), inside=()):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(folders=[str(HERE), str(HERE / "tests"), str(ROOT / "tests")], change=change))
-    command = [sys.executable, str(HERE / "launch.py")]
+    command = [*inside, sys.executable, str(HERE / "launch.py")]
     command += nodes or ["--standalone", "--nproc_per_node", str(ranks), "--max-restarts", "1"]
     command += [str(script), *words]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_ELASTIC")}

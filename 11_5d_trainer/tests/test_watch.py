@@ -108,7 +108,8 @@ def test_what_is_counted_on_a_built_model_is_what_is_planned_without_one():
     with an even load of the experts."""
     uneven = Layout(3, "--cp 3 --cp-kind ulysses --seq-len 18 --global-batch 6")  # 2 K/V heads
     seen = set()
-    for one in [*covering(pairs=False, triples=False, most=8)[0], uneven]:
+    all_axes = [Layout(4, "--experts 4 --ep 2 --zero 1"), Layout(4, "--cp 4 --cp-kind usp"), uneven]
+    for one in [*covering(pairs=False, triples=False, most=8)[0], *all_axes]:
         config = Config(**parse(options("", one.words)))
         sizes = dataclasses.replace(SIZES, tied=config.tied, **({"heads": 6, "hidden": 24} if one is uneven else {}))
         layout, moe = plan_memory.Layout.of(config, sizes, one.ranks), config.mixture(sizes)
