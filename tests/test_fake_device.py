@@ -112,6 +112,14 @@ refused("a host tensor in nccl", "No backend type", lambda: dist.all_reduce(torc
 refused("gathering host tensors", "No backend type", lambda: dist.all_gather([torch.ones(2)], torch.ones(2)))
 group = dist.new_group([0])
 refused("a host tensor in a group of nccl", "No backend type", lambda: dist.all_reduce(torch.ones(2), group=group))
+from torch.distributed.fsdp import fully_shard
+plain = torch.nn.Linear(5, 3).to(d)
+shards = torch.nn.Linear(5, 3).to(d)
+shards.load_state_dict(plain.state_dict())
+fully_shard(shards)  # where to, it asks torch
+for net in (plain, shards):
+    net(x).square().sum().backward()
+assert shards.weight.grad.full_tensor().is_cuda and torch.equal(shards.weight.grad.full_tensor(), plain.weight.grad)
 dist.destroy_process_group()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(2)), dist.all_reduce(x)

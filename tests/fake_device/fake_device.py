@@ -454,10 +454,19 @@ def _install_collectives() -> None:
             _nccl.clear()
         destroy(group)
 
-    destroy = c10d.destroy_process_group
+    def wait_for_all(*args: Any, **kwargs: Any) -> Any:
+        asked["now"] = "cpu"  # gloo's barrier is on the host
+        try:
+            return barrier(*args, **kwargs)
+        finally:
+            asked["now"] = "cuda"
+
+    destroy, barrier, asked = c10d.destroy_process_group, c10d.barrier, {"now": "cuda"}
+    torch._C._get_accelerator = lambda check=None: torch.device(asked["now"])  # FSDP2 asks it where to shard
     changed = dict(
-        init_process_group=init_process_group, new_group=inherits, get_backend=get_backend, destroy_process_group=end
-    )
+        init_process_group=init_process_group, new_group=inherits, get_backend=get_backend, destroy_process_group=end,
+        barrier=wait_for_all,
+    )  # fmt: skip
     for module in (c10d, torch.distributed):
         for name, function in changed.items():
             setattr(module, name, functools.wraps(getattr(c10d, name) if module is c10d else function)(function))
