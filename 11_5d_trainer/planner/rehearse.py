@@ -232,11 +232,14 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
 
 def check_trace(file: str) -> None:
     """UsageError unless the trace can be written, before anything takes time."""
+    new = not Path(file).exists()
     try:
         with open(file, "a"):
             pass
     except OSError as error:
         raise UsageError(f"--trace {file} cannot be written to ({os.strerror(error.errno or 0)})") from None
+    if new:
+        Path(file).unlink()  # what comes next may refuse the other options
 
 
 def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaConfig]:

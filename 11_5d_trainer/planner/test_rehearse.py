@@ -517,6 +517,8 @@ def test_the_trace_has_a_slice_for_every_collective_that_takes_time(tmp_path, ca
     capsys.readouterr()
     assert main([*given, "--trace", str(tmp_path / "no" / "t.json")]) == 2
     assert re.fullmatch(r"rehearse.py: --trace .*t.json cannot be written to .*\n", capsys.readouterr().err)
+    assert main([*given, "--cp", "7", "--trace", str(tmp_path / "refused.json")]) == 2
+    assert not (tmp_path / "refused.json").exists()
 
 
 def test_a_viewer_can_draw_the_trace(tmp_path):
