@@ -110,6 +110,7 @@ class Judge:
         copy, marked, theirs = (self.folder / name for name in ("copy", "marks", "theirs"))
         changed = {name: text.encode() for name, text in changes.items()}
         if in_ranks:  # names of modules are unique: a folder in front of the others is enough
+            theirs.mkdir()  # empty for CUDA: a rank remembers of a folder on its path that it was not there
             scripts = {name: content for name, content in changed.items() if name.endswith(".py")}
             write_files({Path(name).name: content for name, content in scripts.items()}, theirs)
             changed = {name: content for name, content in changed.items() if name not in scripts}

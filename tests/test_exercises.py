@@ -871,6 +871,18 @@ def test_each_exercise_of_a_ground_floor_is_decided_in_a_process_that_its_lines_
     assert decided == core, f"compared where they run: {sorted(core - decided)}"
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("number", ["1.1", "9.1"])
+def test_from_outside_a_wrong_body_is_seen_in_python_and_in_cuda_and_a_right_one_is_not(number, judge):
+    chapter = REAL.chapter(number.partition(".")[0])
+    script, fence = chapter.exercises[number]
+    row = checking.Row(number, fence.title, "")
+    mistake = next(m for m in script.mistakes if m.exercise == number)
+    seen = checking.from_outside(REAL, chapter, script, script.mistaken_body(mistake), row, judge)
+    assert f"exercise {number}: seen from a process in which its lines do not run" in seen
+    assert checking.from_outside(REAL, chapter, script, fence.body, row, judge) == ""
+
+
 class Call:
     """Its pickle calls a function where it is read."""
 
