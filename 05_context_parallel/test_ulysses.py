@@ -217,7 +217,8 @@ def test_one_message_brings_all_tokens_in_order_and_one_brings_the_outputs_back(
 )
 def test_every_query_head_has_one_rank_and_kv_heads_go_where_they_are_needed_and_nowhere_else(N, N_kv, U, copies):
     heads = [script.heads_of(rank, U, N, N_kv) for rank in range(U)]
-    assert [h for queries, _ in heads for h in queries] == list(range(N)), "in order, each on one rank"
+    dealt = [h for queries, _ in heads for h in queries]
+    assert dealt == list(range(N)), f"{dealt}: not all in order, each on one rank"
     assert max(len(q) for q, _ in heads) - min(len(q) for q, _ in heads) <= 1
     for queries, kv in heads:
         assert kv == sorted({h // (N // N_kv) for h in queries})
