@@ -196,13 +196,13 @@ def swapped() -> list[Tensor]:
     with communication() as sent:
         there = script.to_heads(q, k, k + 1000, dist.group.WORLD)
         back = script.to_tokens(there[0], 6, dist.group.WORLD)
-    assert torch.equal(back, q), f"rank {rank}: what comes back is not what was sent"
-    return [*(x[0, :, :, 0] for x in there), sent.calls]
+    return [*(x[0, :, :, 0] for x in there), (back - q).abs().amax((0, 3)), sent.calls]
 
 
 @pytest.mark.parametrize("P", [1, 2, 4])
 def test_one_message_brings_all_tokens_in_order_and_one_brings_the_outputs_back(P):
-    for rank, (*there, calls) in enumerate(run_ranks(P, swapped)):
+    for rank, (*there, off, calls) in enumerate(run_ranks(P, swapped)):
+        assert not off.any(), f"rank {rank} of {P}: what comes back is off by {off.tolist()}"
         queries, kv = script.heads_of(rank, P, 6, 2)
         places = torch.arange(3 * P).double()[:, None]
         for name, x, heads, more in zip("qkv", there, (queries, kv, kv), (0, 0, 1000), strict=True):
