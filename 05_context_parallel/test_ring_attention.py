@@ -281,7 +281,7 @@ def order(layout: str) -> tuple[list, list]:
     def batch(messages):
         what = "K/V" if messages[0].tensor.dtype == torch.bfloat16 else "dK/dV"
         ends = {message.tensor.untyped_storage().data_ptr() for message in messages}
-        assert len(ends) == 2, "a block arrives where another one is being sent from"
+        assert len(ends) == 2, f"{what}: {len(ends)} piece of memory for what leaves and for what arrives"
         events.append(("post", what))
         return [Watched(plain_batch(messages), what)]
 

@@ -196,13 +196,13 @@ def swapped() -> list[Tensor]:
     with communication() as sent:
         there = script.to_heads(q, k, k + 1000, dist.group.WORLD)
         back = script.to_tokens(there[0], 6, dist.group.WORLD)
-    assert torch.equal(back, q), f"rank {rank}: what comes back is not what was sent"
-    return [*(x[0, :, :, 0] for x in there), sent.calls]
+    return [*(x[0, :, :, 0] for x in there), (back - q).abs().amax((0, 3)), sent.calls]
 
 
 @pytest.mark.parametrize("P", [1, 2, 4])
 def test_one_message_brings_all_tokens_in_order_and_one_brings_the_outputs_back(P):
-    for rank, (*there, calls) in enumerate(run_ranks(P, swapped)):
+    for rank, (*there, off, calls) in enumerate(run_ranks(P, swapped)):
+        assert not off.any(), f"rank {rank} of {P}: what comes back is off by {off.tolist()}"
         queries, kv = script.heads_of(rank, P, 6, 2)
         places = torch.arange(3 * P).double()[:, None]
         for name, x, heads, more in zip("qkv", there, (queries, kv, kv), (0, 0, 1000), strict=True):
@@ -221,7 +221,8 @@ def heads_of_all(N, N_kv, U):
 )
 def test_every_query_head_has_one_rank_and_kv_heads_go_where_they_are_needed_and_nowhere_else(N, N_kv, U, copies):
     [heads] = run_ranks(1, heads_of_all, N, N_kv, U)
-    assert [h for queries, _ in heads for h in queries] == list(range(N)), "in order, each on one rank"
+    dealt = [h for queries, _ in heads for h in queries]
+    assert dealt == list(range(N)), f"{dealt}: not all in order, each on one rank"
     assert max(len(q) for q, _ in heads) - min(len(q) for q, _ in heads) <= 1
     for queries, kv in heads:
         assert kv == sorted({h // (N // N_kv) for h in queries})
