@@ -40,7 +40,7 @@ from functools import lru_cache
 from typing import Any
 
 import above  # noqa: F401  finds the trainer and the chapters
-from context_ulysses import kv_heads_of
+from context_ulysses import kv_heads_of, repeated_kv_heads
 from fpdt_costs import Sizes, attention_peak, feed_forward_peak, loss_peak, model_host_peak
 from llama import LlamaConfig
 from moe_layer import MoEConfig
@@ -381,6 +381,14 @@ def kv_heads_by_rank(model: LlamaConfig, layout: Layout) -> list[list[int]]:
     """Of the K/V heads of a tensor rank, those that each rank of Ulysses needs (chapter 05)."""
     heads, kv_heads, U = model.heads // layout.tp, max(model.kv_heads // layout.tp, 1), layout.ulysses
     return [kv_heads_of(rank, U, heads, kv_heads) for rank in range(U)]
+
+
+def ring_heads(model: LlamaConfig, layout: Layout) -> list[int]:
+    """How many K/V heads each rank of Ulysses hands on in a ring: one for each query head, where those that it needs
+    serve unequally many, since they are repeated before (chapter 05)."""
+    N, kv, U = model.heads // layout.tp, max(model.kv_heads // layout.tp, 1), layout.ulysses
+    needed = kv_heads_by_rank(model, layout)
+    return [N // U if repeated_kv_heads(rank, U, N, kv) else len(needed[rank]) for rank in range(U)]
 
 
 def expert_activations(model: LlamaConfig, moe: MoEConfig, layout: Layout) -> int:

@@ -35,7 +35,17 @@ from fpdt_costs import network_bytes
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from pipeline_executor import layers_of
-from plan_memory import Layout, fpdt_sizes, kv_heads_by_rank, owners, program_of, schedule_of, weights_of, widths
+from plan_memory import (
+    Layout,
+    fpdt_sizes,
+    kv_heads_by_rank,
+    owners,
+    program_of,
+    ring_heads,
+    schedule_of,
+    weights_of,
+    widths,
+)
 from schedule_simulator import Action, F, W
 
 SCALAR = 8  # bytes: the trainer sends counts as int64 and sums of losses as float64
@@ -128,7 +138,7 @@ def of_gradients(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank
         root, *units = owner.shards
         # --- exercise 11.25: how often does stage 3 gather what, in a step of several micro-batches? ---
         gathered = root + 2 * sum(units) - units[-1]  # root and last layer stay from forward to backward
-        found.append(Flow("all_gather", axis, gathered * N * e, N, backwards, "weights"))
+        found.append(Flow("all_gather", "data", gathered * N * e, N, backwards, "weights"))
         # --- end exercise ---
     shares = sum(weight.slots for weight in weights)
     times = 1 if layout.pp > 1 else layout.micro_batches
@@ -155,7 +165,7 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
     once_more = layout.recompute != "none"
     if layout.ring > 1:
         R = layout.ring
-        heads = sum(map(len, kv_heads_by_rank(model, layout)))  # of the U ranks that meet a sequence together
+        heads = sum(ring_heads(model, layout))  # of the U ranks that meet a sequence together
         kv = 2 * T * heads * c.head_dim  # elements of K and V on one of them
         if layout.gather_kv:
             found.append(Flow("all_gather", "ring", kv * R * e, R, calls * (2 + once_more), "K and V"))

@@ -99,9 +99,8 @@ train.train_step = counted
 def test_on_two_nodes_losses_are_those_of_one_process_and_what_crosses_the_cable_is_what_data_parallel_sends(
     text, tmp_path
 ):
-    words = fuzz.options(text, "", steps=STEPS, timeout=120)
-    one_process = fuzz.losses(run_ranks(1, fuzz.run, [*words, "--out", str(tmp_path / "one")], SIZES)[0])
-    words += ["--tp", "2", "--zero", "1", "--out", str(tmp_path / "run")]  # a folder that both see, as on a cluster
+    alone = fuzz.options(text, "", steps=STEPS, timeout=120)
+    words = [*alone, "--tp", "2", "--zero", "1", "--out", str(tmp_path / "run")]  # which both see, as on a cluster
     with mock.patch.dict(train.PRESETS, tiny=SIZES):
         plan = train.prepare(words, 4)
     change = COUNTED.format(sizes=SIZES, cable=CABLE, folder=tmp_path)
@@ -118,6 +117,7 @@ def test_on_two_nodes_losses_are_those_of_one_process_and_what_crosses_the_cable
             for agent in agents:  # one alone would wait for the other
                 agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], said
+    one_process = fuzz.losses(run_ranks(1, fuzz.run, [*alone, "--out", str(tmp_path / "one")], SIZES)[0])
     losses = steps_of(tmp_path / "run")
     assert losses.keys() == one_process.keys() and len(losses) == STEPS
     for step, want in one_process.items():

@@ -106,12 +106,15 @@ def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layou
 def test_what_is_counted_on_a_built_model_is_what_is_planned_without_one():
     """Bytes held of every rank; of those sent the axes that watch.py counts by itself, in the mean of a stage's ranks,
     with an even load of the experts."""
-    uneven = Layout(3, "--cp 3 --cp-kind ulysses --seq-len 18 --global-batch 6")  # 2 K/V heads
+    six = {"heads": 6, "hidden": 24}
+    cases = [(one, {}) for one in covering(pairs=False, triples=False, most=8)[0]]
+    cases += [(Layout(4, "--experts 4 --ep 2 --zero 1"), {}), (Layout(4, "--cp 4 --cp-kind usp"), {})]
+    cases += [(Layout(4, "--cp 4 --cp-kind usp"), six | {"kv_heads": 3})]  # 3 query and 2 K/V heads on a rank
+    cases += [(Layout(3, "--cp 3 --cp-kind ulysses --seq-len 18 --global-batch 6"), six)]  # 1, 2 and 1 K/V heads
     seen = set()
-    all_axes = [Layout(4, "--experts 4 --ep 2 --zero 1"), Layout(4, "--cp 4 --cp-kind usp"), uneven]
-    for one in [*covering(pairs=False, triples=False, most=8)[0], *all_axes]:
+    for one, changes in cases:
         config = Config(**parse(options("", one.words)))
-        sizes = dataclasses.replace(SIZES, tied=config.tied, **({"heads": 6, "hidden": 24} if one is uneven else {}))
+        sizes = dataclasses.replace(SIZES, tied=config.tied, **changes)
         layout, moe = plan_memory.Layout.of(config, sizes, one.ranks), config.mixture(sizes)
         sent: dict[tuple[int, str], list[float]] = {}
         for rank in range(one.ranks):
