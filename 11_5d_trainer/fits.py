@@ -35,7 +35,8 @@ def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str
     for name, tensor in full_shapes(sizes, config.mixture(sizes)).items():
         parts = name.split(".")
         layer = int(parts[2]) if parts[1] == "layers" else 0 if "embed" in name else sizes.layers - 1
-        share = (config.tp if tensor.dim() > 1 else 1) * (config.ep if "experts" in parts else 1)
+        matrix = config.ep if "experts" in parts else config.tp  # tensor ranks have the same experts, whole
+        share = matrix if tensor.dim() > 1 else 1
         for i, layers in enumerate(held):
             elements[i] += tensor.numel() / share if layer in layers else 0
     bytes_each = WEIGHTS.get(config.precision, torch.float32).itemsize

@@ -334,7 +334,9 @@ def held_on_this_rank(words):
     return held_bytes(me.model).parameters + states
 
 
-@pytest.mark.parametrize("layout", ["", "--tp 2", "--pp 2", "--pp 2 --schedule dualpipe --micro-batch 1"])
+@pytest.mark.parametrize(
+    "layout", ["", "--tp 2", "--tp 2 --experts 4", "--pp 2", "--pp 2 --schedule dualpipe --micro-batch 1"]
+)
 def test_the_estimate_is_the_least_of_what_the_fullest_rank_holds_and_near_it(layout, text):
     words = fuzz.options(text, layout)
     ranks = 2
