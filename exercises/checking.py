@@ -499,9 +499,10 @@ def _changed_lines(own: str, other: str) -> set[int]:
 
 
 def symptom(message: str) -> str:
-    """A failure's first line with numbers to three digits: the same for the same mistake, on any machine."""
+    """A failure's first line with numbers to three digits: the same for the same mistake, on any machine, any day."""
     number = r"(?<![\w.])\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.]*[a-z_])"
-    line = re.sub(number, lambda m: f"{float(m[0]):.2e}", first_lines(message))
+    timeless = re.sub(r"\[[A-Z]\d{4} [\d:.]+", "[", first_lines(message))  # the stamp of a line of torch's log
+    line = re.sub(number, lambda m: f"{float(m[0]):.2e}", timeless)
     return " ".join(line.split())
 
 
@@ -522,7 +523,7 @@ SAYS = {  # what a failure's own words are about, whoever's lines they are
     "receives and collectives it starts, in their order: the first line that differs is the place.",
     r"everything is \S+ times": "One factor everywhere: what is counted once too often or too rarely? Think of ranks, "
     "micro-batches, and an average where a sum is meant.",
-    r"(difference|error) nan\b": "A NaN is 0/0, inf - inf, or memory that nobody has written: what may be empty, "
+    r"(difference|error) nan\b|[1-9]\d* NaN in the result": "A NaN is 0/0, inf - inf, or memory that nobody has written: what may be empty, "
     "masked, or still on its way?",
     r": None, but should be": "Nothing has arrived there at all: who should have written it, and when?",
 }

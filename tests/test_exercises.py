@@ -271,6 +271,8 @@ SAYS = {
     "harness.ranks.RankFailure: ranks [0, 1] of 2 were still running after 10 s": "waits for a message",
     "w: largest difference 0.5 (relative): 1, but should be 2; everything is 0.5 times what it should be": "One factor",
     "loss on rank 0: largest difference nan (relative): nan, but should be 5.3": "0/0",
+    "w: 256 NaN in the result, 0 in what it should be": "0/0",
+    "w: 0 NaN in the result, 3 in what it should be": "Read exercise 2.1 in ",
     "gradient of w on rank 1: None, but should be a tensor": "Nothing has arrived",
     "loss: 3, but should be nan": "Read exercise 2.1 in ",
 }
@@ -282,6 +284,12 @@ def test_without_a_known_mistake_the_hint_is_what_the_failure_says_by_itself_and
     hint = checking.general_hint(chapter, chapter.exercises["2.1"][0], checking.Row("2.1", "", "easy", detail=detail))
     assert words in hint and "Read exercise 2.1 in 02_data_parallel/README.md" in hint
     assert hint.startswith("Read") == words.startswith("Read")
+
+
+def test_what_stands_in_the_ledger_does_not_depend_on_the_hour():
+    said = "RuntimeError: [F1123 13:46:10.123456789 ProcessGroupGloo.cpp:12] sizes differ: 3 and 4"
+    assert checking.symptom(said) == checking.symptom(said.replace("1123 13:46:10.123456789", "0102 07:05:00.000000001"))
+    assert "sizes differ: 3 and 4" in checking.symptom(said)
 
 
 def test_of_a_traceback_in_a_message_the_last_line_is_told():
