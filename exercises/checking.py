@@ -523,8 +523,8 @@ SAYS = {  # what a failure's own words are about, whoever's lines they are
     "receives and collectives it starts, in their order: the first line that differs is the place.",
     r"everything is \S+ times": "One factor everywhere: what is counted once too often or too rarely? Think of ranks, "
     "micro-batches, and an average where a sum is meant.",
-    r"(difference|error) nan\b|[1-9]\d* NaN in the result": "A NaN is 0/0, inf - inf, or memory that nobody has written: what may be empty, "
-    "masked, or still on its way?",
+    r"(difference|error) nan\b|[1-9]\d* NaN in the result": "A NaN is 0/0, inf - inf, or memory that nobody has "
+    "written: what may be empty, masked, or still on its way?",
     r": None, but should be": "Nothing has arrived there at all: who should have written it, and when?",
 }
 

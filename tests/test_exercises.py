@@ -288,7 +288,7 @@ def test_without_a_known_mistake_the_hint_is_what_the_failure_says_by_itself_and
 
 def test_what_stands_in_the_ledger_does_not_depend_on_the_hour():
     said = "RuntimeError: [F1123 13:46:10.123456789 ProcessGroupGloo.cpp:12] sizes differ: 3 and 4"
-    assert checking.symptom(said) == checking.symptom(said.replace("1123 13:46:10.123456789", "0102 07:05:00.000000001"))
+    assert checking.symptom(said) == checking.symptom(said.replace("1123 13:46:10.123456789", "0102 07:05:00.000000"))
     assert "sizes differ: 3 and 4" in checking.symptom(said)
 
 
