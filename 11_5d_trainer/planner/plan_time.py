@@ -198,7 +198,8 @@ def check_positive(value: Any, what: str, whole: bool = False) -> None:
 def stride_of(axis: str, layout: Layout) -> int:
     """How far apart neighbours of a group are, in ranks of the mesh (mesh.py: tp innermost, pp outermost)."""
     t, c = layout.tp, layout.cp
-    strides = {"tp": 1, "ulysses": t, "ring": t * layout.ulysses, "data": t, "tokens": t, "ep": t, "world": 1}
+    axis = "data" if axis in ("batch", "experts", "tokens", "all tokens") else axis  # taken for as near as these
+    strides = {"tp": 1, "ulysses": t, "ring": t * layout.ulysses, "data": t, "ep": t, "replica": 1, "world": 1}
     return strides.get(axis, t * c * layout.dp)  # pp
 
 
