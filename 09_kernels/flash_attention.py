@@ -19,10 +19,10 @@ Idea. What is computed on the chip should be used up on the chip, and a softmax 
             2    [#]  [#]  [/]   .      . causal: nothing is seen, so it is neither loaded nor computed
             3    [#]  [#]  [#]  [/]     No two programs write to the same place, and none waits for another.
 
-To and from HBM in forward: B sequences, N query heads of D numbers of e bytes; K̄ keys pass by a query's tile, S or, if
-causal, about half of them. Single numbers such as LSE are left out:
-    scores written out    4 e B N (S D + S²)          q, k, v, out; scores and weights, both written and read
-    in tiles of R rows    2 e B N S D (1 + K̄/R)       q and out once; K and V once for every tile of queries
+To and from HBM in forward: B sequences, N query heads of D numbers of b bytes; K̄ keys pass by a query's tile, S or, if
+causal, (S + R)/2 of them. Single numbers such as LSE are left out:
+    scores written out    4 b B N (S D + S²)          q, k, v, out; scores and weights, both written and read
+    in tiles of R rows    2 b B N S D (1 + K̄/R)       q and out once; K and V once for every tile of queries
 Tiles fill the M numbers of on-chip memory (SRAM): R ~ M/D, which gives Θ(S² D²/M) in place of Θ(S D + S²).
 Kept for backward: q, k, v, out and one LSE a row, O(S) in place of O(S²). FLOPs: forward 4 B N S K̄ D, two products;
 backward 14 B N S K̄ D, seven: five are needed, and two are computed twice so that no program waits for another.
@@ -207,7 +207,8 @@ def dkdv_kernel(
 # ---------------------------------------------------------------------------------------------------- under autograd
 def tile_sizes(x: Tensor) -> tuple[int, int]:
     """(R, C). Larger tiles move fewer bytes, until the sums of a program no longer fit the registers of its threads."""
-    return (32, 16) if INTERPRETED.value else (64, 64 if x.shape[-1] <= 64 else 32) if x.itemsize == 2 else (16, 16)
+    compiled = (64, 64 if x.shape[-1] <= 64 else 32) if x.itemsize == 2 else (16, 16)
+    return (32, 16) if INTERPRETED.value else compiled
 
 
 class Attention(torch.autograd.Function):

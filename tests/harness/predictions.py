@@ -176,7 +176,7 @@ class Rung:
 
 
 LADDER = {
-    "naive": Rung(73 / 16, 33 / 4),  # 33 sectors of 32 bytes, 4 of which come in a clock
+    "naive": Rung(73 / 16, 8 + 1),  # 32 sectors of 32 bytes, 4 of which come in a clock, and one more
     "coalesced": Rung(73 / 16, 2),
     "shared_tiles": Rung(96 / 32, 1.25),
     "coarsened_1d": Rung(370 / 64, 0.375),
