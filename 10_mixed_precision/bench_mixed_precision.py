@@ -72,7 +72,9 @@ def measure() -> None:
     columns = ["policy", "bytes per weight", "error", "rounding alone", "gradients zero", "updates lost", "skipped"]
     write_result(
         "10_ground_policies", "Three steps of each policy: how far the weights are from where float64 moves them",
-        columns, rows, "Errors are parts of the way that float64 moves them, shares are of elements. Skipped: steps.",
+        columns, rows,
+        "Errors are parts of the way that float64 moves the weights. Gradients zero: share of those of the first step "
+        "that are not zero in float64. Updates lost: share of those by a gradient that is not zero. Skipped: steps.",
     )  # fmt: skip
     rows = []
     for name, form in mp.FORMATS.items():

@@ -1,6 +1,6 @@
 """Mixed precision: train in 16 or 8 bits, and put back what so few bits cannot do.
 
-A weight of 16 bits takes half the memory of one of 32, half the time to send, and tensor cores multiply it many times
+A number of 16 bits takes half the memory of one of 32, half the time to send, and tensor cores multiply it many times
 as fast. But convert everything to fp16 and the model does not learn, for three reasons. Each has its own repair:
     too small    a gradient below 2^-25 is rounded to 0        multiply the loss by a scale, divide before the update
     lost         w + u = w where u is below half a gap at w    keep a master copy of the weights in fp32; update that
@@ -231,7 +231,7 @@ def add_up(sums: dict[str, Tensor], weights: dict[str, Tensor], dtype: torch.dty
 
 
 def overflow(sums: dict[str, Tensor], group: dist.ProcessGroup, device: str) -> bool:
-    """Whether any gradient is infinite or NaN. Each rank looks at every N-th of them only, as with ZeRO's shards."""
+    """Whether any gradient is infinite or NaN. Each rank looks at every N-th of them only, as if it had no more."""
     mine = [*sums.values()][dist.get_rank(group) :: dist.get_world_size(group)]
     # --- exercise 10.3: the same answer on all ranks ---
     found = torch.tensor(float(any(not g.isfinite().all() for g in mine)), device=device)
@@ -249,7 +249,7 @@ def train(policy: Policy, group: dist.ProcessGroup, device: str, scale: float = 
     w = {name: value.to(policy.weights, copy=True).requires_grad_() for name, value in start.items()}
     masters = {name: value.to(fp32) for name, value in start.items()} if policy.masters else {}  # not from the rounded
     losses, gradients, states, skipped = [], [], [flat(masters or w)], 0
-    scale = scale if policy.scaling else 1.0
+    scale = scale if policy.scaling else 1.0  # then overflow() only refuses infinities and NaN
     while len(losses) < STEPS:
         sent.clear()
         tokens, labels = text(len(losses), device)

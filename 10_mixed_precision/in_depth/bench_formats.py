@@ -39,11 +39,12 @@ def measure() -> None:
         rows.append([f.name, f.bits, f.exponent, f.mantissa, f.max, f.smallest_normal, f.smallest, f.epsilon, stalls])
     write_result(
         "10_formats",
-        "Formats, computed from the number of bits and equal to torch.finfo",
+        "Formats, computed from the number of bits, and equal to torch.finfo where torch has the format",
         ["format", "bits", "exponent", "mantissa", "largest", "smallest normal", "smallest", "epsilon",
          "1 + 1 + ... ends at"],
         rows,
-        "In the last column 5000 is no stall: so many ones were added.",
+        "In the last column 5,000 is no stall: so many ones were added. In the formats with a dash torch cannot add; "
+        "there the sum would end at 2^(M+1), which is 2,048, 16 and 8.",
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def compile_for_hopper() -> None:
         "The kernels as compiled for sm_90",
         ["kernel", "bytes of shared memory", "fp8 tensor core instructions", "conversions to fp8"],
         rows,
-        "Counted in the PTX, as written, not as executed. A block may have 232,448 bytes of shared memory.",
+        "Counted in the PTX, as written, not as executed. A block of threads may have 232,448 bytes of shared memory.",
     )
 
 
