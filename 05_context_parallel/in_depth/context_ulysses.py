@@ -374,7 +374,7 @@ KINDS: dict[str, Attention] = {
 
 def sent_per_layer(kind: str, S: int, H: int, P: int, N: int, N_kv: int, rank: int = 0) -> int:
     """Elements that `rank` sends in the forward pass of one layer (batch 1), exactly. All ranks send the same, except
-    in Ulysses if neither of N_kv and P divides the other.
+    in Ulysses if P does not divide N, or neither of N_kv and P divides the other.
 
     ulysses   4 all-to-alls; backward as many, of all ranks    q and out of N heads, k and v of those others need
     megatron  2 all-gathers and 2 reduce-scatters of [S, H]     tensor + sequence parallel (2205.05198)
