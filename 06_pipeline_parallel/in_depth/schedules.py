@@ -163,7 +163,7 @@ def afab(p: int, m: int, v: int = 1) -> Schedule:
 def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
     """1F1B (PipeDream-Flush): AFAB's bubble, but only p-r micro-batches held, however many there are.
 
-    When the first gradient reaches rank r, exactly the p-1-r micro-batches of the ranks below it are on their way.
+    When the first gradient reaches rank r, p-1-r newer micro-batches are on their way through the ranks after it.
     """
     return looped("1f1b", p, m, 1, m, lambda r: p - 1 - r)
 
@@ -171,10 +171,10 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
 def steady(p: int, v: int, group: int) -> Callable[[int], int]:
     """Warm-up of the interleaved 1F1B schedules (Megatron-LM, arXiv 2104.04473).
 
-    The first backward belongs to the last chunk, which comes v-1 groups later. Then two more for each rank further up.
-    One more, as in 1F1B, gives the same bubble if messages take no time, and holds less. But then every result is
-    awaited the moment it is made; with two, each message has the time of an action to travel, and only the first way
-    down and the last way up, 2 (v p - 1) messages, are waited for.
+    The first backward belongs to the last chunk, which comes v-1 groups later. Then two more for each rank after this
+    one. With one more each, as in 1F1B, the bubble is the same if messages take no time, and less is held. But then
+    every result is awaited the moment it is made; with two, each message has the time of an action to travel, and if it
+    needs no longer only the first way down and the last way up, 2 (v p - 1) messages, are waited for.
     """
     return lambda r: p - 1 - r if v == 1 else 2 * (p - 1 - r) + (v - 1) * group
 

@@ -16,7 +16,7 @@ block every six units of time, because F, F, B, B, W, W keep a rank busy for six
 
 How long a step to the next rank takes, on the four ways, is the whole difference between these schedules:
 
-    ways      F down, F up, B down, B up    each micro-batch stays     held, of 1F1B's 2p half stages
+    ways      F down, F up, B down, B up    a micro-batch stays about  held, of 1F1B's 2p half stages
     V-Min         1,   1,    1,    1                  4p                    1/3
     V-Half        2,   1,    2,    1                  6p                    1/2
     ZB-V          6 in two steps                     12p                    all of it, and no bubble (schedules.py)

@@ -174,9 +174,9 @@ def make_plan(
 ) -> Plan:
     """Count what goes where, and exchange the counts: one small all-to-all, whose counts the host then reads.
 
-    That is the only time that the host waits for the device in a layer, forward and backward: it has to know how many
-    rows to send. Where another operation's answer is as long as its data say (`nonzero`, indexing with a mask), what
-    is wanted is sorted to the front here, and cut to size when the sizes are known.
+    That is the only time that the host waits for the device in a layer, forward and backward (with `experts_grouped` it
+    waits once more): it has to know how many rows to send. Where another operation's answer is as long as its data
+    say (`nonzero`, indexing with a mask), what is wanted is sorted to the front here, and cut when sizes are known.
 
     bad: 0-dim, how many tokens have logits that are not finite. It travels with the counts, so that every rank ends
     with the same line, at the same time, rather than one with an error and the others in a timeout. what: whose logits.
