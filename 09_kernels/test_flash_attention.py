@@ -454,6 +454,7 @@ def compiled(*shapes: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.prove
 def test_every_kernel_compiles_for_sm_90_with_wgmma_and_without_a_stack_or_tf32():
     kernels = compiled("90 bf16 64 0", "90 bf16 128 1", "90 fp32 32 0", "90 fp64 32 0")
     assert len(kernels) == 3 + 3 + 5 + 5

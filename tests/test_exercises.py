@@ -308,6 +308,7 @@ def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone()
             assert [result.passed for result in outcome.results] == [True], outcome
 
 
+@pytest.mark.prove
 def test_hostile_code_inside_the_ranks_fails_and_the_exercises_after_it_are_judged():
     """A rank that ends itself, one that never ends, one that replaces the comparison in its own process."""
     chapter = REAL.chapter("02")
@@ -373,6 +374,7 @@ def test_fences_in_cuda_are_found_stubbed_and_put_back():
     assert fences.normal("a = 1;  // one\n/* two\nlines */ b;", cuda=True) == fences.normal("a = 1; b;", cuda=True)
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels run on a CPU as C++, and there is no g++")
 def test_in_cuda_another_right_solution_passes_and_a_mistake_gets_its_hint(tmp_path, judge):
     chapter = REAL.chapter("09")
@@ -830,7 +832,7 @@ def test_both_double_the_sum():
 """
 
 
-@pytest.mark.turn(5)
+@pytest.mark.turn(len(FORGED))
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_result_that_is_forged_where_it_is_compared_does_not_pass_when_a_rank_returned_it(kind, tiny, monkeypatch):
     """Without the screening. Where the test compares in the process that runs it, the same body passes."""

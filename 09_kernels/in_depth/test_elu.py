@@ -141,6 +141,7 @@ for arch in (80, 90):
 """
 
 
+@pytest.mark.prove
 def test_the_triton_kernels_compile_for_gpus():
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(HERE)}
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=120)

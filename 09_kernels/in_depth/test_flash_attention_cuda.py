@@ -162,6 +162,7 @@ def test_tensors_that_the_copy_engine_cannot_read_are_copied_first():
 # --------------------------------------------------------------------------------------------------- compiled for GPUs
 
 
+@pytest.mark.prove
 @NVCC
 def test_no_stack_frame_and_exponentials_lie_between_the_two_waits(tmp_path):
     cubin = tmp_path / "attention.cubin"

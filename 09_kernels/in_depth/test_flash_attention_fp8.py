@@ -235,6 +235,7 @@ def test_sectors_asked_for_are_those_predicted():
 # --------------------------------------------------------------------------------------------------- compiled for GPUs
 
 
+@pytest.mark.prove
 @NVCC
 def test_no_stack_frame_and_exponentials_lie_between_the_two_waits(tmp_path):
     from test_flash_attention_cuda import machine_code

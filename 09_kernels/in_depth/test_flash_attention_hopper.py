@@ -130,6 +130,7 @@ def test_on_a_gpu_float32_and_older_chips_are_refused(capability, words, monkeyp
         specialised_forward(*inputs(32, 32, 2, 1, 32)[:3], causal=True)
 
 
+@pytest.mark.prove
 def test_the_compiler_makes_twelve_warps_of_four_within_the_limits_of_the_chip():
     out, err = compiled(90, "float16", "64", "bfloat16", "128", "--only", "specialised").communicate(timeout=300)
     kernels = [json.loads(line) for line in out.splitlines()]

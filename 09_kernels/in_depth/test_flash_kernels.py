@@ -469,6 +469,7 @@ def check_binary(kernel):
     assert kernel["warps"] == 12 or kernel["kernel"] != "specialised", kernel
 
 
+@pytest.mark.prove
 def test_products_of_float32_tiles_are_not_rounded_to_tf32():
     out, err = compiled(90, "float32", "32").communicate(timeout=300)
     kernels = [json.loads(line) for line in out.splitlines()]

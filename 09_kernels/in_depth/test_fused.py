@@ -286,6 +286,7 @@ def machine_code():
     return [loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.prove
 def test_every_kernel_compiles_for_ampere_and_hopper_without_spills_and_within_shared_memory(machine_code):
     names = {row["kernel"] for row in machine_code}
     assert len(names) == 7 and {row["sm"] for row in machine_code} == {80, 90}

@@ -194,6 +194,7 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.prove
 def test_the_kernel_compiles_for_ampere_and_hopper_without_spills_or_offsets_of_32_bits():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, "_fused_compile.py", "fused_adamw.py"]

@@ -265,6 +265,7 @@ def test_a_llama_of_fused_parts_takes_the_same_three_steps():
     assert_same_trace(traces[1], traces[0])
 
 
+@pytest.mark.prove
 def test_the_kernels_compile_for_ampere_and_hopper_without_spills_or_offsets_of_32_bits():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, "_fused_compile.py", "fused_loss.py"]

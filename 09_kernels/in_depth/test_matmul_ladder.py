@@ -154,6 +154,7 @@ def test_occupancy_is_decided_by_the_scarcest_resource():
 # --------------------------------------------------------------------------------------------------- compiled for GPUs
 
 
+@pytest.mark.prove
 @NVCC
 def test_kernels_have_no_stack_frame_and_fit_into_a_multiprocessor_and_use_the_units_they_are_about(tmp_path):
     cubin, other = tmp_path / "tensor_cores.cubin", tmp_path / "clusters.cubin"
@@ -224,6 +225,7 @@ for arch, kind in ((80, "fp32"), (90, "fp32"), (90, "fp16")):
 """
 
 
+@pytest.mark.prove
 def test_the_triton_rung_compiles_for_gpus_and_never_uses_tf32():
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(HERE)}
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=120)

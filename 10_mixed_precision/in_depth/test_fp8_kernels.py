@@ -291,6 +291,7 @@ def test_recipes_on_kernels_are_the_emulated_ones(interpreted, request):
     assert_holds(interpreted, request)
 
 
+@pytest.mark.prove
 def test_the_kernels_compile_for_hopper_and_multiply_on_its_fp8_tensor_cores():
     outcome = run_in("compile", ["compile_for_sm_90"])["compile_for_sm_90"]
     assert outcome.startswith("{"), outcome

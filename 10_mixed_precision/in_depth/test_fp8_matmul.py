@@ -295,6 +295,7 @@ def test_a_kernel_that_writes_nothing_does_not_pass(monkeypatch):
 # --------------------------------------------------------------------------------------------------- compiled for GPUs
 
 
+@pytest.mark.prove
 @NVCC
 def test_no_stack_frame_no_spill_and_products_that_are_not_put_in_a_row(tmp_path):
     cubin, source = tmp_path / "product.cubin", HERE / fp8_matmul.SOURCE
