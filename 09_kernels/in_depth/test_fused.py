@@ -296,12 +296,14 @@ def test_every_kernel_compiles_for_ampere_and_hopper_without_spills_and_within_s
         assert row["reg"] * row["warps"] * 32 <= 65536, row
 
 
+@pytest.mark.prove
 def test_no_offset_is_a_product_of_32_bit_numbers(machine_code):
     """A tensor may have more than 2^31 elements; row times stride would wrap around and read somewhere else."""
     for row in machine_code:
         assert row["products_of_32_bits"] == 0, row
 
 
+@pytest.mark.prove
 def test_rows_are_read_sixteen_bytes_at_a_time(machine_code):
     for row in machine_code:
         if row["kernel"] != "rms_norm_backward_kernel":  # which copies its rows to shared memory ahead of time
