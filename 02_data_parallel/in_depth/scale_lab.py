@@ -1,8 +1,8 @@
 """A laboratory of scale: what data parallelism costs on P ranks, for P that one does not have at home.
 
-Problem. On eight GPUs overlap hides all but the last bucket, and each new rank adds its full speed. Not on five hundred;
-the reason is not bytes: a ring sends hardly more on 512 ranks than on 8. It is the 2(P-1) starts, one after another, of
-every bucket. Where the cliff is depends on five numbers, and this file lets one turn each of them.
+Problem. On eight GPUs overlap hides all but one bucket, and each new rank adds its full speed. Not on five hundred,
+and the reason is not bytes: a ring sends hardly more on 512 ranks than on 8. It is the 2(P-1) starts, one after
+another, of every bucket. Where the cliff is depends on five numbers, and this file lets one turn each of them.
 
     alpha  seconds to start a message        Psi  parameters, each a gradient of s bytes
     1/beta bytes per second of one link      F    operations per second that a rank reaches
