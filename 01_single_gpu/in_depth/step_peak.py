@@ -1,7 +1,7 @@
 """Chapter 1, the peak: the most bytes that a training step holds at any moment, predicted to the byte.
 
 The problem. A step runs out of memory at one moment, and adding up what is kept for backward does not find it. With
-full recomputation a small model peaks at nearly three times the bytes that the formula for activations gives: the block
+full recomputation a small model needs about three times the bytes that the formula for activations gives: the block
 that is being recomputed, the gradient of the logits, copies made by autocast and gradients that exist already all come
 on top. The script predicts the peak and where it is, for each kind of recomputation and three precisions:
 
@@ -21,7 +21,7 @@ can be the highest, and each is a formula:
      held from step to step: weights, gradients, two moments, tokens and labels
 
 It is exact for the fused attention of the CPU and the fused AdamW, from the second micro-batch of the second step on
-(before that, gradients or moments do not exist yet), for T >= H tokens, F >= 2 H and V >= 2 H, which all models have.
+(before that, gradients or moments do not exist yet), for T >= H tokens, and for F >= 2 H and V >= 2 H, as is usual.
 Numbers that stand alone (a loss, a count) are left out.
 
     python step_peak.py              nine predictions, nine measurements; the last line is PASS

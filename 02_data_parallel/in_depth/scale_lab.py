@@ -1,8 +1,8 @@
 """A laboratory of scale: what data parallelism costs on P ranks, for P that one does not have at home.
 
-Problem. On eight GPUs overlap hides everything, and each new rank adds its full speed. On five hundred it does not, and
-the reason is not bytes: a ring sends hardly more on 512 ranks than on 8. It is the 2(P-1) starts, one after another, of
-every bucket. Where the cliff is depends on five numbers, and this file lets one turn each of them.
+Problem. On eight GPUs overlap hides all but one bucket, and each new rank adds its full speed. Not on five hundred,
+and the reason is not bytes: a ring sends hardly more on 512 ranks than on 8. It is the 2(P-1) starts, one after
+another, of every bucket. Where the cliff is depends on five numbers, and this file lets one turn each of them.
 
     alpha  seconds to start a message        Psi  parameters, each a gradient of s bytes
     1/beta bytes per second of one link      F    operations per second that a rank reaches
@@ -103,8 +103,8 @@ ALGORITHMS: dict[str, Callable[[int, float, Machine], float]] = {
 def all_reduce_hierarchical(tensor: Tensor, inside: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
     """The sum over all ranks, in place. `inside` are my node's ranks, `across` the one of each node that is like me.
 
-    Between nodes each rank sends 2(m-1)/m of a g-th of its tensor (m nodes of g ranks): g times fewer bytes than a ring
-    over all of them has to carry through the slow links.
+    Between nodes each rank sends 2(m-1)/m of a g-th of its tensor (m nodes of g ranks). A node's ranks together send as
+    much as the one rank through which a ring over all leaves the node; each link carries a g-th, if each rank has one.
     """
     # --- exercise 2.31: sum a chunk in the node, sum it among the nodes, give it back to the node ---
     mine = chunks_of(tensor, dist.get_world_size(inside))[dist.get_rank(inside)].clone()  # [n] -> [n/g]
