@@ -430,6 +430,7 @@ def test_every_exercise_has_a_level_in_the_readme(folder):
     assert not chapter.readme or not without, f"{folder}/README.md does not say easy, medium or hard of {without}"
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("folder", REAL.chapters)
 def test_screening_has_nothing_against_the_chapters_own_bodies_nor_the_alternatives(folder, tmp_path):
     chapter = REAL.chapters[folder]
@@ -677,7 +678,7 @@ def test_screening_refuses_a_hostile_submission_with_one_line(kind, tiny, tmp_pa
         assert "\n" not in submission.refused["1.1"]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(6)
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ONLY_SCREENED])
 def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hurt_the_next(kind, tiny, tmp_path):
     chapter = tiny.chapter("01")

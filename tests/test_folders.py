@@ -155,12 +155,12 @@ def test_a_script_that_keeps_its_group_and_its_exit_code_are_noticed(tmp_path):
 
 def of_all_floors():
     """Every script but those that are launched above; those that are not in turn, for `make prove`."""
+    turn = int(os.environ["PLANT_TURN"])
     for number, chapter in enumerate(CHAPTERS):
         depth = [script for script in scripts(chapter) if script.parent.name == "in_depth"]
-        turn = depth[int(os.environ["PLANT_TURN"]) % len(depth)]
-        today = (number + int(os.environ["PLANT_TURN"])) % 2
         for script in scripts(chapter):
-            later = [pytest.mark.prove] if (script != turn if script in depth else today) else []
+            today = script == depth[turn % len(depth)] if script in depth else number % 2 == turn // 3 % 2
+            later = [] if today and number % 3 == turn % 3 else [pytest.mark.prove]
             if script not in [launched for launched, _ in LAUNCHED]:
                 yield pytest.param(script, marks=[pytest.mark.chapter(chapter.name[:2]), *later], id=script.stem)
 

@@ -260,6 +260,7 @@ def test_what_the_kernels_cannot_do_is_refused_in_one_line():
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [

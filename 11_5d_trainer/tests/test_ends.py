@@ -30,6 +30,7 @@ def command(words, rank=0, world_size=1, port=0, **more):
     return subprocess.Popen([sys.executable, str(HERE / "train.py"), *words], env=environment, **pipes, **more)
 
 
+@pytest.mark.prove
 def test_the_command_ends_with_code_2_and_exactly_one_line():
     process = command(["--stepz", "3"])
     out, err = process.communicate(timeout=60)
@@ -68,6 +69,7 @@ def finish(processes, seconds):
             process.kill()
 
 
+@pytest.mark.prove
 def test_ctrl_c_leaves_the_last_complete_checkpoint_usable(text, tmp_path):
     processes = start_two(text, tmp_path / "run", timeout=60)
     for process in processes:
@@ -81,6 +83,7 @@ def test_ctrl_c_leaves_the_last_complete_checkpoint_usable(text, tmp_path):
     assert plan.resume is not None and plan.resume[2].step == logged[-1]["step"] >= 3
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time(how, text, tmp_path):
     processes = start_two(text, tmp_path / "run", timeout=5)

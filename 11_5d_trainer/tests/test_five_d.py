@@ -274,6 +274,7 @@ def trainer_and_five_d(words, layout):
     return both
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(("layout", "words"), TRAINED, ids=lambda x: name(x) if isinstance(x, Layout) else "")
 def test_the_trainer_has_the_same_losses_and_norms_from_the_same_weights(layout, words, tmp_path):
     text = tmp_path / "text.txt"
@@ -393,6 +394,7 @@ def learns(layout, dtype):
     return wrong, said.getvalue()
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_learns_and_writes_a_sample(dtype):
     (wrong, said), (_, nothing) = run_ranks(2, learns, Layout(2, tp=2, ep=2), dtype)

@@ -27,7 +27,7 @@ KERNEL_LAYOUTS = [(1, ""), (2, "--tp 2 --sequence-parallel"), (2, "--cp 2 --cp-k
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-@pytest.mark.turn(3)
+@pytest.mark.turn(6)
 @pytest.mark.parametrize(("ranks", "layout"), KERNEL_LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layout, text, tmp_path):
     words = [*arguments(text, steps=2, global_batch=4, eval_samples=1, precision="fp32", warmup=0), *layout.split()]
@@ -37,7 +37,7 @@ def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layo
     assert_same(fused, plain, 1e-5, "losses and norms of two steps")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(6)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8-row", "bf16-master", "fp8-tensor", "fp8-block"])
 def test_low_precision_in_a_layout_is_as_near_to_fp32_as_on_one_rank(precision, text, tmp_path):
     words = arguments(text, steps=6, zero=1)

@@ -154,7 +154,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(4)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_loss_every_gradient_and_weights_equal_one_process_on_the_global_batch(ranks, layout, text):
     sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
@@ -182,7 +182,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(6)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("ranks", "layout"), PIPELINES, ids=lambda value: str(value))
 def test_every_schedule_gives_the_loss_gradients_and_weights_of_one_process(ranks, layout, tied, text):
@@ -208,7 +208,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(4)
 @pytest.mark.parametrize(("ranks", "layout"), EXPERTS, ids=lambda value: str(value))
 def test_experts_wherever_they_live_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, text):
     run_ranks(ranks, three_sgd_steps, [*arguments(text, clip=0, balance=0.1), *layout.split()], FOUR_LAYERS)
@@ -226,7 +226,7 @@ ADAMW_LAYOUTS = [
 ]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(6)
 @pytest.mark.parametrize(("ranks", "layout"), ADAMW_LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_clipped_adamw_steps_in_any_layout_give_the_losses_and_norms_of_one_rank(ranks, layout, text, tmp_path):
     words = arguments(text, steps=10)

@@ -94,7 +94,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(8)
 @pytest.mark.parametrize(("ranks", "layout", "other"), RESUMED, ids=lambda value: str(value))
 def test_clipped_steps_are_those_of_plain_ranks_and_a_resumed_run_goes_on_bit_by_bit_here_and_nearly_elsewhere(
     ranks,
