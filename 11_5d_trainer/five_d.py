@@ -1,24 +1,24 @@
 """Five axes of parallelism in one file: data, tensor (with sequence), context, pipeline and expert; and ZeRO-1.
 
 A large model has all problems at once: too many layers, too large matrices, too long sequences, too many experts, too
-much data. Each technique cuts another thing, and knows of its own group only. So lay the ranks out on a grid: each
-group is a line of it, or a slab, and an argument. The mistakes that are left lie between the techniques.
+much data. Each technique cuts something else, and knows only its own group. So lay the ranks out on a grid: each group
+is a line or a slab of it, and is given to its technique. The mistakes that are left lie between the techniques.
 
-    axis  chapter  cuts                      sends                                                          when
-    dp    02, 03   the batch                 gradients: reduce-scatter; weights: all-gather (ZeRO-1)        a step
-    tp    04       matrices, and tokens      activations: all-gather and back, reduce-scatter               a layer
-    cp    05       a sequence, in zigzag     keys and values: once round a ring                             a layer
-    pp    06       the layers                activations to the next stage, gradients to the one before     a stage
-    ep    07       the experts               tokens to their experts and back: all-to-all                   a layer
+    axis  chapter  cuts                    sends                                                        in a step
+    dp    02, 03   the batch               gradients: reduce-scatter; weights: all-gather (ZeRO-1)      once
+    tp    04       matrices, and tokens    activations: all-gather in, reduce-scatter out, and back     M times a layer
+    cp    05       a sequence, in zigzag   keys and values: once round a ring; their gradients back     M times a layer
+    pp    06       the layers              activations to the next stage, gradients to the one before   M times
+    ep    07       the experts             tokens to their experts and back: all-to-all                 M times a layer
 
-    16 ranks on a grid [pp 2, dp 2, cp 2, tp 2]             rank 5 (stage 0, dp 1, cp 0, tp 1) has
-               cp 0    cp 1                cp 0    cp 1     layers 0 and 1, of their matrices the second half;
-    stage 0    0  1    2  3     stage 1    8  9   10 11     the second half of the samples; chunks 0 and 3 of their
-               4  5    6  7               12 13   14 15     4 chunks (zigzag), outside the matrices one half of these
+    16 ranks on a grid [pp 2, dp 2, cp 2, tp 2]                  rank 5 (stage 0, dp 1, cp 0, tp 1) has
+                    cp 0    cp 1                cp 0    cp 1     layers 0 and 1, of their matrices the second half;
+    stage 0   dp 0  0  1    2  3     stage 1    8  9   10 11     the second half of the samples; chunks 0 and 3 of their
+              dp 1  4  5    6  7               12 13   14 15     4 chunks (zigzag), outside the matrices half of these
 
 ep needs no ranks of its own. Between the matrices all ranks of a stage hold different tokens, and any of them can be
-where an expert lives: ep neighbours hold all experts of a layer. For the same reason one table says who sums which
-gradient: those who hold the same weights, and have used them for other tokens.
+where an expert lives: ep neighbours together hold all experts of a layer. For the same reason one table says who sums
+which gradient: those who hold the same weights, and have used them for other tokens.
 
     weight                          cut into       summed over               because
     q, k, v, o, gate, up, down      tp pieces      dp x cp                   tp ranks hold other pieces
@@ -55,7 +55,7 @@ from tqdm import tqdm
 
 # S tokens of a sequence (with zeros at the end, a multiple of 2 cp tp), s = S / cp on a context rank; b sequences
 # in each of M micro-batches. H hidden size, N query and N_kv key/value heads of D numbers; E experts, of which a token
-# uses K; V words. Activations are [s / tp, b, H]: sequence first, so that what a tp group gathers lies end to end.
+# uses K; V words. Activations are [s / tp, b, H]: what a tp group gathers lies end to end. Lines [n P], shards [P].
 V, IGNORE = 256, -100  # bytes; a label that is no target
 Config = namedtuple("Config", "layers hidden heads kv_heads inner experts top_k length batch micro_batches dtype")
 TINY = Config(4, 32, 8, 4, 24, 4, 2, 45, 32, 4, torch.float64)  # dtype: what is computed with
@@ -110,7 +110,7 @@ class Mesh:
 
     def __init__(self, ranks: list[int], pp: int, cp: int, tp: int, ep: int):
         # --- exercise 11.1: the grid of ranks, and all groups of each kind ---
-        grid = torch.tensor(ranks).view(pp, -1, cp, tp)  # neighbours in the last axis, which sends most
+        grid = torch.tensor(ranks).view(pp, -1, cp, tp)  # neighbours in the last axis, which sends most often
         stages = grid.flatten(1)  # [pp, dp cp tp]
         rows = stages.unflatten(1, (-1, ep))  # [pp, rows, ep]
         lines = {  # [groups of this kind, ranks of each]
@@ -176,7 +176,7 @@ class Message(torch.autograd.Function):  # `there` carries x, `back` the gradien
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """04, g: before columns, all tokens of the tp group. All ranks' products used them; so it goes back by `summed`."""
+    """04, g: before columns, all tokens of the tp group. Every rank's products used them, so backward is `summed`."""
     whole = x.new_empty(group.size() * len(x), *x.shape[1:])
     all_gather_single(whole, x, group=group)  # [s/tp, b, H] -> all-gather -> [s, b, H]
     sent[group.group_desc] += whole.nbytes - x.nbytes  # as a ring sends it
@@ -352,9 +352,9 @@ class Line:
 
     def __init__(self, pieces: Weights, group: dist.ProcessGroup):
         self.group, self.shapes = group, {name: p.shape for name, p in pieces.items()}
-        self.weights = self.lay(pieces)  # [n S]
+        self.weights = self.lay(pieces)  # [n P]
         self.gradients = torch.zeros_like(self.weights)
-        self.shard = self.weights.chunk(group.size())[group.rank()]  # [S], a view: what is updated are the weights
+        self.shard = self.weights.chunk(group.size())[group.rank()]  # [P], a view: what is updated are the weights
         self.shard.grad = torch.zeros_like(self.shard)
         self.w, gradients = self.named(self.weights), self.named(self.gradients)
         for name, p in self.w.items():
@@ -384,9 +384,9 @@ def train_step(batch: list, lines: list[Line], optimizer, limit: float, config: 
     # --- exercise 11.5: sum each gradient, and leave its shard to its owner ---
     works = []
     for line in lines:  # all on their way; then a wait for each
-        works.append(reduce_scatter_single(line.shard.grad, line.gradients, group=line.group, async_op=True))  # [n S]
+        works.append(reduce_scatter_single(line.shard.grad, line.gradients, group=line.group, async_op=True))  # [n P]
     for work in works:
-        work.wait()  # -> [S], the sum
+        work.wait()  # -> [P], the sum
     # --- end exercise ---
     # --- exercise 11.6: clip by a norm over all axes, in which each number counts once ---
     square = torch.stack([line.shard.grad.double().square().sum() for line in lines]).sum()  # of what only I own
@@ -397,7 +397,7 @@ def train_step(batch: list, lines: list[Line], optimizer, limit: float, config: 
     # --- end exercise ---
     optimizer.step()  # of my shards
     for line in lines:
-        all_gather_single(line.weights, line.shard.clone(), group=line.group)  # [S] -> all-gather -> [n S]
+        all_gather_single(line.weights, line.shard.clone(), group=line.group)  # [P] -> all-gather -> [n P]
         line.gradients.zero_()
         sent["zero"] += 2 * (line.weights.nbytes - line.shard.nbytes)  # by rings, there and back
     return loss.item(), norm.item()
@@ -464,7 +464,7 @@ def check(config: Config, mesh: Mesh, device: torch.device, data: Tensor) -> lis
 
 
 def train(config: Config, mesh: Mesh, device: torch.device, data: Tensor, steps: int) -> list[str]:
-    """AdamW; no decay for norms, embedding, head. Ends with a sample, written by rank 0 with the weights of all."""
+    """AdamW; no decay for norms, router, embedding, head. Ends with a sample, by rank 0 with the weights of all."""
     first = mesh.group["all"].rank() == 0
     whole = {name: x.to(device, torch.float32) for name, x in whole_weights(config).items()}
     lines = make_lines(my_pieces(whole, config, mesh), mesh)

@@ -89,7 +89,7 @@ class Config:
     # on which ranks: data parallel is what remains of the world
     zero: int = option(0, "ZeRO stage: what data-parallel ranks hold in shards (chapter 03)", choices=(0, 1, 2, 3))
     zero_shards: int = option(
-        0, "ranks that share out one copy of the model, of which the others have more (HSDP); 0: all share one", least=0
+        0, "ranks that share one copy of the model; as many others share another (HSDP); 0: all share one", least=0
     )
     zero_offload: bool = option(False, "the optimizer, its states and the gradients' sums in host memory (--zero 2, 3)")
     zero_late_gather: bool = option(False, "new weights travel during the next forward (--zero 1, 2)")
@@ -129,8 +129,8 @@ class Config:
     ep: int = option(1, "expert-parallel ranks: a slice of data x context", least=1)
     dispatch: str = option(
         "pairs",
-        "how tokens go to their experts: a row for each expert or each rank of a token, to all ranks, or in slots of "
-        "fixed shape, for which the host waits for nothing",
+        "how tokens go to their experts; pairs: a row for each expert of a token; once: one for each rank of them; "
+        "everywhere: to all ranks; fixed: in slots of fixed shape, so that the host never waits",
         choices=DISPATCHES,
     )
     # what is kept and shown

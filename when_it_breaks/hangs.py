@@ -1,6 +1,6 @@
 """It hangs: three ways in which ranks wait for one another for ever, and who finds out.
 
-A collective is a meeting. It begins when the last rank of its group arrives, so a rank that never comes, comes to
+A collective is a meeting. It begins when the last rank of its group has called it, so a rank that never comes, comes to
 another meeting, or has gone home keeps all others waiting, in silence. Three ways that happen every week:
 
     branch     `if rank == 0: print(mean loss of all ranks)`: the all-gather inside the `if` is a meeting of one
@@ -12,8 +12,9 @@ together. `losses_differ.py` is about that.
 
 What looks the same from outside (no output, GPUs at 100 %, since waiting is a kernel) differs in where each rank
 stands. So every rank needs an alarm clock that says this: `Alarm` prints the line of code in which the rank waits,
-and from the flight recorder, which torch keeps for every process group, how many collectives it has begun and which
-was the last.
+and from the flight recorder, which torch keeps for every process group, how many collectives it has called in each
+group and which was the last. On nccl a collective returns at once: there the line is where the rank first needs a
+result, and the recorder is what tells which collective hangs.
 
     torchrun --nproc_per_node 2 hangs.py --cause branch            says where each rank waits, exit code 1
     torchrun --nproc_per_node 2 hangs.py --cause branch --mended   PASS
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")  # how many collectives the flight recorder remembers
+LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<")  # torch's lines, and Python's
 
 
 class Alarm:
@@ -51,15 +53,31 @@ class Alarm:
             self.timer.cancel()
 
     def ring(self) -> None:
-        stack = traceback.extract_stack(sys._current_frames()[self.main])
-        mine = [frame for frame in stack if frame.filename == __file__]
-        where = f"line {mine[-1].lineno}, in {mine[-1].name}: {mine[-1].line}" if mine else "no line of this file"
-        begun = flight_recorder()
-        last = f"{begun[-1]['profiling_name']} of {begun[-1]['input_sizes']}" if begun else "none"
-        text = f"rank {self.rank} waits at {where}\nrank {self.rank} has begun {len(begun)} collectives, last {last}\n"
-        os.write(2, text.encode())  # one call, so that two ranks' reports do not mix
+        stands = where(traceback.extract_stack(sys._current_frames()[self.main]))
+        lines = [f"rank {self.rank} {what}\n" for what in (f"waits at {stands}", *called())]
+        os.write(2, "".join(lines).encode())  # one call, so that two ranks' reports do not mix
         time.sleep(self.seconds)  # the other ranks' clocks ring meanwhile: when one leaves, all are ended
         os._exit(1)
+
+
+def where(stack: traceback.StackSummary) -> str:
+    """The innermost line that is neither torch's nor Python's, also where this file is imported."""
+    for frame in reversed(stack):
+        if not frame.filename.startswith(LIBRARIES):
+            file = "" if frame.filename == __file__ else f" of {os.path.basename(frame.filename)}"
+            return f"line {frame.lineno}, in {frame.name}{file}: {frame.line}"
+    return "no line of the run"
+
+
+def called() -> list[str]:
+    """Of each group: how many collectives this rank has called there, and the last. The number is the group's own
+    count, since the recorder forgets; and of a group, since ranks of other groups rightly call more or fewer."""
+    last = {":".join(entry["process_group"]): entry for entry in flight_recorder()}
+    return [
+        f"has called {entry['collective_seq_id']} collectives in {group}, last {entry['profiling_name']} of "
+        f"{entry['input_sizes']}"
+        for group, entry in last.items()
+    ] or ["has called no collective"]
 
 
 def flight_recorder() -> list[dict]:

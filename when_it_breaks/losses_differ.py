@@ -7,7 +7,9 @@ by parameter:
     mean      every rank averages over its own valid tokens, then ranks are averaged: wrong everywhere, no common ratio
     twice     summed by hand and by a hook: all ratios are the number of ranks
     forgotten a parameter whose input was cut over the ranks (a norm under sequence parallelism) is not summed at all
-    start     every rank draws its own first weights: the loss differs before any gradient does
+    divided   the loss is divided by the tokens of all ranks, and its gradients are averaged on top: all ratios are one
+              over the number of ranks
+    start     every rank draws its own first weights: these differ before the step, and after it everything does
     batch     all ranks read the same samples: losses that look fine, and gradients of half the data
 
 Compare in float64, where rounding is 1e-16 and a mistake is not, and in the first step, before optimizers hide it
@@ -90,6 +92,8 @@ def on_ranks(cause: str) -> tuple[Tensor, list[Tensor]]:
             continue
         for _ in range(2 if cause == "twice" else 1):
             dist.all_reduce(weight.grad)
+        if cause == "divided":
+            weight.grad /= world
     total = loss.detach()
     dist.all_reduce(total)
     return total, [weight.grad for weight in weights]
@@ -115,15 +119,19 @@ def compare(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[Tensor
         return ""
     if all(abs(ratio - world) < 1e-9 for ratio in ratios) and len(wrong) == len(NAMES):
         return f"every gradient is {world} times too large: summed twice, or summed where a mean was meant"
+    if loss <= 1e-10 and all(abs(ratio * world - 1) < 1e-9 for ratio in ratios) and len(wrong) == len(NAMES):
+        return f"the loss is right and every gradient is {world} times too small: averaged, and divided before"
     if loss <= 1e-10 and len(wrong) < len(NAMES):
-        only = ", ".join(wrong)
-        return f"the loss is right and only {only} is wrong: it is not summed over the ranks that cut its input"
+        only = f"the loss is right and only {', '.join(wrong)} is wrong"
+        if all(abs(ratio - ratios[0]) < 1e-9 for ratio in ratios):  # one for all; NaN, where there is none, is not
+            return f"{only}, by a factor of {ratios[0]:.4f}: summed over too many ranks, or divided once too often"
+        return f"{only}: it is not summed over the ranks that cut its input"
     return "loss and gradients are wrong and no factor explains it: other weights, other tokens, or a mean of means"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    causes = ("mean", "twice", "forgotten", "start", "batch")
+    causes = ("mean", "twice", "divided", "forgotten", "start", "batch")
     parser.add_argument("--cause", choices=causes, required=True)
     parser.add_argument("--mended", action="store_true", help="without the mistake")
     options = parser.parse_args()

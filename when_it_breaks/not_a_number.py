@@ -17,6 +17,7 @@ backward only, and only for NaN: inf, which comes first, passes.)
 """
 
 import argparse
+import os
 import sys
 import traceback
 
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 TOKENS, WIDTH, STEPS = 8, 16, 60
 MEANT = ("aten.masked_fill", "aten.full", "aten.empty", "aten.scalar_tensor", "aten.log")  # may hold -inf on purpose
+LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<")  # torch's lines, and Python's
 
 
 class FirstNotFinite(TorchDispatchMode):
@@ -41,14 +43,23 @@ class FirstNotFinite(TorchDispatchMode):
             return out
         given, made = tree_leaves((args, kwargs)), tree_leaves(out)
         if not all(map(finite, made)) and not any(map(spoiled, given)):
-            stack = traceback.extract_stack()
-            mine = [f for f in stack if f.filename == __file__ and f.name != "__torch_dispatch__"][-1]
+            stands = where(traceback.extract_stack(), ("__torch_dispatch__",))
             largest = max((t.abs().max().item() for t in given if is_float(t) and t.numel()), default=0.0)
             raise FloatingPointError(
-                f"step {self.step}, line {mine.lineno}, in {mine.name}: {mine.line}\n"
+                f"step {self.step}, {stands}\n"
                 f"{func} made the first number that is not finite; the largest that it got was {largest:g}"
             )
         return out
+
+
+def where(stack: traceback.StackSummary, inside: tuple[str, ...]) -> str:
+    """The innermost line that is neither torch's nor Python's, nor in one of these functions; also where this file is
+    imported. On a GPU backward runs in a thread of torch's, which has no such line."""
+    for frame in reversed(stack):
+        if not frame.filename.startswith(LIBRARIES) and frame.name not in inside:
+            file = "" if frame.filename == __file__ else f" of {os.path.basename(frame.filename)}"
+            return f"line {frame.lineno}, in {frame.name}{file}: {frame.line}"
+    return "a thread of torch's"
 
 
 def is_float(value: object) -> bool:

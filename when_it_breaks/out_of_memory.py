@@ -17,6 +17,7 @@ them (pytorch.org/memory_viz). Here `Budget` does the same on a CPU, and stops t
 """
 
 import argparse
+import os
 import sys
 import traceback
 import weakref
@@ -30,10 +31,11 @@ from torch.utils.checkpoint import checkpoint
 
 TOKENS, WIDTH, WORDS, STEPS = 256, 64, 4096, 6
 LIMIT = 6_000_000  # bytes of this "device"
+LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<")  # torch's lines, and Python's
 
 
 class Budget(TorchDispatchMode):
-    """Counts the storages that operators make while they are alive, by line of this file; refuses more than `limit`."""
+    """Counts the storages that operators make while they are alive, by line of the run; refuses more than `limit`."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -52,9 +54,7 @@ class Budget(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self.known or not size:
             return
-        mine = [frame for frame in traceback.extract_stack() if frame.filename == __file__ and frame.name != "count"]
-        mine = [frame for frame in mine if frame.name != "__torch_dispatch__"]
-        line = f"line {mine[-1].lineno}, in {mine[-1].name}: {mine[-1].line}"
+        line = where(traceback.extract_stack(), ("__torch_dispatch__", "count"))
         self.known.add(key)
         self.alive += size
         self.lines[line] += size
@@ -67,6 +67,16 @@ class Budget(TorchDispatchMode):
         self.known.discard(key)
         self.alive -= size
         self.lines[line] -= size
+
+
+def where(stack: traceback.StackSummary, inside: tuple[str, ...]) -> str:
+    """The innermost line that is neither torch's nor Python's, nor in one of these functions; also where this file is
+    imported. On a GPU backward runs in a thread of torch's, which has no such line."""
+    for frame in reversed(stack):
+        if not frame.filename.startswith(LIBRARIES) and frame.name not in inside:
+            file = "" if frame.filename == __file__ else f" of {os.path.basename(frame.filename)}"
+            return f"line {frame.lineno}, in {frame.name}{file}: {frame.line}"
+    return "a thread of torch's"
 
 
 def loss_of(hidden: torch.Tensor, embedding: torch.Tensor, labels: torch.Tensor, chunks: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 WHAT = {  # script, cause -> what it says, as a pattern over its whole output
     ("hangs", "branch"): r"rank 0 waits at line \d+, in train: dist.all_gather(.|\n)*last gloo:all_gather",
     ("hangs", "batches"): r"rank \d waits at line \d+, in (train: dist.barrier|<lambda>: lambda weight)",
-    ("hangs", "order"): r"rank \d has begun 1 collectives, last gloo:(broadcast|all_reduce)",
+    ("hangs", "order"): r"rank \d has called 1 collectives in \S+, last gloo:(broadcast|all_reduce)",
     ("out_of_memory", "losses"): r"tried to hold [\d,]+ bytes of.*\n +[\d,]+  line \d+, in <lambda>: .*cross_entropy",
     ("out_of_memory", "outputs"): r"tried to hold [\d,]+ bytes of(.|\n)*line \d+, in train: scores = ",
     ("out_of_memory", "logits"): r"tried to hold [\d,]+ bytes of.*\n +[\d,]+  line \d+, in <lambda>: .*cross_entropy",
@@ -30,6 +30,7 @@ WHAT = {  # script, cause -> what it says, as a pattern over its whole output
     ("not_a_number", "rate"): r"^step [1-9]\d*, line \d+",
     ("losses_differ", "mean"): r"loss and gradients are wrong and no factor explains it",
     ("losses_differ", "twice"): r"scale +1.0e\+00 +2.0000\n(.|\n)*every gradient is 2 times too large",
+    ("losses_differ", "divided"): r"scale +5.0e-01 +0.5000\n(.|\n)*every gradient is 2 times too small",
     ("losses_differ", "forgotten"): r"the loss is right and only scale is wrong",
     ("losses_differ", "start"): r"the ranks begin with different weights",
     ("losses_differ", "batch"): r"all ranks have the same tokens",
@@ -69,6 +70,42 @@ def test_what_makes_two_layouts_differ_is_read_from_the_ratios(cause):
 
 def test_without_a_mistake_the_two_layouts_are_equal():
     assert run_ranks(2, compare_on_a_rank, "")[0][0] == ""
+
+
+def test_a_group_of_weights_that_is_off_by_one_factor_is_named_with_it(capsys):
+    loss, right = losses_differ.one_process()
+    said = losses_differ.compare((loss, [right[0], right[1] / 4, right[2] / 4]), (loss, right), 2)
+    assert "only first, second is wrong, by a factor of 0.2500" in said
+
+
+def test_in_another_file_the_tools_name_the_lines_of_that_file():
+    with (
+        pytest.raises(FloatingPointError, match=r"line \d+, in test_\w+ of test_when_it_breaks.py: torch.zeros\(1\) /"),
+        not_a_number.FirstNotFinite(),
+    ):
+        torch.zeros(1) / torch.zeros(1)
+    with pytest.raises(MemoryError), out_of_memory.Budget(1000) as budget:
+        torch.zeros(1000)
+    [line] = budget.lines
+    assert re.fullmatch(r"line \d+, in test_\w+ of test_when_it_breaks.py: torch.zeros\(1000\)", line)
+
+
+def many_and_few():
+    """More collectives in one group than the recorder remembers, then a few in another."""
+    ranks = list(range(torch.distributed.get_world_size()))
+    for name, count in (("many", 130), ("few", 3)):
+        group = torch.distributed.new_group(ranks, group_desc=name)
+        for _ in range(count):
+            torch.distributed.all_reduce(torch.ones(5), group=group)
+    return hangs.called(), len(hangs.flight_recorder())
+
+
+def test_the_alarm_counts_the_collectives_of_each_group_beyond_what_the_recorder_remembers():
+    for said, remembered in run_ranks(2, many_and_few):
+        assert remembered == 100
+        for name, count in (("many", 130), ("few", 3)):
+            assert [line for line in said if f"has called {count} collectives in " in line and f":{name}, " in line]
+            assert all("last gloo:all_reduce of [[5]]" in line for line in said if f":{name}, " in line)
 
 
 def table_of_a_rank(cause, mended):

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import above  # noqa: E402, F401  finds the trainer and the chapters
+import plan  # noqa: E402
 import plan_facts  # noqa: E402
 import plan_figures  # noqa: E402
 import plan_memory as pm  # noqa: E402
@@ -186,6 +187,8 @@ def layouts() -> None:
 
 def rules(cluster: plan_time.Cluster, note: str) -> None:
     title = "Rules of thumb: the planner's, and the playbook's ways beside its fastest layout"
+    note += f' "The planner\'s rule" is the simplest layout within {100 * plan.TIE:g} % of the fastest; the last '
+    note += "column is relative to the fastest itself, which may be another one."
     write_result("11_plan_rules", title, plan_rules.COLUMNS, plan_rules.rows(cluster), note)
 
 
