@@ -196,11 +196,15 @@ def check_positive(value: Any, what: str, whole: bool = False) -> None:
 
 
 def stride_of(axis: str, layout: Layout) -> int:
-    """How far apart neighbours of a group are, in ranks of the mesh (mesh.py: tp innermost, pp outermost)."""
-    t, c = layout.tp, layout.cp
-    axis = "data" if axis in ("batch", "experts", "tokens", "all tokens") else axis  # taken for as near as these
-    strides = {"tp": 1, "ulysses": t, "ring": t * layout.ulysses, "data": t, "ep": t, "replica": 1, "world": 1}
-    return strides.get(axis, t * c * layout.dp)  # pp
+    """How far apart neighbours of a group are, in ranks of the mesh (mesh.py: tp innermost, pp outermost).
+
+    Of a group that DualPipe doubles, those in one stage.
+    """
+    t, stage = layout.tp, layout.tp * layout.cp * layout.dp
+    tokens = 1 if layout.sequence_parallel else t  # then tensor ranks hold different ones, too
+    strides = {"tp": 1, "world": 1, "tokens": tokens, "all tokens": tokens, "ends": (layout.pp - 1) * stage}
+    strides |= {"batch": t, "replica": t, "data": t, "ep": t, "experts": t * layout.ep, "pp": stage}
+    return (strides | {"ulysses": t, "ring": t * layout.ulysses})[axis]
 
 
 @dataclass(frozen=True)
