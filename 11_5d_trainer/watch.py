@@ -26,8 +26,12 @@ does: the buckets, heads and rows of this very rank. test_watch.py holds the pla
 With --zero-offload the table also has what "crossed" between device and host, down and up (chapter 03:
 `bytes_over_the_link`), and says what is held on the host.
 
-There is a formula for fp32, fp64 and bf16-master without recomputation and without FPDT. Elsewhere the table has none
-for the axes on which activations travel: autocast and recomputation decide operator by operator what is sent.
+There is a formula for fp32, fp64 and bf16-master. The table has none
+
+    under autocast           for axes on which activations travel: it decides operator by operator what is sent
+    with --recompute full    for tensor ranks in a pipeline, where a block runs again to its very end, and not only to
+                             the last tensor that backward needs; for experts with another --dispatch than pairs, or
+                             under a schedule that splits the backward, which runs their block again for each part
 """
 
 import json
@@ -36,7 +40,7 @@ import resource
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +60,7 @@ from parts import AUTOCAST
 from plan_memory import Layout
 from plan_traffic import flows, passes_of
 from rank import Rank
+from schedule_simulator import W
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -216,21 +221,24 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
     e = next(me.model.parameters()).element_size()
     wide = max(e, 4)  # of sums of gradients
     layout, sent = Layout.of(c, sizes, mesh.size("world")), defaultdict[str, float](float)
+    built = {*BUILT} - ({"ulysses"} if c.fpdt_chunks else set())  # of chunks every rank of Ulysses sends the same
     for flow in flows(sizes, moe, layout, mesh.place["pp"]):
-        sent[flow.axis] += flow.wire if flow.axis not in BUILT else 0
+        sent[flow.axis] += flow.wire if flow.axis not in built else 0
     calls = sum(len(layers) * times for _, layers, times in passes_of(sizes, layout, mesh.place["pp"]))
     # Chapter 05, per layer. `sent_per_layer` is about elements of a batch of 1.
     R, U, place = mesh.sizes["ring"], mesh.sizes["ulysses"], mesh.place["ulysses"]
     B, S, width = c.micro_batch, c.seq_len, sizes.hidden // layout.tp
     N, kv = sizes.heads // layout.tp, max(sizes.kv_heads // layout.tp, 1)  # heads of this rank
     heads = len(kv_heads_of(place, U, N, kv))  # of keys and values, that this rank needs
-    swap = sent_per_layer("ulysses", S // R, width, U, N, kv, place)
-    back = 2 * (N - N // U + (U - 1) * heads) * (S // R // U * sizes.head_dim)  # gradients of what it was sent
-    sent["ulysses"] = calls * B * (swap + back) * e
+    swap, head = sent_per_layer("ulysses", S // R, width, U, N, kv, place), S // R // U * sizes.head_dim
+    back = 2 * (N - N // U + (U - 1) * heads) * head  # gradients of what it was sent
+    again = {"none": 0, "selective": swap - (N - N // U) * head, "full": swap}[c.recompute]  # selective: q, k and v
+    if "ulysses" in built:
+        sent["ulysses"] = calls * B * (swap + back + again) * e
     if repeated_kv_heads(place, U, N, kv):
         heads = N // U
     turn = sent_per_layer("ring", S, width // U, R, N // U, heads) if R > 1 else 0
-    sent["ring"] = calls * B * turn * (2 * e + wide)
+    sent["ring"] = calls * B * turn * ((2 + (c.recompute != "none")) * e + wide)
     if moe and moe.capacity and c.dispatch != "fixed":  # in slots every rank drops its own
         sent["tokens"] += calls * 8 * moe.experts * moe.top_k * (mesh.size("tokens") - 1)
     # Chapters 02 and 03.
@@ -256,10 +264,19 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
                 sent["ep"] += fixed_dispatch.bytes_sent_fixed(P, moe.experts, C, sizes.hidden, e)
             else:
                 sent["ep"] += expert_dispatch.bytes_sent(c.dispatch, matrix, rank, sizes.hidden, moe.experts, e, wide)
-    unsure: Iterable[str] = ()
-    if c.precision in AUTOCAST or c.recompute != "none" or c.fpdt_chunks:
-        unsure = (*TRAVELLING, "stage", "tokens", "world")
+            if c.recompute == "full":  # there and back once more, as in forward
+                sent["ep"] += (sum(send) + sum(receive) - 2 * send[rank]) * sizes.hidden * e
+    unsure: tuple[str, ...] = (*TRAVELLING, "stage", "tokens", "world") if c.precision in AUTOCAST else ()
+    if c.recompute == "full" and moe:
+        unsure += (*TRAVELLING,) * splits_backward(me) + ("ep",) * (c.dispatch != "pairs")
+    elif c.recompute == "full" and me.pipeline:
+        unsure += ("tp",)
     return {axis: None if axis in unsure and mesh.size(axis) > 1 else value for axis, value in sent.items()}
+
+
+def splits_backward(me: Rank) -> bool:
+    actions = me.pipeline.pipeline.schedule.actions if me.pipeline else ()
+    return any(action.kind == W for mine in actions for action in mine)
 
 
 def weight_of(bucket: Any) -> int:

@@ -112,7 +112,8 @@ def message_of(report: Any) -> str:
     if report.passed:
         return ""
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash else str(report.longrepr)
+    skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""  # file, line, "Skipped: and why"
+    text = crash.message if crash else skipped or str(report.longrepr)
     if "Traceback (most recent call last)" in text:
         raised = re.split(r"Traceback \(most recent call last\):\n", text, maxsplit=1)[1]
         last = [m.start() for m in re.finditer(r"^[\w.]+(?:: |$)", raised, re.MULTILINE)]

@@ -60,6 +60,8 @@ def test_the_mistake_is_caught_by_the_named_test(mistake, judge, record_property
     red = [result for result in outcome.results if not result.passed]
     assert red, f"{mistake.caught_by} passes"
     assert not red[0].broken, f"{mistake.caught_by} could not be run: {red[0].message}"
+    if red[0].message.startswith("Skipped: "):  # half way, as where there are no network namespaces: no verdict
+        pytest.skip(reason=f"{mistake.caught_by}: {red[0].message}")
     # Red for the right reason: the check spoke, not the interpreter about a typing error in the planted lines.
     wrong_reason = re.search(r"\b(SyntaxError|NameError|ImportError|ModuleNotFoundError)\b", red[0].message)
     assert not wrong_reason, red[0].message

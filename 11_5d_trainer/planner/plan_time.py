@@ -196,11 +196,15 @@ def check_positive(value: Any, what: str, whole: bool = False) -> None:
 
 
 def stride_of(axis: str, layout: Layout) -> int:
-    """How far apart neighbours of a group are, in ranks of the mesh (mesh.py: tp innermost, pp outermost)."""
-    t, c = layout.tp, layout.cp
-    axis = "data" if axis in ("batch", "experts", "tokens", "all tokens") else axis  # taken for as near as these
-    strides = {"tp": 1, "ulysses": t, "ring": t * layout.ulysses, "data": t, "ep": t, "replica": 1, "world": 1}
-    return strides.get(axis, t * c * layout.dp)  # pp
+    """How far apart neighbours of a group are, in ranks of the mesh (mesh.py: tp innermost, pp outermost).
+
+    Of a group that DualPipe doubles, those in one stage.
+    """
+    t, stage = layout.tp, layout.tp * layout.cp * layout.dp
+    tokens = 1 if layout.sequence_parallel else t  # then tensor ranks hold different ones, too
+    strides = {"tp": 1, "world": 1, "tokens": tokens, "all tokens": tokens, "ends": (layout.pp - 1) * stage}
+    strides |= {"batch": t, "replica": t, "data": t, "ep": t, "experts": t * layout.ep, "pp": stage}
+    return (strides | {"ulysses": t, "ring": t * layout.ulysses})[axis]
 
 
 @dataclass(frozen=True)
@@ -404,29 +408,40 @@ def data_parallel(
     """Seconds that reducing gradients and gathering weights add to a step, and those behind the computation.
 
     `ahead`, `behind`: of one micro-batch's forward and backward. What hides costs too: it takes processors and memory
-    from the computation (`slowed`).
+    from the computation (`slowed`). Experts have fewer ranks than the rest, further apart, and no stage 3.
     """
-    e, psi = widths(layout.precision).weight, rough_parameters(model, moe, layout)
-    stride, N, m = stride_of("data", layout), layout.data, layout.micro_batches
-    if N == 1:
+    if layout.data == 1:
         return 0.0, {}
-    sent = model.layers / layout.pp + 1 if layout.zero == 3 else max(1.0, psi * e / layout.bucket_bytes)  # portions
+    e, m = widths(layout.precision).weight, layout.micro_batches
     g = 4 if layout.reduce_dtype == "fp32" else e
-    half, other, both = (
-        cluster.seconds(Flow(collective, "data", psi * width / sent, N, sent), stride)
-        for collective, width in (("reduce_scatter", g), ("all_gather", e), ("all_reduce", g))
-    )
-    if layout.zero == 3:
-        total, shelter, bare = m * (half + 2 * other), m * (behind + ahead), 0.0
-    elif layout.zero == 2:
-        backwards = 1 if layout.pp > 1 else m
-        total, shelter, bare = backwards * half, behind * backwards, other
-    elif layout.zero == 1:
-        total, shelter, bare = half, behind, other
-    else:
-        total, shelter, bare = both, behind, 0.0
+    backwards = 1 if layout.pp > 1 else m  # that reduce, at stage 2
+    experts = rough_experts(model, moe, layout)
+    owners = [("data", rough_parameters(model, moe, layout) - experts, layout.data, layout.zero)]
+    owners += [("experts", experts, layout.data // layout.ep, min(layout.zero, 2))] * (experts > 0)
+    total = bare = 0.0
+    for axis, psi, ranks, stage in owners:
+        sent = model.layers / layout.pp + 1 if stage == 3 else max(1.0, psi * e / layout.bucket_bytes)  # portions
+        half, other, both = (
+            cluster.seconds(Flow(collective, axis, psi * width / sent, ranks, sent), stride_of(axis, layout))
+            for collective, width in (("reduce_scatter", g), ("all_gather", e), ("all_reduce", g))
+        )
+        if stage == 3:
+            total += m * (half + 2 * other)
+        elif stage:
+            total += backwards * half if stage == 2 else half
+            bare += other
+        else:
+            total += both
+    shelter = {2: backwards * behind, 3: m * (behind + ahead)}.get(layout.zero, behind)
     hidden = min(total, shelter) if cluster.hides else 0.0
     return total - hidden + cluster.slowed * hidden + bare, {"data parallel": hidden}
+
+
+def rough_experts(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> float:
+    """Of a rank's parameters those of experts that fewer ranks hold alike than the rest."""
+    if moe is None or layout.ep == 1:
+        return 0.0
+    return model.layers / layout.pp * moe.experts / layout.ep * 3 * moe.intermediate * model.hidden
 
 
 @lru_cache(maxsize=4096)

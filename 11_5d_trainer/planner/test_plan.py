@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import above  # noqa: F401  finds the trainer and the chapters
+import mesh
 import plan
 import plan_calibrate
 import plan_facts
@@ -183,6 +184,20 @@ def test_messages_that_a_schedule_waits_for_are_as_many_as_the_simulator_finds()
             if m >= plan_search.fills(schedule, p):
                 rough, real = (plan_time.bubble_seconds(layout, 3.0, 0.0, 0.01, way) for way in (False, True))
                 assert rough == pytest.approx(real, abs=1e-9), (schedule, p, m)
+
+
+WHOLE, SPLIT = {"dp": 4, "tp": 2, "ring": 3, "ulysses": 2, "pp": 4}, {"dp": 4, "tp": 4, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize("words", [WHOLE | {"ep": 4}, SPLIT | {"ep": 2}, WHOLE | {"ep": 8, "schedule": "dualpipe"}])
+def test_neighbours_of_every_group_are_as_far_apart_as_on_the_mesh(words):
+    layout = Layout(**words)
+    sizes = {axis: getattr(layout, axis) for axis in mesh.AXES}
+    for axis, ranks in mesh.members(sizes, layout.ep, layout.mirrored, layout.sequence_parallel).items():
+        stages = 2 if layout.mirrored and axis in ("data", "experts", "all tokens") else 1  # no message is for "stage"
+        if ranks.shape[1] > stages and axis != "stage":
+            gaps = ranks.unflatten(1, (stages, -1)).diff(dim=2)
+            assert (gaps == plan_time.stride_of(axis, layout)).all(), f"{axis}: {gaps.unique().tolist()}"
 
 
 def test_of_a_pipeline_on_two_nodes_one_link_leaves_a_node():

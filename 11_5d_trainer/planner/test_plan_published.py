@@ -9,6 +9,7 @@ import plan_search
 import plan_time
 import pytest
 from llama import LLAMA3_8B, LlamaConfig
+from moe_layer import MoEConfig
 from plan_memory import Layout
 from plan_time import read_cluster, step_time
 from plan_traffic import Flow
@@ -115,6 +116,30 @@ def test_neighbours_in_data_parallel_are_as_far_apart_as_the_tensor_group_is_wid
     shown, _ = data_parallel(layout, cluster, 0.0, 0.0)
     payload = 2 * plan_time.rough_parameters(LLAMA3_8B, None, layout)
     assert shown == pytest.approx(2 * 7 / 8 * payload / (2 * 50e9), rel=1e-4)  # two ranks of a group share a node
+
+
+def test_gradients_of_experts_travel_among_the_ranks_that_hold_the_same_ones():
+    cluster, moe = plain(), MoEConfig(hidden=4096, intermediate=14336, experts=8, top_k=2)
+    dense = 2 * (32 * (2 * 4096 + 2 * 4096**2 + 2 * 4096 * 1024 + 8 * 4096) + 4096 + 2 * 128256 * 4096)  # bytes, bf16
+    experts = 2 * 32 * 3 * 4096 * 14336  # one of the eight on each rank
+    apart = 2 * 7 / 8 * experts / 50e9  # the 8 ranks of a group are on 8 nodes, so each has one network card
+    for dp, fast, seconds in ((64, 400e9, apart), (8, 450e9, 0.0)):  # of 8 ranks each has an expert of its own
+        layout = Layout(dp=dp, ep=8, precision="bf16-master")
+        shown, _ = plan_time.data_parallel(LLAMA3_8B, moe, layout, cluster, 0.0, 0.0)
+        assert shown == pytest.approx(2 * (dp - 1) / dp * dense / fast + seconds, rel=1e-4), dp
+
+
+def test_experts_at_stage_3_are_cut_as_at_stage_2():
+    cluster, moe = plain(), MoEConfig(hidden=4096, intermediate=14336, experts=8, top_k=2)
+    shown = {}
+    for ep in (4, 8):
+        for zero in (2, 3):
+            layout = Layout(dp=8, ep=ep, zero=zero, micro_batches=5, precision="bf16-master")
+            shown[ep, zero], _ = plan_time.data_parallel(LLAMA3_8B, moe, layout, cluster, 0.0, 0.0)
+    # With ep 8 nobody shares an expert; with ep 4 two ranks do: a sum for each micro-batch, and new weights once.
+    experts = 2 * 32 * 3 * 4096 * 14336 * 2 * (5 + 1) / 2 / 450e9
+    for zero in (2, 3):
+        assert shown[4, zero] - shown[8, zero] == pytest.approx(experts, rel=1e-4), zero
 
 
 def test_stage_1_waits_for_its_new_weights_whatever_hides_the_gradients():
