@@ -83,14 +83,9 @@ def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) ->
             line = getattr(node, "lineno", 2) - 1  # of the wrapped text, see fences.parse
             if isinstance(node, ast.Attribute):
                 inside_chain.add(id(node.value))
-            of_neighbour = isinstance(node, ast.Attribute) and ast.unparse(node.value) in neighbours
-            if (
-                isinstance(node, ast.Attribute)
-                and of_neighbour
-                and node.attr in MODULE_NAMES
-                and ast.unparse(node) not in allowed
-            ):
-                yield line, f"an exercise may not use {ast.unparse(node)}"
+                module_of_neighbour = ast.unparse(node.value) in neighbours and node.attr in MODULE_NAMES
+                if module_of_neighbour and ast.unparse(node) not in allowed:
+                    yield line, f"an exercise may not use {ast.unparse(node)}"
             for words, why in _refused(node, imported, globals_, foreign, inside_chain):
                 if words not in allowed:
                     yield line, f"{why} {words}"
