@@ -569,7 +569,7 @@ def index_of(course: Course, chapter: Chapter) -> dict[str, dict[str, dict[str, 
     Of a CUDA file all tests count as running all exercises.
     """
     limits = Limits(test_seconds=300, test_cpu_seconds=300, hang=60)
-    files = {script.name: _test_files(course, chapter, script) for script in chapter.scripts}
+    files = {script.name: _test_files(course, script) for script in chapter.scripts}
     with Judge(course.files, limits) as judge:
         marks = judge.folder / "marks"
         changes = {}
@@ -596,7 +596,7 @@ def index_of(course: Course, chapter: Chapter) -> dict[str, dict[str, dict[str, 
     return index
 
 
-def _test_files(course: Course, chapter: Chapter, script: Script) -> set[str]:
+def _test_files(course: Course, script: Script) -> set[str]:
     """The files with this script's tests: its own, if it has one, and those that its mistakes name."""
     own = f"test_{Path(script.name).stem}.py"
     named = {m.caught_by.partition("::")[0] for m in script.mistakes}
