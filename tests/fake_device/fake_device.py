@@ -787,33 +787,24 @@ def install(module: Any = None) -> None:
 
 
 def install_division(interpreter: Any) -> None:
-    """Triton's `/` in fp32 is div.full.f32, right to 2 units in the last place: half of ours are off by one."""
+    """A GPU's quotients and powers in fp32 (div.full.f32, ex2.approx) are right to 2 units in the last place.
+
+    So half of those that the interpreter computes are put off here: quotients by one unit, powers by two.
+    """
     import numpy as np
 
-    builder = interpreter.InterpreterBuilder
-
-    def divide(a: Any, b: Any) -> Any:
-        exact = np.divide(a, b)
+    def off(exact: Any, units: int) -> Any:
         if exact.dtype != np.float32:
             return exact
         odd = (exact.view(np.int32) & 1).astype(bool) & np.isfinite(exact)
-        return np.where(odd, np.nextafter(exact, np.float32(0)), exact)
+        for _ in range(units):
+            exact = np.where(odd, np.nextafter(exact, np.float32(0)), exact)
+        return exact
 
-    def off(function: Any) -> Any:
-        """ex2.approx and rsqrt.approx are right to 2 units in the last place as well."""
-
-        def compute(x: Any) -> Any:
-            exact = function(x)
-            if exact.dtype != np.float32:
-                return exact
-            odd = (exact.view(np.int32) & 1).astype(bool) & np.isfinite(exact)
-            return np.where(odd, np.nextafter(np.nextafter(exact, np.float32(0)), np.float32(0)), exact)
-
-        return compute
-
-    builder.create_exp = lambda self, x: self.unary_op(x, off(np.exp))
-    builder.create_exp2 = lambda self, x: self.unary_op(x, off(np.exp2))
-    builder.create_fdiv = lambda self, a, b: self.binary_op(a, b, divide)
+    builder = interpreter.InterpreterBuilder
+    builder.create_exp = lambda self, x: self.unary_op(x, lambda value: off(np.exp(value), 2))
+    builder.create_exp2 = lambda self, x: self.unary_op(x, lambda value: off(np.exp2(value), 2))
+    builder.create_fdiv = lambda self, a, b: self.binary_op(a, b, lambda x, y: off(np.divide(x, y), 1))
 
 
 def install_compiler(module: Any) -> None:
