@@ -20,6 +20,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import screen
 from sandbox import ROOT, Judge, Limits, Outcome, read_files
@@ -88,6 +89,11 @@ class Chapter:
         found = {n: (script, fence) for script in self.scripts for n, fence in script.fences.items()}
         return {n: found[n] for n in sorted(found, key=_key)}
 
+    @property
+    def core(self) -> list[str]:
+        """Those of its ground floor; from 21 on they are in the depth."""
+        return [number for number in self.exercises if _key(number)[1] < 21]
+
     def statement(self, number: str) -> str:
         """What the README says about an exercise: its section and its rows in tables. "" if it says nothing."""
         head = rf"^(#+) +(?:Exercise )?{re.escape(number)}(?![\d.]*\d)"
@@ -135,22 +141,16 @@ class Course:
         found, problems = fences.read_fences(text)
         if problems:
             raise CourseError(f"{path.relative_to(self.root)}, {problems[0]}")
-        tables = {}
-        for kind in ("alternatives", "index"):
-            file = self.root / "exercises" / kind / f"{path.name.removesuffix('.py')}.toml"
-            tables[kind] = tomllib.loads(file.read_text()) if found and file.exists() else {}
         where = path.relative_to(self.root).as_posix()
-        return Script(
-            where,
-            text,
-            found,
-            tuple(
-                self._with_symptom(m) for m in mistakes_of(path.relative_to(self.root).as_posix(), self.root) if found
-            ),
-            tuple(Alternative(**entry) for entry in tables["alternatives"].get("alternative", [])),
-            tables["index"].get("tests", {}),
-            tables["index"].get("runs", {}),
-        )
+        mistakes = tuple(self._with_symptom(m) for m in mistakes_of(where, self.root) if found)
+        alternatives = tuple(Alternative(**entry) for entry in self._table("alternatives", path).get("alternative", []))
+        index = self._table("index", path)
+        return Script(where, text, found, mistakes, alternatives, index.get("tests", {}), index.get("runs", {}))
+
+    def _table(self, kind: str, script: Path) -> dict[str, Any]:
+        """What exercises/KIND has of a script."""
+        file = self.root / "exercises" / kind / f"{script.name.removesuffix('.py')}.toml"
+        return tomllib.loads(file.read_text()) if file.exists() else {}
 
     def _with_symptom(self, mistake: Mistake) -> Mistake:
         return replace(mistake, symptom=self.ledger.get((mistake.script, mistake.name), ("", ""))[1])
@@ -181,9 +181,8 @@ class Course:
 
 @dataclass
 class Submission:
-    """A student's versions of a chapter's scripts, as text, and what cannot be used of them."""
+    """What a student wrote in a chapter's scripts, and what cannot be used of it."""
 
-    texts: dict[str, str]  # by the script's name
     bodies: dict[str, str] = field(default_factory=dict)  # by exercise
     refused: dict[str, str] = field(default_factory=dict)  # by exercise: why, in one line
     warnings: list[str] = field(default_factory=list)
@@ -191,27 +190,29 @@ class Submission:
 
 def read_submission(chapter: Chapter, folder: Path, screened: bool = True) -> Submission:
     """Find the student's bodies. Whatever is wrong with a file concerns only the exercises it is wrong for."""
-    submission = Submission({})
+    submission = Submission()
     for script in chapter.scripts:
-        path = folder / script.within
-        try:
-            inside = os.path.realpath(path) == os.path.join(
-                os.path.realpath(folder), script.within
-            )  # no link leads out
-            if not inside or not path.is_file() or path.stat().st_size > 2**20:
-                raise ValueError("is not a plain file of less than 1 MiB" if path.exists() else "is not there")
-            submission.texts[script.name] = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            why = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
-            why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else why
+        path, text, why = folder / script.within, "", ""
+        try:  # no link leads out
+            inside = os.path.realpath(path) == os.path.join(os.path.realpath(folder), script.within)
+            if not path.exists():
+                why = "is not there"
+            elif not inside or not path.is_file() or path.stat().st_size > 2**20:
+                why = "is not a plain file of less than 1 MiB"
+            else:
+                text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            why = "is not UTF-8 text"
+        except OSError as error:
+            why = f"cannot be read: {error.strerror}"
+        if why:
             submission.refused |= dict.fromkeys(script.fences, f"{script.name} {why}")
-            continue
-        _read_script(script, submission, screened)
+        else:
+            _read_script(script, text, submission, screened)
     return submission
 
 
-def _read_script(script: Script, submission: Submission, screened: bool) -> None:
-    text = submission.texts[script.name]
+def _read_script(script: Script, text: str, submission: Submission, screened: bool) -> None:
     found, problems = fences.read_fences(text)
     submission.warnings += [f"{script.name}, {problem}" for problem in problems]
     for number, fence in script.fences.items():
@@ -344,22 +345,21 @@ def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row:
         return f"exercise {row.number}: {outcome.foul}"
     failed = [result for result in outcome.results if not result.passed]
     if outcome.ended:
-        row.status, row.detail = "failed", outcome.ended
         at = next((test for test in tests if test not in {r.test for r in outcome.results}), tests[-1])
-        row.claim = sentence(at)
+        row.detail = outcome.ended
     elif failed:
-        row.status, row.claim, row.detail = "failed", sentence(failed[0].test), first_lines(failed[0].message)
+        at, row.detail = failed[0].test, first_lines(failed[0].message)
     elif missing := unanswered(tests, outcome):
-        row.status, row.claim, row.detail = "failed", sentence(missing[0]), "the test was not run to its end"
+        at, row.detail = missing[0], "the test was not run to its end"
     else:
         row.status = "passed"
         return ""
-    if outcome.ended or TRANSPORT.search(failed[0].message if failed else ""):
-        at = failed[0].test if failed else next((t for t in tests if sentence(t) == row.claim), tests[0])
-        if why := unwell(course, chapter, at, judge):
-            row.status, row.detail, row.claim = "not reached", why, ""
-            return ""
-    said = {result.test: result.message for result in failed} or {tests[-1]: ""}
+    row.status, row.claim = "failed", sentence(at)
+    doubtful = outcome.ended or (failed and TRANSPORT.search(failed[0].message))
+    if doubtful and (why := unwell(course, chapter, at, judge)):
+        row.status, row.detail, row.claim = "not reached", why, ""
+        return ""
+    said = {result.test: result.message for result in failed} or {at: ""}
     mistake = nearest_mistake(script, row.number, body, said)
     row.mistake, row.hint = (mistake.name, mistake.hint) if mistake else ("", general_hint(chapter, script, row))
     return ""
@@ -476,8 +476,8 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     for mistake, text in bodies.items():
         if text == mine:
             return mistake
-    said = {(_claim(test), _essence(symptom(message))) for test, message in failed.items()}
-    same = [m for m in mistakes if m.symptom and (_claim(m.caught_by), _essence(m.symptom)) in said]
+    said = {(_claim(test), _on_any_rank(symptom(message))) for test, message in failed.items()}
+    same = [m for m in mistakes if m.symptom and (_claim(m.caught_by), _on_any_rank(m.symptom)) in said]
     if len(same) == 1 and re.search(r"\d", same[0].symptom):
         return same[0]
     claims = {_claim(test) for test in failed}
@@ -506,11 +506,9 @@ def symptom(message: str) -> str:
     return " ".join(line.split())
 
 
-def _essence(symptom: str) -> str:
-    """Which tensor and which factor, on whatever rank it was seen first; without a factor, all that was said."""
-    words = re.sub(r"\b(on )?rank \d+", "a rank", symptom)
-    factor = re.search(r"everything is (\S+) times", words)
-    return f"{words.partition(':')[0]} {factor[1]}" if factor else words
+def _on_any_rank(symptom: str) -> str:
+    """Which of several ranks says it first is chance."""
+    return re.sub(r"\brank \d+", "a rank", symptom)
 
 
 def _likeness(a: str, b: str) -> float:
@@ -571,7 +569,7 @@ def index_of(course: Course, chapter: Chapter) -> dict[str, dict[str, dict[str, 
     Of a CUDA file all tests count as running all exercises.
     """
     limits = Limits(test_seconds=300, test_cpu_seconds=300, hang=60)
-    files = {script.name: _test_files(course, chapter, script) for script in chapter.scripts}
+    files = {script.name: _test_files(course, script) for script in chapter.scripts}
     with Judge(course.files, limits) as judge:
         marks = judge.folder / "marks"
         changes = {}
@@ -598,7 +596,7 @@ def index_of(course: Course, chapter: Chapter) -> dict[str, dict[str, dict[str, 
     return index
 
 
-def _test_files(course: Course, chapter: Chapter, script: Script) -> set[str]:
+def _test_files(course: Course, script: Script) -> set[str]:
     """The files with this script's tests: its own, if it has one, and those that its mistakes name."""
     own = f"test_{Path(script.name).stem}.py"
     named = {m.caught_by.partition("::")[0] for m in script.mistakes}

@@ -66,8 +66,8 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
         bodies = {number: stub(script, fence) for number, fence in script.fences.items()}
         (folder / script.within).write_text(fences.splice(script.text, bodies), encoding="utf-8")
     first, (script, _) = next(iter(chapter.exercises.items()))
-    few = [n for n in chapter.exercises if int(n.partition(".")[2]) < 21]
-    more = [n for n in chapter.exercises if n not in few]
+    few = chapter.core
+    more = list(chapter.exercises)[len(few) :]
     extra = f", and {more[0]} to {more[-1]} in in_depth for who wants more" if more else ""
     return (
         f"{said}{folder}: exercises {few[0]} to {few[-1]}{extra}\n"
@@ -198,9 +198,7 @@ def submissions_in(course: Course, folder: Path) -> list[tuple[str, Chapter, Pat
     return found
 
 
-def grade(
-    course: Course, folder: Path, limits: Limits | None = None, screened: bool = True, unsafe: bool = False
-) -> list[dict[str, str]]:
+def grade(course: Course, folder: Path, limits: Limits | None = None, unsafe: bool = False) -> list[dict[str, str]]:
     """Check all submissions, one after the other, and write grades.csv, grades.json and class.md into `folder`."""
     rows: list[dict[str, str]] = []
     bodies: dict[str, dict[str, str]] = {}
@@ -213,7 +211,7 @@ def grade(
     write_grades(rows, folder)  # before anything is checked: can it be written?
     for name, chapter, where in submissions:
         try:
-            submission = read_submission(chapter, where, screened)
+            submission = read_submission(chapter, where)
             bodies.setdefault(name, {}).update(written(chapter, submission.bodies))
             report = check(course, chapter, submission, limits=limits, apart=True)
         except Exception as error:  # one submission that confuses the checker must not cost the others their grade

@@ -42,13 +42,12 @@ def progress(course: Course, student: Path) -> str:
     lines = ["| chapter | core | in depth | next |", "| --- | --- | --- | --- |"]
     done = 0
     for chapter in course.chapters.values():
-        core = [n for n in chapter.exercises if int(n.partition(".")[2]) < 21]
-        signs = " ".join(SIGNS.get(noted.get(n, ""), ".") for n in core)
-        passed = sum(noted.get(n) == "passed" for n in chapter.exercises)
-        deep = passed - sum(noted.get(n) == "passed" for n in core)
-        following = next((n for n in core if noted.get(n) != "passed"), "")
-        lines.append(f"| {chapter.folder} | `{signs}` | {deep} of {len(chapter.exercises) - len(core)} | {following} |")
-        done += passed
+        signs = " ".join(SIGNS.get(noted.get(n, ""), ".") for n in chapter.core)
+        passed = [n for n in chapter.exercises if noted.get(n) == "passed"]
+        depth = f"{len(set(passed) - set(chapter.core))} of {len(chapter.exercises) - len(chapter.core)}"
+        following = next((n for n in chapter.core if n not in passed), "")
+        lines.append(f"| {chapter.folder} | `{signs}` | {depth} | {following} |")
+        done += len(passed)
     total = sum(len(chapter.exercises) for chapter in course.chapters.values())
     return "\n".join([*lines, "", f"{done} of {total} passed. x passed, - failed, ! refused, . not checked yet"])
 
@@ -86,11 +85,13 @@ def alike(bodies: Mapping[str, Mapping[str, str]]) -> list[tuple[float, str, str
     found = []
     for a, b in combinations(sorted(words), 2):
         both = [number for number in words[a] if number in words[b]]
-        mine, theirs = ([word for number in both for word in words[name][number]] for name in (a, b))
-        if min(len(mine), len(theirs)) < ENOUGH:
+        sizes = [sum(len(words[name][number]) for number in both) for name in (a, b)]
+        if min(sizes) < ENOUGH:
             continue
-        matcher = difflib.SequenceMatcher(None, mine, theirs, autojunk=False)
-        if matcher.quick_ratio() >= ALIKE and (ratio := matcher.ratio()) >= ALIKE:
+        # Exercise by exercise: in a whole submission a word has hundreds of others to be held against.
+        matchers = [difflib.SequenceMatcher(None, words[a][n], words[b][n], autojunk=False) for n in both]
+        same = sum(block.size for matcher in matchers for block in matcher.get_matching_blocks())
+        if (ratio := 2 * same / sum(sizes)) >= ALIKE:
             found.append((ratio, a, b, both))
     return sorted(found, key=lambda pair: (-pair[0], pair[1:3]))
 

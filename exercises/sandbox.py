@@ -144,34 +144,26 @@ class Judge:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(request.encode() + b"\n")
             self.process.stdin.flush()
-        while True:
-            line = self._line(self.limits.test_seconds)
-            if isinstance(line, Trouble):
-                outcome.ended = str(line)
-                return outcome
-            try:
-                words = json.loads(line)
+        try:
+            while True:
+                words = json.loads(self._line(self.limits.test_seconds))
                 if words["nonce"] != nonce:
                     raise ValueError("not of this run")
                 if words.get("done"):
                     outcome.foul = f"it changed {words['foul'][0]}, which judges it" if words["foul"] else ""
                     return outcome
-                outcome.results.append(
-                    Result(
-                        str(words["test"]),
-                        words["outcome"] == "passed",
-                        str(words["message"]).replace(str(self.folder), ""),
-                        words["outcome"] == "broken",
-                        float(words["seconds"]),
-                        tuple(words["touched"]),
-                    )
-                )
-            except (ValueError, KeyError, TypeError):
-                outcome.foul = "it wrote results itself, in place of the judge"
-                return outcome
+                test, how = str(words["test"]), words["outcome"]
+                message = str(words["message"]).replace(str(self.folder), "")
+                seconds, touched = float(words["seconds"]), tuple(words["touched"])
+                outcome.results.append(Result(test, how == "passed", message, how == "broken", seconds, touched))
+        except Ended as why:
+            outcome.ended = str(why)
+        except (ValueError, KeyError, TypeError):
+            outcome.foul = "it wrote results itself, in place of the judge"
+        return outcome
 
-    def _line(self, seconds: float) -> "bytes | Trouble":
-        """The next line of the judge, or what went wrong meanwhile."""
+    def _line(self, seconds: float) -> bytes:
+        """The next line of the judge. Raises Ended if a limit is passed meanwhile."""
         assert self.process is not None and self.process.stdout is not None
         pipe = self.process.stdout.fileno()
         deadline, cpu_before = time.monotonic() + seconds, sum(p.cpu for p in self.descendants())
@@ -179,30 +171,29 @@ class Judge:
             if wait([pipe], 0.2):
                 data = os.read(pipe, 65536)
                 if not data:
-                    return Trouble("its process ended in the middle of a test")
+                    raise Ended("its process ended in the middle of a test")
                 self.pending += data
                 if len(self.pending) > MIB:
-                    return Trouble("it wrote more than 1 MiB to the pipe of the results")
-            elif trouble := self._passed_limit(deadline, cpu_before):
-                return trouble
+                    raise Ended("it wrote more than 1 MiB to the pipe of the results")
+            else:
+                self._limits_hold(deadline, cpu_before)
         line, _, self.pending = self.pending.partition(b"\n")
         return line
 
-    def _passed_limit(self, deadline: float, cpu_before: float) -> "Trouble | None":
+    def _limits_hold(self, deadline: float, cpu_before: float) -> None:
         limits, processes = self.limits, self.descendants()
         if time.monotonic() > self.deadline and not self.trusted:
-            return Trouble(f"the whole submission took more than {limits.all_seconds:g} s")
+            raise Ended(f"the whole submission took more than {limits.all_seconds:g} s")
         if time.monotonic() > deadline:
-            return Trouble(f"still running after {limits.test_seconds:g} s")
+            raise Ended(f"still running after {limits.test_seconds:g} s")
         if sum(p.cpu for p in processes) - cpu_before > limits.test_cpu_seconds:
-            return Trouble(f"still computing after {limits.test_cpu_seconds:g} s of processor time")
+            raise Ended(f"still computing after {limits.test_cpu_seconds:g} s of processor time")
         if len(processes) > limits.processes:
-            return Trouble(f"more than {limits.processes} processes at a time")
+            raise Ended(f"more than {limits.processes} processes at a time")
         if sum(p.memory for p in processes) > limits.memory:
-            return Trouble(f"more than {limits.memory // MIB} MiB of memory")
+            raise Ended(f"more than {limits.memory // MIB} MiB of memory")
         if max(_bytes_under(self.folder), sum(p.written for p in processes)) > limits.disk:
-            return Trouble(f"more than {limits.disk // MIB} MiB on disk")
-        return None
+            raise Ended(f"more than {limits.disk // MIB} MiB on disk")
 
     # ---------------------------------------------------------------------------------- the process and its children
 
@@ -243,8 +234,10 @@ class Judge:
             env=environment,
             start_new_session=True,
         )
-        ready = self._line(300)
-        why = str(ready) if isinstance(ready, Trouble) else json.loads(ready)["unwell"]
+        try:
+            why = json.loads(self._line(300))["unwell"]
+        except Ended as end:
+            why = str(end)
         if why:
             self.stop()
             raise JudgeError(f"the judge did not start: {why}")
@@ -287,9 +280,8 @@ class Judge:
                     pipe.close()
         self.process = None
         _adopt_orphans(False)
-        shutil.rmtree(self.folder / "tmp", ignore_errors=True)  # nothing of this run is there for the next
-        shutil.rmtree(self.folder / "judge", ignore_errors=True)
-        shutil.rmtree(self.folder / "copy", ignore_errors=True)
+        for name in ("tmp", "judge", "copy"):  # nothing of this run is there for the next
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def close(self) -> None:
         self.stop()
@@ -328,8 +320,8 @@ class JudgeError(RuntimeError):
     """The judge could not be started: nothing is known about the submission."""
 
 
-class Trouble(str):
-    """Why a run was ended."""
+class Ended(Exception):
+    """Why a run was cut short."""
 
 
 @dataclass(frozen=True)

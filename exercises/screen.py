@@ -83,14 +83,9 @@ def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) ->
             line = getattr(node, "lineno", 2) - 1  # of the wrapped text, see fences.parse
             if isinstance(node, ast.Attribute):
                 inside_chain.add(id(node.value))
-            of_neighbour = isinstance(node, ast.Attribute) and ast.unparse(node.value) in neighbours
-            if (
-                isinstance(node, ast.Attribute)
-                and of_neighbour
-                and node.attr in MODULE_NAMES
-                and ast.unparse(node) not in allowed
-            ):
-                yield line, f"an exercise may not use {ast.unparse(node)}"
+                module_of_neighbour = ast.unparse(node.value) in neighbours and node.attr in MODULE_NAMES
+                if module_of_neighbour and ast.unparse(node) not in allowed:
+                    yield line, f"an exercise may not use {ast.unparse(node)}"
             for words, why in _refused(node, imported, globals_, foreign, inside_chain):
                 if words not in allowed:
                     yield line, f"{why} {words}"
@@ -180,14 +175,9 @@ def _attribute(node: ast.Attribute, imported: dict[str, str], foreign: set[str])
         kinds = [_resolve(path) for path in ("torch.Tensor", "torch.nn.Module", "torch.autograd.Function")]
         if any(callable(getattr(kind, node.attr, None)) for kind in kinds) and node.attr not in ("grad", "data"):
             yield f".{node.attr} =", "an exercise may not replace a method:"
-    if isinstance(node.value, ast.Name) and node.value.id in imported:
-        module = _resolve(imported[node.value.id])
-        if isinstance(module, types.ModuleType) and not _may_use(module, node.attr):
-            yield ast.unparse(node), "an exercise may not use"
-    elif isinstance(node.value, ast.Attribute):  # torch.nn.functional.linear: judge each step
-        module = _module_of(node.value, imported)
-        if module is not None and not _may_use(module, node.attr):
-            yield ast.unparse(node), "an exercise may not use"
+    module = _module_of(node.value, imported)  # also of torch.nn.functional.linear: each step is judged
+    if module is not None and not _may_use(module, node.attr):
+        yield ast.unparse(node), "an exercise may not use"
 
 
 def _may_use(module: types.ModuleType, name: str) -> bool:
@@ -217,13 +207,11 @@ def _may_import(path: str) -> bool:
 
 
 def _module_of(node: ast.expr, imported: dict[str, str]) -> types.ModuleType | None:
-    if isinstance(node, ast.Name):
-        value = _resolve(imported[node.id]) if node.id in imported else None
-    elif isinstance(node, ast.Attribute):
-        parent = _module_of(node.value, imported)
-        value = getattr(parent, node.attr, None) if parent else None
-    else:
-        return None
+    value: object = None
+    if isinstance(node, ast.Name) and node.id in imported:
+        value = _resolve(imported[node.id])
+    elif isinstance(node, ast.Attribute) and (parent := _module_of(node.value, imported)):
+        value = getattr(parent, node.attr, None)
     return value if isinstance(value, types.ModuleType) else None
 
 

@@ -299,16 +299,12 @@ def calls(sections: Sequence[Section], budget: float) -> list[list[Section]]:
     return groups
 
 
-def commit_here() -> str:
-    """The commit of this checkout; "" where there is no git, or something has changed."""
-    known = commit_of(ROOT)
-    return known if COMMIT.fullmatch(known) else ""
-
-
 def plan_text(sections: Sequence[Section], budget: float) -> str:
     """The calls to make, with their expected seconds."""
-    rest = f" COMMIT={commit}" if (commit := commit_here()) else ""
-    lines = [] if commit else ["Commit first, or give COMMIT=: a GPU's time is not spent on what no commit names.", ""]
+    commit = commit_of(ROOT)
+    named = COMMIT.fullmatch(commit) is not None  # there is git, and nothing has changed
+    rest = f" COMMIT={commit}" if named else ""
+    lines = [] if named else ["Commit first, or give COMMIT=: a GPU's time is not spent on what no commit names.", ""]
     lines += ["No section was named, so nothing was run. One call for each section, the most valuable first:", ""]
     names = [f"make gpu SECTION={section.name}{rest}" for section in sections]
     for name, section in zip(names, sections, strict=True):
@@ -564,23 +560,25 @@ class Run:
 def summary(run: Run, names: Sequence[str]) -> int:
     """Print the last table, add it and the goals to the record, and give the exit code."""
     mine = [step for entry in run.record["sections"] if entry["name"] in names for step in entry["steps"]]
-    wrong = [step for step in mine if step["status"] in (FAILED, TOO_SLOW)]
+    wrong = any(step["status"] in (FAILED, TOO_SLOW) for step in mine)
     tables = overview(run.record)
     run.record["results"] |= tables
     if not run.machine.dry and run.out == ROOT / "results":
         for name, record in tables.items():
             (run.out / f"{name}.{file_name(run.machine.device)}.json").write_text(json.dumps(record, indent=1) + "\n")
-    goals = tables["gpu_goals"]["rows"]
     run.save()
     print(f"\n{'section':10} {'passed':>10} {'seconds':>9}  the others")
     for name, passed, seconds, others in tables["gpu_run"]["rows"]:
         print(f"{name:10} {passed:>10} {seconds:9.1f}  {others[:200]}")
     if not run.machine.dry:
         print()
-        for chapter, goal, asked, reached, verdict, _ in goals:
+        for chapter, goal, asked, reached, verdict, _ in tables["gpu_goals"]["rows"]:
             print(f"chapter {chapter}: {goal}: {asked}; {reached}, {verdict}")
     print(f"\n{run.budget - run.left():.0f} s of {run.budget:.0f}; {run.machine.device}; {run.path}")
     print("FAIL" if wrong else "PASS" + (" (dry: this proves the command, and measures nothing)" * run.machine.dry))
+    if mine and all(step["status"] == NOT_RUN for step in mine):
+        print(f"gpu.py: nothing could be run: {mine[0]['step']}: {mine[0]['reason']}", file=sys.stderr)
+        return 2
     return 1 if wrong else 0
 
 
@@ -723,12 +721,7 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
             return 130
         finally:
             signal.signal(signal.SIGTERM, before)
-        code = summary(run, args.section)
-        steps = [step for entry in run.record["sections"] if entry["name"] in args.section for step in entry["steps"]]
-        if steps and all(step["status"] == NOT_RUN for step in steps):
-            print(f"gpu.py: nothing could be run: {steps[0]['step']}: {steps[0]['reason']}", file=sys.stderr)
-            return 2
-        return code
+        return summary(run, args.section)
 
 
 if __name__ == "__main__":

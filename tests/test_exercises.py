@@ -137,7 +137,7 @@ def tiny(tiny_repository, tmp_path, monkeypatch):
 
 def check_bodies(course, chapter, bodies, limits=LIMITS):
     """Check bodies without the screening."""
-    return check(course, chapter, Submission({}, bodies), list(bodies), limits)
+    return check(course, chapter, Submission(bodies), list(bodies), limits)
 
 
 def own_bodies(chapter):
@@ -233,7 +233,7 @@ def test_planted_mistakes_fail_at_their_exercise_with_their_hint(judge):
     for chapter in REAL.chapters.values():
         for script in chapter.scripts:
             for mistake in (m for m in script.mistakes if m.name in SAMPLE):
-                submission = Submission({}, own_bodies(chapter) | {mistake.exercise: script.mistaken_body(mistake)})
+                submission = Submission(own_bodies(chapter) | {mistake.exercise: script.mistaken_body(mistake)})
                 (row,) = check(REAL, chapter, submission, [mistake.exercise], judge=judge).rows
                 assert (row.status, row.mistake, row.hint) == ("failed", mistake.name, mistake.hint)
                 seen.add(mistake.name)
@@ -249,17 +249,17 @@ def test_in_each_later_chapter_another_right_solution_passes_and_a_mistake_gets_
     chapter = REAL.chapter(number.partition(".")[0])
     script, _ = chapter.exercises[number]
     other = next(a for a in script.alternatives if a.exercise == number)
-    report = check(REAL, chapter, Submission({}, {number: other.body.strip("\n")}), [number], judge=judge)
+    report = check(REAL, chapter, Submission({number: other.body.strip("\n")}), [number], judge=judge)
     assert report.all_passed, [(row.status, row.claim, row.detail) for row in report.rows] + [report.rejected]
     mistake = next(m for m in script.mistakes if m.exercise == number)
-    (row,) = check(REAL, chapter, Submission({}, {number: script.mistaken_body(mistake)}), [number], judge=judge).rows
+    (row,) = check(REAL, chapter, Submission({number: script.mistaken_body(mistake)}), [number], judge=judge).rows
     assert (row.status, row.mistake, row.hint) == ("failed", mistake.name, mistake.hint)
 
 
 def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_hint(judge):
     chapter = REAL.chapter("01")
     body = "return windows[:, :-1].long().contiguous(), (windows[:, 1:] * 3).long().contiguous()"
-    (row,) = check(REAL, chapter, Submission({}, {"1.25": body}), ["1.25"], judge=judge).rows
+    (row,) = check(REAL, chapter, Submission({"1.25": body}), ["1.25"], judge=judge).rows
     assert row.status == "failed"
     assert row.claim == "the label of a token is the token that follows it"
     assert row.detail.strip() and "Error" not in row.detail.split()[0]
@@ -737,7 +737,7 @@ text = open(path).read() if os.path.exists(path) else builtins.kept
 result = sum(xs) if 'result += x' in text else 0"""
     chapter = tiny.chapter("01")
     for apart in (True, False):
-        report = check(tiny, chapter, Submission({}, {"1.1": keep, "1.2": use}), limits=LIMITS, apart=apart)
+        report = check(tiny, chapter, Submission({"1.1": keep, "1.2": use}), limits=LIMITS, apart=apart)
         assert [row.status for row in report.rows] == ["passed", "failed" if apart else "passed"], report
 
 
@@ -794,7 +794,7 @@ def test_a_forged_pass_that_knows_the_controls_is_seen_from_a_process_without_it
     body = BOMB.replace("DIGEST", hashlib.sha256(outside.encode()).hexdigest())
     assert check_bodies(REAL, chapter, {"3.2": body}, Limits()).all_passed, "it is no attack any more"
     for lines, right in ((body, False), (fence.body, True)):
-        report = check(REAL, chapter, Submission({}, {"3.2": lines}), ["3.2"], apart=True)
+        report = check(REAL, chapter, Submission({"3.2": lines}), ["3.2"], apart=True)
         assert report.all_passed == right, report
         assert right or "seen from a process in which its lines do not run" in report.rejected
     folder = write_student(chapter, {"3.2": body}, tmp_path / "student")
@@ -846,7 +846,7 @@ def test_a_result_that_is_forged_where_it_is_compared_does_not_pass_when_a_rank_
         course = Course(tiny.root)
         with Judge(course.files, Limits(hang=10)) as judge:
             for body, right in (("return 2 * x", True), (f"{ONCE}{lines}", passes)):
-                report = check(course, course.chapter("01"), Submission({}, {"1.1": body}), ["1.1"], judge=judge)
+                report = check(course, course.chapter("01"), Submission({"1.1": body}), ["1.1"], judge=judge)
                 assert report.all_passed == right, report
 
 
@@ -868,7 +868,7 @@ _disarm()
 def test_each_exercise_of_a_ground_floor_is_decided_in_a_process_that_its_lines_do_not_reach(name):
     """A mistake of each is noticed although the ranks, in which alone it runs, assert nothing."""
     chapter, decided = REAL.chapters[name], set()
-    core = {number for number in chapter.exercises if int(number.partition(".")[2]) < 21}
+    core = set(chapter.core)
     with Judge(REAL.files, trusted=True) as judge:
         for mistake in (m for script in chapter.scripts for m in script.mistakes if m.exercise in core):
             if mistake.exercise in decided:
@@ -931,7 +931,7 @@ class MachineWithout:
 
 def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny):
     chapter = tiny.chapter("01")
-    lines = Submission({}, {"1.1": "return x + x"})
+    lines = Submission({"1.1": "return x + x"})
     (row,) = check(tiny, chapter, lines, ["1.1"], judge=MachineWithout("the machine")).rows
     assert row.status == "not reached" and row.detail.startswith("this machine, not your lines: ") and not row.hint
     assert "Connection timed out" in row.detail and "\n" not in row.detail

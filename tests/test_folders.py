@@ -257,16 +257,6 @@ def test_every_chapter_has_the_same_sections_and_the_same_heads_of_tables(number
     assert trap.startswith(HEADS["trap"])
 
 
-def test_every_script_in_a_readme_command_exists():
-    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/planner/*.md")]:
-        for command in re.findall(r"(?:python|torchrun|sbatch)[^\n`]*?(\S+\.(?:py|sbatch))", readme.read_text()):
-            by_a_student = command.startswith("student/")  # made by `make exercise`
-            # The course's commands are meant from inside the chapter's folder, and say so.
-            floors = [chapter / floor for chapter in (*CHAPTERS, TRAINER) for floor in ("", "in_depth")]
-            bases = [ROOT, readme.parent, *(floors if readme.parent.name == "exercises" else ())]
-            assert by_a_student or any((base / command).exists() for base in bases), f"{readme}: {command}"
-
-
 def test_make_lists_its_targets():
     done = run(["make"], ROOT)
     targets = re.findall(r"^([a-z-]+): .*##", Path(ROOT / "Makefile").read_text(), re.MULTILINE)

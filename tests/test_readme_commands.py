@@ -187,7 +187,10 @@ def expanded(command: str) -> list[str]:
 
 
 def script_and_options(command: str) -> tuple[str, list[str]] | None:
-    """Of `python x.py --a` and `torchrun --nproc_per_node 4 x.py --a`: x.py and `--a`. torchrun checks its own."""
+    """Of `python x.py --a` and `torchrun --nproc_per_node 4 x.py --a`: x.py and `--a`. torchrun checks its own.
+
+    What sbatch is given goes on to another script, so of that only the name is looked at.
+    """
     from torch.distributed.run import get_args_parser
 
     words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=.*", word)]
@@ -195,6 +198,8 @@ def script_and_options(command: str) -> tuple[str, list[str]] | None:
     if words[0] == "torchrun" or (len(words) > 1 and words[1].endswith("launch.py")):
         given = get_args_parser().parse_args(words[2 if words[0] == "python" else 1 :])
         return given.training_script, given.training_script_args
+    if words[0] == "sbatch":
+        return words[1], []
     if words[0].startswith("python") and words[1] != "-m":
         return words[1], words[2:]
     if words[0].startswith("python"):

@@ -260,7 +260,7 @@ class Device(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         places = [place(x) for x in given]
         if name.startswith(("c10d::", "_c10d_functional::")):
-            _check_collective(name, args, given, places)
+            _check_collective(name, args, places)
         quiet = _is_view(func) or name in ONLY_SHAPES  # reads and writes no element of what it is given
         where = max(places, default=WILD) if all(p == WILD for p in places) else max(p for p in places if p != WILD)
         if name == "aten::copy_":
@@ -395,7 +395,7 @@ STAND_INS |= {f"aten::div.{overload}": _divided for overload in ("Tensor", "Scal
 _nccl: set[str] = set()  # names of the groups that were asked to use nccl
 
 
-def _check_collective(name: str, args: Any, given: list[Tensor], places: list[int]) -> None:
+def _check_collective(name: str, args: Any, places: list[int]) -> None:
     import torch.distributed as dist
 
     groups = [x for x in args if isinstance(x, str)]
@@ -726,7 +726,7 @@ def _install_cuda(count: int) -> None:
     def reset_peak(device: Any = None) -> None:
         _memory["peak"] = _memory["now"]
 
-    def elapsed(*_: Any, **__: Any) -> None:
+    def nothing(*_: Any, **__: Any) -> None:
         return None
 
     first = Stream()
@@ -734,17 +734,17 @@ def _install_cuda(count: int) -> None:
     cuda.first_stream = first  # kept alive
     changed = dict(
         is_available=lambda: True, device_count=lambda: count, current_device=lambda: _now["device"],
-        is_initialized=lambda: True, _lazy_init=elapsed, init=elapsed, set_device=set_device, device=device,
+        is_initialized=lambda: True, _lazy_init=nothing, init=nothing, set_device=set_device, device=device,
         device_of=lambda t: device(t.device if place(t) >= 0 else None), get_device_name=lambda d=None: NAME,
         get_device_capability=lambda d=None: (9, 0), get_device_properties=lambda d=None: properties,
         mem_get_info=lambda d=None: (properties.total_memory - _memory["now"], properties.total_memory),
         set_sync_debug_mode=lambda mode: _now.update(sync=mode), get_sync_debug_mode=lambda: 0,
         synchronize=synchronize, Stream=Stream, Event=Event, stream=stream, current_stream=lambda d=None: _current[0],
-        default_stream=lambda d=None: first, empty_cache=elapsed, ipc_collect=elapsed,
+        default_stream=lambda d=None: first, empty_cache=nothing, ipc_collect=nothing,
         memory_allocated=lambda d=None: _memory["now"], max_memory_allocated=lambda d=None: _memory["peak"],
         memory_reserved=lambda d=None: _memory["now"], max_memory_reserved=lambda d=None: _memory["peak"],
-        reset_peak_memory_stats=reset_peak, is_bf16_supported=lambda *a, **k: True, manual_seed=elapsed,
-        manual_seed_all=elapsed, get_rng_state=lambda d="cuda": torch.get_rng_state(),
+        reset_peak_memory_stats=reset_peak, is_bf16_supported=lambda *a, **k: True, manual_seed=nothing,
+        manual_seed_all=nothing, get_rng_state=lambda d="cuda": torch.get_rng_state(),
         set_rng_state=lambda s, d="cuda": torch.set_rng_state(s), is_current_stream_capturing=lambda: False,
         memory_stats=lambda d=None: collections.defaultdict(int) | {
             "allocated_bytes.all.peak": _memory["peak"], "reserved_bytes.all.peak": _memory["peak"],
@@ -787,33 +787,24 @@ def install(module: Any = None) -> None:
 
 
 def install_division(interpreter: Any) -> None:
-    """Triton's `/` in fp32 is div.full.f32, right to 2 units in the last place: half of ours are off by one."""
+    """A GPU's quotients and powers in fp32 (div.full.f32, ex2.approx) are right to 2 units in the last place.
+
+    So half of those that the interpreter computes are put off here: quotients by one unit, powers by two.
+    """
     import numpy as np
 
-    builder = interpreter.InterpreterBuilder
-
-    def divide(a: Any, b: Any) -> Any:
-        exact = np.divide(a, b)
+    def off(exact: Any, units: int) -> Any:
         if exact.dtype != np.float32:
             return exact
         odd = (exact.view(np.int32) & 1).astype(bool) & np.isfinite(exact)
-        return np.where(odd, np.nextafter(exact, np.float32(0)), exact)
+        for _ in range(units):
+            exact = np.where(odd, np.nextafter(exact, np.float32(0)), exact)
+        return exact
 
-    def off(function: Any) -> Any:
-        """ex2.approx and rsqrt.approx are right to 2 units in the last place as well."""
-
-        def compute(x: Any) -> Any:
-            exact = function(x)
-            if exact.dtype != np.float32:
-                return exact
-            odd = (exact.view(np.int32) & 1).astype(bool) & np.isfinite(exact)
-            return np.where(odd, np.nextafter(np.nextafter(exact, np.float32(0)), np.float32(0)), exact)
-
-        return compute
-
-    builder.create_exp = lambda self, x: self.unary_op(x, off(np.exp))
-    builder.create_exp2 = lambda self, x: self.unary_op(x, off(np.exp2))
-    builder.create_fdiv = lambda self, a, b: self.binary_op(a, b, divide)
+    builder = interpreter.InterpreterBuilder
+    builder.create_exp = lambda self, x: self.unary_op(x, lambda value: off(np.exp(value), 2))
+    builder.create_exp2 = lambda self, x: self.unary_op(x, lambda value: off(np.exp2(value), 2))
+    builder.create_fdiv = lambda self, a, b: self.binary_op(a, b, lambda x, y: off(np.divide(x, y), 1))
 
 
 def install_compiler(module: Any) -> None:

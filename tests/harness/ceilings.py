@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,8 @@ class Table:
         self.write()
         print(f"{self.name}: " + "; ".join(str(cell) for cell in row), flush=True)
 
-    def write(self, **changed: Any) -> None:
-        """Also after `notes` or an old row has been changed."""
-        self.notes = changed.get("notes", self.notes)
+    def write(self) -> None:
+        """Called by `add`; and by who has changed an old row."""
         if self.folder is None or self.path is None:
             with contextlib.redirect_stdout(io.StringIO()):  # it prints the whole table
                 self.path = write_result(self.name, self.title, self.columns, self.rows, self.notes, self.folder)
@@ -118,7 +118,7 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else GIB
 
 
-# Each returns (what it was, units of work per second), after it has verified what it measured.
+# Each returns units of work per second, after it has verified what it measured.
 
 
 def copy_bandwidth(device: torch.device, nbytes: int, repeats: int = 20) -> Ratio:
@@ -190,38 +190,29 @@ def ceilings(device: torch.device, dry: bool) -> tuple[list[Ceiling], str]:
     side = 128 if dry else max(n for n in (1024, 2048, 4096, 8192) if n == 1024 or 12 * n * n < free // 4)
     linked = 2**20 if dry else min(GIB, free // 8)
     gpu = predictions.here()
-    flops = 2 * side**3
     sizes = f"{copied / GIB:.3g} GiB copied within the device, {linked / GIB:.3g} GiB over the link; {side} cubed"
 
-    def over(work: float, seconds: float | None) -> float | None:
-        return work / seconds if seconds else None
+    def product(n: int, kind: str) -> float | None:
+        seconds = predictions.product(gpu, 2 * n**3, kind)
+        return 2 * n**3 / seconds if seconds else None
 
+    copy = partial(copy_bandwidth, device, copied, repeats)
+    there, back = (partial(link_bandwidth, device, linked, to_device, repeats) for to_device in (True, False))
+    bf16 = partial(matmul_rate, device, side, repeats=repeats)
+    fp32 = partial(matmul_rate, device, side // 2, torch.float32, repeats)
     link = 0.85 * gpu.link if gpu else None  # packets have heads
-    products = {kind: over(flops, predictions.product(gpu, flops, kind)) for kind in ("bf16", "fp8")}
-    products["fp32"] = over(flops / 8, predictions.product(gpu, flops / 8, "fp32"))  # half the side
-    moved = over(2 * copied, predictions.moved(gpu, 2 * copied))
+    seconds = predictions.moved(gpu, 2 * copied)
+    moved = 2 * copied / seconds if seconds else None
     found = [
-        Ceiling(
-            "copy within the device, read + written", "TB/s", lambda: copy_bandwidth(device, copied, repeats), moved
-        ),
-        Ceiling("host to device, pinned", "GB/s", lambda: link_bandwidth(device, linked, True, repeats), link),
-        Ceiling("device to host, pinned", "GB/s", lambda: link_bandwidth(device, linked, False, repeats), link),
-        Ceiling(
-            "matrix product, bf16",
-            "TFLOP/s",
-            lambda: matmul_rate(device, side, repeats=repeats),
-            products["bf16"],
-        ),
-        Ceiling(
-            "matrix product, fp32 (no TF32)",
-            "TFLOP/s",
-            lambda: matmul_rate(device, side // 2, torch.float32, repeats),
-            products["fp32"],
-        ),
+        Ceiling("copy within the device, read + written", "TB/s", copy, moved),
+        Ceiling("host to device, pinned", "GB/s", there, link),
+        Ceiling("device to host, pinned", "GB/s", back, link),
+        Ceiling("matrix product, bf16", "TFLOP/s", bf16, product(side, "bf16")),
+        Ceiling("matrix product, fp32 (no TF32)", "TFLOP/s", fp32, product(side // 2, "fp32")),
     ]
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):  # older ones have no fp8
-        fp8 = Ceiling("matrix product, fp8", "TFLOP/s", lambda: fp8_rate(device, side, repeats), products["fp8"])
-        found.append(fp8)
+        fp8 = partial(fp8_rate, device, side, repeats)
+        found.append(Ceiling("matrix product, fp8", "TFLOP/s", fp8, product(side, "fp8")))
     return found, sizes
 
 

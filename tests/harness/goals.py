@@ -4,25 +4,11 @@ The goals were written down before anything had been measured. `judge` finds eac
 says "reached" or "missed"; a goal whose benchmark did not run stays "not measured".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Goal:
-    chapter: str
-    what: str
-    result: str  # the name in results/
-    columns: tuple[str, ...]  # what `figure` reads; a benchmark that renames one breaks a test
-    figure: Callable[[list[dict[str, Any]]], float | None]  # rows as dictionaries -> the figure
-    bound: float
-    at_most: bool = False
-
-    def met(self, value: float) -> bool:
-        return value <= self.bound if self.at_most else value >= self.bound
 
 
 def number(cell: Any) -> float | None:
@@ -38,121 +24,52 @@ def number(cell: Any) -> float | None:
         return None
 
 
-def _pick(
-    choose: Callable[[Sequence[float]], float], column: str, **where: str
-) -> Callable[[list[dict]], float | None]:
-    """`choose` (min, max, ...) among the numbers in `column` of the rows in which other columns hold certain words."""
+@dataclass(frozen=True)
+class Goal:
+    chapter: str
+    what: str
+    result: str  # the name in results/
+    column: str  # of which the `best` number counts
+    where: Mapping[str, str | float]  # in rows in which these columns hold a word, or less than a number
+    bound: float
+    best: Callable[..., float | None] = max
+    at_most: bool = False
 
-    def figure(rows: list[dict[str, Any]]) -> float | None:
-        fits = [row for row in rows if all(words in str(row[name]) for name, words in where.items())]
-        found = [value for row in fits if (value := number(row[column])) is not None]
-        return choose(found) if found else None
+    @property
+    def columns(self) -> set[str]:
+        """What is read; a benchmark that renames one breaks a test."""
+        return {self.column, *self.where}
 
-    return figure
+    def figure(self, rows: Sequence[dict[str, Any]]) -> float | None:
+        fits = [row for row in rows if all(_holds(row[column], what) for column, what in self.where.items())]
+        return self.best((value for row in fits if (value := number(row[self.column])) is not None), default=None)
 
-
-def _rung(name: str) -> Callable[[list[dict[str, Any]]], float | None]:
-    """Of one rung of the ladder, by name: the last that is written in CUDA for its precision."""
-
-    def figure(rows: list[dict[str, Any]]) -> float | None:
-        return next((number(row["of cuBLAS"]) for row in rows if row["rung"] == name), None)
-
-    return figure
-
-
-def _small_and_fast(rows: list[dict[str, Any]]) -> float | None:
-    """Time of the fastest fused version that takes less than 15 % of the memory."""
-    small = [
-        row for row in rows if row["version"].startswith("fused") and (number(row["peak / PyTorch"]) or 1.0) < 0.15
-    ]
-    return min((t for row in small if (t := number(row["time / PyTorch"])) is not None), default=None)
+    def met(self, value: float) -> bool:
+        return value <= self.bound if self.at_most else value >= self.bound
 
 
-AT_8K = {"shape": "8192 tokens, D 128, causal"}
+def _holds(cell: Any, what: str | float) -> bool:
+    return what in str(cell) if isinstance(what, str) else 0 < (number(cell) or 0) < what
+
+
+FORWARD, BACKWARD = ({"pass": name, "shape": "8192 tokens, D 128, causal"} for name in ("forward", "backward"))
+FASTER = "times as fast: median (quartiles)"
+SMALL = "fused output layer and loss in under 15 % of the memory, time against PyTorch"
+SMALL_ONES = {"version": "fused", "peak / PyTorch": 0.15}
+COPIES = "of the copy bandwidth"
 GOALS = (
-    Goal("08", "tokens that FPDT fits", "08_fpdt_longest", ("way", "tokens"), _pick(max, "tokens", way="FPDT"), 2e6),
-    Goal(
-        "08",
-        "MFU of FPDT at 524,288 tokens",
-        "08_fpdt_gpu",
-        ("tokens", "way", "MFU"),
-        _pick(max, "MFU", tokens="524288", way="FPDT"),
-        0.5,
-    ),
-    Goal(
-        "09",
-        "slowest fused kernel, share of the copy bandwidth",
-        "09_fused_gpu",
-        ("of the copy bandwidth",),
-        _pick(min, "of the copy bandwidth"),
-        0.9,
-    ),
-    Goal(
-        "09",
-        "FlashAttention forward, times SDPA's flash",
-        "09_flash_speed",
-        ("pass", "shape", "times flash"),
-        _pick(max, "times flash", **{"pass": "forward"}, **AT_8K),
-        1.2,
-    ),
-    Goal(
-        "09",
-        "FlashAttention backward, times SDPA's flash",
-        "09_flash_speed",
-        ("pass", "shape", "times flash"),
-        _pick(max, "times flash", **{"pass": "backward"}, **AT_8K),
-        1.1,
-    ),
-    Goal(
-        "09",
-        "FlashAttention forward, times cuDNN",
-        "09_flash_speed",
-        ("pass", "shape", "times cuDNN"),
-        _pick(max, "times cuDNN", **{"pass": "forward"}, **AT_8K),
-        0.9,
-    ),
-    Goal(
-        "09",
-        "last fp32 rung, share of cuBLAS",
-        "09_matmul_gpu",
-        ("rung", "precision", "of cuBLAS"),
-        _rung("warp_tiles"),
-        0.93,
-    ),
-    Goal(
-        "09",
-        "last bf16 rung, share of cuBLAS",
-        "09_matmul_gpu",
-        ("rung", "precision", "of cuBLAS"),
-        _rung("persistent"),
-        0.9,
-    ),
-    Goal(
-        "09",
-        "fused output layer and loss in under 15 % of the memory, time against PyTorch",
-        "09_fused_loss_gpu",
-        ("version", "time / PyTorch", "peak / PyTorch"),
-        _small_and_fast,
-        1.0,
-        at_most=True,
-    ),
-    Goal(
-        "10",
-        "fp8 linear layer, times as fast as bf16",
-        "10_fp8_speed",
-        ("what", "times as fast: median (quartiles)"),
-        _pick(max, "times as fast: median (quartiles)", what="linear"),
-        1.4,
-    ),
-    Goal(
-        "10",
-        "fp8 training step, times as fast as bf16",
-        "10_fp8_speed",
-        ("what", "times as fast: median (quartiles)"),
-        _pick(max, "times as fast: median (quartiles)", what="training step"),
-        1.2,
-    ),
-    Goal("11", "MFU of a training step", "11_train_gpu", ("MFU",), _pick(max, "MFU"), 0.6),
+    Goal("08", "tokens that FPDT fits", "08_fpdt_longest", "tokens", {"way": "FPDT"}, 2e6),
+    Goal("08", "MFU of FPDT at 524,288 tokens", "08_fpdt_gpu", "MFU", {"tokens": "524288", "way": "FPDT"}, 0.5),
+    Goal("09", "slowest fused kernel, share of the copy bandwidth", "09_fused_gpu", COPIES, {}, 0.9, best=min),
+    Goal("09", "FlashAttention forward, times SDPA's flash", "09_flash_speed", "times flash", FORWARD, 1.2),
+    Goal("09", "FlashAttention backward, times SDPA's flash", "09_flash_speed", "times flash", BACKWARD, 1.1),
+    Goal("09", "FlashAttention forward, times cuDNN", "09_flash_speed", "times cuDNN", FORWARD, 0.9),
+    Goal("09", "last fp32 rung, share of cuBLAS", "09_matmul_gpu", "of cuBLAS", {"rung": "warp_tiles"}, 0.93),
+    Goal("09", "last bf16 rung, share of cuBLAS", "09_matmul_gpu", "of cuBLAS", {"rung": "persistent"}, 0.9),
+    Goal("09", SMALL, "09_fused_loss_gpu", "time / PyTorch", SMALL_ONES, 1.0, best=min, at_most=True),
+    Goal("10", "fp8 linear layer, times as fast as bf16", "10_fp8_speed", FASTER, {"what": "linear"}, 1.4),
+    Goal("10", "fp8 training step, times as fast as bf16", "10_fp8_speed", FASTER, {"what": "training step"}, 1.2),
+    Goal("11", "MFU of a training step", "11_train_gpu", "MFU", {}, 0.6),
 )
 
 
@@ -165,7 +82,7 @@ def judge(results: dict[str, Record]) -> list[list[Any]]:
     table = []
     for goal in GOALS:
         record, value = results.get(goal.result), None
-        if record and set(goal.columns) <= set(record["columns"]):
+        if record and goal.columns <= set(record["columns"]):
             value = goal.figure(rows_of(record))
         asked = f"{'at most' if goal.at_most else 'at least'} {goal.bound:,g}"
         if value is None:

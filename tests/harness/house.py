@@ -30,11 +30,6 @@ def scripts(chapter: Path | None = None) -> list[Path]:
     return [file for file in found if not NOT_A_SCRIPT.match(file.name)]
 
 
-def ground_floor() -> list[Path]:
-    """The files that stand alone, of every chapter that has one."""
-    return [script for script in scripts() if script.parent in CHAPTERS]
-
-
 def chapter_of(file: Path) -> Path:
     """The chapter (or the trainer) a file belongs to, on whichever floor it lies."""
     return ROOT / file.resolve().relative_to(ROOT).parts[0]
