@@ -19,8 +19,8 @@ Idea. A list of `Flow`s: a collective, the axis whose group runs it, its payload
 The trainer's meter (watch.py) prints these, but for what a built model decides: buckets, heads of one rank, rows.
 
 Sources of the counts: the docstrings of the chapters' scripts. What recomputation sends again is what lies before the
-last tensor that backward needs: the all-reduce behind an MLP does not run twice, the one behind attention does. Not so in
-a pipeline, where a dense block runs again to its end: there `tp` is short by the sum behind the MLP.
+last tensor that backward needs: the all-reduce behind an MLP does not run twice, the one behind attention does. In a
+pipeline a dense block runs again to its very end: there `tp` is short by the sum behind the MLP.
 
 Only the rows of experts are an expectation (an even load); all other numbers do not depend on the data. If neither of
 the K/V heads and the ranks of Ulysses divides the other, ranks send different numbers of heads, and theirs are means.
