@@ -230,7 +230,7 @@ def test_every_chapter_folder_is_on_the_map_and_every_link_leads_somewhere():
             assert (readme.parent / link).exists(), f"{readme.relative_to(ROOT)} links to {link}"
 
 
-SECTIONS = ("Compared", "Measured", "In depth", "Traps", "Exercises", "Questions", "Sources")
+SECTIONS = ("Compared", "Measured", "Traps", "Exercises", "Questions", "In depth", "Sources")
 HEADS = {
     "symbol": "| symbol | meaning |",
     "trap": "| trap | what it looks like from outside |",
