@@ -207,8 +207,7 @@ def dkdv_kernel(
 # ---------------------------------------------------------------------------------------------------- under autograd
 def tile_sizes(x: Tensor) -> tuple[int, int]:
     """(R, C). Larger tiles move fewer bytes, until the sums of a program no longer fit the registers of its threads."""
-    compiled = (64, 64 if x.shape[-1] <= 64 else 32) if x.itemsize == 2 else (16, 16)
-    return (32, 16) if INTERPRETED.value else compiled
+    return (32, 16) if INTERPRETED.value else (64, 64 if x.shape[-1] <= 64 else 32) if x.itemsize == 2 else (16, 16)
 
 
 class Attention(torch.autograd.Function):

@@ -55,7 +55,7 @@ def _holds(cell: Any, what: str | float) -> bool:
 FORWARD, BACKWARD = ({"pass": name, "shape": "8192 tokens, D 128, causal"} for name in ("forward", "backward"))
 FASTER = "times as fast: median (quartiles)"
 SMALL = "fused output layer and loss in under 15 % of the memory, time against PyTorch"
-SMALL_ONES = {"version": "fused", "peak / PyTorch": 0.15}
+SMALL_ONES: Mapping[str, str | float] = {"version": "fused", "peak / PyTorch": 0.15}
 COPIES = "of the copy bandwidth"
 GOALS = (
     Goal("08", "tokens that FPDT fits", "08_fpdt_longest", "tokens", {"way": "FPDT"}, 2e6),
