@@ -268,7 +268,7 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
                 sent["ep"] += (sum(send) + sum(receive) - 2 * send[rank]) * sizes.hidden * e
     unsure: tuple[str, ...] = (*TRAVELLING, "stage", "tokens", "world") if c.precision in AUTOCAST else ()
     if c.recompute == "full" and moe:
-        unsure += (*TRAVELLING,) * splits_backward(me) + ("ep",) * (c.dispatch != "pairs")
+        unsure += TRAVELLING * splits_backward(me) + ("ep",) * (c.dispatch != "pairs")
     elif c.recompute == "full" and me.pipeline:
         unsure += ("tp",)
     return {axis: None if axis in unsure and mesh.size(axis) > 1 else value for axis, value in sent.items()}
