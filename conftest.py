@@ -1,8 +1,7 @@
 """What `make test` and `make prove` run, and in which order.
 
 make test            all but the tests marked `prove`; of the planted mistakes those whose digest has changed, and one
-                     of every twelfth script in turn; of a test marked `turn(n)` every n-th case, tomorrow others,
-                     and of the cases of any test of the depth every second
+                     of every sixth script in turn; of a test marked `turn(n)` every n-th layout, tomorrow others
 make prove           everything, with modules imported afresh by every rank; writes exercises/ledger.txt
 make prove CH=03     everything about one chapter
 """
@@ -55,11 +54,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         about = [mark.args[0] for mark in item.iter_markers("chapter")]
         wanted = not chapter or item.path.relative_to(ROOT).parts[0][:2] == chapter or chapter in about
-        in_turn, mark = True, item.get_closest_marker("turn")
-        one_of_many = not named and "in_depth" in item.path.parts and hasattr(item, "callspec")
-        if mark or one_of_many:
-            every = mark.args[0] if mark else 2
-            in_turn = not named and (met[item.path, item.originalname] + turn) % every == 0
+        in_turn = True
+        if mark := item.get_closest_marker("turn"):
+            in_turn = not named and (met[item.path, item.originalname] + turn) % mark.args[0] == 0
             met[item.path, item.originalname] += 1
         plain = in_turn and not item.get_closest_marker("prove")
         wanted = wanted and (prove or plain or item.name.startswith(named))
