@@ -12,7 +12,7 @@ PIP_ARGS ?=
 .PHONY: help train train-3d train-5d test prove lint bench tables clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s  %s\n", $$1, $$2}'
 
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

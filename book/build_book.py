@@ -28,6 +28,8 @@ HERE = Path(__file__).parent
 PAGES, SITE = HERE / "pages", HERE / "site"
 FETCHED = "https://unpkg.com/iframe-worker/shim"
 LARGE = 300_000  # bytes: a longer file is linked as it is, not shown
+LONG, SHORT = 60, 24  # letters: a cell with more gets some width; code with fewer stays on one line
+MORE = ("results", "11_5d_trainer/planner", "book")  # the last pages of the navigation
 
 
 class Book:
@@ -147,11 +149,14 @@ def ground_files(readme: str) -> list[str]:
     return sorted(f for f in files if not posixpath.basename(f).startswith(("test_", "bench_", "_")))
 
 
+def heading(readme: str) -> str:
+    return (ROOT / readme).read_text().partition("\n")[0].lstrip("# ")
+
+
 def navigation() -> list:
     chapters = []
     for readme in sorted(path for path in tracked() if re.fullmatch(r"\d\d_\w+/README\.md", path)):
-        title = (ROOT / readme).read_text().partition("\n")[0].lstrip("# ")
-        title = re.sub(r"^(Chapter )?\d+[.:] ", "", title)
+        title = re.sub(r"^(Chapter )?\d+[.:] ", "", heading(readme))
         code = [{posixpath.basename(file): page_of(file)} for file in ground_files(readme)]
         chapters.append({f"{readme[:2]} {title[0].upper()}{title[1:]}": [page_of(readme), *code]})
     course = sorted(path for path in tracked() if path.startswith("exercises/lectures/") and path.endswith(".md"))
@@ -164,7 +169,7 @@ def navigation() -> list:
         {"Glossary": "glossary.md"},
         {"Course": ["exercises/index.md", {"Lectures": [page_of(path) for path in course]}]},
         {"When it breaks": "when_it_breaks/index.md"},
-        {"More": ["results/index.md", "11_5d_trainer/planner/index.md", "book/index.md"]},
+        {"More": [{heading(f"{folder}/README.md"): f"{folder}/index.md"} for folder in MORE]},
     ]
 
 
@@ -178,7 +183,19 @@ def stay_at_home(site: Path) -> None:
     """The generator lets each page fetch one script, with which its search works from file://. We bring our own."""
     for file in site.rglob("*.html"):
         up = "../" * (len(file.relative_to(site).parts) - 1)
-        file.write_text(file.read_text().replace(FETCHED, f"{up}assets/worker_for_files.js"))
+        file.write_text(measured(file.read_text().replace(FETCHED, f"{up}assets/worker_for_files.js")))
+
+
+def measured(page: str) -> str:
+    """Columns of words are not squeezed beside columns of numbers, nor options broken behind their dashes: styles
+    cannot count letters, so what is long or short is called so."""
+
+    def cell(found: re.Match) -> str:
+        words = re.sub(r"<[^>]*>", "", found[2])
+        return f'<td class="long"{found[1]}>{found[2]}</td>' if len(words) > LONG else found[0]
+
+    page = re.sub(r"<td((?: style=\"[^\"]*\")?)>(.*?)</td>", cell, page, flags=re.DOTALL)
+    return re.sub(rf"(?<!<pre>)(?<!</span>)<code>(?=[^<\n]{{1,{SHORT}}}</code>)", '<code class="short">', page)
 
 
 def main() -> int:

@@ -5,6 +5,7 @@
 The page in the repository links to files and names the symbol; that of the web edition links to the very line.
 """
 
+import re
 import sys
 import tomllib
 from collections.abc import Callable
@@ -93,7 +94,10 @@ def page(link: Callable[..., str] = link_to_file, typeset: Callable[[str], str] 
 def web_page(link: Callable[..., str]) -> str:
     """For the web edition: links to lines, formulas set, and all the width there is."""
     front = "---\nhide:\n  - navigation\n  - toc\n---\n"
-    text = page(link, mathml).replace("\n| technique", '\n<div class="wide" markdown="1">\n\n| technique')
+    text = re.sub(
+        r"\*code\* leads .*? very line\)", "*line* leads to the line that does it", page(link, mathml), flags=re.S
+    )
+    text = text.replace("\n| technique", '\n<div class="wide" markdown="1">\n\n| technique')
     return front + text.replace("\n\n## Symbols", "\n\n</div>\n\n## Symbols")
 
 

@@ -19,6 +19,7 @@ CODE = re.compile(r"(?P<ticks>`+)(?P<code>[^`]+?)(?P=ticks)(?!`)")
 EITHER = re.compile(f"(?P<link>{LINK.pattern})|(?P<span>{CODE.pattern})", re.DOTALL)
 IMAGES = (".svg", ".png")
 SHORT = 3  # names below this length are the letters of formulas
+NARROW = 60  # letters of code that a column beside another, or a telephone, has room for
 
 
 @cache
@@ -120,6 +121,18 @@ def names_of(chapter: str) -> dict[str, str]:
     return {name: next(iter(where)) for name, where in found.items() if len(where) == 1}
 
 
+def commands(block: str) -> str:
+    """A block of commands too wide for its column: each comment comes above its command, where it can be seen."""
+    lines = block.splitlines(keepends=True)
+    if lines[0].strip() != "```sh" or max(map(len, lines)) <= NARROW:
+        return block
+    made = []
+    for line in lines:
+        found = re.fullmatch(r"(?P<command>\S.*?) {2,}(?P<comment># .*\n)", line)
+        made += [found["comment"], f"{found['command']}\n"] if found else [line]
+    return "".join(made)
+
+
 def lesson(path: str, text: str, refer: Callable[[str, str], str], at: str = "") -> str:
     """A README as a page. `refer(target, fragment)` gives the address of a file of the repository, seen from the page.
 
@@ -149,7 +162,7 @@ def lesson(path: str, text: str, refer: Callable[[str, str], str], at: str = "")
     made = []
     for fenced, part in blocks(text):
         if fenced:
-            made.append(part)
+            made.append(commands(part))
             continue
         lines = []
         for piece in re.split(r"(?m)(^#{1,6} .*\n?)", part):

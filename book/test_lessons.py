@@ -67,6 +67,15 @@ def test_fences_and_headings_stay_and_folded_answers_are_still_markdown():
     assert "<!--" not in made
 
 
+def test_comments_of_a_wide_block_of_commands_come_above_their_commands():
+    few = "```sh\nmake a  # b\n```\n"
+    assert lesson("README.md", few, as_told) == few
+    wide = f"```sh\n# c\nmake a{' ' * 60}# b  # d\nmake \\\n    e\n```\n"
+    assert lesson("README.md", wide, as_told) == "```sh\n# c\n# b  # d\nmake a\nmake \\\n    e\n```\n"
+    drawing = wide.replace("```sh", "```")
+    assert lesson("README.md", drawing, as_told) == drawing
+
+
 @pytest.mark.parametrize("readme", [path for path in READMES if ground_files(path)])
 def test_every_ground_floor_has_a_part_of_its_readme_to_stand_beside(readme):
     text = (ROOT / readme).read_text()

@@ -57,6 +57,16 @@ def test_the_one_script_that_the_generator_would_fetch_is_ours(tmp_path):
     assert (tmp_path / "b" / "c.html").read_text() == '<script src="../assets/worker_for_files.js"></script>'
 
 
+def test_cells_with_many_words_and_code_with_few_letters_are_called_so(tmp_path):
+    many = "<em>word</em> " * 20
+    page = f'<td>1</td><td style="text-align: right;">{many}</td><code>--zero 3</code><code>{"x" * 25}</code>'
+    page += "<pre><code>a</code></pre><pre><span></span><code>a</code></pre>"
+    (tmp_path / "a.html").write_text(page)
+    build_book.stay_at_home(tmp_path)
+    made = page.replace("<td style", '<td class="long" style').replace("<code>--", '<code class="short">--')
+    assert (tmp_path / "a.html").read_text() == made
+
+
 def shown(address: str, wait: int = 4000) -> str:
     """The page as a browser has it after its scripts; whatever is not on this machine cannot be reached."""
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--proxy-server=127.0.0.1:9"]

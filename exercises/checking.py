@@ -185,6 +185,7 @@ class Submission:
 
     bodies: dict[str, str] = field(default_factory=dict)  # by exercise
     refused: dict[str, str] = field(default_factory=dict)  # by exercise: why, in one line
+    missing: dict[str, str] = field(default_factory=dict)  # by exercise: its script was not handed in
     warnings: list[str] = field(default_factory=list)
 
 
@@ -206,7 +207,8 @@ def read_submission(chapter: Chapter, folder: Path, screened: bool = True) -> Su
         except OSError as error:
             why = f"cannot be read: {error.strerror}"
         if why:
-            submission.refused |= dict.fromkeys(script.fences, f"{script.name} {why}")
+            unusable = submission.missing if why == "is not there" else submission.refused
+            unusable |= dict.fromkeys(script.fences, f"{script.name} {why}")
         else:
             _read_script(script, text, submission, screened)
     return submission
@@ -316,6 +318,8 @@ def check(
                 pass
             elif number in submission.refused:
                 row.status, row.detail = "refused", submission.refused[number]
+            elif number in submission.missing:
+                row.status, row.detail = "not done", submission.missing[number]
             elif fences.is_stub(fence, submission.bodies[number]):
                 row.status = "not done"
             else:

@@ -54,7 +54,8 @@ COLUMNS = ("submission", "chapter", "exercise", "level", "status", "claim", "det
 def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -> str:
     """Make `folder`: the chapter without tests, benchmarks, and bodies. Returns what to say."""
     if folder.exists() and not again:
-        raise CourseError(f"{folder} exists and is left as it is; `start --again` puts it aside and begins anew")
+        again_ = f"`python exercises/course.py start --again {chapter.folder[:2]}`"
+        raise CourseError(f"{folder} exists and is left as it is; {again_} puts it aside and begins anew")
     said = ""
     if folder.exists():
         aside = next(f for n in range(1, 1000) if not (f := folder.with_name(f"{folder.name}.{n}")).exists())
@@ -115,7 +116,7 @@ def reset(chapter: Chapter, number: str, folder: Path) -> str:
     script, fence = chapter.exercises[number]
     path = folder / script.within
     if not folder.is_dir():
-        raise CourseError(f"{folder} does not exist; `start {chapter.folder[:2]}` makes it")
+        raise CourseError(f"{folder} does not exist; `make exercise CH={chapter.folder[:2]}` makes it")
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     found, problems = fences.read_fences(text)
     begun = {number: stub(script, fence)}
@@ -142,7 +143,7 @@ def difference(chapter: Chapter, folder: Path, number: str | None) -> str:
             lines = difflib.unified_diff(theirs, ours, f"yours, exercise {n}", f"{script.path}", lineterm="")
             parts.append("\n".join(lines) or f"exercise {n}: the same")
         elif number in (None, n):
-            parts.append(f"exercise {n}: {submission.refused.get(n, 'not there')}")
+            parts.append(f"exercise {n}: {(submission.refused | submission.missing).get(n, 'not there')}")
     return "\n\n".join(parts)
 
 
@@ -328,11 +329,21 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
         print(reset(chapter, str(number), folder))
         return 0
     if not folder.is_dir():
-        raise CourseError(f"{folder} does not exist; `start {chapter.folder[:2]}` makes it")
+        raise CourseError(f"{folder} does not exist; `make exercise CH={chapter.folder[:2]}` makes it")
     if arguments.command == "diff":
         print(difference(chapter, folder, number))
         return 0
-    report = check(course, chapter, read_submission(chapter, folder), [number] if number else None, show=show_row)
+    later: list[str] = []
+
+    def show(row: Row) -> None:  # whoever is on the ground floor need not read a line of each exercise behind it
+        if row.status == "not done" and row.number not in (number, *chapter.core):
+            later.append(row.number)
+        else:
+            show_row(row)
+
+    report = check(course, chapter, read_submission(chapter, folder), [number] if number else None, show=show)
+    if later:
+        print(f"{later[0]} to {later[-1]}: {len(later)} in depth are not done")
     print(verdict(report))
     note(arguments.student, report)
     return 0 if report.all_passed else 1

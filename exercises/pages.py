@@ -39,16 +39,18 @@ def read(student: Path) -> dict[str, str]:
 def progress(course: Course, student: Path) -> str:
     """One line a chapter: a sign for each exercise of its ground floor, and a count of those in depth."""
     noted = read(student)
-    lines = ["| chapter | core | in depth | next |", "| --- | --- | --- | --- |"]
-    done = 0
+    rows, done = [("chapter", "core", "in depth", "next")], 0
     for chapter in course.chapters.values():
         signs = " ".join(SIGNS.get(noted.get(n, ""), ".") for n in chapter.core)
         passed = [n for n in chapter.exercises if noted.get(n) == "passed"]
         depth = f"{len(set(passed) - set(chapter.core))} of {len(chapter.exercises) - len(chapter.core)}"
         following = next((n for n in chapter.core if n not in passed), "")
-        lines.append(f"| {chapter.folder} | `{signs}` | {depth} | {following} |")
+        rows.append((chapter.folder, f"`{signs}`", depth, following))
         done += len(passed)
     total = sum(len(chapter.exercises) for chapter in course.chapters.values())
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]  # read in a terminal, too
+    rows.insert(1, tuple("-" * width for width in wide))
+    lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, wide, strict=True))} |" for row in rows]
     return "\n".join([*lines, "", f"{done} of {total} passed. x passed, - failed, ! refused, . not checked yet"])
 
 

@@ -180,6 +180,30 @@ def test_an_untouched_copy_is_not_done_in_every_exercise_and_passed_in_none(fold
     assert not report.all_passed and report.warnings == []
 
 
+def test_of_an_untouched_chapter_check_lists_the_core_and_counts_the_depth(tmp_path, capsys):
+    chapter = REAL.chapter("02")
+    tool.start(REAL, chapter, tmp_path / chapter.folder)
+    assert tool.main(["--student", str(tmp_path), "check", "02"]) == 1
+    *core, depth, all_ = capsys.readouterr().out.splitlines()
+    later = [number for number in chapter.exercises if number not in chapter.core]
+    assert [line.split()[0] for line in core] == chapter.core
+    assert depth == f"{later[0]} to {later[-1]}: {len(later)} in depth are not done"
+    assert all_ == f"{chapter.folder}: {len(chapter.exercises)} not done"
+    assert tool.main(["--student", str(tmp_path), "check", "02", later[0]]) == 1
+    assert capsys.readouterr().out.startswith(f"{later[0]}  not done")
+
+
+def test_whoever_hands_in_the_ground_floor_alone_has_not_done_the_depth(tmp_path):
+    chapter = REAL.chapter("02")
+    folder = tmp_path / chapter.folder
+    tool.start(REAL, chapter, folder)
+    shutil.rmtree(folder / "in_depth")
+    rows = check(REAL, chapter, read_submission(chapter, folder)).rows
+    assert {row.status for row in rows} == {"not done"}
+    assert {row.detail for row in rows if row.number in chapter.core} == {""}
+    assert all(row.detail.endswith(".py is not there") for row in rows if row.number not in chapter.core)
+
+
 @pytest.fixture(scope="module")
 def judge():
     """One for all tests of right solutions and honest mistakes: it takes seconds to start."""
@@ -972,14 +996,15 @@ def test_a_class_is_graded_whoever_hands_in_what(tiny, tmp_path, monkeypatch):
         ("eve", "1.2"): "passed",
         ("nul", "1.1"): "refused",
         ("nul", "1.2"): "passed",
-        **{(name, number): "refused" for name in ("big", "void", "dir", "loop", "odd") for number in ("1.1", "1.2")},
+        **{(name, number): "refused" for name in ("big", "dir", "odd") for number in ("1.1", "1.2")},
+        **{(name, number): "not done" for name in ("void", "loop") for number in ("1.1", "1.2")},
     }
-    why = {row["submission"]: row["detail"] for row in rows if row["status"] == "refused"}
+    why = {row["submission"]: row["detail"] for row in rows if row["status"] in ("refused", "not done")}
     assert why["nul"].endswith("in exercise 1.1: source code string cannot contain null bytes")
     assert why["dir"] == why["big"] == "tiny.py is not a plain file of less than 1 MiB"
     assert why["void"] == why["loop"] == "tiny.py is not there" and why["odd"] == "tiny.py is not UTF-8 text"
     assert "link: holds no folder of a chapter\n" in said.getvalue() and len(said.getvalue().splitlines()) == 10
-    assert "| 1.2 | hard | 3 | 1 | 5 | 0 | both double the sum (1) |" in (folder / "class.md").read_text()
+    assert "| 1.2 | hard | 3 | 1 | 3 | 2 | both double the sum (1) |" in (folder / "class.md").read_text()
     assert len((folder / "grades.csv").read_text().splitlines()) == 19
     monkeypatch.setattr(tool, "no_cell", lambda: "no namespaces")
     with pytest.raises(CourseError, match=r"kept apart from this machine \(no namespaces\).*--unsafe"):
@@ -1077,7 +1102,7 @@ def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path):
     assert 'raise NotImplementedError("exercise 1.1: twice")' in (folder / "tiny.py").read_text()
     write_student(chapter, {"1.1": "return x + x", "1.2": "result = sum(xs)"}, folder)
     mine = (folder / "tiny.py").read_text()
-    with pytest.raises(CourseError, match="exists and is left as it is"):
+    with pytest.raises(CourseError, match="exists and is left as it is; `python exercises/course.py start --again 01`"):
         tool.start(tiny, chapter, folder)
     assert (folder / "tiny.py").read_text() == mine
     said = tool.reset(chapter, "1.2", folder)
@@ -1131,7 +1156,7 @@ def test_changes_outside_the_fences_are_named_and_do_not_count(tiny, tmp_path):
     [
         (["start", "77"], "chapter '77' has no exercises; there are 01, 02"),
         (["check", "02", "2.77"], "exercise '2.77' is not in 02_data_parallel; there are 2.1, 2.2"),
-        (["check", "02"], "does not exist; `start 02` makes it"),
+        (["check", "02"], "does not exist; `make exercise CH=02` makes it"),
         (["grade", "."], "holds no submission"),
         (["grade", "nowhere"], "is not a folder"),
         (["chek", "02"], "invalid choice: 'chek'"),

@@ -14,7 +14,7 @@ controls({ data: 8, tensor: 8, ZeRO: 1 }, (row, chosen) => {
   const GB = 1e9, total = Object.values(row).reduce((sum, size) => sum + size, 0);
   const large = Object.entries(row).filter(([, size]) => size > total / 100);
   const parts = [...large, ["the rest", total - large.reduce((sum, [, size]) => sum + size, 0)]];
-  const most = Math.max(total, 80 * GB) * 1.05, wide = 1000, scale = wide / most;
+  const most = Math.max(total, 80 * GB) * 1.05, wide = Math.max(300, Math.min(1000, $("drawing").clientWidth)), scale = wide / most;
   const fits = SIZES.find(size => size * GB * .92 > total);
   const says = `${(total / GB).toFixed(1)} GB at the peak: ` + (fits ? `fits a GPU of ${fits} GB` : "fits none of 24, 40, 80, 141 GB");
   const { svg, give } = picture(wide, 70, says);
@@ -23,9 +23,13 @@ controls({ data: 8, tensor: 8, ZeRO: 1 }, (row, chosen) => {
     give("rect", { x, y: 0, width: size * scale, height: 44, fill: colourOf(name) });
     x += size * scale;
   }
+  let free = 0;  // from here on there is room for words
   for (const size of SIZES.filter(size => size * GB < most)) {
-    give("line", { x1: size * GB * scale, x2: size * GB * scale, y1: 0, y2: 52, stroke: "currentColor" });
-    give("text", { x: size * GB * scale - 4, y: 66, "font-size": 13, "text-anchor": "end" }, `${size} GB`);
+    const at = size * GB * scale;
+    give("line", { x1: at, x2: at, y1: 0, y2: 52, stroke: "currentColor" });
+    if (at - 50 < free) continue;
+    give("text", { x: at - 4, y: 66, "font-size": 13, "text-anchor": "end" }, `${size} GB`);
+    free = at;
   }
   $("drawing").append(svg);
   for (const [name, size] of parts) {

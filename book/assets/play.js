@@ -36,11 +36,11 @@ function controls(start, show) {
   return update;
 }
 
-// Buttons "back" and "on" for what goes in steps; step(number) draws one. Returns a function that begins again.
+// Buttons "back" and "next" for what goes in steps; step(number) draws one. Returns a function that begins again.
 function steps(count, step) {
   let now = 0;
   const go = by => { now = (now + by + count()) % count(); step(now); };
   $("back").onclick = () => go(-1);
-  $("on").onclick = () => go(1);
+  $("next").onclick = () => go(1);
   return () => { now = 0; step(0); };
 }
