@@ -7,6 +7,7 @@ make prove CH=03     everything about one chapter
 """
 
 import datetime
+import gc
 import json
 import os
 import subprocess
@@ -63,6 +64,11 @@ def pytest_collection_modifyitems(config, items):
         (chosen if wanted else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # thousands of tests and their modules, which stay: no later collection has to look at them again
 
 
 class LedgerWriter:

@@ -90,6 +90,11 @@ def test_every_script_has_its_mistakes_and_each_has_a_hint_and_a_source():
         assert all(m.hint and m.source for m in mine)
 
 
+def test_every_mistake_can_be_planted():
+    for mistake in MISTAKES:  # a comment that it changes is in no digest
+        assert mistake.planted(TEXTS[mistake.script]) != TEXTS[mistake.script], mistake.name
+
+
 # --------------------------------------------------------------------------------------------------------- the ledger
 
 

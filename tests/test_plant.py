@@ -48,8 +48,8 @@ def repository(tmp_path, monkeypatch):
 
 
 def forget():
-    plant._digest_of.cache_clear()
-    plant._neighbours.cache_clear()
+    for remembered in (plant._read, plant._digests_of, plant._path_of):
+        remembered.cache_clear()
 
 
 def test_a_digest_changes_with_the_script_the_test_and_what_they_import_or_name(repository):
@@ -58,7 +58,7 @@ def test_a_digest_changes_with_the_script_the_test_and_what_they_import_or_name(
     assert digest(MISTAKE) == first
     for name in ("a.py", "b.py", "c.py", "d.cu", "test_a.py", "e.py"):
         before = (repository / name).read_text()
-        (repository / name).write_text(before + "\n")
+        (repository / name).write_text(before + "\nint_e;")
         forget()
         assert (digest(MISTAKE) != first) == (name != "e.py"), name
         (repository / name).write_text(before)
@@ -67,6 +67,31 @@ def test_a_digest_changes_with_the_script_the_test_and_what_they_import_or_name(
         assert digest(dataclasses.replace(MISTAKE, **{field: "test_a.py::other"})) != first, field
     assert digest(dataclasses.replace(MISTAKE, hint="Another.")) == first
     assert [file.name for file in needed_by(repository / "a.py")] == ["a.py", "b.py", "c.py", "d.cu"]
+
+
+def test_words_about_the_code_do_not_change_a_digest_and_everything_else_does(repository):
+    def with_b(text):
+        (repository / "b.py").write_text(text)
+        forget()
+        return digest(MISTAKE)
+
+    code = "import c\n\n\ndef f():\n{}    return 'd.cu'\n"
+    plain = with_b(code.format(""))
+    assert (
+        with_b('"""The lesson.\n\nMore.\n"""\n\n' + code.format('    """What.\n\n    Why.\n    """\n    # how\n\n'))
+        == plain
+    )
+    assert with_b(code.format("    # --- exercise 2.3: other words ---\n")) == plain
+    for line in (
+        "    x = 1\n",
+        '    x = """\n# a\n"""\n',
+        '    x = """\n# b\n"""\n',
+        '    f"""\n# {c}\n"""\n',
+        "    1  # why\n",
+    ):
+        other = with_b(code.format(line))
+        assert other != plain, line
+        plain = other
 
 
 def test_a_ledger_that_was_tampered_with_or_is_of_another_version_is_noticed_in_one_line(repository):

@@ -38,11 +38,17 @@ def replaced(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def _ours(keep: Iterable[str]) -> dict[str, ModuleType]:
-    packages = {name.partition(".")[0] for name in keep}
+    keep = keep if isinstance(keep, set) else set(keep)
     found = {}
-    for name, module in list(sys.modules.items()):
+    for name in sys.modules.keys() - _not_ours:
+        module = sys.modules.get(name)
         file = getattr(module, "__file__", None) or ""
         installed = "site-packages" in file or "dist-packages" in file or file.startswith(os.path.dirname(os.__file__))
-        if file and not installed and name.partition(".")[0] not in packages:
+        if installed:
+            _not_ours.add(name)
+        elif module and file and name.partition(".")[0] not in keep:
             found[name] = module
     return found
+
+
+_not_ours: set[str] = set()  # modules of installed packages: thousands, asked about in every run

@@ -5,7 +5,8 @@ their place, the test that must turn red, and a hint for whoever made it (`elu.c
 
 Planting all of them takes long, and most of the time nothing has changed. So exercises/ledger.txt keeps, for each
 mistake that its test has caught, a digest of all that decided it: the mistake, its script, the test file, and every
-file that these import. Behind it stands, for a mistake in an exercise, what the test said: hints are chosen by it.
+file that these import, without docstrings and comment lines, which decide nothing. Behind it stands, for a mistake in
+an exercise, what the test said: hints are chosen by it.
 `make test` plants those whose digest is another now, and one of each script in turn, and demands that the ledger is
 whole and current. `make prove` plants all of them and writes the ledger anew.
 """
@@ -44,7 +45,7 @@ class Mistake:
     def test(self) -> str:
         """The test's node id, relative to the repository."""
         file, _, name = self.caught_by.partition("::")
-        return f"{find(file).relative_to(ROOT).as_posix()}::{name}"
+        return f"{_path_of(file)}::{name}"
 
     def planted(self, text: str) -> str:
         """The script with the mistake. ValueError unless `old` occurs exactly once, inside the named exercise."""
@@ -56,6 +57,11 @@ class Mistake:
             where = numbers[0] if numbers else ""
             raise ValueError(f"mistake {self.name}: says exercise {self.exercise!r} but lies in {where!r}")
         return text.replace(self.old, self.new)
+
+
+@cache
+def _path_of(file: str) -> str:
+    return find(file).relative_to(ROOT).as_posix()
 
 
 def mistakes_of(script: str, root: Path = ROOT) -> tuple[Mistake, ...]:
@@ -77,10 +83,19 @@ def all_mistakes() -> list[Mistake]:
 
 def digest(mistake: Mistake) -> str:
     """16 hex digits that change with anything that decides whether the mistake is caught."""
-    decided = sorted(reached([ROOT / mistake.script, ROOT / mistake.test.partition("::")[0]]))
     words = [mistake.exercise, mistake.old, mistake.new, mistake.test]
-    words += [f"{file.relative_to(ROOT).as_posix()} {_digest_of(file)}" for file in decided]
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+    words += _digests_of((mistake.script, mistake.test.partition("::")[0]))
+    return _sha("\0".join(words))
+
+
+@cache
+def _digests_of(names: tuple[str, ...]) -> list[str]:
+    decided = sorted(reached([ROOT / name for name in names]))
+    return [f"{file.relative_to(ROOT).as_posix()} {_read(file)[0]}" for file in decided]
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def reached(start: Iterable[Path]) -> set[Path]:
@@ -89,7 +104,7 @@ def reached(start: Iterable[Path]) -> set[Path]:
     new = set(start)
     while new:
         found |= new
-        new = set().union(*map(_neighbours, new)) - found
+        new = set().union(*(_read(file)[1] for file in new)) - found
     return found
 
 
@@ -98,9 +113,18 @@ def needed_by(script: Path) -> list[Path]:
     return [script, *sorted(file for file in reached([script]) if file.parent == script.parent and file != script)]
 
 
-@cache
-def _digest_of(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+def statements(text: str, nodes: Iterable[ast.AST]) -> str:
+    """A Python file without docstrings, comment lines and empty lines: what it does, however it is told."""
+    lines, docstrings, texts = text.splitlines(), set[int](), set[int]()
+    for node in nodes:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if ast.get_docstring(node) else None
+            if first and not lines[first.lineno - 1][: first.col_offset].strip():  # alone on its lines
+                docstrings |= set(range(first.lineno, (first.end_lineno or 0) + 1))
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and (node.end_lineno or 0) > node.lineno:
+            texts |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    told = {n for n, line in enumerate(lines, 1) if not line.strip() or line.lstrip().startswith("#")} - texts
+    return "\n".join(line for n, line in enumerate(lines, 1) if n not in told | docstrings)
 
 
 @cache
@@ -110,20 +134,23 @@ def _modules() -> dict[str, Path]:
 
 
 @cache
-def _neighbours(file: Path) -> set[Path]:
-    """What a file imports of the repository, and the files beside it that it names in quotes (sources, scripts)."""
+def _read(file: Path) -> tuple[str, set[Path]]:
+    """The digest of what a file does, and what it imports of the repository, and the files beside it that it names in
+    quotes (sources, scripts)."""
     text = file.read_text()
     quoted = {file.with_name(name) for name in re.findall(r"[\"']([\w-]+\.(?:py|cu|h|sbatch))[\"']", text)}
+    nodes = list(ast.walk(ast.parse(text))) if file.suffix == ".py" else []
     names: set[str] = set()
-    for node in ast.walk(ast.parse(text)) if file.suffix == ".py" else ():
-        if isinstance(node, ast.Import):
+    for node in nodes:
+        if type(node) is ast.Import:
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif type(node) is ast.ImportFrom and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.ImportFrom):  # `from . import x` and `from .x import y`, inside the harness
+        elif type(node) is ast.ImportFrom:  # `from . import x` and `from .x import y`, inside the harness
             names |= {f"harness.{alias.name}" for alias in node.names}
     own = {"harness." + name for name in names if file.parent.name == "harness"}
-    return {f for f in quoted if f.is_file()} | {_modules()[name] for name in names | own if name in _modules()}
+    near = {f for f in quoted if f.is_file()} | {_modules()[name] for name in names | own if name in _modules()}
+    return _sha(statements(text, nodes) if nodes else text), near
 
 
 class LedgerError(ValueError):

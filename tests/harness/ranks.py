@@ -129,7 +129,7 @@ def _serve(pipe: Connection, stack_file: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then ends us
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     threading.Thread(target=_end_with_the_test_process, daemon=True).start()
-    preloaded = set(sys.modules)
+    preloaded, known = set(sys.modules), 0
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         pipe.send_bytes(b"up")
@@ -147,6 +147,9 @@ def _serve(pipe: Connection, stack_file: str) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             gc.collect()
+            if not fresh and len(sys.modules) > known:  # modules stay: no later collection has to look at them again
+                known = len(sys.modules)
+                gc.freeze()
 
 
 def _end_with_the_test_process() -> None:
