@@ -128,6 +128,8 @@ def _serve(pipe: Connection, stack_file: str) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then ends us
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    # Two ranks of a group connect when the first message between them is due: most groups of a mesh are never used.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     threading.Thread(target=_end_with_the_test_process, daemon=True).start()
     preloaded, known = set(sys.modules), 0
     with open(stack_file, "w") as stacks:
