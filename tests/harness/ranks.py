@@ -125,6 +125,7 @@ def _exchange() -> None:
 def _serve(pipe: Connection, stack_file: str) -> None:
     """The life of one worker process: take a job, run it, report, wait for release, again."""
     gc.freeze()  # objects inherited from the fork server are never garbage: do not scan (and copy) their pages
+    gc.set_threshold(10_000, 20, 20)  # objects here live as long as a call: look for garbage less often
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then ends us
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
