@@ -251,6 +251,24 @@ def test_two_slices_of_the_world_train_two_models_at_the_same_time():
             assert_same_trace(got, want[rank % 2], rank=rank)
 
 
+def sums_in_a_slice(name):
+    """Two parameters whose gradient is 10 ** rank, in the groups 0, 2 and 1."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    parameters = {str(n): nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (5, 2)}
+    with VERSIONS[name](list(parameters.values()), groups[rank % 2]):
+        sum(10.0**rank * p.sum() for p in parameters.values()).backward()
+    return {n: p.grad.clone() for n, p in parameters.items()}
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_every_version_sums_over_the_given_group_only(name):
+    for rank, got in enumerate(run_ranks(3, sums_in_a_slice, name, timeout=5)):
+        total = 1.0 + 100.0 if rank % 2 == 0 else 10.0
+        want = {str(n): torch.full((n,), total, dtype=torch.float64) for n in (5, 2)}
+        assert_same_named(got, want, what="gradient of the parameter of size", rank=rank)
+
+
 def beside_in_depth():
     group, batch = dist.group.WORLD, make_batch(0, dist.get_world_size())[dist.get_rank()]
     options = {"bucketed": {"bucket_bytes": 64 * 1024}}
@@ -524,12 +542,12 @@ def test_a_step_of_two_micro_batches_sends_its_gradients_once():
     assert run_ranks(2, watched_train_step, timeout=LIMIT) == [3 + 2] * 2  # three buckets, N and the loss
 
 
-def memory_of_bucketed():
-    """Four parameters of 800 bytes, two in a bucket: gradients held after the step, the peak, and after zero_grad."""
+def memory_of_bucketed(bucket_bytes):
+    """Four parameters of 800 bytes in buckets: gradients held after the step, the peak, and after zero_grad."""
     parameters, peaks = [nn.Parameter(torch.ones(100, dtype=torch.float64)) for _ in range(4)], []
     for _ in range(3):  # gloo's threads may hold a buffer a little longer
         with peak_memory() as memory:
-            with bucketed(parameters, dist.group.WORLD, bucket_bytes=1600):
+            with bucketed(parameters, dist.group.WORLD, bucket_bytes):
                 sum(p.sum() for p in parameters).backward()
             held, storages = held_bytes(parameters).gradients, {p.grad.untyped_storage().data_ptr() for p in parameters}
             views = all(p.grad._base is not None and p.grad.is_contiguous() for p in parameters)
@@ -540,10 +558,17 @@ def memory_of_bucketed():
 
 
 def test_the_gradients_are_views_of_their_buckets_and_one_bucket_more_is_the_peak():
-    for held, storages, views, (peak, left) in run_ranks(2, memory_of_bucketed, timeout=LIMIT):
+    for held, storages, views, (peak, left) in run_ranks(2, memory_of_bucketed, 1600, timeout=LIMIT):
         assert (held, storages, views) == (3200, 2, True), "p.grad lives in the flat tensor that was sent"
         assert 3200 + 1600 <= peak < 3200 + 1600 + 100, peak  # a few scalars of the loss
         assert left <= 16, "zero_grad frees the buckets: nobody else may hold them during the next forward"
+
+
+def test_a_parameter_that_is_a_bucket_of_its_own_is_sent_without_a_copy():
+    for held, storages, _, (peak, left) in run_ranks(2, memory_of_bucketed, 800, timeout=LIMIT):
+        assert (held, storages) == (3200, 4)
+        assert 3200 <= peak < 3200 + 100, peak  # a few scalars of the loss
+        assert left <= 16
 
 
 def test_buckets_are_cut_like_those_of_in_depth_hold_one_dtype_and_large_parameters_are_alone():

@@ -436,6 +436,16 @@ def test_gradients_add_up_over_steps_until_they_are_zeroed():
         assert_same_named(gradients, twice, what="gradient of", rank=s)
 
 
+def graphs_of_losses():
+    stage = Stage(cut(whole_model(2), dist.get_rank(), 2), dist.group.WORLD)
+    return {order: stage.step(ORDERS[order], 2, *batch_of(0, 2)).requires_grad for order in ORDERS}
+
+
+def test_the_loss_that_is_told_has_no_graph():
+    for s, graphs in enumerate(run_ranks(2, graphs_of_losses, timeout=LIMIT)):
+        assert not any(graphs.values()), f"rank {s} returns a loss with the graph of its micro-batches: {graphs}"
+
+
 def error_in_bf16(m):
     """(error of the pipeline, error of one process) of all gradients: both in bf16, both against float64."""
     trace, _ = train("1f1b", m, 3, dist.group.WORLD, torch.bfloat16, steps=1)
