@@ -47,7 +47,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.goals import overview
-from harness.house import ROOT, chapter_of, files, scripts
+from harness.house import ROOT, chapter_of, files, find, scripts
 from harness.report import COMMIT, commit_of, file_name
 
 PASSED, FAILED, TOO_SLOW, NOT_RUN, LEFT_OUT = "passed", "failed", "too slow", "not run", "left out"
@@ -82,6 +82,8 @@ if found["gpus"]:
     found |= {"free_gib": free / 2**30, "total_gib": total / 2**30}
 print(json.dumps(found))
 """
+# Of a dry run: importing this refuses a Triton whose interpreter does not go together with the NumPy that is here.
+INTERPRETS = f"import sys; sys.path.append({str(find('_interpreter.py').parent)!r}); import _interpreter\n"
 
 
 class CannotStart(RuntimeError):
@@ -95,13 +97,15 @@ def tools() -> frozenset[str]:
 
 def probe(dry: bool, environment: dict[str, str]) -> Machine:
     """Raises CannotStart where there is no GPU and the run is not dry."""
-    command = [sys.executable, "-c", PROBE]
+    command = [sys.executable, "-c", INTERPRETS * dry + PROBE]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         raise CannotStart("the GPU does not answer within two minutes; is another program using it?") from None
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1][:200]
+        if dry:
+            raise CannotStart(f"a dry run cannot start here ({reason})")
         raise CannotStart(f"PyTorch cannot use this device ({reason}); --dry tries the program on the CPU")
     found = json.loads(done.stdout.splitlines()[-1])
     if not found["gpus"] and not dry:
@@ -584,6 +588,8 @@ def summary(run: Run, names: Sequence[str]) -> int:
 
 # ------------------------------------------------------------------------------------------------------------ the rest
 
+# Some images set these: then PyTorch and cuBLAS round fp32 to 10 bits unasked, also where it is the referee.
+TF32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 TQDM = '''"""Stands in for tqdm, which is not installed: the same calls, and no bar."""
 
 import sys
@@ -633,7 +639,7 @@ def surroundings(dry: bool, work: Path, have_tqdm: bool) -> dict[str, str]:
     cache = Path(tempfile.gettempdir()) / f"gpu-kernels-{os.getuid()}"
     environment.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *TF32):
         environment.pop(name, None)
     if dry:
         environment |= {"FAKE_GPUS": "2", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -96,11 +96,42 @@ event = torch.cuda.Event()
 event.record(s)
 torch.cuda.current_stream().wait_event(event)
 y + 1
+y.record_stream(torch.cuda.current_stream())  # which read what the other allocated
+
+def in_the_stream(told):
+    z, w = x * 3, x * 4
+    s.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(s):
+        there.copy_(z)
+        there.copy_(w)
+    if told:
+        z.record_stream(s), w.record_stream(s)
+
+in_the_stream(True)
+x + 1  # z and w are given away when s has read them
+in_the_stream(False)
+refused("what another stream reads is given away", "record_stream", lambda: x + 1)
+refused("and the second of them", "record_stream", lambda: x + 1)
+z = x * 3
+s.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(s):
+    there.copy_(z)
+torch.cuda.current_stream().wait_stream(s)
+del z  # and nobody need be told
+x + 1
 a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 a.record(), b.record()
 refused("a time that nobody waited for", "not ready", lambda: a.elapsed_time(b))
 torch.cuda.synchronize()
 assert a.elapsed_time(b) >= 0
+# -- the bits of a product
+a, b = torch.randn(24, 40, device=d), torch.randn(40, 24, device=d)
+exact, rounded = a.double() @ b.double(), []
+for torch.backends.cuda.matmul.allow_tf32 in (False, True):
+    error = [((p.double() - exact).norm() / exact.norm()).item() for p in (a @ b, F.linear(a, b.t(), b[0, :24] * 0))]
+    rounded.append(min(error)), rounded.append(max(error))
+torch.backends.cuda.matmul.allow_tf32 = False
+assert rounded[1] < 1e-6 and 1e-4 < rounded[2] < 1e-2, rounded
 # -- collectives
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(x)
@@ -205,6 +236,11 @@ BEFORE = {
         "formats.py",
         [("mine = drawn.to(device)", "mine = drawn")],
         "No backend type associated with device type cpu",
+    ),
+    "the source of a copy is given away": (
+        "zero_offload.py",
+        [("tensor.record_stream(self.stream)", "tensor.is_cuda")],
+        "may still use it: wait for it first, or tell with record_stream",
     ),
     "scales to the bit": (
         "fp8_kernels.py",

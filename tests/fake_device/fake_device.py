@@ -15,8 +15,11 @@ to be, which every operator hands on to what it returns. With the notes, these a
     reading too early                     the host reads a tensor that a non-blocking copy may still be writing; a
                                           stream reads what another one writes, and no event or synchronisation orders
                                           the two; elapsed_time of an event that nobody waited for
+    giving away too early                 memory is freed while a stream may still use it, other than that which it was
+                                          allocated in, and neither record_stream nor a wait says so
     the bits of a CPU's division          CUDA's tensor / number multiplies by the reciprocal, and Triton's `/` of fp32
-                                          is div.full.f32, right to 2 units in the last place: here they are, too
+                                          is div.full.f32, right to 2 units in the last place: here they are, too; and
+                                          where allow_tf32 is set, products of fp32 have factors of 10 bits
 
 Order in time is kept by vector clocks: a stream knows how far each other stream was when it last waited for it, and so
 does the host. What is not here: speed, memory that runs out, the order inside a collective. Triton's kernels run in its
@@ -49,6 +52,9 @@ HOST, WILD = -1, -2  # WILD: made inside torch without a word of where, for exam
 _places: dict[int, int] = {}  # storage -> index of its GPU, or WILD; the others are on the host
 _pinned: set[int] = set()
 _sizes: dict[int, int] = {}  # storage of a GPU -> bytes
+_owners: dict[int, int] = {}  # storage of a GPU -> the stream in which it was allocated, and is given away again
+_told: dict[int, set[int]] = {}  # storage -> the streams of its `record_stream`s
+_given_away: list[str] = []  # what was freed too early; the next operator says it
 _memory = {"now": 0, "peak": 0}
 _now: dict[str, Any] = {"device": 0, "count": 1, "sync": "default"}
 _real: dict[str, Any] = {}
@@ -69,6 +75,11 @@ def place(t: Tensor) -> int:
 
 
 def _forget(key: int) -> None:
+    owner, told = Stream.everyone.get(_owners.pop(key, 0)), _told.pop(key, set())
+    for _, _, stream, piece, _ in _accesses.get(key, ()) if owner else ():
+        done = max(owner.knows.get(stream, 0), _host.get(stream, 0))
+        if stream not in (owner.id, *told) and done < piece:
+            _given_away.append(f"memory of stream {owner.id} was freed while stream {stream} may still use it")
     _places.pop(key, None)
     _pinned.discard(key)
     _accesses.pop(key, None)
@@ -88,6 +99,8 @@ def _note(t: Tensor, where: int) -> None:
     if not known and key not in _pinned:
         weakref.finalize(t.untyped_storage(), _forget, key).atexit = False
     _places[key] = where
+    if where >= 0 and _current:
+        _owners.setdefault(key, _current[0].id)
     if where >= 0 and key not in _sizes:
         _sizes[key] = t.untyped_storage().nbytes()
         _memory["now"] += _sizes[key]
@@ -257,6 +270,8 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
+        if _given_away:
+            raise RuntimeError(f"{_given_away.pop()}: wait for it first, or tell with record_stream")
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         places = [place(x) for x in given]
         if name.startswith(("c10d::", "_c10d_functional::")):
@@ -378,6 +393,17 @@ def _divided(a: Any, b: Any, *rest: Any, **more: Any) -> Any:
     return torch.ops.aten.div.Tensor(a, b, *rest, **more)
 
 
+def _rounded(product: Callable) -> Callable:
+    """A product of fp32 as the tensor cores compute it where TF32 is allowed: its two factors lose 13 of 23 bits."""
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.backends.cuda.matmul.allow_tf32 and args[-1].dtype == torch.float32:
+            args = (*args[:-2], *((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in args[-2:]))
+        return product(*args, **kwargs)
+
+    return call
+
+
 def _wider(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """CUDA's product with a result in fp32, which a CPU does not have."""
     return torch.ops.aten.mm(a.to(out_dtype), b.to(out_dtype))
@@ -389,6 +415,7 @@ STAND_INS: dict[str, Callable] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
 }
 STAND_INS |= {f"aten::div.{overload}": _divided for overload in ("Tensor", "Scalar")}
+STAND_INS |= {f"aten::{x}": _rounded(getattr(torch.ops.aten, x).default) for x in ("mm", "bmm", "addmm", "baddbmm")}
 
 # ---------------------------------------------------------------------------------------------------------- collectives
 
@@ -635,7 +662,7 @@ def _install_tensor() -> None:
         return copy
 
     tensor.__deepcopy__ = copied
-    tensor.record_stream = lambda t, stream: None
+    tensor.record_stream = lambda t, stream: _told.setdefault(_key(t), set()).add(stream.id)
     tensor.is_pinned = lambda t, device=None: _key(t) in _pinned
 
     def pin_memory(t: Tensor, device: Any = None) -> Tensor:
