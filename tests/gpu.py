@@ -421,9 +421,17 @@ def end(child: subprocess.Popen) -> None:
 class Run:
     """One call of this program: what it may use, and the file that it writes after every step."""
 
-    def __init__(self, machine: Machine, out: Path, budget: float, environment: dict[str, str], work: Path) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        out: Path,
+        budget: float,
+        environment: dict[str, str],
+        work: Path,
+        begun: float | None = None,
+    ) -> None:
         self.machine, self.out, self.environment, self.work = machine, out, environment, work
-        self.begun, self.budget = time.monotonic(), budget
+        self.begun, self.budget = time.monotonic() if begun is None else begun, budget
         self.children = Children()
         self.lock, self.seen = threading.RLock(), {}  # type: ignore[var-annotated]
         self.path = out / ("dry.json" if machine.dry else f"{file_name(machine.device)}.json")
@@ -693,7 +701,7 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
 
 
 def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = SECTIONS) -> int:
-    args = parse(arguments, sections)
+    begun, args = time.monotonic(), parse(arguments, sections)
     if args.commit:
         os.environ["COMMIT"] = args.commit
     if not args.section:
@@ -710,7 +718,7 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
         except CannotStart as error:
             print(f"gpu.py: {error}", file=sys.stderr)
             return 2
-        run = Run(machine, args.out, args.budget, environment, Path(folder))
+        run = Run(machine, args.out, args.budget, environment, Path(folder), begun)
         print(", ".join(f"{key} {value}" for key, value in machine.environment.items()))
         if not machine.dry:
             print(f"{machine.gpus} GPU(s), {machine.free_gib:.0f} of {machine.total_gib:.0f} GiB free")

@@ -241,6 +241,20 @@ def test_what_does_not_fit_into_the_time_is_left_out_by_name(tmp_path):
     assert gpu.summary(run, ["long", "short"]) == 0, "to have no time is no error"
 
 
+def test_to_look_at_the_machine_takes_time_of_the_call(tmp_path, monkeypatch):
+    """On a machine that has just been started, PyTorch's first import may take a minute; the call ends all the same."""
+
+    def slow(dry, environment):
+        time.sleep(1.5)
+        return machine()
+
+    monkeypatch.setattr(gpu, "probe", slow)
+    options = ["--section", "all", "--out", str(tmp_path), "--budget", "4"]
+    assert gpu.main(options, [section("one", python("pass"), least=3.0)]) == 0
+    [[step]] = [entry["steps"] for entry in json.loads((tmp_path / "nvidia-h200.json").read_text())["sections"]]
+    assert step["status"] == "left out" and step["reason"].startswith("2 s are left"), "the probe had the others"
+
+
 def test_too_little_memory_is_named_with_what_is_needed(tmp_path):
     run = start(tmp_path, free_gib=10.0)
     [outcome] = run.section(section("large", python("pass", gib=30.0)))
