@@ -47,7 +47,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.goals import overview
-from harness.house import ROOT, chapter_of, files, find, scripts
+from harness.house import ROOT, chapter_of, files, scripts
 from harness.report import COMMIT, commit_of, file_name
 
 PASSED, FAILED, TOO_SLOW, NOT_RUN, LEFT_OUT = "passed", "failed", "too slow", "not run", "left out"
@@ -83,7 +83,7 @@ if found["gpus"]:
 print(json.dumps(found))
 """
 # Of a dry run: importing this refuses a Triton whose interpreter does not go together with the NumPy that is here.
-INTERPRETS = f"import sys; sys.path.append({str(find('_interpreter.py').parent)!r}); import _interpreter\n"
+INTERPRETS = f"import sys; sys.path.append({str(ROOT / '09_kernels/in_depth')!r}); import _interpreter\n"
 
 
 class CannotStart(RuntimeError):
