@@ -141,6 +141,8 @@ assert got == [{"a": 1}] and dist.get_backend() == "nccl"
 dist.barrier()
 refused("a host tensor in nccl", "No backend type", lambda: dist.all_reduce(torch.ones(2)))
 refused("gathering host tensors", "No backend type", lambda: dist.all_gather([torch.ones(2)], torch.ones(2)))
+short = torch.ones(2, dtype=torch.int16, device=d)
+refused("integers of 16 bits in nccl", "not supported for NCCL", lambda: dist.all_reduce(short))
 group = dist.new_group([0])
 refused("a host tensor in a group of nccl", "No backend type", lambda: dist.all_reduce(torch.ones(2), group=group))
 from torch.distributed.fsdp import fully_shard

@@ -7,7 +7,7 @@ more. Its tensors are ordinary CPU tensors, so that all numbers are right; each 
 to be, which every operator hands on to what it returns. With the notes, these are refused as on a real GPU:
 
     two devices in one operator           "Expected all tensors to be on the same device"; single numbers of the host go
-    a host tensor in a collective of nccl "No backend type associated with device type cpu"
+    a host tensor in a collective of nccl "No backend type associated with device type cpu"; nor has it 16-bit integers
     a device tensor sent over gloo        gloo sends from host memory only
     .numpy() and np.asarray               numpy reads host memory only
     a generator of the other device       torch.rand(..., generator=g, device=d)
@@ -275,7 +275,7 @@ class Device(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         places = [place(x) for x in given]
         if name.startswith(("c10d::", "_c10d_functional::")):
-            _check_collective(name, args, places)
+            _check_collective(name, args, given, places)
         quiet = _is_view(func) or name in ONLY_SHAPES  # reads and writes no element of what it is given
         where = max(places, default=WILD) if all(p == WILD for p in places) else max(p for p in places if p != WILD)
         if name == "aten::copy_":
@@ -422,7 +422,10 @@ STAND_INS |= {f"aten::{x}": _rounded(getattr(torch.ops.aten, x).default) for x i
 _nccl: set[str] = set()  # names of the groups that were asked to use nccl
 
 
-def _check_collective(name: str, args: Any, places: list[int]) -> None:
+NOT_OF_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+
+def _check_collective(name: str, args: Any, given: list[Tensor], places: list[int]) -> None:
     import torch.distributed as dist
 
     groups = [x for x in args if isinstance(x, str)]
@@ -437,6 +440,9 @@ def _check_collective(name: str, args: Any, places: list[int]) -> None:
         raise RuntimeError("monitored_barrier is for gloo only")
     if "barrier" in name or "wait_tensor" in name or "_wrap_tensor" in name:
         return
+    for x in given if nccl else ():
+        if x.dtype in NOT_OF_NCCL:
+            raise RuntimeError(f"Input tensor data type is not supported for NCCL process group: {x.dtype}")
     if nccl and any(p == HOST for p in places):
         raise RuntimeError(f"{name}: No backend type associated with device type cpu")
     if not nccl and name in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_") and any(p >= 0 for p in places):
