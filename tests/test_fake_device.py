@@ -63,6 +63,8 @@ torch.cuda.set_sync_debug_mode("error")
 refused("a host read", "synchronizing", lambda: x.sum().item())
 refused("as many as there are", "synchronizing", lambda: x[x > 0])
 refused("a copy that is waited for", "synchronizing", lambda: x.cpu())
+refused("numbers of the host", "synchronizing", lambda: torch.tensor([1, 2], device=d))
+refused("the same, made beside another", "synchronizing", lambda: x.new_tensor([1.0]))
 y = x * 2 + x.sum()  # who waits for nothing may go on
 torch.cuda.set_sync_debug_mode("default")
 assert x.sum().item() == x.cpu().sum().item()

@@ -537,6 +537,8 @@ def _factory(name: str, like: bool) -> Callable:
         if where is None or (isinstance(model, Tensor) and device is None and _key(model) is None):
             return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
         _check_generator(kwargs.get("generator"), where)
+        if name == "tensor" and where >= 0:  # made on the host, and copied from memory that is not pinned
+            _may_wait("a copy")
         out = make(*args, **kwargs) if model is None or device is None else make(*args, device="cpu", **kwargs)
         if kwargs.get("out") is None:
             _note(out, where)
@@ -686,6 +688,8 @@ def _install_tensor() -> None:
             where = place(self) if device is None else _index(device)
             if where is None or _key(self) is None:
                 return make(self, *args, **kw, **({} if device is None else {"device": device}))
+            if make.__name__ == "new_tensor" and where >= 0:
+                _may_wait("a copy")
             out = make(self, *args, **kw)
             _note(out, where)
             if pin_memory:
