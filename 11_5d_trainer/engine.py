@@ -182,8 +182,8 @@ def make_engine(
         make: Any = {"offload": make_offloaded, "late gather": make_overlapped}.get(variant, make_zero)
         if variant == "copies":
             make, group = partial(hybrid, mesh), mesh.groups["shards"]
-        elif dist.get_backend(group) == "gloo":
-            options["reduce_scatter"] = ExchangeAndSum
+        elif dist.get_backend(group) == "gloo" and not any(p.is_cuda for p in params):
+            options["reduce_scatter"] = ExchangeAndSum  # gloo sends from host memory only
         if stage == 3 and params is not experts:
             options |= {"units": model.model.layers}
             del options["bucket_bytes"]  # a bucket per layer

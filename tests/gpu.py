@@ -82,6 +82,8 @@ if found["gpus"]:
     found |= {"free_gib": free / 2**30, "total_gib": total / 2**30}
 print(json.dumps(found))
 """
+# Of a dry run: importing this refuses a Triton whose interpreter does not go together with the NumPy that is here.
+INTERPRETS = f"import sys; sys.path.append({str(ROOT / '09_kernels/in_depth')!r}); import _interpreter\n"
 
 
 class CannotStart(RuntimeError):
@@ -95,13 +97,15 @@ def tools() -> frozenset[str]:
 
 def probe(dry: bool, environment: dict[str, str]) -> Machine:
     """Raises CannotStart where there is no GPU and the run is not dry."""
-    command = [sys.executable, "-c", PROBE]
+    command = [sys.executable, "-c", INTERPRETS * dry + PROBE]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         raise CannotStart("the GPU does not answer within two minutes; is another program using it?") from None
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1][:200]
+        if dry:
+            raise CannotStart(f"a dry run cannot start here ({reason})")
         raise CannotStart(f"PyTorch cannot use this device ({reason}); --dry tries the program on the CPU")
     found = json.loads(done.stdout.splitlines()[-1])
     if not found["gpus"] and not dry:
@@ -417,9 +421,17 @@ def end(child: subprocess.Popen) -> None:
 class Run:
     """One call of this program: what it may use, and the file that it writes after every step."""
 
-    def __init__(self, machine: Machine, out: Path, budget: float, environment: dict[str, str], work: Path) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        out: Path,
+        budget: float,
+        environment: dict[str, str],
+        work: Path,
+        begun: float | None = None,
+    ) -> None:
         self.machine, self.out, self.environment, self.work = machine, out, environment, work
-        self.begun, self.budget = time.monotonic(), budget
+        self.begun, self.budget = time.monotonic() if begun is None else begun, budget
         self.children = Children()
         self.lock, self.seen = threading.RLock(), {}  # type: ignore[var-annotated]
         self.path = out / ("dry.json" if machine.dry else f"{file_name(machine.device)}.json")
@@ -584,6 +596,8 @@ def summary(run: Run, names: Sequence[str]) -> int:
 
 # ------------------------------------------------------------------------------------------------------------ the rest
 
+# Some images set these: then PyTorch and cuBLAS round fp32 to 10 bits unasked, also where it is the referee.
+TF32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 TQDM = '''"""Stands in for tqdm, which is not installed: the same calls, and no bar."""
 
 import sys
@@ -633,7 +647,7 @@ def surroundings(dry: bool, work: Path, have_tqdm: bool) -> dict[str, str]:
     cache = Path(tempfile.gettempdir()) / f"gpu-kernels-{os.getuid()}"
     environment.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *TF32):
         environment.pop(name, None)
     if dry:
         environment |= {"FAKE_GPUS": "2", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -687,7 +701,7 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
 
 
 def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = SECTIONS) -> int:
-    args = parse(arguments, sections)
+    begun, args = time.monotonic(), parse(arguments, sections)
     if args.commit:
         os.environ["COMMIT"] = args.commit
     if not args.section:
@@ -704,7 +718,7 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
         except CannotStart as error:
             print(f"gpu.py: {error}", file=sys.stderr)
             return 2
-        run = Run(machine, args.out, args.budget, environment, Path(folder))
+        run = Run(machine, args.out, args.budget, environment, Path(folder), begun)
         print(", ".join(f"{key} {value}" for key, value in machine.environment.items()))
         if not machine.dry:
             print(f"{machine.gpus} GPU(s), {machine.free_gib:.0f} of {machine.total_gib:.0f} GiB free")

@@ -63,6 +63,8 @@ torch.cuda.set_sync_debug_mode("error")
 refused("a host read", "synchronizing", lambda: x.sum().item())
 refused("as many as there are", "synchronizing", lambda: x[x > 0])
 refused("a copy that is waited for", "synchronizing", lambda: x.cpu())
+refused("numbers of the host", "synchronizing", lambda: torch.tensor([1, 2], device=d))
+refused("the same, made beside another", "synchronizing", lambda: x.new_tensor([1.0]))
 y = x * 2 + x.sum()  # who waits for nothing may go on
 torch.cuda.set_sync_debug_mode("default")
 assert x.sum().item() == x.cpu().sum().item()
@@ -96,11 +98,42 @@ event = torch.cuda.Event()
 event.record(s)
 torch.cuda.current_stream().wait_event(event)
 y + 1
+y.record_stream(torch.cuda.current_stream())  # which read what the other allocated
+
+def in_the_stream(told):
+    z, w = x * 3, x * 4
+    s.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(s):
+        there.copy_(z)
+        there.copy_(w)
+    if told:
+        z.record_stream(s), w.record_stream(s)
+
+in_the_stream(True)
+x + 1  # z and w are given away when s has read them
+in_the_stream(False)
+refused("what another stream reads is given away", "record_stream", lambda: x + 1)
+refused("and the second of them", "record_stream", lambda: x + 1)
+z = x * 3
+s.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(s):
+    there.copy_(z)
+torch.cuda.current_stream().wait_stream(s)
+del z  # and nobody need be told
+x + 1
 a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 a.record(), b.record()
 refused("a time that nobody waited for", "not ready", lambda: a.elapsed_time(b))
 torch.cuda.synchronize()
 assert a.elapsed_time(b) >= 0
+# -- the bits of a product
+a, b = torch.randn(24, 40, device=d), torch.randn(40, 24, device=d)
+exact, rounded = a.double() @ b.double(), []
+for torch.backends.cuda.matmul.allow_tf32 in (False, True):
+    error = [((p.double() - exact).norm() / exact.norm()).item() for p in (a @ b, F.linear(a, b.t(), b[0, :24] * 0))]
+    rounded.append(min(error)), rounded.append(max(error))
+torch.backends.cuda.matmul.allow_tf32 = False
+assert rounded[1] < 1e-6 and 1e-4 < rounded[2] < 1e-2, rounded
 # -- collectives
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(x)
@@ -110,6 +143,8 @@ assert got == [{"a": 1}] and dist.get_backend() == "nccl"
 dist.barrier()
 refused("a host tensor in nccl", "No backend type", lambda: dist.all_reduce(torch.ones(2)))
 refused("gathering host tensors", "No backend type", lambda: dist.all_gather([torch.ones(2)], torch.ones(2)))
+short = torch.ones(2, dtype=torch.int16, device=d)
+refused("integers of 16 bits in nccl", "not supported for NCCL", lambda: dist.all_reduce(short))
 group = dist.new_group([0])
 refused("a host tensor in a group of nccl", "No backend type", lambda: dist.all_reduce(torch.ones(2), group=group))
 from torch.distributed.fsdp import fully_shard
@@ -199,12 +234,18 @@ def test_without_the_variable_nothing_is_there():
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
-# Mistakes that this repository had, put back: each passed every test on a CPU, and would have failed on any GPU.
+# Mistakes that this repository had, put back, and one that is easily made: each passes every test on a CPU, and would
+# fail on any GPU, or be wrong there now and then.
 BEFORE = {
     "host tensors over nccl": (
         "formats.py",
         [("mine = drawn.to(device)", "mine = drawn")],
         "No backend type associated with device type cpu",
+    ),
+    "the source of a copy is given away": (
+        "fpdt.py",
+        [("source.record_stream(self.cuda[stream])", "pass")],
+        "may still use it: wait for it first, or tell with record_stream",
     ),
     "scales to the bit": (
         "fp8_kernels.py",
@@ -214,7 +255,10 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("name", ["host tensors over nccl", pytest.param("scales to the bit", marks=pytest.mark.prove)])
+ONE, *OTHERS = BEFORE
+
+
+@pytest.mark.parametrize("name", [ONE, *(pytest.param(name, marks=pytest.mark.prove) for name in OTHERS)])
 def test_the_failures_that_were_certain_on_a_gpu_are_red_here(tmp_path, name):
     script, changes, words = BEFORE[name]
     source = find(script)

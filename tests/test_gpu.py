@@ -16,6 +16,7 @@ import pytest
 import torch
 from gpu import Section, Step
 from harness.goals import GOALS, judge, number
+from harness.house import find
 from harness.ranks import run_ranks
 from harness.report import ROOT, Ratio, commit_of, fill, take, write_result
 
@@ -58,6 +59,9 @@ def test_a_section_passes_on_the_stand_in_gpu_and_leaves_what_goals_and_readmes_
     if benches := gpu.gpu_benchmarks().get(name):
         assert {step["step"] for step in steps if step["results"]} == {gpu.relative(script) for script in benches}
     written = {result: record["results"][result] for step in steps for result in step["results"]}
+    if name == "shared":  # a GPU is mostly lent alone: what its ranks can do over gloo is all that shows a layout there
+        errors = dict(written["11_layouts_shared_gpu"]["rows"])
+        assert [layout for layout, error in errors.items() if not error[0].isdigit()] == ["pipeline 1F1B"], errors
     readmes = "".join(file.read_text() for file in [ROOT / "README.md", *ROOT.glob("*/README.md")])
     shown = set(re.findall(r"<!-- gpu results: ([\w.-]+) -->", readmes))
     assert set(written) <= shown, f"no README shows {sorted(set(written) - shown)}"
@@ -240,6 +244,20 @@ def test_what_does_not_fit_into_the_time_is_left_out_by_name(tmp_path):
     assert gpu.summary(run, ["long", "short"]) == 0, "to have no time is no error"
 
 
+def test_to_look_at_the_machine_takes_time_of_the_call(tmp_path, monkeypatch):
+    """On a machine that has just been started, PyTorch's first import may take a minute; the call ends all the same."""
+
+    def slow(dry, environment):
+        time.sleep(1.5)
+        return machine()
+
+    monkeypatch.setattr(gpu, "probe", slow)
+    options = ["--section", "all", "--out", str(tmp_path), "--budget", "4"]
+    assert gpu.main(options, [section("one", python("pass"), least=3.0)]) == 0
+    [[step]] = [entry["steps"] for entry in json.loads((tmp_path / "nvidia-h200.json").read_text())["sections"]]
+    assert step["status"] == "left out" and step["reason"].startswith("2 s are left"), "the probe had the others"
+
+
 def test_too_little_memory_is_named_with_what_is_needed(tmp_path):
     run = start(tmp_path, free_gib=10.0)
     [outcome] = run.section(section("large", python("pass", gib=30.0)))
@@ -267,6 +285,44 @@ def test_a_gpu_without_a_byte_left_ends_in_one_line(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err.startswith(
         "gpu.py: PyTorch cannot use this device (RuntimeError: CUDA error: out of memory); --dry tries"
     )
+
+
+def test_a_triton_that_cannot_interpret_with_the_numpy_that_is_here_ends_a_dry_run_in_one_line(
+    tmp_path, monkeypatch, capsys
+):
+    pair = "import torch, numpy, triton; triton.__version__, numpy.__version__ = '3.6.0', '2.5.2'\n"
+    monkeypatch.setattr(gpu, "INTERPRETS", pair + gpu.INTERPRETS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu.main(["--dry", "--section", "flash", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and said.out == "" and not list(tmp_path.iterdir()), "nothing ran"
+    why = 'do not go together; with this Triton use an older NumPy: pip install "numpy<2.4"'
+    assert said.err.startswith("gpu.py: a dry run cannot start here (ImportError: Triton 3.6.0's interpreter and ")
+    assert f"NumPy 2.5.2 {why})" in said.err
+    assert gpu.main(["--section", "flash", "--out", str(tmp_path)]) == 2
+    assert "PyTorch finds no CUDA GPU here" in capsys.readouterr().err, "on a GPU nothing is interpreted"
+
+
+def test_the_interpreter_is_refused_with_the_versions_that_fail_and_with_no_others():
+    program = """
+import importlib, numpy, triton, _interpreter
+for pair in (("3.6.0", "2.4.0"), ("3.6.0", "2.3.5"), ("3.7.1", "2.5.2"), ("4.0.0", "3.0.1"), ("3.6.1+git", "2.10.0")):
+    triton.__version__, numpy.__version__ = pair
+    try:
+        importlib.reload(_interpreter)
+        print(*pair, "go together")
+    except ImportError:
+        print(*pair, "do not")
+"""
+    environment = NO_GPU | {"PYTHONPATH": str(find("_interpreter.py").parent), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        "3.6.0 2.4.0 do not",
+        "3.6.0 2.3.5 go together",
+        "3.7.1 2.5.2 go together",
+        "4.0.0 3.0.1 go together",
+        "3.6.1+git 2.10.0 do not",
+    ], done.stderr[-1500:]
 
 
 def test_without_nvcc_only_what_is_written_in_cuda_is_not_run(tmp_path):
@@ -437,6 +493,29 @@ def test_nothing_is_written_beside_the_sources(tmp_path):
     assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
     assert not Path(environment["TRITON_CACHE_DIR"]).is_relative_to(ROOT)
     assert "RANK" not in gpu.surroundings(False, tmp_path, True)
+
+
+def test_an_image_that_allows_tf32_does_not_allow_it_here(tmp_path, monkeypatch):
+    """Neither in what gpu.py starts, nor where fp32 is measured: there the result has to have the bits of fp32."""
+    for name in gpu.TF32:
+        monkeypatch.setenv(name, "1")
+    assert not gpu.surroundings(False, tmp_path, True).keys() & set(gpu.TF32)
+    program = """
+import torch
+from harness.ceilings import matmul_rate
+assert torch.backends.cuda.matmul.allow_tf32, "by the environment"
+device = torch.device("cuda")
+matmul_rate(device, 128, torch.bfloat16, 2)
+torch.backends.cuda.matmul.allow_tf32 = False
+matmul_rate(device, 128, torch.float32, 2)
+torch.backends.cuda.matmul.allow_tf32 = True
+matmul_rate(device, 128, torch.float32, 2)
+"""
+    environment = gpu.surroundings(True, tmp_path, True) | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1 and done.stderr.startswith("ceilings.py: torch.float32 matrix product is off by "), (
+        done.stderr[-1500:]
+    )
 
 
 # -------------------------------------------------------------------------------------------- from a run to the READMEs
@@ -670,7 +749,7 @@ def wrong_and_right_ways():
     bench.start = start
     try:
         ways = (bench.Way("torch", "bf16"), bench.Way("torch", "bf16", compiled=True), bench.Way("none", "bf16"))
-        return list(bench.verify(ways, torch.device("cpu")).values())
+        return [*map(bench.verifier(torch.device("cpu")), ways)]
     finally:
         bench.start = right
 
@@ -680,3 +759,34 @@ def test_a_way_to_compute_that_is_wrong_is_not_timed():
     assert good == ""
     assert re.match(r"gradient of \S+ is off by", bad)
     assert missing == "RuntimeError: no kernel image is available for this device"
+
+
+def test_a_way_that_breaks_the_process_or_finds_no_memory_takes_no_other_ways_row_with_it(tmp_path):
+    """A kernel that reads where it must not leaves a CUDA process useless: what was measured before it is written."""
+    program = f"""
+import sys
+sys.path[:0] = {[str(ROOT / "11_5d_trainer/bench"), str(ROOT / "tests")]!r}
+from pathlib import Path
+import torch, bench_train_gpu as bench
+
+right, measure = bench.start, bench.measure
+bench.DRY_WAYS = tuple(bench.Way(*how) for how in (("torch", "bf16"), ("torch", "bf16-master"), ("broken", "bf16")))
+
+def start(way, job, device):
+    if way.kernels == "broken":
+        sys.exit("an illegal memory access was encountered")
+    return right(way, job, device)
+
+def full(way, *rest):
+    if way.precision == "bf16":
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return measure(way, *rest)
+
+bench.start, bench.measure = start, full
+bench.run(True, Path({str(tmp_path)!r}), 100.0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=NO_GPU)
+    assert done.returncode == 1 and "an illegal memory access" in done.stderr, done.stderr[-2000:]
+    rows, parts = (json.loads(next(tmp_path.glob(f"11_train_{name}.*")).read_text()) for name in ("gpu", "parts"))
+    assert [row[1] for row in rows["rows"]] == ["torch; bf16-master"] and "OutOfMemoryError" in rows["notes"]
+    assert {row[1] for row in parts["rows"]} == {"torch; bf16-master"}, "the first that runs is the one looked into"

@@ -48,15 +48,16 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
         return Plan(Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 1), Tiles(16, 32, 8, 1), tma=False)
     if D <= 64:
         if hopper:
-            return Plan(Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3), tma=True)
-        return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 2), tma=False)
+            backward = Tiles(32 if D <= 32 else 64, 128, 8, 2) if OLD else Tiles(64, 128, 8, 3)
+            return Plan(Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), backward, tma=True)
+        return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(16 if OLD else 32, 64, 4, 2), tma=False)
     if D <= 128:
         if hopper:
             backward = Tiles(32 if OLD else 64, 128, 8, 2)
             return Plan(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), backward, tma=True)
         return Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), tma=False, five=False)
     if hopper:
-        return Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), tma=True)
+        return Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(16 if OLD else 32, 64, 8, 2), tma=True)
     return Plan(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), tma=False, five=False)
 
 

@@ -6,12 +6,14 @@ and the same arithmetic. It reads that variable when `@triton.jit` decorates a f
 import Triton before anybody here can set the variable. Those functions are decorated once more.
 
 Adding through a tensor descriptor is missing from it; here it learns that. Two things it does not do: it knows no
-bfloat16 (tl.dot on it returns garbage), and it has no registers or shared memory to run out of.
+bfloat16 (tl.dot on it returns garbage), and it has no registers or shared memory to run out of. Triton before 3.7 asks
+NumPy for what it refuses from 2.4 on, an int from an array of one number: then the import says which NumPy will do.
 TRITON_INTERPRET=0 keeps the compiler, which builds for a GPU that is not there.
 """
 
 import os
 
+import numpy
 import torch
 
 if not torch.cuda.is_available():
@@ -26,6 +28,12 @@ from triton.runtime.jit import JITFunction
 INTERPRETED = triton.knobs.runtime.interpret
 
 if INTERPRETED:
+    of_triton, of_numpy = ([int(n) for n in v.split(".")[:2]] for v in (triton.__version__, numpy.__version__))
+    if of_triton < [3, 7] and of_numpy >= [2, 4]:
+        raise ImportError(
+            f"Triton {triton.__version__}'s interpreter and NumPy {numpy.__version__} do not go together; "
+            'with this Triton use an older NumPy: pip install "numpy<2.4"'
+        )
     for name, function in list(vars(tl.standard).items()):
         if isinstance(function, JITFunction):
             interpreted = triton.jit(function.fn)

@@ -5,12 +5,13 @@
 
 1. Verify. For each way to compute (kernels, precision, compiled or not) the gradients of a small model are held
    against those of fp32 on PyTorch's own kernels. They may be off by twice of what PyTorch's kernels are off in the
-   same precision. What is wrong is left out, and the program ends with 1.
+   same precision. What is wrong is left out, and the program ends with 1. Each way is verified right before it is
+   timed: a kernel that breaks the whole process takes nothing with it that was measured before.
 2. Time whole steps of `train_step`: forward, backward, norm, clipping, AdamW. Two models at 4096 tokens: one of 1.7
    billion weights, and one with the widths of Llama-3 8B and as many layers as find room. Tokens are random, which
    changes nothing about the time.
-3. Profile the fastest way of each model, and put beside each part of the step its floor: FLOPs over the rate of a
-   matrix product, bytes over the bandwidth of a copy, both measured in the same run.
+3. Profile the first way of each model that runs, and put beside each part of the step its floor: FLOPs over the rate
+   of a matrix product, bytes over the bandwidth of a copy, both measured in the same run.
 
 MFU counts the model's FLOPs by chapter 01 (attention as the full square) over the data sheet's bf16 rate.
 """
@@ -173,13 +174,16 @@ def gradients(way: Way, job: Job, device: torch.device) -> dict[str, torch.Tenso
     return {name: g.detach().float().clone() for name, g in me.engine.full_gradients().items()}
 
 
-def verify(ways: tuple[Way, ...], device: torch.device, tiny: bool = True) -> dict[Way, str]:
-    """What is wrong with each of `ways`; "" if nothing is."""
+def verifier(device: torch.device, tiny: bool = True) -> Callable[[Way], str]:
+    """A function that says what is wrong with a way; "" if nothing is. Each is tried once, when it is asked about."""
     job = Job("to verify", TINY if tiny else SMALL, 16 if tiny else 256, 1, 2)
     exact = gradients(Way("torch", "fp32"), job, device)
-    verdict = {}
     own: dict[str, dict[str, float]] = {}  # by precision: what PyTorch's kernels are off by
-    for way in ways:
+    verdict: dict[Way, str] = {}
+
+    def wrong(way: Way) -> str:
+        if way in verdict:
+            return verdict[way]
         try:
             if way.precision not in own:
                 theirs = gradients(Way("torch", way.precision), job, device)
@@ -191,7 +195,9 @@ def verify(ways: tuple[Way, ...], device: torch.device, tiny: bool = True) -> di
         except Exception as error:  # one way may not run on this device; the others go on, and the end says so
             verdict[way] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}"
         print(f"verified {way}: {verdict[way] or 'right'}", flush=True)
-    return verdict
+        return verdict[way]
+
+    return wrong
 
 
 # ------------------------------------------------------------------------------------------------------------- measure
@@ -361,30 +367,34 @@ def run(dry: bool, out: Path | None, limit: float) -> int:
         world_size=1,
         timeout=timedelta(seconds=120),
     )
-    ways = DRY_WAYS if dry else WAYS
-    verdict = verify(ways, device, tiny=dry)
-    right = [way for way in ways if not verdict[way]]
-    free(device)
+    wrong_with = verifier(device, tiny=dry)
     product = matmul_rate(device, 256 if dry else 8192).median
     copy = copy_bandwidth(device, 2**20 if dry else min(2 * GIB, free_bytes(device) // 8 // 4096 * 4096)).median
     free(device)
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     rows: list[list[Any]] = []
     parts: list[list[Any]] = []
-    notes = [f"{way} is left out: {what}." for way, what in verdict.items() if what]
-    wrong = list(notes)
+    notes: list[str] = []
+    wrong: list[str] = []
     room = free_bytes(device)
     planned = jobs(dry, room)
     if not dry and len(planned) < 2:
         notes.append(f"{room / GIB:.0f} GiB are free: too little for a model that is missing here.")
     for job in planned:
-        flops = step_flops(job.sizes, job.samples, job.seq).model
-        for i, way in enumerate(right):
-            if i and (time.perf_counter() - begun > 0.6 * limit or (job != planned[0] and i > 1)):
+        flops, measured = step_flops(job.sizes, job.samples, job.seq).model, 0
+        for way in DRY_WAYS if dry else WAYS:
+            if measured and (time.perf_counter() - begun > 0.6 * limit or (job != planned[0] and measured > 1)):
                 notes.append(f"{job.name}: {way} was not tried, for want of time.")
                 continue
+            if off := wrong_with(way):
+                left_out = f"{way} is left out: {off}."
+                if left_out not in wrong:
+                    notes.append(left_out)
+                    wrong.append(left_out)
+                continue
+            free(device)
             what: list[Any] = []
-            look = (lambda step, what=what: what.append(breakdown(step, device))) if i == 0 else None
+            look = None if measured else lambda step, what=what: what.append(breakdown(step, device))
             try:
                 got = measure(way, job, device, 3 if dry else 8, look)
             except (torch.OutOfMemoryError, RuntimeError, ArithmeticError) as error:
@@ -392,6 +402,7 @@ def run(dry: bool, out: Path | None, limit: float) -> int:
                 wrong += [notes[-1]] if isinstance(error, ArithmeticError) else []
                 free(device)
                 continue
+            measured += 1
             seconds = got.seconds.median
             reached = flops / seconds
             rows.append(

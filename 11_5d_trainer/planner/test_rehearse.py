@@ -39,6 +39,7 @@ from rehearse import main, rehearse, report, twins  # noqa: E402
 from rehearse_match import Finding, differ, match  # noqa: E402
 from rehearse_rank import Op, Recorded  # noqa: E402
 from rehearse_time import on_the_clock  # noqa: E402
+from split_backward import python_nodes_own_their_graph  # noqa: E402
 
 SIZES = LlamaConfig(vocab_size=256, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
 BASE = {"seq_len": 16, "global_batch": 8, "micro_batch": 2, "device": "cpu", "preset": "tiny", "kernels": "torch"}
@@ -77,6 +78,8 @@ def test_with_fused_kernels_the_planners_peak_is_the_rehearsed_one(ranks, words,
     done = rehearse(options, WIDE, ranks)
     layout, moe = Layout.of(options, WIDE, ranks), options.mixture(WIDE)
     assert done.finding is None and layout.kernels == "triton"
+    if "zb" in options.schedule and not python_nodes_own_their_graph():  # in torch 2.11 W holds a block's graph to its
+        near += 0.01  # end, and not only what it has still to do
     for run in done.runs.values():
         kept = plan_memory.held(WIDE, moe, layout, run.place["pp"])
         assert kept == {what: run.bytes[what] for what in kept}

@@ -7,7 +7,7 @@ more. Its tensors are ordinary CPU tensors, so that all numbers are right; each 
 to be, which every operator hands on to what it returns. With the notes, these are refused as on a real GPU:
 
     two devices in one operator           "Expected all tensors to be on the same device"; single numbers of the host go
-    a host tensor in a collective of nccl "No backend type associated with device type cpu"
+    a host tensor in a collective of nccl "No backend type associated with device type cpu"; nor has it 16-bit integers
     a device tensor sent over gloo        gloo sends from host memory only
     .numpy() and np.asarray               numpy reads host memory only
     a generator of the other device       torch.rand(..., generator=g, device=d)
@@ -15,8 +15,11 @@ to be, which every operator hands on to what it returns. With the notes, these a
     reading too early                     the host reads a tensor that a non-blocking copy may still be writing; a
                                           stream reads what another one writes, and no event or synchronisation orders
                                           the two; elapsed_time of an event that nobody waited for
+    giving away too early                 memory is freed while a stream may still use it, other than that which it was
+                                          allocated in, and neither record_stream nor a wait says so
     the bits of a CPU's division          CUDA's tensor / number multiplies by the reciprocal, and Triton's `/` of fp32
-                                          is div.full.f32, right to 2 units in the last place: here they are, too
+                                          is div.full.f32, right to 2 units in the last place: here they are, too; and
+                                          where allow_tf32 is set, products of fp32 have factors of 10 bits
 
 Order in time is kept by vector clocks: a stream knows how far each other stream was when it last waited for it, and so
 does the host. What is not here: speed, memory that runs out, the order inside a collective. Triton's kernels run in its
@@ -49,6 +52,9 @@ HOST, WILD = -1, -2  # WILD: made inside torch without a word of where, for exam
 _places: dict[int, int] = {}  # storage -> index of its GPU, or WILD; the others are on the host
 _pinned: set[int] = set()
 _sizes: dict[int, int] = {}  # storage of a GPU -> bytes
+_owners: dict[int, int] = {}  # storage of a GPU -> the stream in which it was allocated, and is given away again
+_told: dict[int, set[int]] = {}  # storage -> the streams of its `record_stream`s
+_given_away: list[str] = []  # what was freed too early; the next operator says it
 _memory = {"now": 0, "peak": 0}
 _now: dict[str, Any] = {"device": 0, "count": 1, "sync": "default"}
 _real: dict[str, Any] = {}
@@ -69,6 +75,11 @@ def place(t: Tensor) -> int:
 
 
 def _forget(key: int) -> None:
+    owner, told = Stream.everyone.get(_owners.pop(key, 0)), _told.pop(key, set())
+    for _, _, stream, piece, _ in _accesses.get(key, ()) if owner else ():
+        done = max(owner.knows.get(stream, 0), _host.get(stream, 0))
+        if stream not in (owner.id, *told) and done < piece:
+            _given_away.append(f"memory of stream {owner.id} was freed while stream {stream} may still use it")
     _places.pop(key, None)
     _pinned.discard(key)
     _accesses.pop(key, None)
@@ -88,6 +99,8 @@ def _note(t: Tensor, where: int) -> None:
     if not known and key not in _pinned:
         weakref.finalize(t.untyped_storage(), _forget, key).atexit = False
     _places[key] = where
+    if where >= 0 and _current:
+        _owners.setdefault(key, _current[0].id)
     if where >= 0 and key not in _sizes:
         _sizes[key] = t.untyped_storage().nbytes()
         _memory["now"] += _sizes[key]
@@ -257,10 +270,12 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
+        if _given_away:
+            raise RuntimeError(f"{_given_away.pop()}: wait for it first, or tell with record_stream")
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         places = [place(x) for x in given]
         if name.startswith(("c10d::", "_c10d_functional::")):
-            _check_collective(name, args, places)
+            _check_collective(name, args, given, places)
         quiet = _is_view(func) or name in ONLY_SHAPES  # reads and writes no element of what it is given
         where = max(places, default=WILD) if all(p == WILD for p in places) else max(p for p in places if p != WILD)
         if name == "aten::copy_":
@@ -378,6 +393,17 @@ def _divided(a: Any, b: Any, *rest: Any, **more: Any) -> Any:
     return torch.ops.aten.div.Tensor(a, b, *rest, **more)
 
 
+def _rounded(product: Callable) -> Callable:
+    """A product of fp32 as the tensor cores compute it where TF32 is allowed: its two factors lose 13 of 23 bits."""
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.backends.cuda.matmul.allow_tf32 and args[-1].dtype == torch.float32:
+            args = (*args[:-2], *((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in args[-2:]))
+        return product(*args, **kwargs)
+
+    return call
+
+
 def _wider(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """CUDA's product with a result in fp32, which a CPU does not have."""
     return torch.ops.aten.mm(a.to(out_dtype), b.to(out_dtype))
@@ -389,13 +415,17 @@ STAND_INS: dict[str, Callable] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
 }
 STAND_INS |= {f"aten::div.{overload}": _divided for overload in ("Tensor", "Scalar")}
+STAND_INS |= {f"aten::{x}": _rounded(getattr(torch.ops.aten, x).default) for x in ("mm", "bmm", "addmm", "baddbmm")}
 
 # ---------------------------------------------------------------------------------------------------------- collectives
 
 _nccl: set[str] = set()  # names of the groups that were asked to use nccl
 
 
-def _check_collective(name: str, args: Any, places: list[int]) -> None:
+NOT_OF_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+
+def _check_collective(name: str, args: Any, given: list[Tensor], places: list[int]) -> None:
     import torch.distributed as dist
 
     groups = [x for x in args if isinstance(x, str)]
@@ -410,6 +440,9 @@ def _check_collective(name: str, args: Any, places: list[int]) -> None:
         raise RuntimeError("monitored_barrier is for gloo only")
     if "barrier" in name or "wait_tensor" in name or "_wrap_tensor" in name:
         return
+    for x in given if nccl else ():
+        if x.dtype in NOT_OF_NCCL:
+            raise RuntimeError(f"Input tensor data type is not supported for NCCL process group: {x.dtype}")
     if nccl and any(p == HOST for p in places):
         raise RuntimeError(f"{name}: No backend type associated with device type cpu")
     if not nccl and name in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_") and any(p >= 0 for p in places):
@@ -504,6 +537,8 @@ def _factory(name: str, like: bool) -> Callable:
         if where is None or (isinstance(model, Tensor) and device is None and _key(model) is None):
             return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
         _check_generator(kwargs.get("generator"), where)
+        if name == "tensor" and where >= 0:  # made on the host, and copied from memory that is not pinned
+            _may_wait("a copy")
         out = make(*args, **kwargs) if model is None or device is None else make(*args, device="cpu", **kwargs)
         if kwargs.get("out") is None:
             _note(out, where)
@@ -635,7 +670,7 @@ def _install_tensor() -> None:
         return copy
 
     tensor.__deepcopy__ = copied
-    tensor.record_stream = lambda t, stream: None
+    tensor.record_stream = lambda t, stream: _told.setdefault(_key(t), set()).add(stream.id)
     tensor.is_pinned = lambda t, device=None: _key(t) in _pinned
 
     def pin_memory(t: Tensor, device: Any = None) -> Tensor:
@@ -653,6 +688,8 @@ def _install_tensor() -> None:
             where = place(self) if device is None else _index(device)
             if where is None or _key(self) is None:
                 return make(self, *args, **kw, **({} if device is None else {"device": device}))
+            if make.__name__ == "new_tensor" and where >= 0:
+                _may_wait("a copy")
             out = make(self, *args, **kw)
             _note(out, where)
             if pin_memory:
