@@ -494,8 +494,8 @@ def parse(words: list[str] | None, world: int) -> tuple[argparse.Namespace, Conf
     parser = argparse.ArgumentParser(description="Five axes of parallelism in one file", allow_abbrev=False)
     line = "five_d.py: {}\n" if os.environ.get("RANK", "0") == "0" else ""  # one, and not one from each rank
     parser.error = lambda words: parser.exit(2, line.format(words))
-    whats = {"pp": "stages", "cp": "parts of a sequence", "tp": "parts of matrices", "ep": "ranks for all experts"}
-    whats |= {"experts": "in each layer; 0: a dense feed-forward", "micro-batches": "in a step, of each rank"}
+    whats = {"pp": "stages; dp is what remains", "cp": "ranks that share a sequence", "tp": "ranks that share a matrix"}
+    whats |= {"ep": "ranks that share the experts", "experts": "in a layer; 0: dense", "micro-batches": "of each rank"}
     for option, what in whats.items():
         parser.add_argument(f"--{option}", type=int, default=1 if len(option) == 2 else 4, help=what)
     parser.add_argument("--train", type=int, nargs="?", const=300, metavar="STEPS", help="learn text in so many steps")

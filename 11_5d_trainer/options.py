@@ -57,7 +57,9 @@ class Config:
     preset: str = option("tiny", "size of the model", fixed=True, choices=tuple(PRESETS))
     tied: bool = option(False, "share the embedding with the output layer", fixed=True)
     config: str = option("", "config.json of a Hugging Face model, whose sizes to use; replaces --preset", fixed=True)
-    hidden: int = option(0, "hidden size; this and the next four: 0 as in --preset or --config", fixed=True, least=0)
+    hidden: int = option(
+        0, "hidden size; this and the next four are those of --preset or --config unless given", fixed=True, least=0
+    )
     layers: int = option(0, "blocks", fixed=True, least=0)
     heads: int = option(0, "query heads", fixed=True, least=0)
     kv_heads: int = option(0, "key/value heads, which query heads share", fixed=True, least=0)
@@ -66,9 +68,11 @@ class Config:
     data: str = option("", "text file, folder, or .bin of tokens; default: Python's standard library", fixed=True)
     bin_dtype: str = option("uint16", "type of the tokens in a .bin", fixed=True, choices=("uint16", "uint32"))
     tokenizer: str = option("", "folder or name of a Hugging Face tokenizer; default: text is bytes", fixed=True)
-    vocab_size: int = option(0, "needed for a .bin; text is read as bytes, 256", fixed=True, least=0)
+    vocab_size: int = option(
+        0, "words; needed for a .bin. Text without --tokenizer is read as bytes, 256", fixed=True, least=0
+    )
     seq_len: int = option(128, "tokens per sample", fixed=True, least=1)
-    seed: int = option(0, "of the first weights and of the order of the samples", fixed=True)
+    seed: int = option(0, "of the first weights and of the order of the samples (default: 0)", fixed=True)
     # how
     steps: int = option(300, "optimizer steps", least=1)
     global_batch: int = option(32, "samples per step, over all ranks and micro-batches", fixed=True, least=1)
@@ -87,7 +91,9 @@ class Config:
     recompute: str = option("none", "activations to recompute in backward", choices=("none", "selective", "full"))
     bucket_mib: float = option(25.0, "size of a gradient bucket")
     # on which ranks: data parallel is what remains of the world
-    zero: int = option(0, "ZeRO stage: what data-parallel ranks hold in shards (chapter 03)", choices=(0, 1, 2, 3))
+    zero: int = option(
+        0, "ZeRO stage: what data-parallel ranks hold in shards (chapter 03); 0: nothing", choices=(0, 1, 2, 3)
+    )
     zero_shards: int = option(
         0, "ranks that share one copy of the model; as many others share another (HSDP); 0: all share one", least=0
     )
@@ -143,7 +149,9 @@ class Config:
     eval_samples: int = option(256, "validation samples", least=1)
     on_nan: str = option("stop", "what to do when a gradient is not finite", choices=("stop", "skip"))
     meter: bool = option(False, "after the first step print bytes held and sent, beside the chapters' formulas")
-    profile: int = option(0, "steps to trace, communication and compute together, from the second on", least=0)
+    profile: int = option(
+        0, "steps to trace, communication and compute together, from the second on (default: none)", least=0
+    )
     tensorboard: bool = option(False, "write the log for TensorBoard too")
     show_mesh: bool = option(False, "print who sits where and which groups exist, and end")
     sample: int = option(300, "tokens to generate at the end", least=0)
@@ -389,11 +397,19 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: list[str]) -> dict[str, Any]:
     """The options that are on the command line, and no others: a resumed run takes the rest from its checkpoint."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = _Parser("train.py", formatter_class=formatter, allow_abbrev=False, description="Train a Llama.")
+    parser = _Parser(
+        "train.py",
+        usage="torchrun --nproc_per_node RANKS 11_5d_trainer/train.py [options]",
+        formatter_class=formatter,
+        allow_abbrev=False,
+        description="Train a Llama, or a mixture of experts. Without options: a tiny one, data parallel, on the source "
+        "of Python's standard library.",
+    )
     group: Any = parser
     for field in dataclasses.fields(Config):
         about = field.metadata
-        help = f"{about['help']} (default: {field.default!r})"
+        said = not field.default or "default:" in about["help"]  # what 0 or nothing means stands in the help
+        help = about["help"] if said else f"{about['help']} (default: {field.default})"
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
         if field.type is bool:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
@@ -36,6 +37,7 @@ from harness.report import Ratio, paired, write_result
 from llama import IGNORE
 from model import Stage
 from state import full_state
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from training_step import adamw
@@ -71,12 +73,17 @@ def check(step: int, ours: tuple[float, float], theirs: tuple[float, float], who
             raise SystemExit(f"{what} of step {step + 1}: {mine:.6f}, but {whom} has {other:.6f}")
 
 
-def compare(me: one_rank.Rank, batches: list, their_step: Any, whom: str, repeats: int) -> Ratio:
-    """Verify five steps, then time pairs of one."""
+def verify(me: one_rank.Rank, batches: list, their_step: Any, whom: str) -> None:
+    """Five steps on both sides."""
     for parameters in me.engine.param_groups:
         parameters["lr"] = LR
     for step, batch in enumerate(batches):
         check(step, one_rank.train_step(me, batch), their_step(batch), whom)
+
+
+def compare(me: one_rank.Rank, batches: list, their_step: Any, whom: str, repeats: int) -> Ratio:
+    """Verify five steps, then time pairs of one."""
+    verify(me, batches, their_step, whom)
     ours = lambda: one_rank.train_step(me, batches[0])  # noqa: E731
     return paired(lambda: their_step(batches[0]), ours, repeats=repeats, warmup=1, setup=dist.barrier)
 
@@ -84,10 +91,10 @@ def compare(me: one_rank.Rank, batches: list, their_step: Any, whom: str, repeat
 # ---------------------------------------------------------------------------------------------------------- one rank
 
 
-def beside_transformers(repeats: int) -> Ratio:
+def transformers_step(me: one_rank.Rank) -> Callable[[list], tuple[float, float]]:
+    """A step of transformers' Llama with the weights of `me`."""
     import transformers
 
-    me, batches = prepared()
     sizes = me.model.config
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -118,17 +125,23 @@ def beside_transformers(repeats: int) -> Ratio:
         optimizer.step()
         return total, norm.item()
 
-    return compare(me, batches, step, "transformers", repeats)
+    return step
+
+
+def beside_transformers(repeats: int) -> Ratio:
+    me, batches = prepared()
+    return compare(me, batches, transformers_step(me), "transformers", repeats)
 
 
 # --------------------------------------------------------------------------------------------------------- four ranks
 
 
-def beside_torch(repeats: int) -> Ratio:
-    me, batches = prepared("--pp 2 --schedule 1f1b")
-    other, _ = prepared("--pp 2 --schedule 1f1b")  # for its weights and stages; its engine is not used
+def torch_step(me: one_rank.Rank, options: str) -> Callable[[list], tuple[float, float]]:
+    """A step of DDP around the stages of torch.distributed.pipelining, on `me`'s groups and with its weights."""
+    other, _ = prepared(options)  # for its weights and stages; its engine is not used
     model, mesh, pp = other.model, me.mesh, me.mesh.place["pp"]
-    module: Any = Stage(model, range(2 * pp, 2 * pp + 2), other.positions)
+    half, many = model.config.layers // 2, me.config.accumulation(me.mesh.sizes["dp"])
+    module: Any = Stage(model, range(half * pp, half * (pp + 1)), other.positions)
     dp, dp_group, pp_group = mesh.sizes["dp"], mesh.groups["data"], mesh.groups["pp"]
     wrapped = DistributedDataParallel(module, process_group=dp_group, gradient_as_bucket_view=True)
     optimizer = adamw(module, LR)
@@ -139,7 +152,7 @@ def beside_torch(repeats: int) -> Ratio:
         return dp * total / divisor[0]  # DDP takes the average over its ranks, where a sum is wanted
 
     stage = PipelineStage(wrapped, pp, 2, torch.device("cpu"), group=pp_group)
-    schedule = Schedule1F1B(stage, len(batches[0]), loss_of, scale_grads=False)
+    schedule = Schedule1F1B(stage, many, loss_of, scale_grads=False)
 
     def step(batch: list) -> tuple[float, float]:
         optimizer.zero_grad()
@@ -156,7 +169,7 @@ def beside_torch(repeats: int) -> Ratio:
             else:
                 schedule.step(target=labels, losses=losses, return_outputs=False)
         total = torch.tensor([sum(loss.item() for loss in losses) / dp, 0.0], dtype=torch.float64)
-        total[1] = sum(float(p.grad.double().square().sum()) for p in module.parameters()) / dp
+        total[1] = nn.utils.get_total_norm([p.grad for p in module.parameters()]) ** 2 / dp
         dist.all_reduce(total, group=mesh.groups["replica"])
         norm = math.sqrt(total[1])
         for p in module.parameters():
@@ -164,7 +177,13 @@ def beside_torch(repeats: int) -> Ratio:
         optimizer.step()
         return total[0].item(), norm
 
-    return compare(me, batches, step, "DDP with torch's pipelining", repeats)
+    return step
+
+
+def beside_torch(repeats: int) -> Ratio:
+    options = "--pp 2 --schedule 1f1b"
+    me, batches = prepared(options)
+    return compare(me, batches, torch_step(me, options), "DDP with torch's pipelining", repeats)
 
 
 # -------------------------------------------------------------------------------------------------------------- bytes

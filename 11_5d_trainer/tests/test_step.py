@@ -191,3 +191,13 @@ def test_help_names_every_option_in_one_of_four_groups(capsys):
         assert f"\n{title}:\n" in said
     first = said.index(f"\n{options.GROUPS['preset']}:")
     assert all(said.index(f"\n  {options.flag(f.name)}", first) > first for f in dataclasses.fields(Config))
+
+
+def test_help_says_no_default_twice_and_none_that_means_something_else(capsys):
+    with pytest.raises(SystemExit):
+        options.parse(["--help"])
+    paragraphs = capsys.readouterr().out.split("\n  --")[1:]
+    assert len(paragraphs) == len(dataclasses.fields(Config))
+    for text in paragraphs:
+        assert text.count("default:") <= 1, text
+        assert "''" not in text and ("(default: 0)" not in text or text.startswith("seed")), text
