@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 PAGES, SITE = HERE / "pages", HERE / "site"
 FETCHED = "https://unpkg.com/iframe-worker/shim"
 LARGE = 300_000  # bytes: a longer file is linked as it is, not shown
+OPTION = re.compile(r"(?<![\w-])--[\w-]+(?: [^-\s]\S*)?")  # with its value
 LONG, SHORT = 60, 24  # letters: a cell with more gets some width; code with fewer stays on one line
 MORE = ("results", "11_5d_trainer/planner", "book")  # the last pages of the navigation
 
@@ -194,8 +195,13 @@ def measured(page: str) -> str:
         words = re.sub(r"<[^>]*>", "", found[2])
         return f'<td class="long"{found[1]}>{found[2]}</td>' if len(words) > LONG else found[0]
 
+    def code(found: re.Match) -> str:
+        if len(found[1]) <= SHORT:
+            return f'<code class="short">{found[1]}</code>'
+        return "<code>" + OPTION.sub(r'<span class="short">\g<0></span>', found[1]) + "</code>"
+
     page = re.sub(r"<td((?: style=\"[^\"]*\")?)>(.*?)</td>", cell, page, flags=re.DOTALL)
-    return re.sub(rf"(?<!<pre>)(?<!</span>)<code>(?=[^<\n]{{1,{SHORT}}}</code>)", '<code class="short">', page)
+    return re.sub(r"(?<!<pre>)(?<!</span>)<code>([^<\n]+)</code>", code, page)
 
 
 def main() -> int:

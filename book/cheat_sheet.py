@@ -23,11 +23,11 @@ TOP = """# Cheat sheet
 
 <!-- made by `python book/cheat_sheet.py` from book/techniques.toml: change it there -->
 
-Every technique of this book in a row. Bytes are those of one rank. "Sent" is what a rank puts on the wire, by ring
-algorithms; a step has M micro-batches. Every formula is computed by a test beside the planner's bytes or the chapter's
-own, on sizes that divide evenly. *code* leads to the file that does it (its symbol is the title of the link; in the web
-edition *line* leads to the very line), *test* to the test that proves the cell. Combinations are options of the
-trainer: a test asks it whether it takes them, and whether it refuses those under "excludes".
+A row for each technique of this book. Bytes are those of one rank. "Sent" is what it puts on the wire with ring algorithms;
+a step has M micro-batches. A test computes every formula beside the planner's bytes or the chapter's own, on sizes that
+divide evenly. *code* leads to the file that does it (the link's title names the symbol; in the web edition *line* leads to
+the very line), *test* to the test that proves the cell. Combinations are options of the trainer: a test asks whether it
+takes them, and whether it refuses those under "excludes".
 
 """
 
@@ -64,11 +64,12 @@ def rows(link: Callable[..., str], typeset: Callable[[str], str]) -> list[str]:
             return "<br>".join([*parts, proof(of)])
 
         chapter = f"[{entry['chapter'][:2]}](../{entry['chapter']}/README.md)"
+        there = f"see chapter {int(entry['chapter'][:2])}"
         critical = entry["critical"] + (f" {typeset(entry['bubble'])}" if "bubble" in entry else "")
         taken = "<br>".join(f"{what}: `{options}`" for what, options in entry["combines"])
         refused = "<br>".join(f"{what}: `{options}`" for what, options in entry["excludes"]) or "–"
-        cells = [f"**{entry['name']}** {chapter}", entry["cuts"], cell("memory", "see there")]
-        cells += [cell("sent", "see there" if entry["key"] in ("5d", "fp8") else "nothing")]
+        cells = [f"**{entry['name']}** {chapter}", entry["cuts"], cell("memory", there)]
+        cells += [cell("sent", there if entry["key"] in ("5d", "fp8") else "nothing")]
         cells += [f"{critical}<br>{proof('critical')}", f"{entry['needs']}<br>{proof('needs')}", taken, refused]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

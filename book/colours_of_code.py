@@ -41,8 +41,8 @@ def coloured(text: str, path: str) -> list[str]:
 
 def numbered(text: str, path: str) -> str:
     """One block of HTML without a blank line, which would end it for Markdown."""
-    lines = "\n".join(
-        f'<span class="line" id="L{n}"><a href="#L{n}" aria-label="line {n}" data-n="{n}"></a>{line}</span>'
+    lines = "".join(  # a line's end lies inside it: between two blocks it would be a line of its own
+        f'<span class="line" id="L{n}"><a href="#L{n}" aria-label="line {n}" data-n="{n}"></a>{line}\n</span>'
         for n, line in enumerate(coloured(text, path), 1)
     )
     label = html.escape(f"source of {path}")

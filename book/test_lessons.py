@@ -101,6 +101,7 @@ def test_every_line_of_a_file_has_its_number_and_no_line_is_empty_for_markdown(p
     text = (ROOT / path).read_text()
     made = numbered(text, path)
     assert made.count('<span class="line" id="L') == len(text.rstrip("\n").split("\n"))
+    assert "\n<span" not in made, "a line's end between two blocks is drawn as an empty line"
     assert "\n\n" not in made
 
 

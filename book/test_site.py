@@ -61,9 +61,12 @@ def test_cells_with_many_words_and_code_with_few_letters_are_called_so(tmp_path)
     many = "<em>word</em> " * 20
     page = f'<td>1</td><td style="text-align: right;">{many}</td><code>--zero 3</code><code>{"x" * 25}</code>'
     page += "<pre><code>a</code></pre><pre><span></span><code>a</code></pre>"
+    page += "<code>python x.py --zero-offload --zero 2 --tp 2</code>"
     (tmp_path / "a.html").write_text(page)
     build_book.stay_at_home(tmp_path)
     made = page.replace("<td style", '<td class="long" style').replace("<code>--", '<code class="short">--')
+    for option in ("--zero-offload", "--zero 2", "--tp 2"):
+        made = made.replace(option, f'<span class="short">{option}</span>')
     assert (tmp_path / "a.html").read_text() == made
 
 
