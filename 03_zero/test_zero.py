@@ -352,6 +352,7 @@ def gc_collect() -> None:
     gc.collect()
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_kept_whole_and_sent_are_those_of_the_formulas(stage, ranks):
@@ -360,6 +361,7 @@ def test_bytes_kept_whole_and_sent_are_those_of_the_formulas(stage, ranks):
             assert a == b == c, f"stage {stage}, rank {rank}, bytes {name}: {a:,} counted, {b:,} said, {c:,} by formula"
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(("stage", "micro_batches", "times"), [(1, 3, 2), (2, 3, 4), (3, 3, 9), (2, 1, 2), (3, 1, 3)])
 def test_a_further_micro_batch_costs_stage_1_nothing_stage_2_one_more_and_stage_3_three(stage, micro_batches, times):
     [(harness, *_), _] = run_ranks(2, counted, stage, micro_batches, 0, False)
@@ -536,6 +538,7 @@ def said_by_main(*options: str) -> tuple[int | str | None, str, str]:
     return code, said.getvalue(), complained.getvalue()
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_script_ends_with_pass_on_any_number_of_ranks(ranks):
     ends = run_ranks(ranks, said_by_main, "--optimizer", "adamw")
@@ -596,6 +599,7 @@ def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypat
     assert said.err == "zero.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"
 
 
+@pytest.mark.turn(3)
 def test_every_option_changes_what_is_printed():
     plain = run_ranks(2, said_by_main)[0][1]
     for options in (("--ahead", "0"), ("--micro-batches", "3"), ("--optimizer", "adamw"), ("--stage", "2")):

@@ -481,6 +481,7 @@ def said_by_the_demo(order=None, micro_batches=6, layers=6, spoil=False):
     return wrong, said.getvalue()
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_the_demo_passes_and_every_option_changes_what_it_says(p):
     (wrong, said), *others = run_ranks(p, said_by_the_demo, timeout=LIMIT)
@@ -498,6 +499,7 @@ def test_the_demo_fails_on_nan():
     assert any("off by nan" in line for line in wrong) and "FAIL" in said and "PASS" not in said
 
 
+@pytest.mark.turn(3)
 def test_the_file_copied_alone_into_an_empty_folder_ends_with_pass(tmp_path):
     shutil.copy(Path(pipe.__file__), tmp_path)
     command = [sys.executable, "pipeline_parallel.py", "--micro-batches", "3"]

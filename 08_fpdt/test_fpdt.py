@@ -352,6 +352,7 @@ def costs(u: int, slots: int, dtype: torch.dtype) -> tuple:
     return memory.peak + known, sent.total, dict(script.count), moved
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("P", [1, 2, 4])
 def test_bytes_on_the_device_and_the_host_over_the_link_and_the_network_are_those_of_the_formulas(P, dtype):

@@ -360,6 +360,7 @@ def test_saved_are_inputs_output_and_lse_to_the_byte_and_no_memory_grows_with_th
 # ----------------------------------------------------------------------------------------------------- the script
 
 
+@pytest.mark.turn(3)
 def test_the_script_passes_and_each_of_its_options_changes_what_it_prints(monkeypatch, capsys):
     said = []
     for options in ("--tokens 6", "--tokens 6 --kv-heads 1", "--tokens 17", "--tokens 17 --rows 16"):

@@ -171,6 +171,7 @@ def processes_of(folder):
 # ------------------------------------------------------------------------------------------------- the real chapters
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("folder", REAL.chapters)
 def test_an_untouched_copy_is_not_done_in_every_exercise_and_passed_in_none(folder, tmp_path):
     chapter = REAL.chapters[folder]
@@ -268,6 +269,7 @@ PROVE = ["4.32", "5.23", "6.22", "7.26", "8.30", "9.28", "10.31", "11.24"]
 LATER = ["3.38", *(pytest.param(number, marks=pytest.mark.prove) for number in PROVE)]
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("number", LATER)
 def test_in_each_later_chapter_another_right_solution_passes_and_a_mistake_gets_its_hint(number, judge):
     chapter = REAL.chapter(number.partition(".")[0])
@@ -487,6 +489,7 @@ def test_every_exercise_is_in_the_index_and_all_tests_that_it_names_exist(folder
                 assert exists(chapter, test), f"{number}: no {test}; run: course.py index {folder[:2]}"
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("folder", REAL.chapters)
 def test_the_tests_that_a_statement_calls_decisive_are_those_that_grade_the_exercise(folder):
     chapter = REAL.chapters[folder]
@@ -749,6 +752,7 @@ def test_in_the_cell_there_is_nothing_of_this_machine_to_read_write_call_or_end(
     server.close()
 
 
+@pytest.mark.turn(2)
 def test_an_exercise_cannot_keep_the_chapters_solution_of_the_next_one(tiny, cell):
     keep = """import builtins, os, tiny
 text = open(tiny.__file__).read()
@@ -966,6 +970,7 @@ def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny):
 # --------------------------------------------------------------------------------------------------------------- grade
 
 
+@pytest.mark.turn(2)
 def test_a_class_is_graded_whoever_hands_in_what(tiny, tmp_path, monkeypatch):
     chapter, folder = tiny.chapter("01"), tmp_path / "class"
     right = own_bodies(chapter)

@@ -214,6 +214,7 @@ def start(tmp_path, budget=60.0, **about):
     return gpu.Run(machine(**about), out, budget, gpu.surroundings(True, work, True), work)
 
 
+@pytest.mark.turn(2)
 def test_a_step_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     note = tmp_path / "pid"
     parent = f"""
@@ -395,6 +396,7 @@ def test_a_stopped_run_keeps_what_it_measured(tmp_path):
     assert record["sections"][1]["steps"][0]["reason"] == "stopped"
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("who", ["the step", "the whole run"])
 def test_a_section_that_is_killed_leaves_every_row_it_had_measured(tmp_path, who):
     """A table that grows; SIGKILL while its third row is computed, to the benchmark or to all of it."""

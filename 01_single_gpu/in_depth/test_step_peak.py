@@ -31,6 +31,7 @@ def context_of(precision):
     return torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else None
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("config, batch, seq, micro_batches", SHAPES)
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -710,6 +710,7 @@ def test_the_demo_finds_nothing_wrong(argv):
     assert run_ranks(2, run_demo, argv) == [[], []]
 
 
+@pytest.mark.turn(3)
 def test_copied_alone_the_script_passes(tmp_path):
     shutil.copy(Path(__file__).with_name("context_ring.py"), tmp_path)
     command = [sys.executable, "context_ring.py", "--version", "ring", "--layout", "zigzag"]

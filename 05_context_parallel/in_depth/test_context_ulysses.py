@@ -216,6 +216,7 @@ def usp_traces(U: int) -> list[Trace]:
     return results
 
 
+@pytest.mark.turn(2)
 def test_ulysses_times_ring_on_2_by_2_ranks_is_exact_in_every_layout_also_with_fewer_heads_than_ranks():
     want = [oracle_trace(*case) for _ in LAYOUTS for case in USP_CASES]
     for rank, traces in enumerate(run_ranks(4, usp_traces, 2)):

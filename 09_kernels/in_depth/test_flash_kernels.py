@@ -370,6 +370,7 @@ def ring_of_chapter_5():
     return errors
 
 
+@pytest.mark.turn(3)
 def test_the_ring_of_chapter_5_runs_on_these_kernels_in_every_layout():
     for rank, errors in enumerate(run_ranks(3 if not torch.cuda.is_available() else 1, ring_of_chapter_5, timeout=120)):
         for layout, error in errors.items():
@@ -500,7 +501,7 @@ def test_in_16_bits_no_kernel_has_one_either(capability, D):
         check_binary(json.loads(line))
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("target", ["80 float16 64", "90 bfloat16 128 --but specialised"])
 def test_every_kernel_compiles_for_sm_80_and_sm_90_within_the_limits_of_the_chip(target):
     out, err = compiled(*target.split()).communicate(timeout=300)

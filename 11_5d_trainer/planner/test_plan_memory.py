@@ -102,7 +102,7 @@ def rows(request):
     return found
 
 
-@pytest.mark.turn(6)
+@pytest.mark.turn(12)
 def test_weights_gradients_and_optimizer_states_of_every_layout_are_exact_to_the_byte(rows):
     for name, layout, moe, meter in rows:
         assert pm.held(SIZES, moe, layout, meter["rank"]) == {what: meter[what] for what in HELD}, name

@@ -44,6 +44,7 @@ def names(folder):
 # ------------------------------------------------------------------------------------------------ killed and stuck
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("seed", [1, 2], ids=[fuzz.ENDS[1], fuzz.ENDS[2]])
 def test_a_rank_that_dies_at_a_random_step_ends_the_job_and_the_same_command_recovers(
     seed, text, undisturbed, tmp_path
@@ -156,6 +157,7 @@ def with_a_full_disk(words, who):
         fuzz.run(words)
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_disk_that_is_full_on_one_rank_ends_all_and_leaves_the_checkpoint_before(who, text, undisturbed, tmp_path):
     words = [*fuzz.kill_options(text), "--out", str(tmp_path / "run"), "--restart"]

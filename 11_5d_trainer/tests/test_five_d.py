@@ -380,6 +380,7 @@ def test_the_check_finds_a_weight_that_is_not_a_number():
         assert any("nan" in line for line in wrong), wrong
 
 
+@pytest.mark.turn(3)
 def test_copied_alone_into_an_empty_folder_it_passes(tmp_path):
     script = Path(shutil.copy(five_d.__file__, tmp_path))
     done = subprocess.run([sys.executable, "-I", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -394,7 +395,7 @@ def learns(layout, dtype):
     return wrong, said.getvalue()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_learns_and_writes_a_sample(dtype):
     (wrong, said), (_, nothing) = run_ranks(2, learns, Layout(2, tp=2, ep=2), dtype)

@@ -37,7 +37,7 @@ def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layo
     assert_same(fused, plain, 1e-5, "losses and norms of two steps")
 
 
-@pytest.mark.turn(6)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8-row", "bf16-master", "fp8-tensor", "fp8-block"])
 def test_low_precision_in_a_layout_is_as_near_to_fp32_as_on_one_rank(precision, text, tmp_path):
     words = arguments(text, steps=6, zero=1)
@@ -189,6 +189,7 @@ def with_blocks_compiled(backend, words, sizes):
 
 
 # "aot_eager" traces blocks and their backwards and runs them op by op: no C++ to wait for.
+@pytest.mark.turn(6)
 @pytest.mark.parametrize(
     ("ranks", "layout", "backend"),
     [

@@ -67,6 +67,7 @@ def test_an_interrupted_save_leaves_the_last_complete_checkpoint_in_force(text, 
     assert not list(path.glob(".writing-*"))
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json"])
 def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file, text, tmp_path):
     _, folder = train_on(1, [*arguments(text), "--out", str(tmp_path / "run")])

@@ -154,7 +154,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(8)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_loss_every_gradient_and_weights_equal_one_process_on_the_global_batch(ranks, layout, text):
     sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
@@ -182,7 +182,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.turn(6)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("ranks", "layout"), PIPELINES, ids=lambda value: str(value))
 def test_every_schedule_gives_the_loss_gradients_and_weights_of_one_process(ranks, layout, tied, text):
