@@ -48,7 +48,7 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
         return Plan(Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 1), Tiles(16, 32, 8, 1), tma=False)
     if D <= 64:
         if hopper:
-            backward = Tiles(32 if D <= 32 else 64, 128, 8, 2) if OLD else Tiles(64, 128, 8, 3)
+            backward = Tiles(32 if OLD and D <= 32 else 64, 128, 8, 2 if OLD or D <= 32 else 3)
             return Plan(Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), backward, tma=True)
         return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(16 if OLD else 32, 64, 4, 2), tma=False)
     if D <= 128:
