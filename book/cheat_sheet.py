@@ -23,11 +23,11 @@ TOP = """# Cheat sheet
 
 <!-- made by `python book/cheat_sheet.py` from book/techniques.toml: change it there -->
 
-A row for each technique of this book. Bytes are those of one rank. "Sent" is what it puts on the wire with ring algorithms;
-a step has M micro-batches. A test computes every formula beside the planner's bytes or the chapter's own, on sizes that
-divide evenly. *code* leads to the file that does it (the link's title names the symbol; in the web edition *line* leads to
-the very line), *test* to the test that proves the cell. Combinations are options of the trainer: a test asks whether it
-takes them, and whether it refuses those under "excludes".
+A row for each technique of this book. Bytes are those of one rank. "Sent" is what it puts on the wire with ring
+algorithms; a step has M micro-batches. A test computes every formula beside the planner's bytes or the chapter's own,
+on sizes that divide evenly. *code* leads to the file that does it (the link's title names the symbol; in the web
+edition *line* leads to the very line), *test* to the test that proves the cell. Combinations are options of the
+trainer: a test asks whether it takes them, and whether it refuses those under "excludes".
 
 """
 
