@@ -87,6 +87,7 @@ def test_a_rank_that_raises_shows_its_own_traceback_not_its_peers_broken_connect
 
 
 def leave_first_and_say_why_later():
+    dist.all_reduce(torch.ones(1))  # all are connected from here on
     if dist.get_rank() == 1:
         dist.destroy_process_group()
         time.sleep(0.5)
