@@ -134,6 +134,7 @@ def trained(
     return trace
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_losses_gradients_and_weights_of_three_steps_are_those_of_the_unsharded_model(stage, ranks):
@@ -189,6 +190,7 @@ def with_delays(stage: int, ahead: int) -> Trace:
         return trained(stage, ahead=ahead)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(("stage", "ahead"), [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0)])
 def test_ranks_that_come_late_change_nothing(stage, ahead):
     want = oracle(2)

@@ -105,6 +105,7 @@ def assert_like_one_process(order, cases, ranks):
         assert held == sorted(want.weights), "each weight lies on one rank"
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("order", ORDERS)
 def test_loss_every_gradient_and_weights_are_those_of_one_process(order, p):

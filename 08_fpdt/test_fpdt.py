@@ -70,6 +70,7 @@ def assert_trained(results: list, ways: list[tuple[int, int]]) -> None:
                 assert_same(x, want, what=what, rank=rank)
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_losses_every_gradient_and_weights_are_those_of_one_process(ranks):
     assert_trained(run_ranks(ranks, trained, WAYS), WAYS)

@@ -176,6 +176,7 @@ def round_to_nearest(plain):
     return convert
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_16_bits_err_at_most_one_and_a_half_times_as_much_as_dense_attention_in_16_bits(dtype, monkeypatch):
     if INTERPRETED:

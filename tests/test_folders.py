@@ -145,6 +145,7 @@ raise SystemExit(3)
 """
 
 
+@pytest.mark.turn(2)
 def test_a_script_that_keeps_its_group_and_its_exit_code_are_noticed(tmp_path):
     script = tmp_path / "keeps.py"
     script.write_text(KEEPS_ITS_GROUP)

@@ -288,6 +288,7 @@ def test_a_gpu_without_a_byte_left_ends_in_one_line(tmp_path, monkeypatch, capsy
     )
 
 
+@pytest.mark.turn(2)
 def test_a_triton_that_cannot_interpret_with_the_numpy_that_is_here_ends_a_dry_run_in_one_line(
     tmp_path, monkeypatch, capsys
 ):
@@ -497,6 +498,7 @@ def test_nothing_is_written_beside_the_sources(tmp_path):
     assert "RANK" not in gpu.surroundings(False, tmp_path, True)
 
 
+@pytest.mark.turn(2)
 def test_an_image_that_allows_tf32_does_not_allow_it_here(tmp_path, monkeypatch):
     """Neither in what gpu.py starts, nor where fp32 is measured: there the result has to have the bits of fp32."""
     for name in gpu.TF32:
@@ -763,6 +765,7 @@ def test_a_way_to_compute_that_is_wrong_is_not_timed():
     assert missing == "RuntimeError: no kernel image is available for this device"
 
 
+@pytest.mark.turn(2)
 def test_a_way_that_breaks_the_process_or_finds_no_memory_takes_no_other_ways_row_with_it(tmp_path):
     """A kernel that reads where it must not leaves a CUDA process useless: what was measured before it is written."""
     program = f"""

@@ -29,7 +29,7 @@ def chosen():
     if "PROVE" not in os.environ:
         turn = int(os.environ["PLANT_TURN"])
         by_script = {script: [m for m in MISTAKES if m.script == script] for script in TEXTS}
-        picked = [mistakes[turn % len(mistakes)] for mistakes in list(by_script.values())[turn % 6 :: 6]]
+        picked = [mistakes[turn % len(mistakes)] for mistakes in list(by_script.values())[turn % 12 :: 12]]
         with contextlib.suppress(LedgerError):  # which is a failure of its own, below
             picked += [mistake for mistake in changed(MISTAKES, read_ledger()) if mistake not in picked]
     return [

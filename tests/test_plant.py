@@ -82,6 +82,8 @@ def test_words_about_the_code_do_not_change_a_digest_and_everything_else_does(re
         == plain
     )
     assert with_b(code.format("    # --- exercise 2.3: other words ---\n")) == plain
+    assert with_b(code.format("").replace("def f", "@pytest.mark.turn(3)\n@pytest.mark.prove\ndef f")) == plain
+    assert with_b(code.format("").replace("def f", "@pytest.mark.skip\ndef f")) != plain
     for line in (
         "    x = 1\n",
         '    x = """\n# a\n"""\n',

@@ -110,6 +110,7 @@ def all_collectives():
             check_collective(name, make(numel, dtype), root, group, tol, f" of {numel} {dtype} with root {root}")
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_every_collective_equals_torch_distributed(world):
     run_ranks(world, all_collectives)
@@ -382,10 +383,11 @@ def test_nobody_leaves_a_barrier_whose_sends_do_not_wait_for_their_receivers(wor
 
 def scatter_to_a_late_rank():
     rank, world = place(dist.group.WORLD)
+    out, x = torch.empty(5), torch.arange(5.0 * world) if rank == 0 else None
+    collectives.scatter(out, x, 0, dist.group.WORLD)  # ranks connect with their first message
     if rank == 1:
         time.sleep(0.5)
-    entered, out = time.monotonic(), torch.empty(5)
-    x = torch.arange(5.0 * world) if rank == 0 else None
+    entered = time.monotonic()
     collectives.scatter(out, x, 0, dist.group.WORLD)
     assert torch.equal(out, torch.arange(5.0) + 5 * rank)
     return entered, time.monotonic()

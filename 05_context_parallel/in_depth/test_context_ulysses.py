@@ -125,6 +125,7 @@ def ulysses_traces(dtype: torch.dtype = torch.float64) -> list[Trace]:
     return [ulysses_trace(dist.group.WORLD, heads, kind, dtype) for heads, kind in CASES]
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize(
     ("ranks", "dtype", "tol"),
     [(1, "float64", 1e-10), (2, "float64", 1e-10), (4, "float64", 1e-10), (4, "float32", 1e-5)],
@@ -224,6 +225,7 @@ def test_ulysses_times_ring_on_2_by_2_ranks_is_exact_in_every_layout_also_with_f
             assert_same_trace(got, expected, rank=rank)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(("ranks", "U"), [(1, 1), (2, 1), (2, 2)])
 def test_a_rectangle_of_one_row_or_one_column_is_the_plain_version(ranks, U):
     want = [oracle_trace(*case) for _ in LAYOUTS for case in USP_CASES]
@@ -617,6 +619,7 @@ def test_the_demo_finds_nothing_wrong(argv):
     assert run_ranks(2, run_demo, argv) == [[], []]
 
 
+@pytest.mark.turn(3)
 def test_the_folder_copied_alone_runs(tmp_path):
     for name in ("context_ring.py", "context_ulysses.py"):
         shutil.copy(Path(__file__).with_name(name), tmp_path)

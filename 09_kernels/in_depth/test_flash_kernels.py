@@ -99,6 +99,7 @@ def plans(dtype):
     return [plan, Plan(Tiles(16, 32), Tiles(16, 32), Tiles(32, 16), tma=False)]
 
 
+@pytest.mark.turn(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_errors_are_at_most_twice_those_of_pytorchs_kernel_for_output_and_gradients(dtype):
     check_against_the_definition(triton_forward, triton_backward, CASES, dtype)
@@ -227,6 +228,7 @@ def test_parts_merged_under_autograd_have_the_gradients_of_the_whole():
         assert_same(got.double(), y, 1e-5, name)
 
 
+@pytest.mark.turn(3)
 def test_saved_are_inputs_output_and_lse_to_the_byte_and_no_allocation_grows_with_the_square_of_s():
     peaks = []
     for S in (64, 128):

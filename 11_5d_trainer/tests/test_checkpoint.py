@@ -123,7 +123,7 @@ def shares_in(text):
     return functools.cache(lambda ranks, layout: run_ranks(ranks, shares, words_for(text, layout)))
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(8)
 @each_layout
 def test_each_tensor_is_kept_whole_by_one_rank_and_all_ranks_of_a_stage_keep_about_as_much(ranks, layout, shares_in):
     results = shares_in(ranks, layout)
@@ -222,7 +222,7 @@ def written(text, tmp_path_factory):
     return lambda layout: write(tuple(kind for kind in KINDS if kind in layout))
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(8)
 @each_layout
 def test_what_two_ranks_saved_any_layout_loads_reading_each_tensor_at_most_once_and_one_at_a_time(
     ranks, layout, text, written

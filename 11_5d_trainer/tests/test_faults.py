@@ -299,6 +299,7 @@ def poisoned_in_turn(lines):
     return [poisoned(words, 2, 3) for words in lines]
 
 
+@pytest.mark.turn(3)
 def test_a_gradient_that_is_not_a_number_is_traced_to_its_rank_layer_and_step_in_every_kind_of_layout(text, tmp_path):
     lines = [
         [*fuzz.options(text, f"{layout} --micro-batch 1", steps=3), "--on-nan", action, "--out", str(tmp_path / str(i))]

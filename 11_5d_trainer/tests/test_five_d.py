@@ -167,7 +167,7 @@ def test_each_axis_alone_is_one_process(layout):
     assert_is_one_process(layout)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(4)
 @pytest.mark.parametrize("layout", PAIRS, ids=name)
 def test_two_axes_together_are_one_process(layout):
     assert_is_one_process(layout)

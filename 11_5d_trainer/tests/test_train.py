@@ -208,7 +208,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(6)
 @pytest.mark.parametrize(("ranks", "layout"), EXPERTS, ids=lambda value: str(value))
 def test_experts_wherever_they_live_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, text):
     run_ranks(ranks, three_sgd_steps, [*arguments(text, clip=0, balance=0.1), *layout.split()], FOUR_LAYERS)
