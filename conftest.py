@@ -1,7 +1,7 @@
 """What `make test` and `make prove` run, and in which order.
 
 make test            all but the tests marked `prove`; of the planted mistakes those whose digest has changed, and one
-                     of every sixth script in turn; of a test marked `turn(n)` every n-th layout, tomorrow others
+                     of every twelfth script in turn; of a test marked `turn(n)` every n-th layout, tomorrow others
 make prove           everything, with modules imported afresh by every rank; writes exercises/ledger.txt
 make prove CH=03     everything about one chapter
 """
