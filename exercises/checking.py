@@ -506,6 +506,7 @@ def symptom(message: str) -> str:
     """A failure's first line with numbers to three digits: the same for the same mistake, on any machine, any day."""
     number = r"(?<![\w.])\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.]*[a-z_])"
     timeless = re.sub(r"\[[A-Z]\d{4} [\d:.]+", "[", first_lines(message))  # the stamp of a line of torch's log
+    timeless = re.sub(r"\[[\da-f.:]+\]:\d+", "[address]", timeless)  # a port is another one every time
     line = re.sub(number, lambda m: f"{float(m[0]):.2e}", timeless)
     return " ".join(line.split())
 

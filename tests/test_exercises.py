@@ -318,6 +318,12 @@ def test_what_stands_in_the_ledger_does_not_depend_on_the_hour():
     assert "sizes differ: 3 and 4" in checking.symptom(said)
 
 
+def test_what_stands_in_the_ledger_does_not_depend_on_the_port():
+    said = "RuntimeError: gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:62637: Connection reset by peer"
+    assert checking.symptom(said) == checking.symptom(said.replace("62637", "1024"))
+    assert "Connection reset by peer" in checking.symptom(said)
+
+
 def test_of_a_traceback_in_a_message_the_last_line_is_told():
     message = "AssertionError: Traceback (most recent call last):\n  File 'x.py', line 1\nValueError: 3 is odd\n"
     assert checking.first_lines(message) == "ValueError: 3 is odd"
