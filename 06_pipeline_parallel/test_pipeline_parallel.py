@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import itertools
 import math
 import random
 import shutil
@@ -172,7 +173,60 @@ def test_the_executor_of_the_depth_gives_the_same_in_the_same_order(order):
             assert_same(loss, other, what="loss", rank=s)
             assert_same_named(grads, others, what="gradient of", rank=s)
             assert_same_named(grads, {name: want.gradients[0][name] for name in grads}, what="gradient of", rank=s)
-            assert rest == more, f"rank {s}: what was done in which order, and the most that was kept"
+            assert rest == more, f"rank {s}: {first_difference(*rest, *more)}"
+
+
+def first_difference(actions, kept, others, depth_kept):
+    names = ([f"{kind}{j}" for kind, j in row] for row in (actions, others))
+    for turn, (mine, theirs) in enumerate(itertools.zip_longest(*names, fillvalue="nothing"), 1):
+        if mine != theirs:
+            return f"action {turn} is {mine}, but should be {theirs}"
+    return f"{kept} micro-batches are kept, but should be {depth_kept}"
+
+
+class Recorder:
+    """A stage between two others which does nothing but write down what it is asked for."""
+
+    s, p, previous, next = 1, 3, 0, 2
+
+    def __init__(self):
+        self.asked = []
+
+    def forward(self, j, x):
+        self.asked.append(f"F{j}")
+
+    def backward(self, j, gradient):
+        self.asked.append(f"BW{j}")
+
+    def send(self, x, to):
+        self.asked.append(f"send to {to}")
+
+    def receive(self, source):
+        self.asked.append(f"receive from {source}")
+
+
+def asked_for(order, m):
+    stage = Recorder()
+    crossing = {"exchange": lambda stage, x, peer: stage.asked.append(f"exchange with {peer}")}
+    ORDERS[order](stage, m, **(crossing if order == "1f1b" else {}))
+    return stage.asked
+
+
+@pytest.mark.parametrize("order", ["naive", "afab"])
+def test_what_a_stage_has_made_leaves_before_it_makes_the_next(order):
+    """Otherwise the next stage has nothing to do, although all numbers and the order of actions are right."""
+    [asked] = run_ranks(1, asked_for, order, 3)
+    for kind, source, to in (("F", 0, 2), ("BW", 2, 0)):
+        for j in range(3):
+            at = asked.index(f"{kind}{j}")
+            around = asked[max(at - 1, 0) : at + 2]
+            assert around == [f"receive from {source}", f"{kind}{j}", f"send to {to}"], f"{order}: {around}"
+
+
+def test_what_crosses_in_1f1b_goes_through_the_exchange_that_is_given():
+    [asked] = run_ranks(1, asked_for, "1f1b", 3)
+    crossing = [words for words in asked if words.startswith("exchange")]
+    assert crossing == ["exchange with 2", "exchange with 0", "exchange with 2"], asked
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -161,9 +161,15 @@ def test_a_fetch_waits_for_the_last_reader_of_its_slot_and_for_no_later_one(slot
                 if turn >= slots:
                     reader = pairs[first + turn - slots]
                     assert reader in past[number], f"{ops[number - 1]} does not wait for {ops[reader - 1]}"
+                else:  # a new slot may lie in memory that an earlier computation still reads
+                    given = [n for n in range(1, number) if ops[n - 1][0] == "compute"]
+                    assert set(given[-1:]) <= past[number], f"{ops[number - 1]} does not wait for {ops[given[-1] - 1]}"
                 later = pairs[first + turn - slots + 1] if turn >= slots else pairs[0]
                 assert later not in past[number], f"{ops[number - 1]} waits for {ops[later - 1]}: no overlap"
                 assert number in past[pairs[first + turn]], f"{ops[pairs[first + turn] - 1]} does not wait for {number}"
+                early = set(pairs[first : first + turn]) if slots > 1 else set()
+                waits = [pair for pair in early if number in past[pair]]
+                assert not waits, f"{ops[waits[0] - 1]} waits for {ops[number - 1]}, of a later item: no overlap"
 
 
 def ops_between(ops: list[tuple], user: str, pairs: list[int]) -> list[int]:
@@ -296,6 +302,23 @@ def test_online_softmax_is_softmax_whatever_comes_first():
             assert_same(lse, scores.logsumexp(-1, keepdim=True), what=f"log-sum-exp, scores of {scale}")
 
 
+def peaks_of_attend() -> list[int]:
+    """The most bytes that one pair takes, and three."""
+    q, kv = torch.randn(2, 32, 8).double(), torch.randn(2, 2, 16, 8).double()
+    peaks = []
+    for pairs in (1, 3):
+        with peak_memory() as memory:
+            script.attend(q, [kv] * pairs)
+        peaks.append(memory.peak)
+    return peaks
+
+
+def test_scores_of_one_pair_are_gone_before_those_of_the_next_are_made():
+    one, three = run_ranks(1, peaks_of_attend)[0]
+    scores = 2 * 32 * 16 * 8
+    assert three - one < scores / 2, f"three pairs take {three:,} bytes, one {one:,}; scores of a pair are {scores:,}"
+
+
 # ------------------------------------------------------------------------------------------------- Ulysses and places
 
 
@@ -306,6 +329,7 @@ def places_of_all(P, u):
 @pytest.mark.parametrize(("P", "u"), [(1, 1), (1, 3), (2, 3), (4, 2)])
 def test_all_ranks_together_hold_a_chunk_of_tokens_in_a_row(P, u):
     [parts] = run_ranks(1, places_of_all, P, u)
+    assert all(part.dtype == torch.int64 for part in parts), f"places are {parts[0].dtype}"
     assert torch.equal(torch.cat(parts, 1), torch.arange(24).view(u, -1)), parts
 
 
