@@ -327,7 +327,9 @@ def counts():
     batch = [(labels, labels[:1]), (labels, labels)] if rank == 2 else [(labels, labels[:1])]
     before = labels.clone()
     numbers = int(count_targets(batch, dist.group.WORLD)), int(count_targets(batch, groups[rank % 2]))
-    none = count_targets([(labels, torch.full((2, 2), IGNORE))], dist.group.WORLD)
+    with communication() as sent:
+        none = count_targets([(labels, torch.full((2, 2), IGNORE))], dist.group.WORLD)
+    assert dict(sent.payload) == {"all_reduce": 8}, f"{dict(sent.payload)}: one message of 8 bytes is enough"
     assert torch.equal(labels, before), "labels are read only"
     return *numbers, int(none)
 

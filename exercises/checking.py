@@ -524,8 +524,8 @@ SAYS = {  # what a failure's own words are about, whoever's lines they are
     r"(NameError|UnboundLocalError)\b": "Your lines, or those behind them, use a name that nobody has given a value.",
     r"ranks \[.*still running": "A rank waits for a message that nobody sends. Write down for each rank which sends, "
     "receives and collectives it starts, in their order: the first line that differs is the place.",
-    r"everything is ([1-9]\d*|0\.(5|333333|25|2|166667|125|0625)) times": "One factor everywhere: what is counted once too often or too rarely? Think of "
-    "ranks, micro-batches, and an average where a sum is meant.",
+    r"everything is ([1-9]\d*|0\.(5|333333|25|2|166667|125|0625)) times": "One factor everywhere: what is counted once "
+    "too often or too rarely? Think of ranks, micro-batches, and an average where a sum is meant.",
     r"(difference|error) nan\b|[1-9]\d* NaN in the result": "A NaN is 0/0, inf - inf, or memory that nobody has "
     "written: what may be empty, masked, or still on its way?",
     r": None, but should be": "Nothing has arrived there at all: who should have written it, and when?",
