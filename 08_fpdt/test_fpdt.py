@@ -164,8 +164,7 @@ def test_a_fetch_waits_for_the_last_reader_of_its_slot_and_for_no_later_one(slot
                 later = pairs[first + turn - slots + 1] if turn >= slots else pairs[0]
                 assert later not in past[number], f"{ops[number - 1]} waits for {ops[later - 1]}: no overlap"
                 assert number in past[pairs[first + turn]], f"{ops[pairs[first + turn] - 1]} does not wait for {number}"
-                early = set(pairs[first : first + turn]) if slots > 1 else set()
-                waits = [pair for pair in early if number in past[pair]]
+                waits = [pair for pair in pairs[first : first + turn] if number in past[pair]]
                 assert not waits, f"{ops[waits[0] - 1]} waits for {ops[number - 1]}, of a later item: no overlap"
 
 
