@@ -370,6 +370,7 @@ def agree(plan: Plan) -> tuple[Plan, Path]:
 
     The first rank also reads the contents of the checkpoint; if they are damaged, all go back to the one before.
     """
+    dist.barrier()  # nobody writes to the folder before the last rank has looked whether it is free
     if not plan.resume:
         name = [plan.config.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}"]
         dist.broadcast_object_list(name, src=0)

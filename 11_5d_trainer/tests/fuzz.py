@@ -264,7 +264,6 @@ def run(words: list[str], sizes: LlamaConfig = SIZES) -> list[train.Log]:
 
 def run_aloud(words: list[str], sizes: LlamaConfig) -> list[train.Log]:
     plan = train.prepare(words, dist.get_world_size())
-    dist.barrier()  # a process group that starts now lets no rank write before the last one has looked at the folder
     plan, folder = train.agree(dataclasses.replace(plan, model=dataclasses.replace(sizes, tied=plan.config.tied)))
     return train.train(plan, folder)
 
