@@ -15,15 +15,17 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any
 
 import screen
-from sandbox import ROOT, Judge, Limits, Outcome, read_files
+from sandbox import ROOT, Judge, Limits, Outcome, no_cell, read_files
 
 sys.path.insert(0, str(ROOT / "tests"))
 from harness import fences
@@ -303,40 +305,85 @@ def check(
     """Check the exercises `numbers`, or all. `show` is called with each row when it is decided;
     a pass is final when the report is there, for only then it is confirmed.
 
-    Only a caller that trusts all its submissions gives a judge, to be spared the seconds that one takes to start.
-    `apart` starts a new one for each exercise, so that what runs beside the chapter's solution of the next cannot keep
-    it, and has each pass looked at from outside.
+    Two judges work side by side. Only a caller that trusts all its submissions gives one, to be spared the seconds that
+    it takes to start. With `apart` there is one, new for each exercise, so that what runs beside the chapter's solution
+    of the next cannot keep it, and each pass is looked at from outside.
     """
     report = Report(chapter.folder, [], list(submission.warnings))
     wanted = list(chapter.exercises) if numbers is None else list(numbers)
-    with nullcontext(judge) if judge else Judge(course.files, limits) as judge:
-        for number in wanted:
-            script, fence = chapter.exercises[number]
-            row = Row(number, fence.title, chapter.level(number))
-            report.rows.append(row)
-            if report.rejected:
-                pass
-            elif number in submission.refused:
-                row.status, row.detail = "refused", submission.refused[number]
-            elif number in submission.missing:
-                row.status, row.detail = "not done", submission.missing[number]
-            elif fences.is_stub(fence, submission.bodies[number]):
-                row.status = "not done"
+    with judges(course, limits, judge, 1 if apart else 2) as ask:
+        answers = {number: ask(_decide, course, chapter, submission, number, apart) for number in wanted}
+        for number, answer in answers.items():
+            row = _row(chapter, number)
+            if not report.rejected:
+                row, report.rejected = answer.result()
             else:
-                report.rejected = _judge_one(course, chapter, script, submission.bodies[number], row, judge)
-                if apart:
-                    judge.stop()
-                if apart and row.status == "passed":
-                    report.rejected = from_outside(course, chapter, script, submission.bodies[number], row, judge)
+                answer.cancel()
+            report.rows.append(row)
             show(row)
         passed = [row.number for row in report.rows if row.status == "passed"]
         if passed and not report.rejected:
             bodies = {number: submission.bodies[number] for number in passed}
-            report.rejected = confirm(course, chapter, bodies, judge)
+            report.rejected = ask(confirm, course, chapter, bodies).result()
     for row in report.rows:
         if row.status == "passed" and report.rejected:
             row.status = "not reached"
     return report
+
+
+@contextmanager
+def judges(course: Course, limits: Limits | None, judge: Judge | None, most: int) -> Iterator[Callable[..., Future]]:
+    """A function that has something called with a judge as its last argument, as soon as one of them is free.
+
+    It is `judge`, or as many new ones as may work side by side: where there are no cells, nobody could say whose an
+    orphan is, so there it is one.
+    """
+    own = [] if judge else [Judge(course.files, limits) for _ in range(1 if no_cell() else most)]
+    free: LifoQueue[Judge] = LifoQueue()  # one that is warm before one that is not
+    for one in own or [judge]:
+        free.put(one)
+
+    def turn(what: Callable, *args: Any) -> Any:
+        one = free.get()
+        try:
+            return what(*args, one)
+        finally:
+            free.put(one)
+
+    pool = ThreadPoolExecutor(free.qsize())
+    try:
+        yield partial(pool.submit, turn)
+    finally:
+        for one in own:
+            one.deadline = 0.0  # nobody waits any more for what is still under way
+        pool.shutdown(cancel_futures=True)
+        for one in own:
+            one.close()
+
+
+def _row(chapter: Chapter, number: str) -> Row:
+    return Row(number, chapter.exercises[number][1].title, chapter.level(number))
+
+
+def _decide(
+    course: Course, chapter: Chapter, submission: Submission, number: str, apart: bool, judge: Judge
+) -> tuple[Row, str]:
+    """The row of one exercise, and why the whole submission is rejected, if it is."""
+    row, why = _row(chapter, number), ""
+    script, fence = chapter.exercises[number]
+    if number in submission.refused:
+        row.status, row.detail = "refused", submission.refused[number]
+    elif number in submission.missing:
+        row.status, row.detail = "not done", submission.missing[number]
+    elif fences.is_stub(fence, submission.bodies[number]):
+        row.status = "not done"
+    else:
+        why = _judge_one(course, chapter, script, submission.bodies[number], row, judge)
+        if apart:
+            judge.stop()
+        if apart and row.status == "passed":
+            why = from_outside(course, chapter, script, submission.bodies[number], row, judge)
+    return row, why
 
 
 def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row: Row, judge: Judge) -> str:

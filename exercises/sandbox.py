@@ -82,7 +82,7 @@ class Judge:
         self.deadline = time.monotonic() + self.limits.all_seconds
         self.process: subprocess.Popen[bytes] | None = None
         self.pending = b""  # what the judge has written after its last whole line
-        self.mine: set[int] = set()  # children of this process that have nothing to do with the judge
+        self.mine: set[int] = set()  # without a cell: children of this process that have nothing to do with the judge
 
     def __enter__(self) -> "Judge":
         return self
@@ -222,8 +222,9 @@ class Judge:
         limits = {"file_bytes": self.limits.file, "data_bytes": self.limits.memory, "cpu_seconds": 3600}
         limits |= {"threads": 20 * self.limits.processes if self.cell else 0, "trusted": self.trusted}
         command = [sys.executable, str(base / "judge.py"), json.dumps(limits)]
-        self.mine = _children(os.getpid())
-        _adopt_orphans(True)
+        if not self.cell:  # in it an orphan is a child of its first process
+            self.mine = _children(os.getpid())
+            _adopt_orphans(True)
         self.pending = b""
         self.process = subprocess.Popen(
             in_cell(self.folder, command) if self.cell else command,
@@ -247,7 +248,8 @@ class Judge:
         if self.process is None:
             return []
         table = _processes()
-        roots = {p.pid for p in table.values() if p.parent == os.getpid() and p.pid not in self.mine}
+        ours = {p.pid for p in table.values() if p.parent == os.getpid() and p.pid not in self.mine}
+        roots = set() if self.cell else ours
         found: dict[int, Process] = {}
         new = [table[pid] for pid in roots | {self.process.pid} if pid in table]
         while new:
@@ -271,7 +273,7 @@ class Judge:
         with contextlib.suppress(ProcessLookupError):  # where there is no /proc, the session at least
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for pid in _children(os.getpid()) - self.mine:
+        for pid in set() if self.cell else _children(os.getpid()) - self.mine:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         for pipe in (self.process.stdin, self.process.stdout):
@@ -279,7 +281,8 @@ class Judge:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         self.process = None
-        _adopt_orphans(False)
+        if not self.cell:
+            _adopt_orphans(False)
         for name in ("tmp", "judge", "copy"):  # nothing of this run is there for the next
             shutil.rmtree(self.folder / name, ignore_errors=True)
 

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -720,7 +721,9 @@ def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hu
     chapter = tiny.chapter("01")
     began = time.monotonic()
     limits = LIMITS if kind != "hangs_asleep" else Limits(test_seconds=12)
-    report = check_bodies(tiny, chapter, {"1.1": HOSTILE[kind], "1.2": own_bodies(chapter)["1.2"]}, limits=limits)
+    bodies = {"1.1": HOSTILE[kind], "1.2": own_bodies(chapter)["1.2"]}
+    with Judge(tiny.files, limits) as judge:
+        report = check(tiny, chapter, Submission(bodies), list(bodies), judge=judge)
     assert report.rows[0].status != "passed" and not report.all_passed, report
     why = report.rows[0].detail or report.rejected
     assert why and "\n" not in why
@@ -773,9 +776,41 @@ path = os.environ['TMPDIR'] + '/kept'
 text = open(path).read() if os.path.exists(path) else builtins.kept
 result = sum(xs) if 'result += x' in text else 0"""
     chapter = tiny.chapter("01")
-    for apart in (True, False):
-        report = check(tiny, chapter, Submission({"1.1": keep, "1.2": use}), limits=LIMITS, apart=apart)
-        assert [row.status for row in report.rows] == ["passed", "failed" if apart else "passed"], report
+    lines = Submission({"1.1": keep, "1.2": use})
+    report = check(tiny, chapter, lines, limits=LIMITS, apart=True)
+    assert [row.status for row in report.rows] == ["passed", "failed"], report
+    with Judge(tiny.files, LIMITS) as judge:
+        report = check(tiny, chapter, lines, judge=judge)
+    assert [row.status for row in report.rows] == ["passed", "passed"], "it fails anywhere, so this shows nothing"
+
+
+def test_two_judges_work_side_by_side_but_only_one_where_an_orphan_could_be_anyones(tiny, cell, monkeypatch):
+    both = threading.Barrier(2)
+
+    def meet(judge):
+        both.wait(30)
+        return judge
+
+    with checking.judges(tiny, LIMITS, None, 2) as ask:
+        answers = [ask(meet) for _ in range(2)]
+        assert answers[0].result() is not answers[1].result()
+    monkeypatch.setattr(checking, "no_cell", lambda: "no namespaces")
+    with checking.judges(tiny, LIMITS, None, 2) as ask:
+        answers = [ask(lambda judge: judge) for _ in range(3)]
+        assert len({id(answer.result()) for answer in answers}) == 1
+
+
+def test_a_check_that_is_broken_off_ends_its_judges_and_what_they_run(tiny, tmp_path, cell):
+    submission = Submission({"1.1": "while True: pass", "1.2": "while True: pass"})
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), checking.judges(tiny, Limits(), None, 2) as ask:
+        for number in submission.bodies:
+            ask(checking._decide, tiny, tiny.chapter("01"), submission, number, False)
+        while len(processes_of(tmp_path)) < 2:
+            time.sleep(0.1)
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < 30
+    assert processes_of(tmp_path) == [] and not list(tmp_path.glob("exercises-*"))
 
 
 def test_a_pass_is_not_believed_when_a_known_mistake_beside_it_goes_unnoticed(tiny):
