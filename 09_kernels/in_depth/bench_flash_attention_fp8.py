@@ -87,8 +87,8 @@ def cpu() -> None:
         ["q, k, v", "head dim", "bf16", "e4m3, one scale", "a scale a head", "and rotated", "sectors, bf16", "e4m3"],
         rows,
         "200 tokens, causal, 4/2 heads. Root of the mean square, relative; where a head of v is so large, of the other "
-        "one. From its formula in float64 the kernel is off by a rounding to bf16; the same bits in five orders of the "
-        "warps. Tensor cores that add in 14 bits. "
+        "one. The same bits in five orders of the warps. With exact sums the kernel is off from its formula by a "
+        "rounding to bf16; the errors are those of sums of 14 bits. "
         + (f"nvcc for sm_90a: {used.registers} registers, {used.stack} bytes of stack. " if used else "")
         + "Not timed.",
     )

@@ -78,8 +78,9 @@ def main() -> None:
             "Bytes of causal attention in plain PyTorch: in tiles of 32, and with the scores as a matrix",
             ["tokens", "saved, tiles", "saved, matrix", "peak, tiles", "peak, matrix", "seconds, tiles / matrix"],
             rows,
-            f"{HEADS} heads of {D}, float32, counted exactly. Twice the tokens: twice the bytes in tiles, four times "
-            "with a matrix. In time, tiles cost here what they cost in small operations; a kernel has no such cost.",
+            f"{HEADS} heads of {D}, float32, counted exactly. Twice the tokens: twice the bytes in tiles, and with a "
+            "matrix nearly four times. In time, tiles cost here what they cost in small operations; a kernel has no "
+            "such cost.",
         )
     write_figure("09_kernels/figures/flash_memory.svg", ["09_flash_memory"], draw)
 

@@ -98,8 +98,9 @@ def count(folder: Path | None) -> None:
         with Traffic() as forward:
             out = eager(*leaves, *rest)
         out = [out] if isinstance(out, Tensor) else list(out)
+        gradients = [torch.ones_like(y) for y in out]
         with Traffic() as backward:
-            torch.autograd.grad(out, leaves, [torch.ones_like(y) for y in out])
+            torch.autograd.grad(out, leaves, gradients)
         kept = []
         for function, dtype in ((eager, torch.bfloat16), (FUSED[name], torch.float16)):  # 2 bytes each; see fused.check
             leaves = [x.to(DEVICE, dtype).requires_grad_() for x in tensors]

@@ -1,4 +1,4 @@
-"""FlashAttention on Hopper: warps that load and warps that compute. The forward pass once more, for sm_90 and later.
+"""FlashAttention on Hopper: warps that load and warps that compute. The forward pass once more, for sm_90.
 
 Problem. On a Hopper GPU the tensor cores are so fast that everything around them shows. A warp that has to ask for the
 next tile, wait for it, and only then issue the product, leaves them idle; and while it computes exponentials, of which
@@ -6,8 +6,8 @@ a multiprocessor does 16 per cycle against 2048 multiply-adds, they idle as well
 
 Idea. Divide the labour. One group of four warps, the producer, does nothing but ask the copy engine for tiles; two
 groups of four, the consumers, do nothing but compute, each on its half of the queries. While one group of consumers is
-at its exponentials, the other has the tensor cores. A ring of buffers in shared memory connects them, with a barrier
-each for "full" and "empty":
+at its exponentials, the other can have the tensor cores. A ring of buffers in shared memory connects them, with a
+barrier each for "full" and "empty":
 
     producer        k0 v0 | k1 v1 | k2 v2 | ...        waits only for an empty buffer; needs few registers
     consumer 0      rows 0..63       QK  exp  PV  QK  exp  PV          one computes exponentials while
@@ -22,7 +22,7 @@ cut (no mask, and S a multiple of the tile), the comparison is compiled away.
 Whether it pays is a question for a GPU: bench_flash_kernels.py --gpu measures both. It is never chosen by itself.
 
 Formulas: in flash_tiles.py. Warp specialisation of attention: FlashAttention-3, Shah et al. 2024 (arXiv 2407.08608,
-section 3.1); the rate of exponentials: there, section 3.2.
+section 3.1, also for the rate of exponentials).
 
 Run it:
     python flash_attention_hopper.py                           CPU: the interpreter, which has no warps to divide

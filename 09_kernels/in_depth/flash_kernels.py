@@ -371,7 +371,8 @@ def triton_backward(
     """dq, dk, dv in `dtype` (or fp32). `out` and `lse` are those over all keys, of which k and v may be one block.
 
     `repeatable`: the same bits in every run, for seven products in place of five. By default what PyTorch was told by
-    `torch.use_deterministic_algorithms`; and before Hopper, where D is above 64, five do not fit the registers.
+    `torch.use_deterministic_algorithms`; and before Hopper, in 16 bits and where D is above 64, five do not fit the
+    registers.
     """
     check_inputs(q, k, v, window)
     B, S_q, N, D = q.shape

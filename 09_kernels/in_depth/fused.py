@@ -6,7 +6,7 @@ it as a row of small kernels, and each of them reads its whole input from memory
     eager     x -> [square] -> x² -> [mean] -> m -> [rsqrt] -> r -> [mul] -> x̂ -> [mul] -> y      memory at every ->
     fused     x -> [   square, mean, rsqrt, mul, mul    ] -> y                                    memory twice
 
-A GPU can do hundreds of operations in the time in which it moves one number (the roofline model, Williams et al. 2009),
+A GPU can do dozens of operations in the time in which it moves one number (the roofline model, Williams et al. 2009),
 so the time of such a layer is the bytes it moves over the bandwidth. Fusing does not save arithmetic. It saves trips.
 
 The idea. One program of a Triton kernel takes one row into registers, does everything there, and writes the result:

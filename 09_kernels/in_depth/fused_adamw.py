@@ -1,6 +1,6 @@
 """Chapter 9, the optimizer in Triton: AdamW that touches every number once, over one flat buffer.
 
-The problem. AdamW is a dozen elementwise operations. Written with one PyTorch operation each, every one of them reads
+The problem. AdamW is eight elementwise operations. Written with one PyTorch operation each, every one of them reads
 and writes whole tensors, and a model has hundreds of tensors, most of them so small that starting a kernel takes longer
 than running it.
 

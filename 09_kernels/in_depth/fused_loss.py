@@ -160,7 +160,7 @@ def rows_and_labels(x: Tensor, labels: Tensor, vocab: int, name: str) -> tuple[T
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Keeps the logits as they came and one number per row; PyTorch keeps the log-softmax of a float32 copy."""
+    """Keeps the logits as they came and two numbers per row; PyTorch keeps the log-softmax of a float32 copy."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
