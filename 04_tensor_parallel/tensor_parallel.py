@@ -312,16 +312,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="tensor and sequence parallelism in one file", allow_abbrev=False)
     parser.add_argument("--layout", choices=("tensor", "sequence"), help="default: one after the other")
     parser.add_argument("--kv-heads", type=int, default=2, choices=(1, 2, 4, 8))
-    say = f"{parser.prog}: {{}}\n" if os.environ.get("RANK", "0") == "0" else ""  # one line, and not one for each rank
-    parser.error = lambda words: parser.exit(2, say.format(words))
-    args, t = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
+    say = print if os.environ.get("RANK", "0") == "0" else lambda *_, **__: None  # one line, and not one for each rank
+    parser.error = lambda words: (say(f"{parser.prog}: {words}", file=sys.stderr), sys.exit(2))
+    args, t, gpus = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.device_count()
     if t not in (1, 2, 4, 8):
         parser.error(f"--nproc_per_node {t} does not divide 8 query heads; use 1, 2, 4 or 8")
-    device, sizes, wrong = "cuda" if torch.cuda.is_available() else "cpu", TINY._replace(kv_heads=args.kv_heads), []
-    if device == "cuda":
+    if 0 < gpus < (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        parser.error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
+    device, sizes, wrong = "cuda" if gpus else "cpu", TINY._replace(kv_heads=args.kv_heads), []
+    if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", **alone)
+    dist.init_process_group("nccl" if gpus else "gloo", **alone)
     for layout in [args.layout] if args.layout else ["tensor", "sequence"]:
         tp = TensorParallel(dist.group.WORLD, layout == "sequence")
         whole = {name: x.to(device) for name, x in whole_weights(sizes).items()}
@@ -335,13 +337,11 @@ def main() -> int:
         what = ("weights held", "kept of a block", "sent by a block")
         table = list(zip(what, formulas(sizes, t, tp.sequence), measure(w, sizes, tp), strict=True))
         wrong += [f"{layout}: bytes {name} {got:,}, not {want:,}" for name, want, got in table if got != want]
-        if dist.get_rank() == 0:
-            print(f"{layout} parallel on {t} rank(s): largest error {error:.1e}, {rate:,.0f} tokens/s")
-            print(*(f"    bytes {what:16} formula {a:>9,}   measured {b:>9,}" for what, a, b in table), sep="\n")
+        say(f"{layout} parallel on {t} rank(s): largest error {error:.1e}, {rate:,.0f} tokens/s")
+        say(*(f"    bytes {what:16} formula {a:>9,}   measured {b:>9,}" for what, a, b in table), sep="\n")
     dist.all_gather_object(everyone := [None] * t, wrong)
     wrong = sorted({words for theirs in everyone for words in theirs})
-    if dist.get_rank() == 0:
-        print("; ".join(wrong) or "PASS")
+    say("; ".join(wrong) or "PASS")
     dist.destroy_process_group()
     return 1 if wrong else 0
 

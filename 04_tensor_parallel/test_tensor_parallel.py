@@ -566,6 +566,18 @@ def test_a_bad_option_is_one_line_that_names_it_before_any_process_group(argv, r
     assert words in said.err and said.err.startswith("tensor_parallel.py: ") and said.err.count("\n") == 1, said.err
 
 
+def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tensor_parallel.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
+    with pytest.raises(SystemExit) as end:
+        tensor_parallel.main()
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    assert said.err == "tensor_parallel.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"
+
+
 def words_out_of_range() -> None:
     tp = TensorParallel(dist.group.WORLD, False)
     w, (tokens, labels) = cut(whole_weights(SMALL), SMALL, tp), texts(SMALL)[0]

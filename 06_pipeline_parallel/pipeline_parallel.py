@@ -37,7 +37,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -321,25 +320,24 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: str) -> lis
     return wrong
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{self.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
 def main() -> int:
-    parser = OneLineParser(description="Three orders of a pipeline, in one file.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Three orders of a pipeline, in one file.", allow_abbrev=False)
+    say = print if os.environ.get("RANK", "0") == "0" else lambda *_, **__: None  # one line, and not one for each rank
+    parser.error = lambda words: (say(f"{parser.prog}: {words}", file=sys.stderr), sys.exit(2))
     parser.add_argument("--order", choices=list(ORDERS), help="default: all three")
     parser.add_argument("--micro-batches", type=int, default=6)
     parser.add_argument("--layers", type=int, default=6)
-    args, p = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
+    args, p, gpus = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.device_count()
     for name, lowest in (("micro_batches", 1), ("layers", p)):
         if not lowest <= (value := getattr(args, name)) <= 64:
             parser.error(f"--{name.replace('_', '-')} {value}: on {p} rank(s) use {lowest} to 64")
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if 0 < gpus < (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        parser.error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
+    device, backend = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpus else "cpu", {"backend": "gloo"}
+    if gpus:
+        torch.cuda.set_device(device)
+        backend = {"backend": "nccl", "device_id": torch.device(device)}
     one = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    backend = {"backend": "gloo"} if device == "cpu" else {"backend": "nccl", "device_id": torch.device(device)}
     dist.init_process_group(**backend, **one, timeout=timedelta(seconds=60))
     wrong = demo(args, dist.group.WORLD, device)
     dist.destroy_process_group()

@@ -587,3 +587,15 @@ def test_a_bad_option_is_one_line_and_exit_code_2_before_any_process_group(optio
     assert end.value.code == 2 and said.out == "" and len(said.err.splitlines()) == 1
     assert all(word in said.err for word in words), said.err
     assert not dist.is_initialized()
+
+
+def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipeline_parallel.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
+    with pytest.raises(SystemExit) as end:
+        pipe.main()
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    assert said.err == "pipeline_parallel.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"

@@ -18,6 +18,7 @@ import mixed_precision as mp
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _precision_demo import OneLineParser
 from fp8 import Fp8Linear
 from harness.figures import COLOURS, GREY, write_figure
 from harness.report import paired, write_result
@@ -109,7 +110,7 @@ def draw_repairs(axes, result) -> None:
 
 
 def main() -> None:
-    parser = mp.OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--figures", action="store_true", help="only draw again")
     if not parser.parse_args().figures:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

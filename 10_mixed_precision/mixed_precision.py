@@ -322,25 +322,22 @@ def check(group: dist.ProcessGroup, device: str) -> list[str]:
     return wrong
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
 def main() -> int:
-    OneLineParser(description="Mixed precision in one file", allow_abbrev=False).parse_args()
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    if device != "cpu":
+    parser = argparse.ArgumentParser(description="Mixed precision in one file", allow_abbrev=False)
+    say = print if os.environ.get("RANK", "0") == "0" else lambda *_, **__: None  # one line, and not one for each rank
+    parser.error = lambda words: (say(f"{parser.prog}: {words}", file=sys.stderr), sys.exit(2))
+    parser.parse_args()
+    if 0 < (gpus := torch.cuda.device_count()) < (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        parser.error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpus else "cpu"
+    if gpus:
         torch.cuda.set_device(device)
     single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", **single)
+    dist.init_process_group("nccl" if gpus else "gloo", **single)
     everyone: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, check(dist.group.WORLD, device))  # a rank that is off makes all fail
     wrong = [line for lines in everyone for line in lines]
-    if dist.get_rank() == 0:
-        print("FAIL: " + "; ".join(wrong) if wrong else "PASS")
+    say("FAIL: " + "; ".join(wrong) if wrong else "PASS")
     gc.collect()  # what refers to the group in a cycle must not outlive it
     dist.destroy_process_group()
     return 1 if wrong else 0

@@ -297,3 +297,15 @@ def test_an_unknown_option_is_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
     assert "--policy" in done.stderr
+
+
+def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mixed_precision.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
+    with pytest.raises(SystemExit) as end:
+        mp.main()
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    assert said.err == "mixed_precision.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import _tensor_parallel_demo
 import parallel_linear
 import pytest
 import torch
@@ -565,3 +566,13 @@ def run_demo(column: str) -> list[str]:
 @pytest.mark.parametrize("column", COLUMNS)
 def test_the_demo_finds_nothing_wrong_on_three_ranks(column):
     assert run_ranks(3, run_demo, column) == [[], [], []]
+
+
+def test_more_ranks_than_gpus_are_refused_before_any_process_group(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parallel_linear.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as end:
+        _tensor_parallel_demo.launch(lambda *_: pytest.fail("the demo began"))
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "parallel_linear.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"

@@ -212,7 +212,7 @@ vectorised(int M, int N, int K, global<const float> A, global<const float> B, gl
 
 // ------------------------------------------------------------------------------------------------- rung 7: warp tiles
 
-// Two ideas. First, warp tiles: a warp owns 64 x 32 of C instead of a stripe of 8 x 128, so its lanes want
+// Two ideas. First, warp tiles: a warp owns 64 x 32 of C instead of two stripes of 8 x 128, so its lanes want
 // 64 + 32 numbers of a step instead of 16 + 128. Second, double buffering: there are two tiles of A and B. While the
 // warps work on one, the numbers of the next are already on their way from global memory into registers; they are put
 // into the other tile after the work, and one barrier a step is enough.

@@ -157,12 +157,14 @@ class OneLineParser(argparse.ArgumentParser):
 
 def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoReturn:
     """Start the process group, run the demo, say PASS or what is off."""
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
-    if gpu:
+    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < gpus < local:
+        OneLineParser().error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
+    if gpus:
         torch.cuda.set_device(device)
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
+    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     assert dist.group.WORLD is not None
     rank, wrong = dist.get_rank(), demo(dist.group.WORLD, device)
     gc.collect()  # what refers to the group in a cycle must not outlive it

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import _precision_demo
 import pytest
 import torch
 from formats import FORMATS, lost_updates, running_sum, share_of, stochastic_round, to_fp8
@@ -186,3 +187,13 @@ def test_bad_options_of_scripts_and_benchmarks_are_one_line_that_names_them_and_
     for (name, options, words), (code, said, complained) in zip(REFUSED, ends, strict=True):
         assert (code, said) == (2, ""), f"{name} {options} ends with {code}: {said}{complained}"
         assert len(complained.splitlines()) == 1 and words in complained, f"{name} {options}: {complained}"
+
+
+def test_more_ranks_than_gpus_are_refused_before_any_process_group(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["formats.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as end:
+        _precision_demo.launch(lambda *_: pytest.fail("the demo began"))
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "formats.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"
