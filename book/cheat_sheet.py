@@ -27,7 +27,8 @@ A row for each technique of this book. Bytes are those of one rank. "Sent" is wh
 algorithms; a step has M micro-batches. A test computes every formula beside the planner's bytes or the chapter's own,
 on sizes that divide evenly. *code* leads to the file that does it (the link's title names the symbol; in the web
 edition *line* leads to the very line), *test* to the test that proves the cell. Combinations are options of the
-trainer: a test asks whether it takes them, and whether it refuses those under "excludes".
+trainer: a test asks whether it takes them, and whether it refuses those under "excludes". Below it are the symbols, and
+which letter a chapter has for the same, where it is another one.
 
 """
 

@@ -82,9 +82,9 @@ def called() -> list[str]:
 
 def flight_recorder() -> list[dict]:
     """What torch has noted of this process's collectives, oldest first."""
-    from torch._C._distributed_c10d import _dump_fr_trace  # on nccl `_dump_nccl_trace`; no public name so far
-
-    return pickle.loads(_dump_fr_trace()).get("entries", [])
+    c10d = torch._C._distributed_c10d  # no public names so far
+    dump = c10d._dump_nccl_trace if dist.get_backend() == "nccl" else c10d._dump_fr_trace
+    return pickle.loads(dump()).get("entries", [])
 
 
 def train(rank: int, cause: str, mended: bool, alarm: Alarm) -> None:
