@@ -145,7 +145,7 @@ def test_bytes_and_operations_in_the_readme_are_what_its_formulas_give():
     D, C, heads = 128, 128, 2 * 16  # backward: dq of a head by a walk of its own, or by additions
     again, added = 2 * e * S * D * S // R, 4 * S * D * S // C
     assert again == added and f"{added / 1e6:.0f} MB for D = 128" in README
-    more = heads * S * D * (4 + 4 + e - e)  # zeros before, and dq in fp32 read once to be rounded
+    more = heads * S * D * (4 + 4 + e - 3 * e)  # zeros before, dq in fp32 read once to be rounded; no q and do again
     assert f"{more / 1e9:.2f} GB more, {more / 3.35e12 * 1e6:.0f} µs at 3.35 TB/s" in README
     saved = 2 * heads * 2 * S * S * D // 2  # two products of 2 S² D, half of it under a causal mask
     assert f"are {saved / 1e12:.2f} TFLOP, {saved / 989e12 * 1e6:.0f} µs at the peak rate" in README
