@@ -261,14 +261,17 @@ class Judge:
         """End the judge and everything it started, whatever session they moved to."""
         if self.process is None:
             return
+        seen: set[int] = set()  # whose parent was quicker to die is no descendant any more, and may be there still
         for _ in range(200):
-            left = self.descendants()
-            if not left:
+            seen |= {process.pid for process in self.descendants()}
+            table = _processes()
+            seen = {pid for pid in seen if pid in table and table[pid].state != "Z"}
+            if not seen:
                 break
             for what in (signal.SIGSTOP, signal.SIGKILL):  # first nobody can fork, then nobody is
-                for process in left:
+                for pid in seen:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, what)
+                        os.kill(pid, what)
             time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):  # where there is no /proc, the session at least
             os.killpg(self.process.pid, signal.SIGKILL)
