@@ -98,7 +98,7 @@ def test_a_row_at_once_moves_every_number_twice_and_in_blocks_three_times():
 CASES = [  # B, S, N, N_kv, D, causal, tiles
     (1, 32, 1, 1, 16, True, (16, 16)),  # tiles divide the sequence
     (1, 37, 2, 1, 16, True, (16, 32)),
-    (2, 19, 4, 2, 16, True, (16, 16)),  # two query heads share each of two K/V heads, in two sequences
+    (2, 19, 4, 2, 16, True, (16, 32)),  # two query heads share each of two K/V heads, in two sequences
     (1, 37, 2, 2, 32, False, (16, 32)),
     (1, 35, 3, 1, 16, False, (32, 16)),
     (1, 9, 2, 1, 16, True, (32, 16)),  # less than a tile
@@ -106,15 +106,20 @@ CASES = [  # B, S, N, N_kv, D, causal, tiles
 ]
 
 
-def on_a_rank(given: list[Tensor], causal: bool, tiles: tuple) -> list[Tensor]:
-    lse = script.Attention.apply(*given[:3], causal, *(tiles or (16, 16)))[1]
-    return [*results(flash(causal, tiles), *given), lse]
+def on_a_rank(cases: list[tuple]) -> list[list[Tensor]]:
+    """out, dq, dk, dv and LSE of each (given, causal, tiles)."""
+    found = []
+    for (*given, dout), causal, tiles in cases:
+        q, k, v = (x.detach().requires_grad_() for x in given)
+        out, lse = script.Attention.apply(q, k, v, causal, *(tiles or script.tile_sizes(q)))
+        found.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout), lse])
+    return found
 
 
 def test_output_lse_and_every_gradient_are_those_of_dense_attention_to_1e_10():
-    for *sizes, causal, tiles in CASES:
-        given = inputs(*sizes)
-        [got] = run_ranks(1, on_a_rank, given, causal, tiles)
+    cases = [(inputs(*sizes), causal, tiles) for *sizes, causal, tiles in CASES]
+    [found] = run_ranks(1, on_a_rank, cases)
+    for (*sizes, causal, tiles), (given, *_), got in zip(CASES, cases, found, strict=True):
         want = [*wanted(given, causal), definition(*given[:3], causal)[1]]
         for name, x, y in zip((*NAMES, "LSE"), got, want, strict=True):
             assert_same(x, y, 1e-10, f"{name} of {sizes}, causal {causal}, tiles {tiles}")
@@ -202,14 +207,16 @@ def test_lse_is_wide_and_so_is_everything_that_is_summed_over_tiles():
     little[:, :16] = 64
     sign = zero + 1
     sign[:, ::2] = -1
-    for what, q, k, v, dout in (  # scores are all 0, so each weight is 1/64
-        ("dq", zero, little * sign, sign, zero + 1),
-        ("dk", little, zero, sign, zero + 1),
-        ("dv", zero, zero, sign, little),
-        ("out", zero, zero, little, sign),
-    ):
-        at, given = NAMES.index(what), [q, k, v, dout]
-        [got] = run_ranks(1, on_a_rank, given, False, (16, 16))
+    along_keys, along_queries = (64, 16), (16, 64)
+    cases = {  # scores are all 0, so each weight is 1/64
+        "dq": ([zero, little * sign, sign, zero + 1], False, along_keys),
+        "dk": ([little, zero, sign, zero + 1], False, along_queries),
+        "dv": ([zero, zero, sign, little], False, along_queries),
+        "out": ([zero, zero, little, sign], False, along_keys),
+    }
+    [found] = run_ranks(1, on_a_rank, list(cases.values()))
+    for (what, (given, *_)), got in zip(cases.items(), found, strict=True):
+        at = NAMES.index(what)
         assert_same(got[at].double(), wanted(given, False)[at], 7e-4, what)
     lse = script.Attention.apply(zero, zero, zero, False, 16, 16)[1]
     assert lse.dtype == torch.float32
@@ -232,12 +239,12 @@ def test_a_nan_in_one_sequence_or_head_stays_there():
 
 def test_tiles_beyond_the_diagonal_are_neither_loaded_nor_computed():
     """NaN in keys that nobody in a tile sees, and in queries that see none of its keys: 0 · NaN would be NaN."""
-    q, k, v, dout = inputs(1, 64, 2, 1, 16)
+    q, k, v, dout = inputs(1, 64, 1, 1, 16)
     late = [x.index_fill(1, torch.arange(32, 64, device=DEVICE), math.nan) for x in (k, v)]
-    [(out, dq, *_)] = run_ranks(1, on_a_rank, [q, *late, dout], True, (16, 16))
-    assert out[:, :32].isfinite().all() and dq[:, :32].isfinite().all()
     early = [x.index_fill(1, torch.arange(32, device=DEVICE), math.nan) for x in (q, dout)]
-    [(_, _, dk, dv, _)] = run_ranks(1, on_a_rank, [early[0], k, v, early[1]], True, (16, 16))
+    cases = [([q, *late, dout], True, (16, 32)), ([early[0], k, v, early[1]], True, (32, 16))]
+    [((out, dq, *_), (_, _, dk, dv, _))] = run_ranks(1, on_a_rank, cases)
+    assert out[:, :32].isfinite().all() and dq[:, :32].isfinite().all()
     assert dk[:, 32:].isfinite().all() and dv[:, 32:].isfinite().all()
 
 

@@ -70,7 +70,8 @@ class Script:
     def tests(self, number: str) -> list[str]:
         """The tests that decide an exercise: "test_collectives.py::test_every_rank_can_be_the_root"."""
         caught = [m.caught_by for m in self.mistakes if m.exercise == number]
-        more = [test for test in self.index.get(number, []) if _claim(test) not in caught]
+        claims = {_claim(test) for test in caught}
+        more = [test for test in self.index.get(number, []) if _claim(test) not in claims]
         whole_file = f"test_{Path(self.name).stem}.py"  # slow, but right, for an exercise of which nothing is known yet
         return list(dict.fromkeys([*caught, *more])) or [whole_file]
 
