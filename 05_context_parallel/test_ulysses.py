@@ -1,7 +1,9 @@
 """Ulysses on the ground floor against one process, against the depth, and against its own formulas."""
 
 import contextlib
+import os
 import random
+import subprocess
 import sys
 import time
 from functools import cache
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import ulysses as script
+from harness.house import ROOT
 from harness.meter import communication, saved_activations
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
@@ -291,6 +294,30 @@ def test_the_check_is_content_with_any_length_and_notices_nan_and_bytes():
     assert run_ranks(2, checked, "")[0] == []
     assert any("error nan" in line for line in run_ranks(2, checked, "nan")[0])
     assert any("sent, step" in line for line in run_ranks(2, checked, "bytes")[1])
+
+
+STAND_IN = ROOT / "tests/fake_device"
+WITH_SCORES = """
+import sys, ulysses
+from torch.nn.attention import SDPBackend, sdpa_kernel
+sys.argv = ["ulysses.py"]
+with sdpa_kernel(SDPBackend.MATH):  # what a GPU has for float64
+    sys.exit(ulysses.main())
+"""
+
+
+@pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
+@pytest.mark.parametrize("gpus", ["1", "0"])
+def test_what_is_kept_is_that_of_a_flash_kernel_on_a_cpu_and_may_be_more_on_a_gpu(gpus):
+    path = f"{STAND_IN}{os.pathsep}{Path(script.__file__).parent}"
+    environment = os.environ | {"PYTHONPATH": path, "FAKE_GPUS": gpus, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_SCORES], env=environment, capture_output=True, text=True, timeout=120
+    )
+    first, *_, last = done.stdout.splitlines() or [""]
+    assert ("on cuda:0" in first) == (gpus == "1"), done.stdout + done.stderr[-900:]
+    want = "PASS" if gpus == "1" else "FAIL: Ulysses, rank 0: kept 1,969,920, not 385,920"
+    assert last == want, done.stdout + done.stderr[-900:]
 
 
 @pytest.mark.parametrize(

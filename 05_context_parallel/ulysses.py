@@ -28,7 +28,7 @@ Jacobs et al. 2023, arXiv 2309.14509, section 3. The mesh: Fang & Zhao 2024 (USP
 
     python ulysses.py                                  one rank
     torchrun --nproc_per_node 4 ulysses.py             four: Ulysses, and Ulysses x ring on a mesh of 2 x 2
-Ends with PASS when losses, gradients and weights are those of one process, to 1e-10, and bytes those of the formulas.
+PASS at the end: losses, gradients and weights are one process's, to 1e-10; bytes (kept: on a CPU) are the formulas'.
 """
 
 import argparse
@@ -303,7 +303,7 @@ def check(S: int, meshes: list[tuple[int, int]], group: dist.ProcessGroup, devic
         backward = LAYERS * token * ((n + 2 * m) * (U - 1) + N - n)
         hops = LAYERS * (R - 1) * 2 * U * token * m  # K/V of m heads; dK/dV are as large
         want = [forward + hops, forward + backward + 2 * hops, count["kept"], LAYERS * n * (S_ // R * (S_ + 1) // 2)]
-        if R == 1:  # what a ring in its simplest form keeps has no formula
+        if R == 1 and device == "cpu":  # a ring in its simplest form has no formula, nor has float64 on a GPU: no flash
             want[2] = LAYERS * B * S_ * 8 * (D * (2 * n + 2 * m) + n)
         bad = [f"error {error:.1e}"] * (not error <= 1e-10)  # "not", so that NaN is wrong
         bad += [f"{x} {count[x]:,}, not {w:,}" for x, w in zip(columns, want, strict=True) if count[x] != w]

@@ -15,7 +15,8 @@ needs no merge: with the final LSE every tile finds its share alone, as every ra
 Three versions, each a `LocalAttention`, to be passed on as `ring_attention(group, layout, FLASH)`:
     TILED   this file's, from the pieces of context_ring.py: any device, any dtype, in Python
     TORCH   PyTorch's own kernels, which return the LSE: on CPUs all dtypes, on GPUs bf16 and fp16
-    FLASH   TORCH where it can, else TILED: fp32 and fp64 on GPUs, head dims over 256 or not a multiple of 8
+    FLASH   TORCH where it can, else TILED: on GPUs fp32 and fp64, head dims over 256 or not a multiple of 8, and those
+            in (192, 224] on sm_86 to sm_89 and sm_120 to sm_121, whose backward raises; and GPUs before sm_80
 Chapter 9's Triton kernels have this form, too: `ring_attention(group, layout, flash_kernels.TRITON)`.
 
 Formulas, for a block of s queries and t keys, N heads of D numbers, fp32:
@@ -149,6 +150,10 @@ def chosen(q: Tensor) -> LocalAttention:
     if q.device.type == "cpu":
         return TORCH
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 256 and q.shape[3] % 8 == 0
+    if q.device.type == "cuda":
+        gpu = torch.cuda.get_device_capability(q.device)
+        small = (8, 6) <= gpu <= (8, 9) or (12, 0) <= gpu <= (12, 1)  # too little shared memory for one backward
+        fits = fits and gpu >= (8, 0) and not (small and 192 < q.shape[3] <= 224)
     return TORCH if fits else TILED
 
 

@@ -26,8 +26,9 @@ Who computes how much, for documents of L_1, L_2, ... tokens, in (query, key) pa
     all ranks together   sum of L (L + 1)/2                              instead of S (S + 1)/2
     contiguous, zigzag   what falls to a rank: may be all or nothing     (zigzag balances one document, not many)
     each                 sum of L (L + 1)/2P on every rank               every document in zigzag by itself
-    Ulysses              the same for each head: balanced, anywhere      (a row of the mesh: as its ring)
-"each" asks that 2P divides the length of every document: whoever packs them fills them up. Bytes sent are those of the
+    Ulysses              sum of L (L + 1)/2 for each of its heads        (a row of the mesh: as its ring)
+"each" asks that 2P divides the length of every document: whoever packs them fills them up. Ulysses is balanced,
+wherever documents end, if P divides N; if not, some ranks have a head more than others. Bytes sent are those of the
 undivided sequence: blocks go all the way round, seen or not.
 `cu_seqlens`: FlashAttention's varlen kernels. Zigzag document by document: Transformer Engine's `thd` format,
 ring-flash-attention's zigzag varlen. Masks across documents in long-context training: Llama 3, 2407.21783, section 3.2.
@@ -75,7 +76,7 @@ from context_ring import (
     next_token_labels,
     run,
 )
-from context_ulysses import check_enough_heads, ulysses
+from context_ulysses import check_enough_heads, query_heads_of, ulysses
 from torch import Tensor
 
 # Legend of shapes: B batch, all packed alike; S sequence, N query heads, D head dim; S/P is S sharded over the group.
@@ -357,7 +358,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         name = f"{version} {layout}" if version != "ulysses" else version
         want = tuple(packed_pairs(layout, cu, r, P) * args.heads for r in range(P))
         if version == "ulysses":
-            want = (whole // P,) * P
+            want = tuple(whole // args.heads * len(query_heads_of(r, P, args.heads)) for r in range(P))
         else:
             predicted = 3 * kv * (P - 1) // P  # forward KV, backward KV + dKV: boundaries change no message
             wrong += [f"{name}: sent {sent}, predicted {predicted}"] * (set(sent) != {predicted})

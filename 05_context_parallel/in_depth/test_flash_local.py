@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import flash_local as script
 import pytest
@@ -160,6 +161,22 @@ def test_flash_takes_pytorchs_kernel_where_there_is_one_and_tiles_elsewhere():
     # "meta" has shapes and no numbers; it stands for any device that is not a CPU.
     assert of("meta", torch.bfloat16) == of("meta", torch.float16, 256) == TORCH
     assert of("meta", torch.float32) == of("meta", torch.bfloat16, 264) == of("meta", torch.bfloat16, 20) == TILED
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tiles"),  # its compute capability; head dims of which PyTorch's backward raises
+    [
+        ((7, 5), {64, 192, 200, 208, 224, 232, 256}),
+        *[((8, 0), set()), ((9, 0), set()), ((10, 0), set())],
+        *[(gpu, {200, 208, 224}) for gpu in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))],
+    ],
+)
+def test_flash_leaves_out_the_head_dims_whose_backward_raises_on_some_gpus(gpu, tiles, monkeypatch):
+    """As PyTorch's own gate does: check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    for D in (64, 192, 200, 208, 224, 232, 256):
+        q = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 4, 2, D))
+        assert (chosen(q) == TILED) == (D in tiles), f"head dim {D} on sm_{gpu[0]}{gpu[1]}"
 
 
 def test_what_the_gpu_kernels_are_given_fits_their_signatures():

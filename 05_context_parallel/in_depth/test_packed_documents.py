@@ -329,6 +329,12 @@ def test_the_demo_finds_nothing_wrong():
     assert run_ranks(2, run_demo, ["--documents", "4", "12", "8", "--dtype", "float32"]) == [[], []]
 
 
+@pytest.mark.parametrize(("P", "N", "N_kv"), [(2, "3", "1"), (4, "6", "3")])
+def test_the_demo_knows_that_a_rank_of_ulysses_may_have_a_head_more_than_another(P, N, N_kv):
+    argv = ["--documents", "4", "12", "8", "--heads", N, "--kv-heads", N_kv, "--version", "ulysses"]
+    assert run_ranks(P, run_demo, argv) == [[]] * P
+
+
 @pytest.mark.prove  # tests/test_folders.py copies it, too
 def test_copied_with_the_two_files_it_needs_it_passes(tmp_path):
     for name in ("context_ring.py", "context_ulysses.py", "packed_documents.py"):

@@ -222,9 +222,9 @@ def three_steps(model: nn.Module, loss_of: Callable[[int], tuple[Tensor, Tensor]
 # ------------------------------------------------------------------------------------------------------------- ranks
 
 
-def run(args: argparse.Namespace, demo: Callable[..., list[str]]) -> int:
-    """Start the process group, run the demo, print the verdict on rank 0."""
-    gpu = torch.cuda.is_available()
+def run(args: argparse.Namespace, demo: Callable[..., list[str]], on_cpu: bool = False) -> int:
+    """Start the process group, run the demo, print the verdict on rank 0. `on_cpu`: even where there is a GPU."""
+    gpu = torch.cuda.is_available() and not on_cpu
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
     alone: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if gpu:

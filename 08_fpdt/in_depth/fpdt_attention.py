@@ -43,7 +43,17 @@ import torch
 import torch.distributed as dist
 from _fpdt_demo import Wire, check_ranks_and_heads, dense_attention, run, settled, text
 from fpdt_costs import Sizes, attention_peak, host_peak, link_bytes, network_bytes
-from fpdt_store import Buffer, DeviceMemory, Guard, OneLineParser, Prefetch, Store, check_host, machine_for
+from fpdt_store import (
+    Buffer,
+    DeviceMemory,
+    Guard,
+    OneLineParser,
+    Prefetch,
+    Store,
+    check_chunks,
+    check_host,
+    machine_for,
+)
 from torch import Tensor
 
 # Legend of shapes: B batch, S sequence, N query heads, N_kv key/value heads, D head dim; P ranks, u chunks,
@@ -457,6 +467,7 @@ def main() -> int:
     sizes = Sizes(S=args.seq, P=P, u=1, heads=args.heads, kv_heads=args.kv_heads, head_dim=8, e=8)
     try:
         check_sizes(args.seq, P, args.chunks, args.heads)
+        check_chunks(args.chunks)
         check_host(P * host_peak(sizes))
     except ValueError as error:
         parser.error(f"--seq {args.seq} --chunks {args.chunks} --heads {args.heads}: {error}")

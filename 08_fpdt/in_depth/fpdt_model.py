@@ -50,7 +50,17 @@ from fpdt_attention import (
     wide,
 )
 from fpdt_costs import Sizes, block_link_bytes, model_host_peak
-from fpdt_store import Buffer, DeviceMemory, Guard, OneLineParser, Prefetch, Store, check_host, machine_for
+from fpdt_store import (
+    Buffer,
+    DeviceMemory,
+    Guard,
+    OneLineParser,
+    Prefetch,
+    Store,
+    check_chunks,
+    check_host,
+    machine_for,
+)
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -437,7 +447,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
 
 
 def watch(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """One step on a long sequence, on a device that has `--budget-mb` megabytes for activations."""
+    """One step on a long sequence, on a device that has `--budget-mb` megabytes for activations: the CPU plays it."""
     from tqdm import tqdm
 
     torch.set_num_threads(1)  # the CPU's backward shares out heads: of one at a time, a second thread is in the way
@@ -487,12 +497,13 @@ def main() -> int:
     z = Sizes(args.seq, P, 1, args.heads, args.kv_heads, 8, e=8)
     try:
         check_sizes(args.seq, P, args.chunks, args.heads)
+        check_chunks(args.chunks)
         if args.seq % (least := P * args.chunks * (4 if args.watch else 2)):  # the feed-forward cuts chunks once more
             raise ValueError(f"pieces of a chunk on a rank would not be equal; use a multiple of {least} tokens")
         check_host(P * model_host_peak(z, 8 * args.heads, 2, "attention"))
     except ValueError as error:
         parser.error(f"--seq {args.seq} --chunks {args.chunks} --heads {args.heads}: {error}")
-    return run(args, watch if args.watch else demo)
+    return run(args, watch if args.watch else demo, on_cpu=args.watch)  # it plays the device then
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 STREAMS = ("compute", "fetch", "offload")
+MOST_CHUNKS = 2048  # of a demo
 
 # ----------------------------------------------------------------------------------------------- machines: CPU and CUDA
 
@@ -149,8 +150,9 @@ class CudaMachine:
     def copy(self, stream: str, to: Buffer, source: Buffer) -> None:
         with torch.cuda.stream(self.streams[stream]):
             to.data.copy_(source.data, non_blocking=True)
-        on_device = to.data if to.data.is_cuda else source.data
-        on_device.record_stream(self.streams[stream])  # when freed, not to be given away before this copy is over
+        for side in (to.data, source.data):
+            if side.is_cuda:  # when freed, not to be given away before this copy is over
+                side.record_stream(self.streams[stream])
 
     def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         try:  # the GPU copies by itself only from and to pages that the system promised not to move
@@ -416,6 +418,12 @@ def available_host_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def check_chunks(u: int) -> None:
+    """ValueError for more than a demo can take: it makes a list of all pairs of chunks, and takes them one by one."""
+    if u > MOST_CHUNKS:
+        raise ValueError(f"{u} chunks are {u * (u + 1) // 2:,} pairs, one after the other; use {MOST_CHUNKS} or fewer")
+
+
 def check_host(needed: int) -> None:
     """ValueError if the host cannot hold `needed` bytes; ask before anything starts."""
     if needed > (free := available_host_memory()):
@@ -478,6 +486,7 @@ def main() -> int:
         if getattr(args, option) < 1:
             parser.error(f"--{option} {getattr(args, option)} is too few; use 1 or more")
     try:
+        check_chunks(args.chunks)
         check_host(8 * args.chunks * args.elements)
     except ValueError as error:
         parser.error(f"--chunks {args.chunks} of --elements {args.elements}: {error}")

@@ -460,12 +460,14 @@ def test_attention_without_a_causal_mask_is_refused():
     [
         (["--seq", "100", "--chunks", "8"], "--seq 100"),
         (["--chunks", "1024"], "--chunks 1024"),
+        (["--seq", "4096", "--chunks", "4096"], "8,390,656 pairs"),
         (["--heads", "6"], "--kv-heads 4"),
         (["--seq", str(2**44)], "the chunks on the host need"),
         (["--no-such"], "--no-such"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, named, monkeypatch, capsys):
+    monkeypatch.setattr("fpdt_attention.run", lambda *_, **__: pytest.fail(f"{' '.join(arguments)} is let through"))
     monkeypatch.setattr(sys, "argv", ["fpdt_attention.py", *arguments])
     with pytest.raises(SystemExit) as stop:
         main()

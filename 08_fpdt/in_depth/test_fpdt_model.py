@@ -1,5 +1,7 @@
 """A whole Llama in chunks against the same Llama in one piece; chapter 1's Llama is one of them."""
 
+import os
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -26,7 +28,7 @@ from fpdt_store import CpuMachine, DeviceMemory, Race, Store, Watch
 from harness.meter import peak_memory, saved_activations
 from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
-from test_fpdt_store import Forgetful
+from test_fpdt_store import FAKE, HERE, Forgetful, with_a_stand_in
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -389,6 +391,7 @@ def test_chunks_that_do_not_divide_and_unknown_options_are_refused():
     [
         (["--seq", "100"], "--seq 100"),
         (["--chunks", "512"], "--chunks 512"),
+        (["--seq", "8192", "--chunks", "4096"], "8,390,656 pairs"),
         (["--heads", "0"], "--heads 0"),
         (["-x"], "-x"),
         (["--budget-mb", "5"], "--budget-mb 5"),
@@ -397,6 +400,7 @@ def test_chunks_that_do_not_divide_and_unknown_options_are_refused():
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, named, monkeypatch, capsys):
+    monkeypatch.setattr("fpdt_model.run", lambda *_, **__: pytest.fail(f"{' '.join(arguments)} is let through"))
     monkeypatch.setattr(sys, "argv", ["fpdt_model.py", *arguments])
     with pytest.raises(SystemExit) as stop:
         main()
@@ -415,6 +419,13 @@ def small_watch() -> list[str]:
 def test_under_a_memory_budget_the_dense_model_fails_and_fpdt_trains():
     assert run_ranks(1, small_watch) == [[]]
     assert DeviceMemory().limit is None
+
+
+@with_a_stand_in
+def test_where_there_is_a_gpu_the_cpu_still_plays_the_device_that_is_watched():
+    command = [sys.executable, HERE / "fpdt_model.py", "--watch", "--seq", "2048", "--chunks", "8", "--budget-mb", "3"]
+    done = subprocess.run(command, env=os.environ | FAKE, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout + done.stderr[-900:]
 
 
 def bytes_waiting(keep: str) -> list[tuple[int, int, float]]:

@@ -1,14 +1,21 @@
 """The store: right bytes, the right order of events, and every missing wait is a race."""
 
 import contextlib
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from fpdt_store import Buffer, CpuMachine, CudaMachine, DeviceMemory, Prefetch, Race, Store, check_host, main
+from harness.house import ROOT
 from harness.meter import peak_memory
 
 CPU = torch.device("cpu")
+HERE, STAND_IN = Path(__file__).parent, ROOT / "tests/fake_device"
+FAKE = {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{HERE}", "FAKE_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}
+with_a_stand_in = pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
 
 
 def offloaded(store: Store, count: int) -> list:
@@ -186,15 +193,24 @@ def test_too_little_host_memory_is_found_before_anything_starts():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--chunks", "0"], ["--elements", "-3"], ["--chunks", "9" * 12], ["--versio", "x"]]
+    ("arguments", "words"),
+    [
+        (["--chunks", "0"], "use 1 or more"),
+        (["--elements", "-3"], "use 1 or more"),
+        (["--elements", "9" * 14], "use fewer tokens"),
+        (["--chunks", "100000"], "5,000,050,000 pairs, one after the other; use 2048 or fewer"),
+        (["--chunks", "2049"], "use 2048 or fewer"),
+        (["--versio", "x"], "unrecognized"),
+    ],
 )
-def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, monkeypatch, capsys):
+def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr("fpdt_store.demo", lambda *_: pytest.fail(f"{' '.join(arguments)} is let through"))
     monkeypatch.setattr(sys, "argv", ["fpdt_store.py", *arguments])
     with pytest.raises(SystemExit) as stop:
         main()
     err = capsys.readouterr().err
     assert stop.value.code == 2
-    assert len(err.splitlines()) == 1 and arguments[0] in err
+    assert len(err.splitlines()) == 1 and arguments[0] in err and words in err, err
 
 
 def test_no_pinned_memory_is_one_clear_line(monkeypatch):
@@ -229,3 +245,36 @@ def test_memory_that_python_frees_under_a_copy_is_not_given_away(monkeypatch):
     machine.copy("offload", host, device)
     machine.copy("fetch", device, host)
     assert told == [("device", "the offload stream"), ("device", "the fetch stream")]
+
+
+ON_A_GPU = """
+import sys, torch
+from fpdt_store import CudaMachine, ResidentMachine, Store
+
+device = torch.device("cuda", 0)
+store = Store({"host": CudaMachine, "device": ResidentMachine}[sys.argv[1]](device))
+x = torch.ones(4, device=device)
+hosts = [store.offload(x * n) for n in range(3)]  # nobody else holds what is being sent
+x += 1  # here the stand-in says what has been given away too early
+assert hosts[0].data.is_cuda == (sys.argv[1] == "device")
+for host in hosts:
+    slot = store.device_empty(host, device)
+    store.fetch(host, slot)
+    del slot  # which is being filled
+    x += 1
+store.fetch(hosts[2], slot := store.device_empty(hosts[2], device))
+del host, hosts, store  # the host buffers, while the last is being read
+x += 1
+torch.cuda.current_stream().wait_event(slot.written)
+assert slot.data.tolist() == [2.0] * 4
+print("PASS")
+"""
+
+
+@with_a_stand_in
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_on_a_stand_in_gpu_nothing_that_is_still_copied_is_given_away(store):
+    """With the chunks on the host one side of a copy is on the device; with a ResidentMachine both are."""
+    command = [sys.executable, "-c", ON_A_GPU, store]
+    done = subprocess.run(command, env=os.environ | FAKE, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "PASS\n", done.stdout + done.stderr[-900:]
