@@ -72,7 +72,7 @@ def softmax_kernel(x, y, length, BLOCK: tl.constexpr):
 def online_softmax_kernel(x, y, length, BLOCK: tl.constexpr):
     """The same for a row of any length, BLOCK numbers at a time: one walk for m and l, and one that writes."""
     row, j = tl.program_id(0).to(tl.int64) * length, tl.arange(0, BLOCK)
-    m = tl.load(x + row)  # any number of the row will do as the first maximum
+    m = tl.load(x + row)  # any number of the row will do as the first maximum, unless the first block is all -inf
     total = tl.zeros_like(m)  # l: the sum of e^(x - m) so far
     # --- exercise 9.4: maximum and sum of a row in one walk ---
     for start in range(0, length, BLOCK):
@@ -87,7 +87,7 @@ def online_softmax_kernel(x, y, length, BLOCK: tl.constexpr):
 
 
 def softmax(x: Tensor, block: int | None = None) -> Tensor:
-    """Of each row of x [rows, length], float32 or float64: `block` numbers at a time, or the whole row at once."""
+    """Of rows x [rows, length], float32 or float64, at once or by `block`: a first one of only -inf gives NaN."""
     x = x.contiguous()
     kernel, y = online_softmax_kernel if block else softmax_kernel, torch.empty_like(x)
     kernel[(len(x),)](x, y, x.shape[1], BLOCK=block or triton.next_power_of_2(x.shape[1]))

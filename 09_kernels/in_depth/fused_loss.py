@@ -209,14 +209,15 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Loss and gradients of the output layer, C tokens at a time. Keeps the two gradients and no activation at all."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, differentiate: bool) -> Tensor:
         h, labels = rows_and_labels(hidden, labels, weight.shape[0], "hidden")
         T, V = h.shape[0], weight.shape[0]
         exact = torch.promote_types(h.dtype, torch.float32)
         loss, m, s = (torch.empty(T, dtype=exact, device=h.device) for _ in range(3))
         one = torch.ones((), dtype=exact, device=h.device)  # backward knows by how much the sum counts; not yet
-        dh = torch.empty(h.shape, dtype=h.dtype, device=h.device) if ctx.needs_input_grad[0] else None
-        dweight = torch.zeros(weight.shape, dtype=exact, device=h.device) if ctx.needs_input_grad[1] else None
+        for_h, for_weight = (differentiate and needed for needed in ctx.needs_input_grad[:2])
+        dh = torch.empty(h.shape, dtype=h.dtype, device=h.device) if for_h else None
+        dweight = torch.zeros(weight.shape, dtype=exact, device=h.device) if for_weight else None
         buffer = torch.empty(min(chunk, T), V, dtype=h.dtype, device=h.device)
         # --- exercise 9.39: loss, dh and dweight, with no more than `chunk` rows of logits at any time ---
         for begin in range(0, T, chunk):
@@ -237,13 +238,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         dh, dweight = ctx.saved_tensors
         if dh is not None:
             dh = (dh * dloss).view(ctx.shape)
         if dweight is not None:  # multiplied and rounded in one step: no second float32 matrix
             dweight = torch.mul(dweight, dloss, out=torch.empty(dweight.shape, dtype=ctx.dtype, device=dweight.device))
-        return dh, dweight, None, None
+        return dh, dweight, None, None, None
 
 
 def chunk_for(vocab: int, dtype: torch.dtype) -> int:
@@ -258,9 +259,9 @@ def chunk_for(vocab: int, dtype: torch.dtype) -> int:
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
     """cross_entropy(hidden @ weightᵀ, labels) without the logits; hidden [..., H], weight [V, H], labels [...] int64.
 
-    Under autocast hidden and weight are cast as they would be before a linear layer.
+    Under autocast hidden and weight are cast as they would be before a linear layer, which leaves float64 alone.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     check(hidden=hidden, weight=weight)
@@ -270,7 +271,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk {chunk} must be at least 1")
-    return LinearCrossEntropy.apply(hidden, weight, labels, chunk or chunk_for(weight.shape[0], weight.dtype))
+    chunk = chunk or chunk_for(weight.shape[0], weight.dtype)
+    # Asked here: inside forward no_grad is always on, and needs_input_grad only says what the inputs want.
+    return LinearCrossEntropy.apply(hidden, weight, labels, chunk, torch.is_grad_enabled())
 
 
 # ----------------------------------------------------------------------------------------------- formulas and demo

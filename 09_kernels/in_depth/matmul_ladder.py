@@ -203,7 +203,10 @@ def check_matmul(a: Tensor, b: Tensor, rung: str) -> None:
     if a.dtype not in allowed:
         raise ValueError(f"rung {rung} takes {' or '.join(str(d) for d in allowed)}, not {a.dtype}; cast a and b first")
     extents = {"a": (list(a.shape), a.stride()), "b": (list(b.shape), b.stride())}
-    M, N = a.shape[0], b.shape[1]
+    (M, K), N = a.shape, b.shape[1]
+    if rung != TRITON and RUNGS[rung].dtype == torch.bfloat16:  # what bf16_operands will make of them
+        K += -K % 8
+        extents |= {"a, with K padded,": ([M, K], (K, 1)), "b, with K padded,": ([K, N], (1, K))}
     for name, (shape, strides) in (extents | {"the product": ([M, N], (N, 1))}).items():
         span = 1 + sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))  # from first to last element
         if max(span, shape[0] * shape[1]) >= 2**31:

@@ -25,6 +25,7 @@ from fused_loss import (
 )
 from harness.meter import peak_memory, saved_activations
 from harness.oracle import assert_same_trace, sgd_trace
+from torch.utils.flop_counter import FlopCounterMode
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "01_single_gpu" / "in_depth"))
@@ -179,6 +180,18 @@ def test_without_a_need_for_gradients_none_is_computed():
         assert worst([got], [exact]) <= 1e-10
 
 
+def test_under_no_grad_the_logits_are_the_only_product_whatever_the_parameters_want():
+    tensors, (labels,) = loss_inputs(40, 130, 24)["linear_cross_entropy"]
+    h, w = (x.to(DEVICE).requires_grad_() for x in tensors)
+    products, peaks = {}, {}
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads), FlopCounterMode(display=False) as flops, peak_memory() as memory:
+            linear_cross_entropy(h, w, labels.to(DEVICE), chunk=4)
+        products[grads], peaks[grads] = flops.get_total_flops() / (2 * 40 * 130 * 24), memory.peak
+    assert products == {True: 3, False: 1}
+    assert peaks[True] - peaks[False] >= h.nbytes + w.nbytes, f"bytes with gradients and without: {peaks}"
+
+
 def test_backward_may_run_twice_and_scales_with_the_gradient_of_the_loss():
     tensors, (labels,) = loss_inputs(20, 70, 24)["linear_cross_entropy"]
     leaves = [x.to(DEVICE).requires_grad_() for x in tensors]
@@ -203,6 +216,18 @@ def test_under_autocast_the_layer_computes_in_the_lower_precision_as_linear_woul
     exact = [exact[0], *(x / scale for x in exact[1:])]
     error, theirs = worst(grads[0], exact), worst(grads[1], exact)
     assert error <= allowed(theirs, torch.float16) and error > 1e-5, f"{error:.1e}, PyTorch's own is {theirs:.1e}"
+
+
+def test_autocast_leaves_float64_alone_as_linear_does():
+    tensors, (labels,) = loss_inputs(40, 130, 24)["linear_cross_entropy"]
+    grads = []
+    for call in (linear_cross_entropy, linear_cross_entropy_reference):
+        leaves = [x.to(DEVICE, copy=True).requires_grad_() for x in tensors]
+        with torch.autocast(DEVICE, torch.float16):
+            loss = call(*leaves, labels.to(DEVICE))
+        grads.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+        assert [x.dtype for x in grads[-1]] == [torch.float64] * 3
+    assert worst(*grads) <= 1e-10
 
 
 def test_a_label_that_is_no_word_is_never_silently_a_number():

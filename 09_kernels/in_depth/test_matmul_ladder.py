@@ -444,6 +444,16 @@ def test_what_cannot_be_right_is_refused_in_one_line():
     few_but_far = torch.empty(70000, 40000, device="meta")[::69999, :4]  # two rows, at both ends
     with pytest.raises(ValueError, match=r"a \[2, 4\] reaches over 2\^31 elements"):
         matmul_ladder.check_matmul(few_but_far, torch.empty(4, 4, device="meta"), TRITON)
+    few_rows = torch.empty(1, 7, device="meta"), torch.empty(7, 300_000_000, device="meta")
+    few_columns = torch.empty(2_000_000, 1073, device="meta"), torch.empty(1073, 4, device="meta")
+    for (a, b), message in {
+        few_rows: r"b, with K padded, \[8, 300000000\] reaches over 2\^31 elements",
+        few_columns: r"a, with K padded, \[2000000, 1080\] reaches over 2\^31 elements",
+    }.items():
+        matmul_ladder.check_matmul(a, b, "warp_tiles")  # in fp32 nothing is padded
+        for rung in ("mma_tiles", "persistent", "ping_pong"):
+            with pytest.raises(ValueError, match=message):
+                matmul_ladder.check_matmul(a.bfloat16(), b.bfloat16(), rung)
     if INTERPRETED:
         with pytest.raises(ValueError, match="cast a and b first"):
             matmul_ladder.matmul(x.bfloat16(), x.bfloat16(), TRITON)

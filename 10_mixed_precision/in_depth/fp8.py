@@ -159,7 +159,7 @@ class Fp8Linear:
     amax_group   the ranks over which an amax is shared: those that hold pieces of the same tensors (tensor parallel)
                  or of the same batch (data and context parallel). Used with one scale per tensor only. None: nobody
                  shares. All of its ranks must run the same layers in the same order.
-    matmul       (a, b, dtype) -> a bᵀ. None: emulated_matmul on a CPU, the fp8 units of a GPU (fp8_kernels.py) there
+    matmul       (a, b, dtype) -> a bᵀ. None: emulated_matmul on a CPU, fp8_kernels.py on a GPU, Hopper or later
     product      on a GPU: "triton", or "cuda" for recipe block on Hopper, where nvcc is (fp8_matmul.py)
 
     Raises FloatingPointError if an input has NaN or infinity: at once on a CPU, in end_step() on a GPU (asking at once
@@ -186,12 +186,10 @@ class Fp8Linear:
         self.recipe, self.group = RECIPES[recipe], amax_group
         self.kernels: Any = None
         if matmul is None and torch.device(device).type == "cuda":
-            if torch.cuda.get_device_capability(device) < (9, 0):
-                raise ValueError(
-                    f"fp8 recipe {recipe!r} on {torch.cuda.get_device_name(device)}: no fp8 units; use bf16"
-                )
             import fp8_kernels
 
+            if reason := fp8_kernels.refusal(device):
+                raise ValueError(f"{reason}; use bf16")
             self.kernels = fp8_kernels
         if product == "cuda":
             import fp8_matmul

@@ -71,6 +71,19 @@ if triton.knobs.runtime.interpret:  # parts of PyTorch may have imported Triton 
 GIVEN, PER_ROW, PER_COLUMN, PER_TILE = 0, 1, 2, 3  # where a program of quantize_kernel gets its scales from
 MODES = {(1, TILE): PER_ROW, (TILE, 1): PER_COLUMN, (TILE, TILE): PER_TILE}
 
+
+def refusal(device: torch.device | str) -> str:
+    """Why this GPU is not for these kernels, in one line without advice; "" if it is.
+
+    Before 8.9 (Ada) a GPU has no fp8 units, and Triton has no e4m3. Ada has both, but nothing here was written for it.
+    """
+    have = torch.cuda.get_device_capability(device)
+    if have < (9, 0):
+        name = torch.cuda.get_device_name(device)
+        return f"fp8 on {name}: the kernels are for Hopper (capability 9.0) or later, not {have[0]}.{have[1]}"
+    return ""
+
+
 # ------------------------------------------------------------------------------------------------------ quantisation
 
 
@@ -383,7 +396,10 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
 
 
 def main() -> None:
-    OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False).parse_args()
+    parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.parse_args()
+    if torch.cuda.is_available() and (reason := refusal("cuda")):
+        parser.error(f"{reason}; with CUDA_VISIBLE_DEVICES= they run in Triton's interpreter")
     launch(demo)
 
 

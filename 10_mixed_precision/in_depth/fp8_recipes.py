@@ -386,7 +386,13 @@ def main() -> None:
     parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--recipe", choices=TABLE, help="only this one")
     args = parser.parse_args()
-    launch(lambda group, device: demo([args.recipe] if args.recipe else list(TABLE), group, device))
+    names = [args.recipe] if args.recipe else list(TABLE)
+    if torch.cuda.is_available() and any(TABLE[name].product != "bf16" for name in names):
+        from fp8_kernels import refusal  # not at the top: on a CPU nobody needs Triton
+
+        if reason := refusal("cuda"):
+            parser.error(f"{reason}; --recipe bf16 and bf16-no-sums run without")
+    launch(lambda group, device: demo(names, group, device))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ Triton decides when it is imported whether it interprets or compiles, and other 
 cases run in one process of their own, started once, and each test looks at what happened to its case.
 """
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -219,6 +221,27 @@ def interpret_linear() -> None:
             assert_same(got, want, 1e-5, f"{recipe}: {what}")
 
 
+def interpret_refusal() -> None:
+    """main() with a GPU that says how old it is; `launch` would start the group."""
+    import fp8_kernels as k
+    import torch
+
+    for have, fits in {(8, 0): False, (8, 9): False, (9, 0): True, (10, 0): True}.items():
+        launched, said = [], io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+            patch.setattr(sys, "argv", ["fp8_kernels.py"])
+            patch.setattr(k, "launch", launched.append)
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+            patch.setattr(torch.cuda, "get_device_capability", lambda device, have=have: have)
+            with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match="2"):
+                k.main()
+        assert len(launched) == fits, f"with {have} a group is started {len(launched)} times"
+        line, want = said.getvalue(), "fp8_kernels.py: fp8 on A100: the kernels are for Hopper (capability 9.0)"
+        want += f" or later, not {have[0]}.{have[1]}; with CUDA_VISIBLE_DEVICES= "
+        assert (line == "") if fits else (line.startswith(want) and line.count("\n") == 1), f"{have}: {line}"
+
+
 def compile_for_sm_90() -> str:
     """What the compiler made, as JSON."""
     import _kernel_facts
@@ -239,6 +262,7 @@ CASES = {
     "test_both_forms_are_written_from_one_read_of_tiles_and_two_of_whole_rows": "interpret_bytes",
     "test_the_matmul_scales_each_128_terms_by_both_scales": "interpret_matmul",
     "test_recipes_on_kernels_are_the_emulated_ones": "interpret_linear",
+    "test_a_gpu_before_hopper_is_refused_in_one_line_before_a_group_is_started": "interpret_refusal",
 }
 
 
@@ -289,6 +313,10 @@ def test_the_matmul_scales_each_128_terms_by_both_scales(interpreted, request):
 
 
 def test_recipes_on_kernels_are_the_emulated_ones(interpreted, request):
+    assert_holds(interpreted, request)
+
+
+def test_a_gpu_before_hopper_is_refused_in_one_line_before_a_group_is_started(interpreted, request):
     assert_holds(interpreted, request)
 
 

@@ -225,7 +225,7 @@ def test_the_argument_is_refused_in_one_line_where_it_cannot_hold(monkeypatch):
     refused("matmul and product 'cuda'", "block", product="cuda", matmul=emulated_matmul)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    refused("on A100: no fp8 units", "block", product="cuda", device="cuda")
+    refused("on A100: the kernels are for Hopper .* not 8.0; use bf16", "block", product="cuda", device="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     refused("on A100: no sm_90", "block", product="cuda", device="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

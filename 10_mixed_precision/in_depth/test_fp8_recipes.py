@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fp8_recipes
 import pytest
 import torch
 import torch.distributed as dist
@@ -254,6 +255,37 @@ def nan_on_rank_1() -> None:
 def test_a_gradient_that_is_not_finite_ends_all_ranks():
     with pytest.raises(RankFailure, match="infinite or NaN"):
         run_ranks(2, nan_on_rank_1)
+
+
+def test_a_gpu_before_hopper_is_refused_before_a_group_is_started_by_recipes_with_fp8_products_only(
+    monkeypatch, capsys
+):
+    import fp8_kernels  # noqa: F401  while there is no GPU yet, or Triton would compile
+
+    launched = []
+    monkeypatch.setattr(fp8_recipes, "launch", launched.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+
+    def run(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["fp8_recipes.py", *options])
+        launched.clear()
+        try:
+            fp8_recipes.main()
+        except SystemExit as ended:
+            assert ended.code == 2
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for name, row in [("", None), *TABLE.items()]:
+        said = run("--recipe", name) if name else run()
+        if row and row.product == "bf16":
+            assert len(launched) == 1 and said == "", name
+        else:
+            assert not launched and len(said.splitlines()) == 1, f"{name or 'all of them'}: {said}"
+            assert said.startswith("fp8_recipes.py: fp8 on A100: the kernels are for Hopper") and "not 8.0" in said
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert run() == "" and len(launched) == 1
 
 
 def test_an_unknown_recipe_is_one_line(tmp_path):
