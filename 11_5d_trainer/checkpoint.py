@@ -13,6 +13,7 @@ tensor at a time.
 import json
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,8 @@ from model import Lazy
 from options import UsageError
 from torch import Tensor
 
+LAG = 60.0  # seconds after which a file that one node has written is seen by all, on file systems like NFS
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -40,6 +43,7 @@ class Progress:
     sizes: dict[str, Any]  # of the model: the fields of LlamaConfig
     loss_scale: float = 1.0
     good_steps: int = 0  # since the loss scale changed
+    numbers: bool | None = None  # whether the data were token ids, and no text; None: written before this was noted
 
 
 class Saver:
@@ -61,29 +65,48 @@ class Saver:
             for leftover in writing.parent.glob(".writing-*"):
                 shutil.rmtree(leftover)
         dist.barrier(self.group)
-        files = dcp.FileSystemWriter(writing, per_thread_copy_ahead=0)  # there is nothing to fetch from a GPU
         # Not async_save, which would copy the share once more before it begins.
-        self.pending = self.background.submit(dcp.save, state, storage_writer=files, process_group=self.group)
+        self.pending = self.background.submit(self.write, state, writing)
         self.complete = (writing, progress)
+
+    def write(self, state: dict[str, Any], writing: Path) -> dict[str, list[int]]:
+        """In the background. Returns size and checksum of every file, on the leader: each rank reads its own again."""
+        files = dcp.FileSystemWriter(writing, per_thread_copy_ahead=0)  # there is nothing to fetch from a GPU
+        dcp.save(state, storage_writer=files, process_group=self.group)
+        mine = {file.name: entry(file) for file in writing.glob(f"__{dist.get_rank(self.group)}_*")}
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.gather_object(mine, everyone if self.leader else None, group=self.group, group_dst=0)
+        return {name: entry for each in everyone for name, entry in (each or {}).items()}
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is complete on disk. Raises what went wrong when it was written."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        pending.result()  # on the leader: every rank has written
+        files = pending.result()  # on the leader: every rank has written
         if self.leader:
-            publish(*self.complete, self.keep)
+            publish(*self.complete, files, self.keep)
         dist.barrier(self.group)
 
     def busy(self) -> bool:
-        """Whether this rank is still writing. When no rank is, `finish` does not wait."""
+        """Whether this rank is still writing. When no rank is, `finish` waits for a manifest and a rename alone."""
         return self.pending is not None and not self.pending.done()
 
 
-def publish(writing: Path, progress: Progress, keep: int) -> None:
-    """Give a checkpoint whose files are written its manifest and its name; keep only the newest `keep`."""
-    files = {file.name: [file.stat().st_size, checksum(file)] for file in writing.iterdir()}
+def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep: int) -> None:
+    """Give a checkpoint whose files are written its manifest and its name; keep only the newest `keep`.
+
+    Ends the process with one line if a file that another rank has written does not appear here.
+    """
+    deadline = time.monotonic() + LAG
+    while unseen := [name for name, (size, _) in files.items() if size_of(writing / name) != size]:
+        if time.monotonic() > deadline:
+            raise SystemExit(
+                f"train.py: {writing}/{unseen[0]} was written on another node and is not to be seen here; "
+                "--out must be a folder that all nodes share"
+            )
+        time.sleep(0.1)
+    files[".metadata"] = entry(writing / ".metadata")  # the leader's
     with (writing / "manifest.json").open("w") as file:
         json.dump({"progress": asdict(progress), "files": files}, file, indent=1)
         file.flush()
@@ -93,6 +116,14 @@ def publish(writing: Path, progress: Progress, keep: int) -> None:
     os.replace(writing, final)
     for old in complete(writing.parent.parent)[:-keep]:
         shutil.rmtree(old)
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def entry(path: Path) -> list[int]:
+    return [path.stat().st_size, checksum(path)]
 
 
 def checksum(path: Path) -> int:
@@ -152,16 +183,19 @@ def progress_of(path: Path) -> Progress:
     return Progress(**json.loads((path / "manifest.json").read_text())["progress"])
 
 
-def damage(path: Path, contents: bool = False) -> str:
-    """What is wrong with a checkpoint: a file that is missing, of another size or, if asked, with other contents."""
+def damage(path: Path, contents: bool = False, part: slice = slice(None)) -> str:
+    """What is wrong with a checkpoint: a file that is missing, of another size or, if asked, with other contents.
+
+    `part`: which of its files to look at, in the order of their names. "" if nothing is wrong.
+    """
     try:
         files = json.loads((path / "manifest.json").read_text())["files"]
         progress_of(path)
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return f"{path.name}/manifest.json is damaged"
-    for name, (size, check) in files.items():
+    for name, (size, check) in sorted(files.items())[part]:
         file = path / name
-        actual = file.stat().st_size if file.exists() else 0
+        actual = size_of(file)
         if actual != size:
             return f"{path.name}/{name} has {actual} bytes but was written with {size}"
         if contents and checksum(file) != check:

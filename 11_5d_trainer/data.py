@@ -84,7 +84,8 @@ def load_corpus(config: Config) -> Corpus:
 
 
 def as_bytes(tokens: list[int]) -> str:
-    return bytes(tokens).decode(errors="replace")
+    """A model may know more words than there are bytes, and say one: that is shown as what is no text."""
+    return bytes(token if token < 256 else 0xFF for token in tokens).decode(errors="replace")
 
 
 def as_numbers(tokens: list[int]) -> str:

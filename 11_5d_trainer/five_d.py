@@ -155,7 +155,7 @@ def my_pieces(whole: Weights, config: Config, mesh: Mesh) -> Weights:
 def gather_whole(mine: Weights, config: Config, mesh: Mesh) -> Weights:
     """The way back, on every rank: from everyone's pieces to whole tensors, in host memory."""
     everyone, found = [{}] * mesh.group["all"].size(), {}
-    placed = {(name, *place_of(name, config, mesh)): piece.detach().cpu() for name, piece in mine.items()}
+    placed = {(n, *place_of(n, config, mesh)): w.detach().to("cpu", copy=True) for n, w in mine.items()}
     dist.all_gather_object(everyone, placed, group=mesh.group["all"])
     pieces = {place: piece for each in everyone for place, piece in each.items()}  # replicas are equal
     for name, _, index, dim in sorted(pieces):

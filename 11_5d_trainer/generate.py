@@ -22,8 +22,8 @@ from parts import WEIGHTS
 from training_step import generate
 
 
-def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str]:
-    """The whole model of a run's newest checkpoint, its options, and the checkpoint's name."""
+def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str, bool]:
+    """The whole model of a run's newest checkpoint, its options, the checkpoint's name; were its data token ids?"""
     _, path, progress, _ = checkpoint.find(run)
     config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
     moe, dtype = config.mixture(sizes), WEIGHTS.get(config.precision, torch.float32)
@@ -34,15 +34,18 @@ def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str
         for each, part in zip(names, tensor if len(names) > 1 else [tensor], strict=True):
             if each in weights:  # a tied head is in there as the embedding
                 part.copy_(weights[each])  # one is read at a time
-    return model, config, path.name
+    numbers = progress.numbers
+    if numbers is None:  # an old checkpoint; its data may still lie there
+        numbers = Path(config.data).suffix == ".bin" or (Path(config.data) / "train.bin").exists()
+    return model, config, path.name, numbers
 
 
-def read_prompt(prompt: str, config: Config) -> tuple[list[int], Any]:
-    """Tokens of the prompt, and what turns tokens into text again."""
+def read_prompt(prompt: str, config: Config, numbers: bool) -> tuple[list[int], Any]:
+    """Tokens of the prompt, and what turns tokens into text again. `numbers`: the run's data were token ids."""
     if config.tokenizer:
         tokenizer = load_tokenizer(config.tokenizer)
         return tokenizer.encode(prompt, add_special_tokens=False), tokenizer.decode
-    if Path(config.data).suffix == ".bin" or (Path(config.data) / "train.bin").exists():
+    if numbers:
         if not all(word.isdigit() and int(word) < config.vocab_size for word in prompt.split()):
             raise UsageError(f"--prompt {prompt!r}: the run's data are token ids; give some below {config.vocab_size}")
         return [int(word) for word in prompt.split()], as_numbers
@@ -70,8 +73,8 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; use --device cpu")
     try:
-        model, config, name = load_model(args.run, args.device)
-        tokens, decode = read_prompt(args.prompt, config)
+        model, config, name, numbers = load_model(args.run, args.device)
+        tokens, decode = read_prompt(args.prompt, config, numbers)
     except UsageError as error:
         parser.error(str(error).replace("--resume", "run"))
     if not tokens:

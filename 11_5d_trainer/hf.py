@@ -108,6 +108,8 @@ def read_sizes(path: str, option: str = "--init") -> tuple[LlamaConfig, tuple[in
         raise UsageError(f"{where} is a {kind!r}, but only {', '.join(KINDS)} can be trained here")
     # Newer files keep what belongs to RoPE in a part of its own; older ones call the kind of stretching "type".
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UsageError(f"{where} says of its RoPE {rope!r}, which means nothing here")
     stretched = rope.get("rope_type", rope.get("type", "default"))
     if stretched != "default":
         raise UsageError(f"{where} stretches its RoPE ({stretched}), which is not done here")

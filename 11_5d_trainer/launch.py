@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import chapters  # noqa: F401  finds the chapters below
 import train
-from options import UsageError
+from options import NothingLeft, UsageError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -60,7 +60,10 @@ def main(words: list[str]) -> int:
         check(args)
     except UsageError as error:
         print(f"launch.py: {error}", file=sys.stderr)
-        return 2
+        return 0 if isinstance(error, NothingLeft) else 2
+    # When ranks are started again, torchrun gives them its old store, with the addresses of those that have died, and
+    # each node counts its starts for itself. So a new store for each start.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         torchrun.run(args)
     except ChildFailedError as error:

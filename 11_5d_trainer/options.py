@@ -37,6 +37,10 @@ class UsageError(ValueError):
     """What the user asked for cannot be done; says in one line which option, which value, and what would be right."""
 
 
+class NothingLeft(UsageError):
+    """A run that is started again has done all its steps already. That is no failure: exit code 0."""
+
+
 def option(
     default: Any,
     help: str,
@@ -171,6 +175,9 @@ class Config:
         for name in ("lr", "bucket_mib", "timeout", "loss_scale"):
             if not (0 < getattr(self, name) < float("inf")):
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be a positive number")
+        for name, most in (("seed", 2**40), ("bucket_mib", 2**20), ("timeout", 1e7)):
+            if getattr(self, name) > most:
+                raise UsageError(f"{flag(name)} {getattr(self, name)} must be at most {most:,.0f}")
         if self.warmup > self.steps:
             raise UsageError(f"--warmup {self.warmup} is more than --steps {self.steps}; use at most {self.steps}")
         if self.min_lr > self.lr:

@@ -266,7 +266,15 @@ def train_step(me: Rank, batches: list[Batch]) -> tuple[float, float]:
         end_step(me.model.parts)
         if moe_layers(me.model):
             update_biases(me.model, me.mesh.groups["all tokens"])
+    else:
+        forget_counts(me)
     return loss.item(), norm
+
+
+def forget_counts(me: Rank) -> None:
+    """How many tokens came to each expert moves its bias, but not in a step that is left out."""
+    for layer in moe_layers(me.model):
+        layer.step_counts.zero_()
 
 
 def who_is_not_finite(me: Rank, batches: list[Batch]) -> str:
@@ -282,6 +290,7 @@ def who_is_not_finite(me: Rank, batches: list[Batch]) -> str:
         mine = {name: me.engine.local_gradient(p) for name, p in me.model.named_parameters()}
         bad = [name for name, gradient in mine.items() if gradient is not None and not gradient.isfinite().all()]
     me.engine.zero_grad()
+    forget_counts(me)
     here = f"rank {dist.get_rank()}: gradient of {bad[-1]}" if bad else ""
     if bad and not loss.isfinite():
         here += ", from a loss that is not finite"

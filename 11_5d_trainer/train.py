@@ -36,14 +36,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import peak_flops, step_flops
-from data import Corpus, Sampler, load_corpus
+from data import Corpus, Sampler, as_numbers, load_corpus
 from fits import check_compile, check_kernels, check_memory
 from generate import load_model
 from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
 from model import PRESETS, full_shapes
-from options import SIZES, Config, UsageError, check_folder, flag, merge, parse
+from options import SIZES, Config, NothingLeft, UsageError, check_folder, flag, merge, parse
 from rank import (
     NotFinite,
     Rank,
@@ -93,6 +93,8 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     config = merge(resume[2].config, given, str(resume[1])) if resume else Config(**given)
     config.check()
     if resume and resume[2].step >= config.steps:
+        if given.get("restart"):
+            raise NothingLeft(f"--restart: {resume[1]} has done all {config.steps} steps; nothing is left to do")
         raise UsageError(f"--steps {config.steps}: {resume[1]} has done {resume[2].step} already; ask for more")
     device = find_device(config.device, local_rank)
     if config.tensorboard:
@@ -168,8 +170,10 @@ def connect(device: torch.device, timeout: float) -> None:
     if "RANK" in os.environ:
         store, rank, size = next(rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
-        # torchrun's store outlives a restart, and the addresses of ranks that have died are still in it.
-        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun's store outlives a restart, and the addresses of ranks that have died are still in it. On several
+            # nodes, each counts its restarts for itself: there only launch.py helps, which has a new store each time.
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, **own)
     else:
@@ -245,7 +249,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     def save(step: int) -> None:
         options, sizes = dataclasses.asdict(config), dataclasses.asdict(plan.model)
         position, scale = training.position, (me.scaler.value, me.scaler.good)
-        progress = checkpoint.Progress(step, position, len(training.tokens), options, sizes, *scale)
+        numbers = plan.corpus.decode is as_numbers
+        progress = checkpoint.Progress(step, position, len(training.tokens), options, sizes, *scale, numbers)
         saver.save(share_of_state(me.engine, me.model, me.mesh), progress)
 
     if first == 0:
@@ -288,7 +293,7 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     saver.finish()
     me.engine.arrive()
     watch.end()
-    if stopped:
+    if stopped and not end:
         return log.lines
     if config.sample and leader:
         log.say(sample(plan, run))
@@ -353,7 +358,7 @@ def show_mesh(plan: Plan, world_size: int) -> str:
 def sample(plan: Plan, run: Path) -> str:
     """Continue the first 32 held-out tokens on this rank alone, from the last checkpoint; also in sample.txt."""
     config, corpus = plan.config, plan.corpus
-    model, _, _ = load_model(str(run), plan.device)
+    model, *_ = load_model(str(run), plan.device)
     prompt = corpus.val[None, : min(32, config.seq_len)].long().to(plan.device)
     generator = torch.Generator().manual_seed(config.seed)
     tokens = generate(model, prompt, config.sample, 0.8, generator)[0].tolist()
@@ -368,32 +373,37 @@ def sample(plan: Plan, run: Path) -> str:
 def agree(plan: Plan) -> tuple[Plan, Path]:
     """The plan and the run folder, the same on every rank: the resumed one, the one asked for, or runs/ and the time.
 
-    The first rank also reads the contents of the checkpoint; if they are damaged, all go back to the one before.
+    They also read the contents of the checkpoint, each a part of its files; if they are damaged, all go back to the one
+    before. Raises UsageError, on all ranks alike, if none is whole or the ranks do not see the same one.
     """
-    dist.barrier()  # nobody writes to the folder before the last rank has looked whether it is free
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    seen: list[Any] = [None] * ranks  # nobody writes to the folder before the last rank has looked whether it is free
+    dist.all_gather_object(seen, str(plan.resume[1]) if plan.resume else "")
+    if len(set(seen)) > 1:
+        other = next(i for i, path in enumerate(seen) if path != seen[0])
+        what = [f"rank {i} sees {seen[i] or 'no checkpoint'}" for i in (0, other)]
+        raise UsageError(f"--resume: {' and '.join(what)}; runs must be in a folder that all nodes share")
     if not plan.resume:
         name = [plan.config.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}"]
         dist.broadcast_object_list(name, src=0)
         Path(name[0]).mkdir(parents=True, exist_ok=True)
         return plan, Path(name[0])
     run, path, progress = plan.resume
-    good: list[Any] = [path, plan.messages]
-    if dist.get_rank() == 0:
-        before = [other for other in checkpoint.complete(run) if checkpoint.step_of(other) < progress.step]
-        for candidate in [path, *reversed(before)]:
-            what = checkpoint.damage(candidate, contents=True)
-            if not what:
-                good[0] = candidate
-                break
-            good[1].append(f"{candidate.name} is passed over: {what}")
-        else:
-            good[0] = None
+    before = [other for other in checkpoint.complete(run) if checkpoint.step_of(other) < progress.step]
+    good: list[Any] = [[path, *reversed(before)], list(plan.messages)]
     dist.broadcast_object_list(good, src=0)
-    path, messages = good
-    if path is None:
-        raise SystemExit(f"train.py: --resume {run}: no checkpoint is whole: {'; '.join(messages)}; start a new run")
-    progress = progress if path == plan.resume[1] else checkpoint.progress_of(path)
-    return dataclasses.replace(plan, resume=(run, path, progress), messages=messages), run
+    candidates, messages = good
+    for candidate in candidates:
+        found: list[Any] = [None] * ranks
+        dist.all_gather_object(found, checkpoint.damage(candidate, contents=True, part=slice(rank, None, ranks)))
+        what = next(filter(None, found), "")
+        if not what:
+            break
+        messages.append(f"{candidate.name} is passed over: {what}")
+    else:
+        raise UsageError(f"--resume {run}: no checkpoint is whole: {'; '.join(messages)}; start a new run")
+    progress = progress if candidate == path else checkpoint.progress_of(candidate)
+    return dataclasses.replace(plan, resume=(run, candidate, progress), messages=messages), run
 
 
 class Logger:
@@ -439,20 +449,25 @@ def main() -> int:
     except UsageError as error:
         if local_rank == 0:  # all ranks of a node say the same
             print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        return 0 if isinstance(error, NothingLeft) else 2
     stop = Stop()
     signal.signal(
         signal.SIGTERM, stop
     )  # torchrun passes Ctrl-C on as SIGTERM, and Slurm sends it before the time is up
     signal.signal(signal.SIGINT, stop)  # Python's own is not there in a job that a shell put in the background
     connect(plan.device, plan.config.timeout)
-    plan, run = agree(plan)
-    train(plan, run, stop)
-    if stop.asked and rank == 0:
+    try:
+        plan, run = agree(plan)
+    except UsageError as error:  # what only shows when all are there, and all have seen
+        if rank == 0:
+            print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    left = plan.config.steps - train(plan, run, stop)[-1]["step"]
+    if left and rank == 0:
         print(f"\nstopped; go on with --resume {run}", file=sys.stderr)
     gc.collect()  # whatever still points into the group would keep its threads alive beyond the next line
     dist.destroy_process_group()
-    return 130 if stop.asked else 0
+    return 130 if left else 0
 
 
 if __name__ == "__main__":

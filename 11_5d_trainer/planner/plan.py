@@ -45,7 +45,7 @@ from hf import read_sizes
 from llama import LLAMA3_405B, LlamaConfig
 from model import EXPERTS, PRESETS
 from moe_layer import MoEConfig
-from options import Config, UsageError
+from options import SIZES, Config, UsageError, flag
 from options import parse as parse_trainer
 from plan_memory import Layout, check_planned, fpdt_host, peak
 from plan_published import error_bar
@@ -55,6 +55,7 @@ from plan_traffic import by_collective, flows
 
 TIE = 0.05  # layouts of one family that were published more than this apart are nearly always put in the right order
 MODELS = PRESETS | {"llama3-405b": LLAMA3_405B}
+OF_THE_MODEL = ("preset", "config", "init", *SIZES, "tied", "vocab_size")  # options of the trainer that change it
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -241,8 +242,9 @@ def commands(task: Task, layout: Layout) -> list[str]:
     what, node = task.name or "--model tiny", task.cluster.gpus_per_node
     nodes = max(1, task.gpus // node)
     given = what.split(" ", 1)[1]
-    folder = Path(given).parent if given.endswith(".json") else given
-    model = f"--init {folder}" if what.startswith("--config") else f"--preset {given}"
+    model = f"--preset {given}"
+    if what.startswith("--config"):  # a file alone has no weights
+        model = f"--config {given}" if given.endswith(".json") else f"--init {given}"
     if what.startswith("--model") and given not in PRESETS:
         model = f"--init FOLDER_OF_{given.upper().replace('-', '_')}"  # no preset: it is trained from its weights
     options = f"{model} --seq-len {task.seq_len} {layout.options()}"
@@ -294,17 +296,22 @@ def does_not_fit(task: Task, found: Found) -> str:
 def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     """The budget of one layout. Raises UsageError for options that the trainer would refuse."""
     words = parse_trainer(given.split())
+    experts = {"experts": task.moe.experts, "top_k": task.moe.top_k} if task.moe else {}
+    others = [option for option in ("experts", "top_k") if option in words and words[option] != experts.get(option)]
+    if barred := next((option for option in (*OF_THE_MODEL, *others) if option in words), ""):
+        raise UsageError(f"--explain {flag(barred)}: --model or --config decides what the model is; leave it out")
     words = {"seq_len": task.seq_len, "global_batch": task.global_batch, "micro_batch": 1} | words
+    words |= experts
     everything: dict[str, Any] = {"precision": task.precision, "steps": 300, "kernels": task.base.kernels} | words
     config = Config(**everything)
     if config.precision == "bf16-master" and not config.zero and "precision" not in words:
         config = dataclasses.replace(config, precision="fp32")
-    layout = Layout.of(config, task.model, task.gpus)
+    layout, moe = Layout.of(config, task.model, task.gpus), config.mixture(task.model)
     check_planned(config, task.model, task.gpus)
-    every = [peak(task.model, task.moe, layout, place) for place in sorted({0, layout.pp - 1})]
+    every = [peak(task.model, moe, layout, place) for place in sorted({0, layout.pp - 1})]
     fullest = max(every, key=lambda each: sum(each.values()))
-    step = step_time(task.model, task.moe, layout, task.cluster)
-    total, sent = sum(fullest.values()), by_collective(flows(task.model, task.moe, layout))
+    step = step_time(task.model, moe, layout, task.cluster)
+    total, sent = sum(fullest.values()), by_collective(flows(task.model, moe, layout))
     room = task.memory
     verdict = "fits" if total <= room else f"does not fit: {(total - room) / GB:.2f} GB too much"
     lines = [whole(task), name(layout), "", f"bytes on the fullest rank: {total:,} of {room:,.0f}; {verdict}"]

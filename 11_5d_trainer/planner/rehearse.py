@@ -47,7 +47,7 @@ import plan
 import torch
 from llama import LlamaConfig
 from mesh import AXES
-from options import Config, UsageError
+from options import SIZES, Config, UsageError, flag
 from options import parse as parse_trainer
 from plan_memory import Layout, check_planned, peak
 from plan_search import Task, search
@@ -249,8 +249,13 @@ def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaC
     words |= parse_trainer(rest)
     if words.get("preset", args.model) != args.model and args.model in plan.PRESETS:
         raise UsageError(f"--preset {words['preset']} is not --model {args.model}; leave --preset out")
-    sizes = plan.MODELS[args.model]
-    sizes = dataclasses.replace(sizes, tied=True) if words.get("tied") else sizes
+    if barred := next((option for option in ("config", "init") if option in words), ""):
+        raise UsageError(f"{flag(barred)}: --model decides what the model is; leave it out")
+    own = {name: words[name] for name in (*SIZES, "tied", "vocab_size") if words.get(name)}
+    try:
+        sizes = dataclasses.replace(plan.MODELS[args.model], **own)
+    except ValueError as error:
+        raise UsageError(f"{', '.join(f'{flag(name)} {value}' for name, value in own.items())}: {error}") from None
     if args.plan:
         cluster = cluster_of(args)
         seq_len = words.get("seq_len", 8192)

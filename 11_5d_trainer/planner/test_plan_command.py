@@ -52,10 +52,10 @@ def test_both_commands_train_the_planned_model_in_the_planned_layout_on_the_plan
     assert "--nnodes 4 --nproc_per_node 8" in torchrun and "--nodes=4 --gpus-per-node=8" in sbatch
 
 
-def test_a_model_without_a_preset_is_started_from_its_folder():
+def test_a_model_without_a_preset_is_started_from_its_folder_or_made_as_its_file_says():
     layout = Layout(dp=32, precision="bf16-master")
-    folder, no_preset = "--init my/model ", "--init FOLDER_OF_LLAMA3_405B "
-    asked_for = {"--config my/model/config.json": folder, "--config my/model": folder, "--model llama3-405b": no_preset}
+    no_preset, file = "--init FOLDER_OF_LLAMA3_405B ", "--config my/model/config.json"  # which has no weights beside it
+    asked_for = {file: f"{file} ", "--config my/model": "--init my/model ", "--model llama3-405b": no_preset}
     for asked, says in asked_for.items():
         line = plan.commands(task(asked), layout)[1]
         assert says in line and "--preset" not in line
@@ -109,13 +109,14 @@ def test_ties_are_grouped_by_the_axes_that_they_use_and_the_simplest_family_lead
         ("--accumulate-dtype fp32", "--zero 2 --precision bf16-master"),
         ("--tp-overlap domino", "--tp 2 --micro-batch 2"),
         ("--tp-overlap backward", "--tp 2"),
-        ("--dispatch once", "--experts 8"),
-        ("--capacity 1.5", "--experts 8"),
-        ("--schedule zb-h1", "--experts 8 --recompute full --pp 2"),
+        ("--dispatch once", "--ep 8"),
+        ("--capacity 1.5", "--ep 8"),
+        ("--schedule zb-h1", "--ep 4 --recompute full --pp 2"),
     ],
 )
 def test_an_option_that_has_no_formula_is_refused_by_name(option, others, capsys):
-    given = ["--model", "llama3-8b", "--nodes", "1", "--tokens", "524288"]
+    model = "mixtral-8x7b" if "--ep" in others else "llama3-8b"
+    given = ["--model", model, "--nodes", "1", "--tokens", "524288"]
     assert plan.main([*given, "--explain", f"{others} {option}"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1
@@ -123,6 +124,32 @@ def test_an_option_that_has_no_formula_is_refused_by_name(option, others, capsys
     if option != "--schedule zb-h1":
         return
     assert plan.main([*given, "--explain", others]) == 0, "1F1B runs a block again once"
+
+
+@pytest.mark.parametrize(
+    ("model", "option"),
+    [
+        ("llama3-8b", "--experts 8"),
+        ("llama3-8b", "--layers 64"),
+        ("llama3-8b", "--tied"),
+        ("llama3-8b", "--preset small"),
+        ("mixtral-8x7b", "--experts 4"),
+        ("mixtral-8x7b", "--top-k 1"),
+    ],
+)
+def test_an_option_that_makes_another_model_is_refused_and_not_forgotten(model, option, capsys):
+    given = ["--model", model, "--nodes", "1", "--tokens", "524288"]
+    assert plan.main([*given, "--explain", f"--zero 1 {option}"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    assert printed.err.startswith(f"plan.py: --explain {option.split()[0]}: --model or --config decides")
+
+
+def test_the_experts_of_a_model_are_in_its_budget(capsys):
+    given = ["--model", "mixtral-8x7b", "--nodes", "1", "--tokens", "524288", "--json", "--explain"]
+    assert plan.main([*given, "--ep 8 --zero 1"]) == plan.main([*given, "--ep 8 --zero 1 --experts 8 --top-k 2"]) == 0
+    short, long = capsys.readouterr().out.split("}\n{")
+    assert short.strip("{}\n") == long.strip("{}\n")
 
 
 def test_the_three_steps_end_with_the_stage_of_zero_that_is_fastest():

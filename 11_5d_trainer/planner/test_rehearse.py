@@ -125,6 +125,17 @@ REAL = [
 ]
 
 
+def test_options_that_change_the_model_are_rehearsed_and_not_forgotten():
+    args, rest = rehearse_module.arguments(
+        ["--model", "tiny", "--ranks", "2", "--layers", "1", "--hidden", "64", "--tied"]
+    )
+    _, sizes = rehearse_module.config_of(args, rest)
+    assert (sizes.layers, sizes.hidden, sizes.tied) == (1, 64, True)
+    for words, says in {"--heads 3": "--heads 3: ", "--config my/config.json": "--config: --model decides"}.items():
+        with pytest.raises(UsageError, match=f"^{says}"):
+            rehearse_module.config_of(*rehearse_module.arguments(["--model", "tiny", "--ranks", "2", *words.split()]))
+
+
 def really(words):
     """(events of a step, bytes sent, bytes held, peak of a step) of this rank, on gloo, by the harness's meter."""
     with even_load():

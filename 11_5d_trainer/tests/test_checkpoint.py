@@ -251,7 +251,7 @@ def test_with_zero_a_rank_reads_the_tensors_that_its_shards_lie_in(zero, text, w
 def test_the_whole_model_on_one_process_is_read_one_tensor_at_a_time(written):
     run = written("--experts 4")[0]  # who is the first to ask trains it, and that is not what is measured
     with peak_memory() as memory:
-        model, config, _ = generate.load_model(run, "cpu")
+        model, config, *_ = generate.load_model(run, "cpu")
     like = full_shapes(SIZES, config.mixture(SIZES))
     largest = max(tensor.numel() for tensor in like.values()) * 8
     assert storage_bytes(model.parameters()) == sum(t.numel() for t in like.values()) * 8

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from data import Sampler, load_corpus
+from data import Sampler, as_bytes, load_corpus
 from options import Config
 
 
@@ -49,6 +49,11 @@ def test_a_bin_of_tokens_is_mapped_and_read_as_written(dtype, ids, tmp_path):
         assert (len(corpus.train), len(corpus.val)) == lengths
         assert corpus.train.dtype == getattr(torch, dtype)
         assert torch.equal(corpus.train[:4500].long(), tokens[:4500])
+
+
+def test_a_word_that_is_no_byte_is_shown_and_ends_nothing():
+    """What an untrained model draws that knows more words than there are bytes."""
+    assert as_bytes([100, 31_999, 101, 102]) == "d\ufffdef"
 
 
 def test_a_folder_is_split_by_file_without_hidden_or_binary_files(tmp_path):

@@ -10,6 +10,7 @@ import math
 import os
 import resource
 import signal
+import threading
 import time
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ import rank
 import torch
 import torch.distributed as dist
 import train
+from data import Sampler
 from harness.ranks import RankFailure, run_ranks
 from train import Stop
 
@@ -217,10 +219,52 @@ def test_when_no_checkpoint_is_whole_the_run_ends_in_one_line(text, tmp_path):
     words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run")]
     run_ranks(1, fuzz.run, words)
     damage(tmp_path / "run", "step-000002", "__0_0.distcp", "corrupted")
-    with pytest.raises(
-        RankFailure, match=r"SystemExit: train.py: --resume .*: no checkpoint is whole: step-000002 is "
-    ):
+    with pytest.raises(RankFailure, match=r"UsageError: --resume .*: no checkpoint is whole: step-000002 is "):
         run_ranks(1, agreed, ["--resume", str(tmp_path / "run"), "--steps", "4"])
+
+
+def test_ranks_that_see_different_checkpoints_end_in_one_line(text, tmp_path):
+    words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run")]
+    run_ranks(2, fuzz.run, words)
+    with pytest.raises(RankFailure, match=r"UsageError: --resume: rank 0 sees .*step-000002 and rank 1 sees no check"):
+        run_ranks(2, agreed_in_own_folders, words[:-1], [str(tmp_path / "run"), str(tmp_path / "of another node")])
+
+
+def agreed_in_own_folders(words, folders):
+    agreed([*words, folders[dist.get_rank()], "--restart", "--steps", "4"])
+
+
+def read_again(words):
+    """Train; returns the names of the files whose contents this rank has read for a checksum."""
+    plain, read = checkpoint.checksum, []
+    with patch.object(checkpoint, "checksum", lambda path: (read.append(path.name), plain(path))[1]):
+        fuzz.run(words)
+    return read
+
+
+def test_each_rank_sums_up_the_files_it_wrote_and_checks_a_part_of_them_when_the_run_goes_on(text, tmp_path):
+    """One rank for all would need minutes for a large model, and longer than the others wait."""
+    words = [*fuzz.options(text, "", steps=2, save_every=0), "--out", str(tmp_path / "run")]
+    assert run_ranks(2, read_again, words) == [["__0_0.distcp", ".metadata"], ["__1_0.distcp"]]
+    first, second = run_ranks(2, read_again, ["--resume", str(tmp_path / "run"), "--steps", "4"])
+    assert first == [".metadata", "__1_0.distcp", "__0_0.distcp", ".metadata"]
+    assert second == ["__0_0.distcp", "__1_0.distcp"]
+
+
+def test_a_file_of_another_node_is_waited_for_and_if_it_never_comes_there_is_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "LAG", 1.0)
+    writing = tmp_path / "checkpoints" / ".writing-000002"
+    writing.mkdir(parents=True)
+    (writing / ".metadata").write_bytes(b"contents")
+    progress, files = checkpoint.Progress(2, 8, 100, {}, {}), {"__1_0.distcp": [5, 0]}
+    with pytest.raises(SystemExit, match="__1_0.distcp was written on another node .* a folder that all nodes share$"):
+        checkpoint.publish(writing, progress, dict(files), 2)
+    assert names(tmp_path) == []
+    later = threading.Timer(0.3, (writing / "__1_0.distcp").write_bytes, [b"whole"])
+    later.start()
+    checkpoint.publish(writing, progress, dict(files), 2)
+    assert names(tmp_path) == ["step-000002"]
+    assert checkpoint.damage(checkpoint.complete(tmp_path)[0]) == ""
 
 
 # ------------------------------------------------------------------------------------------------ signals
@@ -256,7 +300,31 @@ def test_a_signal_to_one_rank_makes_all_write_a_checkpoint_of_that_step_and_stop
     assert logged == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_signal_in_the_last_step_stops_nothing(text, tmp_path):
+    words = [*fuzz.options(text, "", steps=3, save_every=0), "--out", str(tmp_path / "run")]
+    assert run_ranks(2, signalled, words, 1, 3, signal.SIGTERM) == [(3, False), (3, True)]
+    assert (tmp_path / "run" / "loss.svg").exists(), "the run has not ended as one that nobody disturbed"
+
+
 # ------------------------------------------------------------------------------------------------ not a number
+
+
+def counts_of_a_step_that_is_left_out(words, text):
+    plan = train.prepare([*words, "--data", text], 1)
+    me = rank.make_rank(plan.config, fuzz.SIZES, torch.device("cpu"))
+    sampler = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0)
+    batches = sampler.step(plan.config.micro_batch, plan.config.accumulation(1), 0, 1)
+    next(me.model.parameters()).register_hook(lambda g: g * math.nan)
+    _, norm = rank.train_step(me, batches)
+    counts = [[layer.step_counts.sum().item() for layer in rank.moe_layers(me.model)]]
+    rank.who_is_not_finite(me, batches)
+    return norm, [*counts, [layer.step_counts.sum().item() for layer in rank.moe_layers(me.model)]]
+
+
+def test_a_step_that_is_left_out_moves_no_experts_bias_later(text):
+    words = [*fuzz.options(text, "--experts 4 --router sigmoid --bias-speed 0.01"), "--on-nan", "skip"]
+    [(norm, counts)] = run_ranks(1, counts_of_a_step_that_is_left_out, words, text)
+    assert math.isnan(norm) and counts[0] and not any(map(any, counts)), counts
 
 
 def poisoned(words, step, layer):

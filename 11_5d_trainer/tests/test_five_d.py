@@ -11,6 +11,7 @@ import functools
 import io
 import itertools
 import math
+import pickle
 import random
 import shutil
 import subprocess
@@ -114,6 +115,29 @@ def whole_gradients(lines, config, mesh):
         dist.all_gather(parts, line.shard.grad.clone(), group=line.group)
         found |= line.named(torch.cat(parts))
     return five_d.gather_whole(found, config, mesh)
+
+
+def sent_by_gather_whole(config):
+    """Bytes of what a rank gives away, and of its weights."""
+    mesh, given, gather = mesh_of(Layout(1)), [], dist.all_gather_object
+    lines = five_d.make_lines(five_d.my_pieces(five_d.whole_weights(config), config, mesh), mesh)
+    mine = {name: p for line in lines for name, p in line.w.items()}
+
+    def weighed(into, x, group):
+        given.append(len(pickle.dumps(x)))
+        gather(into, x, group=group)
+
+    dist.all_gather_object = weighed
+    try:
+        five_d.gather_whole(mine, config, mesh)
+    finally:
+        dist.all_gather_object = gather
+    return given[0], sum(p.nbytes for p in mine.values())
+
+
+def test_whole_weights_are_put_together_from_pieces_and_not_from_the_lines_they_lie_in():
+    [(sent, weights)] = run_ranks(1, sent_by_gather_whole, five_d.TINY)
+    assert weights <= sent <= 1.5 * weights, f"{sent:,} bytes for {weights:,} of weights"
 
 
 def trained(config, layout, ranks=None, limits=LIMITS, optimizer=torch.optim.SGD, **more):

@@ -227,6 +227,7 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
     assert refusal("gelu", hidden_act="gelu").startswith("uses gelu")
     assert refusal("long", rope_parameters={"rope_type": "llama3", "factor": 8.0}).startswith("stretches its RoPE")
     old = {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert refusal("odd", rope_parameters="linear") == "says of its RoPE 'linear', which means nothing here"
     assert refusal("older", **old).startswith("stretches its RoPE (linear)")
     assert refusal("dropping", attention_dropout=0.1) == "has attention_dropout = 0.1; only 0.0 is trained here"
     assert refusal("scaled", logit_scale=2.0).startswith("has logit_scale = 2.0")

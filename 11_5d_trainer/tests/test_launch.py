@@ -69,6 +69,7 @@ def test_ranks_have_ten_minutes_to_save_or_what_was_asked_for(monkeypatch):
 def test_ranks_that_start_again_do_not_find_what_the_dead_have_written_into_torchruns_store(monkeypatch):
     given, agents = [], dist.HashStore()
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(train, "rendezvous", lambda *_, **__: iter([(agents, 0, 1)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: given.append(store))
     for start in ("0", "1"):
@@ -94,6 +95,28 @@ def deadly(*args):
     steps[0] += 1
     if (steps[0], os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (8, "1", "0"):
         os.kill(os.getpid(), signal.SIGKILL)
+    return step(*args)
+train.train_step = deadly
+"""
+SIGNALLED_AT_THE_END = """
+steps, step = [0], rank.train_step
+def signalled(*args):
+    steps[0] += 1
+    if steps[0] == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(*args)
+train.train_step = signalled
+"""
+ONE_DIES_AND_ONE_HANGS = """
+steps, step, me = [0], rank.train_step, os.environ["RANK"]
+mark = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fell " + me)
+def deadly(*args):
+    steps[0] += 1
+    if steps[0] == 8 and not os.path.exists(mark):
+        open(mark, "w").close()
+        if me == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
     return step(*args)
 train.train_step = deadly
 """
@@ -146,6 +169,18 @@ def test_torchrun_starts_all_ranks_again_when_one_dies_and_the_losses_are_those_
 
 
 @pytest.mark.prove
+def test_a_signal_in_the_last_step_is_no_failure_and_a_run_that_is_done_has_nothing_left_to_do(text, tmp_path):
+    words = [*fuzz.options(text, "", steps=3), "--out", str(tmp_path / "run"), "--restart"]
+    process = start(tmp_path, SIGNALLED_AT_THE_END, words, ranks=1)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "stopped" not in said and "validation loss" in said, said
+    process = start(tmp_path, "", words, ranks=1)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and said.count("\n") == 1, said
+    assert said.startswith("launch.py: --restart: ") and said.endswith("nothing is left to do\n")
+
+
+@pytest.mark.prove
 def test_two_nodes_meet_at_one_of_them_and_train_as_one_machine_with_all_their_ranks(text, tmp_path):
     words = [*fuzz.options(text, "", steps=3, timeout=120), "--zero", "1"]
     one_machine = fuzz.losses(run_ranks(2, fuzz.run, [*words, "--out", str(tmp_path / "one")])[0])
@@ -161,6 +196,29 @@ def test_two_nodes_meet_at_one_of_them_and_train_as_one_machine_with_all_their_r
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert steps_of(tmp_path / "run") == one_machine
     assert sorted("validation loss" in text for text in said) == [False, True], "the leader alone speaks"
+
+
+@pytest.mark.prove
+def test_nodes_that_count_their_restarts_differently_meet_again(text, tmp_path):
+    """The node whose rank dies counts a restart; that of the other, which hangs, joins it and counts none."""
+    words = ["--nproc_per_node", "1", "train.py"]
+    if not hasattr(launch.torchrun.get_args_parser().parse_args(words), "shutdown_timeout"):
+        pytest.skip(reason="this torchrun waits for 30 seconds for a rank that hangs")
+    words = fuzz.kill_options(text)
+    undisturbed = fuzz.losses(run_ranks(2, fuzz.run, [*words, "--out", str(tmp_path / "undisturbed")])[0])
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "two"]
+    nodes = ["--nnodes", "2", "--nproc_per_node", "1", *meeting, "--local_addr", "127.0.0.1", "--max-restarts", "1"]
+    nodes += ["--shutdown-timeout", "2"]
+    words += ["--out", str(tmp_path / "run"), "--restart"]
+    agents = [start(tmp_path, ONE_DIES_AND_ONE_HANGS, words, nodes=nodes) for _ in range(2)]
+    try:
+        said = [agent.communicate(timeout=300)[0] for agent in agents]
+    finally:
+        for agent in agents:  # one alone would wait for the other
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert (tmp_path / "fell 0").exists() and (tmp_path / "fell 1").exists()
+    assert steps_of(tmp_path / "run") == undisturbed
 
 
 @pytest.mark.prove

@@ -258,12 +258,24 @@ def test_tensorboard_is_an_extra_and_its_absence_is_told_in_one_line(text, monke
 def test_a_checkpoint_of_any_layout_is_sampled_as_at_the_end_of_its_run(layout, text, tmp_path):
     words = [*arguments(text, steps=4, sample=20), *layout.split(), "--out", str(tmp_path / "run")]
     _, folder = train_on(2, words, tied="--tied" in layout)
-    model, config, name = generate.load_model(folder, "cpu")
+    model, config, name, _ = generate.load_model(folder, "cpu")
     assert name == "step-000004"
     tokens = load_corpus(config).val[None, :16].long()
     generator = torch.Generator().manual_seed(config.seed)
     again = generate.generate(model, tokens, 20, 0.8, generator)[0].tolist()
     assert (tmp_path / "run" / "sample.txt").read_text() == bytes(again).decode(errors="replace")
+
+
+def test_a_run_on_token_ids_is_prompted_with_ids_though_its_data_are_gone(tmp_path, monkeypatch, capsys):
+    data = tmp_path / "ids.bin"
+    data.write_bytes(torch.arange(3000).remainder(300).to(torch.int16).numpy().tobytes())
+    words = [*arguments(str(data), steps=1, warmup=0, vocab_size=300), "--out", str(tmp_path / "run")]
+    train_on(1, words, vocab_size=300)
+    data.unlink()
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path / "run"), "--prompt", "5 299", "--tokens", "3"])
+    assert generate.main() == 0
+    said = capsys.readouterr().out.split()
+    assert said[:2] == ["5", "299"] and len(said) == 5 and all(word.isdigit() for word in said)
 
 
 def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, tmp_path, monkeypatch, capsys):
