@@ -301,7 +301,7 @@ class Reducer:
             for p, used_somewhere in zip(self.names, used.tolist(), strict=True):
                 if not used_somewhere:
                     p.grad = p.main_grad = None  # type: ignore[attr-defined]
-        if self.rebuild and self.ready:
+        if self.rebuild:  # on every rank, also on one that ran no backward: it is a collective
             self.rebuild_buckets()
         self.begin()
 

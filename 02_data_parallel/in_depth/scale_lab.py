@@ -278,7 +278,8 @@ def tables(w: Work, m: Machine, args: argparse.Namespace) -> None:
         f"\n{args.batch_tokens:,} tokens a step on {args.ranks} ranks: {mine} sequences each, in {accumulation} ",
         end="",
     )
-    print(f"micro-batches of {micro}; first rows of rank 0: {rows_of(0, 0, args.ranks, mine * args.ranks, 10**5)[:4]}")
+    first = rows_of(0, 0, args.ranks, min(mine, 4) * args.ranks, 10**5)  # of a longer batch they would be the same
+    print(f"micro-batches of {micro}; first rows of rank 0: {first}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -309,8 +310,9 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     for name, value in vars(args).items():
         option = f"--{name.replace('_', '-')}"
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not 1e-6 <= value <= 1e12:
-            parser.error(f"{option} {value} must be a number from 0.000001 to 10^12")
+        most = 6 if name in ("ranks", "rows_that_fit") else 12  # the recipe tries these one by one
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not 1e-6 <= value <= 10**most:
+            parser.error(f"{option} {value} must be a number from 0.000001 to 10^{most}")
         if args.measure and name in ("alpha_us", "gbytes", "tflops") and value is not None:
             parser.error(f"{option} {value} would be measured; leave out --measure or this")
     least = args.billions * 1e9 * args.gradient_bytes / 2**20 / 1e5

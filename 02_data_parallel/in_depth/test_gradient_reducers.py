@@ -631,6 +631,34 @@ def test_buckets_are_rebuilt_once_in_the_order_in_which_rank_0_completed_its_gra
     assert results[0][1] == [0, 3, 3], "before, all had to wait for d; after, only the last does"
 
 
+def one_rank_is_idle_at_first(idle: int) -> tuple[list, list]:
+    """As above, but this rank runs no backward in the first step."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.full((7,), 2.0**i).double()) for i, name in enumerate("abcd")})
+    reducer = BucketedReducer(model, dist.group.WORLD, bucket_bytes=56, rebuild=True)
+    cuts, sums, x0 = [], [], torch.full((7,), dist.get_rank() + 1.0).double()
+    for step in range(3):
+        model.zero_grad()
+        if step or dist.get_rank() != idle:
+            x = x0
+            for name in "dcba":
+                x = x * model[name]
+            x.sum().backward()
+        reducer.finish()
+        cuts.append([[reducer.names[p] for p in bucket] for bucket in reducer.buckets])
+        sums.append(gradients(model))
+    return cuts, sums
+
+
+@pytest.mark.parametrize(("idle", "order"), [(0, "dcba"), (1, "abcd")])
+def test_buckets_are_rebuilt_alike_if_a_rank_runs_no_backward_in_the_first_step(idle, order):
+    for rank, (cuts, sums) in enumerate(run_ranks(2, one_rank_is_idle_at_first, idle, timeout=LIMIT)):
+        assert cuts == [[[name] for name in order]] * 3
+        for step, got in enumerate(sums):
+            share = 3 if step else 2 - idle  # rank r multiplies by r + 1
+            want = {name: torch.full((7,), share * 64 / 2.0**i).double() for i, name in enumerate("abcd")}
+            assert_same_named(got, want, what=f"step {step}, gradient of", rank=rank)
+
+
 def in_fp32(main_grads: bool) -> tuple[float, float, list]:
     """Distance of bf16 gradients from float64: of the sum over 16 micro-batches and all ranks, and of one in fp32."""
     model, group = decoder().bfloat16(), dist.group.WORLD

@@ -223,6 +223,27 @@ def test_a_bad_option_is_one_line_that_names_it_before_any_process_group(argv, m
     assert said.err.startswith("scale_lab.py: ") and argv[0] in said.err
 
 
+@pytest.mark.parametrize("option", ["--ranks", "--rows-that-fit"])
+def test_what_the_recipe_tries_one_by_one_has_a_limit(option, monkeypatch, capsys):
+    monkeypatch.setattr(
+        sys, "argv", ["scale_lab.py", option, "1000001", "--batch-tokens", "1000000", "--sequence", "1"]
+    )
+    with pytest.raises(SystemExit):
+        scale_lab.main()
+    assert f"{option} 1000001 must be a number from 0.000001 to 10^6" in capsys.readouterr().err
+
+
+def test_four_rows_are_drawn_to_print_four(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scale_lab.py", "--sequence", "512", "--ranks", "64"])
+    args, drawn, draw = scale_lab.arguments(), [], torch.randperm
+    rows = scale_lab.rows_of(0, 0, 64, 128 * 64, 10**5)
+    monkeypatch.setattr(torch, "randperm", lambda *a, **k: (drawn.append(a), draw(*a, **k))[1])
+    scale_lab.tables(scale_lab.Work(), scale_lab.Machine(), args)
+    assert len(drawn) == 4 and f"128 sequences each, in 64 micro-batches of 2; first rows of rank 0: {rows[:4]}" in (
+        capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize("option", ["--alpha-us", "--gbytes", "--tflops"])
 def test_what_is_measured_cannot_also_be_given(option, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["scale_lab.py", "--measure", option, "3"])

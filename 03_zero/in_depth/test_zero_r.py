@@ -234,6 +234,24 @@ def random_after_backward() -> tuple[float, float]:
     return values[0], values[1]
 
 
+def autocast_gradients(recomputed: bool, outside: bool, then: bool) -> list[Tensor]:
+    """Forward with autocast on, or off if `outside`; backward with autocast on if `then`."""
+    torch.manual_seed(0)
+    layer, keeper = nn.Sequential(nn.Linear(HIDDEN, 64), nn.GELU(), nn.Linear(64, HIDDEN)), Replicated()
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
+        y = recompute(layer, x, keeper) if recomputed else layer(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=then):
+        y.float().square().sum().backward()
+    return [x.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize(("outside", "then"), [(False, False), (True, True)])
+def test_the_second_forward_is_under_the_autocast_of_the_first(outside, then):
+    got, want = autocast_gradients(True, outside, then), autocast_gradients(False, outside, then)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_an_input_without_gradient_is_refused_since_the_weights_would_get_none():
     with pytest.raises(ValueError, match="must require a gradient"):
         recompute(lambda x: x, torch.ones(2), Replicated())
@@ -259,14 +277,27 @@ def with_slow_copies() -> tuple[list[Tensor], list[Tensor], list[tuple[str, int]
         keeper.host.fill_(float("nan"))  # whoever reads too early gets this
         if slow:
             keeper.engine = SlowEngine(torch.device("cpu"))
-            events = keeper.events
         model = ParallelDecoder(full_decoder(), dist.group.WORLD, keeper)
         for step in range(2):  # in the second step each slot is written again
             model.zero_grad()
             divided_loss(model, step).backward()
         results.append([p.grad for p in model.parameters()])
-        free = len(keeper.free)
+        free, events = len(keeper.free), keeper.events
     return results[0], results[1], events, free
+
+
+def events_of_three_steps() -> list[int]:
+    keeper = keeper_of("P_a+cpu", dist.group.WORLD)
+    model = ParallelDecoder(full_decoder(), dist.group.WORLD, keeper)
+    counts = []
+    for step in range(3):
+        divided_loss(model, step).backward()
+        counts.append(len(keeper.events))
+    return counts
+
+
+def test_the_record_of_copies_does_not_grow_from_step_to_step():
+    assert run_ranks(2, events_of_three_steps) == [[2 * LAYERS] * 3] * 2
 
 
 def test_slow_copies_change_nothing_and_every_slot_is_free_afterwards():
@@ -274,9 +305,10 @@ def test_slow_copies_change_nothing_and_every_slot_is_free_afterwards():
         for a, b in zip(slow, fast, strict=True):
             assert_same(a, b, 0.0)
         assert free == LAYERS
-        step = events[: 2 * LAYERS]
-        assert [what for what, _ in step] == ["out"] * LAYERS + ["in"] * LAYERS
-        assert [slot for _, slot in step[LAYERS:]] == [slot for _, slot in step[:LAYERS]][::-1]  # last in, first out
+        assert [what for what, _ in events] == ["out"] * LAYERS + ["in"] * LAYERS
+        assert [slot for _, slot in events[LAYERS:]] == [slot for _, slot in events[:LAYERS]][
+            ::-1
+        ]  # last in, first out
 
 
 def slot_while_copying_back() -> bool:

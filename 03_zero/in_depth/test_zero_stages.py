@@ -582,6 +582,11 @@ def test_without_hooks_gradients_are_reduced_when_start_is_called(stage):
 def refused() -> list[str]:
     model, other = decoder(), decoder()
     messages = []
+
+    def mixed(**option: float) -> list[dict]:
+        first, *others = model.parameters()
+        return [{"params": [first]}, {"params": others, **option}]
+
     used = sgd(model)
     used.state[model.head.weight]["momentum_buffer"] = torch.zeros(1)
     for optimizer in (
@@ -590,6 +595,9 @@ def refused() -> list[str]:
         torch.optim.SGD([p for p in model.parameters() if p is not model.norm.weight], lr=1.0),
         torch.optim.SGD([*model.parameters(), other.norm.weight], lr=1.0),
         used,
+        torch.optim.SGD(mixed(momentum=0.9), lr=1.0),
+        torch.optim.AdamW(mixed(amsgrad=True)),
+        torch.optim.RMSprop(mixed(centered=True)),
     ):
         try:
             Zero1(model, optimizer, dist.group.WORLD)
@@ -609,6 +617,9 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused_by_name():
             "'norm.weight'",
             "shape [23]",
             "has states already",
+            "SGD has groups with momentum and groups without",
+            "AdamW has groups with amsgrad and groups without",
+            "RMSprop has groups with centered and groups without",
         ],
         strict=True,
     ):

@@ -1,21 +1,27 @@
 """The full state of a sharded run does not depend on how it was sharded."""
 
+import os
+import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from _zero_demo import IGNORE, Decoder, make_batch, train_step
+from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step
 from harness.meter import communication, peak_memory
 from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
+from harness.report import ROOT
 from test_zero_stages import awkward, decoder, in_two_groups, mean_loss, whole_batch, with_momentum
 from torch import Tensor
 from zero3 import make_zero
 from zero_state import FullState, full_state_dict, gathered_states, load_buckets, load_full_state_dict, main, shard_of
 
 STAGES = [1, 2, 3]
+HERE, STAND_IN = Path(__file__).parent, ROOT / "tests/fake_device"
+FAKE = {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{HERE}", "FAKE_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(
@@ -90,6 +96,40 @@ def test_loading_and_saving_changes_nothing_frozen_weights_included(stage):
     saved["weights"]["layers.0.up.weight"] += 1.0  # the frozen one: it must come from the state, not from the model
     for got in run_ranks(3, loaded_untouched, stage, saved):
         compare(got, saved, tol=0.0)
+
+
+def losses_around_loading(stage: int, left_by: str) -> list[float]:
+    """The loss with a saved state, after a further step, and after the state was loaded with weights still gathered."""
+    model, tokens, labels = awkward(), *make_batch(0, 1)[0][0]
+    zero = make_zero(stage, model, in_two_groups(model), dist.group.WORLD, units=model.layers)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return token_loss_sum(model, tokens, labels).item()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("in the middle of a forward")
+
+    for step in range(2):
+        if step:
+            saved, losses = full_state_dict(zero), [loss()]
+        train_step(model, zero, make_batch(step, 1)[0])
+        zero.step()
+    losses.append(loss())
+    broken = model.layers[1].register_forward_pre_hook(fail) if left_by == "an error" else None
+    with pytest.raises(RuntimeError, match="in the middle") if broken else nullcontext():
+        model(tokens)  # no backward follows
+    if broken:
+        broken.remove()
+    load_full_state_dict(zero, saved)
+    return [*losses, loss()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("left_by", ["a forward alone", "an error"])
+def test_the_first_forward_after_loading_is_with_the_loaded_weights(stage, left_by):
+    for before, further, loaded in run_ranks(2, losses_around_loading, stage, left_by):
+        assert loaded == before != further
 
 
 def bytes_to_save() -> tuple[float, int]:
@@ -217,6 +257,67 @@ def test_the_state_of_another_model_is_refused_by_name_before_anything_changes()
     for message, word in zip(messages, words, strict=True):
         assert word in message, message
     assert sum("norm.weight" in message for message in messages) == 5
+
+
+STATE = """
+import torch
+from _zero_demo import Decoder, make_batch, train_step, world
+from zero_offload import make_offloaded
+from zero_state import full_state_dict, load_full_state_dict
+from zero3 import make_zero
+with world() as (group, device):
+    for fused in (True, False):
+        for make, where in ((make_offloaded, "cpu"), (make_zero, "cuda")):
+            model = Decoder().to(device)
+            zero = make(3, model, torch.optim.AdamW(model.parameters(), fused=fused), group, units=model.layers)
+            batch = [(x.to(device), y.to(device)) for x, y in make_batch(0, 1)[0]]
+
+            def counters():
+                return {held["step"].device.type for held in zero.state.values()}
+
+            train_step(model, zero, batch)
+            zero.step()
+            before = counters()
+            assert before == {where if fused else "cpu"}, before
+            state = full_state_dict(zero)
+            saved = {held["step"].device.type for held in state["optimizer"].values()}
+            assert saved == {"cpu"}, f"saved on {saved}"
+            for device_type in ("cpu", "cuda"):  # wherever it has been saved
+                for held in state["optimizer"].values():
+                    held["step"] = held["step"].to(device_type)
+                load_full_state_dict(zero, state)
+                assert counters() == before, f"{before} before loading, {counters()} after"
+            train_step(model, zero, batch)
+            zero.step()
+            assert {held["step"].item() for held in full_state_dict(zero)["optimizer"].values()} == {2.0}
+print("PASS")
+"""
+
+
+@pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
+def test_on_a_stand_in_gpu_steps_are_saved_on_the_host_and_loaded_where_the_update_counts_them():
+    command = [sys.executable, "-c", STATE]
+    done = subprocess.run(command, env=os.environ | FAKE, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["PASS"], done.stdout[-900:] + done.stderr[-900:]
+
+
+def counters_before_and_after() -> tuple[list[float], bool]:
+    model = decoder()
+    zero = make_zero(1, model, in_two_groups(model), dist.group.WORLD)
+    train_step(model, zero, make_batch(0, 1)[0])
+    zero.step()
+    saved = full_state_dict(zero)
+    load_full_state_dict(zero, saved)
+    steps = [held["step"] for held in saved["optimizer"].values()]
+    own = len({step.data_ptr() for step in steps}) == len(steps)
+    train_step(model, zero, make_batch(0, 1)[0])
+    zero.step()
+    return [step.item() for step in steps], own
+
+
+def test_a_saved_counter_does_not_go_on_counting():
+    for steps, own in run_ranks(1, counters_before_and_after):
+        assert set(steps) == {1.0} and own
 
 
 def test_the_demo_ends_with_pass(monkeypatch, capsys):

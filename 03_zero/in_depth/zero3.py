@@ -352,6 +352,10 @@ class Zero3(Zero2):
         self.drop_all()  # what is gathered is about to be out of date
         super().step()
 
+    def arrive(self) -> None:
+        """Let go of what is gathered: a state that is about to be loaded changes the shards only."""
+        self.drop_all()
+
     def publish(self, index: int) -> list[dist.Work]:
         """Nobody needs the new weights before the next forward gathers them."""
         self.weight_shard(index).copy_(self.masters[index])

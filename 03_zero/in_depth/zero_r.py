@@ -170,12 +170,14 @@ class Offloaded(Partitioned):
         self.free = list(range(slots))
         self.engine = CopyEngine(self.device)
         self.order: list[Ticket] = []  # as forward made them; backward takes them from the end
-        self.events: list[tuple[str, int]] = []
+        self.events: list[tuple[str, int]] = []  # ("out" | "in", slot), since the last time that nothing was kept
 
     def keep(self, x: Tensor) -> tuple[Tensor | None, Any]:
         if not self.free:
             raise ValueError(f"host buffer of {len(self.host)} checkpoints is full; give it one slot for each layer")
         check_dtype("host buffer", self.host, x)
+        if not self.order:  # the first layer of a forward
+            self.events = []
         piece, slot = self.piece(x), self.free.pop()
         for last in self.order[-1:]:  # its copy has had a layer's time: let its source go
             last.wait_out()
@@ -217,6 +219,8 @@ class _Recompute(torch.autograd.Function):
     def forward(ctx: Any, layer: Callable[[Tensor], Tensor], keeper: Any, x: Tensor) -> Tensor:
         ctx.layer, ctx.keeper = layer, keeper
         ctx.random = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+        dtype, enabled = torch.get_autocast_dtype(x.device.type), torch.is_autocast_enabled(x.device.type)
+        ctx.autocast = torch.autocast(x.device.type, dtype, enabled)  # as it is now, to be entered again in backward
         y = layer(x)  # inside forward() autograd records nothing: no activation of the layer is kept
         tensor, ctx.rest = keeper.keep(x)
         ctx.save_for_backward(tensor)
@@ -230,7 +234,8 @@ class _Recompute(torch.autograd.Function):
             torch.set_rng_state(ctx.random[0])
             if x.is_cuda:
                 torch.cuda.set_rng_state(ctx.random[1], x.device)
-            y = ctx.layer(x)
+            with ctx.autocast:  # backward may be called outside of it
+                y = ctx.layer(x)
         torch.autograd.backward(y, gradients[0])  # adds to the .grad of the layer's weights on its way
         # --- end exercise ---
         return None, None, x.grad

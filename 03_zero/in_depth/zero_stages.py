@@ -592,6 +592,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, 
     for option in ("differentiable", "capturable"):
         if any(options.get(option) for options in optimizer.param_groups):
             raise ValueError(f"{kind}({option}=True) cannot be honoured for shards of {first!r}; leave it out")
+    for option in ("momentum", "amsgrad", "centered"):  # each decides which kinds of state there are
+        if len({bool(options.get(option)) for options in optimizer.param_groups}) > 1:
+            raise ValueError(
+                f"{kind} has groups with {option} and groups without, so that parameters beside {first!r} have other "
+                "kinds of state than it, which the ranks could not save alike; use it in all groups or in none"
+            )
     for p, name in names.items():
         if p not in mine:
             raise ValueError(f"{kind} does not have the parameter {name!r}; add it to a group, or freeze it")

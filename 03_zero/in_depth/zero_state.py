@@ -52,6 +52,11 @@ def per_element(kind: str) -> bool:
     return kind != "step"  # its tensor has no dimension, but neither have the moments of a scalar parameter
 
 
+def counter_on(device: torch.device | str, value: Any) -> Any:
+    """A copy of a counter that shares nothing with it: a tensor on this device, or a plain number."""
+    return value.to(device, copy=True) if isinstance(value, Tensor) else deepcopy(value)
+
+
 @torch.no_grad()
 def full_state_dict(zero: Zero1) -> FullState:
     """{"weights": {name: tensor}, "optimizer": {name: {kind: tensor or counter}}} in host memory, on every rank.
@@ -84,7 +89,7 @@ def gathered_states(zero: Zero1) -> Iterator[dict[str, dict[str, Any]]]:
                     states[name][kind] = tensor.cpu()
             else:
                 for p in bucket.params:
-                    states[zero.names[p]][kind] = deepcopy(value)
+                    states[zero.names[p]][kind] = counter_on("cpu", value)
             # --- end exercise ---
             yield states
 
@@ -122,9 +127,12 @@ def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping
                 kinds[kind] = shard_of(zero, index, {name: state[kind] for name, state in states.items()})
             elif kind != "master":
                 kinds[kind] = first[kind]
-        for _, where, segment in zero.segments[index]:
-            zero.inner[index].state[segment] = {
-                kind: value[where].clone() if per_element(kind) else deepcopy(value) for kind, value in kinds.items()
+        inner = zero.inner[index]
+        for options, (_, where, segment) in zip(inner.param_groups, zero.segments[index], strict=True):
+            beside = segment.device if options.get("fused") else "cpu"  # a fused update counts where it computes
+            inner.state[segment] = {
+                kind: value[where].clone() if per_element(kind) else counter_on(beside, value)
+                for kind, value in kinds.items()
             }
         for work in zero.publish(index):
             work.wait()

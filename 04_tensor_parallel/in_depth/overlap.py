@@ -395,11 +395,12 @@ def main() -> None:
     parser.add_argument("--tflops", type=float, default=400, help="TFLOP/s that products reach")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro-batch, for the cost table")
     args = parser.parse_args()
-    for option in ("gpus_per_node", "nvlink_gbs", "nic_gbs", "latency_us", "tflops", "tokens", "sequence"):
-        most = 4096 if option == "sequence" else 10**9
-        if not 0 < getattr(args, option) <= most:  # which is False for NaN
+    for option in ("gpus_per_node", "nvlink_gbs", "nic_gbs", "latency_us", "tflops", "tokens"):
+        if not 0 < getattr(args, option) <= 10**9:  # which is False for NaN
             what = f"--{option.replace('_', '-')} {getattr(args, option)}"
-            parser.error(f"{what} must be a number above 0, and not above {most:,}")
+            parser.error(f"{what} must be a number above 0, and not above {10**9:,}")
+    if not 2 <= args.sequence <= 4096:  # with one position softmax is 1, and the gradients of q and k are zero
+        parser.error(f"--sequence {args.sequence} is not in 2 .. 4096")
     config = Config()
     try:
         check_sizes(config, int(os.environ.get("WORLD_SIZE", "1")), args.sequence)

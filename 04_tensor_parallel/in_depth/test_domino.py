@@ -373,6 +373,7 @@ def test_one_row_and_hooks_on_what_is_no_whole_any_more_are_refused():
         (["--rows", "1"], "--rows 1 is not in 2 .. 256"),
         (["--layers", "0"], "--layers 0"),
         (["--sequence", "9"], "sequence 9"),
+        (["--sequence", "1"], "--sequence 1 is not in 2 .. 256"),
         (["--rows", "nan"], "--rows"),
         (["--row", "3"], "--row"),
     ],

@@ -491,14 +491,15 @@ def arguments() -> argparse.Namespace:
     for option, most in (("ranks", 256), ("micro_batches", 4096)):
         if not 1 <= getattr(args, option) <= most:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: use 1 to {most}")
-    many = args.ranks * args.micro_batches  # so that no command runs for more than a minute in silence
-    most = 65536 if args.schedule not in (None, "auto") else 1024 if args.stages_per_rank == 2 else 4096
-    if many > most:
-        parser.error(
-            f"--ranks {args.ranks} --micro-batches {args.micro_batches}: {many} is too many; at most {most} here"
-        )
     if args.stages_per_rank is not None and not 1 <= args.stages_per_rank <= 256:
         parser.error(f"--stages-per-rank {args.stages_per_rank}: use 1 to 256")
+    v = args.stages_per_rank or 1
+    many = args.ranks * args.micro_batches * v  # so that no command runs for more than a minute in silence
+    most = 65536 if args.schedule not in (None, "auto") else 2048 if v == 2 else 4096
+    if many > most:
+        sizes = f"--ranks {args.ranks} --micro-batches {args.micro_batches}"
+        sizes += f" --stages-per-rank {v}" if args.stages_per_rank else ""
+        parser.error(f"{sizes}: {many} is too many; at most {most} here")
     options = {"in_flight": args.in_flight} if args.in_flight is not None else {}
     options |= {"times": args.times, "limit": args.limit} if args.schedule == "auto" else {}
     args.schedules, args.left_out = [], []

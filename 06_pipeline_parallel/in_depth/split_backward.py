@@ -37,6 +37,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -231,6 +232,14 @@ def together(cuts: list[Cut]) -> list[list[Cut]]:
 # ----------------------------------------------------------------------------------------------------- recomputation
 
 
+def autocast_of_now(device_type: str) -> AbstractContextManager[object]:
+    """The autocast that is in force here, on or off, to be entered again later."""
+    if not torch.amp.is_autocast_available(device_type):  # meta
+        return nullcontext()
+    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, dtype, enabled)
+
+
 class Recomputed(torch.autograd.Function):
     """Keep the input of a block; in B run the block again, and split the backward of this second run."""
 
@@ -241,6 +250,7 @@ class Recomputed(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.devices = [x.device] if x.is_cuda else []
         ctx.random = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in ctx.devices]
+        ctx.autocast = autocast_of_now(x.device.type)
         return function(x, *constants)  # without a graph: torch runs the forward of a Function under no_grad
 
     @staticmethod
@@ -250,7 +260,8 @@ class Recomputed(torch.autograd.Function):
             torch.set_rng_state(ctx.random[0])
             for device, state in zip(ctx.devices, ctx.random[1], strict=True):
                 torch.cuda.set_rng_state(state, device)
-            y = ctx.function(x, *ctx.constants)
+            with ctx.autocast:  # backward may be called outside of it, or in another thread
+                y = ctx.function(x, *ctx.constants)
         if ctx.weight_parts is None:
             torch.autograd.backward(y, grad)
             return None, x.grad, *(None for _ in ctx.constants)

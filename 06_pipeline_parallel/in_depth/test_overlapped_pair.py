@@ -14,6 +14,8 @@ from overlapped_pair import Turns, pair_time, stage_of
 from pipeline_executor import Pipeline
 from schedule_simulator import BW, F, Times, blocks, simulate
 from schedules import build
+from split_backward import recomputed_once
+from torch import nn
 
 
 class Waited:
@@ -87,6 +89,20 @@ def test_an_error_in_one_chunk_ends_both_is_raised_and_leaves_turns_usable(who):
     assert log[-2:] == ["b0 waited for", "b1"]
     chunk(turns, log, "x", 1)()
     assert log[-1] == "x1", "and no turn is left over for a chunk that runs alone"
+
+
+def test_a_backward_in_its_own_thread_recomputes_under_the_autocast_of_its_forward():
+    torch.manual_seed(0)
+    block, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), torch.randn(8, 16)
+    found = []
+    for overlapped in (True, False):
+        block.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = recomputed_once(block)(x.clone().requires_grad_())
+            backward = y.float().square().sum().backward
+            Turns().overlap(lambda: None, backward) if overlapped else backward()
+        found.append([p.grad for p in block.parameters()])
+    assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
 
 
 def replay(events, part, message):

@@ -367,7 +367,12 @@ def test_a_wrong_option_is_one_line_with_option_value_and_remedy(capsys, monkeyp
             "--ranks 64 --micro-batches 65: 4160 is too many; at most 4096 here",
         ),
         (["--schedule", "1f1b", "--ranks", "256", "--micro-batches", "257"], "65792 is too many; at most 65536"),
-        (["--schedule", "auto", "--ranks", "33", "--micro-batches", "32", "--stages-per-rank", "2"], "at most 1024"),
+        (["--schedule", "auto", "--ranks", "33", "--micro-batches", "32", "--stages-per-rank", "2"], "at most 2048"),
+        (["--stages-per-rank", "256"], "--ranks 4 --micro-batches 8 --stages-per-rank 256: 8192 is too many"),
+        (
+            ["--schedule", "interleaved", "--ranks", "256", "--micro-batches", "256", "--stages-per-rank", "256"],
+            "--ranks 256 --micro-batches 256 --stages-per-rank 256: 16777216 is too many; at most 65536 here",
+        ),
         (["--schedule", "1f1b", "--svg", "."], "--svg . is a folder"),
         (["--draw-all", __file__], "is a file; name a folder"),
         (["--svg", "x.svg"], "--svg x.svg needs --schedule NAME"),

@@ -221,6 +221,30 @@ def test_recomputation_keeps_the_input_only_and_draws_the_same_dropout_mask(spli
         assert_same(got, want)
 
 
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_recomputation_is_under_the_autocast_of_the_first_run_wherever_backward_is_called(split, enabled):
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(H, 4 * H), nn.Tanh(), nn.Linear(4 * H, H))
+    x = torch.randn(3, H, requires_grad=True)
+    found = []
+    for wrap in (recomputed_once, lambda block: block):
+        block.zero_grad()
+        x.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = wrap(block)(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not enabled):
+            if split:
+                (dx,), part = backward_for_input(get_gradient_edge(y), torch.ones_like(y), [get_gradient_edge(x)])
+                part.run()
+            else:
+                y.backward(torch.ones_like(y))
+                dx = x.grad
+        found.append((y, dx, *(p.grad for p in block.parameters())))
+    assert found[0][0].dtype == (torch.bfloat16 if enabled else torch.float32)
+    assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+
+
 class Noted(torch.autograd.Function):
     """A weight as it is; in W, when its gradient comes by, `note` is called."""
 

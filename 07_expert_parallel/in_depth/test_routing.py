@@ -250,6 +250,29 @@ def test_the_bias_evens_out_a_skewed_router_without_a_gradient():
     assert first > 0.4 and last < 0.1, (first, last)
 
 
+def demo_says(options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["routing.py", "--router", "sigmoid", *options.split()])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        routing.main()
+    *_, row, last = capsys.readouterr().out.splitlines()
+    assert "MaxVio after 100 steps" in row
+    return ended.value.code, last, row
+
+
+@pytest.mark.parametrize("options", ["--experts 64", "--top-k 8", "--tokens 1", "--experts 1 --top-k 1"])
+def test_the_demo_shows_the_balance_and_judges_nothing_where_the_bias_need_not_help(options, monkeypatch, capsys):
+    code, last, row = demo_says(options, monkeypatch, capsys)
+    assert (code, last) == (0, "PASS") and " was " in row
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_demo_judges_the_balance_at_its_own_sizes(sign, monkeypatch, capsys):
+    monkeypatch.setattr(routing, "bias_step", lambda counts: sign * bias_step(counts))
+    code, last, row = demo_says("", monkeypatch, capsys)
+    assert (code, last == "PASS") == ((0, True) if sign == 1 else (1, False)) and " < " in row
+
+
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
