@@ -114,8 +114,7 @@ def message_of(report: Any) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""  # file, line, "Skipped: and why"
     text = crash.message if crash else skipped or str(report.longrepr)
-    if "Traceback (most recent call last)" in text:
-        raised = re.split(r"Traceback \(most recent call last\):\n", text, maxsplit=1)[1]
+    if raised := text.partition("Traceback (most recent call last):\n")[2]:
         last = [m.start() for m in re.finditer(r"^[\w.]+(?:: |$)", raised, re.MULTILINE)]
         text = raised[last[0] :].split("\n\nthe others")[0].split("\n\nranks [")[0] if last else text
     return text[:LONGEST_MESSAGE]

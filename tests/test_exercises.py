@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -251,6 +252,19 @@ SAMPLE = {  # one of each script; `make prove` plants all
     *("eps_outside_the_root", "labels_are_shifted_twice", "tied_embeddings_are_counted_twice"),
     *("chunk_is_added_one_step_too_late", "valid_tokens_of_the_whole_world"),
 }
+
+
+def test_a_failure_that_quotes_a_traceback_is_told_as_it_is_and_one_of_a_rank_in_the_ranks_words(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "harness"))  # where `forget` is
+    judge = importlib.import_module("judge")
+
+    def told(text):
+        crash = types.SimpleNamespace(message=text)
+        return judge.message_of(types.SimpleNamespace(passed=False, longrepr=types.SimpleNamespace(reprcrash=crash)))
+
+    quoted = r"AssertionError: Actual message: 'rank 0 raised:\nTraceback (most recent call last):\n  File ...'"
+    assert told(quoted) == quoted
+    assert told("rank 0 raised:\nTraceback (most recent call last):\n  File a.py\nValueError: 3\n") == "ValueError: 3\n"
 
 
 @pytest.mark.prove
