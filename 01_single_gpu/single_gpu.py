@@ -208,7 +208,7 @@ def kept_bytes(c: Sizes, B: int, S: int, recompute: bool = False, fused: bool = 
 
 
 def peak_bytes(c: Sizes, B: int, S: int, M: int, recompute: bool = False) -> tuple[int, str]:
-    """Of a step in fp32, and where. From the second step on (the moments are there), M >= 2, F >= H."""
+    """Of a step in fp32, and where. From the second step on (the moments are there), M >= 2, F >= 2 H."""
     T, kept = B * S, kept_bytes(c, B, S, recompute)
     # Gradients of log-probabilities and of logits; or, when there are few tokens, of the head and of its input.
     loss = kept + 4 * max(2 * T * c.V, T * c.H + c.V * c.H)

@@ -83,8 +83,8 @@ def called() -> list[str]:
 def flight_recorder() -> list[dict]:
     """What torch has noted of this process's collectives, oldest first."""
     c10d = torch._C._distributed_c10d  # no public names so far
-    dump = c10d._dump_nccl_trace if dist.get_backend() == "nccl" else c10d._dump_fr_trace
-    return pickle.loads(dump()).get("entries", [])
+    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace")]  # nccl has one of its own
+    return [entry for dump in dumps if dump for entry in pickle.loads(dump()).get("entries", [])]
 
 
 def train(rank: int, cause: str, mended: bool, alarm: Alarm) -> None:

@@ -26,12 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 TOKENS, WIDTH, STEPS = 8, 16, 60
-MEANT = ("aten.masked_fill", "aten.full", "aten.empty", "aten.scalar_tensor", "aten.log")  # may hold -inf on purpose
+MEANT = ("aten.masked_fill", "aten.full", "aten.scalar_tensor", "aten.log")  # may hold -inf on purpose
+UNWRITTEN = ("aten.empty", "aten.new_empty")  # may hold anything
 LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<")  # torch's lines, and Python's
 
 
 class FirstNotFinite(TorchDispatchMode):
-    """Raises FloatingPointError at the first operation that gets finite numbers and returns one that is not."""
+    """Raises FloatingPointError at the first operation that gets finite numbers and returns one that is not.
+
+    A mask of -inf may be handed on, by `triu` or `where`; it becomes a mistake where NaN or +inf is made of it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,10 +43,11 @@ class FirstNotFinite(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if str(func).startswith(MEANT):
+        if str(func).startswith((*MEANT, *UNWRITTEN)):
             return out
         given, made = tree_leaves((args, kwargs)), tree_leaves(out)
-        if not all(map(finite, made)) and not any(map(spoiled, given)):
+        handed_on = not all(map(finite, given)) and not any(map(spoiled, made))
+        if not all(map(finite, made)) and not any(map(spoiled, given)) and not handed_on:
             stands = where(traceback.extract_stack(), ("__torch_dispatch__",))
             largest = max((t.abs().max().item() for t in given if is_float(t) and t.numel()), default=0.0)
             raise FloatingPointError(

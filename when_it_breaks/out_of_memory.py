@@ -45,8 +45,9 @@ class Budget(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(out):  # a view of what was there before, weights say, is nothing new
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
                 self.count(tensor.untyped_storage())
         return out
 

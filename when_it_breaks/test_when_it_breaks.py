@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import hangs
 import losses_differ
@@ -88,6 +90,35 @@ def test_in_another_file_the_tools_name_the_lines_of_that_file():
         torch.zeros(1000)
     [line] = budget.lines
     assert re.fullmatch(r"line \d+, in test_\w+ of test_when_it_breaks.py: torch.zeros\(1000\)", line)
+
+
+def test_a_mask_that_is_handed_on_and_memory_that_nobody_has_written_are_no_mistakes():
+    with not_a_number.FirstNotFinite():
+        mask = torch.triu(torch.full((4, 4), -math.inf), 1)
+        scores = torch.where(mask == 0, torch.zeros(4, 4), mask) + mask
+        assert scores.softmax(1).isfinite().all()
+        torch.zeros(3).new_empty(1000)
+        with pytest.raises(FloatingPointError, match="aten._softmax"):
+            torch.full((2, 4), -math.inf).softmax(1)  # a row of which nothing is to be seen
+        with pytest.raises(FloatingPointError, match="aten.sub"):
+            mask - mask
+
+
+def test_a_view_of_weights_that_were_there_before_is_nothing_new():
+    weight = torch.ones(100, 100)
+    with out_of_memory.Budget(10_000) as budget:
+        product = torch.ones(10, 100) @ weight.t()
+    assert budget.peak == 4 * 2 * product.numel()
+
+
+def called_without_a_name_for_the_back_end():
+    torch.distributed.all_reduce(torch.ones(5))
+    with patch.object(torch.distributed, "get_backend", lambda *_: "cpu:gloo,cuda:nccl"):
+        return hangs.called()
+
+
+def test_the_recorder_is_found_whatever_the_back_end_is_called():
+    assert all("has called 1 collectives" in said[0] for said in run_ranks(2, called_without_a_name_for_the_back_end))
 
 
 def many_and_few():

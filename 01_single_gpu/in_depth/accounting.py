@@ -16,7 +16,7 @@ The idea. Four things live in memory during a step, and each has its own formula
                         explicit  B N S S (w [+ e])  the probabilities [and their bf16 copy]
         MLP             4 T F e                      gate, up, silu(gate), silu(gate) * up
 
-    GPT, for comparison (fp16, with dropout):   L s b h (34 + 5 a s / h)                (2205.05198, equation 2)
+    GPT, for comparison (fp16, with dropout):   L s b h (34 + 5 a s / h)                (2205.05198, equation 1)
 
 Compute is counted in matmul FLOPs: 2 per multiply-add, backward twice the forward (once for the inputs, once for
 the weights). So a step costs 3 x forward, and 4 x with full recomputation, or nearly: see `recomputed_flops`.
@@ -161,7 +161,7 @@ def activations(
 
 
 def gpt_activations(hidden: int, layers: int, heads: int, seq: int, batch: int, recompute: str = "none") -> int:
-    """Bytes of a GPT's activations in fp16 with dropout (2205.05198, equation 2 and table 2).
+    """Bytes of a GPT's activations in fp16 with dropout (2205.05198, equation 1 and table 2).
 
     34·s·b·h are the linear layers, norms and dropout masks; 5·a·s²·b are softmax output, its dropout mask and output.
     """
