@@ -286,7 +286,10 @@ def test_keys_beyond_the_end_of_a_tile_add_nothing_to_dq_however_low_the_scores(
     for plan in plans(torch.float32):
         got = triton_backward(dout, q, k, v, out, lse, causal=False, plan=plan)
         for name, x, y in zip(("dq", "dk", "dv"), got, want[1:], strict=True):
-            assert_same(x.double(), y, 2e-4, f"{name}, {'descriptors' if plan.tma else 'addresses'}")
+            # Rounded scores of 566 err by 1e-4, on each machine differently, and so do weights. Their sum should be 1:
+            # what it lacks counts a hundred times in dq, since keys are -10 and a hundredth of that.
+            limit = 2e-2 if name == "dq" else 2e-4
+            assert_same(x.double(), y, limit, f"{name}, {'descriptors' if plan.tma else 'addresses'}")
 
 
 def test_a_window_of_many_tiles_has_whole_tiles_between_cut_ones():
