@@ -396,10 +396,10 @@ def agree(plan: Plan) -> tuple[Plan, Path]:
     for candidate in candidates:
         found: list[Any] = [None] * ranks
         dist.all_gather_object(found, checkpoint.damage(candidate, contents=True, part=slice(rank, None, ranks)))
-        what = next(filter(None, found), "")
-        if not what:
+        broken = next(filter(None, found), "")
+        if not broken:
             break
-        messages.append(f"{candidate.name} is passed over: {what}")
+        messages.append(f"{candidate.name} is passed over: {broken}")
     else:
         raise UsageError(f"--resume {run}: no checkpoint is whole: {'; '.join(messages)}; start a new run")
     progress = progress if candidate == path else checkpoint.progress_of(candidate)

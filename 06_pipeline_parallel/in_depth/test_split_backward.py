@@ -190,6 +190,16 @@ def test_a_recomputed_block_runs_twice_and_a_checkpointed_one_once_more_for_each
     assert counts == {"recomputed once": 1 + 1, "checkpoint": 1 + 1 + 2}
 
 
+def backward_from(y, x, split):
+    """In two parts, or at once; returns the gradient of x."""
+    if not split:
+        y.backward(torch.ones_like(y))
+        return x.grad
+    (dx,), part = backward_for_input(get_gradient_edge(y), torch.ones_like(y), [get_gradient_edge(x)])
+    part.run()
+    return dx
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_recomputation_keeps_the_input_only_and_draws_the_same_dropout_mask(split):
     torch.manual_seed(0)
@@ -208,12 +218,7 @@ def test_recomputation_keeps_the_input_only_and_draws_the_same_dropout_mask(spli
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = wrap(block)(x)
         after = torch.rand(1)
-        if split:
-            (dx,), part = backward_for_input(get_gradient_edge(y), torch.ones_like(y), [get_gradient_edge(x)])
-            part.run()
-        else:
-            y.backward(torch.ones_like(y))
-            dx = x.grad
+        dx = backward_from(y, x, split)
         behind = torch.rand(1)  # what is drawn after backward must not depend on what backward drew again
         found.append((saved, after, behind, dx, *(p.grad for p in block.parameters())))
     assert found[0][0] == [x.shape], "of a block, only its input is kept"
@@ -234,12 +239,7 @@ def test_recomputation_is_under_the_autocast_of_the_first_run_wherever_backward_
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             y = wrap(block)(x)
         with torch.autocast("cpu", torch.bfloat16, enabled=not enabled):
-            if split:
-                (dx,), part = backward_for_input(get_gradient_edge(y), torch.ones_like(y), [get_gradient_edge(x)])
-                part.run()
-            else:
-                y.backward(torch.ones_like(y))
-                dx = x.grad
+            dx = backward_from(y, x, split)
         found.append((y, dx, *(p.grad for p in block.parameters())))
     assert found[0][0].dtype == (torch.bfloat16 if enabled else torch.float32)
     assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))

@@ -144,6 +144,24 @@ def start(tmp_path, change, words, ranks=2, nodes=(), inside=()):
     return subprocess.Popen(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, **pipes)
 
 
+def said_by_two_nodes(tmp_path, change, words, more=()):
+    """Train on two nodes of one rank, in a folder that both see, as on a cluster; both end well, and this is said."""
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "two"]
+    nodes = ["--nnodes", "2", "--nproc_per_node", "1", *meeting, "--local_addr", "127.0.0.1", *more]
+    words = [*words, "--out", str(tmp_path / "run")]
+    agents = [start(tmp_path, change, words, nodes=nodes) for _ in range(2)]
+    deadline = time.monotonic() + 300
+    while any(agent.poll() is None for agent in agents) and not any(agent.poll() for agent in agents):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for agent in agents:  # one alone would wait for the other
+        agent.kill()
+    said = [agent.communicate()[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    return said
+
+
 def steps_of(folder):
     file = folder / "log.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
@@ -184,16 +202,7 @@ def test_a_signal_in_the_last_step_is_no_failure_and_a_run_that_is_done_has_noth
 def test_two_nodes_meet_at_one_of_them_and_train_as_one_machine_with_all_their_ranks(text, tmp_path):
     words = [*fuzz.options(text, "", steps=3, timeout=120), "--zero", "1"]
     one_machine = fuzz.losses(run_ranks(2, fuzz.run, [*words, "--out", str(tmp_path / "one")])[0])
-    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "two"]
-    nodes = ["--nnodes", "2", "--nproc_per_node", "1", *meeting, "--local_addr", "127.0.0.1"]
-    words += ["--out", str(tmp_path / "run")]  # a folder that both see, as on a cluster
-    agents = [start(tmp_path, "", words, nodes=nodes) for _ in range(2)]
-    try:
-        said = [agent.communicate(timeout=300)[0] for agent in agents]
-    finally:
-        for agent in agents:  # one alone would wait for the other
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], said
+    said = said_by_two_nodes(tmp_path, "", words)
     assert steps_of(tmp_path / "run") == one_machine
     assert sorted("validation loss" in text for text in said) == [False, True], "the leader alone speaks"
 
@@ -206,17 +215,8 @@ def test_nodes_that_count_their_restarts_differently_meet_again(text, tmp_path):
         pytest.skip(reason="this torchrun waits for 30 seconds for a rank that hangs")
     words = fuzz.kill_options(text)
     undisturbed = fuzz.losses(run_ranks(2, fuzz.run, [*words, "--out", str(tmp_path / "undisturbed")])[0])
-    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "two"]
-    nodes = ["--nnodes", "2", "--nproc_per_node", "1", *meeting, "--local_addr", "127.0.0.1", "--max-restarts", "1"]
-    nodes += ["--shutdown-timeout", "2"]
-    words += ["--out", str(tmp_path / "run"), "--restart"]
-    agents = [start(tmp_path, ONE_DIES_AND_ONE_HANGS, words, nodes=nodes) for _ in range(2)]
-    try:
-        said = [agent.communicate(timeout=300)[0] for agent in agents]
-    finally:
-        for agent in agents:  # one alone would wait for the other
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], said
+    more = ["--max-restarts", "1", "--shutdown-timeout", "2"]
+    said_by_two_nodes(tmp_path, ONE_DIES_AND_ONE_HANGS, [*words, "--restart", "--timeout", "30"], more)
     assert (tmp_path / "fell 0").exists() and (tmp_path / "fell 1").exists()
     assert steps_of(tmp_path / "run") == undisturbed
 
