@@ -97,15 +97,19 @@ def build(folder: Path, on_gpu: bool) -> Path:
         str(_cuda.HERE / "cuda_on_cpu.h"),
     ]
     if on_gpu:
-        (folder / "asks.cu").write_text("#include <cublas_v2.h>\n")
-        asked = subprocess.run(["nvcc", "-E", "asks.cu"], cwd=folder, capture_output=True)
-        command = ["nvcc", "-O3"]
-        if asked.returncode == 0:  # the toolkit's libraries are not always where the loader looks
-            toolkit = Path(shutil.which("nvcc") or "").resolve().parents[1]
-            places = [toolkit / name for name in ("lib64", "targets/x86_64-linux/lib")]
-            command += ["-lcublas", *(f"-Xlinker=-rpath={place}" for place in places if place.is_dir())]
+        command = ["nvcc", "-O3", *cublas(folder)]
     _cuda.run_compiler([*command, "-o", str(folder / "matmul"), str(folder / "matmul.cu")], "matmul.cu")
     return folder / "matmul"
+
+
+def cublas(folder: Path) -> list[str]:
+    """What nvcc needs to link cuBLAS; nothing where the toolkit came without it, as the program can do, too."""
+    (folder / "asks.cu").write_text("#include <cublas_v2.h>\n")
+    if subprocess.run(["nvcc", "-E", "asks.cu"], cwd=folder, capture_output=True).returncode:
+        return []
+    toolkit = Path(shutil.which("nvcc") or "").resolve().parents[1]
+    places = [toolkit / name for name in ("lib64", "targets/x86_64-linux/lib")]  # the loader may not look there
+    return ["-lcublas", *(f"-Xlinker=-rpath={place}" for place in places if place.is_dir())]
 
 
 def passing_rows(program: Path, seconds: float = 500) -> Iterator[list[str]]:

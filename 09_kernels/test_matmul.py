@@ -299,8 +299,10 @@ def test_in_machine_code_a_thread_of_register_tiles_makes_16_shared_loads_for_64
 
 @NVCC
 def test_nvcc_builds_the_program_and_without_a_gpu_it_says_so_in_one_line(tmp_path):
+    import bench_matmul
+
     shutil.copy(PROGRAM, tmp_path)
-    command = ["nvcc", "-O3", "-o", "matmul", "matmul.cu", *(["-lcublas"] if has_cublas(tmp_path) else [])]
+    command = ["nvcc", "-O3", "-o", "matmul", "matmul.cu", *bench_matmul.cublas(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
     done = run(tmp_path / "matmul", "--size", "64", "64", "64")
@@ -309,11 +311,6 @@ def test_nvcc_builds_the_program_and_without_a_gpu_it_says_so_in_one_line(tmp_pa
     else:
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout
     assert run(tmp_path / "matmul", "--size", "x").returncode == 2
-
-
-def has_cublas(folder):
-    (folder / "asks.cu").write_text("#include <cublas_v2.h>\n")
-    return subprocess.run(["nvcc", "-E", "asks.cu"], cwd=folder, capture_output=True).returncode == 0
 
 
 def test_the_benchmark_has_each_row_before_the_program_ends_and_no_result_without_pass(tmp_path):

@@ -33,9 +33,9 @@ WAYS = [("pairs", "loop"), ("pairs", "padded"), ("pairs", "grouped"), ("once", "
 
 
 def weights_of(experts: int, device: str = "cpu", H: int = H, F_: int = F_) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     shapes = [(experts, F_, H), (experts, F_, H), (experts, H, F_), (experts, H)]
-    return [(torch.randn(*s, generator=generator) / s[-1] ** 0.5).to(device) for s in shapes]
+    return [torch.randn(*s, generator=generator, device=device) / s[-1] ** 0.5 for s in shapes]
 
 
 def tokens_of(rank: int) -> Tensor:
@@ -120,7 +120,7 @@ def on_gpu(dry: bool, out: Path | None) -> None:
     device = str(device_here())
     tokens, experts, k, H, F_ = (64, 4, 2, 32, 16) if dry else (16384, 64, 6, 2048, 1408)
     *w, gate = weights_of(experts, device, H, F_)
-    x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(1)).to(device)
+    x = torch.randn(tokens, H, generator=torch.Generator(device).manual_seed(1), device=device)
     chosen = route(router_logits(x, gate), k).experts.flatten()
     order = chosen.argsort(stable=True)
     counts = torch.bincount(chosen, minlength=experts).tolist()

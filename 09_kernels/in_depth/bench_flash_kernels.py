@@ -47,9 +47,9 @@ SEVEN = "backward, seven products"
 
 
 def inputs(B: int, S: int, N: int, N_kv: int, D: int, dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(S)
+    generator = torch.Generator(DEVICE).manual_seed(S)
     shapes = [(B, S, heads, D) for heads in (N, N_kv, N_kv, N)]
-    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for shape in shapes]
 
 
 def errors(version: Version, dtype: torch.dtype, D: int, S: int) -> tuple[float, float]:

@@ -26,8 +26,8 @@ import fp8_kernels
 from _precision_demo import OneLineParser
 from fp8 import emulated_matmul, quantize, relative
 from harness import predictions
-from harness.ceilings import Table, device_here, timer
-from harness.report import paired, write_result
+from harness.ceilings import Table, device_here, timer, times_as_fast
+from harness.report import write_result
 
 HERE = Path(__file__).resolve().parent
 
@@ -35,12 +35,6 @@ HERE = Path(__file__).resolve().parent
 def on_gpu(x: torch.Tensor) -> bool:
     """On a real one: Triton's interpreter, which a stand-in has, knows no bf16."""
     return x.is_cuda and not os.environ.get("TRITON_INTERPRET")
-
-
-def timed(dry: bool, repeats: int) -> Callable[[Callable[[], object]], float]:
-    """A function that says how many seconds a call takes: the median, with a cold L2 cache."""
-    clock = timer(device_here(), 2 if dry else repeats)
-    return lambda run: clock(run).median
 
 
 def inputs(rows: int, columns: int, device: str) -> torch.Tensor:
@@ -91,15 +85,22 @@ def compile_for_hopper() -> None:
 
 def time_on_gpu(device: str, dry: bool, out: Path | None) -> None:
     repeats, e4m3, gpu = 3 if dry else 15, torch.float8_e4m3fn, predictions.here()
-    seconds = timed(dry, repeats)
+    seconds = timer(device_here(), 2 if dry else repeats)
     table = Table(
         "10_fp8_kernels_speed",
         "Times as fast as the alternative",
         ["kernel", "alternative", "times as fast: median (quartiles)", "ms", *predictions.COLUMNS],
-        "Predicted: 2 bytes read and 1 written for each element, and the scales; for the matmul 80 % of the fp8 rate."
+        "By the GPU's clock, with a cold L2 cache. Predicted: 2 bytes read and 1 written for each element, and the "
+        "scales; for the matmul 80 % of the fp8 rate."
         + (" A dry run on a CPU: the numbers mean nothing." if dry else ""),
         out,
     )
+
+    def row(what: str, alternative: str, kernel: Callable, other: Callable, expected: float | None) -> None:
+        took = seconds(kernel)
+        ratio = times_as_fast(took, seconds(other))
+        table.add(what, alternative, ratio, took.median * 1e3, *predictions.cells(expected, took.median))
+
     for size in (256,) if dry else (8192, 4096):
         x, w = inputs(size, size, device), inputs(size, size, device)
         a, b = fp8_kernels.quantize(x, e4m3, (1, 128)), fp8_kernels.quantize(w, e4m3, (128, 128))
@@ -107,31 +108,25 @@ def time_on_gpu(device: str, dry: bool, out: Path | None) -> None:
         def matmul(a=a, b=b, x=x):
             return fp8_kernels.block_matmul(a, b, torch.bfloat16 if on_gpu(x) else torch.float32)
 
-        ratio, took = paired(lambda x=x, w=w: x @ w.T, matmul, repeats=repeats), seconds(matmul)
-        cells = predictions.cells(predictions.product(gpu, 2 * size**3, "fp8"), took)
-        table.add(f"matmul with tiles, {size} cubed", "bf16 matmul", ratio, took * 1e3, *cells)
+        products = predictions.product(gpu, 2 * size**3, "fp8")
+        row(f"matmul with tiles, {size} cubed", "bf16 matmul", matmul, lambda x=x, w=w: x @ w.T, products)
         for block in fp8_kernels.MODES:
-
-            def kernel(x=x, block=block):
-                return fp8_kernels.quantize(x, e4m3, block)
-
-            ratio = paired(lambda x=x, b=block: quantize(x, e4m3, b), kernel, repeats=repeats)
-            took = seconds(kernel)
             moved = predictions.moved(gpu, size * size * (3 + 4 / min(block[0] * block[1], 128 * 128)))
-            cells = predictions.cells(moved, took)
-            what = f"quantize {block[0]} x {block[1]}, {size} x {size}"
-            table.add(what, "the same in PyTorch", ratio, took * 1e3, *cells)
-        for block, what, read in (((1, 128), "tiles", 2), ((1, 0), "whole rows and columns", 4)):
-
-            def both(x=x, block=block):
-                return fp8_kernels.quantize_both(x, e4m3, block)
-
-            ratio = paired(
-                lambda x=x, b=block: [quantize(x, e4m3, b), quantize(x, e4m3, b[::-1])], both, repeats=repeats
+            row(
+                f"quantize {block[0]} x {block[1]}, {size} x {size}",
+                "the same in PyTorch",
+                lambda x=x, b=block: fp8_kernels.quantize(x, e4m3, b),
+                lambda x=x, b=block: quantize(x, e4m3, b),
+                moved,
             )
-            took = seconds(both)
-            cells = predictions.cells(predictions.moved(gpu, size * size * (read + 2)), took)
-            table.add(f"both forms, {what}, {size} x {size}", "the same in PyTorch", ratio, took * 1e3, *cells)
+        for block, what, read in (((1, 128), "tiles", 2), ((1, 0), "whole rows and columns", 4)):
+            row(
+                f"both forms, {what}, {size} x {size}",
+                "the same in PyTorch",
+                lambda x=x, b=block: fp8_kernels.quantize_both(x, e4m3, b),
+                lambda x=x, b=block: [quantize(x, e4m3, b), quantize(x, e4m3, b[::-1])],
+                predictions.moved(gpu, size * size * (read + 2)),
+            )
 
 
 def main() -> None:

@@ -460,7 +460,7 @@ def save(rows: list, parts: list, notes: list[str], copy: float, product: float,
         "Where the time of a step goes, and the floor of each part",
         ["model", "kernels; precision", "part", "ms", "of the step", "floor, ms", "floor / time"],
         parts,
-        f"From a trace of three steps. {against}",
+        f"From a trace of two steps. {against}",
         folder=out,
     )
 
