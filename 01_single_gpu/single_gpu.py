@@ -156,7 +156,7 @@ class Recompute(torch.autograd.Function):
 
 
 def loss_sum(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Sum over the valid tokens of -log p(label), in fp32 or better. Who knows the whole batch divides it."""
+    """Sum over the valid tokens of -log p(label), in fp32 or better. Whoever knows the whole batch divides it."""
     logits = model(tokens).flatten(0, 1)  # [B, S, V] -> [T, V]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -199,7 +199,7 @@ def kept_bytes(c: Sizes, B: int, S: int, recompute: bool = False, fused: bool = 
     """What autograd keeps from forward to backward of a micro-batch in fp32: 4 bytes a number."""
     T = B * S
     # --- exercise 1.5: every tensor that backward will ask for, each once ---
-    norm = 3 * c.H + 1  # its input, input / size, 1 / size, and its output, which the matrices after it read
+    norm = 3 * c.H + 1  # its input x, x / rms, 1 / rms, and its output, which the matrices after it read
     core = c.H + 2 * c.K * c.D + c.N if fused else 3 * c.H + c.N * S  # q, k, v, log-sum-exp; or copies of k, v; softmax
     block = c.H if recompute else 2 * norm + core + c.H + 4 * c.F  # `out` reads H; gate, silu(gate), up, their product
     numbers = T * (c.L * block + norm + c.V) + S * c.D  # the last norm, log-probabilities; cos and sin for all blocks
@@ -291,7 +291,7 @@ def measure(c: Sizes, B: int, S: int, M: int, recompute: bool) -> tuple[int, lis
     with Meter([batch, list(optimizer.state.values()), [(w, w.grad) for w in model.parameters()]]) as meter:
         before, loss = meter.course[-1], loss_sum(model, *batch[0])
         kept = meter.course[-1] - before
-        del loss, meter.course[:-1]
+        del loss, meter.course[:-1]  # the course begins again, at what is held now
         train_step(model, optimizer, batch)
     return kept, meter.course[:]
 
@@ -332,7 +332,7 @@ def main() -> int:
         row(f"{again}FLOPs", f"{flops(c, 3, 32, recompute):,}", f"{counter.get_total_flops():,}")
 
     model, losses, begin = Llama(c, recompute=o.recompute).to(device), [], time.perf_counter()
-    optimizer, goal = adamw(model, lr=0.01), 0.6 * math.log(c.V)  # log V is the loss of who knows nothing
+    optimizer, goal = adamw(model, lr=0.01), 0.6 * math.log(c.V)  # log V: the loss of a model that knows nothing
     for step in tqdm(range(o.steps), desc="train", leave=False):
         batch = draw_batch(o.micro_batches, o.micro_batch, o.seq, step, device)
         losses.append(train_step(model, optimizer, batch).item())  # .item() waits for the device

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # Watch needs it. First imported while a group is up, it would keep that group to the end
+import torch.distributed.nn  # Watch's base imports it; while a group is up, that would keep the group to the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -304,6 +304,7 @@ def prove(version: Callable, group: dist.ProcessGroup, device: torch.device) -> 
     dist.all_gather_object(table := [()] * ranks, (errors, sent, early, held), group=group)
     worst = max((e for row in table for e in row[0]), key=lambda e: (e != e, e))  # a NaN is the worst
     sent, size = round(sum(row[1] for row in table)), sum(p.nbytes for p in parameters)
+    # Of all ranks; the 16 bytes are N and the loss, which are all-reduced, too.
     formula, messages = 2 * (ranks - 1) * (size + 16), len(whats) - whats.count("ready") - 2  # all but N and the loss
     if rank == 0:
         line = f"{name:11}{worst:9.1e}{messages:10}{early:7}{sent:14,}{formula:12,}{held:11,}{size:11,}"
@@ -331,6 +332,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
+    # Under torchrun the environment says where ranks meet; without it, a group of one meets in this process.
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     rank, wrong = dist.get_rank(), []

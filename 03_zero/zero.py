@@ -32,7 +32,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # torch.optim imports it; while a group is up, that would keep the group to the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -125,7 +125,7 @@ class Zero1:
         self.units = [Unit(layer, group, compute) for layer in layers]
         self.group, self.n, self.ahead = group, dist.get_world_size(group), ahead
         self.asked, self.sums, self.events = {}, [], []  # weights on their way, gradients on theirs, what happened
-        self.whole, self.sent, self.most = [], 0, 0  # lines that are whole; bytes sent; bytes of whole lines, at most
+        self.whole, self.sent, self.most = [], 0, 0  # lines that are whole; bytes sent; most bytes of whole lines
         for i, unit in enumerate(self.units):
             self.hold(i, unit)
 
@@ -145,7 +145,7 @@ class Zero1:
             self.receive(left=0)
 
     def send(self, i: int, gradient: Tensor) -> None:
-        """Start to sum layer i's gradient over the ranks: [N S] -> reduce-scatter -> my [S]. Do not wait for it."""
+        """Start to sum layer i's gradient over ranks: [N S] -> reduce-scatter -> my [S]. Wait for earlier ones only."""
         # --- exercise 3.2: the first half of an all-reduce ---
         mine = torch.empty_like(self.units[i].shard, dtype=gradient.dtype)
         work = reduce_scatter(mine, gradient.detach(), group=self.group, async_op=True)

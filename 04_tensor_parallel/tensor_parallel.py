@@ -41,7 +41,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.nn  # torch, too. First imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # and torch; dispatch modes import it: while a group is up, that would keep it to the end
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -35,7 +35,7 @@ from datetime import timedelta
 from itertools import chain
 
 import torch.distributed as dist
-import torch.distributed.nn  # torch, too. First imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # and torch; dispatch modes import it: while a group is up, that would keep it to the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes

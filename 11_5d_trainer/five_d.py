@@ -48,7 +48,7 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.nn  # torch, too. First imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # and torch; torch.optim imports it: while a group is up, that would keep it to the end
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
@@ -60,8 +60,8 @@ V, IGNORE = 256, -100  # bytes; a label that is no target
 Config = namedtuple("Config", "layers hidden heads kv_heads inner experts top_k length batch micro_batches dtype")
 TINY = Config(4, 32, 8, 4, 24, 4, 2, 45, 32, 4, torch.float64)  # dtype: what is computed with
 MODEL = Config(4, 128, 8, 4, 352, 4, 2, 128, 32, 4, torch.float32)  # for --train
-COLUMNS, ROWS, EXPERTS = ("q", "k", "v", "gate", "up"), ("o", "down"), ("w1", "w3", "w2")
-Weights, LIMIT = dict[str, Tensor], timedelta(seconds=120)  # of a collective; new groups would wait half an hour
+COLUMNS, ROWS, EXPERTS = ("q", "k", "v", "gate", "up"), ("o", "down"), ("w1", "w3", "w2")  # of experts: gate, up, down
+Weights, LIMIT = dict[str, Tensor], timedelta(seconds=120)  # of a collective; new groups, unless told, wait 30 minutes
 sent: Counter[str] = Counter()  # bytes that have left this rank, by what their group is called
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -272,7 +272,7 @@ def moe(x: Tensor, w: Weights, i: int, config: Config, group: dist.ProcessGroup)
     """07: x [T, H] of this rank -> the same. w1, w3, w2 are those of its E/ep experts, the router is whole."""
     K, ep, each = config.top_k, group.size(), config.experts // group.size()
     best, experts = F.linear(wide(x), w[f"{i}.router"]).softmax(-1).topk(K)  # [T, K]; in bf16, experts would tie
-    share = best / best.sum(-1, keepdim=True) if K > 1 else best  # s/s = 1 would cut the router off
+    share = best / best.sum(-1, keepdim=True) if K > 1 else best  # of 1 it is 1: no gradient for the router
     order = experts.flatten().argsort(stable=True)  # pairs of token and expert, by expert and hence by rank, too
     send = torch.bincount(experts.flatten(), minlength=config.experts)  # [E]
     receive = exchanged(send, [each] * ep, [each] * ep, group).view(ep, each)  # from each rank, for each of my experts
@@ -405,7 +405,8 @@ def train_step(batch: list, lines: list[Line], optimizer, limit: float, config: 
 
 # ------------------------------------------------------------------------------------------------------------ the proof
 def batch_of(data: Tensor, seed: int, config: Config, prompts: bool) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of a global batch, [batch, length]. After prompts there are fewer labels, at last none."""
+    """Tokens and labels of a global batch, [batch, length]. With `prompts`, samples begin with
+    ever longer ones, which have no labels; the last have none at all."""
     begin = torch.randint(len(data) - config.length, (config.batch, 1), generator=torch.Generator().manual_seed(seed))
     both, ahead = data[begin + torch.arange(config.length + 1)], torch.arange(config.batch)[:, None] * config.length
     prompt = torch.arange(config.length) * max(config.batch - 4, 1) < ahead * prompts
@@ -413,7 +414,8 @@ def batch_of(data: Tensor, seed: int, config: Config, prompts: bool) -> tuple[Te
 
 
 def formulas(lines: list[Line], config: Config, mesh: Mesh, states: int, rows: int) -> dict[str, int]:
-    """Bytes held, with `states` numbers of the optimizer for each weight, and sent in a step, by this rank."""
+    """Bytes held, with `states` numbers of the optimizer for each weight, and sent in a step, by this rank; `rows` rows
+    of it went to experts and came back."""
     layers, M, e = len(layers_of(mesh.stage, config, mesh)), config.micro_batches, config.dtype.itemsize
     x = len(positions_of(config.length, mesh)) * config.batch // (mesh.dp * M) * config.hidden * e  # [s, b, H]
     kv = 2 * x * config.kv_heads // (config.heads * mesh.tp)  # K and V of this rank's heads
