@@ -332,8 +332,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    # Under torchrun the environment says where ranks meet; without it, a group of one meets in this process.
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # one alone
     dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     rank, wrong = dist.get_rank(), []
     if rank == 0:

@@ -43,7 +43,7 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.distributed.nn  # and torch; dispatch modes import it: while a group is up, that would keep it to the end
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, inf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # B sequences of S tokens, T = B S rows of x. H hidden, N query heads and N_kv key/value heads of D numbers, V words,
@@ -332,8 +332,8 @@ def main() -> int:
         rate = 3 * sizes.batch * sizes.sequence / (time.perf_counter() - start)
         oracle = three_steps({name: x.requires_grad_() for name, x in whole.items()}, sizes, None)
         errors = [x - piece_of(n, right[n], sizes, tp) for i, right in enumerate(oracle) for n, x in mine[i].items()]
-        dist.all_reduce(worst := torch.stack([e.abs().max() for e in errors]).max(), op=dist.ReduceOp.MAX)
-        wrong += [] if (error := worst.item()) <= 1e-10 else [f"{layout} is off by {error:.1e}"]  # NaN is wrong, too
+        dist.all_reduce(worst := torch.stack([e.abs().max() for e in errors]).max().nan_to_num(inf), dist.ReduceOp.MAX)
+        wrong += [] if (error := worst.item()) <= 1e-10 else [f"{layout} is off by {error:.1e}"]  # inf: MAX loses NaN
         what = ("weights held", "kept of a block", "sent by a block")
         table = list(zip(what, formulas(sizes, t, tp.sequence), measure(w, sizes, tp), strict=True))
         wrong += [f"{layout}: bytes {name} {got:,}, not {want:,}" for name, want, got in table if got != want]

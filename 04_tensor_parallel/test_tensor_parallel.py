@@ -603,3 +603,25 @@ def test_copied_alone_into_an_empty_folder_it_passes_and_says_what_it_measured(t
     assert last == "PASS" and len(table) == 8
     held = formulas(TINY._replace(kv_heads=4), 1, False)[0]
     assert re.search(rf"weights held +formula +{held:,} +measured +{held:,}", done.stdout)
+
+
+def test_a_nan_is_no_pass_where_a_maximum_over_ranks_loses_it(monkeypatch, capsys):
+    plain, reduced = tensor_parallel.three_steps, dist.all_reduce
+
+    def spoiled(w, sizes, tp):
+        seen = plain(w, sizes, tp)
+        if tp is not None:
+            seen[0]["loss"].fill_(torch.nan)
+        return seen
+
+    def as_nccl(tensor, op=dist.ReduceOp.SUM, **where):
+        """With a rank whose numbers are all zero: the larger one, and of NaN and a number the number."""
+        if op == dist.ReduceOp.MAX:
+            tensor.copy_(torch.fmax(tensor, torch.zeros_like(tensor)))
+        return reduced(tensor, op, **where)
+
+    monkeypatch.setattr(sys, "argv", ["tensor_parallel.py", "--layout", "tensor"])
+    monkeypatch.setattr(tensor_parallel, "three_steps", spoiled)
+    monkeypatch.setattr(dist, "all_reduce", as_nccl)
+    assert tensor_parallel.main() == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "tensor is off by inf"

@@ -405,8 +405,7 @@ def train_step(batch: list, lines: list[Line], optimizer, limit: float, config: 
 
 # ------------------------------------------------------------------------------------------------------------ the proof
 def batch_of(data: Tensor, seed: int, config: Config, prompts: bool) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of a global batch, [batch, length]. With `prompts`, samples begin with
-    ever longer ones, which have no labels; the last have none at all."""
+    """Tokens and labels of a global batch, [batch, length]. `prompts`: the later a sample, the fewer labels it has."""
     begin = torch.randint(len(data) - config.length, (config.batch, 1), generator=torch.Generator().manual_seed(seed))
     both, ahead = data[begin + torch.arange(config.length + 1)], torch.arange(config.batch)[:, None] * config.length
     prompt = torch.arange(config.length) * max(config.batch - 4, 1) < ahead * prompts
@@ -414,8 +413,7 @@ def batch_of(data: Tensor, seed: int, config: Config, prompts: bool) -> tuple[Te
 
 
 def formulas(lines: list[Line], config: Config, mesh: Mesh, states: int, rows: int) -> dict[str, int]:
-    """Bytes held, with `states` numbers of the optimizer for each weight, and sent in a step, by this rank; `rows` rows
-    of it went to experts and came back."""
+    """Bytes held, with `states` numbers of the optimizer a weight, and sent in a step, `rows` rows of it to experts."""
     layers, M, e = len(layers_of(mesh.stage, config, mesh)), config.micro_batches, config.dtype.itemsize
     x = len(positions_of(config.length, mesh)) * config.batch // (mesh.dp * M) * config.hidden * e  # [s, b, H]
     kv = 2 * x * config.kv_heads // (config.heads * mesh.tp)  # K and V of this rank's heads

@@ -2,6 +2,8 @@
 other travels."""
 
 import gc
+import os
+import subprocess
 import sys
 import weakref
 from argparse import Namespace
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import domino
@@ -19,6 +22,7 @@ from domino import HalvedBlock, Piece, UnderWay, in_halves, one_by_one
 from harness.meter import communication, saved_activations
 from harness.oracle import assert_same_named
 from harness.ranks import run_ranks
+from harness.report import ROOT
 from parallel_block import (
     Config,
     ParallelBlock,
@@ -396,3 +400,24 @@ def run_demo() -> list[str]:
 
 def test_the_demo_finds_nothing_wrong():
     assert run_ranks(4, run_demo) == [[]] * 4
+
+
+STAND_IN = ROOT / "tests/fake_device"
+WITH_SCORES = """
+import sys, domino
+from torch.nn.attention import SDPBackend, sdpa_kernel
+sys.argv = ["domino.py"]
+with sdpa_kernel(SDPBackend.MATH):  # what a GPU has for float64
+    domino.main()
+"""
+
+
+@pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
+@pytest.mark.prove
+def test_what_is_kept_may_be_more_than_with_a_flash_kernel_on_a_gpu():
+    path = f"{STAND_IN}{os.pathsep}{Path(domino.__file__).parent}"
+    environment = os.environ | {"PYTHONPATH": path, "FAKE_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_SCORES], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout.splitlines() or [""])[-1] == "PASS", done.stdout + done.stderr[-900:]

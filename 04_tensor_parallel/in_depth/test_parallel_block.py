@@ -1,9 +1,12 @@
 """One block with all its regions, against one device: every layout, every number of key/value heads, every mask."""
 
+import os
+import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import parallel_block
 import pytest
@@ -13,6 +16,7 @@ import torch.nn.functional as F
 from harness.meter import communication, saved_activations
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.report import ROOT
 from parallel_block import (
     Config,
     ParallelBlock,
@@ -436,3 +440,26 @@ def run_demo(p: float) -> list[str]:
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_the_demo_finds_nothing_wrong_with_more_ranks_than_key_value_heads(p):
     assert run_ranks(4, run_demo, p) == [[]] * 4
+
+
+STAND_IN = ROOT / "tests/fake_device"
+WITH_SCORES = """
+import sys, parallel_block
+from torch.nn.attention import SDPBackend, sdpa_kernel
+sys.argv = ["parallel_block.py"]
+with sdpa_kernel(SDPBackend.MATH):  # what a GPU has for float64
+    parallel_block.main()
+"""
+
+
+@pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
+@pytest.mark.prove
+@pytest.mark.parametrize("gpus", ["1", "0"])
+def test_what_is_kept_is_that_of_a_flash_kernel_on_a_cpu_and_may_be_more_on_a_gpu(gpus):
+    path = f"{STAND_IN}{os.pathsep}{Path(parallel_block.__file__).parent}"
+    environment = os.environ | {"PYTHONPATH": path, "FAKE_GPUS": gpus, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_SCORES], env=environment, capture_output=True, text=True, timeout=120
+    )
+    last = (done.stdout.splitlines() or [""])[-1]
+    assert last == "PASS" if gpus == "1" else "bytes kept for backward is" in last, done.stdout + done.stderr[-900:]

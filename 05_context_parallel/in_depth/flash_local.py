@@ -178,11 +178,11 @@ def step_of(local: LocalAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 
 
 def timed(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], float]:
-    run()
+    wait = torch.cuda.synchronize if run()[0].is_cuda else lambda: None
+    wait()
     start = time.perf_counter()
     found = run()
-    if found[0].is_cuda:
-        torch.cuda.synchronize()
+    wait()
     return found, time.perf_counter() - start
 
 

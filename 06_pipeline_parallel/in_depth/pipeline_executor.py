@@ -567,10 +567,10 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
 
     pipeline = Pipeline(schedule, stages, group, loss=loss_of, example=example)
     extras = [{"positions": torch.arange(tokens.shape[-1], device=device)}] * m
-    errors, sent = [0.0], SentBytes()
+    errors, sent = list[Tensor](), SentBytes()
 
     def compare(got: Tensor, want: Tensor) -> None:
-        errors.append(((got - want).abs().max() / want.abs().max()).item())
+        errors.append((got - want).abs().max() / want.abs().max())
 
     for step in range(3):
         tokens, labels = (x.to(device) for x in make_batch(step, m))
@@ -596,10 +596,16 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
 
     timeline = simulate(schedule)
     messages = sum(isinstance(x, Message) and x.source == rank for x in pipeline.program)
-    mine = (max(errors), pipeline.peak, timeline.peak_activations[rank], sent.bytes, messages * example.nbytes)
+    mine = (
+        torch.stack(errors).max().item(),
+        pipeline.peak,
+        timeline.peak_activations[rank],
+        sent.bytes,
+        messages * example.nbytes,
+    )
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
-    error = max(row[0] for row in everyone)
+    error = max((row[0] for row in everyone), key=lambda e: (e != e, e))  # a NaN is the worst
     measured, predicted = [[row[i] for row in everyone] for i in (1, 3)], [[row[i] for row in everyone] for i in (2, 4)]
     rows = [  # what, predicted, measured, is it right?
         ("largest error against the oracle", "<= 1e-10", f"{error:.1e}", all(row[0] <= 1e-10 for row in everyone)),

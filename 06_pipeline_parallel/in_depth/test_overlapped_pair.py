@@ -3,6 +3,7 @@
 import sys
 import threading
 from itertools import pairwise
+from unittest.mock import patch
 
 import overlapped_pair
 import pytest
@@ -219,3 +220,19 @@ def test_bad_options_end_in_one_line_before_any_group_is_made(monkeypatch, capsy
         assert (stop.value.code, printed.out, len(printed.err.splitlines())) == (2, "", 1)
         assert said in printed.err
     assert not dist.is_initialized()
+
+
+def demo_with_a_nan(experts):
+    class Spoiled(overlapped_pair.Pipeline):
+        def step(self, *arguments, **options):
+            super().step(*arguments, **options)
+            if dist.get_rank() == 1:
+                for stage in self.stages.values():
+                    stage[-1].down.grad[0] = torch.nan
+
+    with patch.object(overlapped_pair, "Pipeline", Spoiled):
+        return demo(experts)
+
+
+def test_a_nan_in_a_gradient_of_one_rank_is_no_pass():
+    assert run_ranks(2, demo_with_a_nan, 1) == [["largest error against one process"]] * 2

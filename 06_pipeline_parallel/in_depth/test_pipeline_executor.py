@@ -4,9 +4,12 @@ import random
 import sys
 import time
 import weakref
+from argparse import Namespace
 from dataclasses import replace
 from functools import cache, partial, partialmethod
+from unittest.mock import patch
 
+import pipeline_executor
 import pytest
 import torch
 import torch.distributed as dist
@@ -842,3 +845,18 @@ def test_layers_are_contiguous_all_there_and_never_differ_by_more_than_one():
                 assert sizes[0] == sizes[-1] == min(sizes), "the ends have the embedding and the head besides"
     with pytest.raises(ValueError, match="3 layers are fewer than 4 stages"):
         layers_of(0, 4, 3)
+
+
+def demo_with_a_nan():
+    def spoiled(schedule, stages, group):
+        sum_mirrored(schedule, stages, group)
+        if group.rank() == 1:
+            next(stages[0, 1].parameters()).grad[0] = torch.nan
+
+    args, schedule = Namespace(layers=2, untied=True), build("1f1b", 2, 2)
+    with patch.object(pipeline_executor, "sum_mirrored", spoiled):
+        return pipeline_executor.demo(args, schedule, dist.group.WORLD, torch.device("cpu"))
+
+
+def test_a_nan_in_one_gradient_of_one_rank_is_no_pass():
+    assert run_ranks(2, demo_with_a_nan) == [["largest error against the oracle"]] * 2

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import split_backward as script
 import torch
 import torch.nn.functional as F
 from harness.oracle import assert_same, assert_same_named
@@ -306,3 +307,17 @@ def test_bad_options_end_in_one_line():
     done = subprocess.run([sys.executable, script, "--part", "3"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert "split_backward.py: " in done.stderr and "--part" in done.stderr
+
+
+def test_a_nan_in_the_gradient_of_one_weight_is_no_pass(monkeypatch, capsys):
+    class Spoiled(script.Block):
+        def __init__(self, hidden):
+            super().__init__(hidden)
+            self.down.weight.register_post_accumulate_grad_hook(lambda p: p.grad.__setitem__(0, torch.nan))
+
+    monkeypatch.setattr(sys, "argv", ["split_backward.py"])
+    monkeypatch.setattr(script, "Block", Spoiled)  # a copy of it, the oracle, has no hooks
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAIL: largest error against one backward"
