@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
-GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c .)
+GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 TORCHRUN := $(PY) 11_5d_trainer/launch.py --standalone --nproc_per_node
 ARGS   ?=
 PIP_ARGS ?=
@@ -31,6 +31,10 @@ BEST   := --global-batch 4 --micro-batch 2 --steps 4000 --warmup 50 --eval-every
 endif
 else
 NPROC  ?= $(GPUS)
+ifeq ($(findstring --resume,$(ARGS))$(findstring --init,$(ARGS)),)
+# 32 samples a step, or the next multiple of what all GPUs take at once.
+BEST   := --micro-batch 8 --global-batch $$(( (31 + 8 * $(NPROC)) / (8 * $(NPROC)) * 8 * $(NPROC) ))
+endif
 endif
 # What follows shows layouts: more ranks than cores, which wait for one another. The losses of a layout are those of one
 # rank (test_train.py).

@@ -273,6 +273,7 @@ def check(K: int, E: int, group: dist.ProcessGroup, device: str) -> list[str]:
     everyone = [[text(step, r, device) for r in range(P)] for step in range(3)]
     valid = [sum(int((labels != IGNORE).sum()) for _, labels in ranks) for ranks in everyone]
     w, right_w = my_weights(whole, rank, P), my_weights(whole, 0, 1)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # the first message of a group opens its connections
     start = time.perf_counter()
     mine = train(w, [ranks[rank] for ranks in everyone], valid, partial(moe, K=K, group=group), group)
     seconds, measured = time.perf_counter() - start, dict(sent)

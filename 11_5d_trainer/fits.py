@@ -24,6 +24,19 @@ from zero_memory import bytes_per_parameter
 
 def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str, float]:
     """Of the rank that holds most: bytes of weights, gradients and AdamW's states."""
+    bytes_each = WEIGHTS.get(config.precision, torch.float32).itemsize
+    all_ranks = config.dp(world_size) * config.cp * (1 + config.mirrored(sizes, world_size))
+    shards = config.zero_shards or all_ranks
+    own_copy = config.precision == "bf16-master" or config.zero_offload
+    moments = (2 + own_copy) * max(bytes_each, 4)
+    count, summed = most_parameters(config, sizes, world_size), 4 if config.accumulate_dtype == "fp32" else bytes_each
+    # Of each parameter: (states, weight, gradient), as chapter 03 divides them.
+    kinds = {"weights": (0, bytes_each, 0), "gradients": (0, 0, summed), "AdamW's states": (moments, 0, 0)}
+    return {kind: count * bytes_per_parameter(config.zero, shards, *each) for kind, each in kinds.items()}
+
+
+def most_parameters(config: Config, sizes: LlamaConfig, world_size: int) -> float:
+    """Of the rank that has most after every cut but that of ZeRO."""
     schedule = config.pipeline(world_size, sizes.layers)
     held = [set(range(sizes.layers))]
     if schedule:
@@ -39,15 +52,7 @@ def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str
         share = matrix if tensor.dim() > 1 else 1
         for i, layers in enumerate(held):
             elements[i] += tensor.numel() / share if layer in layers else 0
-    bytes_each = WEIGHTS.get(config.precision, torch.float32).itemsize
-    all_ranks = config.dp(world_size) * config.cp * (1 + config.mirrored(sizes, world_size))
-    shards = config.zero_shards or all_ranks
-    own_copy = config.precision == "bf16-master" or config.zero_offload
-    moments = (2 + own_copy) * max(bytes_each, 4)
-    count, summed = max(elements), 4 if config.accumulate_dtype == "fp32" else bytes_each
-    # Of each parameter: (states, weight, gradient), as chapter 03 divides them.
-    kinds = {"weights": (0, bytes_each, 0), "gradients": (0, 0, summed), "AdamW's states": (moments, 0, 0)}
-    return {kind: count * bytes_per_parameter(config.zero, shards, *each) for kind, each in kinds.items()}
+    return max(elements)
 
 
 def memory_of_a_rank(device: torch.device) -> int:
@@ -64,10 +69,15 @@ def memory_of_a_rank(device: torch.device) -> int:
 def check_memory(config: Config, sizes: LlamaConfig, world_size: int, device: torch.device) -> None:
     """Raise UsageError, with the estimate, for a model that a rank cannot even hold."""
     need = least_bytes(config, sizes, world_size)
-    places = [(need, device)]
+    advice = "share it out with --tp, --pp, --ep or --zero on more ranks, or take a smaller model"
+    places = [(need, device, advice)]
     if config.zero_offload and device.type == "cuda":  # two memories: a GPU's, and the machine's for the rest
-        places = [({"weights": need.pop("weights")}, device), (need, torch.device("cpu"))]
-    for need, place in places:
+        places = [({"weights": need.pop("weights")}, device, advice), (need, torch.device("cpu"), advice)]
+    if config.zero == 3:  # which cuts weights that a rank has drawn
+        bytes_each = WEIGHTS.get(config.precision, torch.float32).itemsize
+        whole = {"weights, before ZeRO cuts them": most_parameters(config, sizes, world_size) * bytes_each}
+        places.append((whole, device, "cut it with --tp, --pp or --ep first, or take a smaller model"))
+    for need, place, advice in places:
         have = memory_of_a_rank(place)
         if sum(need.values()) <= have:
             continue
@@ -76,13 +86,15 @@ def check_memory(config: Config, sizes: LlamaConfig, world_size: int, device: to
         parts = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in need.items())
         raise UsageError(
             f"{what} needs at least {sum(need.values()) / 1e9:,.1f} GB on a rank ({parts}), which has "
-            f"{have / 1e9:,.1f} GB; share it out with --tp, --pp, --ep or --zero on more ranks, or take a smaller model"
+            f"{have / 1e9:,.1f} GB; {advice}"
         )
 
 
 def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
     """Raise UsageError where the fused kernels cannot do this model."""
     kernels = kernels_on(config, device)
+    if config.precision in FP8 and device.type == "cuda":
+        check_fp8(config, sizes, device)
     if kernels == "cuda":
         check_cuda(config, sizes.head_dim, device)
     if kernels != "triton":
@@ -98,6 +110,25 @@ def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> N
         check_head_dim(sizes.head_dim)
     except ValueError as error:
         raise UsageError(f"--kernels {config.kernels}: {error}; or use --kernels torch") from None
+
+
+def check_fp8(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
+    """Raise UsageError unless this GPU has the products in fp8, and takes weights of the sizes that a rank has."""
+    from fp8_kernels import refusal  # imported here for parts.py's reason
+
+    if reason := refusal(device):
+        raise UsageError(f"--precision {config.precision}: {reason}; use bf16")
+    mixture = config.mixture(sizes)
+    widths = {
+        "hidden size": sizes.hidden,
+        "query heads": sizes.heads * sizes.head_dim // config.tp,
+        "key/value heads": max(sizes.kv_heads // config.tp, 1) * sizes.head_dim,
+        "feed-forward": mixture.intermediate if mixture else sizes.intermediate // config.tp,
+    }
+    for what, width in widths.items():
+        if width % 16:
+            line = f"{what} of a rank, {width} numbers, are no multiple of 16, as fp8 products want it"
+            raise UsageError(f"--precision {config.precision}: {line}; use bf16")
 
 
 def check_cuda(config: Config, head_dim: int, device: torch.device) -> None:

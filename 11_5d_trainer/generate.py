@@ -16,7 +16,7 @@ import checkpoint
 import torch
 from data import as_bytes, as_numbers, load_tokenizer
 from llama import Llama, LlamaConfig
-from model import alone, full_shapes, whole_names
+from model import alone, full_shapes, give_memory, whole_names
 from options import Config, UsageError
 from parts import WEIGHTS
 from training_step import generate
@@ -28,7 +28,8 @@ def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str
     config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
     moe, dtype = config.mixture(sizes), WEIGHTS.get(config.precision, torch.float32)
     weights = checkpoint.load(path, full_shapes(sizes, moe), dtype)["weights"]
-    model = alone(sizes, moe, device).to(dtype)
+    model = alone(sizes, moe, "meta").to(dtype)
+    give_memory(model, device, sizes.tied)
     for name, tensor in model.state_dict().items():
         names = whole_names(model, name)
         for each, part in zip(names, tensor if len(names) > 1 else [tensor], strict=True):

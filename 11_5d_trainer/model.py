@@ -113,6 +113,7 @@ def build(
             model.model.norm = model.lm_head = None
         if not (first or (last and sizes.tied)):  # tied, the output layer is the embedding
             model.model.embed_tokens = None
+    model.to(dtype)  # while it has no memory: in fp32 it may not fit
     fill(model, sizes, seed, device, tie=sizes.tied and last)
     if mesh.sizes["tp"] > 1 and layers is None:
         # Some gradients are shares, of norms or of K/V heads, and have to be summed before anyone takes them away.
@@ -128,16 +129,21 @@ def build(
         for block in blocks:
             block.forward = fpdt_block(block, fpdt_chunks, mesh.groups["ulysses"], store)
         model.forward = partial(loss_in_chunks, model, fpdt_chunks)
-    return model.to(dtype)
+    return model
 
 
-def fill(model: Any, sizes: LlamaConfig, seed: int, device: torch.device | str, tie: bool) -> None:
-    """Give a model on the meta device its memory and its first values."""
+def give_memory(model: Any, device: torch.device | str, tie: bool) -> None:
+    """To a model on the meta device; what is in its weights then is whatever was there."""
     model.to_empty(device=device)
     if tie:
         model.lm_head.weight = model.model.embed_tokens.weight
     for buffer in model.buffers():  # counters of the experts
         buffer.zero_()
+
+
+def fill(model: Any, sizes: LlamaConfig, seed: int, device: torch.device | str, tie: bool) -> None:
+    """Give a model on the meta device its memory and its first values."""
+    give_memory(model, device, tie)
     if isinstance(model, ParallelLlama):
         parallel_linear.init_weights(model, sizes.layers, seed)
     else:

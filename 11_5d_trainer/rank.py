@@ -29,7 +29,7 @@ from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, my_p
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from options import Config
 from parallel_block import sync_replicated_gradients
-from parts import AUTOCAST, WEIGHTS, end_step, make_parts
+from parts import AUTOCAST, WEIGHTS, end_step, leave_out_step, make_parts
 from pipeline_executor import Pipeline, layers_of
 from precision_policies import LossScaler
 from schedules import Schedule
@@ -109,7 +109,8 @@ class Rank:
 
     def precision(self) -> Any:
         low = AUTOCAST.get(self.config.precision)
-        return torch.autocast(self.device.type, low) if low else nullcontext()
+        # ZeRO-3 lets go of weights that nobody needs; autocast's cache would keep a copy of each to the end of forward.
+        return torch.autocast(self.device.type, low, cache_enabled=self.config.zero < 3) if low else nullcontext()
 
     def loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
         if self.config.fpdt_chunks:
@@ -267,12 +268,13 @@ def train_step(me: Rank, batches: list[Batch]) -> tuple[float, float]:
         if moe_layers(me.model):
             update_biases(me.model, me.mesh.groups["all tokens"])
     else:
-        forget_counts(me)
+        forget_step(me)
     return loss.item(), norm
 
 
-def forget_counts(me: Rank) -> None:
-    """How many tokens came to each expert moves its bias, but not in a step that is left out."""
+def forget_step(me: Rank) -> None:
+    """How many tokens came to each expert moves its bias, and what fp8 has seen its scales; not if it is left out."""
+    leave_out_step(me.model.parts)
     for layer in moe_layers(me.model):
         layer.step_counts.zero_()
 
@@ -290,7 +292,7 @@ def who_is_not_finite(me: Rank, batches: list[Batch]) -> str:
         mine = {name: me.engine.local_gradient(p) for name, p in me.model.named_parameters()}
         bad = [name for name, gradient in mine.items() if gradient is not None and not gradient.isfinite().all()]
     me.engine.zero_grad()
-    forget_counts(me)
+    forget_step(me)
     here = f"rank {dist.get_rank()}: gradient of {bad[-1]}" if bad else ""
     if bad and not loss.isfinite():
         here += ", from a loss that is not finite"

@@ -166,6 +166,7 @@ def connect(device: torch.device, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False  # by default it is; some images' environment says otherwise
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         store, rank, size = next(rendezvous("env://", timeout=limit))
@@ -456,6 +457,8 @@ def main() -> int:
     )  # torchrun passes Ctrl-C on as SIGTERM, and Slurm sends it before the time is up
     signal.signal(signal.SIGINT, stop)  # Python's own is not there in a job that a shell put in the background
     connect(plan.device, plan.config.timeout)
+    if plan.config.zero_offload and plan.device.type == "cuda":  # the host updates: not with torchrun's one core
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     try:
         plan, run = agree(plan)
     except UsageError as error:  # what only shows when all are there, and all have seen

@@ -49,6 +49,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from _precision_demo import Decoder, OneLineParser, Report, batch, launch, loss_sum, stdlib_bytes
 from formats import TILE, Block, Quantized, amax_of, e4m3, emulated_matmul, expand, quantize, transpose
 from torch import Tensor, nn
@@ -210,8 +211,10 @@ class Fp8Linear:
         rows = x.reshape(-1, x.shape[-1])  # [B, S, K] -> [M, K]
         # A rank without tokens (an expert nobody chose) still shares its amax; a kernel has nothing to do for it.
         matmul = self.matmul if len(rows) else emulated_matmul
+        lack = -len(rows) % 16 if self.kernels else 0  # an expert gets any number; rows of zeros change nothing
+        rows = F.pad(rows, (0, 0, 0, lack)) if lack else rows
         if self.kernels:
-            check_sizes(rows.shape[0], *weight.shape)
+            check_sizes(*weight.shape)
 
         def operands(tensor: Tensor, role: str) -> tuple[Quantized, Quantized]:
             along_rows, along_columns = self.recipe.block(role, 1), self.recipe.block(role, 0)
@@ -224,7 +227,8 @@ class Fp8Linear:
             return first, self.quantize(tensor, role, along_columns, weight)
 
         with torch.autocast(kind, enabled=False):  # it would round the emulated product's fp32 operands to bf16
-            return ThreeProducts.apply(rows, weight, operands, matmul).unflatten(0, x.shape[:-1])
+            y = ThreeProducts.apply(rows, weight, operands, matmul)
+        return y[: len(rows) - lack].unflatten(0, x.shape[:-1])
 
     def quantize(self, tensor: Tensor, role: str, block: Block, weight: Tensor) -> Quantized:
         """One operand in fp8, by the recipe and, if there are, by the kernels of the GPU."""
@@ -271,8 +275,11 @@ class Fp8Linear:
     def end_step(self) -> None:
         """After the optimizer step: the step's amaxes become history, as one message for all layers."""
         bad, self.bad = self.bad, []
-        for what, amax in bad:
-            check_finite(amax, what)
+        if (
+            bad and not torch.stack([amax for _, amax in bad]).isfinite().all()
+        ):  # one wait for the GPU, not one for each
+            for what, amax in bad:
+                check_finite(amax, what)
         histories = [history for roles in self.histories.values() for history in roles.values()]
         if not histories:
             return
@@ -284,6 +291,12 @@ class Fp8Linear:
             history.steps += 1
             history.now.zero_()
 
+    def leave_out_step(self) -> None:
+        """In place of end_step() where the weights stay as they are: nothing of this step is remembered."""
+        self.bad = []
+        for history in (history for roles in self.histories.values() for history in roles.values()):
+            history.now.zero_()
+
 
 class History:
     """The amaxes of the last steps, a ring buffer, and of the step under way."""
@@ -292,9 +305,9 @@ class History:
         self.past, self.now, self.steps = like.new_zeros(length, 1), torch.zeros_like(like), 0
 
 
-def check_sizes(tokens: int, outputs: int, inputs: int) -> None:
-    """ValueError unless an fp8 tensor core takes these sizes: rows of 16 bytes, in all three products."""
-    for what, size in (("tokens", tokens), ("outputs", outputs), ("inputs", inputs)):
+def check_sizes(outputs: int, inputs: int) -> None:
+    """ValueError unless an fp8 tensor core takes a weight of these sizes: rows of 16 bytes, in all three products."""
+    for what, size in (("outputs", outputs), ("inputs", inputs)):
         if size % 16:
             fitting = -(-size // 16) * 16
             raise ValueError(f"fp8 matmul with {size} {what}: no multiple of 16; pad it to {fitting}, or use bf16")

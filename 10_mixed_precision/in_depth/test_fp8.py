@@ -383,8 +383,8 @@ def test_nan_and_infinity_are_named_and_not_hidden_by_saturation(name, value):
 
 
 def test_sizes_and_recipes_that_cannot_run_are_refused_in_one_line():
-    check_sizes(4096, 128, 48)
-    for sizes, line in (((17, 16, 16), "17 tokens.* 32"), ((16, 16, 100), "100 inputs.* 112")):
+    check_sizes(128, 48)
+    for sizes, line in (((17, 16), "17 outputs.* 32"), ((16, 100), "100 inputs.* 112")):
         with pytest.raises(ValueError, match=line):
             check_sizes(*sizes)
     with pytest.raises(ValueError, match="'tile' is unknown; use tensor"):
@@ -421,3 +421,23 @@ def some_without_tokens() -> torch.Tensor:
 def test_a_rank_without_tokens_still_shares_its_amax():
     for got in run_ranks(2, some_without_tokens):
         assert_same(got, torch.full((16, 16), 6.0), 1e-6, "weight gradient")
+
+
+def test_a_step_that_is_left_out_is_in_no_history_and_raises_nothing_later():
+    linear, weight = Fp8Linear("tensor-delayed"), nn.Parameter(random(32, 16))
+    linear.quantize(torch.full((16, 16), 1.0), "x", (0, 0), weight)
+    linear.end_step()
+    linear.quantize(torch.full((16, 16), 64.0), "x", (0, 0), weight)
+    linear.bad.append(("x", torch.tensor(torch.inf)))  # as a GPU notes it, to look at in the end
+    linear.leave_out_step()
+    linear.quantize(torch.full((16, 16), 2.0), "x", (0, 0), weight)
+    linear.end_step()
+    assert linear.histories[weight]["x"].past.flatten().tolist()[:3] == [1.0, 2.0, 0.0]
+
+
+def test_what_a_gpu_noted_in_a_step_is_raised_at_its_end_by_its_name():
+    linear = Fp8Linear("tensor")
+    linear.bad += [("x", torch.tensor(3.0)), ("W of shape [2, 2]", torch.tensor(torch.nan)), ("dy", torch.tensor(1.0))]
+    with pytest.raises(FloatingPointError, match=r"W of shape \[2, 2\] has an infinity or NaN"):
+        linear.end_step()
+    linear.end_step()

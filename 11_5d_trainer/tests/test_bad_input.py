@@ -387,3 +387,17 @@ def test_the_memory_of_a_rank_is_its_share_of_the_machine(monkeypatch):
     assert 10**8 < whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert fits.memory_of_a_rank(torch.device("cpu")) == whole // 4
+
+
+def test_weights_that_zero_3_would_cut_have_to_fit_before_it_does(text, monkeypatch):
+    words = ["--data", text, "--zero", "3", "--precision", "bf16-master", "--global-batch", "64", "--micro-batch", "1"]
+    config = Config(**parse(words))
+    sizes = train.dataclasses.replace(train.PRESETS[config.preset], vocab_size=256)
+    held, whole = sum(fits.least_bytes(config, sizes, 64).values()), 2 * fits.most_parameters(config, sizes, 64)
+    assert held < whole / 4
+    monkeypatch.setattr(fits, "memory_of_a_rank", lambda device: int(0.99 * whole))
+    said = refusal(words, 64)
+    assert "(weights, before ZeRO cuts them " in said, said
+    assert said.endswith("; cut it with --tp, --pp or --ep first, or take a smaller model"), said
+    monkeypatch.setattr(fits, "memory_of_a_rank", lambda device: int(1.01 * whole))
+    train.prepare(words, 64)

@@ -233,3 +233,16 @@ def test_compile_without_a_compiler_is_refused_and_on_a_gpu_it_takes_torchs_kern
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UsageError, match="--compile needs a C.. compiler, and no-such-compiler is not on the PATH"):
         train.prepare(["--data", text, "--device", "cpu", "--compile"], 1)
+
+
+def test_fp8_is_refused_in_one_line_before_hopper_and_for_widths_that_no_product_takes(text, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    config = Config(**parse(["--data", text, "--precision", "fp8-block", "--kernels", "torch"]))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(UsageError, match=r"^--precision fp8-block: fp8 on A100: .* not 8.0; use bf16$"):
+        fits.check_kernels(config, SIZES, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    fits.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=96), gpu)
+    with pytest.raises(UsageError, match=r"^--precision fp8-block: feed-forward of a rank, 100 numbers, .* use bf16$"):
+        fits.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=100), gpu)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import train
 from harness.ranks import run_ranks
+from options import Config, parse
 from test_ends import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -265,3 +266,16 @@ def test_a_slurm_job_saves_before_its_time_is_up_queues_again_and_goes_on(text, 
         assert done[-1] == max(steps_of(folder)) > before
     assert (tmp_path / "queued").read_text() == "requeue 77\nrequeue 77\n"
     assert (tmp_path / "cpus").read_text() == "3\n"
+
+
+def test_make_train_takes_a_batch_that_any_number_of_gpus_can_share():
+    for gpus in range(1, 17):
+        done = subprocess.run(
+            ["make", "-n", "-o", ".venv/.ready", "train", f"GPUS={gpus}"], cwd=ROOT, capture_output=True, text=True
+        )
+        command = done.stdout.splitlines()[-1].partition("train.py")[2]
+        words = subprocess.run(["sh", "-c", f"echo {command}"], capture_output=True, text=True).stdout.split()
+        config = Config(**parse(words))
+        assert f"--nproc_per_node {gpus} " in done.stdout
+        assert 32 <= config.global_batch < 32 + config.micro_batch * gpus
+        assert config.global_batch % (config.micro_batch * gpus) == 0, f"{gpus} GPUs: {words}"

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import types
+from unittest import mock
 
 import chapters  # noqa: F401  finds the chapters below
 import model
@@ -18,8 +19,9 @@ from fp8 import Fp8Linear
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
 from llama import Linear
-from options import Config
+from options import Config, parse
 from parts import AUTOCAST, FP8
+from rank import make_rank
 from state import full_state
 from test_train import SIZES, SMALL, arguments, f64, losses
 
@@ -201,3 +203,29 @@ def test_help_says_no_default_twice_and_none_that_means_something_else(capsys):
     for text in paragraphs:
         assert text.count("default:") <= 1, text
         assert "''" not in text and ("(default: 0)" not in text or text.startswith("seed")), text
+
+
+def dtypes_of_new_memory(words):
+    """Of all weights, when they get it; and whether autocast keeps what it has cast to the end of forward."""
+    seen, give = set(), model.give_memory
+
+    def watched(made, *arguments, **more):
+        give(made, *arguments, **more)
+        seen.update(p.dtype for p in made.parameters())
+
+    with mock.patch.object(model, "give_memory", watched):
+        me = make_rank(Config(**parse(words)), SIZES, torch.device("cpu"))
+    with me.precision():
+        return seen, torch.is_autocast_cache_enabled()
+
+
+def test_weights_get_their_memory_in_the_dtype_they_stay_in(text):
+    for precision, dtype in (("bf16-master", torch.bfloat16), ("bf16", torch.float32), ("fp64", torch.float64)):
+        seen, _ = run_ranks(1, dtypes_of_new_memory, arguments(text, precision=precision, zero=1))[0]
+        assert seen == {dtype}, precision
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_under_zero_3_autocast_keeps_no_copy_of_weights_to_the_end_of_forward(zero, text):
+    _, kept = run_ranks(1, dtypes_of_new_memory, arguments(text, precision="bf16", zero=zero))[0]
+    assert kept == (zero < 3)
