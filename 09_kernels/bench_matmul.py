@@ -97,7 +97,7 @@ def build(folder: Path, on_gpu: bool) -> Path:
         str(_cuda.HERE / "cuda_on_cpu.h"),
     ]
     if on_gpu:
-        command = ["nvcc", "-O3", *cublas(folder)]
+        command = ["nvcc", "-O3", "-arch=native", *cublas(folder)]
     _cuda.run_compiler([*command, "-o", str(folder / "matmul"), str(folder / "matmul.cu")], "matmul.cu")
     return folder / "matmul"
 

@@ -25,7 +25,7 @@
 // Each is compared with a plain product in double on the host, element by element, and then timed beside cuBLAS,
 // NVIDIA's own. (Roofline: Williams et al. 2009. Register tiles: Volkov & Demmel 2008.)
 //
-//     nvcc -O3 -o matmul matmul.cu -lcublas && ./matmul       on a GPU; without cuBLAS's header leave -lcublas out
+//     nvcc -O3 -arch=native -o matmul matmul.cu -lcublas && ./matmul    on a GPU; without cuBLAS's header leave -lcublas out
 //     ./matmul --size 8192 8192 8192                          another size
 //     g++ -x c++ -std=c++17 -O1 -U_FORTIFY_SOURCE -include in_depth/cuda_on_cpu.h -o matmul matmul.cu && ./matmul
 //                                                             without a GPU: the same kernels, thread by thread

@@ -19,10 +19,12 @@ __device__ inline int rank_in_cluster() {
 __device__ inline void cluster_barrier() {
     ON_HOPPER(asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory"));
 }
-// Arrive at this barrier as it is in block `rank` of the cluster, mine or another one
+// Arrive at this barrier as it is in block `rank` of the cluster, mine or another one. It tells that wgmma is done with
+// a stage, and no thread has written anything that the other block would have to see. With `.release.cluster`, as one
+// would write it first, ptxas adds a fence for the whole GPU: an answer of L2 to wait for, in every step.
 __device__ inline void arrive_at(uint64_t* barrier, int rank) {
     ON_HOPPER(asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-                           "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(
+                           "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(
                                address_of(barrier)),
                            "r"(rank)
                            : "memory"));

@@ -3,8 +3,8 @@
 //     elu(x)  = x           for x > 0          gradient from the output:   1        for y > 0
 //             = α (eˣ - 1)  otherwise                                      y + α    otherwise      (αeˣ = y + α)
 //
-// All kernels here are bound by memory: a few operations on 4 bytes that have to come from DRAM. What counts is how
-// many bytes travel; the arithmetic is free as long as it hides behind them. elu.py builds, runs and checks this file.
+// ELU is bound by memory: a few operations on 4 bytes that have to come from DRAM. What counts is how many bytes
+// travel; the arithmetic is free as long as it hides behind them. elu.py builds, runs and checks this file.
 //
 // In ncu look at: "DRAM throughput"; for diverge, "average active threads per warp".
 #include "cuda_on_cpu.h"
@@ -41,7 +41,7 @@ __global__ void elu_backward(int n, float alpha, global<const float> y, global<c
 
 // Half of the elements take one path, half the other. The 32 lanes of a warp have one instruction between them: when
 // they disagree, the warp goes both ways, one after the other, each time with half of its lanes switched off. With
-// by_warp = 1 whole warps agree, and the same work takes half the instructions.
+// by_warp = 1 whole warps agree, and go one way: half of these instructions.
 __global__ void diverge(int n, int by_warp, global<const float> x, global<float> y) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;

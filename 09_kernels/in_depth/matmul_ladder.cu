@@ -179,7 +179,7 @@ template <bool WHOLE>
 __global__ void __launch_bounds__(256)
 vectorised(int M, int N, int K, global<const float> A, global<const float> B, global<float> C) {
     constexpr int BM = 128, BN = 128, BK = 8, PAD = 4, LDA = BM + PAD;
-    __shared__ float tile_a[BK * LDA], tile_b[BK * BN];
+    __align__(16) __shared__ float tile_a[BK * LDA], tile_b[BK * BN];
     shared<float> As = tile_a, Bs = tile_b;
     int t = threadIdx.x, tx = t % 16, ty = t / 16;
     int a_row = t / 2, a_k = t % 2 * 4;    // 128 rows x 2 groups of 4 along K: one float4 of A for each thread
@@ -222,7 +222,7 @@ template <bool WHOLE>
 __global__ void __launch_bounds__(256, 2)  // two blocks on a multiprocessor: at most 128 registers per thread
 warp_tiles(int M, int N, int K, global<const float> A, global<const float> B, global<float> C) {
     constexpr int BM = 128, BN = 128, BK = 8, PAD = 4, LDA = BM + PAD;
-    __shared__ float tile_a[2 * BK * LDA], tile_b[2 * BK * BN];
+    __align__(16) __shared__ float tile_a[2 * BK * LDA], tile_b[2 * BK * BN];
     int t = threadIdx.x, warp = t / 32, lane = t % 32;
     int a_row = t / 2, a_k = t % 2 * 4, b_k = t / 32, b_col = t % 32 * 4;
     int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;

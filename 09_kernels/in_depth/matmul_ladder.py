@@ -162,11 +162,15 @@ def matmul(
     """a [M, K] times b [K, N] by the named rung. The inputs may be any views; `order` is of the threads, on the CPU.
 
     Raises ValueError, in one line, for what the rung cannot do: other dtypes, two devices, shapes that do not fit, 2³¹
-    elements or more (offsets are 32 bits), a GPU that is too old.
+    elements or more (offsets are 32 bits), a GPU that is too old, an `out` of another kind or out of line.
     """
     check_matmul(a, b, rung)
     (M, K), N = a.shape, b.shape[1]
-    out = a.new_empty(M, N) if out is None else out
+    if out is None:
+        out = a.new_empty(M, N)
+    elif (out.shape, out.dtype, out.device) != ((M, N), a.dtype, a.device) or aligned(out) is not out:
+        wanted = f"[{M}, {N}] of {a.dtype} on {a.device}, in rows from an address that is a multiple of 16"
+        raise ValueError(f"out is {list(out.shape)} of {out.dtype} on {out.device}; it has to be {wanted}")
     if M * N == 0 or K == 0:
         return out.zero_()
     if rung == TRITON:

@@ -187,6 +187,8 @@ def test_kernels_have_no_stack_frame_and_fit_into_a_multiprocessor_and_use_the_u
         for instruction in instructions:
             assert instruction in code[name], f"{name} has no {instruction}"
         assert not re.search(r"\b(LDL|STL)\b", code[name]), f"{name} uses local memory"
+    for name in ("multicast", "ping_pong"):  # two barriers of the cluster, at the beginning and at the end
+        assert code[name].count("MEMBAR.ALL.GPU") == 2, f"{name} waits for L2 in each step"
 
 
 @NVCC
@@ -457,6 +459,24 @@ def test_what_cannot_be_right_is_refused_in_one_line():
     if INTERPRETED:
         with pytest.raises(ValueError, match="cast a and b first"):
             matmul_ladder.matmul(x.bfloat16(), x.bfloat16(), TRITON)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda out: out.double(), r"out is \[6, 8\] of torch.float64 on cpu; it has to be \[6, 8\] of torch.float32"),
+        (lambda out: out[:, :4], r"out is \[6, 4\]"),
+        (lambda out: out.t().contiguous().t(), "in rows from an address that is a multiple of 16"),
+        (lambda out: torch.empty(49)[1:].view(6, 8), "in rows from an address that is a multiple of 16"),
+    ],
+)
+def test_a_place_for_the_product_that_no_kernel_could_write_to_is_refused(change, says):
+    a, b = torch.ones(6, 4), torch.ones(4, 8)
+    out = torch.empty(6, 8)
+    assert matmul_ladder.matmul(a, b, "naive", out=out) is out and (out == 4).all()
+    with pytest.raises(ValueError, match=says) as refused:
+        matmul_ladder.matmul(a, b, "naive", out=change(out))
+    assert "\n" not in str(refused.value)
 
 
 def test_an_old_gpu_is_refused_before_anything_is_built(monkeypatch):
