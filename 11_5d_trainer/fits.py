@@ -3,8 +3,8 @@
 `check_memory` counts weights, gradients and AdamW's two moments of what a rank holds (chapter 01 says how many bytes
 each; chapters 03 to 07 say who holds what). Activations come on top, so this is the least that a rank needs. What it
 refuses cannot run; what it lets pass may still be too much. ZeRO-3 cuts weights that a rank has drawn, so all weights
-of its layers have to fit as well. `check_kernels` and `check_compile` know what the fused
-kernels of chapter 09 and torch.compile can do.
+of its layers have to fit as well. `check_kernels` and `check_compile` know what the fused kernels of chapter 09 and
+torch.compile can do.
 """
 
 import os
