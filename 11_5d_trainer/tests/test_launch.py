@@ -110,13 +110,15 @@ train.train_step = signalled
 """
 ONE_DIES_AND_ONE_HANGS = """
 steps, step, me = [0], rank.train_step, os.environ["RANK"]
-mark = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fell " + me)
+mark, other = (os.path.join(os.path.dirname(os.path.abspath(__file__)), "fell " + who) for who in (me, "0"))
 def deadly(*args):
     steps[0] += 1
     if steps[0] == 8 and not os.path.exists(mark):
         open(mark, "w").close()
-        if me == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
+        while me == "1":  # once rank 0 hangs: in a collective it would see that it is alone, and fall, too
+            if os.path.exists(other):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
         time.sleep(600)
     return step(*args)
 train.train_step = deadly
