@@ -110,7 +110,12 @@ train.train_step = signalled
 """
 ONE_DIES_AND_ONE_HANGS = """
 steps, step, me = [0], rank.train_step, os.environ["RANK"]
-mark, other = (os.path.join(os.path.dirname(os.path.abspath(__file__)), "fell " + who) for who in (me, "0"))
+here = os.path.dirname(os.path.abspath(__file__))
+mark, other = (os.path.join(here, "fell " + who) for who in (me, "0"))
+with open(os.path.join(here, "starts"), "a") as starts:
+    starts.write(me)
+if os.path.getsize(starts.name) > 4:
+    sys.exit("a third start: in the second the ranks did not meet")
 def deadly(*args):
     steps[0] += 1
     if steps[0] == 8 and not os.path.exists(mark):
@@ -219,7 +224,7 @@ def test_nodes_that_count_their_restarts_differently_meet_again(text, tmp_path):
     words = fuzz.kill_options(text)
     undisturbed = fuzz.losses(run_ranks(2, fuzz.run, [*words, "--out", str(tmp_path / "undisturbed")])[0])
     more = ["--max-restarts", "1", "--shutdown-timeout", "2"]
-    said_by_two_nodes(tmp_path, ONE_DIES_AND_ONE_HANGS, [*words, "--restart", "--timeout", "30"], more)
+    said_by_two_nodes(tmp_path, ONE_DIES_AND_ONE_HANGS, [*words, "--restart", "--timeout", "20"], more)
     assert (tmp_path / "fell 0").exists() and (tmp_path / "fell 1").exists()
     assert steps_of(tmp_path / "run") == undisturbed
 
