@@ -517,7 +517,7 @@ def parse(words: list[str] | None, world: int) -> tuple[argparse.Namespace, Conf
         ("pp x --cp x --tp", ranks, world, f"{world} ranks"),
         ("nproc_per_node: dp", dp, config.batch, f"{config.batch} samples"),
         ("micro-batches", args.micro_batches, samples, f"{samples} samples of a rank"),
-        ("ep", args.ep, math.gcd(config.experts, stage), f"{config.experts} experts and {stage} ranks of a stage"),
+        ("ep", args.ep, math.gcd(config.experts or 1, stage), f"{config.experts} experts and {stage} ranks of a stage"),
     ):
         if n % value:
             right = " or ".join(str(i) for i in range(1, n + 1) if n % i == 0)
