@@ -268,8 +268,6 @@ def filled(readme: Path) -> str:
     text = fill(readme.read_text(), ROOT / "results")
     if not FILES.search(text):
         return text
-    if str(ROOT / "tests") not in sys.path:  # this file was started as a script
-        sys.path.insert(0, str(ROOT / "tests"))
     from harness.house import scripts
     from harness.plant import needed_by
 
@@ -335,4 +333,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests"))  # where the harness is
     sys.exit(main())
