@@ -325,7 +325,7 @@ def check(
         passed = [row.number for row in report.rows if row.status == "passed"]
         if passed and not report.rejected:
             bodies = {number: submission.bodies[number] for number in passed}
-            report.rejected = ask(confirm, course, chapter, bodies).result()
+            report.rejected = ask(confirm, course, chapter, bodies, report.warnings).result()
     for row in report.rows:
         if row.status == "passed" and report.rejected:
             row.status = "not reached"
@@ -457,11 +457,12 @@ def unanswered(tests: Sequence[str], outcome: Outcome) -> list[str]:
     return [test for test in tests if test not in answered]
 
 
-def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], judge: Judge) -> str:
+def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], warnings: list[str], judge: Judge) -> str:
     """Would a mistake be noticed beside these bodies? Returns "" or why the passes are not believed.
 
     First all bodies together must pass one test of each exercise: alone, each was beside the chapter's own. Then known
-    mistakes are planted in what the student does not own, and the tests that catch them must turn red.
+    mistakes are planted in what the student does not own, and the tests that catch them must turn red. What the machine
+    is to blame for is a warning.
     """
     for script in chapter.scripts:
         mine = {number: body for number, body in bodies.items() if number in script.fences}
@@ -471,9 +472,16 @@ def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], judge: 
             tests = list(dict.fromkeys((script.index.get(number) or script.tests(number))[0] for number in mine))
             text = fences.splice(script.text, mine)
             outcome = judge.run({script.path: text}, [course.test_path(chapter, test) for test in tests])
-            failed = [result.test for result in outcome.results if not result.passed] + unanswered(tests, outcome)
-            if outcome.foul or outcome.ended:
-                return outcome.foul or outcome.ended
+            messages = {result.test: result.message for result in outcome.results if not result.passed}
+            failed = [*messages, *unanswered(tests, outcome)]
+            if outcome.foul:
+                return outcome.foul
+            doubtful = outcome.ended or any(TRANSPORT.search(message) for message in messages.values())
+            if doubtful and (why := unwell(course, chapter, (failed or tests)[0], judge)):
+                warnings.append(f"whether these exercises pass together is not known: {why}")
+                continue
+            if outcome.ended:
+                return outcome.ended
             if failed:
                 return f"each exercise passes alone, but together it is not true that {sentence(failed[0])}"
         for mistake in controls(script, mine):

@@ -1025,6 +1025,22 @@ def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny):
     assert row.status == "failed" and "Connection timed out" in row.detail
 
 
+class MachineThatTires(MachineWithout):
+    def __init__(self, after):
+        self.left = after
+
+    def run(self, *args, **more):
+        self.left -= 1
+        self.broken_by = "nobody" if self.left >= 0 else "the machine"
+        return super().run(*args, **more)
+
+
+def test_passes_stand_where_the_machine_gives_up_when_they_are_confirmed(tiny):
+    chapter = tiny.chapter("01")
+    report = check(tiny, chapter, Submission(own_bodies(chapter)), judge=MachineThatTires(after=2))
+    assert report.all_passed and len(report.warnings) == 1 and "this machine, not your lines" in report.warnings[0]
+
+
 # --------------------------------------------------------------------------------------------------------------- grade
 
 
