@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -63,7 +63,7 @@ class Saver:
         if self.leader:
             writing.parent.mkdir(parents=True, exist_ok=True)
             for leftover in writing.parent.glob(".writing-*"):
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
         dist.barrier(self.group)
         # Not async_save, which would copy the share once more before it begins.
         self.pending = self.background.submit(self.write, state, writing)
@@ -115,7 +115,8 @@ def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep
     shutil.rmtree(final, ignore_errors=True)
     os.replace(writing, final)
     for old in complete(writing.parent.parent)[:-keep]:
-        shutil.rmtree(old)
+        (old / "manifest.json").unlink()  # what somebody still reads may stay: it is no checkpoint any more
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def size_of(path: Path) -> int:
@@ -164,11 +165,10 @@ def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
     """
     path = Path(resume)
     if (path / "manifest.json").exists():
+        run = Path(os.path.normpath(path / ".." / ".."))  # also of a path that begins in the run folder
         if what := damage(path):
-            raise UsageError(
-                f"--resume {resume}: {what}; use --resume {path.parent.parent}, which takes the one before"
-            )
-        return path.parent.parent, path, progress_of(path), []
+            raise UsageError(f"--resume {resume}: {what}; use --resume {run}, which takes the one before")
+        return run, path, progress_of(path), []
     messages: list[str] = []
     for candidate in reversed(complete(path)):
         if not (what := damage(candidate)):
@@ -206,8 +206,9 @@ def damage(path: Path, contents: bool = False, part: slice = slice(None)) -> str
 # ------------------------------------------------------------------------------------------------------- reading
 
 
-def reader(path: Path) -> Callable[[str, Sequence[int], torch.dtype], Tensor]:
-    """A function that reads one tensor, by its name in the files, in the shape that it must have. Not collective."""
+def reader(path: Path) -> tuple[Callable[[str, Sequence[int], torch.dtype], Tensor], Container[str]]:
+    """A function that reads one tensor, by its name in the files, in the shape that it must have, and the names that
+    there are. Not collective."""
     files = dcp.FileSystemReader(path)
     index = files.read_metadata()  # once: where each of thousands of tensors lies
     files.set_up_storage_reader(index, is_coordinator=False)
@@ -219,16 +220,17 @@ def reader(path: Path) -> Callable[[str, Sequence[int], torch.dtype], Tensor]:
         files.read_data(planner.create_local_plan(), planner).wait()
         return tensor
 
-    return read
+    return read, index.state_dict_metadata
 
 
 def load(path: Path, like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Mapping[str, Any]]:
     """Weights and AdamW's states: {"weights": {name: tensor}, "optimizer": {name: {kind: tensor}}}, on the CPU.
 
     Each is read when it is asked for, so every rank asks for what it needs. `like` has names and shapes; floating
-    numbers get `dtype`. Weights of less than 32 bits have masters in fp32.
+    numbers get `dtype`. Weights of less than 32 bits have masters in fp32. Moments are not there if every step so far
+    was left out: then an optimizer begins with none.
     """
-    read, wide = reader(path), torch.promote_types(dtype, torch.float32)
+    (read, saved), wide = reader(path), torch.promote_types(dtype, torch.float32)
     kinds = ["step", "exp_avg", "exp_avg_sq"] + (["master"] if wide != dtype else [])
     learned = {name: tensor for name, tensor in like.items() if tensor.is_floating_point()}
 
@@ -236,7 +238,7 @@ def load(path: Path, like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str
         return read(f"weights.{name}", like[name].shape, dtype if name in learned else like[name].dtype)
 
     def states(name: str) -> Mapping[str, Tensor]:
-        return Lazy(kinds, partial(state, name))
+        return Lazy((kind for kind in kinds if f"optimizer.{name}.{kind}" in saved), partial(state, name))
 
     def state(name: str, kind: str) -> Tensor:
         shape, one = like[name].shape, kind == "step"

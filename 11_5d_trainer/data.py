@@ -74,7 +74,7 @@ def load_corpus(config: Config) -> Corpus:
         options = {"add_special_tokens": False, "verbose": False}
         texts, text_bytes = [as_bytes(t.tolist()) for t in (train, val)], len(val)
         train, val = (torch.tensor(tokenizer.encode(text, **options), dtype=torch.int32) for text in texts)
-        vocab_size, decode = len(tokenizer), tokenizer.decode
+        vocab_size, decode = config.vocab_size or len(tokenizer), tokenizer.decode
     elif decode is as_bytes:
         text_bytes = len(val)  # a token is a byte
     known = decode is not as_numbers and text_bytes > 0

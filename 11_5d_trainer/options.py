@@ -73,7 +73,7 @@ class Config:
     bin_dtype: str = option("uint16", "type of the tokens in a .bin", fixed=True, choices=("uint16", "uint32"))
     tokenizer: str = option("", "folder or name of a Hugging Face tokenizer; default: text is bytes", fixed=True)
     vocab_size: int = option(
-        0, "words; needed for a .bin. Text without --tokenizer is read as bytes, 256", fixed=True, least=0
+        0, "words; needed for a .bin. If 0, those of --tokenizer, and without one 256 bytes", fixed=True, least=0
     )
     seq_len: int = option(128, "tokens per sample", fixed=True, least=1)
     seed: int = option(0, "of the first weights and of the order of the samples (default: 0)", fixed=True)
@@ -91,7 +91,7 @@ class Config:
         "auto", "fused kernels (chapter 09); auto: triton on a GPU, but torch if compiled", choices=KERNELS
     )
     compile: bool = option(False, "torch.compile each block, where nothing in it waits for other ranks")
-    loss_scale: float = option(65536.0, "first loss scale of --precision fp16", fixed=True)
+    loss_scale: float = option(65536.0, "first loss scale of --precision fp16", fixed=True, least=1)
     recompute: str = option("none", "activations to recompute in backward", choices=("none", "selective", "full"))
     bucket_mib: float = option(25.0, "size of a gradient bucket")
     # on which ranks: data parallel is what remains of the world
@@ -151,7 +151,9 @@ class Config:
     keep: int = option(2, "complete checkpoints to keep", least=1)
     eval_every: int = option(50, "steps between validations; 0: only at the start and the end", least=0)
     eval_samples: int = option(256, "validation samples", least=1)
-    on_nan: str = option("stop", "what to do when a gradient is not finite", choices=("stop", "skip"))
+    on_nan: str = option(
+        "stop", "what to do when a gradient is not finite (fp16 lowers its scale first)", choices=("stop", "skip")
+    )
     meter: bool = option(False, "after the first step print bytes held and sent, beside the chapters' formulas")
     profile: int = option(
         0, "steps to trace, communication and compute together, from the second on (default: none)", least=0
@@ -182,6 +184,19 @@ class Config:
             raise UsageError(f"--warmup {self.warmup} is more than --steps {self.steps}; use at most {self.steps}")
         if self.min_lr > self.lr:
             raise UsageError(f"--min-lr {self.min_lr:g} is more than --lr {self.lr:g}; use at most that")
+
+    def check_heard(self, given: dict[str, Any], sizes: LlamaConfig) -> None:
+        """Raise UsageError for an option on the command line that nothing here would listen to."""
+        no_experts = self.mixture(sizes) is None
+        deaf = {
+            ("top_k", "router", "bias_speed", "capacity"): (no_experts, "there are no experts; add --experts 8"),
+            ("schedule", "stages_per_rank"): (self.pp == 1, "there is no pipeline; add --pp 2"),
+            ("cp_kind",): (self.cp == 1, "each rank has whole sequences; add --cp 2"),
+        }
+        for names, (nobody, why) in deaf.items():
+            for name in names:
+                if nobody and given.get(name, usual := getattr(Config, name)) != usual:
+                    raise UsageError(f"{flag(name)} {given[name]}: {why}, or leave it out")
 
     def dp(self, world_size: int) -> int:
         """Data-parallel ranks: what remains of the world."""

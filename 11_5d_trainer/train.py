@@ -42,7 +42,7 @@ from generate import load_model
 from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
-from model import PRESETS, full_shapes
+from model import EXPERTS, PRESETS, full_shapes
 from options import SIZES, Config, NothingLeft, UsageError, check_folder, flag, merge, parse
 from rank import (
     NotFinite,
@@ -85,6 +85,8 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     if given.get("restart"):
         if not given.get("out"):
             raise UsageError("--restart goes on with the run in --out, which is missing; add --out FOLDER")
+        if given.get("resume"):
+            raise UsageError(f"--restart goes on with --out, not with --resume {given['resume']}; leave one out")
         if checkpoint.complete(Path(given["out"])):
             given["resume"] = given.pop("out")
     if given.get("resume"):
@@ -109,6 +111,7 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         sizes = LlamaConfig(**resume[2].sizes)
     else:
         config, sizes = choose_sizes(config, given, corpus.vocab_size)
+    config.check_heard(given, sizes)
     config.check_layout(sizes, world_size)
     if not config.show_mesh:
         check_memory(config, sizes, world_size, device)
@@ -143,6 +146,9 @@ def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tupl
             )
     else:
         sizes = dataclasses.replace(PRESETS[config.preset], vocab_size=vocab_size)
+        if config.preset in EXPERTS and not config.experts:
+            experts, top_k = EXPERTS[config.preset]
+            config = dataclasses.replace(config, experts=experts, top_k=given.get("top_k", top_k))
     try:
         sizes = dataclasses.replace(sizes, **own)
     except ValueError as error:
@@ -156,8 +162,10 @@ def find_device(asked: str, local_rank: int) -> torch.device:
     gpus = torch.cuda.device_count() if asked != "cpu" else 0
     if asked == "cuda" and not gpus:
         raise UsageError("--device cuda: there is no GPU here; use --device cpu")
-    if gpus and local_rank >= gpus:
-        raise UsageError(f"--nproc_per_node is more than the {gpus} GPU(s) of this machine; start {gpus}, one for each")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))  # not by the own rank: all have to end with a line
+    if gpus and here > gpus:
+        what = f"--nproc_per_node {here} is more than the {gpus} GPU(s) of this machine"
+        raise UsageError(f"{what}; start {gpus}, one for each, or use --device cpu")
     return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
 
 
@@ -265,8 +273,12 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         batches = training.step(config.micro_batch, accumulation, me.mesh.place["dp"], dp)
         with watch.step(step):
             loss, norm = train_step(me, batches)
-        me.scaler.update(math.isfinite(norm))
         line = {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "samples": training.position}
+        try:
+            me.scaler.update(math.isfinite(norm))
+        except FloatingPointError as error:  # no smaller scale would help
+            saver.finish()
+            raise NotFinite(f"step {step + 1}: {error}; {who_is_not_finite(me, batches)} is not finite") from None
         line |= {"loss_scale": me.scaler.value} if me.scaler.dynamic else {}
         line |= speed.of_step(time.perf_counter() - start)
         log.write(line)
@@ -278,6 +290,7 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         elif not math.isfinite(norm):
             where = f"step {step + 1}: {who_is_not_finite(me, batches)} is not finite"
             if config.on_nan == "stop":
+                saver.finish()  # all ranks are here, and what is being written is good
                 raise NotFinite(f"{where}; the weights are those of step {step}; --on-nan skip leaves such steps out")
             log.say(f"{where}; step left out")
         bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
@@ -419,7 +432,7 @@ class Logger:
         if not leader:
             return
         path = run / "log.jsonl"
-        if path.exists():  # resumed: what came after the checkpoint is about to happen again
+        if first and path.exists():  # resumed: what came after the checkpoint is about to happen again
             past = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
             self.lines = [line for line in past if line["step"] <= first]
         (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")

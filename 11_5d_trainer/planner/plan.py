@@ -31,9 +31,7 @@ it passes 100 %.
 import argparse
 import dataclasses
 import json
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -120,17 +118,13 @@ def mixture(model: str) -> MoEConfig | None:
 
 def of_config(file: str) -> tuple[LlamaConfig, MoEConfig | None]:
     """The model of a Hugging Face config.json, in its folder or anywhere. Raises UsageError."""
-    path = Path(file) / "config.json" if Path(file).is_dir() else Path(file)
-    if not path.is_file():
-        raise UsageError(f"--config {file} is no file; give a config.json or the folder that holds it")
-    with tempfile.TemporaryDirectory() as folder:  # the trainer's reader asks for a folder and that name
-        shutil.copy(path, f"{folder}/config.json")
-        try:
-            sizes, (experts, top_k) = read_sizes(folder)
-        except UsageError as error:
-            raise UsageError(str(error).replace(f"--init {folder}", f"--config {file}")) from None
-        except (UnicodeDecodeError, AttributeError, TypeError):  # no text, no object, a size that is no number
-            raise UsageError(f"--config {file} is not the config.json of a model; copy it again") from None
+    option = "--init" if Path(file).is_dir() else "--config"  # as `commands` will say: a file alone has no weights
+    try:
+        sizes, (experts, top_k) = read_sizes(file, option)
+    except UsageError as error:
+        raise UsageError(str(error).replace(f"{option} {file}", f"--config {file}")) from None
+    except (UnicodeDecodeError, AttributeError, TypeError):  # no text, no object, a size that is no number
+        raise UsageError(f"--config {file} is not the config.json of a model; copy it again") from None
     return sizes, mixture_of(sizes, experts, top_k) if experts else None
 
 

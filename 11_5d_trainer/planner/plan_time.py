@@ -219,9 +219,6 @@ class Step:
     def seconds(self) -> float:
         return sum(self.parts.values())
 
-    def tokens_per_second(self, layout: Layout) -> float:
-        return layout.global_batch * layout.seq_len / self.seconds
-
     def mfu(self, layout: Layout, cluster: Cluster) -> float:
         return self.model_flops / (self.seconds * layout.ranks * cluster.peak_tflops * 1e12)
 

@@ -259,7 +259,11 @@ def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaC
     if args.plan:
         cluster = cluster_of(args)
         seq_len = words.get("seq_len", 8192)
-        batch, moe = args.tokens // seq_len, plan.mixture(args.model)
+        batch, rest = divmod(args.tokens, seq_len)
+        if rest:
+            right = max(1, batch) * seq_len
+            raise UsageError(f"--tokens {args.tokens} is no multiple of --seq-len {seq_len}; use {right}")
+        moe = plan.mixture(args.model)
         precision, kernels = words.get("precision", "bf16-master"), words.get("kernels", "auto")
         kernels = "" if kernels == "auto" else kernels
         task = Task(sizes, moe, cluster, args.ranks, batch, seq_len, precision, kernels=kernels)

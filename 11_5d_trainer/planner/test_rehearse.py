@@ -131,7 +131,10 @@ def test_options_that_change_the_model_are_rehearsed_and_not_forgotten():
     )
     _, sizes = rehearse_module.config_of(args, rest)
     assert (sizes.layers, sizes.hidden, sizes.tied) == (1, 64, True)
-    for words, says in {"--heads 3": "--heads 3: ", "--config my/config.json": "--config: --model decides"}.items():
+    refused = {"--heads 3": "--heads 3: ", "--config my/config.json": "--config: --model decides"}
+    refused["--plan --seq-len 24 --tokens 100"] = "--tokens 100 is no multiple of --seq-len 24; use 96"
+    refused["--plan --seq-len 240 --tokens 100"] = "--tokens 100 is no multiple of --seq-len 240; use 240"
+    for words, says in refused.items():
         with pytest.raises(UsageError, match=f"^{says}"):
             rehearse_module.config_of(*rehearse_module.arguments(["--model", "tiny", "--ranks", "2", *words.split()]))
 

@@ -76,7 +76,8 @@ OPTIONS = [
     ("--lr nan", "--lr nan must be a positive number", 1),
     ("--lr 0", "--lr 0.0 must be a positive number", 1),
     ("--bucket-mib 0", "--bucket-mib 0.0 must be a positive number", 1),
-    ("--loss-scale -2", "--loss-scale -2.0 must be a positive number", 1),
+    ("--loss-scale -2", "--loss-scale -2.0 must be at least 1", 1),
+    ("--loss-scale 0.5 --precision fp16", "--loss-scale 0.5 must be at least 1", 1),
     ("--timeout inf", "--timeout inf must be a positive number", 1),
     ("--timeout 1e15", "--timeout 1000000000000000.0 must be at most 10,000,000", 1),
     ("--bucket-mib 1e306", "--bucket-mib 1e+306 must be at most 1,048,576", 1),
@@ -88,6 +89,13 @@ OPTIONS = [
     ("--min-lr 1", "--min-lr 1 is more than --lr 0.003; use at most that", 1),
     ("--steps 5 --warmup 9", "--warmup 9 is more than --steps 5; use at most 5", 1),
     ("--restart", "--restart goes on with the run in --out, which is missing; add --out FOLDER", 1),
+    ("--restart --out a --resume b", "--restart goes on with --out, not with --resume b; leave one out", 1),
+    ("--top-k 1", "--top-k 1: there are no experts; add --experts 8, or leave it out", 1),
+    ("--router sigmoid", "--router sigmoid: there are no experts; add --experts 8, or leave it out", 1),
+    ("--capacity 1.5", "--capacity 1.5: there are no experts; add --experts 8, or leave it out", 1),
+    ("--schedule zb-h1", "--schedule zb-h1: there is no pipeline; add --pp 2, or leave it out", 1),
+    ("--stages-per-rank 2", "--stages-per-rank 2: there is no pipeline; add --pp 2, or leave it out", 1),
+    ("--cp-kind ring", "--cp-kind ring: each rank has whole sequences; add --cp 2, or leave it out", 1),
 ]
 FILES = [
     ("--data {d}none", "--data {d}none does not exist; give a text file, a folder or a .bin of tokens", 1),
@@ -281,6 +289,20 @@ def test_bad_input_is_refused_in_one_line_before_any_process_group(tmp_path, tex
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(text):
     assert refusal(["--device", "cuda"]) == "--device cuda: there is no GPU here; use --device cpu"
+
+
+def test_more_ranks_than_gpus_are_refused_on_every_rank_for_the_first_alone_speaks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for local_rank in range(4):
+        with pytest.raises(UsageError, match="--nproc_per_node 4 is more than the 1 GPU.* or use --device cpu"):
+            train.find_device("auto", local_rank)
+        assert train.find_device("cpu", local_rank).type == "cpu"
+
+
+def test_of_a_preset_with_experts_a_token_uses_as_many_as_asked(text):
+    sparse = train.prepare(["--data", text, "--preset", "mixtral-8x7b", "--top-k", "1", "--show-mesh"], 1)
+    assert (sparse.config.experts, sparse.config.mixture(sparse.model).top_k) == (8, 1)
 
 
 # ------------------------------------------------------------------------------------- what does not fit a checkpoint

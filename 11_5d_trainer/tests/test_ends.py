@@ -125,10 +125,11 @@ def poisoned(words, on_rank, at_step):
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_gradient_that_is_not_finite_is_named_and_the_run_stops_or_skips_as_asked(zero, text, tmp_path):
-    words = arguments(text, zero=zero, micro_batch=4)
+    words = arguments(text, zero=zero, micro_batch=4, save_every=2)
     for log, error in run_ranks(2, poisoned, [*words, "--out", str(tmp_path / "stop")], 1, 3):
         assert log is None
         assert error.startswith("step 3: rank 1: gradient of model.layers.0.mlp.up_proj.weight is not finite;"), error
+    assert [path.name for path in checkpoint.complete(tmp_path / "stop")] == ["step-000002"], "what was being saved"
     skip = [*words, "--out", str(tmp_path / "skip"), "--on-nan", "skip"]
     (log, error), _ = run_ranks(2, poisoned, skip, 1, 3)
     assert error is None

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -267,6 +268,29 @@ def test_a_file_of_another_node_is_waited_for_and_if_it_never_comes_there_is_no_
     assert checkpoint.damage(checkpoint.complete(tmp_path)[0]) == ""
 
 
+def test_a_run_that_died_before_its_first_checkpoint_leaves_no_line_in_the_log_of_the_next(text, tmp_path):
+    words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run"), "--restart"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").write_text(json.dumps({"step": 0, "val_loss": 99.0}) + "\n")
+    [log] = run_ranks(1, fuzz.run, words)
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert logged == log and [line["step"] for line in logged if "val_loss" in line] == [0, 2]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_none_any_more_and_ends_nothing(tmp_path, monkeypatch):
+    def busy(path, ignore_errors=False):  # as a file that is still open is on NFS
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    for step in (1, 2):
+        writing = tmp_path / "checkpoints" / f".writing-{step:06d}"
+        writing.mkdir(parents=True)
+        (writing / ".metadata").write_bytes(b"contents")
+        checkpoint.publish(writing, checkpoint.Progress(step, 8, 100, {}, {}), {}, 1)
+    assert names(tmp_path) == ["step-000002"]
+
+
 # ------------------------------------------------------------------------------------------------ signals
 
 
@@ -360,6 +384,7 @@ LAYOUTS = [  # (layout, the rank that holds layer 3 first, --on-nan)
     ("--pp 2 --zero 2", 2, "stop"),
     ("--cp 2 --cp-kind ring --experts 4 --ep 2 --zero 3", 0, "skip"),
     ("--tp 2 --zero 1 --precision bf16-master --accumulate-dtype fp32", 0, "stop"),  # p.grad is empty by then
+    ("--pp 2 --zero 1 --precision fp16 --loss-scale 1", 2, "stop"),  # no smaller scale is left to try
 ]
 
 
@@ -387,3 +412,13 @@ def test_weights_after_a_step_that_was_left_out_are_those_before_it(text, tmp_pa
     assert run_ranks(2, poisoned, [*words, "--out", str(tmp_path / "run")], 3, 1) == [[3], [3]]
     logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert torch.tensor([line["val_loss"] for line in logged if "val_loss" in line]).isfinite().all()
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_checkpoint_from_before_the_first_step_that_was_taken_is_one_to_go_on_from(zero, text, tmp_path):
+    words = [*fuzz.options(text, f"--zero {zero}", steps=3, save_every=1), "--keep", "9", "--on-nan", "skip"]
+    assert run_ranks(2, poisoned, [*words, "--out", str(tmp_path / "run")], 1, 1) == [[1], [1]]
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    first = tmp_path / "run" / "checkpoints" / "step-000001"
+    again = run_ranks(2, fuzz.run, ["--resume", str(first)])[0]
+    assert [fuzz.losses(again)[step] for step in (2, 3)] == [fuzz.losses(logged)[step] for step in (2, 3)]

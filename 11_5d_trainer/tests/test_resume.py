@@ -69,8 +69,10 @@ def test_an_interrupted_save_leaves_the_last_complete_checkpoint_in_force(text, 
 
 @pytest.mark.turn(3)
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json"])
-def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file, text, tmp_path):
+def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file, text, tmp_path, monkeypatch):
     _, folder = train_on(1, [*arguments(text), "--out", str(tmp_path / "run")])
+    monkeypatch.chdir(Path(folder) / "checkpoints")
+    assert checkpoint.find("step-000008")[0].resolve() == Path(folder).resolve()
     damaged = Path(folder) / "checkpoints" / "step-000008" / file
     damaged.write_bytes(damaged.read_bytes()[:-100])
     before = (Path(folder) / "log.jsonl").read_bytes()
