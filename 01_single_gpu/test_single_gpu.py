@@ -315,6 +315,18 @@ def test_gradients_of_two_backwards_add_up():
     assert_same_named({name: p.grad for name, p in model.named_parameters()}, once, what="gradient of")
 
 
+def test_with_a_frozen_embedding_recomputed_blocks_have_the_gradients_of_plain_ones():
+    model, plain = Llama(ODD, recompute=True).double(), Llama(ODD).double()
+    for m in (model, plain):
+        m.embed.weight.requires_grad_(False)
+        accumulate(m, uneven_batch())
+        assert m.embed.weight.grad is None
+    want = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    assert_same_named({name: model.get_parameter(name).grad for name in want}, want, what="gradient of")
+    with torch.no_grad():
+        assert not model(uneven_batch()[0][0]).requires_grad
+
+
 def gradients_of(model, loss) -> dict:
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
@@ -451,6 +463,16 @@ def test_a_loss_that_has_not_fallen_is_an_error(capsys, monkeypatch):
     monkeypatch.setattr(single_gpu, "train_step", lambda *args: torch.tensor(4.0))
     code, said, _ = run_main("", capsys, monkeypatch)
     assert code == 1 and "loss, mean of the last ten steps: 4.000" in said[-1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_an_error_after_any_number_of_steps(bad, capsys, monkeypatch):
+    without_checks(monkeypatch)
+    for steps in (1, 60):
+        losses = iter([4.0] * (steps - 1) + [bad])
+        monkeypatch.setattr(single_gpu, "train_step", lambda *args, losses=losses: torch.tensor(next(losses)))
+        code, said, _ = run_main(f"--steps {steps}", capsys, monkeypatch)
+        assert code == 1 and said[-1].startswith("loss, mean of the last ten steps: "), (steps, said[-1])
 
 
 @pytest.mark.parametrize("spoiled", ["nan", "kept_bytes", "peak_bytes", "flops"])
