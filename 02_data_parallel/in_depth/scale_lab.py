@@ -103,8 +103,9 @@ ALGORITHMS: dict[str, Callable[[int, float, Machine], float]] = {
 def all_reduce_hierarchical(tensor: Tensor, inside: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
     """The sum over all ranks, in place. `inside` are my node's ranks, `across` the one of each node that is like me.
 
-    Between nodes each rank sends 2(m-1)/m of a g-th of its tensor (m nodes of g ranks). A node's ranks together send as
-    much as the one rank through which a ring over all leaves the node; each link carries a g-th, if each rank has one.
+    Between nodes each rank sends 2(m-1)/m of a g-th of its tensor (m nodes of g ranks). A node's ranks together send no
+    more than the one rank through which a ring over all leaves the node, and with many nodes as much: 2(m-1)/m n and
+    2(P-1)/P n. Each link carries a g-th, if each rank has one.
     """
     # --- exercise 2.31: sum a chunk in the node, sum it among the nodes, give it back to the node ---
     mine = chunks_of(tensor, dist.get_world_size(inside))[dist.get_rank(inside)].clone()  # [n] -> [n/g]
@@ -159,11 +160,12 @@ def rows_of(step: int, rank: int, ranks: int, rows: int, data: int, seed: int = 
     is the next `rows` of it, whoever reads them: a run that goes on with more ranks sees the same batches.
     """
     # --- exercise 2.33: every row once an epoch, and the same global batch for any number of ranks ---
-    found = []
+    found, orders = [], {}
     for place in range(step * rows + rank, (step + 1) * rows, ranks):
         epoch, index = divmod(place, data)
-        order = torch.randperm(data, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-        found.append(int(order[index]))
+        if epoch not in orders:  # drawn once an epoch and not once a row: a permutation is as long as the data
+            orders[epoch] = torch.randperm(data, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        found.append(int(orders[epoch][index]))
     return found
     # --- end exercise ---
 
@@ -222,8 +224,9 @@ def wrong_sum(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     size = ranks // 2 if ranks % 2 == 0 else 1
     nodes = [list(range(first, first + size)) for first in range(0, ranks, size)]
-    inside = [dist.new_group(node) for node in nodes][rank // size]
-    across = [dist.new_group([node[i] for node in nodes]) for i in range(size)][rank % size]
+    limit = timedelta(seconds=60)  # a new group does not have that of the world, but its backend's
+    inside = [dist.new_group(node, timeout=limit) for node in nodes][rank // size]
+    across = [dist.new_group([node[i] for node in nodes], timeout=limit) for i in range(size)][rank % size]
     x = torch.randn(1003, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).to(device)
     want = x.clone()
     dist.all_reduce(want, group=group)
@@ -264,6 +267,8 @@ def tables(w: Work, m: Machine, args: argparse.Namespace) -> None:
     size = min(w.bucket, w.parameters * w.gradient_bytes)
     print(f"alpha {m.alpha * 1e6:.3g} us, 1/beta {1e-9 / m.beta:.3g} GB/s, F {m.flops * 1e-12:.3g} TFLOP/s; ", end="")
     print(f"{w.parameters:.3g} parameters, {w.tokens} tokens, buckets of {size / 2**20:.3g} MiB")
+    print(f"in a node of {m.node}, for hierarchical only and whatever is measured or given: ", end="")
+    print(f"alpha {m.inner_alpha * 1e6:.3g} us, 1/beta {1e-9 / m.inner_beta:.3g} GB/s")
     print(f"\n{'ranks':>6}  ms of one bucket:" + "".join(f"{name:>14}" for name in ALGORITHMS), end="")
     print("   of these, starts of the ring")
     for ranks in (8, 32, 128, 512, 1024):
@@ -292,14 +297,14 @@ class Parser(argparse.ArgumentParser):
 def arguments() -> argparse.Namespace:
     parser = Parser(prog="scale_lab.py", description="What data parallelism costs on many ranks.", allow_abbrev=False)
     given = parser.add_argument
-    given("--alpha-us", type=float, help="microseconds to start a message; default 10")
-    given("--gbytes", type=float, help="gigabytes per second of one link; default 50")
+    given("--alpha-us", type=float, help="microseconds to start a message, not inside a node; default 10")
+    given("--gbytes", type=float, help="gigabytes per second of one link, not inside a node; default 50")
     given("--tflops", type=float, help="10^12 operations per second that a rank reaches; default 400")
     given("--billions", type=float, default=1.0, help="10^9 parameters; default %(default)s")
     given("--gradient-bytes", type=int, choices=(2, 4), default=2)
     given("--tokens", type=int, default=16384, help="of a rank's last micro-batch; default %(default)s")
     given("--bucket-mib", type=float, default=25.0)
-    given("--node", type=int, default=8, help="ranks that share a fast network; default %(default)s")
+    given("--node", type=int, default=8, help="ranks that share a network of 3 us and 400 GB/s; default %(default)s")
     given("--batch-tokens", type=int, default=4 * 2**20, help="of a step, all ranks; default %(default)s")
     given("--sequence", type=int, default=4096)
     given("--ranks", type=int, default=128, help="for the recipe; default %(default)s")

@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import scale_lab
@@ -127,6 +128,18 @@ def test_every_row_is_read_once_an_epoch_and_another_number_of_ranks_reads_the_s
     assert rows_of(0, 0, 1, 8, 20, seed=1) != rows_of(0, 0, 1, 8, 20, seed=2)
 
 
+def test_the_order_of_an_epoch_is_drawn_once_for_all_rows_of_a_step(monkeypatch):
+    drawn, draw, seen = [], torch.randperm, {}
+    monkeypatch.setattr(torch, "randperm", lambda *a, **k: drawn.append(a) or draw(*a, **k))
+    for step, epochs in ((0, 1), (1, 2), (3, 1)):  # rows 0 to 29, 30 to 59, 90 to 119 of epochs of 40
+        drawn.clear()
+        seen[step] = rows_of(step, 1, 3, 30, 40)
+        assert len(drawn) == epochs, f"step {step}: {len(drawn)} permutations for {epochs} epoch(s)"
+    orders = [draw(40, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3)]
+    places = [row for order in orders for row in order]
+    assert seen == {step: places[30 * step + 1 : 30 * step + 30 : 3] for step in seen}
+
+
 @pytest.mark.parametrize(
     ("ranks", "fit", "want"),
     [(128, 2, (8, 2, 4)), (512, 2, (2, 2, 1)), (128, 3, (8, 2, 4)), (1, 5, (1024, 4, 256)), (1024, 9, (1, 1, 1))],
@@ -187,6 +200,19 @@ def demo_sum():
     return scale_lab.wrong_sum(dist.group.WORLD, torch.device("cpu"))
 
 
+def limits_of_groups():
+    limits, new_group = set(), dist.new_group
+    dist.new_group = lambda *of, **options: limits.add(options.get("timeout")) or new_group(*of, **options)
+    try:
+        return demo_sum(), limits
+    finally:
+        dist.new_group = new_group
+
+
+def test_the_groups_of_the_demo_wait_a_minute_and_not_half_an_hour():
+    assert run_ranks(2, limits_of_groups, timeout=20) == [([], {timedelta(seconds=60)})] * 2
+
+
 def machine_here():
     return scale_lab.measured(dist.group.WORLD, torch.device("cpu"))
 
@@ -235,13 +261,20 @@ def test_what_the_recipe_tries_one_by_one_has_a_limit(option, monkeypatch, capsy
 
 def test_four_rows_are_drawn_to_print_four(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["scale_lab.py", "--sequence", "512", "--ranks", "64"])
-    args, drawn, draw = scale_lab.arguments(), [], torch.randperm
-    rows = scale_lab.rows_of(0, 0, 64, 128 * 64, 10**5)
-    monkeypatch.setattr(torch, "randperm", lambda *a, **k: (drawn.append(a), draw(*a, **k))[1])
+    args, read, rows = scale_lab.arguments(), [], rows_of(0, 0, 64, 128 * 64, 10**5)
+    monkeypatch.setattr(scale_lab, "rows_of", lambda *a: read.append(rows_of(*a)) or read[-1])
     scale_lab.tables(scale_lab.Work(), scale_lab.Machine(), args)
-    assert len(drawn) == 4 and f"128 sequences each, in 64 micro-batches of 2; first rows of rank 0: {rows[:4]}" in (
-        capsys.readouterr().out
-    )
+    assert [len(x) for x in read] == [4]
+    said = f"128 sequences each, in 64 micro-batches of 2; first rows of rank 0: {rows[:4]}"
+    assert said in capsys.readouterr().out
+
+
+def test_the_caption_says_that_the_network_in_a_node_is_not_the_one_that_is_measured_or_given(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scale_lab.py"])
+    scale_lab.tables(W, replace(M, alpha=1e-3, beta=1 / 7e9, node=4), scale_lab.arguments())
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("alpha 1e+03 us, 1/beta 7 GB/s")
+    assert second.startswith("in a node of 4") and second.endswith("alpha 3 us, 1/beta 400 GB/s")
 
 
 @pytest.mark.parametrize("option", ["--alpha-us", "--gbytes", "--tflops"])
