@@ -448,6 +448,35 @@ def test_a_forward_without_gradient_and_two_forwards_before_their_backwards_are_
         assert_same(gradients, torch.cat(mine), what="gradients of two forwards", rank=rank)
 
 
+def refused_when_frozen(stage: int) -> str:
+    layers = make_layers()
+    layers[1].q.weight.requires_grad_(False)
+    with pytest.raises(ValueError) as refusal:
+        STAGES[stage](layers, dist.group.WORLD)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_frozen_parameter_is_refused_by_name_and_not_trained(stage):
+    (message,) = run_ranks(1, refused_when_frozen, stage)
+    assert message.startswith("q.weight is frozen") and "\n" not in message
+
+
+def without_labels(stage: int) -> tuple[Tensor, list[Tensor]]:
+    sharded = STAGES[stage](make_layers(), dist.group.WORLD)
+    tokens, labels = make_batch(0, sharded.n, 2)
+    loss = forward_backward(sharded, tokens[dist.get_rank()], torch.full_like(labels[dist.get_rank()], NO_LABEL))
+    return loss, [unit.shard.grad for unit in sharded.units]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_batch_without_any_label_on_any_rank_has_loss_zero_and_gradients_zero(stage):
+    for rank, (loss, gradients) in enumerate(run_ranks(2, without_labels, stage)):
+        assert loss == 0, f"rank {rank}: {loss}"
+        for i, gradient in enumerate(gradients):
+            assert_same(gradient, torch.zeros_like(gradient), 0.0, f"gradient of layer {i}'s shard", rank)
+
+
 def test_rope_computes_its_angles_in_float32_at_least():
     x = torch.randn(1, 500, 2, zero.D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for dtype, rounding in ((torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 1e-4)):
@@ -599,6 +628,15 @@ def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypat
     said = capsys.readouterr()
     assert (end.value.code, said.out) == (2, "")
     assert said.err == "zero.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"
+
+
+def test_ranks_wait_a_minute_for_each_other_and_not_half_an_hour(monkeypatch):
+    given = {}
+    monkeypatch.setattr(sys, "argv", ["zero.py"])
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.update(options) or sys.exit(7))
+    with pytest.raises(SystemExit, match="7"):
+        main()
+    assert given["timeout"].total_seconds() == 60
 
 
 @pytest.mark.turn(3)

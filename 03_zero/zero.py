@@ -17,8 +17,7 @@ P weights, padded to a multiple of N in each layer; M micro-batches a step; for 
 gradient, g' of the sum of all ranks' gradients, K of master copy and moments. Stage 3 gathers weights layer by layer.
 Source: Rajbhandari et al. 2020, arXiv 1910.02054, figure 1, sections 5 and 7, where w = g = g' = 2, K = 12, M = 1.
 
-    python zero.py                                                        one rank, CPU or GPU
-    torchrun --nproc_per_node 4 zero.py                                   four: gloo on CPUs, nccl on GPUs
+    torchrun --nproc_per_node 4 zero.py              gloo on CPUs, nccl on GPUs; `python zero.py` is one rank alone
 The last line is PASS if losses, gradients, weights of three steps (to 1e-10) and all bytes are right; else exit code 1.
 """
 
@@ -29,6 +28,7 @@ import os
 import sys
 import time
 import weakref
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -76,8 +76,7 @@ def make_layers(device: str | torch.device = "cpu") -> list[nn.Module]:
 
 
 def make_batch(step: int, ranks: int, micro_batches: int, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
-    """Tokens and labels of the global batch, [N, M, B, T]: the source of Python's argparse, as bytes. Blanks are no
-    labels, so that ranks have different numbers of them and an average of the ranks' averages would be wrong."""
+    """Tokens and labels, [N, M, B, T], of argparse's source. Blanks are no labels, so ranks differ in their number."""
     data = torch.tensor(list(inspect.getsource(argparse).encode()))
     begin = (step * 7 + torch.arange(ranks * micro_batches * B)) * T % (len(data) - T - 1)
     text = data[begin[:, None] + torch.arange(T + 1)].view(ranks, micro_batches, B, T + 1).to(device)
@@ -98,6 +97,8 @@ class Unit:
 
     def __init__(self, layer: nn.Module, group: dist.ProcessGroup, compute: torch.dtype | None):
         self.layer, self.shapes = layer, {name: p.shape for name, p in layer.named_parameters()}
+        if frozen := [name for name, p in layer.named_parameters() if not p.requires_grad]:
+            raise ValueError(f"{', '.join(frozen)} is frozen, but a line is trained whole; see in_depth/zero_stages.py")
         weights = torch.cat([p.detach().flatten() for p in layer.parameters()])
         n, rank = dist.get_world_size(group), dist.get_rank(group)
         # --- exercise 3.1: N equal shards, also of a line that N does not divide ---
@@ -271,7 +272,7 @@ def forward_backward(zero: Zero1, tokens: Tensor, labels: Tensor) -> Tensor:
     valid, loss = (labels != NO_LABEL).sum(), 0.0
     dist.all_reduce(valid, group=zero.group)  # a number of the whole global batch, and known before backward
     for m, (x, y) in enumerate(zip(tokens, labels, strict=True)):
-        (part := loss_sum(zero.forward(x), y) / valid).backward()
+        (part := loss_sum(zero.forward(x), y) / valid.clamp(min=1)).backward()  # no label on any rank: 0, not 0 / 0
         zero.finish(last=m == len(tokens) - 1)
         loss += part.detach()
     return loss
@@ -297,8 +298,7 @@ def check(stage: int, args: argparse.Namespace, group: dist.ProcessGroup, device
     optimizer = kind([*model.parameters(), *(unit.shard for unit in zero.units)], lr=0.05)  # one serves both
     for step in range(3):
         tokens, labels = make_batch(step, zero.n, args.micro_batches, device)  # [N, M, B, T]
-        right = loss_sum(model(tokens.flatten(0, 2)), labels) / (labels != NO_LABEL).sum()
-        right.backward()
+        (right := loss_sum(model(tokens.flatten(0, 2)), labels) / (labels != NO_LABEL).sum()).backward()
         loss = forward_backward(zero, tokens[rank], labels[rank])  # then see what is kept, less the oracle's
         kept = min(bytes_kept() for _ in range(2)) - before - (k + 1) * sum(p.nbytes for p in model.parameters())
         dist.all_reduce(loss, group=group)  # only to compare it
@@ -333,12 +333,12 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, choices=range(1, 9), default=2)
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     args = parser.parse_args()
-    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus, local, limit = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)), timedelta(seconds=60)
     if 0 < gpus < local:
         refuse(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu")
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None, **alone)
+    dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None, timeout=limit, **alone)
     wrong = [check(stage, args, dist.group.WORLD, device) for stage in (1, 2, 3) if args.stage in (None, stage)]
     if dist.get_rank() == 0:
         print("\n".join(filter(None, wrong)) or "PASS")

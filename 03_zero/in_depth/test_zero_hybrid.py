@@ -55,6 +55,16 @@ def test_machines_need_not_be_consecutive_ranks_and_parameters_may_be_frozen_tie
         assert_same_trace(got, want, rank=rank)
 
 
+def limits_of_groups(*timeout: float) -> set[float]:
+    groups = make_groups(2, *timeout)
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
+def test_both_groups_wait_a_minute_or_as_long_as_they_are_told_and_not_half_an_hour():
+    assert run_ranks(2, limits_of_groups) == [{60.0}] * 2
+    assert run_ranks(2, limits_of_groups, 7.0) == [{7.0}] * 2
+
+
 def clipped_norm() -> float:
     row, column = make_groups(2)
     model = decoder()

@@ -774,6 +774,26 @@ def test_sums_in_fp32_are_as_near_to_float64_as_one_process_and_sums_in_bf16_twi
         assert rounded > 2 * error, f"rank {rank}: in bf16 {rounded:.2e}, in fp32 {error:.2e}"
 
 
+def gradient_of_many_held_back(stage: int, accumulate_dtype: torch.dtype | None) -> dict[str, Tensor]:
+    model = decoder(dtype=torch.bfloat16)
+    kind = {1: Zero1, 2: Zero2}[stage]
+    zero = kind(model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, accumulate_dtype=accumulate_dtype)
+    batch = make_batch(0, 1, MANY, length=8)[0]
+    zero.zero_grad()
+    for i, (tokens, labels) in enumerate(batch):
+        with zero.no_sync() if i + 1 < MANY else zero.micro_batch(last=True):
+            token_loss_sum(model, tokens, labels).backward()
+    return zero.full_gradients()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_no_sync_holds_back_is_summed_in_fp32_at_stage_1_and_in_the_gradients_own_dtype_at_stage_2(stage):
+    (wide,), (narrow,) = (run_ranks(1, gradient_of_many_held_back, stage, dtype) for dtype in (torch.float32, None))
+    assert {x.dtype for x in wide.values()} == {torch.float32}
+    same = all(torch.equal(wide[name], narrow[name].float()) for name in wide)
+    assert same == (stage == 2), "the docstrings of Zero1 and Zero2 say which stage adds up where"
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_sums_in_fp32_keep_4_bytes_of_gradient_and_send_4(stage):
     psi = padded(decoder(), 3)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -323,9 +324,12 @@ def test_a_saved_counter_does_not_go_on_counting():
 def test_the_demo_ends_with_pass(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(Path("zero_state.py"))])
     monkeypatch.delenv("RANK", raising=False)
+    limits, new_group = [], dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda *of, **o: limits.append(o.get("timeout")) or new_group(*of, **o))
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0 and capsys.readouterr().out.splitlines()[-1] == "PASS"
+    assert limits == [timedelta(seconds=60)], "a new group does not have the world's timeout"
 
 
 def samples_of(ranks: int) -> list[Tensor]:

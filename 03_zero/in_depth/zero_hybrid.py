@@ -31,6 +31,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -67,11 +68,14 @@ def grid(ranks: int, shards: int) -> tuple[list[list[int]], list[list[int]]]:
     return rows, columns
 
 
-def make_groups(shards: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """My group of shards and my group of copies. All ranks of the world make all groups, in one order."""
+def make_groups(shards: int, timeout: float = 60.0) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """My group of shards and my group of copies. All ranks of the world make all groups, in one order.
+
+    `timeout` in seconds: a new group does not have that of the world, but its backend's, half an hour on gloo.
+    """
     mine: list[Any] = []
     for groups in grid(dist.get_world_size(), shards):
-        made = [(ranks, dist.new_group(ranks)) for ranks in groups]
+        made = [(ranks, dist.new_group(ranks, timeout=timedelta(seconds=timeout))) for ranks in groups]
         mine += [group for ranks, group in made if dist.get_rank() in ranks]
     return mine[0], mine[1]
 

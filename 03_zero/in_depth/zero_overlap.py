@@ -18,7 +18,7 @@ Who waits? Megatron-LM waits in hooks before each module's forward. A weight tha
 or in another order, is then used too early, in silence, or the ranks hang (its issues 663, 728 and 950). Here the
 parameter itself waits: while it travels it is of a class that waits as soon as a function wants its values.
 
-Formulas, for Psi parameters with weights of 2 bytes (arXiv 1910.02054, section 7.1):
+Formulas, for Psi parameters with weights of 2 bytes (arXiv 1910.02054, section 7.2.1):
     holds, sends    as stages 1 and 2: the same gathers, later
     hidden          the gather of a bucket behind the forward of the buckets before it. At b bytes and f operations a
                     second, with T tokens a rank: 2 Psi / b <= 2 Psi T / f, so T >= f / b, as for stage 3's prefetch
@@ -182,8 +182,10 @@ def main() -> None:
         while made:  # each holds the group, which is about to go
             made.pop().arrive()
         log = seen[0]
-        late = log.index(("wait", 0)) > log.index(("forward", "layer 0"))  # bucket 0 has the last layer and the head
-        rows.append(("the last bucket travels while the first layer computes", "True", late, late))
+        # Bucket 0 has the last layer and the head. The log knows when somebody waits for it, not when it arrives: the
+        # demo reads whole weights after each step, over the same group, so on nccl all gathers may have ended by then.
+        late = log.index(("wait", 0)) > log.index(("forward", "layer 0"))
+        rows.append(("layer 0 begins, nobody waits for the last bucket", "True", late, late))
         if dist.get_rank(group) == 0:
             print(f"stage {args.stage} on {dist.get_world_size(group)} {device.type} rank(s); after a step came")
             said = ", ".join(f"{what} {who}".replace(" ", "\0") for what, who in log)

@@ -15,7 +15,7 @@ shards, and let rank r own shard r. An all-reduce is a reduce-scatter followed b
     stage 3  (P_os+g+p)     ----####--------   ----####--------   ----####--------   zero3.py
 
 Formulas, for Psi parameters, K bytes of optimizer state each, weights and gradients of 2 bytes
-(Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.1, 5.2 and 7.1):
+(Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.1, 5.2 and 7.2.1):
     stage 1   holds (2 + 2) Psi + K Psi / N    sends 2 (2 Psi) (N-1)/N, as much as plain data parallelism
     stage 2   holds 2 Psi + (2 + K) Psi / N    sends the same; (2 Psi) (N-1)/N more for each further micro-batch
 Psi includes padding: each bucket of parameters is filled up with fewer than N zeros, so that N equal shards cover it.
@@ -197,7 +197,8 @@ class Zero1:
 
     `reduce_dtype=torch.float32` sums a bf16 model's gradients over the ranks in fp32, at twice the bytes;
     `accumulate_dtype=torch.float32` sums micro-batches in fp32 (a sum of 64 in bf16 is more than twice as far from
-    float64). The gradients that are kept are then 4 bytes wide: 4 Psi at stage 1, 4 Psi / N at stages 2 and 3.
+    float64). The gradients that are kept are then 4 bytes wide: 4 Psi at stage 1, 4 Psi / N at stages 2 and 3. What
+    `no_sync()` holds back at stages 2 and 3 is an exception: autograd sums it in `p.grad`, in the parameter's dtype.
 
     With `hooks=False` nothing is automatic: call `start(param)` when `param.grad` is final for this step. Parameters
     in `ignored` belong to someone else: experts, say, which only some ranks of the group hold alike.
@@ -525,7 +526,8 @@ class Zero2(Zero1):
 
     A buffer exists only on the way: while one bucket is being reduced, backward makes the gradients of the next. Each
     micro-batch is reduced and *added* to the shard. `no_sync()` saves those reductions and costs what this stage has
-    won: the whole gradients stay on the rank until a backward that sends.
+    won: the whole gradients stay on the rank until a backward that sends, in the parameters' dtype whatever
+    `accumulate_dtype` says.
     """
 
     stage = 2

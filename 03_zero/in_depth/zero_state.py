@@ -35,6 +35,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -207,7 +208,7 @@ def main() -> None:
         straight = full_state_dict(trained(group, 2, range(4), device, None))
         saved = full_state_dict(trained(group, 3, range(2), device, None))
         half = max(ranks // 2, 1)
-        few = dist.new_group(list(range(half)))
+        few = dist.new_group(list(range(half)), timeout=timedelta(seconds=60))
         if rank < half:
             resumed = full_state_dict(trained(few, 1, range(2, 4), device, saved))
             worst = worst_of(
