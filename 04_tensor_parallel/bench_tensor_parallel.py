@@ -20,7 +20,17 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tensor_parallel_bench import RANKS, kept_by_both, must_be_same, options, peak_of_both, run, sent_by_both, whole
+from _tensor_parallel_bench import (
+    LIMIT,
+    RANKS,
+    kept_by_both,
+    must_be_same,
+    options,
+    peak_of_both,
+    run,
+    sent_by_both,
+    whole,
+)
 from harness.figures import COLOURS, GREY, write_figure
 from harness.report import paired, write_result
 from parallel_block import Config, ParallelBlock, Parts, sync_replicated_gradients
@@ -211,7 +221,7 @@ def activations(device: torch.device) -> None:
     groups = {}
     for t in (1, 2, 4):
         slices = [list(range(first, first + t)) for first in range(0, RANKS, t)]
-        groups[t] = dist.new_subgroups_by_enumeration(slices)[0]
+        groups[t] = dist.new_subgroups_by_enumeration(slices, timeout=LIMIT)[0]
     for t in (1, 2, 4):
         outside = 2 * (formulas(SIZES, 2, False, 4)[1] - formulas(SIZES, 2, True, 4)[1])  # on one rank
         for layout, sequence in LAYOUTS.items():

@@ -38,6 +38,7 @@ import time
 import tokenize
 import zlib
 from collections import namedtuple
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -323,7 +324,7 @@ def main() -> int:
     if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpus else "gloo", **alone)
+    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     for layout in [args.layout] if args.layout else ["tensor", "sequence"]:
         tp = TensorParallel(dist.group.WORLD, layout == "sequence")
         whole = {name: x.to(device) for name, x in whole_weights(sizes).items()}
@@ -340,8 +341,7 @@ def main() -> int:
         say(f"{layout} parallel on {t} rank(s): largest error {error:.1e}, {rate:,.0f} tokens/s")
         say(*(f"    bytes {what:16} formula {a:>9,}   measured {b:>9,}" for what, a, b in table), sep="\n")
     dist.all_gather_object(everyone := [None] * t, wrong)
-    wrong = sorted({words for theirs in everyone for words in theirs})
-    say("; ".join(wrong) or "PASS")
+    say("; ".join(wrong := sorted({words for theirs in everyone for words in theirs})) or "PASS")
     dist.destroy_process_group()
     return 1 if wrong else 0
 

@@ -1,5 +1,6 @@
 """The ground floor of chapter 04 against an unsharded model written here, in_depth, and its own formulas."""
 
+import ast
 import itertools
 import re
 import shutil
@@ -13,6 +14,7 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness.house import files
 from harness.meter import communication, held_bytes, peak_memory, saved_activations
 from harness.oracle import assert_same, assert_same_named, error_between
 from harness.ranks import run_ranks
@@ -576,6 +578,20 @@ def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypat
     said = capsys.readouterr()
     assert (end.value.code, said.out) == (2, "")
     assert said.err == "tensor_parallel.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"
+
+
+def makers_of_groups(file: Path) -> list[ast.Call]:
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    makers = ("init_process_group", "new_group", "new_subgroups_by_enumeration")
+    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in makers]
+
+
+def test_no_group_of_this_chapter_is_left_with_the_default_time_limit_of_half_an_hour():
+    found = {file.name: makers_of_groups(file) for file in files("*.py", HERE) if not file.name.startswith("test_")}
+    assert {name for name, calls in found.items() if calls} >= {"tensor_parallel.py", "_tensor_parallel_demo.py"}
+    for name, calls in found.items():
+        for call in calls:
+            assert "timeout" in [word.arg for word in call.keywords], f"{name}, line {call.lineno}: no timeout"
 
 
 def words_out_of_range() -> None:

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-RANKS = 4
+RANKS, LIMIT = 4, timedelta(seconds=300)
 
 
 class MLP(nn.Module):
@@ -181,8 +181,8 @@ def _start(rank: int, folder: str, worker: Callable[[torch.device], None]) -> No
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    store, limit = dist.FileStore(f"{folder}/store", RANKS), timedelta(seconds=300)
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=RANKS, timeout=LIMIT)
     worker(device)
     dist.barrier()
     gc.collect()

@@ -27,7 +27,7 @@ import parallel_linear
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tensor_parallel_bench import RANKS, must_be_same, options, run, step
+from _tensor_parallel_bench import LIMIT, RANKS, must_be_same, options, run, step
 from domino import HalvedBlock, in_halves, one_by_one
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import bytes_on_the_wire, communication
@@ -179,7 +179,7 @@ def cost_model(x: Tensor, tables: tuple[Tensor, Tensor]) -> None:
     tokens = ROWS * SEQUENCE
     for t in (1, 2, 4):
         slices = [list(range(first, first + t)) for first in range(0, RANKS, t)]
-        group = dist.new_subgroups_by_enumeration(slices)[0]
+        group = dist.new_subgroups_by_enumeration(slices, timeout=LIMIT)[0]
         weight = torch.randn(CONFIG.intermediate // t, H, device=x.device)
         flops = 2 * tokens * weight.numel() / seconds(partial(F.linear, x, weight), times=10)
         latency, bandwidth = 0.0, float("inf")

@@ -200,10 +200,12 @@ def sync_replicated_gradients(model: nn.Module, group: dist.ProcessGroup) -> Non
 
 def sync_in_backward(model: nn.Module, group: dist.ProcessGroup) -> None:
     """The same by a hook on each of these parameters, once: every backward then leaves whole gradients, at the price
-    of an all-reduce per parameter. For those who take gradients away as soon as they are there, such as ZeRO."""
+    of an all-reduce per parameter. For those who take gradients away as soon as they are there, such as ZeRO. Freeze
+    parameters before, not after: those that are frozen get no hook."""
     for name, shard in shards(model).items():
-        if shard.partial:
-            model.get_parameter(name).register_hook(partial(summed_by_hook, shard=shard, group=group))
+        p = model.get_parameter(name)
+        if shard.partial and p.requires_grad:
+            p.register_hook(partial(summed_by_hook, shard=shard, group=group))
 
 
 def summed_by_hook(grad: Tensor, shard: Shard, group: dist.ProcessGroup) -> Tensor:
@@ -233,6 +235,8 @@ class ParallelAttention(nn.Module):
     def __init__(self, config: Config, tp: TensorParallel, parts: Parts, p: float = 0.0):
         super().__init__()
         check_sizes(config, tp.size)
+        if p and parts.attention is not type(parts).attention:  # another one may drop nothing, or speak to other ranks
+            raise ValueError(f"dropout {p} needs the attention of this file, not another parts.attention; use p = 0")
         self.tp, self.parts, self.p, self.head_dim = tp, parts, p, config.hidden // config.heads
         kv_width = config.kv_heads * self.head_dim
         # --- exercise 4.27: which key/value heads does a rank hold, also when there are fewer of them than ranks? ---
@@ -269,7 +273,7 @@ class ParallelBlock(nn.Module):
     """x is [B, S, H] on every rank, or with sequence parallel this rank's [B, S/t, H]; so is the result.
 
     cos and sin belong to all S tokens. `feed_forward` makes the second half; p is the rate of dropout on attention
-    weights and on what enters the residual stream.
+    weights and on what enters the residual stream. ValueError for p > 0 if `parts.attention` was replaced.
     """
 
     def __init__(

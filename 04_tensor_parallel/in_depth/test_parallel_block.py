@@ -207,6 +207,31 @@ def test_sums_of_shares_are_written_to_where_the_gradient_is_which_may_be_a_buck
     assert run_ranks(2, gradients_in_a_bucket) == [[], []]
 
 
+def frozen(sequence: bool) -> tuple[dict[str, Tensor | None], ...]:
+    tp, found = TensorParallel(dist.group.WORLD, sequence), []
+    for freeze, hook in ((True, True), (True, False), (False, False)):
+        block = make_block(replace(SMALL, kv_heads=1), tp)
+        for name in FROZEN if freeze else ():
+            block.get_parameter(name).requires_grad_(False)
+        if hook:
+            sync_in_backward(block, tp.group)
+        block_loss(block).backward()
+        if not hook:
+            sync_replicated_gradients(block, tp.group)
+        found.append({name: p.grad for name, p in block.named_parameters()})
+    return tuple(found)
+
+
+FROZEN = ("input_layernorm.weight", "self_attn.k_proj.weight")  # one of two norms, and K but not V
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_frozen_parameter_has_no_gradient_to_sum_and_the_others_are_summed_as_before(sequence):
+    for rank, (by_hook, after, unfrozen) in enumerate(run_ranks(2, frozen, sequence)):
+        for grads in (by_hook, after):
+            assert_same_named(grads, unfrozen | dict.fromkeys(FROZEN), what="gradient of", rank=rank)
+
+
 def two_micro_batches() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     tp, totals = TensorParallel(dist.group.WORLD, True), []
     for hook in (False, True):
@@ -383,6 +408,31 @@ def test_attention_is_an_argument_and_sees_the_heads_of_its_rank_with_key_value_
     for seen, got, want in run_ranks(4, own_attention):
         assert seen == [(B, S, 2, 4), (B, S, 1, 4)]
         assert_same(got, want)
+
+
+def dropout_and_another_attention() -> tuple[str, int]:
+    """What is said of dropout beside another attention, and how often that is called without dropout."""
+    calls = []
+
+    def watching(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        calls.append(causal)
+        return attention(q, k, v, causal=causal)
+
+    tp, x = TensorParallel(dist.group.WORLD), numbers(B, S, SMALL.hidden)
+    block = make_block(SMALL, tp, parts=Parts(watching))
+    block(x, COS, SIN), block.eval()(x, COS, SIN)
+    make_block(SMALL, tp, p=0.1, parts=Parts(norm=lambda x, weight, eps: rms_norm(x, weight, eps)))  # may be another
+    try:
+        make_block(SMALL, tp, p=0.1, parts=Parts(watching))
+    except ValueError as error:
+        return str(error), len(calls)
+    return "", len(calls)
+
+
+def test_dropout_does_not_take_the_place_of_another_attention_which_may_speak_to_other_ranks():
+    ((said, calls),) = run_ranks(1, dropout_and_another_attention)
+    assert "dropout 0.1" in said and "parts.attention" in said and "\n" not in said
+    assert calls == 2, "in training and in evaluation"
 
 
 def test_the_reference_agrees_with_pytorchs_attention():
