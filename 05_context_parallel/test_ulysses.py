@@ -1,5 +1,6 @@
 """Ulysses on the ground floor against one process, against the depth, and against its own formulas."""
 
+import ast
 import contextlib
 import os
 import random
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import ulysses as script
-from harness.house import ROOT
+from harness.house import ROOT, chapter_of, scripts
 from harness.meter import communication, saved_activations
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
@@ -341,6 +342,21 @@ def test_a_bad_option_is_one_line_that_names_it(argv, ranks, monkeypatch, capsys
     said = capsys.readouterr()
     assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1 and argv[0] in said.err
     assert not dist.is_initialized()
+
+
+def makers_of_groups(file: Path) -> list[ast.Call]:
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    makers = ("init_process_group", "new_group", "new_subgroups_by_enumeration")
+    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in makers]
+
+
+def test_no_group_of_a_script_is_left_with_the_default_time_limit_of_half_an_hour():
+    """A group does not inherit the world's. (Benchmarks run under the harness, which has a limit of its own.)"""
+    found = {file.name: makers_of_groups(file) for file in scripts(chapter_of(Path(__file__)))}
+    assert {name for name, calls in found.items() if calls} >= {"ulysses.py", "context_ring.py", "context_ulysses.py"}
+    for name, calls in found.items():
+        for call in calls:
+            assert "timeout" in [word.arg for word in call.keywords], f"{name}, line {call.lineno}: no timeout"
 
 
 def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):

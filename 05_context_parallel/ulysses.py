@@ -191,7 +191,7 @@ def mesh(R: int, U: int, ranks: list[int]) -> tuple[dist.ProcessGroup, dist.Proc
     groups = {}
     for axis, lines in (("row", grid), ("column", grid.T)):
         for line in lines.tolist():  # every rank makes every group, in the same order
-            group = dist.new_group(line)
+            group = dist.new_group(line, timeout=timedelta(seconds=60))  # a group does not inherit the world's
             if dist.get_rank() in line:
                 groups[axis] = group
     return groups["row"], groups["column"]

@@ -104,13 +104,6 @@ def shard_sequence(x: Tensor, layout: str, rank: int, P: int, dim: int = 1) -> T
     return x.index_select(dim, layout_positions(layout, x.shape[dim], rank, P).to(x.device))
 
 
-def unshard(parts: list[Tensor], layout: str, dim: int = 1) -> Tensor:
-    """Inverse of `shard_sequence`: the parts of all ranks, in rank order, P of [B, S/P, ...] -> [B, S, ...]."""
-    whole = torch.cat(parts, dim)
-    order = torch.cat([layout_positions(layout, whole.shape[dim], r, len(parts)) for r in range(len(parts))])
-    return whole.index_select(dim, order.argsort().to(whole.device))
-
-
 def next_token_labels(tokens: Tensor) -> Tensor:
     """The label of a token is the next token of the *whole* sequence [B, S]; the last has none.
 

@@ -44,6 +44,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -245,7 +246,9 @@ class SwapBack(torch.autograd.Function):
 def check_enough_heads(heads: int, P: int) -> None:
     """ValueError unless each of P ranks gets a query head."""
     if heads < P:
-        raise ValueError(f"{heads} query heads are not enough for {P} ranks of Ulysses; use {heads} or fewer, or USP")
+        raise ValueError(
+            f"{heads} query heads are not enough for {P} ranks of Ulysses; use {heads} or fewer ranks, or USP"
+        )
 
 
 def check_heads(heads: int, P: int) -> None:
@@ -324,7 +327,7 @@ def usp_groups(P: int, U: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     mine: list = [None, None]
     for axis, groups in enumerate((grid.tolist(), grid.T.tolist())):
         for ranks in groups:  # every rank makes every group, in the same order
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=timedelta(seconds=60))  # else 30 minutes, whatever the world's is
             if dist.get_rank() in ranks:
                 mine[axis] = group
     return mine[0], mine[1]
@@ -483,14 +486,18 @@ def parse_arguments() -> argparse.Namespace:
     try:
         if args.version != "usp":
             check_enough_heads(args.heads, P)
-        check_enough_heads(args.heads, U)
+        elif args.heads < U:
+            fits = ", ".join(str(u) for u in range(1, args.heads + 1) if P % u == 0)
+            raise ValueError(f"not enough for all-to-alls of {U} ranks; use --ulysses-size {fits}")
     except ValueError as error:
         parser.error(f"--heads {args.heads}: {error}")
     try:
         check_layout("contiguous", args.seq, P)
-        usp_positions(args.layout, args.seq, 0, P // U, 0, U)
-        if args.seq // P % 2:
-            raise ValueError(f"{args.seq // P} tokens on a rank cannot be halved; use a multiple of {2 * P}")
+        if args.version in ("all", "usp"):
+            usp_positions(args.layout, args.seq, 0, P // U, 0, U)
+        if args.attention in ("all", "cross") and args.seq // P % 2:
+            why = f"{args.seq // P} tokens on a rank cannot be halved for --attention cross"
+            raise ValueError(f"{why}; use a multiple of {2 * P}")
     except ValueError as error:
         parser.error(f"--seq {args.seq}: {error}")
     return args

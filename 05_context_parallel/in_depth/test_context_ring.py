@@ -37,7 +37,6 @@ from context_ring import (
     shard_sequence,
     text,
     train_step,
-    unshard,
 )
 from harness.meter import communication, peak_memory, saved_activations
 from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
@@ -217,6 +216,13 @@ def attention_results(heads: tuple[int, int], dtype: torch.dtype, local: str, sc
         shards = [shard_sequence(x.to(dtype), layout, group.rank(), group.size()) for x in random_qkv(heads, 48, scale)]
         results.append(results_of(attention, *shards))
     return results
+
+
+def unshard(parts: list[Tensor], layout: str) -> Tensor:
+    """Inverse of `shard_sequence`: the parts of all ranks, in rank order, P of [B, S/P, ...] -> [B, S, ...]."""
+    P, S = len(parts), sum(part.shape[1] for part in parts)
+    order = torch.cat([layout_positions(layout, S, rank, P) for rank in range(P)])
+    return torch.cat(parts, 1)[:, order.argsort()]
 
 
 def whole(results: list[list[list[Tensor]]], case: int) -> list[Tensor]:

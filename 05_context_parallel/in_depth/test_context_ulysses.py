@@ -234,6 +234,15 @@ def test_a_rectangle_of_one_row_or_one_column_is_the_plain_version(ranks, U):
             assert_same_trace(got, expected, rank=rank)
 
 
+def seconds_of_groups() -> list[float]:
+    backends = [group._get_backend(torch.device("cpu")) for group in usp_groups(4, 2)]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_the_groups_of_usp_wait_a_minute_like_the_world_and_not_half_an_hour():
+    assert run_ranks(4, seconds_of_groups) == [[60.0, 60.0]] * 4
+
+
 def test_every_token_has_one_rank_in_usp():
     for layout in LAYOUTS:
         positions = [usp_positions(layout, 48, r, 3, u, 2) for r in range(3) for u in range(2)]
@@ -289,7 +298,7 @@ def test_tensor_parallelism_cuts_the_heads_first_and_ulysses_what_is_left():
                 assert_same(got, whole.chunk(2, 2)[rank % 2][:, where], what=f"{name}, {heads}", rank=rank)
     # 32 heads that share 8: with TP over 8 ranks 4 query heads and one K/V head are left, which Ulysses copies to each.
     assert [len(kv_heads_of(r, 4, 32 // 8, 1)) for r in range(4)] == [1, 1, 1, 1]
-    with pytest.raises(ValueError, match="4 query heads are not enough for 8 ranks of Ulysses; use 4 or fewer, or USP"):
+    with pytest.raises(ValueError, match="4 query heads are not enough for 8 ranks .*; use 4 or fewer ranks, or USP"):
         check_enough_heads(32 // 8, 8)
 
 
@@ -619,6 +628,17 @@ def test_the_demo_finds_nothing_wrong(argv):
     assert run_ranks(2, run_demo, argv) == [[], []]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "argv"),
+    [
+        (4, ["--attention", "causal", "--seq", "100"]),  # 25 tokens on a rank: no half of them is asked for
+        (3, ["--version", "ulysses", "--attention", "full", "--heads", "6", "--kv-heads", "2", "--seq", "93"]),
+    ],
+)
+def test_a_length_is_refused_only_by_what_was_asked_for(ranks, argv):
+    assert run_ranks(ranks, run_demo, argv) == [[]] * ranks
+
+
 @pytest.mark.turn(3)
 def test_the_folder_copied_alone_runs(tmp_path):
     for name in ("context_ring.py", "context_ulysses.py"):
@@ -638,9 +658,12 @@ def test_the_cost_model_is_printed_with_its_assumptions_and_its_deviations(capsy
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--heads", "3", "--kv-heads", "1"], ["--heads 3", "4 ranks", "USP"]),
+        (["--heads", "3", "--kv-heads", "1"], ["--heads 3", "4 ranks", "use 3 or fewer ranks, or USP"]),
+        (["--version", "usp", "--heads", "1", "--kv-heads", "1"], ["--heads 1", "2 ranks", "use --ulysses-size 1\n"]),
+        (["--version", "usp", "--heads", "3", "--kv-heads", "1", "--ulysses-size", "4"], ["--ulysses-size 1, 2\n"]),
         (["--seq", "98"], ["--seq 98", "P = 4", "96 or 100"]),
-        (["--seq", "100"], ["--seq 100", "25 tokens", "multiple of 8"]),
+        (["--seq", "100"], ["--seq 100", "25 tokens", "cross", "multiple of 8"]),
+        (["--attention", "cross", "--seq", "100"], ["--seq 100", "25 tokens", "cross", "multiple of 8"]),
         (["--version", "usp", "--attention", "window"], ["--attention window", "ring", "--version ulysses"]),
         (["--ulysses-size", "3"], ["--ulysses-size 3", "4 ranks"]),
         (["--ulysses-size", "0"], ["--ulysses-size 0", "4 ranks"]),
