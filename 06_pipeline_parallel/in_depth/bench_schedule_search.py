@@ -70,7 +70,7 @@ def verify() -> None:
             if cost != want or held(schedule) > limit:
                 sys.exit(f"{p} ranks, {m} micro-batches, {times}: {who} finds {cost}, and {want} is possible")
     for p in (2, 3, 4, 8):
-        for limit, bubble in ((p, p - 1), (2 * p - 1, 0)):  # ZB-H1 and ZB-H2 (arXiv 2401.10241, table 1) for F = B = W
+        for limit, bubble in ((p, p - 1), (2 * p - 1, 0)):  # ZB-H1 and ZB-H2 (arXiv 2401.10241, table 2) for F = B = W
             schedule = automatic(p, 2 * p, Times(), limit)
             check(schedule)
             if simulate(schedule).bubble != bubble or held(schedule) > limit:

@@ -13,6 +13,8 @@ that has the *turn* go on. Whoever starts a message passes the turn, and gets it
 
 Never do two threads run at once, so nothing needs a lock, and the order is the same on every rank and in every run.
 That matters: an all-to-all of F and one of BW go through the same group, where messages are matched by their order.
+Only random numbers come from one place for both, and where BW recomputes a dropout it sets the generator back. So
+whoever gets the turn back finds the generator as it left it, and after the pair it is as F left it.
 
 How a runtime offers it. `Pipeline(overlap=hook)` calls hook(forward, backward) for each pair of the schedule; torch's
 pipelining has a function registered for OVERLAP_F_B, DeepSeek's DualPipe `overlapped_forward_backward` of the module.
@@ -36,7 +38,8 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -48,6 +51,13 @@ from schedules import build
 from torch import Tensor, nn
 
 # Legend of shapes: T tokens of one micro-batch on one rank, H hidden, e ranks of the expert group, one expert on each.
+
+
+@contextmanager
+def random_numbers_of_its_own() -> Iterator[None]:
+    """Behind it random numbers go on as before it, whatever the other chunk has drawn meanwhile, or set back."""
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        yield
 
 
 class Turns:
@@ -78,17 +88,19 @@ class Turns:
                 raised.append(error)
             finally:
                 self.running.discard(chunk)
-                self.give_turn(chunk)
 
         def second() -> None:
             if device is not None:
                 torch.cuda.set_device(device)  # a new thread begins on device 0
             run("BW", backward)
+            self.give_turn("BW")
 
         thread = threading.Thread(target=second)
         thread.start()
         run("F", forward)  # in this thread: grad mode, autocast and counters of the caller stay in force
-        thread.join()
+        with random_numbers_of_its_own():
+            self.give_turn("F")
+            thread.join()
         self.turn = ""
         if raised:
             raise raised[0]
@@ -103,6 +115,7 @@ class Turns:
             self.turn = next(iter(self.running - {chunk}), chunk)
             self.changed.notify_all()
 
+    @random_numbers_of_its_own()
     def travel(self, start: Callable[[], dist.Work]) -> None:
         """Start a message, let the other chunk compute, and come back when the message is there."""
         chunk = self.turn  # whoever calls this has the turn; on a GPU, backward calls from a thread of autograd's

@@ -21,8 +21,8 @@ micro-batches add up to the loss, and their gradients, which autograd adds into 
 sees m. (An engine that divides only the loss it prints has gradients m times too large: torchtitan #2972.)
 
 Formulas, n bytes of activations between two stages, v stages on each rank, m micro-batches:
-    sent by all ranks    2 m n (v p - 1)      forward and backward over each border between stages; nothing between two
-                                              stages on one rank, so 2 m n (2p - 2) for the V-shapes (ZB-V, DualPipeV)
+    sent by all ranks    2 m n (v p - 1)      forward and backward over each border between stages; none on one rank:
+                          2 m n (2p - 2) in ZB-V and DualPipeV; 2 m n (p - 1) in DualPipe, which holds each stage twice
     bubble, activations  what `simulate` says: arXiv 1811.06965, 2104.04473, 2401.10241, 2405.15362, 2412.19437
     sent besides         G bytes by each rank of DualPipe (G: gradients of its two stages), one tied weight by both ends
 
@@ -288,16 +288,16 @@ class Pipeline:
         if self.crossings is not None:
             dist.all_reduce(torch.zeros(1, device=self.example.device), group=self.group)
         kind = DTYPES.index(self.example.dtype)  # bf16 and fp16 are equally long
-        mine = torch.zeros(9, dtype=torch.int64)
+        mine = torch.full((9,), -1, dtype=torch.int64)  # -1: no such dimension
         for i, size in enumerate([kind, *self.example.shape][:9]):
             mine[i] = size
         mine = mine.to(self.example.device)
         for peer in sorted({m.source + m.destination - self.rank for m in self.program if isinstance(m, Message)}):
             if not torch.equal(mine, theirs := exchange(mine, peer, self.group)):
-                raise ValueError(
-                    f"example: rank {self.rank} has {DTYPES[mine[0]]} {mine[1:].tolist()}, rank {peer} "
-                    f"{DTYPES[theirs[0]]} {theirs[1:].tolist()}; stages must hand on tensors of one shape and dtype"
-                )
+                # each with the dimensions that it has
+                here, there = (f"{DTYPES[x[0]]} {[n for n in x[1:].tolist() if n >= 0]}" for x in (mine, theirs))
+                who = f"rank {self.rank} has {here}, rank {peer} {there}"
+                raise ValueError(f"example: {who}; stages must hand on tensors of one shape and dtype")
 
     def step(
         self, inputs: Sequence, targets: Sequence, extras: Sequence[dict] | None = None, *, broadcast=False
@@ -321,7 +321,7 @@ class Pipeline:
     ) -> Tensor:
         """All of a program, or a part. `begun`: go on with what an earlier part has computed, received and kept."""
         training = torch.is_grad_enabled()
-        crossing = self.crossings if training or self.crossings is None else {}  # forwards alone cross nothing
+        crossing = self.crossings if training or self.crossings is None else {}  # forwards alone: one by one, in line
         mail = Mailbox(program, self.rank, self.group, self.example, crossing)
         self.inputs, self.targets, self.extras = inputs, targets, extras or [{}] * self.schedule.micro_batches
         if begun:

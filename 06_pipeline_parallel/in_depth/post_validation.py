@@ -28,7 +28,8 @@ Formulas, F, B, W the times of a stage, n steps, makespan and cost as in schedul
     everyone waits        n makespan                           ZB-H2: makespan = cost + (p - 1) F
     nobody waits          n cost + (makespan - cost)           where steps fit into one another, as ZB-H2's do
     the sums may take     `room`, without any rank waiting     ZB-H2: one F; 1F1B: p F
-    a step taken back     the F's before the look again, at most p on a rank, and a second optimizer step
+    a step taken back     a second optimizer step, and the F's before the look again. If m is 2p or more, at most p on
+                          a rank (1F1B, ZB-H1, ZB-H2), 2p (ZB-V), 2p + 1 (interleaved, v = 2), m (AFAB)
 
 Run it:
     python post_validation.py                                         one rank, CPU or GPU
@@ -90,6 +91,7 @@ class LateStep:
         self.pending: tuple[dist.Work, Tensor] | None = None  # the parts, under way
         self.before: list[tuple[Tensor, dict]] = []  # weights and states as they were before the step
         self.copied = 0  # bytes of these
+        self.options: list[dict] = []  # of each group, as they were in `step`: learning rate, weight decay
         self.outcomes: list[str] = []  # of each step: kept, again, later, taken back or left out
 
     @torch.no_grad()
@@ -98,6 +100,8 @@ class LateStep:
         for p in self.parameters:
             mine += 0 if p.grad is None else p.grad.double().square().sum()
         parts = mine.new_empty(self.group.size())
+        groups = self.optimizer.param_groups
+        self.options = [{n: copy.deepcopy(x) for n, x in given.items() if n != "params"} for given in groups]
         # --- exercise 6.41: the parts set out; step as if this rank were all, unless it knows better ---
         work = all_gather(parts, mine, group=self.group, async_op=True)  # [1] -> all_gather -> [p]
         self.pending = work, parts
@@ -120,6 +124,8 @@ class LateStep:
         """Wait for the parts; keep the step, or take it back and make the right one, if there is one."""
         assert self.pending is not None
         work, parts = self.pending
+        later = [dict(given) for given in self.optimizer.param_groups]  # a scheduler may have moved on since `step`
+        self.use(self.options)
         # --- exercise 6.42: all parts are here; leave weights and states as if they had been known before the step ---
         work.wait()
         factor = clip_factor(parts.sum(), self.max_norm)  # gathered, not reduced: all add in one order, to one number
@@ -132,10 +138,15 @@ class LateStep:
                     p.grad *= factor
             self.optimizer.step()
         # --- end exercise ---
+        self.use(later)
         done = {True: ("taken back", "again"), False: ("left out", "later")}[self.stepped][factor > 0]
         self.outcomes.append("kept" if right else done)
         self.pending, self.before = None, []
         return factor == 1
+
+    def use(self, options: Sequence[dict]) -> None:
+        for given, new in zip(self.optimizer.param_groups, options, strict=True):
+            given.update(new)
 
     def take_back(self) -> None:
         if self.rollback == "copy":
@@ -248,6 +259,9 @@ def demo(args: argparse.Namespace, schedule: Schedule, groups: Sequence[dist.Pro
     batches = [[x.to(device) for x in make_batch(step, m)] for step in range(len(TARGETS))]
     weight = 1.0
 
+    def schedule_rate(optimizer: torch.optim.AdamW, step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)  # set before the step before is looked at
+
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
         return weight * token_loss_sum(logits, labels) / valid
 
@@ -255,6 +269,7 @@ def demo(args: argparse.Namespace, schedule: Schedule, groups: Sequence[dist.Pro
     optimizer, name = adamw([whole]), "norm.weight"  # of the last stage
     for step, (tokens, labels) in enumerate(batches):
         weight, valid = 1.0, (labels != IGNORE).sum().item()
+        schedule_rate(optimizer, step)
         optimizer.zero_grad()
         sum(loss_of(whole(x, **extras[0]), y) for x, y in zip(tokens, labels, strict=True)).backward()
         named = dict(whole.named_parameters())
@@ -284,6 +299,7 @@ def demo(args: argparse.Namespace, schedule: Schedule, groups: Sequence[dist.Pro
 
         for step, (tokens, labels) in enumerate(batches):
             weight, valid = weights[step], (labels != IGNORE).sum().item()
+            schedule_rate(optimizer, step)
             pipeline.step(tokens, labels, extras, validate=validate)
             for (_, stage), module in stages.items():
                 if step == INFINITE and stage == schedule.stages - 1:

@@ -24,7 +24,7 @@ with sends that block until the receiver takes them and with any delay anywhere:
 that comes first in the common order has everything it needs, on both ends. A runtime that posts the same messages
 earlier, or does not wait for its sends, waits for less, so it is safe too, as long as it keeps their order.
 
-Time, for stages that take f, b, w (Zero Bubble, arXiv 2401.10241, section 4.1, names the parts):
+Time, for stages that take f, b, w (Zero Bubble, arXiv 2401.10241: the times in section 2.3, the cost in 5.3):
     cost           the longest time any rank is occupied, from its own first start to its own last end: a rank may
                    begin its next step while others still finish this one
     bubble         cost - the time a rank computes, for the rank that idles most

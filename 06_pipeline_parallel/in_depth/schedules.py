@@ -28,7 +28,7 @@ where f, b, w are the times of F, B, W in *one stage* (so for v > 1 a stage is v
     interleaved              (p-1)(f+b+w)        (v-1)p+2(p-r)-1   depth-first, same paper; of m v (f+b+w): 1/v
     breadth-first            (p-1)(f+b+w)        m v               arXiv 2211.05953
     llama3                   (p-1)(f+b+w)        (v-1)n+2(p-r)-1   n in flight; Llama 3, arXiv 2407.21783, figure 6
-    ZB-H1                    (p-1)(f+b-w)        p                 Zero Bubble, arXiv 2401.10241, table 1
+    ZB-H1                    (p-1)(f+b-w)        p                 Zero Bubble, arXiv 2401.10241, table 2
     ZB-H2                    (p-1)(f+b-2w)       2p-1              same table
     ZB-V                     0 if f = b = w      2p (half stages)  same paper, section 6
     V-Min, V-Half            about 4p, 7p/2      2p/3, p (halves)  arXiv 2405.15362; exactly, in v_schedules.py
@@ -484,6 +484,9 @@ def arguments() -> argparse.Namespace:
     for option, file in (("--svg", args.svg), ("--draw-all", args.draw_all)):
         if file and not file.parent.is_dir():
             parser.error(f"{option} {file}: there is no folder {file.parent}; make it first")
+    for option in ("ranks", "micro_batches", "stages_per_rank", "times"):
+        if args.draw_all and getattr(args, option) != parser.get_default(option):
+            parser.error(f"--draw-all draws with sizes and times of its own; leave out --{option.replace('_', '-')}")
     if args.svg and args.svg.is_dir():
         parser.error(f"--svg {args.svg} is a folder; name a file in it")
     if args.draw_all and args.draw_all.exists() and not args.draw_all.is_dir():
@@ -500,15 +503,15 @@ def arguments() -> argparse.Namespace:
         sizes = f"--ranks {args.ranks} --micro-batches {args.micro_batches}"
         sizes += f" --stages-per-rank {v}" if args.stages_per_rank else ""
         parser.error(f"{sizes}: {many} is too many; at most {most} here")
-    options = {"in_flight": args.in_flight} if args.in_flight is not None else {}
-    options |= {"times": args.times, "limit": args.limit} if args.schedule == "auto" else {}
+    options = {"auto": {"times": args.times, "limit": args.limit}}
+    options |= {"llama3": {"in_flight": args.in_flight}} if args.in_flight is not None else {}
     args.schedules, args.left_out = [], []
     for name in SCHEDULES if args.schedule is None else [args.schedule]:
         v = 2 if name in LOOPED + FOLDED else 1
         if args.stages_per_rank is not None and (args.schedule or name in LOOPED):
             v = args.stages_per_rank
         try:
-            args.schedules.append(build(name, args.ranks, args.micro_batches, v, **options))
+            args.schedules.append(build(name, args.ranks, args.micro_batches, v, **options.get(name, {})))
         except ScheduleError as error:  # in the table of all, a schedule that takes other sizes is left out
             args.left_out.append(f"{error}")
     if not args.schedules or (args.schedule and args.left_out):

@@ -275,10 +275,12 @@ def recomputed_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     torch.utils.checkpoint is exact with a split backward too, but it runs the block again for every call of the
     engine: for B, and then for each cut in W. Here the block runs again once, in B, and what W needs of the second
-    run is kept until W; so recomputation saves memory between F and B, and not between B and W.
+    run is kept until W; so recomputation saves memory between F and B, and not between B and W. x is floating-point.
     """
 
     def run(x: Tensor, *constants) -> Tensor:
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # autograd does not see the weights: without this it would not come back
         return Recomputed.apply(function, x, *constants)
 
     return run

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ import overlapped_pair
 import pytest
 import torch
 import torch.distributed as dist
-from harness.oracle import assert_same
+from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
 from overlapped_pair import Turns, pair_time, stage_of
 from pipeline_executor import Pipeline
@@ -17,6 +18,7 @@ from schedule_simulator import BW, F, Times, blocks, simulate
 from schedules import build
 from split_backward import recomputed_once
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Waited:
@@ -104,6 +106,55 @@ def test_a_backward_in_its_own_thread_recomputes_under_the_autocast_of_its_forwa
             Turns().overlap(lambda: None, backward) if overlapped else backward()
         found.append([p.grad for p in block.parameters()])
     assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+
+
+class Sent(torch.autograd.Function):
+    """Travels, as a layer's all-to-all does, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, turns):
+        ctx.turns = turns
+        turns.travel(lambda: Waited([], ""))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Sent.apply(grad, ctx.turns), None
+
+
+def pair_with_dropout(overlapped, wrap, depth):
+    """F of `depth` layers and BW of two: outputs, the numbers that are drawn behind them, and gradients."""
+    torch.manual_seed(0)
+    turns, layers, outputs = Turns(), [nn.Linear(8, 8).double() for _ in range(3)], []
+    x = torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+
+    def block(x, layers):
+        for layer in layers:
+            x = nn.functional.dropout(Sent.apply(nn.functional.dropout(layer(x), 0.5), turns), 0.5)
+        return x
+
+    def forward(x, layers):
+        outputs.append(wrap(partial(block, layers=layers))(x))
+
+    forward(x[0], layers[:2])
+    calls = partial(forward, x[1], layers[:depth]), outputs[0].sum().backward
+    turns.overlap(*calls) if overlapped else [call() for call in calls]
+    behind = torch.rand(3)
+    outputs[1].sum().backward()
+    return {"F": outputs[1], "behind": behind, "x": x.grad} | {
+        n: p.grad for n, p in nn.ModuleList(layers).named_parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [recomputed_once, lambda b: partial(checkpoint, b, use_reentrant=False)],
+    ids=["recomputed once", "checkpoint"],
+)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_dropout_that_is_drawn_and_drawn_again_in_turns_is_that_of_one_after_the_other(wrap, depth):
+    """With one layer F ends first, with three BW. What is drawn behind the pair is the same, too."""
+    assert_same_named(pair_with_dropout(True, wrap, depth), pair_with_dropout(False, wrap, depth), 0)
 
 
 def replay(events, part, message):

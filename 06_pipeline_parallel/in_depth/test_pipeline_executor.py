@@ -1,6 +1,7 @@
 """The executor: every schedule gives the gradients of the whole model, holds what `simulate` says, and never hangs."""
 
 import random
+import re
 import sys
 import time
 import weakref
@@ -184,6 +185,36 @@ def with_recomputation():
 
 def test_blocks_may_be_recomputed_in_two_ways():
     run_ranks(2, with_recomputation)
+
+
+def recomputed_above_what_needs_no_gradient():
+    """The first stage gets numbers, or tokens for an embedding that is not trained: recomputed, and as it is."""
+    rank = dist.get_rank()
+    for name in ("1f1b", "zb-h1"):
+        for frozen in (False, True):
+            x = torch.randn(4, 3, HIDDEN, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+            inputs = torch.arange(12).view(4, 3) if frozen else x
+            found = []
+            for wrap in (recomputed_once, lambda block: block):
+                torch.manual_seed(0)
+                embedding, *layers = nn.Embedding(12, HIDDEN), *(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+                stage = nn.Sequential(*layers[2 * rank : 2 * rank + 2]).double()
+                for layer in stage:
+                    layer.forward = wrap(layer.forward)
+                if frozen and rank == 0:
+                    stage.insert(0, embedding.double().requires_grad_(False))
+                schedule = build(name, 2, 4)
+                pipeline = Pipeline(
+                    schedule, {(0, rank): stage}, dist.group.WORLD, loss=lambda y, _: (y**2).sum(), example=x[0]
+                )
+                pipeline.step(inputs, [None] * 4)
+                found.append({n: p.grad for n, p in stage.named_parameters()})
+            for key, want in found[1].items():
+                assert_same(found[0][key], want, what=f"{name}: gradient of {key}", rank=rank)
+
+
+def test_a_first_stage_of_recomputed_blocks_has_its_gradients_although_its_input_needs_none():
+    run_ranks(2, recomputed_above_what_needs_no_gradient)
 
 
 class Copied(torch.autograd.Function):
@@ -740,7 +771,8 @@ def validate():
         stages = {(d, s): make_stage(sizes, s, schedule.stages, True) for d, s in schedule.stages_of(group.rank())}
         tokens, labels = (both[0] for both in global_batch(0, 4, 1)[:2])
         example = torch.empty(1, LENGTH, HIDDEN, dtype=DOUBLE)
-        pipeline = Pipeline(schedule, stages, group, loss=token_loss_sum, example=example)
+        batched = name == "zb-v"  # there forwards cross, too
+        pipeline = Pipeline(schedule, stages, group, loss=token_loss_sum, example=example, batched=batched)
         extras = [{"positions": POSITIONS}] * 4
         without = pipeline.forward_only(tokens, labels, extras, broadcast=True)
         assert pipeline.peak == 0
@@ -796,7 +828,9 @@ def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_sent():
 
 def different_examples(examples):
     schedule, rank = build("1f1b", 2, 2), dist.get_rank()
-    with pytest.raises(ValueError, match="stages must hand on tensors of one shape and dtype"):
+    mine, theirs = (f"{examples[r].dtype} {list(examples[r].shape)}" for r in (rank, 1 - rank))
+    said = re.escape(f"example: rank {rank} has {mine}, rank {1 - rank} {theirs}; stages must hand on")
+    with pytest.raises(ValueError, match=said + " tensors of one shape and dtype"):
         Pipeline(schedule, {(0, rank): nn.Identity()}, dist.group.WORLD, loss=torch.sum, example=examples[rank])
 
 

@@ -137,6 +137,33 @@ def test_a_step_ends_as_if_all_norms_had_been_known_before_it(monkeypatch):
             check_step(own, other, outcome, first, monkeypatch)
 
 
+def test_a_step_made_again_or_later_is_made_with_the_options_it_had_and_one_turned_round_too(monkeypatch):
+    """A scheduler moves on between `step` and the look: each step has its own learning rate and decay."""
+    later = {"lr": 0.37, "weight_decay": 0.5}
+    for rollback in ("copy", "invert"):
+        for tensor in (False, True):
+            for own, other, outcome in CASES:
+                ends = {}
+                for late in (True, False):
+                    parameters, optimizer = optimizer_of()
+                    given = optimizer.param_groups[1]
+                    given["lr"] = torch.tensor(given["lr"], dtype=torch.float64) if tensor else given["lr"]
+                    gradients(parameters, 1, 0.7)
+                    optimizer.step()
+                    gradients(parameters, 2, own)
+                    monkeypatch.setattr(post_validation, "all_gather", Parts(other**2))
+                    steps = LateStep(optimizer, Two(), 1.0, rollback, late)
+                    steps.step()
+                    rate = given["lr"].fill_(later["lr"]) if tensor else later["lr"]  # as torch's schedulers do
+                    given.update(later, lr=rate)
+                    steps.validate()
+                    assert given["lr"] is rate and given["weight_decay"] == later["weight_decay"], "the next step's"
+                    ends[late] = everything(parameters, optimizer)
+                for i, (a, b) in enumerate(zip(ends[True], ends[False], strict=True)):
+                    what = f"{outcome}, {rollback}: tensor {i} of weights and states"
+                    assert_same(a, b, 1e-12 if rollback == "invert" else 0, what)
+
+
 def test_clipping_is_torchs_and_a_norm_that_is_no_number_clips_to_nothing():
     for size in (0.3, 0.999999, 1.0, 1.7, 1e6):
         p = nn.Parameter(torch.zeros(3))
@@ -266,6 +293,16 @@ def test_forwards_before_a_bad_look_are_made_again_with_the_new_weights_and_the_
         assert torch.equal(loss, loss2) and (peak, actions) == (peak2, actions2), f"rank {rank}"
         for a, b in zip(want, got, strict=True):
             assert torch.equal(a, b), f"rank {rank}: a gradient"
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_a_bad_look_costs_a_rank_as_many_forwards_as_the_formulas_say(p):
+    for m in (2 * p, 4 * p):
+        formulas = {"1f1b": p, "zb-h1": p, "zb-h2": p, "zb-v": 2 * p, "interleaved": 2 * p + 1, "afab": m}
+        for name, most in formulas.items():
+            schedule = build(name, p, m, per_rank(name))
+            again = max(before_backward(schedule, list(actions)) for actions in schedule.actions)
+            assert again == most, f"{name}, {p} ranks, {m} micro-batches"
 
 
 # ------------------------------------------------------------------------------------------------------------ the time

@@ -339,6 +339,19 @@ def test_the_demo_compares_every_schedule_with_its_formula_and_passes():
     assert "left out: dualpipe: 3 ranks; use an even number" in done.stdout
 
 
+def test_one_stage_of_four_that_takes_a_quarter_longer_costs_what_the_readme_says():
+    for m, percent in ((64, 23), (4, 7)):
+        longer = [1, 1.25, 1, 1]
+        spans = [simulate(build("1f1b", 4, m), times).makespan for times in (Times(longer, longer, longer), Times())]
+        assert round(100 * (spans[0] / spans[1] - 1)) == percent
+
+
+def test_in_the_table_auto_is_built_for_the_times_that_are_given(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["schedules.py", "--times", "1,1,1,5"])
+    times = Times(1, 1, 1, communication=5)
+    assert schedules.arguments().schedules[-1] == build("auto", 4, 8, times=times) != build("auto", 4, 8)
+
+
 def test_a_simulation_that_misses_its_formula_ends_the_demo_with_1_and_the_numbers(monkeypatch, capsys):
     monkeypatch.setattr(schedules, "published", lambda schedule, times: (123.0, None))
     monkeypatch.setattr(sys, "argv", ["schedules.py", "--schedule", "1f1b"])
@@ -375,6 +388,10 @@ def test_a_wrong_option_is_one_line_with_option_value_and_remedy(capsys, monkeyp
         ),
         (["--schedule", "1f1b", "--svg", "."], "--svg . is a folder"),
         (["--draw-all", __file__], "is a file; name a folder"),
+        (["--draw-all", "x", "--ranks", "8"], "--draw-all draws with sizes and times of its own; leave out --ranks"),
+        (["--draw-all", "x", "--micro-batches", "4"], "leave out --micro-batches"),
+        (["--draw-all", "x", "--stages-per-rank", "3"], "leave out --stages-per-rank"),
+        (["--draw-all", "x", "--times", "1,1,1,5"], "leave out --times"),
         (["--svg", "x.svg"], "--svg x.svg needs --schedule NAME"),
         (["--schedule", "1f1b", "--svg", "no/such/x.svg"], "there is no folder no/such"),
     ):

@@ -228,6 +228,31 @@ def test_recomputation_keeps_the_input_only_and_draws_the_same_dropout_mask(spli
 
 
 @pytest.mark.parametrize("split", [True, False])
+def test_a_recomputed_block_whose_input_needs_no_gradient_gives_its_weights_theirs(split):
+    """As behind a frozen embedding. What is handed in stays as it is, and where gradients are off there is no graph."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(Block(H), Block(H)).double()
+    whole, x = deepcopy(blocks), torch.randn(2, H, H, dtype=torch.float64)
+    y = recomputed_once(blocks[1])(recomputed_once(blocks[0])(x))
+    if split:
+        dx, part = backward_for_input(get_gradient_edge(y), torch.ones_like(y), [])
+        assert dx == [] and all(p.grad is None for p in blocks.parameters()), "all of it is left to W"
+        part.run()
+    else:
+        y.sum().backward()
+    whole(x).sum().backward()
+    assert_same_named(gradients(blocks), gradients(whole), what="gradient of")
+    with torch.no_grad():
+        assert not recomputed_once(blocks)(x).requires_grad
+    assert x.grad is None and not x.requires_grad
+
+
+def test_a_recomputed_block_refuses_tokens_instead_of_losing_the_gradient_of_their_embedding():
+    with pytest.raises(RuntimeError, match="floating point"):
+        recomputed_once(nn.Embedding(11, H))(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_recomputation_is_under_the_autocast_of_the_first_run_wherever_backward_is_called(split, enabled):
     torch.manual_seed(0)
