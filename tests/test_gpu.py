@@ -636,7 +636,7 @@ def test_only_the_record_of_a_run_can_be_taken(tmp_path):
     with pytest.raises(ValueError, match=r"is not the record of a run of tests/gpu\.py"):
         take(file, tmp_path / "results")
     script = Path(__file__).parent / "harness" / "report.py"  # as `make results FROM=FILE` starts it
-    done = subprocess.run([sys.executable, script, "--take", file], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-I", script, "--take", file], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "", done.stderr
     assert done.stderr == f"report.py: --take {file}: this is not the record of a run of tests/gpu.py\n"
 
