@@ -637,8 +637,9 @@ def test_only_the_record_of_a_run_can_be_taken(tmp_path):
         take(file, tmp_path / "results")
     script = Path(__file__).parent / "harness" / "report.py"  # as `make results FROM=FILE` starts it
     done = subprocess.run([sys.executable, "-I", script, "--take", file], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "", done.stderr
-    assert done.stderr == f"report.py: --take {file}: this is not the record of a run of tests/gpu.py\n"
+    code, lines = done.returncode, done.stderr.splitlines()
+    assert (code, len(lines), done.stdout) == (2, 1, "")
+    assert lines == [f"report.py: --take {file}: this is not the record of a run of tests/gpu.py"]
 
 
 def test_a_goal_is_reached_missed_or_not_measured_and_a_missed_one_names_where_the_time_went():
