@@ -46,6 +46,7 @@ import time
 import tokenize
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -334,7 +335,7 @@ def main() -> int:
     if gpus:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpus else "gloo", **alone)
+    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     everyone: list[list[str]] = [[]] * P
     dist.all_gather_object(everyone, [line for K in ways for line in check(K, args.experts, dist.group.WORLD, device)])
     wrong = [line for lines in everyone for line in lines]  # a rank that is off makes all fail

@@ -33,6 +33,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -333,7 +334,7 @@ def main() -> int:
     if gpus:
         torch.cuda.set_device(device)
     single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpus else "gloo", **single)
+    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **single)
     everyone: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, check(dist.group.WORLD, device))  # a rank that is off makes all fail
     wrong = [line for lines in everyone for line in lines]

@@ -107,6 +107,7 @@ def experts_grouped(
     return mm(hidden, w2.transpose(1, 2))
 
 
+# Only the loop multiplies by `linear`: the others take all experts at once, by torch.
 COMPUTES = {"loop": experts_loop, "padded": experts_padded, "grouped": experts_grouped}
 
 # ---------------------------------------------------------------------------------------- rows to other ranks and back

@@ -159,7 +159,9 @@ class MoE(nn.Module):
     count_group  whose tokens the losses and the capacity are about (table above); None: this process
     version, compute    of expert_dispatch.py; or version "fixed" of fixed_dispatch.py: as many tokens on every rank,
                  slots of fixed shape, no wait of the host, a capacity for each rank, and nobody stops over bad logits
-    parts        something with functions `linear` and `swiglu` to use instead of torch's
+    parts        something with functions `linear` and `swiglu` to use instead of torch's. A `linear` of one's own
+                 multiplies for compute "loop" (refused with the others, which take all experts at once) and for shared
+                 experts; with version "fixed" for the shared ones alone, as torch multiplies all its slots at once
     sequence_parallel   tensor ranks hold different tokens, [B, S/t, H]; if not, each does the same with the same ones
     loss_scale   an attribute: what the next call counts for in its step (see "The scale"), times whatever else the
                  loss is multiplied with. `set_loss_scale` sets it for all layers of a model.
@@ -178,6 +180,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         config.check(size_of(group))
+        if compute != "loop" and version != "fixed" and getattr(parts, "linear", F.linear) is not F.linear:
+            raise ValueError(f"compute {compute!r} multiplies all experts at once, and not by parts.linear; use loop")
         if stuck := cannot_learn(config.experts, config.top_k, config.router, config.normalise):
             warnings.warn(f"the router learns from no loss but its own: {stuck}", stacklevel=2)
         self.config, self.group, self.count_group = config, group, count_group

@@ -4,12 +4,14 @@ import sys
 import warnings
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import moe_layer
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from _moe_demo import HostWaits
 from _slow_moe import SlowMoE
 from expert_dispatch import DISPATCH, RouterError
@@ -412,6 +414,19 @@ def test_logits_that_are_not_finite_are_named_with_their_layer():
     x[2, 5] = float("nan")
     with pytest.raises(RouterError, match="router logits of model.layers.3.mlp are not finite: 1 tokens on rank 0"):
         block.double()(x)
+
+
+def test_a_linear_of_ones_own_multiplies_as_its_docstring_says_or_is_refused():
+    c, x = CONFIGS["sigmoid, bias, shared experts"], random(8, 16)
+    for version, products in (("pairs", 3 * 4 + 3), ("fixed", 3)):
+        called: list[int] = []
+        parts = SimpleNamespace(linear=lambda x, w, called=called: called.append(1) or F.linear(x, w))
+        lively(MoE(c, None, None, version=version, parts=parts), 4)(x)
+        assert len(called) == products, f"{version}: {len(called)} products"
+    for compute in ("padded", "grouped"):
+        MoE(c, None, None, compute=compute, parts=SimpleNamespace(linear=F.linear))
+        with pytest.raises(ValueError, match=f"compute '{compute}' multiplies all experts at once.*use loop"):
+            MoE(c, None, None, compute=compute, parts=parts)
 
 
 def test_a_bias_needs_the_sigmoid_router():

@@ -155,8 +155,21 @@ class Chunked(torch.autograd.Function):
 
 
 def chunked(module: nn.Module, chunks: int) -> Callable[[Tensor], Tensor]:
-    """`module`, which looks at one token at a time, for [B, T, H] -> [B, T, H] in pieces; keeps its input only."""
-    return lambda x: Chunked.apply(module, chunks, x, *module.parameters())
+    """`module`, which looks at one token at a time, for [B, T, H] -> [B, T, H] in pieces; keeps its input only.
+    ValueError under autocast."""
+
+    def run(x: Tensor) -> Tensor:
+        refuse_autocast(x)
+        return Chunked.apply(module, chunks, x, *module.parameters())
+
+    return run
+
+
+def refuse_autocast(x: Tensor) -> None:
+    """Backward is called outside of autocast, as a rule. What it runs again there would be another forward, and the
+    weights in another format. A model that is in bf16 itself needs no autocast: sums are taken in fp32 as they are."""
+    if torch.is_autocast_enabled(x.device.type):
+        raise ValueError("what runs in chunks knows no autocast: backward runs it again without; use a model in bf16")
 
 
 # -------------------------------------------------------------------------------------------------------- a block
@@ -282,13 +295,16 @@ def fpdt_block(
     keep    "input": x alone waits on the host, and backward computes attention once more; "attention": its inputs and
             outputs wait there too, (2 + 2 N_kv/N) more tensors of x's size, and backward is shorter by one attention
     finer   pieces of a chunk in the feed-forward
-    inputs  another store for x, such as one on the device, for layers whose inputs fit there
+    inputs  another store for x, such as Store(ResidentMachine(device)) for layers whose inputs fit on the device
+
+    A call raises ValueError under autocast, and for tokens that do not divide.
     """
     if keep not in ("input", "attention"):
         raise ValueError(f"keep {keep!r} must be input or attention")
     fpdt = FPDT(Pieces(block), ChunkedAttention(group, chunks, store, kernel), finer, keep, inputs or store)
 
     def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        refuse_autocast(x)
         T = x.shape[1]
         if T % chunks or T // chunks % finer:
             raise ValueError(f"{T} tokens of a rank do not divide into {chunks} chunks of {finer} pieces")
@@ -312,18 +328,18 @@ def use_fpdt(model: nn.Module, chunks: int, group: dist.ProcessGroup, store: Sto
 
 class HostGradients:
     """Gradients as ZeRO shares them out, and on the host: each leaves the device as soon as it has been made. A rank
-    keeps 1/P of the sum over all ranks in fp32, a flat piece filled up with zeros, for an optimizer on the host."""
+    keeps 1/P of the sum over all ranks in fp32, a flat piece filled up with zeros, for an optimizer on the host. They
+    are sent in fp32, too, or each addition of the reduce-scatter would round. Frozen weights have none."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, store: Store) -> None:
         self.group, self.store, self.home = group, store, dict[Tensor, Buffer]()
-        self.hooks = [p.register_post_accumulate_grad_hook(self.leave) for p in model.parameters()]
+        self.hooks = [p.register_post_accumulate_grad_hook(self.leave) for p in model.parameters() if p.requires_grad]
 
     def leave(self, p: Tensor) -> None:
         P, store = self.group.size(), self.store
-        whole = nn.functional.pad(p.grad.flatten(), (0, -p.numel() % P))
+        whole = nn.functional.pad(p.grad.flatten().to(wide(p.dtype)), (0, -p.numel() % P))
         p.grad, share = None, whole.new_empty(whole.numel() // P)
         dist.reduce_scatter_tensor(share, whole, group=self.group)  # [n] of every rank -> [n/P] of their sum
-        share = share.to(wide(share.dtype))
         if p in self.home:  # another micro-batch: what is there comes back, and goes home with this one's share added
             store.fetch(self.home[p], slot := store.device_empty(self.home[p], share.device))
             share += store.use(slot)

@@ -164,7 +164,8 @@ class CudaMachine:
 
 
 class ResidentMachine(CudaMachine):
-    """A "host" that is the device: for the share of the chunks that fits there, the same program with fast copies."""
+    """A "host" that is the device, the same program with fast copies: for layers whose inputs fit there, by
+    `fpdt_block(..., inputs=Store(ResidentMachine(device)))`."""
 
     def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

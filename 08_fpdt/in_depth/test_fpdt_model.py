@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from _fpdt_demo import IGNORE, Llama, LlamaBlock, batch, settled
+from _fpdt_demo import IGNORE, Llama, LlamaBlock, batch, rope_tables, settled
 from fpdt_attention import fpdt_positions
 from fpdt_costs import Sizes, block_link_bytes, feed_forward_peak, link_bytes, loss_peak, model_host_peak
 from fpdt_model import (
@@ -428,6 +428,24 @@ def test_where_there_is_a_gpu_the_cpu_still_plays_the_device_that_is_watched():
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout + done.stderr[-900:]
 
 
+def under_autocast() -> list[str]:
+    block, said = LlamaBlock(32, 4, 2, 48), []
+    calls = [chunked(block.input_layernorm, 2), fpdt_block(block, 2, dist.group.WORLD, Store(CpuMachine()))]
+    for call, rest in zip(calls, ((), rope_tables(torch.arange(8), 8)), strict=True):
+        try:
+            with torch.autocast("cpu", torch.bfloat16):
+                call(torch.ones(1, 8, 32), *rest)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_autocast_which_a_backward_in_chunks_would_not_know_is_refused_with_what_to_use_instead():
+    for line in run_ranks(1, under_autocast)[0]:
+        assert line == "what runs in chunks knows no autocast: backward runs it again without; use a model in bf16"
+
+
 def bytes_waiting(keep: str) -> list[tuple[int, int, float]]:
     """On the host (in use, allocated) and, of a forward, bytes offloaded: before, validations, forwards thrown away."""
     store = Store(CpuMachine())
@@ -490,6 +508,22 @@ def test_gradients_leave_for_the_host_as_they_are_made_summed_over_ranks_and_mic
 def test_gradients_on_the_host_are_fp32_if_the_model_is_bf16():
     [(*_, dtypes)] = run_ranks(1, gradients_on_the_host, torch.bfloat16)
     assert dtypes == {torch.float32}
+
+
+def small_and_large() -> tuple[Tensor, int]:
+    """The gradient of rank 0 is 1, that of rank 1 is less than bf16 sees beside it; the bias is frozen."""
+    layer = nn.Linear(4, 4).bfloat16()
+    layer.bias.requires_grad_(False)
+    home = HostGradients(layer, dist.group.WORLD, Store(CpuMachine()))
+    (layer(torch.eye(4).bfloat16()) * (2.0**-9 if dist.get_rank() else 1)).sum().backward()
+    pieces = home.take()
+    return pieces[layer.weight], len(pieces)
+
+
+def test_ranks_sum_the_gradients_of_a_bf16_model_in_fp32_and_a_frozen_weight_has_none():
+    for rank, (got, count) in enumerate(run_ranks(2, small_and_large)):
+        assert_same(got, torch.full((8,), 1 + 2.0**-9), 0.0, "the sum", rank)
+        assert count == 1, "of the weight alone"
 
 
 def gradient_race(who: str, whom: str) -> str:

@@ -42,6 +42,7 @@ The last line is PASS, or the script exits with 1 and says which number is off.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,11 @@ def check_finite(amax: Tensor, what: str) -> None:
     """FloatingPointError where x has an infinity or NaN, which a saturating cast would hide or spread."""
     if not torch.isfinite(amax).all():
         raise FloatingPointError(f"fp8: {what} has an infinity or NaN, and no scale fits it; look at what made it")
+
+
+def not_nan(amax: Tensor) -> Tensor:
+    """With infinity for NaN: the largest of several ranks' amaxes may leave out a NaN, and no infinity."""
+    return amax.nan_to_num(torch.inf, torch.inf)
 
 
 # ----------------------------------------------------------------------------------------------------- three products
@@ -164,7 +170,11 @@ class Fp8Linear:
     product      on a GPU: "triton", or "cuda" for recipe block on Hopper, where nvcc is (fp8_matmul.py)
 
     Raises FloatingPointError if an input has NaN or infinity: at once on a CPU, in end_step() on a GPU (asking at once
-    would make it wait each time).
+    would make it wait each time). Where ranks share amaxes all of them raise, whichever has it: with a delayed scale
+    in end_step(), where they next share one. Recipes "row" and "block" share none, so there one rank raises alone.
+
+    A forward pass without gradients, as in a validation, is no part of a step: it makes no history, and a GPU notes
+    nothing of it. If it is the first of two, as in recomputation, the second one is.
     """
 
     def __init__(
@@ -216,51 +226,56 @@ class Fp8Linear:
         if self.kernels:
             check_sizes(*weight.shape)
 
+        counts = torch.is_grad_enabled()  # asked here: inside `apply` it is off
+
         def operands(tensor: Tensor, role: str) -> tuple[Quantized, Quantized]:
             along_rows, along_columns = self.recipe.block(role, 1), self.recipe.block(role, 0)
             kept = stored if role == "w" else None
             if self.kernels and tensor.numel() and along_rows != along_columns and not kept:
-                return self.both(tensor, role, along_rows)
-            first = kept or self.quantize(tensor, role, along_rows, weight)
+                return self.both(tensor, role, along_rows, counts)
+            first = kept or self.quantize(tensor, role, along_rows, weight, counts)
             if along_rows == along_columns:  # one scale, or a square block: one form serves both sums
                 return first, first
-            return first, self.quantize(tensor, role, along_columns, weight)
+            return first, self.quantize(tensor, role, along_columns, weight, counts)
 
         with torch.autocast(kind, enabled=False):  # it would round the emulated product's fp32 operands to bf16
             y = ThreeProducts.apply(rows, weight, operands, matmul)
         return y[: len(rows) - lack].unflatten(0, x.shape[:-1])
 
-    def quantize(self, tensor: Tensor, role: str, block: Block, weight: Tensor) -> Quantized:
-        """One operand in fp8, by the recipe and, if there are, by the kernels of the GPU."""
+    def quantize(self, tensor: Tensor, role: str, block: Block, weight: Tensor, counts: bool = True) -> Quantized:
+        """One operand in fp8, by the recipe and, if there are, by the kernels of the GPU. `counts`: in a step."""
         dtype = self.recipe.gradient_dtype if role == "dy" else e4m3
         kernels = self.kernels if tensor.numel() else None
         what = f"{NAMES[role]} of shape {[*tensor.shape]}"
         if self.per_tensor:
-            amax = kernels.amax(tensor) if kernels else amax_of(tensor, block)
-            self.watch(amax, what)
-            amax = self.share(amax, role, weight)
-            return (kernels.cast if kernels else quantize)(tensor, dtype, block, amax)
+            amax = kernels.amax(tensor) if kernels else not_nan(amax_of(tensor, block))
+            shared = self.share(amax, role, weight, counts)
+            # Only now: a rank that raised before it sent its amax would leave the others waiting for it.
+            self.watch(amax if self.group is None else shared, what, counts)
+            return (kernels.cast if kernels else quantize)(tensor, dtype, block, shared)
         q = (kernels.quantize if kernels else quantize)(tensor, dtype, block)
-        self.watch(q.scale, what)  # a scale of a block with NaN or infinity is not finite either
+        self.watch(q.scale, what, counts)  # a scale of a block with NaN or infinity is not finite either
         return q
 
-    def both(self, tensor: Tensor, role: str, block: Block) -> tuple[Quantized, Quantized]:
+    def both(self, tensor: Tensor, role: str, block: Block, counts: bool) -> tuple[Quantized, Quantized]:
         """An operand of two products, by the kernels, which read it once."""
         forms = self.kernels.quantize_both(tensor, self.recipe.gradient_dtype if role == "dy" else e4m3, block)
         for q in forms:
-            self.watch(q.scale, f"{NAMES[role]} of shape {[*tensor.shape]}")
+            self.watch(q.scale, f"{NAMES[role]} of shape {[*tensor.shape]}", counts)
         return forms
 
-    def watch(self, amax: Tensor, what: str) -> None:
+    def watch(self, amax: Tensor, what: str, counts: bool) -> None:
         if amax.device.type == "cpu":
             check_finite(amax, what)
-        else:
+        elif counts:  # or they would pile up where nobody calls end_step()
             self.bad.append((what, amax.amax() if amax.numel() else amax.sum()))
 
-    def share(self, amax: Tensor, role: str, weight: Tensor) -> Tensor:
+    def share(self, amax: Tensor, role: str, weight: Tensor, counts: bool) -> Tensor:
         """The amax that makes the scale [1, 1]: of this tensor or of the last steps, of this rank's piece or of all."""
         if self.recipe.history:
-            history = self.histories.setdefault(weight, {}).setdefault(role, History(self.recipe.history, amax))
+            roles = self.histories.setdefault(weight, {})
+            roles = roles if counts else copy.deepcopy(roles)  # what is noted there is forgotten
+            history = roles.setdefault(role, History(self.recipe.history, amax))
             # --- exercise 10.35: remember this step, use the steps before ---
             history.now = torch.maximum(history.now, amax)  # several micro-batches make one step
             if history.steps > 0:
@@ -275,17 +290,16 @@ class Fp8Linear:
     def end_step(self) -> None:
         """After the optimizer step: the step's amaxes become history, as one message for all layers."""
         bad, self.bad = self.bad, []
-        if (
-            bad and not torch.stack([amax for _, amax in bad]).isfinite().all()
-        ):  # one wait for the GPU, not one for each
+        histories = [history for roles in self.histories.values() for history in roles.values()]
+        names = [f"{NAMES[r]} of a layer with weights {[*w.shape]}" for w, rs in self.histories.items() for r in rs]
+        # [3 · layers, 1], in the order of the layers
+        latest = torch.cat([history.now for history in histories]) if histories else torch.empty(0, 1)
+        if histories and self.group is not None:
+            dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self.group)
+        bad += zip(names, latest[:, 0], strict=True)  # the same on all ranks, so that they raise together
+        if bad and not torch.stack([amax for _, amax in bad]).isfinite().all():  # one wait for the GPU
             for what, amax in bad:
                 check_finite(amax, what)
-        histories = [history for roles in self.histories.values() for history in roles.values()]
-        if not histories:
-            return
-        latest = torch.cat([history.now for history in histories])  # [3 · layers, 1], in the order of the layers
-        if self.group is not None:
-            dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self.group)
         for history, amax in zip(histories, latest, strict=True):
             history.past[history.steps % len(history.past)] = amax
             history.steps += 1

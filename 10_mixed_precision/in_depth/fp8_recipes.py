@@ -284,6 +284,8 @@ class RecipeAdamW:
             for p, state in self.rest.state.items():
                 self.rest.update(p, state, inverse)
             self.linear.end_step()
+        elif self.linear.fp8 is not None:
+            self.linear.fp8.leave_out_step()  # its amaxes make no scale
         self.rest.zero_grad()
         for p, items in self.items.items():
             p.grad = None

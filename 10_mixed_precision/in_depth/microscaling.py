@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 from _precision_demo import OneLineParser, Report, launch, wide
 from formats import FORMATS, Block, Format, Quantized, amax_of, e4m3, emulated_matmul, expand, to_fp8, transpose
-from fp8 import NAMES, Fp8Linear, Recipe, relative
+from fp8 import NAMES, Fp8Linear, Recipe, not_nan, relative
 from torch import Tensor
 
 
@@ -224,12 +224,12 @@ class MicroLinear(Fp8Linear):
         self.micro = MICRO[name]
         self.recipe = Recipe(self.micro.block, self.micro.block, self.micro.element.dtype or e4m3)
 
-    def quantize(self, tensor: Tensor, role: str, block: Block, weight: Tensor) -> Quantized:
+    def quantize(self, tensor: Tensor, role: str, block: Block, weight: Tensor, counts: bool = True) -> Quantized:
         along_rows = block == self.micro.block
-        amax = amax_of(tensor, (0, 0))
-        self.watch(amax, f"{NAMES[role]} of shape {[*tensor.shape]}")
+        amax = not_nan(amax_of(tensor, (0, 0)))
         if self.micro.two_levels and self.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        self.watch(amax, f"{NAMES[role]} of shape {[*tensor.shape]}", counts)  # here, so that all ranks raise together
         q = self.micro.plain(tensor if along_rows else tensor.T, amax)
         return q if along_rows else transpose(q)
 

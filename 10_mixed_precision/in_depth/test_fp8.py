@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from harness.meter import communication, saved_activations
 from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / chapter / "in_depth") for chapter in ("01_single_gpu", "04_tensor_parallel")]
@@ -282,6 +284,28 @@ def test_delayed_scaling_sends_one_message_a_step_and_all_ranks_have_the_same_sc
         assert result["sent"] == [(10, 72), (1, 36), (1, 36)]
 
 
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_a_validation_makes_no_history_and_notes_nothing_and_a_recomputed_forward_does(reentrant):
+    """`reentrant`: of the checkpoint around the layer. Such a one runs it without gradients at first."""
+    scales = []
+    for validation in (False, True):
+        linear, weight = Fp8Linear("tensor-delayed"), nn.Parameter(random(32, 16))
+        layer = partial(linear, weight=weight)
+        call = layer if reentrant is None else partial(checkpoint, layer, use_reentrant=reentrant)
+        for step in range(3):
+            if validation:
+                with torch.no_grad():
+                    linear(random(16, 16) * 1000, weight)
+                    linear(random(16, 16), nn.Parameter(random(32, 16)))
+            call((random(16, 16, seed=step) * (1 + step)).requires_grad_()).sum().backward()
+            linear.end_step()
+        scales.append({role: history.past.flatten().tolist() for role, history in linear.histories[weight].items()})
+        assert scales[-1]["x"][:3] == [(random(16, 16, seed=n) * (1 + n)).abs().max().item() for n in range(3)]
+    assert scales[0] == scales[1] and scales[0].keys() == {"x", "w", "dy"}
+    linear.watch(torch.empty((), device="meta"), "as on a GPU", counts=False)
+    assert not linear.bad, "nobody calls end_step() where a model only answers"
+
+
 # ------------------------------------------------------------------------------------- together with other techniques
 
 
@@ -380,6 +404,30 @@ def test_nan_and_infinity_are_named_and_not_hidden_by_saturation(name, value):
     y = linear(x.nan_to_num(0, 0, 0).requires_grad_(), weight)
     with pytest.raises(FloatingPointError, match=r"a gradient of shape \[16, 16\]"):
         y.backward(torch.full_like(y, value))
+
+
+def what_ranks_say() -> dict[tuple, str]:
+    """One rank after the other has NaN, then infinity, in a step after `before` good ones."""
+    said = {}
+    for name, before in (("tensor", 0), ("tensor-delayed", 0), ("tensor-delayed", 2)):
+        for who, value in ((0, torch.nan), (1, torch.nan), (0, torch.inf), (1, torch.inf)):
+            linear, weight = Fp8Linear(name, dist.group.WORLD), nn.Parameter(random(16, 32))
+            try:
+                for step in range(before + 1):
+                    x = random(16, 32)
+                    x[3, 5] = value if (step, dist.get_rank()) == (before, who) else 0
+                    linear(x, weight).sum().backward()
+                    linear.end_step()
+                said[name, before, who, value] = "nothing"
+            except FloatingPointError as error:
+                said[name, before, who, value] = str(error)
+    return said
+
+
+def test_nan_and_infinity_on_one_rank_end_all_that_share_its_amax_and_leave_none_waiting():
+    for rank, said in enumerate(run_ranks(2, what_ranks_say, timeout=15)):
+        for case, line in said.items():
+            assert line.startswith("fp8: an input of ") and "infinity or NaN" in line, f"rank {rank}, {case}: {line}"
 
 
 def test_sizes_and_recipes_that_cannot_run_are_refused_in_one_line():

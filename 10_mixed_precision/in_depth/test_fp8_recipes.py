@@ -223,6 +223,21 @@ def test_a_skipped_step_leaves_nothing_behind(name):
     assert_same_named(weights[1], weights[0], 1e-2, "weight")  # one scale is half of the other: the last bit may differ
 
 
+def test_the_amaxes_of_a_skipped_step_make_no_scale():
+    model, optimizer = make("transformer-engine", dist.group.WORLD, **SIZES)
+    scaler, fp8 = LossScaler(dist.group.WORLD, 2.0), optimizer.linear.fp8
+    for good in (False, True):
+        backward(model)
+        if not good:
+            model.blocks[0].gate.grad.fill_(torch.inf)
+            fp8.bad.append(("a gradient", torch.tensor(torch.inf)))  # as a GPU notes it, to look at in the end
+        optimizer.accumulate()
+        assert optimizer.step(scaler) == good
+        histories = [history for roles in fp8.histories.values() for history in roles.values()]
+        assert len(histories) == 3 * len(model.matrices())
+        assert all(history.now == 0 and history.steps == good for history in histories)
+
+
 def three_recipes() -> list[dict]:
     names = ("fp8-lm-o3", "deepseek-v3", "nanotron")
     return [train(name, dist.group.WORLD, torch.device("cpu"), 3, 1) for name in names]

@@ -262,6 +262,21 @@ def test_ranks_with_pieces_of_a_batch_round_to_4_bits_as_one_process_does(ranks)
         assert_same(got[rank], want[16 * place : 16 * place + 16], 1e-10, "y", rank)
 
 
+def one_rank_has_infinity() -> str:
+    x = random(16, 32)
+    x[3, 5] = math.inf if dist.get_rank() else 1
+    try:
+        MicroLinear("nvfp4", dist.group.WORLD)(x, random(16, 32))
+    except FloatingPointError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_is_not_finite_on_one_rank_ends_all_that_share_the_scale_of_the_tensor():
+    for rank, line in enumerate(run_ranks(2, one_rank_has_infinity, timeout=15)):
+        assert "an input of shape [16, 32] has an infinity or NaN" in line, f"rank {rank}: {line}"
+
+
 def test_what_is_not_finite_is_named_and_no_tokens_are_no_error():
     for name in MICRO:
         linear, weight = MicroLinear(name), nn.Parameter(random(16, 32))
