@@ -380,9 +380,11 @@ class Config:
             if self.dispatch != "pairs":
                 raise UsageError(f"--dispatch {self.dispatch}: there are no experts; add --experts 8, or leave it out")
             return
-        if self.dispatch == "fixed" and (self.precision in FP8 or self.precision == "fp16"):
-            what = f"--dispatch fixed multiplies all experts at once, and --precision {self.precision}"
-            raise UsageError(f"{what} has products of its own; use bf16, or another --dispatch")
+        products = {f"--precision {p}": p for p in (*FP8, "fp16")} | {"--kernels cuda": "cuda"}
+        for other, value in products.items():
+            if self.dispatch == "fixed" and value in (self.precision, self.kernels):
+                what = f"--dispatch fixed multiplies all experts at once, and {other}"
+                raise UsageError(f"{what} has products of its own; use another --dispatch, or leave that out")
         if ranks % self.ep:
             fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
             raise UsageError(f"--ep {self.ep} does not divide the {ranks} ranks of data x context; use {fits}")
