@@ -197,7 +197,11 @@ SIZES = [
     ("--experts 3 --ep 2", "--experts 3 --top-k 2 --ep 2: experts 3 do not divide among 2 expert-parallel ranks;", 2),
     ("--dispatch once", "--dispatch once: there are no experts; add --experts 8, or leave it out", 1),
     ("--experts 4 --dispatch fixed --precision fp16", "--dispatch fixed multiplies all experts at once, and --p", 1),
-    ("--experts 4 --dispatch fixed --kernels cuda", "--dispatch fixed multiplies all experts at once, and --kernels", 1),
+    (
+        "--experts 4 --dispatch fixed --kernels cuda",
+        "--dispatch fixed multiplies all experts at once, and --kernels",
+        1,
+    ),
     ("--experts 4 --top-k 5", "--experts 4 --top-k 5 --ep 1: top-k 5 of 4 experts is impossible; use 1 to 4", 1),
     ("--fpdt-chunks 3", "--fpdt-chunks 3: 128 tokens do not divide into 3 chunks on 1 ranks; use a multiple of 3", 1),
     ("--fpdt-chunks 128", "--fpdt-chunks 128: a chunk of a rank has 1 tokens; must be even", 1),
