@@ -185,8 +185,8 @@ def loaded(words, folder):
     read_from, read_index, asked, opened = checkpoint.reader, checkpoint.dcp.FileSystemReader.read_metadata, [], []
 
     def counting(path):
-        read = read_from(path)
-        return lambda name, *of: (asked.append(name), read(name, *of))[1]
+        read, saved = read_from(path)
+        return lambda name, *of: (asked.append(name), read(name, *of))[1], saved
 
     def read_and_count(self, *args, **more):
         opened.append(self)
