@@ -278,7 +278,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
             me.scaler.update(math.isfinite(norm))
         except FloatingPointError as error:  # no smaller scale would help
             saver.finish()
-            raise NotFinite(f"step {step + 1}: {error}; {who_is_not_finite(me, batches)} is not finite") from None
+            where = f"step {step + 1}: {who_is_not_finite(me, batches)} is not finite"
+            raise NotFinite(f"{where}; the {error}") from None
         line |= {"loss_scale": me.scaler.value} if me.scaler.dynamic else {}
         line |= speed.of_step(time.perf_counter() - start)
         log.write(line)
