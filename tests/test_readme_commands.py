@@ -23,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -367,8 +368,23 @@ def ends(command: str, folder: Path, timeout: float = 900) -> tuple[int, str]:
         said, _ = job.communicate(timeout=timeout)
         return job.returncode, said
     except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGTERM)  # torchrun's ranks are in sessions of their own: it has to end them
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return 124, job.communicate(timeout=60)[0]
         os.killpg(job.pid, signal.SIGKILL)
         return 124, job.communicate()[0]
+
+
+def test_a_command_that_takes_too_long_leaves_no_rank_behind(tmp_path):
+    (tmp_path / "long.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    before = time.monotonic()
+    code, said = ends("torchrun --standalone --nproc_per_node 2 long.py", tmp_path, timeout=15)
+    assert code == 124 and time.monotonic() - before < 60
+    ranks = [int(line) for line in said.splitlines() if line.isdigit()]
+    assert len(ranks) == 2
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
 
 
 @pytest.mark.prove
