@@ -376,10 +376,12 @@ def ends(command: str, folder: Path, timeout: float = 900) -> tuple[int, str]:
 
 
 def test_a_command_that_takes_too_long_leaves_no_rank_behind(tmp_path):
-    (tmp_path / "long.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
+    unit = ranks_._pool.unit
+    script = f"import os, time\nprint(os.getpid(), flush=True)\ntime.sleep({100 * unit})\n"
+    (tmp_path / "long.py").write_text(script)
     before = time.monotonic()
-    code, said = ends("torchrun --standalone --nproc_per_node 2 long.py", tmp_path, timeout=15)
-    assert code == 124 and time.monotonic() - before < 60
+    code, said = ends("torchrun --standalone --nproc_per_node 2 long.py", tmp_path, timeout=15 * unit)
+    assert code == 124 and time.monotonic() - before < 60 * unit
     ranks = [int(line) for line in said.splitlines() if line.isdigit()]
     assert len(ranks) == 2
     for rank in ranks:
