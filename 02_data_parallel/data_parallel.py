@@ -35,8 +35,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch._dynamo  # Watch's base imports it; while a group is up, that would keep the group to the end
 import torch.distributed as dist
-import torch.distributed.nn  # Watch's base imports it; while a group is up, that would keep the group to the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

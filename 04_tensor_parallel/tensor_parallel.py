@@ -41,8 +41,8 @@ from collections import namedtuple
 from datetime import timedelta
 from pathlib import Path
 
+import torch._dynamo  # and torch; dispatch modes import it: while a group is up, that would keep it to the end
 import torch.distributed as dist
-import torch.distributed.nn  # and torch; dispatch modes import it: while a group is up, that would keep it to the end
 import torch.nn.functional as F
 from torch import Tensor, inf
 from torch.utils._python_dispatch import TorchDispatchMode

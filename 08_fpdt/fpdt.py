@@ -34,8 +34,8 @@ from collections import Counter
 from datetime import timedelta
 from itertools import chain
 
+import torch._dynamo  # and torch; dispatch modes import it: while a group is up, that would keep it to the end
 import torch.distributed as dist
-import torch.distributed.nn  # and torch; dispatch modes import it: while a group is up, that would keep it to the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes

@@ -47,8 +47,8 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch._dynamo  # and torch; torch.optim imports it: while a group is up, that would keep it to the end
 import torch.distributed as dist
-import torch.distributed.nn  # and torch; torch.optim imports it: while a group is up, that would keep it to the end
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm

@@ -4,6 +4,7 @@ Also what holds for the repository as a whole: the README's map, the Makefile's 
 """
 
 import contextlib
+import gc
 import io
 import os
 import re
@@ -35,9 +36,11 @@ def run(command, folder, timeout=180, **more):
 
 
 # Python runs a module of this name at its start. A thread of a process group that is alive when the interpreter ends
-# aborts it now and then (it drops the last tensor it worked on, and for that it needs an interpreter).
+# aborts it now and then (it drops the last tensor it worked on, and for that it needs an interpreter). A group that is
+# kept in a cycle ends with it if the garbage is collected in time: here it is not, except by the script itself.
 THREADS_AT_THE_END = """
-import atexit, os
+import atexit, gc, os
+gc.disable()
 def threads():
     names = {open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")}
     with open(f"{os.environ['THREADS']}/{os.getpid()}", "w") as file:
@@ -70,6 +73,7 @@ def run_as_main(script, port):
     os.environ |= {name: str(value) for name, value in environment.items()}
     sys.argv, sys.path[0:0] = [script.name], [str(script.parent)]
     alive = {"__name__": "__main__", "__file__": str(script)}  # as when an interpreter ends: still there
+    gc.disable()  # or a cycle that keeps a group would be noticed or not, as chance has it
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), contextlib.chdir(script.parent):
             exec(compile(script.read_text(), str(script), "exec"), alive)
@@ -81,6 +85,7 @@ def run_as_main(script, port):
         del os.environ[name]
     os.environ |= before
     found = code, threads_of_groups(), said.getvalue()
+    gc.enable()
     alive.clear()
     return found
 
@@ -144,12 +149,28 @@ print("PASS")
 raise SystemExit(3)
 """
 
+KEEPS_ITS_GROUP_IN_A_CYCLE = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+cycle = [dist.new_group([0, 1])]
+dist.all_reduce(torch.ones(1), group=cycle[0])
+cycle.append(cycle)
+del cycle
+dist.destroy_process_group()
+print("PASS")
+"""
+
 
 @pytest.mark.turn(2)
 def test_a_script_that_keeps_its_group_and_its_exit_code_are_noticed(tmp_path):
     script = tmp_path / "keeps.py"
     script.write_text(KEEPS_ITS_GROUP)
     assert ends_on_ranks(script, 2) == [(3, True, "PASS\n")] * 2
+    script.write_text(KEEPS_ITS_GROUP_IN_A_CYCLE)
+    assert ends_on_ranks(script, 2) == [(0, True, "PASS\n")] * 2
+    script.write_text(KEEPS_ITS_GROUP_IN_A_CYCLE.replace("del cycle", "cycle.clear()"))
+    assert ends_on_ranks(script, 2) == [(0, False, "PASS\n")] * 2
     script.write_text("1 / 0")
     assert all("ZeroDivisionError" in code for code, *_ in ends_on_ranks(script, 2))
 

@@ -37,6 +37,7 @@ Each is compared with torch.distributed's own and its bytes are counted, on ever
 """
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -550,6 +551,7 @@ def main() -> None:
             rounds, volume = cost(name, world)
             most = [max(column) for column in zip(*table, strict=True)]
             print(f"{name:16}  {f'{rounds}α + {volume:.2f}nβ':>15}  {most[0]:30}  {most[1]:8}  {most[2]:17.1e}")
+    gc.collect()  # what refers to the group in a cycle must not outlive it
     dist.destroy_process_group()
     if failures:
         sys.exit("\n".join(failures) if rank == 0 else 1)
