@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import cheat_sheet
@@ -212,14 +213,12 @@ def main() -> int:
     print(f"{sum(1 for _ in PAGES.rglob('*.md'))} pages in {PAGES}")
     if args.pages:
         return 0
-    beside = str(Path(sys.executable).parent)
-    generator = shutil.which("zensical", path=beside) or shutil.which("zensical")
-    if not generator:
+    if not find_spec("zensical"):
         print("build_book.py: zensical is not installed; run `make book`", file=sys.stderr)
         return 2
     (HERE / "mkdocs.yml").write_text(configuration(Path("pages"), Path("site")))
     shutil.rmtree(SITE, ignore_errors=True)
-    command = [generator, "build", "--clean", "-f", "mkdocs.yml"]
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "-f", "mkdocs.yml"]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout[-3000:] + done.stderr[-3000:], file=sys.stderr)
