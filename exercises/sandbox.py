@@ -81,6 +81,7 @@ class Judge:
         self.folder = Path(tempfile.mkdtemp(prefix="exercises-"))
         self.deadline = time.monotonic() + self.limits.all_seconds
         self.process: subprocess.Popen[bytes] | None = None
+        self.used_before = 0  # bytes of files, before the run that is under way
         self.pending = b""  # what the judge has written after its last whole line
         self.mine: set[int] = set()  # without a cell: children of this process that have nothing to do with the judge
 
@@ -107,6 +108,8 @@ class Judge:
         """
         if self.process is None:
             self._start()
+        if self.trusted:  # hundreds of runs in the same processes: each may write as much as a whole submission
+            self.used_before = self._used(self.descendants())
         copy, marked, theirs = (self.folder / name for name in ("copy", "marks", "theirs"))
         changed = {name: text.encode() for name, text in changes.items()}
         if in_ranks:  # names of modules are unique: a folder in front of the others is enough
@@ -180,6 +183,9 @@ class Judge:
         line, _, self.pending = self.pending.partition(b"\n")
         return line
 
+    def _used(self, processes: "Sequence[Process]") -> int:
+        return max(_bytes_under(self.folder), sum(p.written for p in processes))
+
     def _limits_hold(self, deadline: float, cpu_before: float) -> None:
         limits, processes = self.limits, self.descendants()
         if time.monotonic() > self.deadline and not self.trusted:
@@ -192,7 +198,7 @@ class Judge:
             raise Ended(f"more than {limits.processes} processes at a time")
         if sum(p.memory for p in processes) > limits.memory:
             raise Ended(f"more than {limits.memory // MIB} MiB of memory")
-        if max(_bytes_under(self.folder), sum(p.written for p in processes)) > limits.disk:
+        if self._used(processes) - self.used_before > limits.disk:
             raise Ended(f"more than {limits.disk // MIB} MiB on disk")
 
     # ---------------------------------------------------------------------------------- the process and its children

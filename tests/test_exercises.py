@@ -748,6 +748,27 @@ def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hu
     assert (tiny.root / "01_tiny" / "test_tiny.py").read_text() == TEST_TINY
 
 
+@pytest.mark.turn(6)
+def test_what_earlier_runs_wrote_is_not_held_against_the_next_planted_mistake(tiny, monkeypatch):
+    (tiny.root / "tests" / "harness").mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "tests" / "harness" / "forget.py", tiny.root / "tests" / "harness")
+    monkeypatch.setattr("sandbox.ROOT", tiny.root)  # a copy of it is what the judge works in
+    (script,) = tiny.chapter("01").scripts
+    test = tiny.test_path(tiny.chapter("01"), "test_tiny.py::test_scale_doubles")
+    writes = """import os, time
+with open(f"{{os.environ['TMPDIR']}}/{{time.time_ns()}}", "wb") as file:
+    file.write(bytes({} * 2**20))
+    file.flush()
+    os.fsync(file.fileno())
+time.sleep(1)
+return 2 * x"""
+    with Judge(tiny.files, LIMITS, trusted=True) as judge:
+        for mib, ended in ((20, ""), (20, ""), (40, "more than 48 MiB on disk")):  # it is called twice
+            outcome = judge.run({script.path: fences.splice(script.text, {"1.1": writes.format(mib)})}, [test])
+            assert outcome.ended == ended
+            assert [result.passed for result in outcome.results] == ([] if ended else [True])
+
+
 @pytest.fixture
 def cell():
     if why := no_cell():
