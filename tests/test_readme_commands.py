@@ -377,7 +377,8 @@ def ends(command: str, folder: Path, timeout: float = 900) -> tuple[int, str]:
 
 def test_a_command_that_takes_too_long_leaves_no_rank_behind(tmp_path):
     unit = ranks_._pool.unit
-    script = f"import os, time\nprint(os.getpid(), flush=True)\ntime.sleep({100 * unit})\n"
+    # One write for a number and its newline: ranks share the pipe, and between two writes of one another may write.
+    script = f"import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep({100 * unit})\n"
     (tmp_path / "long.py").write_text(script)
     before = time.monotonic()
     code, said = ends("torchrun --standalone --nproc_per_node 2 long.py", tmp_path, timeout=15 * unit)
