@@ -87,16 +87,11 @@ tables: $(READY)  ## fill the tables of the READMEs from results/
 	$(PY) tests/harness/report.py
 
 # On a borrowed GPU there may be no network and no .venv: then the Python that has PyTorch will do.
-.PHONY: gpu gpu-kernels results
+.PHONY: gpu results
 GPU_PYTHON = $(if $(wildcard $(READY)),$(PY),$(PYTHON))
-GPU_ARGS   = $(if $(DRY),--dry) $(if $(SECTION),--section $(SECTION)) $(if $(OUT),--out $(OUT)) \
-	     $(if $(BUDGET),--budget $(BUDGET)) $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
 
-gpu:  ## print the calls to make on a GPU; SECTION=flash,train runs some, in nine minutes; DRY=1 on a stand-in GPU
-	@$(GPU_PYTHON) tests/gpu.py $(GPU_ARGS)
-
-gpu-kernels:  ## on a GPU: FlashAttention and the ladder of matrix products
-	@$(GPU_PYTHON) tests/gpu.py --section flash,matmul $(GPU_ARGS)
+gpu:  ## print the two calls to make on a GPU; ARGS="--first" makes one, ARGS="--dry --first" on a stand-in GPU
+	@$(GPU_PYTHON) tests/gpu.py $(ARGS)
 
 results: $(READY)  ## tables and figures of the READMEs from results/; FROM=FILE takes the file of a GPU run in first
 	$(PY) tests/harness/report.py $(if $(FROM),--take $(FROM))

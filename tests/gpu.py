@@ -1,24 +1,26 @@
-"""Everything that only a GPU can show: verify, measure, record. A GPU is often borrowed, for calls of ten minutes.
+"""Everything that only a GPU can show: verify, measure, record. A GPU is often borrowed, for a quarter of an hour.
 
-    python tests/gpu.py                            prints the calls to make, the most valuable first; runs nothing
-    python tests/gpu.py --section flash,train      runs some sections (or `all`) in under nine minutes
-    python tests/gpu.py --dry --section flash      the same program at tiny sizes on a stand-in GPU (default: all)
-    python tests/gpu.py --section fp8 --out DIR --budget 300     where to write, and how long it may take in all
+    python tests/gpu.py                                 prints the two calls below with their seconds; runs nothing
+    python tests/gpu.py --first --commit C --out DIR    540 s: what the chapters' claims rest on, on one Hopper GPU
+    python tests/gpu.py --second --commit C --out DIR   180 s: what failed, under compute-sanitizer, or FPDT; a profile
+    python tests/gpu.py --section flash,train           some sections (or `all`), in the order in which they are asked
+    python tests/gpu.py --dry --first                   the same program at tiny sizes on a stand-in GPU
 
-Nothing waits for the end. Every step is a process of its own with a deadline; it writes its result anew with every row,
+Nothing waits for the end. Every step is a process with a deadline of its own; it writes its result anew with every row,
 and this program looks once a second and puts what it finds into DEVICE.json. So whatever ends a call, also a SIGKILL,
 leaves what had been measured; what goes wrong in one step does not keep the next from running. What the time does not
-allow is left out, and named. The next call with the same --out goes on in the same file; where it finds the folder
-empty, the files are put together later, by taking one after the other. A copy without git is told its commit by
---commit (or COMMIT in the environment): what no commit names can be tried, and not taken.
+allow is left out, and named. At the end the logs of all steps and the clocks of the GPU are packed into one archive.
+
+A section may use its own seconds and those that earlier ones left over. The next call with the same --out goes on in
+the same file; where it finds the folder empty, the files are put together later, by taking one after the other.
 
 DEVICE.json holds the device, driver, versions, commit and date, the outcome of every step, and every result with its
 spread and with what was predicted (harness/predictions.py). `make results FROM=DEVICE.json` puts them into results/ and
-fills the tables of the READMEs. Written straight into results/ (the default), they are there already.
+fills the tables. Written straight into results/ (the default), they are there already.
 
-It needs Python, torch and triton. Without tqdm a stand-in of a few lines is used; without pytest, nvcc or a C++
-compiler the steps that need them are "not run". Nothing is installed, and nothing is written into the tree but the
-results. A dry run has a GPU that is not there (fake_device/): it refuses what CUDA and nccl refuse.
+It needs Python, torch and triton. Without tqdm a stand-in of a few lines is used; without pytest, nvcc, a profiler, or
+on a GPU that is not a Hopper, the steps that need one are "not run". Nothing is installed, and nothing is written into
+the tree but the results. A dry run has a GPU that is not there (fake_device/): it refuses what CUDA and NCCL refuse.
 
 Exit code: 0 if all that ran is right, 1 if a step failed or was too slow, 2 if nothing could be started.
 """
@@ -33,21 +35,23 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.goals import overview
-from harness.house import ROOT, chapter_of, files, scripts
+from harness.house import ROOT, chapter_of, files, find, scripts
 from harness.report import COMMIT, commit_of, file_name
 
 PASSED, FAILED, TOO_SLOW, NOT_RUN, LEFT_OUT = "passed", "failed", "too slow", "not run", "left out"
@@ -65,7 +69,8 @@ class Machine:
     gpus: int = 0
     total_gib: float = 0.0
     free_gib: float = 0.0
-    tools: frozenset[str] = frozenset()  # of nvcc, g++, pytest, tqdm
+    hopper: bool = True
+    tools: frozenset[str] = frozenset()  # of nvcc, g++, ncu, compute-sanitizer, pytest, tqdm
 
     @property
     def device(self) -> str:
@@ -80,6 +85,7 @@ if found["gpus"]:
     free, total = torch.cuda.mem_get_info(0)
     torch.zeros(1, device="cuda").item()  # a GPU may be listed and still refuse to work
     found |= {"free_gib": free / 2**30, "total_gib": total / 2**30}
+    found["hopper"] = torch.cuda.get_device_capability(0) == (9, 0)
 print(json.dumps(found))
 """
 # Of a dry run: importing this refuses a Triton whose interpreter does not go together with the NumPy that is here.
@@ -90,8 +96,8 @@ class CannotStart(RuntimeError):
     """Why nothing can be run, in one line."""
 
 
-def tools() -> frozenset[str]:
-    programs = {name for name in ("nvcc", "g++") if shutil.which(name)}
+def tools(path: str | None) -> frozenset[str]:
+    programs = {name for name in ("nvcc", "g++", "ncu", "compute-sanitizer") if shutil.which(name, path=path)}
     return frozenset(programs | {name for name in ("pytest", "tqdm") if importlib.util.find_spec(name)})
 
 
@@ -110,11 +116,12 @@ def probe(dry: bool, environment: dict[str, str]) -> Machine:
     found = json.loads(done.stdout.splitlines()[-1])
     if not found["gpus"] and not dry:
         raise CannotStart("PyTorch finds no CUDA GPU here; --dry tries the whole program on the CPU")
-    return Machine(dry=dry, tools=tools(), **found)
+    return Machine(dry=dry, tools=tools(environment.get("PATH")), **found)
 
 
-def must_be_named(commit: str, trial: bool) -> None:
+def must_be_named(trial: bool) -> None:
     """Raises CannotStart where a table could not say which code it measured, and this is no trial outside results/."""
+    commit = commit_of(ROOT)
     if trial or COMMIT.fullmatch(commit):
         return
     if commit.endswith("-dirty"):
@@ -129,15 +136,16 @@ def must_be_named(commit: str, trial: bool) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One process."""
+    """One process, or a few that follow each other."""
 
     name: str
     command: tuple[str, ...]  # "{out}" becomes the folder for its results, "{seconds}" the time it has
+    then: tuple[tuple[str, ...], ...] = ()  # more commands, if this one ends well
     measures: bool = False  # it must leave a result in {out}
     ends_with: str = ""  # the last line of its output
-    needs: tuple[str, ...] = ()  # of Machine.tools
+    needs: tuple[str, ...] = ()  # of Machine.tools, and "Hopper"
     gib: float = 0.0  # of free GPU memory
-    expected: float = 10.0  # seconds, about; what the steps behind it may count on
+    seconds: float = 10.0  # that it may take, besides those that are left over
     least: float = 3.0  # seconds without which it is not begun
 
 
@@ -145,45 +153,41 @@ class Step:
 class Section:
     name: str
     about: str
-    steps: Callable[[Machine], list[Step]]
-    expected: float  # seconds, about: an estimate until a GPU has shown better
+    steps: Callable[[Run], list[Step]]
+    seconds: float  # that it may take, besides those that earlier ones left over: an estimate until a GPU has been seen
     least: float  # seconds without which it is not begun
     together: bool = False  # its steps measure no time, and may run side by side
 
 
-# A benchmark that is started with --gpu: its section, about how many seconds it takes, the GiB that its sizes need, and
+# A benchmark that is started with --gpu: its section, the seconds that it may take, the GiB that its sizes need, and
 # the fewest seconds with which it is worth starting (it has to compile and to verify first). In a section the most
 # valuable is first. One that is not named here comes last in `layers`.
 BENCHMARKS = {
-    "bench_flash_kernels": ("flash", 330, 8, 60),
-    "bench_flash_attention_hopper": ("flash", 60, 8, 20),
-    "bench_flash_attention": ("flash", 40, 8, 20),
-    "bench_flash_attention_cuda": ("flash", 50, 8, 20),
-    "bench_flash_attention_fp8": ("fp8", 50, 8, 20),
-    "bench_train_gpu": ("train", 240, 8, 60),
-    "bench_fused": ("kernels", 130, 30, 40),
-    "bench_fused_loss": ("kernels", 110, 60, 40),
-    "bench_fused_adamw": ("kernels", 40, 20, 15),
-    "bench_elu": ("kernels", 50, 8, 20),
-    "bench_matmul_ladder": ("matmul", 120, 4, 30),
-    "bench_matmul": ("matmul", 40, 4, 15),
-    "bench_fp8": ("fp8", 120, 30, 30),
-    "bench_fp8_kernels": ("fp8", 60, 6, 20),
-    "bench_fp8_matmul": ("fp8", 60, 6, 30),
-    "bench_fpdt_attention": ("fpdt", 450, 40, 120),
-    "bench_fpdt_store": ("layers", 60, 4, 15),
-    "bench_expert_dispatch": ("layers", 40, 8, 15),
-    "bench_split_backward": ("layers", 30, 8, 10),
+    "bench_matmul_ladder": ("matmul", 40, 4, 20),
+    "bench_matmul": ("matmul", 25, 4, 10),
+    "bench_flash_kernels": ("flash", 90, 8, 30),
+    "bench_flash_attention_cuda": ("flash", 30, 8, 15),
+    "bench_train_gpu": ("train", 110, 30, 40),
+    "bench_fused": ("kernels", 40, 30, 20),
+    "bench_fused_loss": ("kernels", 30, 40, 15),
+    "bench_fp8_matmul": ("fp8", 25, 6, 15),
+    "bench_flash_attention_fp8": ("fp8", 25, 8, 15),
+    "bench_fpdt_store": ("fp8", 15, 4, 8),
+    "bench_fp8": ("fp8", 15, 30, 15),
+    "bench_fpdt_attention": ("fpdt", 110, 40, 60),
+    "bench_profile": ("profile", 60, 8, 20),
+    "bench_flash_attention_hopper": ("more", 60, 8, 20),
+    "bench_flash_attention": ("more", 40, 8, 20),
+    "bench_fused_adamw": ("more", 40, 20, 15),
+    "bench_elu": ("more", 30, 8, 15),
+    "bench_fp8_kernels": ("more", 60, 6, 20),
+    "bench_expert_dispatch": ("more", 40, 8, 15),
+    "bench_split_backward": ("more", 30, 8, 10),
 }
-OTHER = ("layers", 60, 4, 10)
-SOURCES = {
-    "bench_matmul_ladder",
-    "bench_matmul",
-    "bench_elu",
-    "bench_flash_attention_cuda",
-    "bench_flash_attention_fp8",
-    "bench_fp8_matmul",
-}  # these also build .cu files
+OTHER = ("more", 60, 4, 10)
+# These also build .cu files; those for one kind of GPU need it.
+SOURCES = {"bench_matmul_ladder", "bench_matmul", "bench_elu", "bench_profile"}
+HOPPER = {"bench_flash_attention_cuda", "bench_flash_attention_fp8", "bench_fp8_matmul", "bench_flash_attention_hopper"}
 
 
 def gpu_benchmarks() -> dict[str, list[Path]]:
@@ -203,64 +207,159 @@ def chapter_scripts() -> list[Path]:
     return [script for script in scripts() if "__main__" in script.read_text()]
 
 
+def core_files() -> list[Path]:
+    """One for each technique, and the one that has them all."""
+    return [*(script for script in chapter_scripts() if script.parent == chapter_of(script)), find("five_d.py")]
+
+
 def relative(script: Path) -> str:
     return str(script.relative_to(ROOT))
 
 
-def measuring(machine: Machine, script: Path, expected: float = 0.0) -> Step:
+def compiler(machine: Machine) -> str:
+    """For .cu files. A dry run emulates them."""
+    return "g++" if machine.dry else "nvcc"
+
+
+def measuring(machine: Machine, script: Path) -> Step:
     """A benchmark, which verifies on the device before it times."""
     command = [sys.executable, str(script), "--gpu", *(["--dry"] if machine.dry else []), "--out", "{out}"]
     if '"--seconds"' in script.read_text():
         command += ["--seconds", "{seconds}"]
-    compiler = "g++" if machine.dry else "nvcc"
-    _, about, gib, least = BENCHMARKS.get(script.stem, OTHER)
+    _, seconds, gib, least = BENCHMARKS.get(script.stem, OTHER)
+    needs = [compiler(machine)] * (script.stem in SOURCES | HOPPER) + ["Hopper"] * (script.stem in HOPPER)
     return Step(
         relative(script),
         tuple(command),
         measures=True,
-        needs=(compiler,) if script.stem in SOURCES else (),
+        needs=tuple(needs + ["ncu"] * (script.stem == "bench_profile")),
         gib=gib,
-        expected=expected or about,
+        seconds=seconds,
         least=3.0 if machine.dry else least,
     )
 
 
-def benchmarks(section: str) -> Callable[[Machine], list[Step]]:
-    return lambda machine: [measuring(machine, script) for script in gpu_benchmarks().get(section, [])]
+def benchmarks(section: str) -> Callable[[Run], list[Step]]:
+    return lambda run: [measuring(run.machine, script) for script in gpu_benchmarks().get(section, [])]
 
 
-def ceilings(machine: Machine) -> list[Step]:
-    return [measuring(machine, ROOT / "tests/harness/ceilings.py", expected=25.0)]
+def ceilings(run: Run) -> list[Step]:
+    return [replace(measuring(run.machine, ROOT / "tests/harness/ceilings.py"), seconds=20.0)]
 
 
-def kernel_tests(machine: Machine) -> list[Step]:
-    """The tests of chapter 09 find the GPU themselves. A dry run takes a few: `make test` has them all."""
-    few = ["-k", "swiglu"] if machine.dry else []
-    tests = files("test_*.py", ROOT / "09_kernels")
-    tests = [file for file in tests if file.stem == "test_fused"] if machine.dry else tests
-    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    return [Step(relative(file), (*pytest, str(file), *few), needs=("pytest",), gib=2.0) for file in tests]
+KERNELS = (
+    *("matmul_ladder", "elu", "flash_kernels", "flash_attention_hopper", "flash_attention_cuda", "flash_attention_fp8"),
+    *("fused", "fused_loss", "fused_adamw", "fp8_kernels", "fp8_matmul"),
+)
 
 
-def chapters(machine: Machine) -> list[Step]:
-    chosen = chapter_scripts()
+def passes(script: Path, *needs: str) -> Step:
+    return Step(relative(script), (sys.executable, str(script)), ends_with="PASS", needs=needs, gib=2.0, seconds=50.0)
+
+
+def first_scripts(run: Run) -> list[Step]:
+    """The core files, the trainer, and the scripts of the kernels: do they run, and are they right?"""
+    machine = run.machine
+    core, depth = core_files(), [find(f"{name}.py") for name in KERNELS]
     if machine.dry:
+        core, depth = core[:1], depth[-1:]
+    nvcc = {script: (compiler(machine),) for script in depth if "_cuda" in script.read_text()}
+    return [
+        *([] if machine.dry else [Step("build the .cu files", BUILD, needs=("nvcc",), seconds=50.0)]),
+        trains(machine),
+        *(passes(script) for script in core),
+        matmul_cu(machine),
+        *(passes(script, *nvcc.get(script, ())) for script in depth),
+    ]
+
+
+BUILD = (sys.executable, str(ROOT / "09_kernels/in_depth/_cuda.py"), "--build")
+
+
+def trains(machine: Machine) -> Step:
+    """30 steps with a checkpoint in the middle, from which the second command goes on; the third samples."""
+    train, run = (sys.executable, str(ROOT / "11_5d_trainer/train.py")), "{out}/run"
+    first, all_steps = "20", "30"
+    few: tuple[str, ...] = ()
+    if machine.dry:
+        first, all_steps = "2", "3"
+        few = ("--kernels", "torch", "--micro-batch", "1", "--global-batch", "1", "--seq-len", "32")
+    options = ("--steps", first, "--save-every", first, "--warmup", "2", "--eval-samples", "4", *few)
+    return Step(
+        "11_5d_trainer/train.py",
+        (*train, *options, "--out", run),
+        then=(
+            (*train, "--resume", run, "--steps", all_steps),
+            (sys.executable, str(ROOT / "11_5d_trainer/generate.py"), run, "--tokens", "20"),
+        ),
+        gib=4.0,
+        seconds=50.0,
+    )
+
+
+def matmul_cu(machine: Machine) -> Step:
+    """The core file that is no Python: built and run as its first lines say."""
+    source = ROOT / "09_kernels/matmul.cu"
+    header = str(source.parent / "in_depth/cuda_on_cpu.h")
+    cpu = ("g++", "-x", "c++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-include", header)
+    build = cpu if machine.dry else ("nvcc", "-O3", "-arch=native")
+    libraries = () if machine.dry else ("-lcublas",)
+    return Step(
+        relative(source),
+        (*build, "-o", "{out}/matmul", str(source), *libraries),
+        then=(("{out}/matmul",),),
+        ends_with="PASS",
+        needs=(compiler(machine),),
+        seconds=50.0,
+    )
+
+
+def failed_before(run: Run) -> list[Step]:
+    """What failed in an earlier call, under compute-sanitizer; of a benchmark, its script, whose sizes are small."""
+    steps = []
+    for name in run.failed_before():
+        script = ROOT / name
+        script = script.with_name(script.name.removeprefix("bench_")) if script.name.startswith("bench_") else script
+        if script.suffix == ".py" and script.exists():
+            check = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "3")
+            command = (*check, sys.executable, str(script))
+            steps.append(Step(relative(script), command, needs=("compute-sanitizer",), seconds=60.0))
+    return steps
+
+
+def longest(run: Run) -> list[Step]:
+    return [] if run.failed_before() else benchmarks("fpdt")(run)
+
+
+def kernel_tests(run: Run) -> list[Step]:
+    """The tests of chapter 09 whose tensors are on the device. Those of an emulated GPU, some 400 s, are for a CPU."""
+    few = "swiglu" if run.machine.dry else "not compile"
+    tests = [file for file in files("test_*.py", ROOT / "09_kernels") if re.search(r"\bDEVICE\b", file.read_text())]
+    tests = [file for file in tests if file.stem == "test_fused"] if run.machine.dry else tests
+    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", few)
+    return [Step(relative(file), (*pytest, str(file)), needs=("pytest",), gib=2.0, seconds=60.0) for file in tests]
+
+
+def chapters(run: Run) -> list[Step]:
+    chosen = [*chapter_scripts(), find("five_d.py")]
+    if run.machine.dry:
         chosen = [script for script in chosen if script.stem in ("gradient_reducers", "formats", "fpdt_store")]
-    return [Step(relative(s), (sys.executable, str(s)), ends_with="PASS", gib=2.0) for s in chosen]
+    return [*(passes(script) for script in chosen), trains(run.machine)]
 
 
-def sharing(machine: Machine) -> list[Step]:
-    return [layouts(machine, "--share")]
+def sharing(run: Run) -> list[Step]:
+    return [layouts(run.machine, "--share")]
 
 
 def layouts(machine: Machine, *options: str) -> Step:
     options = (*options, "--dry") if machine.dry else options
     command = (sys.executable, str(ROOT / "tests/gpu_layouts.py"), *options, "--out", "{out}")
-    return Step(f"tests/gpu_layouts.py {' '.join(options)}".strip(), command, measures=True, gib=4.0)
+    return Step(f"tests/gpu_layouts.py {' '.join(options)}".strip(), command, measures=True, gib=4.0, seconds=90.0)
 
 
-def several(machine: Machine) -> list[Step]:
+def several(run: Run) -> list[Step]:
     """On one GPU there is nothing to do. A dry run goes through the motions with two CPU ranks."""
+    machine = run.machine
     if machine.gpus < 2 and not machine.dry:
         return []
     ranks = 2 if machine.gpus < 4 else 4
@@ -276,56 +375,50 @@ def several(machine: Machine) -> list[Step]:
 
 
 SECTIONS = (
-    Section("flash", "FlashAttention against PyTorch's kernels", benchmarks("flash"), 480, 60),
-    Section("ceilings", "what the device can do at most", ceilings, 30, 10),
-    Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 250, 60),
-    Section("matmul", "the ladder of matrix products against cuBLAS", benchmarks("matmul"), 165, 30),
-    Section("kernels", "fused kernels against the copy bandwidth", benchmarks("kernels"), 340, 40),
-    Section("fp8", "fp8 against bf16", benchmarks("fp8"), 300, 30),
-    Section("fpdt", "FPDT: a step, and the longest sequence", benchmarks("fpdt"), 460, 120),
-    Section("layers", "host link, experts, split backward", benchmarks("layers"), 140, 15),
-    Section("correct", "the tests of chapter 09 on the device", kernel_tests, 400, 30, together=True),
-    Section("chapters", "the scripts of all chapters on the device", chapters, 400, 30, together=True),
+    Section(
+        "scripts", "core files, trainer and kernels: do they run, and are they right?", first_scripts, 55, 10, True
+    ),
+    Section("ceilings", "what the device can do at most", ceilings, 20, 10),
+    Section("matmul", "the ladder of matrix products against cuBLAS", benchmarks("matmul"), 70, 20),
+    Section("flash", "FlashAttention against PyTorch's kernels", benchmarks("flash"), 125, 30),
+    Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 115, 40),
+    Section("kernels", "fused kernels against the copy bandwidth", benchmarks("kernels"), 75, 20),
+    Section("fp8", "fp8 against bf16, and FPDT's store", benchmarks("fp8"), 80, 20),
+    Section("failed", "what failed before, under compute-sanitizer", failed_before, 110, 20),
+    Section("fpdt", "FPDT: a step, and the longest sequence, where nothing failed", longest, 110, 60),
+    Section("profile", "five kernels under Nsight Compute", benchmarks("profile"), 60, 20),
+    Section("more", "experts, split backward, and what else is measured", benchmarks("more"), 320, 15),
+    Section("correct", "the tests of chapter 09 on the device", kernel_tests, 200, 30, True),
+    Section("chapters", "the scripts of all chapters on the device", chapters, 400, 30, True),
     Section("shared", "several ranks share the GPU, over gloo", sharing, 90, 20),
-    Section("several", "several ranks, a GPU each, over nccl", several, 400, 30),
+    Section("several", "several ranks, a GPU each, over NCCL", several, 400, 30),
 )
-CALL = 520.0  # seconds of a call of at most ten minutes, less what starting takes
+CALLS = {  # of at most 600 s each: their sections, and their seconds
+    "first": (("scripts", "ceilings", "matmul", "flash", "train", "kernels", "fp8"), 540.0),
+    "second": (("failed", "fpdt", "profile"), 180.0),
+}
 
 
-def calls(sections: Sequence[Section], budget: float) -> list[list[Section]]:
-    """Neighbours that fit into one call, in order."""
-    groups: list[list[Section]] = []
-    for section in sections:
-        if groups and sum(s.expected for s in groups[-1]) + section.expected <= budget:
-            groups[-1].append(section)
-        else:
-            groups.append([section])
-    return groups
-
-
-def plan_text(sections: Sequence[Section], budget: float) -> str:
-    """The calls to make, with their expected seconds."""
+def plan_text(sections: Sequence[Section]) -> str:
+    """The two calls, with their sections and seconds, and what else there is."""
     commit = commit_of(ROOT)
     named = COMMIT.fullmatch(commit) is not None  # there is git, and nothing has changed
-    rest = f" COMMIT={commit}" if named else ""
-    lines = [] if named else ["Commit first, or give COMMIT=: a GPU's time is not spent on what no commit names.", ""]
-    lines += ["No section was named, so nothing was run. One call for each section, the most valuable first:", ""]
-    names = [f"make gpu SECTION={section.name}{rest}" for section in sections]
-    for name, section in zip(names, sections, strict=True):
-        lines.append(f"  {name:{max(map(len, names))}}  # about {section.expected:3.0f} s: {section.about}")
-    lines += ["", f"To start a machine costs a minute. Together, in calls of at most {budget:.0f} s:", ""]
-    before = 0.0
-    for group in calls(sections, budget):
-        total = sum(section.expected for section in group)
-        before += total
-        names = ",".join(section.name for section in group)
-        lines.append(f"  make gpu SECTION={names}{rest}  # about {total:.0f} s; {before:.0f} s with those above")
-    lines += [
-        "",
-        "OUT=DIR writes one file, DIR/DEVICE.json, and every call adds to it; without OUT they go to results/. The",
-        "seconds are estimates. A section that has more to do than time measures the goals' shapes first. Where there",
-        "is no make: python3 tests/gpu.py --section NAMES --commit COMMIT --out DIR.",
-    ]
+    lines = (
+        []
+        if named
+        else ["Commit first, or name what this tree is: a GPU's time is not spent on what no commit names.", ""]
+    )
+    known = {section.name: section for section in sections}
+    for call, (names, seconds) in CALLS.items():
+        lines += [
+            f"python3 tests/gpu.py --{call} --commit {commit if named else 'COMMIT'} --out DIR   # {seconds:.0f} s",
+            "",
+        ]
+        lines += [f"  {known[name].seconds:4.0f} s  {name:9} {known[name].about}" for name in names] + [""]
+    rest = [section for section in sections if not any(section.name in names for names, _ in CALLS.values())]
+    lines += ["Where there is more time, --section NAMES runs others, in the order asked:", ""]
+    lines += [f"  {section.seconds:4.0f} s  {section.name:9} {section.about}" for section in rest]
+    lines += ["", "Nothing was run. `make results FROM=DIR/DEVICE.json` fills the tables from what a call has written."]
     return "\n".join(lines)
 
 
@@ -340,6 +433,7 @@ class Outcome:
     reason: str = ""
     results: list[str] = field(default_factory=list)
     output: str = ""  # its end, if something went wrong
+    clocks: str = ""  # of the GPU while it ran: the median clock of the multiprocessors, and power
 
 
 LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -370,7 +464,7 @@ class Children:
 
         Errors go to a file beside the log: nccl and torch warn while a process ends, after its last line.
         """
-        with log.open("wb") as output, log.with_suffix(".errors").open("wb") as errors:
+        with log.open("ab") as output, log.with_suffix(".errors").open("ab") as errors:
             with self.lock:
                 if self.stopped:
                     return None
@@ -418,6 +512,57 @@ def end(child: subprocess.Popen) -> None:
             continue
 
 
+class Clocks:
+    """What nvidia-smi says once a second, in clocks.csv: a time means little without the clock behind it."""
+
+    FIELDS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.samples: list[tuple[float, float, float]] = []  # seconds of time.monotonic(), MHz, W
+        self.child: subprocess.Popen | None = None
+
+    def start(self, environment: dict[str, str]) -> None:
+        command = ["nvidia-smi", f"--query-gpu={self.FIELDS}", "--format=csv,noheader,nounits", "--loop=1", "--id=0"]
+        try:
+            self.child = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=environment,
+                preexec_fn=die_with_parent,
+            )
+        except OSError:
+            print("nvidia-smi is not here: nothing says at which clocks was measured", flush=True)
+            return
+        threading.Thread(target=self.read, args=(self.child,), daemon=True).start()
+
+    def read(self, child: subprocess.Popen) -> None:
+        begun = time.monotonic()
+        with self.file.open("w", buffering=1) as file:
+            file.write(f"seconds,{self.FIELDS}\n")
+            for line in child.stdout or ():
+                now, words = time.monotonic(), line.replace(",", " ").split()
+                file.write(",".join([f"{now - begun:.1f}", *words]) + "\n")
+                try:
+                    self.samples.append((now, float(words[0]), float(words[2])))
+                except (IndexError, ValueError):  # "[N/A]"
+                    continue
+
+    def between(self, begin: float, end: float) -> str:
+        """The medians in a span of time; "" if nothing was read."""
+        mine = [sample for sample in list(self.samples) if begin <= sample[0] <= end]
+        if not mine:
+            return ""
+        return f"{statistics.median(s[1] for s in mine):.0f} MHz, {statistics.median(s[2] for s in mine):.0f} W"
+
+    def stop(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+            self.child.wait()
+
+
 class Run:
     """One call of this program: what it may use, and the file that it writes after every step."""
 
@@ -434,6 +579,8 @@ class Run:
         self.begun, self.budget = time.monotonic() if begun is None else begun, budget
         self.children = Children()
         self.lock, self.seen = threading.RLock(), {}  # type: ignore[var-annotated]
+        self.clocks = Clocks(out / "clocks.csv")
+        self.logs: list[tuple[str, Path]] = []
         self.path = out / ("dry.json" if machine.dry else f"{file_name(machine.device)}.json")
         self.record: dict[str, Any] = {
             "device": machine.device,
@@ -448,6 +595,27 @@ class Run:
             before = json.loads(self.path.read_text())
             self.record |= {name: before[name] for name in ("sections", "results")}
 
+    def failed_before(self) -> list[str]:
+        """The steps that went wrong in an earlier call: by this folder's record, else by the one in results/."""
+        record, taken = self.record, ROOT / "results" / self.path.name
+        if not record["sections"] and taken.exists():
+            record = json.loads(taken.read_text())
+        steps = [
+            step for section in record["sections"] if section["name"] in CALLS["first"][0] for step in section["steps"]
+        ]
+        return [step["step"] for step in steps if step["status"] in (FAILED, TOO_SLOW)]
+
+    def pack(self, name: str) -> None:
+        """The logs of all steps, the clocks and the record in one file: few files come back from a borrowed machine."""
+        with tarfile.open(self.out / f"{name}.tar.gz", "w:gz") as archive:
+            for step, log in self.logs:
+                for file in (log, log.with_suffix(".errors")):
+                    if file.exists() and file.stat().st_size:
+                        archive.add(file, f"{re.sub(r'[^A-Za-z0-9._-]+', '_', step)}{file.suffix or '.log'}")
+            for file in (self.path, self.clocks.file):
+                if file.exists():
+                    archive.add(file, file.name)
+
     def left(self) -> float:
         return self.budget - (time.monotonic() - self.begun)
 
@@ -458,7 +626,9 @@ class Run:
 
     def step(self, section: Section, step: Step, deadline: float) -> Outcome:
         machine = self.machine
-        if missing := [name for name in step.needs if name not in machine.tools]:
+        if "Hopper" in step.needs and not machine.hopper:
+            return Outcome(step.name, NOT_RUN, reason=f"it is for a Hopper GPU, and this is {machine.device}")
+        if missing := [name for name in step.needs if name not in machine.tools | {"Hopper"}]:
             return Outcome(step.name, NOT_RUN, reason=f"{missing[0]} is not here")
         if not machine.dry and step.gib > machine.free_gib:
             free = f"{machine.free_gib:.0f} of {machine.total_gib:.0f} GiB were free"
@@ -470,13 +640,20 @@ class Run:
         place = Path(tempfile.mkdtemp(dir=self.work))
         log = place / "log"
         spare = max(5.0, seconds - 5.0)  # to end by itself rather than to be ended
-        command = [part.replace("{out}", str(place)).replace("{seconds}", f"{spare:.0f}") for part in step.command]
         begun = time.monotonic()
-        code = self.children.run(command, self.environment, log, seconds, look=lambda: self.look(place))
+        code: int | None = 0
+        for command in (step.command, *step.then):
+            words = [part.replace("{out}", str(place)).replace("{seconds}", f"{spare:.0f}") for part in command]
+            still = seconds - (time.monotonic() - begun)
+            code = self.children.run(words, self.environment, log, still, look=lambda: self.look(place))
+            if code != 0:
+                break
         took = round(time.monotonic() - begun, 1)
+        self.logs.append((step.name, log))
         said, errors = (f.read_text(errors="replace").strip() for f in (log, log.with_suffix(".errors")))
         with self.lock:
             outcome = Outcome(step.name, PASSED, took, results=self.collect(place))
+        outcome.clocks = self.clocks.between(begun, time.monotonic())
         last = said.splitlines()[-1] if said else "no output"
         output = f"{said[-2000:]}\n{errors[-2000:]}".strip()
         if code is None:
@@ -522,7 +699,7 @@ class Run:
 
     def section(self, section: Section, behind: float = 0.0) -> list[Outcome]:
         """Run a section's steps, and record each of them at once. `behind`: seconds that those behind it expect."""
-        steps = section.steps(self.machine)
+        steps = section.steps(self)
         # Whoever reads the file of a run that was killed shall see which steps there were.
         found = [Outcome(step.name, CUT_OFF, reason="the call ended before it did") for step in steps]
         entry: dict[str, Any] = {"name": section.name, "about": section.about}
@@ -542,20 +719,20 @@ class Run:
         print(f"{section.name}: {section.about}", flush=True)
         left = self.left()
         if not steps:
-            note(slice(None), Outcome(section.name, NOT_RUN, reason=f"{self.machine.gpus} GPU; nothing to do for it"))
+            note(slice(None), Outcome(section.name, NOT_RUN, reason=f"{self.machine.gpus} GPU; nothing to do"))
             return found
         if left < section.least and not self.machine.dry:
             reason = f"{left:.0f} s are left, and it needs about {section.least:.0f}; --section {section.name}"
             note(slice(None), Outcome(section.name, LEFT_OUT, reason=reason))
             return found
-        deadline = time.monotonic() + (left if self.machine.dry else max(left - behind, min(left, section.expected)))
+        deadline = time.monotonic() + (left if self.machine.dry else max(left - behind, min(left, section.seconds)))
         cores = os.cpu_count() or 2
-        together = min(8, max(2, cores // 2)) if section.together else 2 if self.machine.dry else 1
+        together = min(12, max(2, cores)) if section.together else 2 if self.machine.dry else 1
 
         def one(place: int) -> None:
-            later = 0.0 if together > 1 else sum(step.expected for step in steps[place + 1 :])
+            later = 0.0 if together > 1 else sum(step.seconds for step in steps[place + 1 :])
             now = time.monotonic()
-            until = max(deadline - later, min(deadline, now + steps[place].expected))
+            until = max(deadline - later, min(deadline, now + steps[place].seconds))
             outcome = self.step(section, steps[place], until)
             with self.lock:
                 note(slice(place, place + 1), outcome)
@@ -580,7 +757,7 @@ def summary(run: Run, names: Sequence[str]) -> int:
             (run.out / f"{name}.{file_name(run.machine.device)}.json").write_text(json.dumps(record, indent=1) + "\n")
     run.save()
     print(f"\n{'section':10} {'passed':>10} {'seconds':>9}  the others")
-    for name, passed, seconds, others in tables["gpu_run"]["rows"]:
+    for name, passed, seconds, _, others in tables["gpu_run"]["rows"]:
         print(f"{name:10} {passed:>10} {seconds:9.1f}  {others[:200]}")
     if not run.machine.dry:
         print()
@@ -650,15 +827,17 @@ def surroundings(dry: bool, work: Path, have_tqdm: bool) -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *TF32):
         environment.pop(name, None)
     if dry:
+        programs = str(ROOT / "tests/fake_device")  # stand-ins for nvidia-smi and ncu
+        environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
         environment |= {"FAKE_GPUS": "2", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return environment
 
 
-def find_nvcc() -> None:
+def find_tools() -> None:
     """The toolkit is often installed and not on the PATH."""
-    usual = Path("/usr/local/cuda/bin")
-    if not shutil.which("nvcc") and (usual / "nvcc").exists():
-        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{usual}"
+    for usual in (Path("/usr/local/cuda/bin"), *sorted(Path("/opt/nvidia/nsight-compute").glob("*"))):
+        if usual.is_dir():
+            os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{usual}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -669,14 +848,23 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argparse.Namespace:
     parser = _Parser("gpu.py", allow_abbrev=False, description="Verify, measure and record what only a GPU can show.")
     names = [section.name for section in sections]
-    parser.add_argument("--section", default="", help=f"some of {', '.join(names)}, with commas, or all")
+    what = parser.add_mutually_exclusive_group()
+    for call, (_, seconds) in CALLS.items():
+        what.add_argument(
+            f"--{call}", dest="call", action="store_const", const=call, help=f"this call of {seconds:.0f} s"
+        )
+    what.add_argument("--section", default="", help=f"some of {', '.join(names)}, with commas, or all")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on a stand-in GPU: proves this command")
     parser.add_argument("--out", type=Path, help="folder to write to; default: results/, or a temporary one with --dry")
-    parser.add_argument("--budget", type=float, default=CALL, help="seconds that it may take (default: %(default)s)")
+    parser.add_argument("--budget", type=float, help="seconds that it may take (default: the call's; else 520)")
     parser.add_argument("--commit", default="", help="what this tree is, where there is no git to ask; or none")
     args = parser.parse_args(arguments)
     asked = [name for name in re.split(r"[,\s]+", args.section) if name]
+    if args.call:
+        asked = [name for name in CALLS[args.call][0] if name in names]
     args.section = names if asked == ["all"] or (args.dry and not asked) else asked
+    if args.budget is None:
+        args.budget = CALLS[args.call][1] if args.call else 520.0
     for name in args.section:
         if name not in names:
             parser.error(f"--section {name} is unknown; use all, {', '.join(names)}")
@@ -684,10 +872,6 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
         parser.error(f"--commit {args.commit} must be 10 to 40 digits of what `git rev-parse HEAD` says, or none")
     if not 0 < args.budget < float("inf"):
         parser.error(f"--budget {args.budget:g} must be a positive number of seconds")
-    least = {section.name: section.least for section in sections if section.name in args.section}
-    if least and not args.dry and args.budget < min(least.values()):
-        smallest = min(least, key=least.__getitem__)
-        parser.error(f"--budget {args.budget:g} is too small: the least, {smallest}, needs {least[smallest]:.0f} s")
     args.out = (args.out or (Path(tempfile.mkdtemp(prefix="gpu-dry-")) if args.dry else ROOT / "results")).resolve()
     if args.dry and args.out == ROOT / "results":
         parser.error(f"--out {args.out}: a dry run measures nothing, and must not write there; name another folder")
@@ -705,16 +889,15 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
     if args.commit:
         os.environ["COMMIT"] = args.commit
     if not args.section:
-        print(plan_text(sections, args.budget))
+        print(plan_text(sections))
         return 0
-    find_nvcc()
+    find_tools()
     with tempfile.TemporaryDirectory(prefix="gpu-run-") as folder:
         environment = surroundings(args.dry, Path(folder), bool(importlib.util.find_spec("tqdm")))
         try:
-            machine = probe(args.dry, environment)
             if not args.dry:
-                trial = args.commit == "none" and args.out != ROOT / "results"
-                must_be_named(machine.environment["commit"], trial)
+                must_be_named(trial=args.commit == "none" and args.out != ROOT / "results")
+            machine = probe(args.dry, environment)
         except CannotStart as error:
             print(f"gpu.py: {error}", file=sys.stderr)
             return 2
@@ -724,18 +907,24 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
             print(f"{machine.gpus} GPU(s), {machine.free_gib:.0f} of {machine.total_gib:.0f} GiB free")
             if machine.free_gib < 0.8 * machine.total_gib:
                 print("another process holds memory of this GPU: sizes shrink, and times are not to be trusted")
-        chosen = [section for section in sections if section.name in args.section]
+        known = {section.name: section for section in sections}
+        chosen = [known[name] for name in args.section]
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: keep what there is
         try:
             for place, section in enumerate(chosen):
-                run.section(section, behind=sum(later.expected for later in chosen[place + 1 :]))
+                if run.clocks.child is None and not section.together:
+                    run.clocks.start(environment)
+                run.section(section, behind=sum(later.seconds for later in chosen[place + 1 :]))
+            code = summary(run, args.section)
         except KeyboardInterrupt:
             print("\nstopped; what was measured is kept", file=sys.stderr)
             summary(run, args.section)
-            return 130
+            code = 130
         finally:
             signal.signal(signal.SIGTERM, before)
-        return summary(run, args.section)
+            run.clocks.stop()
+        run.pack(args.call or "sections")
+        return code
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -25,6 +26,11 @@ sys.path.append(str(ROOT / "08_fpdt/in_depth"))
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.fixture(autouse=True)
+def a_clean_tree(monkeypatch):
+    monkeypatch.setattr(gpu, "commit_of", lambda root: HERE)
+
+
 # ---------------------------------------------------------------------------------------------------- the whole of it
 
 
@@ -34,9 +40,9 @@ def dry_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("dry")
 
 
-def dry_run(folder, section):
-    """What `make gpu DRY=1 SECTION=...` prints and writes, on the stand-in GPU."""
-    command = [sys.executable, str(ROOT / "tests/gpu.py"), "--dry", "--section", section, "--out", str(folder)]
+def dry_run(folder, *what):
+    """What such a call prints and writes, on the stand-in GPU."""
+    command = [sys.executable, str(ROOT / "tests/gpu.py"), "--dry", *what, "--out", str(folder)]
     done = subprocess.run(
         [*command, "--budget", "400"], capture_output=True, text=True, timeout=450, cwd=folder, env=NO_GPU
     )
@@ -44,20 +50,32 @@ def dry_run(folder, section):
     return done.stdout, json.loads((folder / "dry.json").read_text())
 
 
-def one_in_every_run_the_others_to_prove(sections):
-    """`make test` takes the cheapest section; `make prove` all of them."""
-    return [s.name if s.name == "ceilings" else pytest.param(s.name, marks=pytest.mark.prove) for s in sections]
+IN_NO_CALL = [s.name for s in gpu.SECTIONS if not any(s.name in names for names, _ in gpu.CALLS.values())]
+DRY = [["--section", "ceilings"], *([f"--{call}"] for call in gpu.CALLS)]
+DRY += [["--section", name] for name in IN_NO_CALL if name != "chapters"]  # whose scripts run one by one, below
 
 
-@pytest.mark.parametrize("name", one_in_every_run_the_others_to_prove(gpu.SECTIONS))
-def test_a_section_passes_on_the_stand_in_gpu_and_leaves_what_goals_and_readmes_look_for(dry_folder, name):
+@pytest.mark.parametrize(
+    "what",  # the cheapest line in `make test`, all of them in `make prove`
+    [pytest.param(what, marks=[pytest.mark.prove] * (what[-1] != "ceilings"), id=what[-1].strip("-")) for what in DRY],
+)
+def test_a_call_passes_on_the_stand_in_gpu_and_leaves_what_goals_and_readmes_look_for(dry_folder, what):
     before = {file: file.stat().st_mtime_ns for file in (ROOT / "results").iterdir()}
-    said, record = dry_run(dry_folder, name)
+    said, record = dry_run(dry_folder, *what)
     assert said.strip().splitlines()[-1].startswith("PASS (dry")
-    [steps] = [entry["steps"] for entry in record["sections"] if entry["name"] == name]
-    assert steps and all(step["status"] == "passed" for step in steps), steps
-    if benches := gpu.gpu_benchmarks().get(name):
-        assert {step["step"] for step in steps if step["results"]} == {gpu.relative(script) for script in benches}
+    name = what[-1].strip("-")
+    asked = gpu.CALLS[name][0] if name in gpu.CALLS else [name]
+    steps = []
+    for entry in record["sections"]:
+        if entry["name"] in asked:
+            quiet = entry["name"] == "failed"  # nothing has
+            assert all(step["status"] == ("not run" if quiet else "passed") for step in entry["steps"]), entry
+            benches = [] if quiet else gpu.gpu_benchmarks().get(entry["name"], [])
+            assert {gpu.relative(s) for s in benches} <= {s["step"] for s in entry["steps"] if s["results"]}
+            steps += entry["steps"]
+    assert steps and any(step["clocks"] == "1700 MHz, 650 W" for step in steps)
+    with tarfile.open(dry_folder / f"{'sections' if name not in gpu.CALLS else name}.tar.gz") as archive:
+        assert {"dry.json", "clocks.csv"} < set(archive.getnames())
     written = {result: record["results"][result] for step in steps for result in step["results"]}
     if name == "shared":  # a GPU is mostly lent alone: what its ranks can do over gloo is all that shows a layout there
         errors = dict(written["11_layouts_shared_gpu"]["rows"])
@@ -266,6 +284,48 @@ def test_too_little_memory_is_named_with_what_is_needed(tmp_path):
     assert outcome.reason == "needs 30 GiB of GPU memory, and 10 of 139 GiB were free"
 
 
+def test_a_gpu_that_is_not_a_hopper_runs_what_is_not_for_one(tmp_path):
+    environment = machine().environment | {"device": "NVIDIA A100"}
+    run = start(tmp_path, hopper=False, environment=environment)
+    wgmma, other = run.section(section("two", python("pass", needs=("Hopper",)), python("pass")))
+    assert (wgmma.status, other.status) == ("not run", "passed")
+    assert wgmma.reason == "it is for a Hopper GPU, and this is NVIDIA A100"
+
+
+def test_commands_of_a_step_follow_each_other_until_one_fails(tmp_path):
+    note = tmp_path / "note"
+    first, second, third = (
+        (sys.executable, "-c", f"open({str(note)!r}, 'a').write({word!r}); print({word!r}); exit({code})")
+        for word, code in (("one ", 0), ("two ", 3), ("three", 0))
+    )
+    run = start(tmp_path)
+    [outcome] = run.section(section("a", gpu.Step("chain", first, then=(second, third))))
+    assert note.read_text() == "one two " and outcome.reason.startswith("exit code 3: two")
+    run.pack("first")
+    with tarfile.open(run.out / "first.tar.gz") as archive:
+        assert archive.extractfile("chain.log").read().split() == [b"one", b"two"]
+
+
+def test_the_second_call_looks_into_what_failed_and_else_measures_fpdt(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)  # so that nothing is taken from results/
+    run = start(tmp_path)
+    assert gpu.failed_before(run) == [] and run.failed_before() == []
+    monkeypatch.undo()
+    assert [step.name for step in gpu.longest(run)] == ["08_fpdt/in_depth/bench_fpdt_attention.py"]
+    bench, core = "09_kernels/in_depth/bench_fused.py", "03_zero/zero.py"
+    steps = [
+        {"step": bench, "status": "failed"},
+        {"step": core, "status": "too slow"},
+        {"step": "x", "status": "passed"},
+    ]
+    run.record["sections"] = [{"name": "kernels", "steps": steps}, {"name": "correct", "steps": steps[:1]}]
+    run.save()
+    again = start(tmp_path)
+    looked = gpu.failed_before(again)
+    assert [step.name for step in looked] == ["09_kernels/in_depth/fused.py", core] and gpu.longest(again) == []
+    assert looked[0].command[0] == "compute-sanitizer" and looked[0].command[-1].endswith("fused.py")
+
+
 def on(patch, tmp_path, machine_there, *sections):
     patch.setattr(gpu, "probe", lambda dry, environment: machine_there)
     return gpu.main(["--section", "all", "--out", str(tmp_path)], sections)
@@ -333,22 +393,36 @@ def test_without_nvcc_only_what_is_written_in_cuda_is_not_run(tmp_path):
     assert (ladder.status, ladder.reason, other.status) == ("not run", "nvcc is not here", "passed")
 
 
-def test_without_a_section_the_calls_are_printed_with_their_seconds_and_nothing_runs(capsys):
+def test_without_a_section_both_calls_are_printed_with_their_seconds_and_nothing_runs(capsys):
     assert gpu.main([]) == 0
     said = capsys.readouterr().out
-    lines = re.findall(r"^  make gpu SECTION=(\w+) .*# about +(\d+) s: ", said, re.MULTILINE)
-    assert [name for name, _ in lines] == [section.name for section in gpu.SECTIONS] and lines[0][0] == "flash"
-    assert all(0 < int(seconds) <= gpu.CALL for _, seconds in lines), "each fits into a call"
-    together = re.findall(
-        r"^  make gpu SECTION=([\w,]+)(?: COMMIT=\w+)?  # about (\d+) s; \d+ s with", said, re.MULTILINE
-    )
-    assert [name for names, _ in together for name in names.split(",")] == [section.name for section in gpu.SECTIONS]
-    assert all(int(seconds) <= gpu.CALL for _, seconds in together)
+    for call, seconds in (("first", 540), ("second", 180)):
+        line = f"python3 tests/gpu.py --{call} --commit {HERE} --out DIR   # {seconds} s"
+        assert line in said and len(line) < 2000
+    lines = re.findall(r"^ +(\d+) s  (\w+) ", said, re.MULTILINE)
+    assert {name for _, name in lines} == {section.name for section in gpu.SECTIONS}
     known = {stem for stem, (name, *_) in gpu.BENCHMARKS.items()}
     assert known == {script.stem for benches in gpu.gpu_benchmarks().values() for script in benches}
+
+
+def test_the_lines_of_each_call_add_up_to_its_seconds_and_both_calls_fit_into_a_quarter_of_an_hour(tmp_path):
+    seconds = {section.name: section.seconds for section in gpu.SECTIONS}
+    first, second = (sum(seconds[name] for name in names) for names, _ in gpu.CALLS.values())
+    assert first == gpu.CALLS["first"][1] and 90 + first + 30 + gpu.CALLS["second"][1] <= 840
+    assert second - min(seconds["failed"], seconds["fpdt"]) <= gpu.CALLS["second"][1], (
+        "one of the two has nothing to do"
+    )
+    run = start(tmp_path)
     for section in gpu.SECTIONS:
-        steps = [step.expected for step in section.steps(machine(gpus=4)) if step.measures]
-        assert section.together or sum(steps) <= section.expected, f"{section.name} has less time than its steps expect"
+        steps = [step.seconds for step in section.steps(run)]
+        assert section.together or sum(steps) <= section.seconds, f"{section.name} has less time than its steps"
+
+
+def test_the_first_call_runs_every_core_file_and_the_trainer(tmp_path):
+    names = {step.name for step in gpu.first_scripts(start(tmp_path))}
+    core = "single_gpu data_parallel zero tensor_parallel ring_attention ulysses pipeline_parallel expert_parallel fpdt"
+    core += " flash_attention mixed_precision five_d train"
+    assert {gpu.relative(find(f"{name}.py")) for name in core.split()} | {"09_kernels/matmul.cu"} <= names
 
 
 def test_a_section_leaves_the_time_that_those_behind_it_expect(tmp_path):
@@ -360,16 +434,25 @@ def test_a_section_leaves_the_time_that_those_behind_it_expect(tmp_path):
 def test_one_gpu_says_that_the_section_for_several_is_not_run(tmp_path):
     [several] = [section for section in gpu.SECTIONS if section.name == "several"]
     [outcome] = start(tmp_path).section(several)
-    assert (outcome.status, outcome.reason) == ("not run", "1 GPU; nothing to do for it")
-    names = [step.name for step in several.steps(machine(gpus=8))]
+    assert (outcome.status, outcome.reason) == ("not run", "1 GPU; nothing to do")
+    names = [step.name for step in several.steps(start(tmp_path, gpus=8))]
     assert names[0] == "tests/gpu_layouts.py" and any("pipeline_executor.py" in name for name in names)
 
 
-def test_nvcc_and_pytest_are_asked_of_the_steps_that_need_them():
-    wants = {step.name: step.needs for s in gpu.SECTIONS for step in s.steps(machine()) if step.needs}
+def test_nvcc_pytest_and_a_hopper_gpu_are_asked_of_the_steps_that_need_them(tmp_path):
+    run = start(tmp_path)
+    wants = {step.name: step.needs for s in gpu.SECTIONS for step in s.steps(run) if step.needs}
     assert wants["09_kernels/in_depth/bench_matmul_ladder.py"] == wants["09_kernels/in_depth/bench_elu.py"] == ("nvcc",)
+    assert wants["09_kernels/in_depth/bench_flash_attention_cuda.py"] == ("nvcc", "Hopper")
     assert wants["09_kernels/in_depth/test_fused.py"] == ("pytest",)
-    assert not any(step.needs for step in gpu.chapters(machine()))
+    assert not [name for name in wants if "test_matmul" in name], "tests of an emulated GPU need none"
+    assert not any(step.needs for step in gpu.chapters(run))
+
+
+def test_sections_run_in_the_order_in_which_they_were_asked(tmp_path):
+    go(tmp_path, section("one", python("pass")), section("two", python("pass")), options=["--section", "two,one"])
+    record = json.loads((tmp_path / "dry.json").read_text())
+    assert [entry["name"] for entry in record["sections"]] == ["two", "one"]
 
 
 def started(tmp_path, *sections):
@@ -452,9 +535,9 @@ def test_sections_that_ran_before_stay_in_the_file(tmp_path):
     [
         (
             ["--section", "kernel"],
-            "--section kernel is unknown; use all, flash, ceilings, train, matmul, kernels, fp8, ",
+            "--section kernel is unknown; use all, scripts, ceilings, matmul, flash, train, kernels, fp8, ",
         ),
-        (["--section", "train", "--budget", "20"], "--budget 20 is too small: the least, train, needs 60 s"),
+        (["--first", "--second"], "argument --second: not allowed with argument --first"),
         (["--commit", "HEAD"], "--commit HEAD must be 10 to 40 digits of what `git rev-parse HEAD` says, or none"),
         (["--budget", "0"], "--budget 0 must be a positive number of seconds"),
         (["--budget", "nan"], "--budget nan must be a positive number of seconds"),
@@ -496,6 +579,40 @@ def test_nothing_is_written_beside_the_sources(tmp_path):
     assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
     assert not Path(environment["TRITON_CACHE_DIR"]).is_relative_to(ROOT)
     assert "RANK" not in gpu.surroundings(False, tmp_path, True)
+
+
+def test_on_a_gpu_a_call_finds_a_cache_that_was_flushed_by_reading_and_is_launched_while_the_device_sleeps(tmp_path):
+    program = """
+import time, torch
+from harness.ceilings import CLOCK, paired_seconds
+from torch.utils._python_dispatch import TorchDispatchMode
+
+log = []
+torch.cuda._sleep = lambda clocks: log.append(clocks)
+record = torch.cuda.Event.record
+torch.cuda.Event.record = lambda event: (log.append("event"), record(event))
+
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        log.append("writes" if func._schema.is_mutable else "reads")
+        return func(*args, **(kwargs or {}))
+
+def slow():
+    time.sleep(2e-3)
+    log.append("slow")
+
+with Operators():
+    found = paired_seconds(torch.device("cuda"), {"slow": slow, "fast": lambda: log.append("fast")}, 4)
+assert [len(seconds) for seconds in found.values()] == [4, 4] and min(found["slow"]) > 2e-3 > max(found["fast"])
+log = log[next(i for i, word in enumerate(log) if word == "reads" and log[i + 1] not in ("reads", "writes")):]
+rounds = [log[i : i + 5] for i in range(0, len(log), 5)]
+assert [[r[0], r[2], r[4]] for r in rounds] == [["reads", "event", "event"]] * 8, rounds
+assert [r[3] for r in rounds[:4]] == ["fast", "slow", "slow", "fast"], "they take turns, also in which comes first"
+assert all(r[1] > CLOCK * (3e-3 if r[3] == "slow" else 0) for r in rounds), "as long as the launch takes, and half more"
+"""
+    environment = gpu.surroundings(True, tmp_path, True)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr[-1500:]
 
 
 @pytest.mark.turn(2)
@@ -545,12 +662,13 @@ def test_a_run_on_a_gpu_fills_the_tables_with_device_driver_and_versions(tmp_pat
     results.mkdir()
     write_result("09_x_gpu", "Rings", ["a", "b"], [["x", 1]], folder=results)  # of a CPU
     waiting = fill(text, results)
-    assert "Not measured yet" in waiting and "|" not in waiting, "a CPU's numbers do not stand in for a GPU's"
+    assert waiting == text, "a CPU's numbers do not stand in for a GPU's"
+    assert "No GPU has measured anything yet" in fill(text.replace("09_x_gpu", "gpu_run"), results)
     file = a_gpu_run(tmp_path)
     assert file.name == "nvidia-h200.json"
     assert set(take(file, results)) == {"09_x_gpu", "gpu_run", "gpu_goals"}
     filled = fill(text, results)
-    assert "| x | 2.00 (1.50 to 2.50) |" in filled and "Not measured yet" not in filled
+    assert "| x | 2.00 (1.50 to 2.50) |" in filled
     assert (
         "NVIDIA H200; torch 2.11.0, Python 3.12, commit 0123456789; driver 580, CUDA 13.0, Triton 3.6.0; d." in filled
     )
@@ -596,10 +714,11 @@ def test_what_no_commit_names_is_not_taken(tmp_path, commit):
     ],
 )
 def test_the_time_of_a_gpu_is_not_spent_on_what_no_commit_names(tmp_path, commit, line, monkeypatch, capsys):
-    monkeypatch.setenv("COMMIT", "")
-    there = machine(environment=machine().environment | {"commit": commit})
-    assert on(monkeypatch, tmp_path, there, section("one", python("pass"))) == 2
+    monkeypatch.setattr(gpu, "commit_of", lambda root: commit)
+    monkeypatch.setattr(gpu, "probe", lambda dry, environment: pytest.fail("asked before the GPU is looked at"))
+    assert gpu.main(["--section", "all", "--out", str(tmp_path)], [section("one", python("pass"))]) == 2
     assert line in capsys.readouterr().err and not list(tmp_path.iterdir())
+    monkeypatch.setattr(gpu, "probe", lambda dry, environment: machine())
     trial = ["--section", "all", "--commit", "none"]
     assert gpu.main([*trial, "--out", str(tmp_path)], [section("one", python("pass"))]) == 0
     assert gpu.main(trial, [section("one", python("pass"))]) == 2, "into results/ not even then"
@@ -671,7 +790,7 @@ def test_a_goal_is_reached_missed_or_not_measured_and_a_missed_one_names_where_t
             ["1.7B", "step", 200.0, "130"],
         ),
     }
-    found = {row[1]: row for row in judge(results)}
+    found = {row[1]: row for row in judge(results, "NVIDIA H200")}
     assert found["FlashAttention forward, times SDPA's flash"][3:] == ["1.25", "reached", "-"]
     assert found["FlashAttention backward, times SDPA's flash"][3:] == ["1.05", "missed", "-"]
     assert found["FlashAttention forward, times cuDNN"][3:] == ["-", "not measured", "-"]
@@ -680,7 +799,9 @@ def test_a_goal_is_reached_missed_or_not_measured_and_a_missed_one_names_where_t
     assert found["fp8 linear layer, times as fast as bf16"][4] == "missed", "NaN reaches nothing"
     mfu = found["MFU of a training step"]
     assert mfu[3:] == ["0.581", "missed", "attention, 1.7B: 40 ms above its floor"]
-    assert found["tokens that FPDT fits"][4] == "not measured"
+    assert found["tokens that FPDT fits"][2:5] == ["at least 2,000,000", "-", "not measured"]
+    [fits] = [row for row in judge(results, "NVIDIA H100 80GB HBM3") if row[1] == "tokens that FPDT fits"]
+    assert fits[2] == "at least 1,000,000", "which has not the memory for 2 million"
     assert (number("93%"), number("n/a"), number(1.5), number("out of memory")) == (0.93, None, 1.5, None)
 
 

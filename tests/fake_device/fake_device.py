@@ -777,7 +777,7 @@ def _install_cuda(count: int) -> None:
         mem_get_info=lambda d=None: (properties.total_memory - _memory["now"], properties.total_memory),
         set_sync_debug_mode=lambda mode: _now.update(sync=mode), get_sync_debug_mode=lambda: 0,
         synchronize=synchronize, Stream=Stream, Event=Event, stream=stream, current_stream=lambda d=None: _current[0],
-        default_stream=lambda d=None: first, empty_cache=nothing, ipc_collect=nothing,
+        _sleep=nothing, default_stream=lambda d=None: first, empty_cache=nothing, ipc_collect=nothing,
         memory_allocated=lambda d=None: _memory["now"], max_memory_allocated=lambda d=None: _memory["peak"],
         memory_reserved=lambda d=None: _memory["now"], max_memory_reserved=lambda d=None: _memory["peak"],
         reset_peak_memory_stats=reset_peak, is_bf16_supported=lambda *a, **k: True, manual_seed=nothing,

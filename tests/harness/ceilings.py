@@ -15,7 +15,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ from harness import predictions
 from harness.report import Ratio, ratio_of, write_result
 
 GIB = 2**30
+CLOCK = 2e9  # Hz, at most, of a GPU: what torch.cuda._sleep counts in
+LONGEST_SLEEP = 5e-3  # seconds
 
 
 class Table:
@@ -75,37 +77,55 @@ def l2_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
-def timer(device: torch.device, repeats: int) -> Callable[[Callable[[], Any]], Ratio]:
-    """A function that says how many seconds a call takes: median and quartiles, on a GPU with a cold L2 cache.
+def paired_seconds(device: torch.device, runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat of each of these calls, by name. They take turns, so that whatever slows the device for a
+    while slows all of them; quotients of two calls are taken repeat by repeat.
 
+    On a GPU each call finds a cold L2 cache and a queue that is never empty. The cache is filled by reading: a flush
+    that writes leaves modified lines, and their way back to memory would be charged to the call. Then the device
+    sleeps for as long as the host needs to launch the call, which otherwise would be part of the time.
     At least two repeats; up to three are for dry runs, which do not warm up.
     """
+    repeats = max(2, repeats)
+    names, seconds = list(runs), {name: [0.0] * repeats for name in runs}
+    rounds = [(repeat, name) for repeat in range(repeats) for name in (names if repeat % 2 else names[::-1])]
     if device.type != "cuda":
+        for repeat, name in rounds:
+            start = time.perf_counter()
+            runs[name]()
+            seconds[name][repeat] = time.perf_counter() - start
+        return seconds
+    launch = dict.fromkeys(names, 0.0)
+    for name in names if repeats > 3 else ():
+        for _ in range(3):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            runs[name]()
+            launch[name] = time.perf_counter() - start  # the last: the first one compiles
+    flush = torch.zeros(l2_bytes(device), dtype=torch.float32, device=device)  # four times the cache
+    events = {}
+    for repeat, name in rounds:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.sum()
+        torch.cuda._sleep(int(CLOCK * min(1.5 * launch[name] + 20e-6, LONGEST_SLEEP)))
+        begin.record()
+        runs[name]()
+        end.record()
+        events[repeat, name] = begin, end
+    torch.cuda.synchronize(device)
+    for (repeat, name), (begin, end) in events.items():
+        seconds[name][repeat] = begin.elapsed_time(end) / 1e3
+    return seconds
 
-        def on_cpu(run: Callable[[], Any]) -> Ratio:
-            seconds = []
-            for _ in range(max(2, repeats)):
-                start = time.perf_counter()
-                run()
-                seconds.append(time.perf_counter() - start)
-            return ratio_of(seconds)
 
-        return on_cpu
-    flush = torch.empty(4 * l2_bytes(device), dtype=torch.int8, device=device)
+def timer(device: torch.device, repeats: int) -> Callable[[Callable[[], Any]], Ratio]:
+    """A function that says how many seconds a call takes: median and quartiles. See `paired_seconds`."""
+    return lambda run: ratio_of(paired_seconds(device, {"": run}, repeats)[""])
 
-    def on_gpu(run: Callable[[], Any]) -> Ratio:
-        for _ in range(3 if repeats > 3 else 0):
-            run()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        for begin, end in events:
-            flush.zero_()
-            begin.record()
-            run()
-            end.record()
-        torch.cuda.synchronize(device)
-        return ratio_of([begin.elapsed_time(end) / 1e3 for begin, end in events])
 
-    return on_gpu
+def quotient(one: Sequence[float], other: Sequence[float]) -> Ratio:
+    """Of the seconds of two calls that took turns: the median over the repeats, and both quartiles."""
+    return ratio_of([a / b for a, b in zip(one, other, strict=True)])
 
 
 def rate(work: float, seconds: Ratio) -> Ratio:

@@ -12,8 +12,8 @@ exits with 1 if a README differs from what its results say; a test does the same
 Between `<!-- files -->` and `<!-- end files -->` stands, for each script of the chapter's depth, what has to be copied
 with it to run it elsewhere.
 
-A block that begins with `<!-- gpu results: NAME -->` shows only what GPUs measured, and says "Not measured yet" until
-one has. A whole run of `make gpu` travels as one file; `--take FILE` puts the results in it into results/.
+A block that begins with `<!-- gpu results: NAME -->` shows only what GPUs measured, and nothing until one has. A whole
+run of `make gpu` travels as one file; `--take FILE` puts the results in it into results/.
 """
 
 import argparse
@@ -41,6 +41,7 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 COMMIT = re.compile("[0-9a-f]{10,40}")
+NOTHING = "\nNo GPU has measured anything yet, so these tables are still missing; `make gpu` prints what to run.\n\n"
 
 
 @dataclass(frozen=True)
@@ -249,9 +250,8 @@ def fill(text: str, results: Path) -> str:
         files = sorted(results.glob(f"{block['name']}.*.json"))
         if block["gpu"]:
             files = [file for file in files if not file.name.endswith(".cpu.json")]
-            if not files:
-                waiting = f"Not measured yet: `{block['name']}` waits for a GPU (`make gpu`)."
-                return f"{block['begin']}\n{waiting}\n\n{block['end']}"
+            if not files:  # which is said once, where the table of the run will be
+                return block["begin"] + (NOTHING if block["name"] == "gpu_run" else "") + block["end"]
         if not files:
             raise ValueError(f"no results/{block['name']}.*.json: run the benchmark first, or remove the block")
         tables = [table(json.loads(file.read_text())) for file in files]
