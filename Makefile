@@ -57,8 +57,8 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist
 test: $(READY)  ## the tests of every chapter, the harness and the trainer; about ten minutes on two cores
 	$(PYTEST) $(ARGS)
 
-prove: $(READY)  ## everything that can be proven, with every planted mistake; CH=03: of one chapter
-	$(PYTEST) --prove $(if $(CH),--chapter $(CH)) $(ARGS)
+prove: $(READY)  ## everything that can be proven, with every planted mistake; CH=03: of one chapter; FRESH=1: without the cache
+	$(PYTEST) --prove $(if $(CH),--chapter $(CH)) $(if $(FRESH),--fresh) $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(READY)  ## many layouts of the trainer against one rank, and twenty ranks that die; about 15 minutes

@@ -1,9 +1,9 @@
 """What `make test` and `make prove` run, and in which order.
 
-make test            all but the tests marked `prove`; of the planted mistakes those whose digest has changed, and one
-                     of every twelfth script in turn; of a test marked `turn(n)` every n-th layout, tomorrow others
-make prove           everything, with modules imported afresh by every rank; writes exercises/ledger.txt
+make test            all but the tests marked `prove`; of the planted mistakes the first of each core file
+make prove           everything, with modules imported afresh by every rank, but no mistake that is known to be caught
 make prove CH=03     everything about one chapter
+make prove FRESH=1   everything, whatever .pytest_cache/verdicts remembers
 """
 
 import datetime
@@ -22,7 +22,8 @@ PREFLIGHT = "import json; from harness import ranks; print(json.dumps([ranks.pre
 
 
 def pytest_addoption(parser):
-    parser.addoption("--prove", action="store_true", help="everything, and write the ledger of planted mistakes")
+    parser.addoption("--prove", action="store_true", help="everything that can be proven")
+    parser.addoption("--fresh", action="store_true", help="plant mistakes again that are known to be caught")
     parser.addini("named", "tests that run whatever their marks say: those whose names begin so", "args")
     parser.addoption("--chapter", default="", metavar="CH", help="only what is about this chapter: 03")
 
@@ -34,8 +35,6 @@ def pytest_configure(config):
         pytest.exit(f"there is no chapter {chapter!r}; CH is one of {known}", returncode=2)
     if config.getoption("--prove"):
         os.environ |= {"PROVE": "1", "FRESH_MODULES": "1"}
-        if not hasattr(config, "workerinput"):
-            config.pluginmanager.register(LedgerWriter())
     # Everything that all workers have to agree on is decided here, before they are started.
     os.environ.setdefault("PLANT_TURN", str(datetime.date.today().toordinal()))
     if "RANKS_UNIT" not in os.environ and not config.getoption("--collect-only"):
@@ -69,25 +68,3 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # thousands of tests and their modules, which stay: no later collection has to look at them again
-
-
-class LedgerWriter:
-    """On the process that starts the workers: which mistakes were caught, written down when all is done."""
-
-    def __init__(self):
-        self.caught = {}
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" and report.passed:
-            found = [value for what, value in report.user_properties if what == "caught"]
-            self.caught |= {(script, name): (value, symptom) for script, name, value, symptom in found}
-
-    def pytest_sessionfinish(self):
-        from harness.plant import LedgerError, all_mistakes, digest, read_ledger, write_ledger
-
-        try:
-            before = read_ledger()
-        except LedgerError:
-            before = {}
-        now = {(m.script, m.name): digest(m) for m in all_mistakes()}
-        write_ledger({key: value for key, value in (before | self.caught).items() if now.get(key) == value[0]})

@@ -241,7 +241,10 @@ def test_every_planted_mistake_is_something_that_was_written_and_no_two_are_the_
         for script in chapter.scripts:
             bodies: dict[tuple[str, str], str] = {}
             for mistake in (m for m in script.mistakes if m.exercise):
-                body = script.mistaken_body(mistake)
+                try:
+                    body = script.mistaken_body(mistake)
+                except ValueError:  # it cannot be planted, as test_mistakes.py says
+                    continue
                 assert not fences.is_stub(script.fences[mistake.exercise], body), mistake.name
                 key = mistake.exercise, fences.normal(body, script.fences[mistake.exercise].cuda)
                 assert key not in bodies, f"{script.name}: {mistake.name} is {bodies[key]}"
@@ -330,16 +333,27 @@ def test_without_a_known_mistake_the_hint_is_what_the_failure_says_by_itself_and
     assert hint.startswith("Read") == words.startswith("Read")
 
 
-def test_what_stands_in_the_ledger_does_not_depend_on_the_hour():
+def test_a_symptom_does_not_depend_on_the_hour():
     said = "RuntimeError: [F1123 13:46:10.123456789 ProcessGroupGloo.cpp:12] sizes differ: 3 and 4"
     assert checking.symptom(said) == checking.symptom(said.replace("1123 13:46:10.123456789", "0102 07:05:00.000000"))
     assert "sizes differ: 3 and 4" in checking.symptom(said)
 
 
-def test_what_stands_in_the_ledger_does_not_depend_on_the_port():
+def test_a_symptom_does_not_depend_on_the_port():
     said = "RuntimeError: gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:62637: Connection reset by peer"
     assert checking.symptom(said) == checking.symptom(said.replace("62637", "1024"))
     assert "Connection reset by peer" in checking.symptom(said)
+
+
+def test_two_symptoms_are_one_but_for_ranks_small_differences_and_words_of_torch():
+    said = "w on rank 0: largest difference 1.25e+00 (relative): 3, but should be 2.19e-03"
+    for other in ("rank 0", "rank 1"), ("1.25e+00", "1.26e+00"), ("2.19e-03", "2.2e-03"):
+        assert checking.same_symptom(said, said.replace(*other)), other
+    for other in ("w on", "x on"), ("1.25e+00", "2.19e+00"), ("3,", "nan,"), (": 3,", ":"):
+        assert not checking.same_symptom(said, said.replace(*other)), other
+    assert checking.same_symptom("RuntimeError: a.cc:12 no pair", "RuntimeError: a.cc:13 no couple")
+    assert not checking.same_symptom("RuntimeError: no pair", "ValueError: no pair")
+    assert not checking.same_symptom("RuntimeError: no pair", said)
 
 
 def test_of_a_traceback_in_a_message_the_last_line_is_told():
