@@ -1,18 +1,17 @@
 """What `make test` and `make prove` run, and in which order.
 
-make test            all but the tests marked `prove`; of the planted mistakes the first of each core file
+make test            all but the tests marked `prove`; of a test marked `always` the layouts that the mark names; of the
+                     planted mistakes the first of each core file
 make prove           everything, with modules imported afresh by every rank, but no mistake that is known to be caught
 make prove CH=03     everything about one chapter
 make prove FRESH=1   everything, whatever .pytest_cache/verdicts remembers
 """
 
-import datetime
 import gc
 import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,6 @@ def pytest_configure(config):
     if config.getoption("--prove"):
         os.environ |= {"PROVE": "1", "FRESH_MODULES": "1"}
     # Everything that all workers have to agree on is decided here, before they are started.
-    os.environ.setdefault("PLANT_TURN", str(datetime.date.today().toordinal()))
     if "RANKS_UNIT" not in os.environ and not config.getoption("--collect-only"):
         environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
         done = subprocess.run([sys.executable, "-c", PREFLIGHT], env=environment, capture_output=True, text=True)
@@ -50,17 +48,20 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what was not asked for, and start what takes long first, so that no worker is alone at the end."""
     chapter = config.getoption("--chapter")
     prove = config.getoption("--prove") or any("::" in word for word in config.args)  # one by name is meant
-    chosen, left, turn, met, named = [], [], int(os.environ["PLANT_TURN"]), Counter(), tuple(config.getini("named"))
+    chosen, left, named = [], [], tuple(config.getini("named"))
+    missing: dict[tuple, set[str]] = {}  # of each test the parameters that `always` names and that it does not have
     for item in items:
         about = [mark.args[0] for mark in item.iter_markers("chapter")]
         wanted = not chapter or item.path.relative_to(ROOT).parts[0][:2] == chapter or chapter in about
-        in_turn = True
-        if mark := item.get_closest_marker("turn"):
-            in_turn = not named and (met[item.path, item.originalname] + turn) % mark.args[0] == 0
-            met[item.path, item.originalname] += 1
-        plain = in_turn and not item.get_closest_marker("prove")
+        plain = not item.get_closest_marker("prove")
+        if mark := item.get_closest_marker("always"):
+            own = item.callspec.id if hasattr(item, "callspec") else ""
+            missing.setdefault((item.path, item.originalname), set(mark.args)).discard(own)
+            plain = plain and own in mark.args
         wanted = wanted and (prove or plain or item.name.startswith(named))
         (chosen if wanted else left).append(item)
+    if wrong := [f"{name}: {sorted(ids)}" for (_, name), ids in missing.items() if ids and not prove and not named]:
+        raise pytest.UsageError(f"no such parameters as `always` names: {', '.join(wrong)}")
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
 

@@ -120,7 +120,7 @@ def test_words_about_the_code_do_not_change_a_digest_and_everything_else_does(re
     assert with_b(code.format("    # --- exercise 2.3: other words ---\n")) == plain
     assert with_b(code.format(""), "/* d */ int\n d;  // why") == plain
     assert with_b(code.format(""), "int e;") != plain
-    assert with_b(code.format("").replace("def f", "@pytest.mark.prove\ndef f")) == plain
+    assert with_b(code.format("").replace("def f", "@pytest.mark.prove\n@pytest.mark.always('2-4')\ndef f")) == plain
     assert with_b(code.format("").replace("def f", "@pytest.mark.skip\ndef f")) != plain
     for line in ("    x = 1\n", '    x = """\n# a\n"""\n', '    x = """\n# b\n"""\n', '    f"""\n# {c}\n"""\n'):
         other = with_b(code.format(line))

@@ -25,7 +25,7 @@ from harness import fences
 from harness.house import ROOT, files, find
 
 VERDICTS = ROOT / ".pytest_cache" / "verdicts"
-MARKS = ("prove", "long")  # they say when a test runs, and not what it finds
+MARKS = ("prove", "long", "always")  # they say when a test runs, and not what it finds
 STRING = r'"""(?:\\.|[^\\])*?"""|\'\'\'(?:\\.|[^\\])*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
 TOKENS = {  # what is a comment in one language is an operator in the other
     ".py": re.compile(rf"#[^\n]*|(?P<token>{STRING}|\w+|\S)"),
@@ -202,8 +202,12 @@ def program(text: str) -> ast.Module:
             if ast.get_docstring(node, clean=False) is not None:
                 node.body[:1] = [] if len(node.body) > 1 or isinstance(node, ast.Module) else [ast.Pass()]
             if isinstance(node, ast.FunctionDef):
-                node.decorator_list = [d for d in node.decorator_list if getattr(d, "attr", "") not in MARKS]
+                node.decorator_list = [d for d in node.decorator_list if _mark(d) not in MARKS]
     return tree
+
+
+def _mark(decorator: ast.expr) -> str:
+    return getattr(decorator.func if isinstance(decorator, ast.Call) else decorator, "attr", "")
 
 
 # ------------------------------------------------------------------------------------------------------- what imports
