@@ -1,15 +1,17 @@
 """What `make test` and `make prove` run, and in which order.
 
-make test            all but the tests marked `prove`; of a test marked `always` the layouts that the mark names; of the
-                     planted mistakes the first of each core file
-make prove           everything, with modules imported afresh by every rank, but no mistake that is known to be caught
-make prove CH=03     everything about one chapter
-make prove FRESH=1   everything, whatever .pytest_cache/verdicts remembers
+make test              all but the tests marked `prove`; of a test marked `always` the layouts that the mark names; of
+                       the planted mistakes the first of each core file
+make test FOR=changed  of these the tests that import what differs from main, and those about its chapters
+make prove             everything, with modules imported afresh by every rank, but no mistake that is known to be caught
+make prove CH=03       everything about one chapter
+make prove FRESH=1     everything, whatever .pytest_cache/verdicts remembers
 """
 
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ PREFLIGHT = "import json; from harness import ranks; print(json.dumps([ranks.pre
 def pytest_addoption(parser):
     parser.addoption("--prove", action="store_true", help="everything that can be proven")
     parser.addoption("--fresh", action="store_true", help="plant mistakes again that are known to be caught")
+    parser.addoption("--for", choices=["changed"], help="the tests that the files reach which differ from main")
     parser.addini("named", "tests that run whatever their marks say: those whose names begin so", "args")
     parser.addoption("--chapter", default="", metavar="CH", help="only what is about this chapter: 03")
 
@@ -35,6 +38,12 @@ def pytest_configure(config):
     if config.getoption("--prove"):
         os.environ |= {"PROVE": "1", "FRESH_MODULES": "1"}
     # Everything that all workers have to agree on is decided here, before they are started.
+    if config.getoption("--for") and not hasattr(config, "workerinput"):
+        from harness.plant import changed_files, tests_for
+
+        changed = changed_files()
+        chapters = {file.relative_to(ROOT).parts[0][:2] for file in changed}
+        os.environ["FOR"] = json.dumps([sorted(map(str, tests_for(changed))), sorted(chapters)])
     if "RANKS_UNIT" not in os.environ and not config.getoption("--collect-only"):
         environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
         done = subprocess.run([sys.executable, "-c", PREFLIGHT], env=environment, capture_output=True, text=True)
@@ -49,13 +58,16 @@ def pytest_collection_modifyitems(config, items):
     chapter = config.getoption("--chapter")
     prove = config.getoption("--prove") or any("::" in word for word in config.args)  # one by name is meant
     chosen, left, named = [], [], tuple(config.getini("named"))
+    tests, chapters = json.loads(os.environ["FOR"]) if config.getoption("--for") else ([], [])
     missing: dict[tuple, set[str]] = {}  # of each test the parameters that `always` names and that it does not have
     for item in items:
-        about = [mark.args[0] for mark in item.iter_markers("chapter")]
+        own = item.callspec.id if hasattr(item, "callspec") else ""
+        about = [mark.args[0] for mark in item.iter_markers("chapter")] + re.findall(r"^([01]\d)_", own)
         wanted = not chapter or item.path.relative_to(ROOT).parts[0][:2] == chapter or chapter in about
+        if config.getoption("--for"):
+            wanted = wanted and (str(item.path) in tests or not {*chapters}.isdisjoint(about))
         plain = not item.get_closest_marker("prove")
         if mark := item.get_closest_marker("always"):
-            own = item.callspec.id if hasattr(item, "callspec") else ""
             missing.setdefault((item.path, item.originalname), set(mark.args)).discard(own)
             plain = plain and own in mark.args
         wanted = wanted and (prove or plain or item.name.startswith(named))

@@ -1,6 +1,7 @@
 """Planted mistakes: that they are found in a script that was edited, and what could change a verdict."""
 
 import dataclasses
+import subprocess
 
 import pytest
 from harness import plant
@@ -126,6 +127,37 @@ def test_words_about_the_code_do_not_change_a_digest_and_everything_else_does(re
         other = with_b(code.format(line))
         assert other != plain, line
         plain = other
+
+
+@pytest.mark.prove
+def test_the_tests_for_a_change_are_those_that_import_it_and_for_a_text_those_that_cross_chapters():
+    def names(*changed):
+        return {file.name for file in plant.tests_for({plant.ROOT / name for name in changed})}
+
+    assert {"test_schedules.py", "test_train.py"} <= names("06_pipeline_parallel/in_depth/schedules.py")
+    assert "test_zero.py" not in names("06_pipeline_parallel/in_depth/schedules.py")
+    assert {"test_folders.py", "test_glossary.py"} <= names("03_zero/README.md") < names("conftest.py")
+    assert "test_zero.py" in names("03_zero/README.md", "03_zero/zero.py") - names("03_zero/README.md")
+
+
+def test_what_has_changed_is_what_differs_from_main_or_is_new(tmp_path, monkeypatch):
+    monkeypatch.setattr(plant, "ROOT", tmp_path)
+
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path, check=True)
+
+    git("init", "-q", "-b", "main")
+    for step, name in enumerate(("a b.py", "b.py", "c.py", "d.py")):
+        (tmp_path / name).write_text("1")
+        if step < 3:
+            git("add", ".")
+            git("commit", "-qm", name)
+        if step == 0:
+            git("checkout", "-qb", "branch")
+    (tmp_path / "b.py").write_text("2")
+    assert sorted(file.name for file in plant.changed_files()) == ["b.py", "c.py", "d.py"]
+    (tmp_path / "a b.py").write_text("2")
+    assert tmp_path / "a b.py" in plant.changed_files()
 
 
 def test_verdicts_are_remembered_and_none_are_where_there_is_no_cache(tmp_path):

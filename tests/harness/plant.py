@@ -15,6 +15,7 @@ import difflib
 import hashlib
 import json
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -221,6 +222,29 @@ def reached(start: Iterable[Path]) -> set[Path]:
         found |= new
         new = set().union(*(_near(file) for file in new)) - found
     return found
+
+
+def changed_files() -> set[Path]:
+    """What differs from the commit at which this branch left main, in commits or in the working tree."""
+
+    def git(*words: str) -> list[str]:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.split("\0") if "-z" in words else done.stdout.split()
+
+    [base, *_] = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main") or ["HEAD"]
+    names = git("diff", "-z", "--name-only", base) + git("ls-files", "-z", "--others", "--exclude-standard")
+    return {ROOT / name for name in names if name}
+
+
+def tests_for(changed: set[Path]) -> set[Path]:
+    """The files with tests that import or name one of these, directly or not. What none of them does, such as a README
+    or a list of mistakes, is read by the tests that cross chapters."""
+    across = [*(ROOT / "tests").glob("test_*.py"), *(ROOT / "book").glob("test_*.py")]
+    tests = {file: reached([file]) for file in [*files("test_*.py"), *across, *ROOT.glob("when_it_breaks/test_*.py")]}
+    if changed & {ROOT / name for name in ("conftest.py", "pyproject.toml", "requirements.txt")}:
+        return set(tests)
+    unknown = changed - set().union(*tests.values())
+    return {file for file, needs in tests.items() if needs & changed} | set(across if unknown else ())
 
 
 def needed_by(script: Path) -> list[Path]:
