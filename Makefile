@@ -54,11 +54,11 @@ train-5d: $(READY)  ## the same on 16 CPU ranks with every axis: data, tensor, c
 # Ranks often wait for one another, so a worker more than there are cores keeps these busy.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist worksteal
 
-test: $(READY)  ## the tests of every chapter, the harness and the trainer; about ten minutes on two cores
-	$(PYTEST) $(ARGS)
+test: $(READY)  ## the tests of every chapter, the harness and the trainer; FOR=changed: those that your changes reach
+	$(PYTEST) $(if $(FOR),--for $(FOR)) $(ARGS)
 
-prove: $(READY)  ## everything that can be proven, with every planted mistake; CH=03: of one chapter
-	$(PYTEST) --prove $(if $(CH),--chapter $(CH)) $(ARGS)
+prove: $(READY)  ## everything that can be proven, with every planted mistake; CH=03: of one chapter; FRESH=1: without the cache
+	$(PYTEST) --prove $(if $(CH),--chapter $(CH)) $(if $(FRESH),--fresh) $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(READY)  ## many layouts of the trainer against one rank, and twenty ranks that die; about 15 minutes

@@ -1,18 +1,19 @@
 """What `make test` and `make prove` run, and in which order.
 
-make test            all but the tests marked `prove`; of the planted mistakes those whose digest has changed, and one
-                     of every twelfth script in turn; of a test marked `turn(n)` every n-th layout, tomorrow others
-make prove           everything, with modules imported afresh by every rank; writes exercises/ledger.txt
-make prove CH=03     everything about one chapter
+make test              all but the tests marked `prove`; of a test marked `always` the layouts that the mark names; of
+                       the planted mistakes the first of each core file
+make test FOR=changed  of these the tests that import what differs from main, and those about its chapters
+make prove             everything, with modules imported afresh by every rank, but no mistake that is known to be caught
+make prove CH=03       everything about one chapter
+make prove FRESH=1     everything, whatever .pytest_cache/verdicts remembers
 """
 
-import datetime
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ PREFLIGHT = "import json; from harness import ranks; print(json.dumps([ranks.pre
 
 
 def pytest_addoption(parser):
-    parser.addoption("--prove", action="store_true", help="everything, and write the ledger of planted mistakes")
+    parser.addoption("--prove", action="store_true", help="everything that can be proven")
+    parser.addoption("--fresh", action="store_true", help="plant mistakes again that are known to be caught")
+    parser.addoption("--for", choices=["changed"], help="the tests that the files reach which differ from main")
     parser.addini("named", "tests that run whatever their marks say: those whose names begin so", "args")
     parser.addoption("--chapter", default="", metavar="CH", help="only what is about this chapter: 03")
 
@@ -34,10 +37,13 @@ def pytest_configure(config):
         pytest.exit(f"there is no chapter {chapter!r}; CH is one of {known}", returncode=2)
     if config.getoption("--prove"):
         os.environ |= {"PROVE": "1", "FRESH_MODULES": "1"}
-        if not hasattr(config, "workerinput"):
-            config.pluginmanager.register(LedgerWriter())
     # Everything that all workers have to agree on is decided here, before they are started.
-    os.environ.setdefault("PLANT_TURN", str(datetime.date.today().toordinal()))
+    if config.getoption("--for") and not hasattr(config, "workerinput"):
+        from harness.plant import changed_files, tests_for
+
+        changed = changed_files()
+        chapters = {file.relative_to(ROOT).parts[0][:2] for file in changed}
+        os.environ["FOR"] = json.dumps([sorted(map(str, tests_for(changed))), sorted(chapters)])
     if "RANKS_UNIT" not in os.environ and not config.getoption("--collect-only"):
         environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
         done = subprocess.run([sys.executable, "-c", PREFLIGHT], env=environment, capture_output=True, text=True)
@@ -51,17 +57,23 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what was not asked for, and start what takes long first, so that no worker is alone at the end."""
     chapter = config.getoption("--chapter")
     prove = config.getoption("--prove") or any("::" in word for word in config.args)  # one by name is meant
-    chosen, left, turn, met, named = [], [], int(os.environ["PLANT_TURN"]), Counter(), tuple(config.getini("named"))
+    chosen, left, named = [], [], tuple(config.getini("named"))
+    tests, chapters = json.loads(os.environ["FOR"]) if config.getoption("--for") else ([], [])
+    missing: dict[tuple, set[str]] = {}  # of each test the parameters that `always` names and that it does not have
     for item in items:
-        about = [mark.args[0] for mark in item.iter_markers("chapter")]
+        own = item.callspec.id if hasattr(item, "callspec") else ""
+        about = [mark.args[0] for mark in item.iter_markers("chapter")] + re.findall(r"^([01]\d)_", own)
         wanted = not chapter or item.path.relative_to(ROOT).parts[0][:2] == chapter or chapter in about
-        in_turn = True
-        if mark := item.get_closest_marker("turn"):
-            in_turn = not named and (met[item.path, item.originalname] + turn) % mark.args[0] == 0
-            met[item.path, item.originalname] += 1
-        plain = in_turn and not item.get_closest_marker("prove")
+        if config.getoption("--for"):
+            wanted = wanted and (str(item.path) in tests or not {*chapters}.isdisjoint(about))
+        plain = not item.get_closest_marker("prove")
+        if mark := item.get_closest_marker("always"):
+            missing.setdefault((item.path, item.originalname), set(mark.args)).discard(own)
+            plain = plain and own in mark.args
         wanted = wanted and (prove or plain or item.name.startswith(named))
         (chosen if wanted else left).append(item)
+    if wrong := [f"{name}: {sorted(ids)}" for (_, name), ids in missing.items() if ids and not prove and not named]:
+        raise pytest.UsageError(f"no such parameters as `always` names: {', '.join(wrong)}")
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
 
@@ -69,25 +81,3 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # thousands of tests and their modules, which stay: no later collection has to look at them again
-
-
-class LedgerWriter:
-    """On the process that starts the workers: which mistakes were caught, written down when all is done."""
-
-    def __init__(self):
-        self.caught = {}
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" and report.passed:
-            found = [value for what, value in report.user_properties if what == "caught"]
-            self.caught |= {(script, name): (value, symptom) for script, name, value, symptom in found}
-
-    def pytest_sessionfinish(self):
-        from harness.plant import LedgerError, all_mistakes, digest, read_ledger, write_ledger
-
-        try:
-            before = read_ledger()
-        except LedgerError:
-            before = {}
-        now = {(m.script, m.name): digest(m) for m in all_mistakes()}
-        write_ledger({key: value for key, value in (before | self.caught).items() if now.get(key) == value[0]})

@@ -134,7 +134,7 @@ def trained(
     return trace
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("1-2", "2-4", "3-4")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_losses_gradients_and_weights_of_three_steps_are_those_of_the_unsharded_model(stage, ranks):
@@ -190,7 +190,7 @@ def with_delays(stage: int, ahead: int) -> Trace:
         return trained(stage, ahead=ahead)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("1-1", "3-0")
 @pytest.mark.parametrize(("stage", "ahead"), [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0)])
 def test_ranks_that_come_late_change_nothing(stage, ahead):
     want = oracle(2)
@@ -354,7 +354,7 @@ def gc_collect() -> None:
     gc.collect()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("1-4", "2-2", "3-4")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_kept_whole_and_sent_are_those_of_the_formulas(stage, ranks):
@@ -363,7 +363,7 @@ def test_bytes_kept_whole_and_sent_are_those_of_the_formulas(stage, ranks):
             assert a == b == c, f"stage {stage}, rank {rank}, bytes {name}: {a:,} counted, {b:,} said, {c:,} by formula"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("2-3-4", "3-1-3")
 @pytest.mark.parametrize(("stage", "micro_batches", "times"), [(1, 3, 2), (2, 3, 4), (3, 3, 9), (2, 1, 2), (3, 1, 3)])
 def test_a_further_micro_batch_costs_stage_1_nothing_stage_2_one_more_and_stage_3_three(stage, micro_batches, times):
     [(harness, *_), _] = run_ranks(2, counted, stage, micro_batches, 0, False)
@@ -569,7 +569,7 @@ def said_by_main(*options: str) -> tuple[int | str | None, str, str]:
     return code, said.getvalue(), complained.getvalue()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_script_ends_with_pass_on_any_number_of_ranks(ranks):
     ends = run_ranks(ranks, said_by_main, "--optimizer", "adamw")
@@ -639,7 +639,7 @@ def test_ranks_wait_a_minute_for_each_other_and_not_half_an_hour(monkeypatch):
     assert given["timeout"].total_seconds() == 60
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_every_option_changes_what_is_printed():
     plain = run_ranks(2, said_by_main)[0][1]
     for options in (("--ahead", "0"), ("--micro-batches", "3"), ("--optimizer", "adamw"), ("--stage", "2")):

@@ -106,7 +106,7 @@ def assert_like_one_process(order, cases, ranks):
         assert held == sorted(want.weights), "each weight lies on one rank"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("naive-2", "afab-4", "1f1b-4")
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("order", ORDERS)
 def test_loss_every_gradient_and_weights_are_those_of_one_process(order, p):
@@ -536,7 +536,7 @@ def said_by_the_demo(order=None, micro_batches=6, layers=6, spoil=False):
     return wrong, said.getvalue()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("2")
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_the_demo_passes_and_every_option_changes_what_it_says(p):
     (wrong, said), *others = run_ranks(p, said_by_the_demo, timeout=LIMIT)
@@ -554,7 +554,7 @@ def test_the_demo_fails_on_nan():
     assert any("off by nan" in line for line in wrong) and "FAIL" in said and "PASS" not in said
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_the_file_copied_alone_into_an_empty_folder_ends_with_pass(tmp_path):
     shutil.copy(Path(pipe.__file__), tmp_path)
     command = [sys.executable, "pipeline_parallel.py", "--micro-batches", "3"]

@@ -70,7 +70,7 @@ def assert_trained(results: list, ways: list[tuple[int, int]]) -> None:
                 assert_same(x, want, what=what, rank=rank)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("1", "4")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_losses_every_gradient_and_weights_are_those_of_one_process(ranks):
     assert_trained(run_ranks(ranks, trained, WAYS), WAYS)
@@ -384,7 +384,7 @@ def costs(u: int, slots: int, dtype: torch.dtype) -> tuple:
     return memory.peak + known, sent.total, dict(script.count), moved
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("1-dtype0", "2-dtype1", "4-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("P", [1, 2, 4])
 def test_bytes_on_the_device_and_the_host_over_the_link_and_the_network_are_those_of_the_formulas(P, dtype):

@@ -182,7 +182,7 @@ def round_to_nearest(plain):
     return convert
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_16_bits_err_at_most_one_and_a_half_times_as_much_as_dense_attention_in_16_bits(dtype, monkeypatch):
     if INTERPRETED:
@@ -369,7 +369,7 @@ def test_saved_are_inputs_output_and_lse_to_the_byte_and_no_memory_grows_with_th
 # ----------------------------------------------------------------------------------------------------- the script
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_the_script_passes_and_each_of_its_options_changes_what_it_prints(monkeypatch, capsys):
     said = []
     for options in ("--tokens 6", "--tokens 6 --kv-heads 1", "--tokens 17", "--tokens 17 --rows 16"):

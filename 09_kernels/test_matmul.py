@@ -93,7 +93,7 @@ def test_every_kernel_is_float64s_product_at_sizes_that_no_tile_divides(inside, 
         assert error <= 2, f"{kernel} at {M} x {N} x {K}: its error is {error} times that of torch's product"
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("shared_tiles", "register_tiles")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_bits_are_the_same_in_every_order_of_the_threads(inside, kernel):
     threads = 256 if kernel == "register_tiles" else 1024
@@ -223,7 +223,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(program, options):
     assert re.fullmatch(r"matmul: .*--size M N K: three whole numbers from 1 to 32768\n", done.stderr), done.stderr
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("a_term_is_missing", "not_all_come_to_the_barrier")
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [

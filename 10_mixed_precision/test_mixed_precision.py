@@ -110,7 +110,7 @@ def test_losses_gradients_and_weights_equal_a_model_of_one_process_to_1e_10(rank
             assert_same(run[what], want, 1e-10, what, rank)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("ranks1")
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2, 3), (2, 0)])
 def test_ranks_round_to_8_bits_as_one_process_does(ranks):
     """Sums are float64 here, so that only a scale of one's own could make a difference."""
@@ -120,7 +120,7 @@ def test_ranks_round_to_8_bits_as_one_process_does(ranks):
             assert_same(run[what], one[what], 1e-10, what, rank)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("fp8-mended")
 @pytest.mark.parametrize("name", ["fp16-mended", "bf16-mended", "fp8-mended"])
 def test_a_mended_run_is_as_far_from_float64_as_rounding_must_be(name):
     must = mp.distance(mp.train(mp.MUST[name.split("-")[0]], dist.group.WORLD, "cpu"), oracle())

@@ -11,14 +11,15 @@ submission with which they go unnoticed has broken the tests, not passed them.
 
 import ast
 import difflib
+import math
 import os
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import LifoQueue
@@ -30,7 +31,7 @@ from sandbox import ROOT, Judge, Limits, Outcome, no_cell, read_files
 sys.path.insert(0, str(ROOT / "tests"))
 from harness import fences
 from harness.fences import Fence
-from harness.plant import Ledger, LedgerError, Mistake, mistakes_of, read_ledger
+from harness.plant import Mistake, mistakes_of
 
 LEVELS = ("easy", "medium", "hard")
 
@@ -127,9 +128,6 @@ class Course:
         self.root = root
         self.files = read_files(root)
         self.chapters: dict[str, Chapter] = {}
-        self.ledger: Ledger = {}
-        with suppress(LedgerError):  # without it a hint is chosen by the text alone
-            self.ledger = read_ledger(root / "exercises" / "ledger.txt")
         for folder in sorted(root.glob("[01][0-9]_*")):
             homes = [home for home in (folder, folder / "in_depth", folder / "planner") if home.is_dir()]
             paths = [path for home in homes for path in sorted(home.iterdir()) if path.suffix in (".py", ".cu")]
@@ -145,7 +143,7 @@ class Course:
         if problems:
             raise CourseError(f"{path.relative_to(self.root)}, {problems[0]}")
         where = path.relative_to(self.root).as_posix()
-        mistakes = tuple(self._with_symptom(m) for m in mistakes_of(where, self.root) if found)
+        mistakes = mistakes_of(where, self.root) if found else ()
         alternatives = tuple(Alternative(**entry) for entry in self._table("alternatives", path).get("alternative", []))
         index = self._table("index", path)
         return Script(where, text, found, mistakes, alternatives, index.get("tests", {}), index.get("runs", {}))
@@ -154,9 +152,6 @@ class Course:
         """What exercises/KIND has of a script."""
         file = self.root / "exercises" / kind / f"{script.name.removesuffix('.py')}.toml"
         return tomllib.loads(file.read_text()) if file.exists() else {}
-
-    def _with_symptom(self, mistake: Mistake) -> Mistake:
-        return replace(mistake, symptom=self.ledger.get((mistake.script, mistake.name), ("", ""))[1])
 
     def chapter(self, name: str) -> Chapter:
         """By "02", "2" or the folder's name."""
@@ -569,7 +564,25 @@ def symptom(message: str) -> str:
 
 def _on_any_rank(symptom: str) -> str:
     """Which of several ranks says it first is chance."""
-    return re.sub(r"\brank \d+", "a rank", symptom)
+    return re.sub(r"\brank ?\d+", "a rank", symptom)
+
+
+def same_symptom(a: str, b: str) -> bool:
+    """Whether a hint that is chosen by one is right for the other: the same words, and numbers within a tenth.
+
+    Of an exception only the name counts, because its words may be those of another version of torch.
+    """
+    error = r"([A-Z]\w*(?:Error|Exception)): "
+    names = [match and match[1] for match in (re.match(error, a), re.match(error, b))]
+    if any(names):
+        return names[0] == names[1]
+    number = r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*[a-z_])"
+    words, values = ([[*f(number, _on_any_rank(text))] for text in (a, b)] for f in (re.split, re.findall))
+    return words[0] == words[1] and all(map(partial(math.isclose, rel_tol=0.1, abs_tol=1e-12), *map(_floats, values)))
+
+
+def _floats(numbers: Sequence[str]) -> list[float]:
+    return [float(number) for number in numbers]
 
 
 def _likeness(a: str, b: str) -> float:

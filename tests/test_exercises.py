@@ -173,7 +173,7 @@ def processes_of(folder):
 # ------------------------------------------------------------------------------------------------- the real chapters
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("02_data_parallel", "09_kernels", "11_5d_trainer")
 @pytest.mark.parametrize("folder", REAL.chapters)
 def test_an_untouched_copy_is_not_done_in_every_exercise_and_passed_in_none(folder, tmp_path):
     chapter = REAL.chapters[folder]
@@ -241,7 +241,10 @@ def test_every_planted_mistake_is_something_that_was_written_and_no_two_are_the_
         for script in chapter.scripts:
             bodies: dict[tuple[str, str], str] = {}
             for mistake in (m for m in script.mistakes if m.exercise):
-                body = script.mistaken_body(mistake)
+                try:
+                    body = script.mistaken_body(mistake)
+                except ValueError:  # it cannot be planted, as test_mistakes.py says
+                    continue
                 assert not fences.is_stub(script.fences[mistake.exercise], body), mistake.name
                 key = mistake.exercise, fences.normal(body, script.fences[mistake.exercise].cuda)
                 assert key not in bodies, f"{script.name}: {mistake.name} is {bodies[key]}"
@@ -284,7 +287,6 @@ PROVE = ["4.32", "5.23", "6.22", "7.26", "8.30", "9.28", "10.31", "11.24"]
 LATER = ["3.38", *(pytest.param(number, marks=pytest.mark.prove) for number in PROVE)]
 
 
-@pytest.mark.turn(3)
 @pytest.mark.parametrize("number", LATER)
 def test_in_each_later_chapter_another_right_solution_passes_and_a_mistake_gets_its_hint(number, judge):
     chapter = REAL.chapter(number.partition(".")[0])
@@ -330,16 +332,27 @@ def test_without_a_known_mistake_the_hint_is_what_the_failure_says_by_itself_and
     assert hint.startswith("Read") == words.startswith("Read")
 
 
-def test_what_stands_in_the_ledger_does_not_depend_on_the_hour():
+def test_a_symptom_does_not_depend_on_the_hour():
     said = "RuntimeError: [F1123 13:46:10.123456789 ProcessGroupGloo.cpp:12] sizes differ: 3 and 4"
     assert checking.symptom(said) == checking.symptom(said.replace("1123 13:46:10.123456789", "0102 07:05:00.000000"))
     assert "sizes differ: 3 and 4" in checking.symptom(said)
 
 
-def test_what_stands_in_the_ledger_does_not_depend_on_the_port():
+def test_a_symptom_does_not_depend_on_the_port():
     said = "RuntimeError: gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:62637: Connection reset by peer"
     assert checking.symptom(said) == checking.symptom(said.replace("62637", "1024"))
     assert "Connection reset by peer" in checking.symptom(said)
+
+
+def test_two_symptoms_are_one_but_for_ranks_small_differences_and_words_of_torch():
+    said = "w on rank 0: largest difference 1.25e+00 (relative): 3, but should be 2.19e-03"
+    for other in ("rank 0", "rank 1"), ("1.25e+00", "1.26e+00"), ("2.19e-03", "2.2e-03"):
+        assert checking.same_symptom(said, said.replace(*other)), other
+    for other in ("w on", "x on"), ("1.25e+00", "2.19e+00"), ("3,", "nan,"), (": 3,", ":"):
+        assert not checking.same_symptom(said, said.replace(*other)), other
+    assert checking.same_symptom("RuntimeError: a.cc:12 no pair", "RuntimeError: a.cc:13 no couple")
+    assert not checking.same_symptom("RuntimeError: no pair", "ValueError: no pair")
+    assert not checking.same_symptom("RuntimeError: no pair", said)
 
 
 def test_of_a_traceback_in_a_message_the_last_line_is_told():
@@ -480,7 +493,7 @@ def test_every_exercise_has_a_level_in_the_readme(folder):
     assert not chapter.readme or not without, f"{folder}/README.md does not say easy, medium or hard of {without}"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("03_zero", "09_kernels", "11_5d_trainer")
 @pytest.mark.parametrize("folder", REAL.chapters)
 def test_screening_has_nothing_against_the_chapters_own_bodies_nor_the_alternatives(folder, tmp_path):
     chapter = REAL.chapters[folder]
@@ -513,7 +526,6 @@ def test_every_exercise_is_in_the_index_and_all_tests_that_it_names_exist(folder
                 assert exists(chapter, test), f"{number}: no {test}; run: course.py index {folder[:2]}"
 
 
-@pytest.mark.turn(3)
 @pytest.mark.parametrize("folder", REAL.chapters)
 def test_the_tests_that_a_statement_calls_decisive_are_those_that_grade_the_exercise(folder):
     chapter = REAL.chapters[folder]
@@ -729,7 +741,7 @@ def test_screening_refuses_a_hostile_submission_with_one_line(kind, tiny, tmp_pa
         assert "\n" not in submission.refused["1.1"]
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always("patches_the_report", "forks", "finds_the_nonce_and_answers_for_the_judge")
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ONLY_SCREENED])
 def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hurt_the_next(kind, tiny, tmp_path):
     chapter = tiny.chapter("01")
@@ -748,7 +760,7 @@ def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hu
     assert (tiny.root / "01_tiny" / "test_tiny.py").read_text() == TEST_TINY
 
 
-@pytest.mark.turn(6)
+@pytest.mark.prove
 def test_what_earlier_runs_wrote_is_not_held_against_the_next_planted_mistake(tiny, monkeypatch):
     (tiny.root / "tests" / "harness").mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "tests" / "harness" / "forget.py", tiny.root / "tests" / "harness")
@@ -799,7 +811,7 @@ def test_in_the_cell_there_is_nothing_of_this_machine_to_read_write_call_or_end(
     server.close()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.prove
 def test_an_exercise_cannot_keep_the_chapters_solution_of_the_next_one(tiny, cell):
     keep = """import builtins, os, tiny
 text = open(tiny.__file__).read()
@@ -940,7 +952,7 @@ def test_both_double_the_sum():
 """
 
 
-@pytest.mark.turn(len(FORGED))
+@pytest.mark.always("torch.equal")
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_result_that_is_forged_where_it_is_compared_does_not_pass_when_a_rank_returned_it(kind, tiny, monkeypatch):
     """Without the screening. Where the test compares in the process that runs it, the same body passes."""
@@ -1065,7 +1077,6 @@ def test_passes_stand_where_the_machine_gives_up_when_they_are_confirmed(tiny):
 # --------------------------------------------------------------------------------------------------------------- grade
 
 
-@pytest.mark.turn(2)
 def test_a_class_is_graded_whoever_hands_in_what(tiny, tmp_path, monkeypatch):
     chapter, folder = tiny.chapter("01"), tmp_path / "class"
     right = own_bodies(chapter)
@@ -1181,16 +1192,16 @@ def test_the_index_knows_which_tests_run_which_exercise(tiny):
 def test_the_index_sees_the_tests_that_catch_mistakes_whatever_their_marks_say(tiny):
     shutil.copy(ROOT / "conftest.py", tiny.root)
     (tiny.root / "pyproject.toml").write_text(
-        '[tool.pytest.ini_options]\nmarkers = ["prove: long", "turn(n): in turn"]\n'
+        '[tool.pytest.ini_options]\nmarkers = ["prove: long", "always(ids): of these"]\n'
     )
     marked = TEST_TINY.replace("def test_both", "@pytest.mark.prove\ndef test_both")
-    marked = marked.replace("def test_scale", "@pytest.mark.turn(10**9)\ndef test_scale")
-    marked = marked.replace("def test_total_of", "@pytest.mark.turn(1)\ndef test_total_of")
+    marked = marked.replace("def test_scale", "@pytest.mark.always('it')\ndef test_scale")
+    marked = marked.replace("def test_total_of", "@pytest.mark.always('it')\ndef test_total_of")
     (tiny.root / "01_tiny" / "test_tiny.py").write_text(f"import pytest\n{marked}")
     tool.write_index(Course(tiny.root), ["01"])
     (script,) = Course(tiny.root).chapter("01").scripts
     assert script.runs == {"1.1": [BOTH, SCALE], "1.2": [BOTH]}
-    assert not any("of_nothing" in test for test in script.index["1.2"]), "named by nothing, in turn today"
+    assert not any("of_nothing" in test for test in script.index["1.2"]), "named by nothing, and marked"
 
 
 # --------------------------------------------------------------------------------------------------- a student's folder

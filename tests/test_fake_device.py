@@ -164,7 +164,7 @@ print("PASS")
 """
 
 
-@pytest.mark.turn(2)
+@pytest.mark.prove
 def test_what_cuda_and_nccl_refuse_is_refused_and_what_they_do_is_done():
     done = python(["-c", CASES])
     assert done.stdout.strip().splitlines()[-1:] == ["PASS"], done.stdout + done.stderr[-2000:]
@@ -259,7 +259,6 @@ BEFORE = {
 ONE, *OTHERS = BEFORE
 
 
-@pytest.mark.turn(2)
 @pytest.mark.parametrize("name", [ONE, *(pytest.param(name, marks=pytest.mark.prove) for name in OTHERS)])
 def test_the_failures_that_were_certain_on_a_gpu_are_red_here(tmp_path, name):
     script, changes, words = BEFORE[name]

@@ -108,8 +108,8 @@ def is_about_one_gpu(script):
     return chapter_of(script).name[:2] in ("01", "09") and "init_process_group" not in script.read_text()
 
 
-# The ground floors with ranks as their READMEs say, in turn (their own tests copy them, too); the depth on ranks that
-# need not import torch again, of each chapter one script in `make test`. But what torch imports late those ranks have
+# The ground floors with ranks as their READMEs say (their own tests copy them, too); the depth on ranks that need not
+# import torch again. But what torch imports late those ranks have
 # imported already: that it keeps a group which is up by then is seen under torchrun alone.
 OF_RANKS = [s for s in SCRIPTS if s.parent.name != "in_depth" and "init_process_group(" in s.read_text()]
 LAUNCHED = [(SCRIPTS[0], "python"), *((script, "torchrun") for script in (*OF_RANKS, TRAINER / "five_d.py"))]
@@ -121,7 +121,7 @@ def of_ground_floors():
 
 
 @pytest.mark.long
-@pytest.mark.turn(6)
+@pytest.mark.always("single_gpu", "zero")
 @pytest.mark.parametrize(("script", "launcher"), list(of_ground_floors()))
 def test_a_script_copied_alone_runs_and_ends_with_pass(script, launcher, tmp_path):
     alone = copied_alone(script, tmp_path)
@@ -162,7 +162,7 @@ print("PASS")
 """
 
 
-@pytest.mark.turn(2)
+@pytest.mark.prove
 def test_a_script_that_keeps_its_group_and_its_exit_code_are_noticed(tmp_path):
     script = tmp_path / "keeps.py"
     script.write_text(KEEPS_ITS_GROUP)
@@ -176,17 +176,13 @@ def test_a_script_that_keeps_its_group_and_its_exit_code_are_noticed(tmp_path):
 
 
 def of_all_floors():
-    """Every script but those that are launched above; those that are not in turn, for `make prove`."""
-    turn = int(os.environ["PLANT_TURN"])
-    for number, chapter in enumerate(CHAPTERS):
-        depth = [script for script in scripts(chapter) if script.parent.name == "in_depth"]
-        for script in scripts(chapter):
-            today = script == depth[turn % len(depth)] if script in depth else number % 2 == turn // 3 % 2
-            later = [] if today and number % 3 == turn % 3 else [pytest.mark.prove]
-            if script not in [launched for launched, _ in LAUNCHED]:
-                yield pytest.param(script, marks=[pytest.mark.chapter(chapter.name[:2]), *later], id=script.stem)
+    """Every script but those that are launched above."""
+    for script in scripts():
+        if script not in [launched for launched, _ in LAUNCHED]:
+            yield pytest.param(script, marks=pytest.mark.chapter(script.relative_to(ROOT).parts[0][:2]), id=script.stem)
 
 
+@pytest.mark.always("zero3", "context_ring", "moe_layer", "fused")
 @pytest.mark.parametrize("script", list(of_all_floors()))
 def test_a_script_copied_alone_passes_on_its_ranks_and_leaves_no_thread_of_a_group_behind(script, tmp_path):
     ends = ends_on_ranks(copied_alone(script, tmp_path), 1 if is_about_one_gpu(script) else 2)

@@ -232,7 +232,6 @@ def start(tmp_path, budget=60.0, **about):
     return gpu.Run(machine(**about), out, budget, gpu.surroundings(True, work, True), work)
 
 
-@pytest.mark.turn(2)
 def test_a_step_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     note = tmp_path / "pid"
     parent = f"""
@@ -348,7 +347,7 @@ def test_a_gpu_without_a_byte_left_ends_in_one_line(tmp_path, monkeypatch, capsy
     )
 
 
-@pytest.mark.turn(2)
+@pytest.mark.prove
 def test_a_triton_that_cannot_interpret_with_the_numpy_that_is_here_ends_a_dry_run_in_one_line(
     tmp_path, monkeypatch, capsys
 ):
@@ -480,7 +479,7 @@ def test_a_stopped_run_keeps_what_it_measured(tmp_path):
     assert record["sections"][1]["steps"][0]["reason"] == "stopped"
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("the step")
 @pytest.mark.parametrize("who", ["the step", "the whole run"])
 def test_a_section_that_is_killed_leaves_every_row_it_had_measured(tmp_path, who):
     """A table that grows; SIGKILL while its third row is computed, to the benchmark or to all of it."""
@@ -615,7 +614,7 @@ assert all(r[1] > CLOCK * (3e-3 if r[3] == "slow" else 0) for r in rounds), "as 
     assert done.returncode == 0, done.stderr[-1500:]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.prove
 def test_an_image_that_allows_tf32_does_not_allow_it_here(tmp_path, monkeypatch):
     """Neither in what gpu.py starts, nor where fp32 is measured: there the result has to have the bits of fp32."""
     for name in gpu.TF32:
@@ -891,7 +890,6 @@ def test_a_way_to_compute_that_is_wrong_is_not_timed():
     assert missing == "RuntimeError: no kernel image is available for this device"
 
 
-@pytest.mark.turn(2)
 def test_a_way_that_breaks_the_process_or_finds_no_memory_takes_no_other_ways_row_with_it(tmp_path):
     """A kernel that reads where it must not leaves a CUDA process useless: what was measured before it is written."""
     program = f"""

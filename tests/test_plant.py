@@ -1,10 +1,11 @@
-"""Planted mistakes and the ledger of those that were caught: that it notices whatever could change a verdict."""
+"""Planted mistakes: that they are found in a script that was edited, and what could change a verdict."""
 
 import dataclasses
+import subprocess
 
 import pytest
 from harness import plant
-from harness.plant import LedgerError, Mistake, changed, digest, needed_by, read_ledger, write_ledger
+from harness.plant import Mistake, digest, known, needed_by, remember
 
 SCRIPT = """x = 1
 # --- exercise 1.1: more ---
@@ -27,11 +28,47 @@ def test_a_mistake_is_planted_in_one_place_inside_its_exercise_or_is_an_error():
         dataclasses.replace(MISTAKE, old="print(x)").planted(SCRIPT)
 
 
+EDITED = """x = 1
+# --- exercise 1.1: more ---
+while x < 9:
+    if x:  # two
+        total = run(x,
+            "# 1")  # what is run
+# --- end exercise ---
+"""
+
+
+def test_comments_and_layout_of_a_script_may_change_and_a_mistake_is_still_planted():
+    old = "    if x:\n        total = run(x, '# 1')  # as it was\n".replace("'", '"')
+    new = "    if not x:\n        total = 1\n"
+    mistake = dataclasses.replace(MISTAKE, old=old, new=new)
+    assert mistake.planted(EDITED) == EDITED.replace(EDITED[EDITED.index("    if") : EDITED.index("# --- end")], new)
+    deeper = dataclasses.replace(MISTAKE, old="if x: # 2", new="if not x:")
+    assert deeper.planted(EDITED) == EDITED.replace("if x:  # two", "if not x:")
+    shallow = dataclasses.replace(MISTAKE, old=old.replace("    if", "  if"), new="  if not x:\n    pass\n")
+    assert "\n    if not x:\n      pass\n# --- end" in shallow.planted(EDITED)
+    with pytest.raises(ValueError, match="occurs 2 times"):
+        dataclasses.replace(MISTAKE, old="if  x:").planted(EDITED.replace("while x < 9", "if x"))
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        dataclasses.replace(MISTAKE, old='run(x, "#1")').planted(EDITED)
+    kernel = "// --- exercise 1.1: more ---\nx += 1;  /* how\n   much */ y = x // 2;\n  / 3;\n// --- end exercise ---\n"
+    cuda = dataclasses.replace(MISTAKE, script="a.cu", old="x += 1; y = x / 3;", new="y = x;")
+    assert cuda.planted(kernel) == "// --- exercise 1.1: more ---\ny = x;\n// --- end exercise ---\n"
+
+
+def test_a_mistake_that_is_not_found_is_one_line_with_the_text_that_would_mend_it():
+    mistake = dataclasses.replace(MISTAKE, old="        total = run(x)", new="        total = run(x) * total")
+    with pytest.raises(ValueError) as refusal:
+        mistake.planted(EDITED.replace('total = run(x,\n            "# 1")', "subtotal = run(x)"))
+    offer = 'old = "        subtotal = run(x)  # what is run", new = "        subtotal = run(x) * subtotal"'
+    assert str(refusal.value) == f"mistake x: its `old` occurs 0 times in a.py; perhaps {offer}"
+
+
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """a imports b, which imports c and names d.cu; test_a imports a; nobody imports e, which imports b."""
     texts = {
-        "a.py": "import b",
+        "a.py": f"import b\n{SCRIPT}",
         "b.py": "import c\nSOURCE = 'd.cu'",
         "c.py": "X = 1",
         "d.cu": "int d;",
@@ -48,8 +85,8 @@ def repository(tmp_path, monkeypatch):
 
 
 def forget():
-    for remembered in (plant._read, plant._digests_of, plant._path_of):
-        remembered.cache_clear()
+    for function in (plant._near, plant._digest_of, plant._digests_of, plant._path_of):
+        function.cache_clear()
 
 
 def test_a_digest_changes_with_the_script_the_test_and_what_they_import_or_name(repository):
@@ -63,52 +100,69 @@ def test_a_digest_changes_with_the_script_the_test_and_what_they_import_or_name(
         assert (digest(MISTAKE) != first) == (name != "e.py"), name
         (repository / name).write_text(before)
     forget()
-    for field in ("exercise", "old", "new", "caught_by"):
-        assert digest(dataclasses.replace(MISTAKE, **{field: "test_a.py::other"})) != first, field
+    changes = {"new": "x += 3", "caught_by": "test_a.py::other", "symptom": "3, but should be 2"}
+    for field, value in changes.items():
+        assert digest(dataclasses.replace(MISTAKE, **{field: value})) != first, field
     assert digest(dataclasses.replace(MISTAKE, hint="Another.")) == first
     assert [file.name for file in needed_by(repository / "a.py")] == ["a.py", "b.py", "c.py", "d.cu"]
 
 
 def test_words_about_the_code_do_not_change_a_digest_and_everything_else_does(repository):
-    def with_b(text):
+    def with_b(text, kernel="int d;"):
         (repository / "b.py").write_text(text)
+        (repository / "d.cu").write_text(kernel)
         forget()
         return digest(MISTAKE)
 
     code = "import c\n\n\ndef f():\n{}    return 'd.cu'\n"
     plain = with_b(code.format(""))
-    assert (
-        with_b('"""The lesson.\n\nMore.\n"""\n\n' + code.format('    """What.\n\n    Why.\n    """\n    # how\n\n'))
-        == plain
-    )
+    told = code.format('    """What.\n\n    Why.\n    """\n    # how\n\n')
+    assert with_b(f'"""The lesson, also of \'e.py\'.\n"""\n\n{told}  # d') == plain
     assert with_b(code.format("    # --- exercise 2.3: other words ---\n")) == plain
-    assert with_b(code.format("").replace("def f", "@pytest.mark.turn(3)\n@pytest.mark.prove\ndef f")) == plain
+    assert with_b(code.format(""), "/* d */ int\n d;  // why") == plain
+    assert with_b(code.format(""), "int e;") != plain
+    assert with_b(code.format("").replace("def f", "@pytest.mark.prove\n@pytest.mark.always('2-4')\ndef f")) == plain
     assert with_b(code.format("").replace("def f", "@pytest.mark.skip\ndef f")) != plain
-    for line in (
-        "    x = 1\n",
-        '    x = """\n# a\n"""\n',
-        '    x = """\n# b\n"""\n',
-        '    f"""\n# {c}\n"""\n',
-        "    1  # why\n",
-    ):
+    for line in ("    x = 1\n", '    x = """\n# a\n"""\n', '    x = """\n# b\n"""\n', '    f"""\n# {c}\n"""\n'):
         other = with_b(code.format(line))
         assert other != plain, line
         plain = other
 
 
-def test_a_ledger_that_was_tampered_with_or_is_of_another_version_is_noticed_in_one_line(repository):
-    file = repository / "ledger.txt"
-    some = [dataclasses.replace(MISTAKE, name=name, new=name) for name in "zyx"]
-    write_ledger({(m.script, m.name): (digest(m), "loss: 2 instead of 1") for m in some}, file)
-    assert [line.split()[1] for line in file.read_text().splitlines()[1:]] == ["x", "y", "z"], "sorted"
-    assert changed(some, read_ledger(file)) == []
-    file.write_text(file.read_text().replace(digest(some[1]), "0123456789abcdef"))
-    assert changed(some, read_ledger(file)) == [some[1]], "a digest was edited"
-    write_ledger({(m.script, m.name): (digest(m), "") for m in some[:2]}, file)
-    assert changed(some, read_ledger(file)) == [some[2]], "a mistake is missing"
-    bad = {"# ledger 0\n": "begins with '# ledger 0'", f"{plant.heading()}\na b\n": "none of script", "": "nothing"}
-    for text, words in bad.items():
-        file.write_text(text)
-        with pytest.raises(LedgerError, match=words) as refusal:
-            read_ledger(file)
-        assert "\n" not in str(refusal.value)
+@pytest.mark.prove
+def test_the_tests_for_a_change_are_those_that_import_it_and_for_a_text_those_that_cross_chapters():
+    def names(*changed):
+        return {file.name for file in plant.tests_for({plant.ROOT / name for name in changed})}
+
+    assert {"test_schedules.py", "test_train.py"} <= names("06_pipeline_parallel/in_depth/schedules.py")
+    assert "test_zero.py" not in names("06_pipeline_parallel/in_depth/schedules.py")
+    assert {"test_folders.py", "test_glossary.py"} <= names("03_zero/README.md") < names("conftest.py")
+    assert "test_zero.py" in names("03_zero/README.md", "03_zero/zero.py") - names("03_zero/README.md")
+
+
+def test_what_has_changed_is_what_differs_from_main_or_is_new(tmp_path, monkeypatch):
+    monkeypatch.setattr(plant, "ROOT", tmp_path)
+
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path, check=True)
+
+    git("init", "-q", "-b", "main")
+    for step, name in enumerate(("a b.py", "b.py", "c.py", "d.py")):
+        (tmp_path / name).write_text("1")
+        if step < 3:
+            git("add", ".")
+            git("commit", "-qm", name)
+        if step == 0:
+            git("checkout", "-qb", "branch")
+    (tmp_path / "b.py").write_text("2")
+    assert sorted(file.name for file in plant.changed_files()) == ["b.py", "c.py", "d.py"]
+    (tmp_path / "a b.py").write_text("2")
+    assert tmp_path / "a b.py" in plant.changed_files()
+
+
+def test_verdicts_are_remembered_and_none_are_where_there_is_no_cache(tmp_path):
+    file = tmp_path / "cache" / "verdicts"
+    assert known(file) == set()
+    remember("12", file)
+    remember("34", file)
+    assert known(file) == {"12", "34"}

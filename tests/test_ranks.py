@@ -238,7 +238,6 @@ def test_the_preflight_of_a_machine_that_is_well_says_nothing_and_measures_the_u
     assert ranks.preflight() == "" and pool.unit == 1.0
 
 
-@pytest.mark.turn(2)
 def test_a_machine_without_a_working_loopback_is_told_in_one_line():
     environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
     say = "import os; from harness import ranks; print(os.sep.join([ranks.preflight()]))"
@@ -289,7 +288,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.turn(2)
+@pytest.mark.prove
 def test_ranks_end_with_a_test_process_that_is_killed(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
     tests = os.path.dirname(__file__)

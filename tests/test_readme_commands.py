@@ -283,7 +283,7 @@ def questions() -> list[tuple[str, list[str]]]:
     return asked
 
 
-@pytest.mark.turn(2)
+@pytest.mark.prove
 def test_every_script_takes_the_options_that_the_readmes_print():
     asked = list(dict.fromkeys((script, tuple(options)) for script, options in questions()))
     said = ask([(script, list(options)) for script, options in asked])

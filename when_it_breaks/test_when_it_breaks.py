@@ -156,7 +156,7 @@ def test_what_makes_a_step_slow_is_read_from_the_table_of_all_ranks(cause):
     assert messages == (slow.STEPS, slow.STEPS)
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always("order")
 @pytest.mark.parametrize("cause", causes("hangs"))
 def test_each_rank_says_where_it_waits_and_the_job_ends(cause):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -193,7 +193,7 @@ def test_wrong_policies_are_named():
 # --------------------------------------------------------------------------------------------------- the script
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_the_demo_passes_and_fails_when_a_formula_is_off(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recompute_policy.py"])
     assert recompute_policy.main() == 0

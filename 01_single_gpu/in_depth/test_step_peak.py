@@ -31,7 +31,17 @@ def context_of(precision):
     return torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else None
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always(
+    "fp32-none-config0-3-32-2",
+    "fp32-selective-config1-1-65-2",
+    "fp32-full-config2-1-33-3",
+    "bf16 autocast-none-config3-1-24-2",
+    "bf16 autocast-selective-config4-2-26-2",
+    "bf16 autocast-full-config5-2-41-2",
+    "bf16 weights-none-config1-1-65-2",
+    "bf16 weights-selective-config2-1-33-3",
+    "bf16 weights-full-config0-3-32-2",
+)
 @pytest.mark.parametrize("config, batch, seq, micro_batches", SHAPES)
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -415,7 +415,7 @@ def test_under_torchrun_with_two_ranks_it_points_to_chapter_2_from_one_rank(caps
     assert stop.value.code == 2 and capsys.readouterr().err == ""
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_copied_alone_it_trains_and_ends_with_pass(tmp_path):
     for script in ("llama.py", "training_step.py", "accounting.py", "step_peak.py"):
         shutil.copy(HERE / script, tmp_path)

@@ -110,7 +110,7 @@ def all_collectives():
             check_collective(name, make(numel, dtype), root, group, tol, f" of {numel} {dtype} with root {root}")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("3", "4")
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_every_collective_equals_torch_distributed(world):
     run_ranks(world, all_collectives)

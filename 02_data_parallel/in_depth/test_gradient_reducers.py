@@ -856,7 +856,7 @@ def test_the_demo_finds_nothing_wrong(argv):
     assert run_ranks(2, run_demo, argv, timeout=LIMIT) == [[], []]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_copied_alone_the_script_passes_and_its_trace_shows_a_bucket_inside_backward(tmp_path):
     shutil.copy(Path(__file__).with_name("gradient_reducers.py"), tmp_path)
     command = [sys.executable, "gradient_reducers.py", "--profile", "traces"]

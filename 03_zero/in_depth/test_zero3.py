@@ -541,7 +541,7 @@ def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys):
     assert stop.value.code == 2 and len(lines) == 1 and "--stage" in lines[0]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_the_script_runs_from_a_folder_of_its_own(tmp_path):
     here = Path(__file__).parent
     for name in ("zero_stages.py", "zero3.py", "zero_memory.py", "_zero_demo.py"):

@@ -370,7 +370,7 @@ FAKE = {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{HERE}", "FAKE_GPUS": "1", "CUDA_V
 with_a_stand_in = pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("2")
 @with_a_stand_in
 @pytest.mark.parametrize("stage", STAGES)
 def test_on_a_stand_in_gpu_host_and_device_are_apart_and_each_waits_for_the_other(stage):
@@ -403,7 +403,7 @@ print("PASS")
 """
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 @with_a_stand_in
 def test_on_a_stand_in_gpu_clipping_saving_and_loading_know_where_things_are():
     command = [sys.executable, "-c", STATE]

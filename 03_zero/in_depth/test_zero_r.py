@@ -110,7 +110,7 @@ def all_keepers() -> list[Trace]:
     return [parallel_trace(kind, dist.group.WORLD) for kind in KEEPERS]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("2", "3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
     want = oracle_trace()

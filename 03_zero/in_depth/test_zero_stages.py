@@ -639,7 +639,7 @@ def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys, arguments
     assert all(word in lines[0] for word in words), lines
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_the_script_runs_from_a_folder_of_its_own(tmp_path):
     here = Path(__file__).parent
     for name in ("zero_stages.py", "zero_memory.py", "_zero_demo.py"):
@@ -752,7 +752,7 @@ def distance_from_float64(gradients: dict[str, Tensor], want: dict[str, Tensor])
     return (square / sum(x.square().sum() for x in want.values())).sqrt().item()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_sums_in_fp32_are_as_near_to_float64_as_one_process_and_sums_in_bf16_twice_as_far(stage):
     exact, dense = decoder(dtype=torch.bfloat16).double(), decoder(dtype=torch.bfloat16)

@@ -67,7 +67,7 @@ def test_the_full_state_is_that_of_torch_by_name(stage):
         compare(got, {"weights": weights, "optimizer": want})
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("in_two_groups-first1-then1", "with_momentum-first2-then2")
 @pytest.mark.parametrize(("first", "then"), [((3, 4), (1, 3)), ((1, 3), (3, 2)), ((2, 1), (2, 4))])
 @pytest.mark.parametrize("optimizer_of", [in_two_groups, with_momentum])
 def test_a_run_goes_on_at_another_stage_and_number_of_ranks_as_if_nothing_had_happened(first, then, optimizer_of):

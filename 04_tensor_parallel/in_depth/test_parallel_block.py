@@ -113,7 +113,7 @@ def all_layouts(kv_heads: int) -> None:
             compare_with_oracle(config, p, TensorParallel(dist.group.WORLD, sequence))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("1-4", "2-2", "4-1", "2-8")
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks, kv_heads):

@@ -541,7 +541,7 @@ def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, wor
     assert words in message and message.count("\n") == 1
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_the_folder_alone_passes_as_scripts(tmp_path):
     for file in Path(parallel_linear.__file__).parent.glob("*.py"):
         if not file.name.startswith(("test_", "bench_")):

@@ -109,13 +109,13 @@ def all_layouts(config: Config, w: dict[str, Tensor]) -> None:
             compare_with_oracle(config, w, p, TensorParallel(dist.group.WORLD, sequence))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks):
     run_ranks(ranks, all_layouts, SMALL, full_weights(SMALL))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_eight_ranks_with_two_key_value_heads_and_a_rank_of_nothing_but_padding_equal_one_device():
     config = replace(SMALL, heads=8, vocab_size=9, layers=1)  # two words a rank: ranks 5, 6 and 7 hold none
     run_ranks(8, all_layouts, config, full_weights(config))

@@ -89,7 +89,7 @@ def traces_of(heads: list, dtype: torch.dtype = torch.float64, causal: bool = Tr
     return [context_trace(v, lay, h, group, dtype, causal=causal) for h in heads for v, lay in CASES]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("3", "4")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_every_gradient_and_weights_equal_the_unsharded_block(ranks):
     heads = HEADS if ranks in (1, 4) else HEADS[1:2]
@@ -717,7 +717,7 @@ def test_the_demo_finds_nothing_wrong(argv):
     assert run_ranks(2, run_demo, argv) == [[], []]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_copied_alone_the_script_passes(tmp_path):
     shutil.copy(Path(__file__).with_name("context_ring.py"), tmp_path)
     command = [sys.executable, "context_ring.py", "--version", "ring", "--layout", "zigzag"]

@@ -125,7 +125,7 @@ def ulysses_traces(dtype: torch.dtype = torch.float64) -> list[Trace]:
     return [ulysses_trace(dist.group.WORLD, heads, kind, dtype) for heads, kind in CASES]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("2-float64-1e-10", "4-float64-1e-10")
 @pytest.mark.parametrize(
     ("ranks", "dtype", "tol"),
     [(1, "float64", 1e-10), (2, "float64", 1e-10), (4, "float64", 1e-10), (4, "float32", 1e-5)],
@@ -217,7 +217,6 @@ def usp_traces(U: int) -> list[Trace]:
     return results
 
 
-@pytest.mark.turn(2)
 def test_ulysses_times_ring_on_2_by_2_ranks_is_exact_in_every_layout_also_with_fewer_heads_than_ranks():
     want = [oracle_trace(*case) for _ in LAYOUTS for case in USP_CASES]
     for rank, traces in enumerate(run_ranks(4, usp_traces, 2)):
@@ -225,7 +224,7 @@ def test_ulysses_times_ring_on_2_by_2_ranks_is_exact_in_every_layout_also_with_f
             assert_same_trace(got, expected, rank=rank)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("2-1")
 @pytest.mark.parametrize(("ranks", "U"), [(1, 1), (2, 1), (2, 2)])
 def test_a_rectangle_of_one_row_or_one_column_is_the_plain_version(ranks, U):
     want = [oracle_trace(*case) for _ in LAYOUTS for case in USP_CASES]
@@ -639,7 +638,7 @@ def test_a_length_is_refused_only_by_what_was_asked_for(ranks, argv):
     assert run_ranks(ranks, run_demo, argv) == [[]] * ranks
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_the_folder_copied_alone_runs(tmp_path):
     for name in ("context_ring.py", "context_ulysses.py"):
         shutil.copy(Path(__file__).with_name(name), tmp_path)

@@ -139,7 +139,7 @@ def must_run(name, p, m):
     }.get(name, True)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("4")
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_every_schedule_gives_the_gradients_of_the_whole_model(p):
     counts = sorted({1, max(1, p - 1), p, 2 * p, 4 * p + 1} if p < 4 else {1, 3, 4, 8})

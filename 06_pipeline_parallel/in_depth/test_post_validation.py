@@ -27,7 +27,7 @@ def run_demo(name, m, rollback):
     return demo(argparse.Namespace(rollback=rollback), schedule, groups, torch.device("cpu"))
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("2-zb-h2-3-copy", "2-zb-v-4-invert")
 @pytest.mark.parametrize(
     ("ranks", "name", "m", "rollback"),
     [(1, "1f1b", 1, "copy"), (2, "zb-h2", 3, "copy"), (2, "zb-v", 4, "invert"), (4, "zb-h2", 5, "copy")],

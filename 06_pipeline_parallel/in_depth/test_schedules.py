@@ -82,7 +82,7 @@ def auto_cost(p, m, times, limit=None):
     return simulate(build("auto", p, m, times=times, limit=limit), times).cost
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("1f1b", "interleaved", "zb-h2", "zb-v", "dualpipe-v")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_list_up_to_8_ranks_16_micro_batches_4_stages_passes_the_checker_and_has_the_published_bubble(name):
     compared = Counter()

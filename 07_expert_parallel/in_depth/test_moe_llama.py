@@ -204,7 +204,7 @@ def results_of(D: int, P: int) -> list[dict]:
     return run_ranks(D, layouts, P)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("2-2", "4-2")
 @pytest.mark.parametrize(("D", "P"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_losses_gradients_and_weights_of_three_steps_equal_one_process_for_every_layout_and_router(D, P):
     for rank, runs in enumerate(results_of(D, P)):

@@ -325,7 +325,7 @@ def sizes_for(P: int) -> list[tuple[Sizes, int]]:
     ]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("2")
 @pytest.mark.parametrize("P", [1, 2])
 def test_bytes_on_the_device_the_host_the_link_and_the_network_equal_the_formulas(P):
     cases = sizes_for(P)

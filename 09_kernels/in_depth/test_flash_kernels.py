@@ -99,7 +99,7 @@ def plans(dtype):
     return [plan, Plan(Tiles(16, 32), Tiles(16, 32), Tiles(32, 16), tma=False)]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_errors_are_at_most_twice_those_of_pytorchs_kernel_for_output_and_gradients(dtype):
     check_against_the_definition(triton_forward, triton_backward, CASES, dtype)
@@ -228,7 +228,7 @@ def test_parts_merged_under_autograd_have_the_gradients_of_the_whole():
         assert_same(got.double(), y, 1e-5, name)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_saved_are_inputs_output_and_lse_to_the_byte_and_no_allocation_grows_with_the_square_of_s():
     peaks = []
     for S in (64, 128):
@@ -375,7 +375,7 @@ def ring_of_chapter_5():
     return errors
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_the_ring_of_chapter_5_runs_on_these_kernels_in_every_layout():
     for rank, errors in enumerate(run_ranks(3 if not torch.cuda.is_available() else 1, ring_of_chapter_5, timeout=120)):
         for layout, error in errors.items():
@@ -507,7 +507,7 @@ def test_in_16_bits_no_kernel_has_one_either(capability, D):
         check_binary(json.loads(line))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("90 bfloat16 128 --but specialised")
 @pytest.mark.parametrize("target", ["80 float16 64", "90 bfloat16 128 --but specialised"])
 def test_every_kernel_compiles_for_sm_80_and_sm_90_within_the_limits_of_the_chip(target):
     out, err = compiled(*target.split()).communicate(timeout=300)

@@ -260,7 +260,7 @@ def test_what_the_kernels_cannot_do_is_refused_in_one_line():
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("fused.py-arguments0---hidden 20000", "fused_adamw.py-arguments3---dtype")
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [

@@ -40,7 +40,7 @@ def dtype_of(rung):
 # --------------------------------------------------------------------------------------------------- right results
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("coarsened_2d", "warp_tiles", "tma_wgmma", "ping_pong", "triton")
 @pytest.mark.parametrize("rung", [*RUNGS, TRITON])
 def test_every_rung_equals_float64_at_odd_sizes_and_in_every_order_of_its_threads(rung):
     for size in ((139, 263, 269), (1, 1, 1), (5, 300, 8), (128, 256, 136)):
@@ -58,7 +58,7 @@ CLUSTERS = {"multicast": (200, 300, 320), "ping_pong": (140, 264, 320)}
 CHOSEN = {"multicast": (0, 5, 10, 12, 17, 22), "ping_pong": (0, 5, 10, 12, 17, 22), "persistent": (0, 4, 5, 8, 10)}
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("shared_tiles", "warp_tiles", "mma_tiles", "multicast", "ping_pong")
 @pytest.mark.parametrize("rung", list(RUNGS)[2:])  # the first two have no barrier to forget
 def test_the_bits_are_the_same_when_one_warp_runs_ahead_or_falls_behind_as_far_as_barriers_let_it(rung):
     size = (SMALL | LARGE | CLUSTERS).get(rung, (139, 130, 20))

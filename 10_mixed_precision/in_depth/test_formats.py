@@ -175,7 +175,7 @@ def ends_of_refused() -> None:
     print(json.dumps(ends))
 
 
-@pytest.mark.turn(6)
+@pytest.mark.prove
 def test_bad_options_of_scripts_and_benchmarks_are_one_line_that_names_them_and_exit_code_2(tmp_path):
     here = Path(__file__).resolve().parent
     paths = os.pathsep.join([str(here), str(here.parents[1] / "tests"), os.environ.get("PYTHONPATH", "")])

@@ -281,7 +281,6 @@ def assert_holds(results: dict[str, str], request) -> None:
     assert results[request.node.name] == "", results[request.node.name]
 
 
-@pytest.mark.turn(3)
 def test_the_kernel_finds_the_largest_element_and_calls_nan_infinite(interpreted, request):
     assert_holds(interpreted, request)
 

@@ -429,7 +429,7 @@ def test_a_cluster_file_that_is_wrong_names_its_field(change, says, tmp_path):
         read_cluster(str(file))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_the_program_runs_as_a_script_and_answers_in_text():
     done = run("--model", "smollm-1.7b", "--cluster", "h200", "--tokens", "262144", "--seq-len", "2048")
     assert done.returncode == 0, done.stderr

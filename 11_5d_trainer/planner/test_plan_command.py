@@ -73,7 +73,6 @@ def test_of_layouts_that_are_as_fast_the_one_that_asks_for_least_leads():
     assert efforts[0] == 0 < efforts[1]
 
 
-@pytest.mark.turn(2)
 def test_ties_are_grouped_by_the_axes_that_they_use_and_the_simplest_family_leads(monkeypatch, capsys):
     def candidate(seconds, **axes):
         layout = Layout(precision="bf16-master", zero=1, seq_len=4096, micro_batches=16, **axes)

@@ -102,13 +102,13 @@ def rows(request):
     return found
 
 
-@pytest.mark.turn(12)
+@pytest.mark.always("0")
 def test_weights_gradients_and_optimizer_states_of_every_layout_are_exact_to_the_byte(rows):
     for name, layout, moe, meter in rows:
         assert pm.held(SIZES, moe, layout, meter["rank"]) == {what: meter[what] for what in HELD}, name
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always("1")
 def test_bytes_sent_are_exact_for_every_collective_of_every_layout(rows):
     for name, layout, moe, meter in rows:
         found = plan_traffic.flows(SIZES, moe, layout, meter["rank"], p2p_reduce=True)
@@ -116,7 +116,7 @@ def test_bytes_sent_are_exact_for_every_collective_of_every_layout(rows):
         assert plan_traffic.by_collective(found) == want, name
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always("2")
 def test_activations_of_every_stage_are_exact(rows):
     for name, layout, moe, meter in rows:
         if layout.fpdt_chunks:
@@ -127,7 +127,7 @@ def test_activations_of_every_stage_are_exact(rows):
             assert got == want, f"{name}, {layers}"
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always("3")
 def test_the_peak_of_every_layout_is_within_5_percent(rows):
     for name, layout, moe, meter in rows:
         got = sum(pm.peak(SIZES, moe, layout, meter["rank"]).values())

@@ -71,7 +71,7 @@ AS_PLANNED = [
 ]  # fmt: skip
 
 
-@pytest.mark.turn(4)
+@pytest.mark.always("2-words1-0.001", "2-words5-0.02", "4-words7-0.01")
 @pytest.mark.parametrize(("ranks", "words", "near"), AS_PLANNED)
 def test_with_fused_kernels_the_planners_peak_is_the_rehearsed_one(ranks, words, near):
     options = Config(**{"preset": "tiny"} | FUSED | words)
@@ -159,7 +159,7 @@ def really(words):
     return sent.events, {name: count for name, count in sent.sent.items() if count}, held(me), min(peaks)
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always("2-words4", "4-words10")
 @pytest.mark.parametrize(("ranks", "words"), REAL)
 def test_collectives_and_bytes_are_those_of_ranks_that_really_run(ranks, words):
     measured = run_ranks(ranks, really, BASE | words, timeout=200.0)
@@ -332,7 +332,7 @@ def with_planted(what):
     return rehearse(config(**words), SIZES, ranks, backend=backend, all_ranks=True, before=before)
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always("a rank skips a sum", "everybody receives before it sends", "groups are made in another order")
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_mistake_is_found_and_both_sides_are_named(what):
     *_, kinds, words = PLANTED[what]
@@ -356,7 +356,7 @@ def programs_of(run):
     return [(op.name, op.numel, op.dtype, op.detail, len(op.group[1]), op.lines) for op in run.ops], run.program
 
 
-@pytest.mark.turn(4)
+@pytest.mark.always("words1")
 @pytest.mark.parametrize(
     "words",
     [

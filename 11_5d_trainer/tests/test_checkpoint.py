@@ -123,7 +123,9 @@ def shares_in(text):
     return functools.cache(lambda ranks, layout: run_ranks(ranks, shares, words_for(text, layout)))
 
 
-@pytest.mark.turn(8)
+@pytest.mark.always(
+    "4---tp 2 --sequence-parallel --zero 1", "4---experts 4 --ep 2 --pp 2 --schedule dualpipe --micro-batch 1"
+)
 @each_layout
 def test_each_tensor_is_kept_whole_by_one_rank_and_all_ranks_of_a_stage_keep_about_as_much(ranks, layout, shares_in):
     results = shares_in(ranks, layout)
@@ -139,7 +141,12 @@ def test_each_tensor_is_kept_whole_by_one_rank_and_all_ranks_of_a_stage_keep_abo
         assert sum(kept.values()) <= most, f"rank {who} keeps {sum(kept.values()):,} bytes of {sum(stage):,}"
 
 
-@pytest.mark.turn(4)
+@pytest.mark.always(
+    "4---zero 3",
+    "2---zero 2 --precision bf16-master",
+    "4---tp 2 --sequence-parallel --zero 1",
+    "4---experts 4 --ep 2 --pp 2 --schedule dualpipe --micro-batch 1",
+)
 @each_layout
 def test_while_it_saves_a_rank_holds_its_share_and_what_comes_by(ranks, layout, shares_in):
     for who, (kept, alive, peak, *_, largest) in enumerate(shares_in(ranks, layout)):
@@ -222,7 +229,9 @@ def written(text, tmp_path_factory):
     return lambda layout: write(tuple(kind for kind in KINDS if kind in layout))
 
 
-@pytest.mark.turn(8)
+@pytest.mark.always(
+    "4---tp 2 --sequence-parallel --zero 1", "4---experts 4 --ep 2 --pp 2 --schedule dualpipe --micro-batch 1"
+)
 @each_layout
 def test_what_two_ranks_saved_any_layout_loads_reading_each_tensor_at_most_once_and_one_at_a_time(
     ranks, layout, text, written

@@ -83,7 +83,7 @@ def test_ctrl_c_leaves_the_last_complete_checkpoint_usable(text, tmp_path):
     assert plan.resume is not None and plan.resume[2].step == logged[-1]["step"] >= 3
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("9")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time(how, text, tmp_path):
     processes = start_two(text, tmp_path / "run", timeout=10)  # also how long one waits for the other to start

@@ -47,7 +47,7 @@ def names(folder):
 # ------------------------------------------------------------------------------------------------ killed and stuck
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("in backward")
 @pytest.mark.parametrize("seed", [1, 2], ids=[fuzz.ENDS[1], fuzz.ENDS[2]])
 def test_a_rank_that_dies_at_a_random_step_ends_the_job_and_the_same_command_recovers(
     seed, text, undisturbed, tmp_path
@@ -160,7 +160,7 @@ def with_a_full_disk(words, who):
         fuzz.run(words)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("1")
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_disk_that_is_full_on_one_rank_ends_all_and_leaves_the_checkpoint_before(who, text, undisturbed, tmp_path):
     words = [*fuzz.kill_options(text), "--out", str(tmp_path / "run"), "--restart"]
@@ -392,7 +392,7 @@ def poisoned_in_turn(lines):
     return [poisoned(words, 2, 3) for words in lines]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_a_gradient_that_is_not_a_number_is_traced_to_its_rank_layer_and_step_in_every_kind_of_layout(text, tmp_path):
     lines = [
         [*fuzz.options(text, f"{layout} --micro-batch 1", steps=3), "--on-nan", action, "--out", str(tmp_path / str(i))]

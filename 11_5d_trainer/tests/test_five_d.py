@@ -183,13 +183,25 @@ SIXTEEN = [Layout(16, pp=2, cp=2, tp=2, ep=2), Layout(16, pp=4, cp=2, tp=2, ep=4
 SIXTEEN += [Layout(16, pp=2, cp=2, tp=2, experts=0), Layout(16, pp=2, tp=2, ep=4)]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always(
+    "ranks1-pp1-cp1-tp1-ep1-experts4-micro_batches2",
+    "ranks2-pp1-cp1-tp1-ep1-experts4-micro_batches2",
+    "ranks2-pp1-cp1-tp2-ep1-experts4-micro_batches2",
+    "ranks2-pp1-cp1-tp1-ep2-experts4-micro_batches2",
+    "ranks3-pp3-cp1-tp1-ep1-experts4-micro_batches2",
+    "ranks3-pp1-cp3-tp1-ep1-experts4-micro_batches2",
+    "ranks2-pp1-cp2-tp1-ep1-experts0-micro_batches2",
+)
 @pytest.mark.parametrize("layout", ALONE + SINGLE, ids=name)
 def test_each_axis_alone_is_one_process(layout):
     assert_is_one_process(layout)
 
 
-@pytest.mark.turn(4)
+@pytest.mark.always(
+    "ranks4-pp2-cp2-tp1-ep1-experts4-micro_batches2",
+    "ranks4-pp1-cp1-tp2-ep2-experts4-micro_batches2",
+    "ranks4-pp2-cp1-tp2-ep1-experts0-micro_batches2",
+)
 @pytest.mark.parametrize("layout", PAIRS, ids=name)
 def test_two_axes_together_are_one_process(layout):
     assert_is_one_process(layout)
@@ -353,7 +365,7 @@ def test_the_check_finds_a_weight_that_is_not_a_number():
         assert any("nan" in line for line in wrong), wrong
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_copied_alone_into_an_empty_folder_it_passes(tmp_path):
     script = Path(shutil.copy(five_d.__file__, tmp_path))
     done = subprocess.run([sys.executable, "-I", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -368,7 +380,7 @@ def learns(layout, dtype):
     return wrong, said.getvalue()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_learns_and_writes_a_sample(dtype):
     (wrong, said), (_, nothing) = run_ranks(2, learns, Layout(2, tp=2, ep=2), dtype)

@@ -48,7 +48,9 @@ def trainer_and_five_d(words, layout):
     return both
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always(
+    "ranks4-pp2-cp1-tp2-ep1-experts0-micro_batches4-", "ranks4-pp1-cp2-tp1-ep2-experts4-micro_batches2-"
+)
 @pytest.mark.parametrize(("layout", "words"), TRAINED, ids=lambda x: name(x) if isinstance(x, Layout) else "")
 def test_the_trainer_has_the_same_losses_and_norms_from_the_same_weights(layout, words, tmp_path):
     text = tmp_path / "text.txt"

@@ -27,7 +27,7 @@ KERNEL_LAYOUTS = [(1, ""), (2, "--tp 2 --sequence-parallel"), (2, "--cp 2 --cp-k
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-@pytest.mark.turn(6)
+@pytest.mark.always("2---tp 2 --sequence-parallel")
 @pytest.mark.parametrize(("ranks", "layout"), KERNEL_LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layout, text, tmp_path):
     words = [*arguments(text, steps=2, global_batch=4, eval_samples=1, precision="fp32", warmup=0), *layout.split()]
@@ -37,7 +37,7 @@ def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layo
     assert_same(fused, plain, 1e-5, "losses and norms of two steps")
 
 
-@pytest.mark.turn(12)
+@pytest.mark.always("bf16-master")
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8-row", "bf16-master", "fp8-tensor", "fp8-block"])
 def test_low_precision_in_a_layout_is_as_near_to_fp32_as_on_one_rank(precision, text, tmp_path):
     words = arguments(text, steps=6, zero=1)
@@ -106,7 +106,7 @@ def gradients_by(kernels, words):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-@pytest.mark.turn(6)
+@pytest.mark.always("2---precision bf16 --tp 2 --sequence-parallel-24-1")
 @pytest.mark.parametrize(("ranks", "layout", "products", "attentions"), CUDA_LAYOUTS, ids=lambda value: str(value))
 def test_with_chapter_09s_cuda_every_gradient_is_as_near_to_float64_as_with_torchs_bf16(
     ranks, layout, products, attentions, text
@@ -189,12 +189,12 @@ def with_blocks_compiled(backend, words, sizes):
 
 
 # "aot_eager" traces blocks and their backwards and runs them op by op: no C++ to wait for.
-@pytest.mark.turn(6)
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("ranks", "layout", "backend"),
     [
-        pytest.param(*COMPILED[-1], "aot_eager", marks=pytest.mark.turn(3)),
-        *(pytest.param(*one, "", marks=pytest.mark.prove) for one in COMPILED),
+        (*COMPILED[-1], "aot_eager"),
+        *((*one, "") for one in COMPILED),
     ],
 )
 def test_compiled_blocks_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, backend, text):

@@ -18,7 +18,7 @@ from options import UsageError
 from test_train import SIZES, arguments, f64, losses, train_on
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("2-True")
 @pytest.mark.parametrize(("ranks", "tied"), [(1, False), (2, True), (4, False)])
 def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
     whole = [*arguments(text, precision="fp32", keep=9), *(["--tied"] if tied else []), "--out", str(tmp_path / "run")]
@@ -33,7 +33,7 @@ def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
     assert losses(on_disk) == losses(undisturbed)
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always("False---tp 2 --cp 2 --zero 1")
 @pytest.mark.parametrize("written_by", ["", "--zero 3", "--tp 2 --cp 2 --zero 1"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_resuming_in_another_layout_goes_on_with_the_same_losses(written_by, tied, text, tmp_path):
@@ -67,7 +67,7 @@ def test_an_interrupted_save_leaves_the_last_complete_checkpoint_in_force(text, 
     assert not list(path.glob(".writing-*"))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.always("manifest.json")
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json"])
 def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file, text, tmp_path, monkeypatch):
     _, folder = train_on(1, [*arguments(text), "--out", str(tmp_path / "run")])
@@ -98,7 +98,7 @@ def test_other_contents_of_the_same_size_are_found_and_the_checkpoint_before_is_
         assert_same(f64(losses(again)[step]), f64(losses(log)[step]), 1e-9, f"loss and norm of step {step}")
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("bf16-master")
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16"])
 def test_a_resumed_run_in_low_precision_goes_on_bit_by_bit(precision, text, tmp_path):
     words = [*arguments(text, precision=precision, keep=9, zero=2), "--out", str(tmp_path / "run")]

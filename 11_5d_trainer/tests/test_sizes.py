@@ -125,7 +125,7 @@ LAYOUTS += [
 ]
 
 
-@pytest.mark.turn(14)
+@pytest.mark.always("llama-2---tp 2 --sequence-parallel", "mixtral-2---ep 2 --zero 3 --balance 0")
 @pytest.mark.parametrize(("kind", "ranks", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_five_steps_of_a_folder_are_those_of_transformers_with_torchs_adamw_in_float64(
     kind, ranks, layout, folder, tmp_path

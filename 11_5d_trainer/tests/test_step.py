@@ -100,18 +100,17 @@ def weights_of_a_run(words):
     return losses(log), full_state(kept[0].engine, kept[0].model, kept[0].mesh)["weights"]
 
 
-@pytest.mark.parametrize("clip", [0.05, 0.9, 0.0], ids=["always clipped", "clipped at times", "never clipped"])
-@pytest.mark.parametrize(
-    ("precision", "limit"),
-    [
-        ("fp64", 1e-9),
-        ("fp32", 2e-5),
-        *(pytest.param(low, 2e-2, marks=pytest.mark.turn(4)) for low in ("bf16", "bf16-master", "fp16", "fp8-row")),
-    ],
+CLIP = {0.05: "always clipped", 0.9: "clipped at times", 0.0: "never clipped"}
+
+
+@pytest.mark.always(
+    *(f"{precision}-{clip}" for precision in ("fp64", "fp32") for clip in CLIP.values()),
+    *("bf16-master-always clipped", "fp16-clipped at times", "fp8-row-never clipped"),
 )
-def test_losses_norms_and_weights_are_those_of_torchs_adamw_clipping_and_schedule(
-    precision, limit, clip, text, tmp_path
-):
+@pytest.mark.parametrize("clip", CLIP, ids=CLIP.get)
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "bf16-master", "fp16", "fp8-row"])
+def test_losses_norms_and_weights_are_those_of_torchs_adamw_clipping_and_schedule(precision, clip, text, tmp_path):
+    limit = {"fp64": 1e-9, "fp32": 2e-5}.get(precision, 2e-2)
     words = arguments(text, steps=STEPS, warmup=WARMUP, lr=LR, min_lr=MIN_LR, weight_decay=DECAY, clip=clip)
     words += ["--precision", precision, "--micro-batch", "8", "--kernels", "torch", "--out", str(tmp_path / "run")]
     words += ["--zero", "1"] if precision == "bf16-master" else []

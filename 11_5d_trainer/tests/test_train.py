@@ -154,7 +154,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.turn(8)
+@pytest.mark.always(
+    "3---global-batch 12 --zero 3",
+    "4---tp 2 --sequence-parallel --zero 2",
+    "4---cp 4 --cp-kind usp",
+    "4---cp 2 --cp-kind zigzag --tp 2 --sequence-parallel --zero 3",
+)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_loss_every_gradient_and_weights_equal_one_process_on_the_global_batch(ranks, layout, text):
     sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
@@ -182,7 +187,10 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.turn(12)
+@pytest.mark.always(
+    "4---pp 2 --schedule zb-h1 --tp 2 --sequence-parallel-tied",
+    "4---pp 2 --schedule dualpipe --micro-batch 1 --zero 2-",
+)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("ranks", "layout"), PIPELINES, ids=lambda value: str(value))
 def test_every_schedule_gives_the_loss_gradients_and_weights_of_one_process(ranks, layout, tied, text):
@@ -208,7 +216,10 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always(
+    "4---experts 4 --ep 2 --tp 2 --sequence-parallel --router sigmoid --bias-speed 0.01 --zero 2",
+    "4---experts 4 --ep 2 --pp 2 --schedule dualpipe --micro-batch 1 --router sigmoid --bias-speed 0.01",
+)
 @pytest.mark.parametrize(("ranks", "layout"), EXPERTS, ids=lambda value: str(value))
 def test_experts_wherever_they_live_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, text):
     run_ranks(ranks, three_sgd_steps, [*arguments(text, clip=0, balance=0.1), *layout.split()], FOUR_LAYERS)
@@ -226,7 +237,7 @@ ADAMW_LAYOUTS = [
 ]
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always("4---cp 2 --tp 2 --sequence-parallel --zero 2")
 @pytest.mark.parametrize(("ranks", "layout"), ADAMW_LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_clipped_adamw_steps_in_any_layout_give_the_losses_and_norms_of_one_rank(ranks, layout, text, tmp_path):
     words = arguments(text, steps=10)

@@ -77,7 +77,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always("0")
 @pytest.mark.parametrize("part", range(6))
 def test_every_variant_gives_the_loss_gradients_and_weights_of_one_process_alone_and_with_an_axis(part, text):
     assert fuzz.verify(EVERY[part::6], text) == len(EVERY[part::6])
@@ -94,7 +94,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.turn(8)
+@pytest.mark.always("2---tp 2 --tp-overlap domino---sequence-parallel --tp-overlap none")
 @pytest.mark.parametrize(("ranks", "layout", "other"), RESUMED, ids=lambda value: str(value))
 def test_clipped_steps_are_those_of_plain_ranks_and_a_resumed_run_goes_on_bit_by_bit_here_and_nearly_elsewhere(
     ranks,
@@ -113,7 +113,7 @@ def test_clipped_steps_are_those_of_plain_ranks_and_a_resumed_run_goes_on_bit_by
     assert_same(f64([*losses(elsewhere).values()]), f64([*losses(log).values()]), 1e-9, f"losses and norms, {other}")
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("--zero-offload")
 @pytest.mark.parametrize("more", ["--zero-offload", "--accumulate-dtype fp32 --reduce-dtype fp32"])
 def test_with_masters_a_resumed_run_goes_on_bit_by_bit_and_offloading_changes_no_bit(more, text, tmp_path):
     words = arguments(text, steps=6, keep=9, precision="bf16-master", zero=2)
@@ -177,7 +177,6 @@ def test_late_weights_travel_when_the_step_is_over_and_have_come_when_forward_is
 LATE = ["--zero", "2", "--zero-late-gather"]
 
 
-@pytest.mark.turn(3)
 def test_shards_and_copies_sum_over_all_ranks(text):
     assert fuzz.verify([Layout(4, "--micro-batch 2 --zero 2 --zero-shards 2")], text) == 1
 
@@ -190,7 +189,7 @@ def crossed_in_its_first_step(words):
     return [line.split() for line in said if line.startswith("crossed")]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_a_resumed_offloaded_run_counts_its_step_alone(text, tmp_path):
     words = [*arguments(text, steps=2, save_every=1, keep=9, zero=2), "--zero-offload"]
     _, folder = train_on(2, [*words, "--out", str(tmp_path / "run")])
@@ -243,7 +242,7 @@ def gradients(words):
     return whole_model(gather_tensors(me.model, me.engine.full_gradients(), me.mesh), me.mesh)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_sums_in_fp32_are_nearer_to_fp64_over_ranks_and_over_micro_batches(text):
     def error(*more):
         got = run_ranks(4, gradients, [*words, *more])[0]
@@ -262,7 +261,7 @@ def test_sums_in_fp32_are_nearer_to_fp64_over_ranks_and_over_micro_batches(text)
     assert both < ranks_only < narrow and both < 0.8 * narrow, (narrow, ranks_only, both)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.prove
 def test_in_bf16_halves_are_as_near_to_fp64_as_whole_batches(text):
     def error(*more):
         got = run_ranks(2, gradients, [*words, "--precision", "bf16", *more])[0]

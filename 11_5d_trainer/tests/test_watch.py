@@ -83,7 +83,14 @@ def one_step(words, sizes):
     return mine, sent.total, told
 
 
-@pytest.mark.turn(6)
+@pytest.mark.always(
+    "4---tp 2 --sequence-parallel --zero 2",
+    "2---cp 2 --cp-kind zigzag --zero 1",
+    "4---pp 2 --schedule dualpipe --micro-batch 1 --zero 1",
+    "4---experts 4 --ep 2 --tp 2 --sequence-parallel --zero 1",
+    "2---zero 3 --zero-offload --precision bf16-master --reduce-dtype fp32",
+    "2---tp 2 --sequence-parallel --tp-overlap",
+)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layout, text):
     sizes = SMALL | {"layers": 4 if "--pp" in layout else 2, "tied": "--tied" in layout}
@@ -114,7 +121,7 @@ def has_no_formula(config):
     return config.recompute == "full" and config.pp > 1 and (split if config.experts else config.tp > 1)
 
 
-@pytest.mark.turn(8)
+@pytest.mark.always("0")
 @pytest.mark.parametrize("part", range(4))
 def test_recomputed_or_in_chunks_every_two_kinds_of_parallelism_send_what_the_formulas_say(part, text):
     layouts = covering(pairs=False, triples=False, most=4)[0]
@@ -133,7 +140,7 @@ def test_recomputed_or_in_chunks_every_two_kinds_of_parallelism_send_what_the_fo
             assert math.isclose(sent, total, rel_tol=1e-12), f"{one}: {sent:,.2f}, the harness {total:,.2f}"
 
 
-@pytest.mark.turn(4)
+@pytest.mark.prove
 def test_what_is_counted_on_a_built_model_is_what_is_planned_without_one():
     """Bytes held of every rank; of those sent the axes that watch.py counts by itself, in the mean of a stage's ranks,
     with an even load of the experts."""
@@ -186,7 +193,7 @@ def test_the_table_is_printed_once_with_a_sign_that_both_agree_and_kept_rank_by_
     assert len(ranks) == 4 and all(rank["sent"]["tp"][0] > 0 for rank in ranks)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.always("tp---precision bf16 --tp 2")
 @pytest.mark.parametrize(
     ("axis", "layout"),
     [("tp", "--precision bf16 --tp 2"), ("ep", "--experts 4 --ep 2 --dispatch once --recompute full")],

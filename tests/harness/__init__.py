@@ -7,7 +7,7 @@ meter    count bytes: held per rank, saved for backward, at the peak, and sent b
 report   time two things in pairs, write results/*.json from a clean tree, fill the tables of the READMEs from them
 figures  draw the figures of the READMEs from results/, and know when one is older than its numbers or its code
 fences   find the exercises in a script, take their bodies out, put other bodies in
-plant    planted mistakes, and the ledger of those that were caught
+plant    planted mistakes, and a cache that remembers which were caught
 forget   unload the modules of this repository, for processes that stay
 
 The harness has tests of its own (tests/test_ranks.py, test_oracle.py, test_meter.py, test_report.py, test_plant.py),

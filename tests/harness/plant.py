@@ -1,32 +1,37 @@
-"""Planted mistakes: what is listed, what a script looks like with one in it, and the ledger of those that were caught.
+"""Planted mistakes: what is listed, what a script looks like with one in it, and which were caught.
 
 `exercises/mistakes/SCRIPT.toml` lists mistakes: a few lines of SCRIPT.py, what a student or a real project wrote in
-their place, the test that must turn red, and a hint for whoever made it (`elu.cu.toml` is about elu.cu).
+their place, the test that must turn red, and a hint for the person who made it (`elu.cu.toml` is about elu.cu). For a
+mistake in an exercise it may also say how that test fails, its symptom: hints are chosen by it.
 
-Planting all of them takes long, and most of the time nothing has changed. So exercises/ledger.txt keeps, for each
-mistake that its test has caught, a digest of all that decided it: the mistake, its script, the test file, and every
-file that these import, without docstrings and comment lines, which decide nothing. Behind it stands, for a mistake in
-an exercise, what the test said: hints are chosen by it.
-`make test` plants those whose digest is another now, and one of each script in turn, and demands that the ledger is
-whole and current. `make prove` plants all of them and writes the ledger anew.
+Planting all of them takes long, and most of the time nothing has changed. So a cache, .pytest_cache/verdicts, remembers
+a digest of all that decided each verdict: the script with the mistake in it, the test file, and every file that these
+import. Comments, docstrings and layout decide nothing. The cache may be deleted at any time: no test fails because a
+verdict is missing, and `make prove` plants what the cache does not know.
 """
 
 import ast
+import difflib
 import hashlib
+import json
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 from harness import fences
 from harness.house import ROOT, files, find
 
-LEDGER = ROOT / "exercises" / "ledger.txt"
-VERSION = "ledger 2"
-WORDS = re.compile(r"\s*($|#|@pytest\.mark\.(turn\(\d+\)|prove|long)$)")  # lines that decide no verdict
+VERDICTS = ROOT / ".pytest_cache" / "verdicts"
+MARKS = ("prove", "long", "always")  # they say when a test runs, and not what it finds
+STRING = r'"""(?:\\.|[^\\])*?"""|\'\'\'(?:\\.|[^\\])*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
+TOKENS = {  # what is a comment in one language is an operator in the other
+    ".py": re.compile(rf"#[^\n]*|(?P<token>{STRING}|\w+|\S)"),
+    ".cu": re.compile(rf"//[^\n]*|/\*(?s:.*?)\*/|(?P<token>{STRING}|\w+|\S)"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Mistake:
     hint: str
     source: str  # a project and the number of its issue, where one has shipped it; "known" if it is typical
     spoils: str = ""  # the benchmarks that have to notice it: "bench_zero bench_zero3"
-    symptom: str = ""  # what the test says of it, as the ledger has it; of those in an exercise
+    symptom: str = ""  # what the test says of it; "" if that is another thing each time
 
     @property
     def test(self) -> str:
@@ -49,15 +54,78 @@ class Mistake:
         return f"{_path_of(file)}::{name}"
 
     def planted(self, text: str) -> str:
-        """The script with the mistake. ValueError unless `old` occurs exactly once, inside the named exercise."""
-        if text.count(self.old) != 1:
-            raise ValueError(f"mistake {self.name}: its `old` occurs {text.count(self.old)} times in {self.script}")
-        line = text[: text.index(self.old)].count("\n") + 1
-        numbers = [f.number for f in fences.read_fences(text)[0].values() if f.first < line <= f.last]
+        """The script with the mistake. ValueError, in one line, unless `old` is there once, inside its exercise.
+
+        Where the exact text is not there, comments and layout are left out of the comparison.
+        """
+        start = text.find(self.old)
+        exact = [(start, start + len(self.old), self.new)] * text.count(self.old)
+        spans = exact or self._spans(text)
+        if len(spans) != 1:
+            offer = "" if spans else self._offer(text)
+            raise ValueError(f"mistake {self.name}: its `old` occurs {len(spans)} times in {self.script}{offer}")
+        start, end, new = spans[0]
+        line = text[:start].count("\n") + 1
+        numbers = [number for number, first, last in _fences(text) if first < line <= last]
         if "".join(numbers) != self.exercise:
             where = numbers[0] if numbers else ""
             raise ValueError(f"mistake {self.name}: says exercise {self.exercise!r} but lies in {where!r}")
-        return text.replace(self.old, self.new)
+        return text[:start] + new + text[end:]
+
+    def _spans(self, text: str) -> list[tuple[int, int, str]]:
+        """Where the tokens of `old` stand one after the other: start, end, and `new` with the indent of that place."""
+        there, mine = tokens(text, self.script), tokens(self.old, self.script)
+        words = [word for word, _, _ in mine]
+        found = []
+        for at in range(len(there) - len(mine) + 1) if mine else ():
+            if [word for word, _, _ in there[at : at + len(mine)]] != words:
+                continue
+            start, end, new = there[at][1], there[at + len(mine) - 1][2], self.new
+            first = text.rfind("\n", 0, start) + 1
+            was, now = self.old[self.old.rfind("\n", 0, mine[0][1]) + 1 : mine[0][1]], text[first:start]
+            if was and not now.strip():  # both begin a line
+                start, new = first, re.sub(rf"^{was}", now, new, flags=re.MULTILINE)
+            rest = self.old[mine[-1][2] :]
+            if rest:  # a comment, or the end of its line
+                following = there[at + len(mine)][1] if at + len(mine) < len(there) else len(text)
+                last = text.find("\n", end, following)
+                end = last + ("\n" in rest) if last >= 0 else end
+            found.append((start, end, new))
+        return found
+
+    def _offer(self, text: str) -> str:
+        """The lines of the script that are most like `old`, as the list of mistakes would have them; "" if none are."""
+        lines, count = text.splitlines(keepends=True), len(self.old.strip("\n").splitlines())
+        mine = [word for word, _, _ in tokens(self.old, self.script)]
+        best, near = 0.6, ""
+        for size in range(max(1, count - 1), count + 2):
+            for first in range(len(lines) - size + 1):
+                window = "".join(lines[first : first + size])
+                match = difflib.SequenceMatcher(None, mine, [w for w, _, _ in tokens(window, self.script)], False)
+                if match.quick_ratio() > best and match.ratio() > best:
+                    best, near = match.ratio(), window
+        if not near:
+            return ""
+        theirs = [word for word, _, _ in tokens(near, self.script)]
+        renamed: dict[str, str] = {}
+        for kind, a, b, c, d in difflib.SequenceMatcher(None, mine, theirs, False).get_opcodes():
+            if kind == "replace" and b - a == d - c:
+                renamed |= {x: y for x, y in zip(mine[a:b], theirs[c:d], strict=True) if x.isidentifier()}
+        new = re.sub(r"\b[^\W\d]\w*", lambda m: renamed.get(m[0], m[0]), self.new)
+        old = near if self.old.endswith("\n") else near.rstrip("\n")
+        said = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in (("old", old), ("new", new))]
+        return f"; perhaps {', '.join(said)}"
+
+
+def tokens(text: str, script: str) -> list[tuple[str, int, int]]:
+    """Words, numbers, strings and signs of a text, each with its start and end, without comments and layout."""
+    found = TOKENS[".py" if script.endswith(".py") else ".cu"].finditer(text)
+    return [(match[0], match.start(), match.end()) for match in found if match["token"]]
+
+
+@cache
+def _fences(text: str) -> list[tuple[str, int, int]]:
+    return [(fence.number, fence.first, fence.last) for fence in fences.read_fences(text)[0].values()]
 
 
 @cache
@@ -79,24 +147,71 @@ def all_mistakes() -> list[Mistake]:
     return [mistake for name in names for mistake in mistakes_of(find(name).relative_to(ROOT).as_posix())]
 
 
-# --------------------------------------------------------------------------------------------------------- the ledger
+# ------------------------------------------------------------------------------------------------------- the verdicts
 
 
 def digest(mistake: Mistake) -> str:
-    """16 hex digits that change with anything that decides whether the mistake is caught."""
-    words = [mistake.exercise, mistake.old, mistake.new, mistake.test]
+    """16 hex digits that change with anything that decides whether the mistake is caught, and how it shows."""
+    script = ROOT / mistake.script
+    words = [mistake.exercise, mistake.test, mistake.symptom, meaning(mistake.planted(script.read_text()), script)]
     words += _digests_of((mistake.script, mistake.test.partition("::")[0]))
     return _sha("\0".join(words))
+
+
+def known(file: Path = VERDICTS) -> set[str]:
+    """The digests of the mistakes that were caught, as far as the cache remembers."""
+    return set(file.read_text().split()) if file.exists() else set()
+
+
+def remember(verdict: str, file: Path = VERDICTS) -> None:
+    """Add a digest to the cache. Several processes may do it at the same time."""
+    file.parent.mkdir(exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(f"{verdict}\n")
 
 
 @cache
 def _digests_of(names: tuple[str, ...]) -> list[str]:
     decided = sorted(reached([ROOT / name for name in names]))
-    return [f"{file.relative_to(ROOT).as_posix()} {_read(file)[0]}" for file in decided]
+    return [f"{file.relative_to(ROOT).as_posix()} {_digest_of(file)}" for file in decided]
+
+
+@cache
+def _digest_of(file: Path) -> str:
+    return _sha(meaning(file.read_text(), file))
 
 
 def _sha(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def meaning(text: str, file: Path) -> str:
+    """The same for two texts that are the same program, whatever their comments, docstrings and layout."""
+    if file.suffix == ".py":
+        try:
+            return ast.dump(program(text))
+        except SyntaxError:  # of a mistake; the test that plants it says so
+            return text
+    return " ".join(word for word, _, _ in tokens(text, file.name)) if file.suffix in (".cu", ".h") else text
+
+
+def program(text: str) -> ast.Module:
+    """The syntax tree of a Python file without docstrings, and without marks that only say when a test runs."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body[:1] = [] if len(node.body) > 1 or isinstance(node, ast.Module) else [ast.Pass()]
+            if isinstance(node, ast.FunctionDef):
+                node.decorator_list = [d for d in node.decorator_list if _mark(d) not in MARKS]
+    return tree
+
+
+def _mark(decorator: ast.expr) -> str:
+    return getattr(decorator.func if isinstance(decorator, ast.Call) else decorator, "attr", "")
+
+
+# ------------------------------------------------------------------------------------------------------- what imports
 
 
 def reached(start: Iterable[Path]) -> set[Path]:
@@ -105,28 +220,36 @@ def reached(start: Iterable[Path]) -> set[Path]:
     new = set(start)
     while new:
         found |= new
-        new = set().union(*(_read(file)[1] for file in new)) - found
+        new = set().union(*(_near(file) for file in new)) - found
     return found
+
+
+def changed_files() -> set[Path]:
+    """What differs from the commit at which this branch left main, in commits or in the working tree."""
+
+    def git(*words: str) -> list[str]:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.split("\0") if "-z" in words else done.stdout.split()
+
+    [base, *_] = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main") or ["HEAD"]
+    names = git("diff", "-z", "--name-only", base) + git("ls-files", "-z", "--others", "--exclude-standard")
+    return {ROOT / name for name in names if name}
+
+
+def tests_for(changed: set[Path]) -> set[Path]:
+    """The files with tests that import or name one of these, directly or not. What none of them does, such as a README
+    or a list of mistakes, is read by the tests that cross chapters."""
+    across = [*(ROOT / "tests").glob("test_*.py"), *(ROOT / "book").glob("test_*.py")]
+    tests = {file: reached([file]) for file in [*files("test_*.py"), *across, *ROOT.glob("when_it_breaks/test_*.py")]}
+    if changed & {ROOT / name for name in ("conftest.py", "pyproject.toml", "requirements.txt")}:
+        return set(tests)
+    unknown = changed - set().union(*tests.values())
+    return {file for file, needs in tests.items() if needs & changed} | set(across if unknown else ())
 
 
 def needed_by(script: Path) -> list[Path]:
     """A script and the files beside it that have to be copied with it."""
     return [script, *sorted(file for file in reached([script]) if file.parent == script.parent and file != script)]
-
-
-def statements(text: str, nodes: Iterable[ast.AST]) -> str:
-    """A Python file without docstrings, comment lines and empty lines: what it does, however it is told, whenever a
-    test's turn is."""
-    lines, docstrings, texts = text.splitlines(), set[int](), set[int]()
-    for node in nodes:
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if ast.get_docstring(node) else None
-            if first and not lines[first.lineno - 1][: first.col_offset].strip():  # alone on its lines
-                docstrings |= set(range(first.lineno, (first.end_lineno or 0) + 1))
-        elif isinstance(node, ast.Constant | ast.JoinedStr) and (node.end_lineno or 0) > node.lineno:
-            texts |= set(range(node.lineno, (node.end_lineno or 0) + 1))
-    told = {n for n, line in enumerate(lines, 1) if WORDS.match(line)} - texts
-    return "\n".join(line for n, line in enumerate(lines, 1) if n not in told | docstrings)
 
 
 @cache
@@ -136,53 +259,20 @@ def _modules() -> dict[str, Path]:
 
 
 @cache
-def _read(file: Path) -> tuple[str, set[Path]]:
-    """The digest of what a file does, and what it imports of the repository, and the files beside it that it names in
-    quotes (sources, scripts)."""
+def _near(file: Path) -> set[Path]:
+    """What a file imports of the repository, and the files beside it that it names in quotes (sources, scripts)."""
     text = file.read_text()
-    quoted = {file.with_name(name) for name in re.findall(r"[\"']([\w-]+\.(?:py|cu|h|sbatch))[\"']", text)}
-    nodes = list(ast.walk(ast.parse(text))) if file.suffix == ".py" else []
     names: set[str] = set()
-    for node in nodes:
-        if type(node) is ast.Import:
-            names |= {alias.name for alias in node.names}
-        elif type(node) is ast.ImportFrom and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif type(node) is ast.ImportFrom:  # `from . import x` and `from .x import y`, inside the harness
-            names |= {f"harness.{alias.name}" for alias in node.names}
+    if file.suffix == ".py":
+        nodes = list(ast.walk(program(text)))
+        for node in nodes:
+            if type(node) is ast.Import:
+                names |= {alias.name for alias in node.names}
+            elif type(node) is ast.ImportFrom and node.module:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif type(node) is ast.ImportFrom:  # `from . import x` and `from .x import y`, inside the harness
+                names |= {f"harness.{alias.name}" for alias in node.names}
+        text = "\n".join(f'"{n.value}"' for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
     own = {"harness." + name for name in names if file.parent.name == "harness"}
-    near = {f for f in quoted if f.is_file()} | {_modules()[name] for name in names | own if name in _modules()}
-    return _sha(statements(text, nodes) if nodes else text), near
-
-
-class LedgerError(ValueError):
-    """Why the ledger cannot be used, in one line."""
-
-
-def heading() -> str:
-    return f"# {VERSION}, torch {version('torch').partition('+')[0]}: written by `make prove`"
-
-
-Ledger = dict[tuple[str, str], tuple[str, str]]  # {(script, name of the mistake): (digest, symptom)}
-
-
-def read_ledger(file: Path = LEDGER) -> Ledger:
-    """LedgerError for one of another version, or that no ledger is."""
-    first, *lines = (file.read_text() if file.exists() else "").splitlines() or ["nothing"]
-    if first != heading():
-        raise LedgerError(f"{file.name} begins with {first!r} and not with {heading()!r}; `make prove` writes it anew")
-    rows = [line.split(" ", 3) for line in lines]
-    if bad := [line for line, row in zip(lines, rows, strict=True) if len(row) < 3]:
-        raise LedgerError(f"{file.name} has a line that is none of script, mistake and digest: {bad[0]!r}")
-    return {(script, name): (value, " ".join(symptom)) for script, name, value, *symptom in rows}
-
-
-def write_ledger(caught: Ledger, file: Path = LEDGER) -> None:
-    """Sorted, a line each, so that the difference between two of them can be read."""
-    lines = [" ".join([*key, *value]).rstrip() for key, value in sorted(caught.items())]
-    file.write_text("\n".join([heading(), *lines]) + "\n")
-
-
-def changed(mistakes: Iterable[Mistake], ledger: Ledger) -> list[Mistake]:
-    """Those that the ledger does not know as they are now."""
-    return [mistake for mistake in mistakes if ledger.get((mistake.script, mistake.name), "")[:1] != (digest(mistake),)]
+    quoted = {file.with_name(name) for name in re.findall(r"[\"']([\w-]+\.(?:py|cu|h|sbatch))[\"']", text)}
+    return {f for f in quoted if f.is_file()} | {_modules()[name] for name in names | own if name in _modules()}
