@@ -52,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.goals import overview
 from harness.house import ROOT, chapter_of, files, find, scripts
-from harness.report import COMMIT, commit_of, file_name
+from harness.report import COMMIT, commit_of, file_name, in_rows
 
 PASSED, FAILED, TOO_SLOW, NOT_RUN, LEFT_OUT = "passed", "failed", "too slow", "not run", "left out"
 CUT_OFF = "cut off"  # what a step is called until it has ended
@@ -622,7 +622,7 @@ class Run:
 
     def save(self) -> None:
         half = self.path.with_suffix(".part")
-        half.write_text(json.dumps(self.record, indent=1) + "\n")
+        half.write_text(in_rows(self.record))
         half.replace(self.path)  # whole, or as it was
 
     def step(self, section: Section, step: Step, deadline: float) -> Outcome:
@@ -755,7 +755,7 @@ def summary(run: Run, names: Sequence[str]) -> int:
     run.record["results"] |= tables
     if not run.machine.dry and run.out == ROOT / "results":
         for name, record in tables.items():
-            (run.out / f"{name}.{file_name(run.machine.device)}.json").write_text(json.dumps(record, indent=1) + "\n")
+            (run.out / f"{name}.{file_name(run.machine.device)}.json").write_text(in_rows(record))
     run.save()
     print(f"\n{'section':10} {'passed':>10} {'seconds':>9}  the others")
     for name, passed, seconds, _, others in tables["gpu_run"]["rows"]:

@@ -17,6 +17,7 @@ from harness.report import (
     environment,
     fill,
     filled,
+    in_rows,
     paired,
     ratio_of,
     table,
@@ -69,6 +70,16 @@ def git(*words):
 
 
 HISTORY = (ROOT / ".git").exists() and git("rev-parse", "--is-shallow-repository") == ["false"]
+
+
+def test_every_row_of_a_result_is_one_line_and_says_the_same(tmp_path):
+    text = write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path).read_text()
+    record = json.loads(text)
+    assert [json.loads(line.rstrip(",")) for line in text.splitlines() if line.startswith("  [")] == record["rows"]
+    run = {"sections": [{"name": "x", "steps": []}], "results": {"09_x": record, "09_y": record | {"rows": []}}}
+    text = in_rows(run)
+    assert json.loads(text) == run
+    assert [json.loads(line.rstrip(",")) for line in text.splitlines() if line.startswith("    [")] == record["rows"]
 
 
 @pytest.mark.skipif(not HISTORY, reason="needs the whole history of git; reason: this is a copy")

@@ -190,9 +190,26 @@ def write_result(
         print(f"not written, the tree has changes that are not committed: {path.relative_to(ROOT)}\n\n{table(record)}")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(in_rows(record))
     print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n\n{table(record)}")
     return path
+
+
+def in_rows(record: dict[str, Any]) -> str:
+    """A result, or the record of a whole run, as JSON with one row of a table per line."""
+    return _json(record, 4 if "results" in record else 2) + "\n"
+
+
+def _json(value: Any, depth: int, indent: str = "") -> str:
+    """Lists and dictionaries down to `depth` have a line for each element, except lists of plain values."""
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if not depth or not parts or (isinstance(value, list) and not any(isinstance(part, list | dict) for part in parts)):
+        return json.dumps(value)
+    inner = [_json(part, depth - 1, f"{indent} ") for part in parts]
+    if isinstance(value, dict):
+        inner = [f"{json.dumps(key)}: {text}" for key, text in zip(value, inner, strict=True)]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return f"{begin}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{end}"
 
 
 def without_certificate(results: Path, commits: Container[str]) -> dict[str, str]:
@@ -304,8 +321,8 @@ def take(file: Path, results: Path) -> list[str]:
         run["results"] = old["results"] | run["results"]
     run["results"] |= overview(run)  # a call that was killed had no time to write it
     for name, record in run["results"].items():
-        (results / f"{name}.{device}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (results / f"{device}.json").write_text(json.dumps(run, indent=1) + "\n")
+        (results / f"{name}.{device}.json").write_text(in_rows(record))
+    (results / f"{device}.json").write_text(in_rows(run))
     return list(run["results"])
 
 
