@@ -92,9 +92,10 @@ LADDER = [
     Rung(7, "warp_tiles", torch.float32, (128, 128), 256),
     Rung(8, "mma_tiles", torch.bfloat16, (128, 128), 256, 3 * (128 + 128) * 64 * 2, capability=(8, 0)),
     Rung(9, "tma_wgmma", torch.bfloat16, (128, 256), 256, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
-    Rung(10, "persistent", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
-    # Behind the tiles lie ten barriers of 8 bytes; in rung 12, before them, two tiles of sums on their way out (64 KB).
-    Rung(11, "multicast", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 64 * 2 + 80, capability=(9, 0), cluster=2),
+    # From here on sums on their way out lie behind the tiles: half of a tile's 64 KB in rungs 10 and 11, and two whole
+    # tiles of 32 KB in rung 12. In rungs 11 and 12, ten barriers of 8 bytes behind them.
+    Rung(10, "persistent", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 128 + 32768, capability=(9, 0)),
+    Rung(11, "multicast", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 128 + 32848, capability=(9, 0), cluster=2),
     Rung(12, "ping_pong", torch.bfloat16, (64, 256), 384, 4 * (64 + 256) * 128 + 65616, capability=(9, 0), cluster=2),
 ]
 RUNGS = {rung.name: rung for rung in LADDER}
