@@ -24,6 +24,7 @@ __device__ inline void cluster_barrier() {
 // before what threads of the other read, and here no thread has written anything that another block reads:
 //   - the wgmma that read the stage have ended: their warp has waited for them (wgmma_wait) before it arrives;
 //   - what overwrites the stage is a copy that does not exist before the waiting thread asks for it, after its wait;
+//   - what threads have read from the stage themselves (chapter 10's scales), only their own block overwrites;
 //   - the barrier itself is changed by atomic operations where it lies, whatever the scope.
 // The wider forms cost much: ptxas adds to `.release.cluster` a fence for the whole GPU (an answer of L2 to wait for, in
 // every step), and to `.acquire.cluster` an instruction that empties the L1 cache. (CUTLASS has neither.)

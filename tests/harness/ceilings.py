@@ -108,6 +108,20 @@ def timer(device: torch.device, repeats: int) -> Callable[[Callable[[], Any]], R
     return on_gpu
 
 
+def paired_seconds(device: torch.device, runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """By name, the seconds of each repeat. In a round every run has its turn, so that what slows the device for a while
+    slows all of them; on a GPU each begins with a cold L2 cache."""
+    clock = timer(device, 2)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    if repeats > 3:
+        for run in runs.values():
+            run()
+    for _ in range(repeats):
+        for name, run in runs.items():
+            seconds[name].append(clock(run).low)
+    return seconds
+
+
 def rate(work: float, seconds: Ratio) -> Ratio:
     """Work per second; the slow quartile of the seconds is the low one of the rate."""
     return Ratio(work / seconds.median, work / seconds.high, work / seconds.low)
