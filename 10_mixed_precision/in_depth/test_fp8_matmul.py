@@ -57,7 +57,7 @@ def test_the_numbers_of_the_two_formats_are_those_of_their_bits():
         assert torch.equal(got[:, 0], finite.float()), dtype
 
 
-# M, N, K. Of a cluster's tile, 256 x 256: one element, less than one, one, and one and a bit of a block's; of its steps:
+# M, N, K. Of a cluster's tile, 256 x 256: one element, less than all, all, and a bit more than a block's; of its steps:
 # part of one, one, more than stages.
 EDGES = {
     "one element": (1, 1, 16),
@@ -158,7 +158,8 @@ def test_scales_of_a_step_lie_in_one_line_of_whole_tiles():
 
 # ------------------------------------------------------------------------------------------------- orders of the warps
 
-RACE = (200, 30, 1296, "Wgrad")  # 11 steps: the four stages in their third round; all consumers have rows of their own
+# 11 steps, so that the four stages are in their third round; rows of both blocks, and both halves of the columns.
+RACE = (200, 150, 1296, "Wgrad")
 ORDERS = {"in reverse": REVERSE, "shuffled": 9, "shuffled again": 11, "racing": racing(2)}
 ORDERS |= {f"warp {w} {f.__name__}": f(w) for w in (0, 4, 12, 16) for f in (ahead, behind)}
 
@@ -316,7 +317,7 @@ def test_no_stack_frame_no_spill_and_products_that_are_not_put_in_a_row(tmp_path
     codes = machine_code(cubin)
     assert len(codes) == 4
     for code in codes:
-        # For each half of the columns four instructions for 128 terms, then one wait for all of them, then the promotion.
+        # For each half of the columns four instructions for 128 terms, one wait for all of them, and the promotion.
         assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E[45]M[23]\.E4M3", code)) == 8, "twice four wgmma of 8 bits"
         assert "UTMALDG.2D.MULTICAST" in code and "UBLKCP" in code and "USETMAXREG" in code
         assert not re.search(r"\b(LDL|STL)\b", code), "numbers in local memory"
