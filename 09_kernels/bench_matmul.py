@@ -8,9 +8,9 @@ First the program must say PASS, its kernels must be as exact as torch's product
 in_depth's to the bit, and fetch what the formulas say. Only then is anything written. Sectors, loads and turns of banks
 are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nvcc makes for an H100.
 
---gpu [--seconds S] times the kernels beside torch.mm, which has its turn after each call, and holds every element of what
-was timed against float64; then the program itself has to say PASS. --gpu --dry --out DIR goes through the motions of
---gpu on the CPU.
+--gpu [--seconds S] times the kernels beside torch.mm, which has its turn after each call, and holds every element of
+what was timed against float64; then the program itself has to say PASS. --gpu --dry --out DIR goes through the motions
+of --gpu on the CPU.
 """
 
 import math

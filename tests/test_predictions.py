@@ -72,7 +72,7 @@ def test_each_rung_of_the_ladder_is_expected_where_its_instructions_and_its_byte
     assert [*fp32, cubed("vectorised", 4096)] == sorted([*fp32, cubed("vectorised", 4096)], reverse=True)
     assert cubed("warp_tiles", 4096) >= product(H200, 2 * 4096**3, "fp32")
     rate = 2e-12 * 4096**3 / cubed("coarsened_1d", 4096)
-    assert 18 < rate < 20, f"{rate} TFLOP/s: 167 instructions for 64 multiply-adds, not the 370 of copies that never run"
+    assert 18 < rate < 20, f"{rate} TFLOP/s: 167 instructions for 64 multiply-adds, without copies that never run"
     bf16 = [cubed(name, 8192) for name in ("mma_tiles", "tma_wgmma", "persistent", "multicast")]
     assert bf16 == sorted(bf16, reverse=True)
     assert ladder(H200, "triton", 1, 1, 1) is None and ladder(None, "naive", 1, 1, 1) is None
@@ -86,13 +86,15 @@ def test_a_tile_by_hand():
     Half of the store of 64 KB, by 132 blocks at one time, is 845 clocks of L2. Alone a block asks for 6,336 bytes.
     """
     multicast = TENSOR["multicast"]
-    assert multicast.products(H200) == pytest.approx(16, rel=0.01) and multicast.asks(H200) == pytest.approx(4224, rel=0.01)
+    assert multicast.products(H200) == pytest.approx(16, rel=0.01)
+    assert multicast.asks(H200) == pytest.approx(4224, rel=0.01)
     assert TENSOR["persistent"].asks(H200) == pytest.approx(6336, rel=0.01) == TENSOR["ping_pong"].asks(H200)
     assert TENSOR["fp8_product"].asks(H200) == pytest.approx(4224, rel=0.01)
     waves = 16  # 1,024 pairs of tiles on 66 clusters
     clocks = waves * (8192 * 16 + 845)
     assert cubed("multicast", 8192) == pytest.approx(clocks / (0.8 * 1.83e9), rel=0.01)
-    assert cubed("persistent", 8192) == pytest.approx(waves * (8192 * 16 * 6336 / 5120 + 845) / (0.8 * 1.83e9), rel=0.01)
+    alone = waves * (8192 * 16 * 6336 / 5120 + 845)
+    assert cubed("persistent", 8192) == pytest.approx(alone / (0.8 * 1.83e9), rel=0.01)
     short = ladder(H200, "ping_pong", 8192, 8192, 1024)
     assert short == pytest.approx(2 * waves * 1024 * 8 * 6336 / 5120 / (0.8 * 1.83e9), rel=0.03), "stores cost nothing"
     # Where the copies in and out of HBM are all there is: 2 M N bytes and hardly a product.
@@ -195,8 +197,8 @@ def test_the_loops_of_the_kernels_have_as_many_instructions_as_were_counted():
             assert abs(got - want) <= 0.15 * want, f"{name}, D {D}: {what} {got}, and {want} in predictions.py"
 
 
-# Of a step along K in the fp32 rungs: stores to shared memory and loads from global memory that a thread of a whole tile
-# makes, by the source, and how often the loop inside is run (1: it is unrolled). None: whatever the machine code has.
+# Of a step along K in the fp32 rungs: stores to shared memory and loads from global memory that a thread of a whole
+# tile makes, by the source, and how often the loop inside is run (1: unrolled). None: whatever the machine code has.
 STEPS = {
     "naive": (None, None, 1),
     "coalesced": (None, None, 1),
@@ -243,7 +245,7 @@ def issued(code, stores, loads, repeats):
             ways.append((index[target], *counts))
         if not always:
             ways.append((i + 1, *counts))
-    fits = [n for n, s, l in found if stores in (None, s) and loads in (None, l)]
+    fits = [n for n, stored, loaded in found if stores in (None, stored) and loads in (None, loaded)]
     inner = 0 if len(nested) == 1 else index[nested[0][1]] - index[nested[0][0]] + 1
     return max(fits) + (repeats - 1) * inner, most * repeats
 
@@ -260,7 +262,8 @@ def test_the_rungs_in_fp32_issue_as_many_instructions_as_were_counted(tmp_path):
         _cuda.resources(str(source), "sm_90a", tmp_path / f"{source.stem}.cubin")
         codes += _cuda.functions(tmp_path / f"{source.stem}.cubin")
     for name, rung in LADDER.items():
-        code, *_ = [code for code in codes if re.match(rf"_Z\d+{name}(iii|ILb1E)", code)]  # of a template: for whole tiles
+        whole = re.compile(rf"_Z\d+{name}(iii|ILb1E)")  # of a template the variant for whole tiles
+        code = next(code for code in codes if whole.match(code))
         instructions, fmas = issued(code, *STEPS[name])
         counted = instructions / fmas
         assert counted == pytest.approx(rung.instructions, rel=0.05), f"{name}: {instructions} for {fmas} multiply-adds"

@@ -5,8 +5,8 @@ of PyTorch, so a build takes two seconds instead of thirty. Libraries are kept i
 that CUDA_BUILDS names in the environment. A library's name is made from everything that went into it, so a changed
 source is a new library and an old one is never used for it.
 
-    python _cuda.py --build            every .cu file of the chapters, 12 at a time, for the GPU that is here or for Hopper
-    python _cuda.py --build sm_80      for another GPU; none needs to be here
+    python _cuda.py --build          every .cu file of the chapters, 12 at a time, for the GPU that is here or Hopper
+    python _cuda.py --build sm_80    for another GPU; none needs to be here
 """
 
 from __future__ import annotations
@@ -371,8 +371,8 @@ def multiplying_loop(code: str) -> Loop:
 def program_inside(program: Path, functions: str, on_gpu: bool = False) -> str:
     """A source for `call`: a program with a `main` of its own, included as it is, and C functions behind it.
 
-    On the CPU the emulator says what CUDA's words mean. For a GPU the program knows them, and does without cuBLAS, which
-    a library would have to find where PyTorch has it.
+    On the CPU the emulator says what CUDA's words mean. For a GPU the program knows them, and does without cuBLAS, for
+    which a library would have to look where PyTorch has it.
     """
     before = "#define HAS_CUBLAS 0" if on_gpu else f'#include "{EMULATOR}"'
     text = f'{before}\n#define main program_main\n#include "{program}"\n{functions}'

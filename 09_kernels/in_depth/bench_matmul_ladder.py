@@ -422,8 +422,8 @@ def time_ladder(dry: bool, folder: Path | None, limit: float) -> None:
             *("rung", "precision", "shape", "TFLOP/s", "cuBLAS beside it, TFLOP/s", "of cuBLAS"),
             *(*predictions.COLUMNS, "the prediction is refuted by"),
         ],
-        f"Shape: M x N x K. Medians of 20 calls, fewer where they are slow, each with a cold L2 cache; cuBLAS (torch.mm) "
-        f"after each call, and their ratio with quartiles. TF32 off. A copy of a large tensor moves "
+        "Shape: M x N x K. Medians of 20 calls, fewer if they are slow, each with a cold L2 cache; cuBLAS (torch.mm) "
+        "after each, and their ratio with quartiles. TF32 off. A copy of a large tensor moves "
         f"{copied(dry) / 1e12:.3g} TB/s. Predicted from the SASS of each rung, and from what it asks of L2.",
         folder,
     )

@@ -6,8 +6,8 @@ of PyTorch, so a build takes two seconds instead of thirty. Libraries are kept i
 that CUDA_BUILDS names in the environment. A library's name is made from everything that went into it, so a changed
 source is a new library and an old one is never used for it.
 
-    python _cuda.py --build            every .cu file of the chapters, 12 at a time, for the GPU that is here or for Hopper
-    python _cuda.py --build sm_80      for another GPU; none needs to be here
+    python _cuda.py --build          every .cu file of the chapters, 12 at a time, for the GPU that is here or Hopper
+    python _cuda.py --build sm_80    for another GPU; none needs to be here
 """
 
 from __future__ import annotations
@@ -322,8 +322,8 @@ def resources(source: str, arch: str, cubin: Path | None = None) -> dict[str, Re
     return found
 
 
-def disassembled(cubin: Path) -> dict[str, str]:
-    """The machine code of each kernel in a cubin file, as text."""
+def functions(cubin: Path) -> list[str]:
+    """The machine code of each function in a cubin file, as text that begins with its mangled name."""
     import triton
 
     beside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"  # triton brings it along
@@ -331,8 +331,13 @@ def disassembled(cubin: Path) -> dict[str, str]:
     if not tool:
         raise CudaError("reading machine code needs cuobjdump; install triton or the CUDA toolkit")
     listing = subprocess.run([tool, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-    found = {}
-    for part in listing.split("Function : ")[1:]:
+    return listing.split("Function : ")[1:]
+
+
+def disassembled(cubin: Path) -> dict[str, str]:
+    """The machine code of each kernel, by name; of a template that of the first variant."""
+    found: dict[str, str] = {}
+    for part in functions(cubin):
         mangled = re.match(r"_Z(\d+)(\w+)", part)
         if mangled:
             found.setdefault(mangled[2][: int(mangled[1])], part)
@@ -367,10 +372,11 @@ def multiplying_loop(code: str) -> Loop:
 def program_inside(program: Path, functions: str, on_gpu: bool = False) -> str:
     """A source for `call`: a program with a `main` of its own, included as it is, and C functions behind it.
 
-    For a GPU the program brings along what it needs; on the CPU the emulator says what CUDA's words mean.
+    On the CPU the emulator says what CUDA's words mean. For a GPU the program knows them, and does without cuBLAS, for
+    which a library would have to look where PyTorch has it.
     """
-    emulator = "" if on_gpu else f'#include "{EMULATOR}"\n'
-    text = f'{emulator}#define main program_main\n#include "{program}"\n{functions}'
+    before = "#define HAS_CUBLAS 0" if on_gpu else f'#include "{EMULATOR}"'
+    text = f'{before}\n#define main program_main\n#include "{program}"\n{functions}'
     file = builds_folder() / f"{program.stem}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.cu"
     half = file.with_suffix(f".{os.getpid()}")
     half.write_text(text)

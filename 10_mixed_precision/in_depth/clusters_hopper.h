@@ -1,5 +1,5 @@
 // A copy of 09_kernels/in_depth/clusters.h; `python test_fp8_matmul.py` makes it anew.
-// Hopper's instructions for a cluster of blocks: as in ptx.h, a line of PTX on a GPU, and on the CPU what that line means.
+// Hopper's instructions for a cluster of blocks: as in ptx.h, a line of PTX on a GPU, on the CPU what that line means.
 //
 // The blocks of a cluster run at one time, on multiprocessors that reach each other's shared memory. An address in it
 // is the same in all of them, so that "this barrier, in block r" is a sentence of the hardware (mapa). The emulation
@@ -20,9 +20,9 @@ __device__ inline void cluster_barrier() {
     ON_HOPPER(asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory"));
 }
 // Arrive at this barrier as it is in block `rank` of the cluster, mine or another one. It tells that a stage has been
-// read and may be overwritten. Who waits for it does so with the plain wait() of ptx.h, although the arrival may come
-// from the other block. A release and an acquire for the whole cluster would order what threads of one block *wrote*
-// before what threads of the other read, and here no thread has written anything that another block reads:
+// read and may be overwritten. Its producer waits by the plain wait() of ptx.h, although the arrival may come from the
+// other block. A release and an acquire for the whole cluster would order what threads of one block *wrote* before what
+// threads of the other read, and here no thread has written anything that another block reads:
 //   - the wgmma that read the stage have ended: their warp has waited for them (wgmma_wait) before it arrives;
 //   - what overwrites the stage is a copy that does not exist before the waiting thread asks for it, after its wait;
 //   - what threads have read from the stage themselves (chapter 10's scales), only their own block overwrites;

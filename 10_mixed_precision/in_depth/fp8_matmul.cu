@@ -133,7 +133,7 @@ fp8_product(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __
                     const float* columns = my->scales[s].b + half * HALF + my_col;  // where each column has its own
 #pragma unroll
                     for (int i = 0; i < 64; i++) {  // of every 4 numbers two are of the upper row, two of the lower
-                        // --- exercise 10.47: promotion: number i of these sums, with its two scales, joins the total ---
+                        // --- exercise 10.47: promotion: sum i of this half, with its two scales, joins the total ---
                         float scale = (i / 2 % 2 ? lower : upper) * (SQUARE ? square : columns[i / 4 * 8 + i % 2]);
                         total[half][i] += part[i] * scale;
                         // --- end exercise ---

@@ -102,8 +102,8 @@ __device__ inline void copy_tile(bf16* to, const CUtensorMap* matrix, int row, i
                            : "memory"));
 }
 
-// ---- Hopper: from shared memory to global memory. The copy engine reads shared memory by another way than threads write it:
-// each thread that has written must say so (a fence between the two ways), before one of them asks for the copy.
+// ---- Hopper: from shared memory to global memory. The copy engine reads shared memory by another way than threads write
+// it: each thread that has written must say so (a fence between the two ways), before one of them asks for the copy.
 __device__ inline void put_shared(bf16* to, float first, float second) {
     *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(first, second);
 }

@@ -190,25 +190,38 @@ LADDER = {
         73 / 16,
         8 + 1,  # 32 sectors of 32 bytes, 4 of which come in a clock, and one more
         (32, 32),
-        "measured / predicted under 0.7: then L1 gives more than 4 sectors a clock",
+        "under 0.7 of the time predicted: then L1 gives more than 4 sectors a clock",
     ),
     "coalesced": Rung(
-        73 / 16, 2, (32, 32), "measured / predicted under 0.8: then a warp's load takes L1 less than a clock, or less is loaded"
+        73 / 16,
+        2,
+        (32, 32),
+        "under 0.8 of the time predicted: then a warp's load takes L1 less than a clock, or less is loaded",
     ),
     "shared_tiles": Rung(
-        96 / 32, 1.25, (32, 32), "measured / predicted under 0.7: then a load of 16 bytes from one address is less than a turn"
+        96 / 32,
+        1.25,
+        (32, 32),
+        "under 0.7 of the time predicted: then a load of 16 bytes from one address is less than a turn",
     ),
     "coarsened_1d": Rung(
-        167 / 64, 0.375, (64, 64), "measured / predicted over 1.4: then the barriers bind, two for 8 terms, and not the issue"
+        167 / 64,
+        0.375,
+        (64, 64),
+        "over 1.4 of the time predicted: then the barriers bind, two for 8 terms, and not the issue",
     ),
     "coarsened_2d": Rung(
         (262 - 82 + 8 * 82) / 512, 0.5, (128, 128), "slower than coarsened_1d: then conflicts of banks bind it"
     ),
     "register_tiles": Rung(  # of matmul.cu; the others are in_depth's
-        893 / 512, 0.25, (128, 128), "measured / predicted over 1.4: then barriers bind it, and not the issue"
+        893 / 512, 0.25, (128, 128), "over 1.4 of the time predicted: then barriers bind it, and not the issue"
     ),
-    "vectorised": Rung(565 / 512, 0.25, (128, 128), "measured / predicted over 1.3: then nothing hides the loads of a step"),
-    "warp_tiles": Rung(579 / 512, 0.25, (128, 128), "measured / predicted over 1.2: then two buffers do not hide the loads"),
+    "vectorised": Rung(
+        565 / 512, 0.25, (128, 128), "over 1.3 of the time predicted: then nothing hides the loads of a step"
+    ),
+    "warp_tiles": Rung(
+        579 / 512, 0.25, (128, 128), "over 1.2 of the time predicted: then two buffers do not hide the loads"
+    ),
 }
 
 
@@ -245,11 +258,11 @@ class Tiles:
         return START + max(seconds, hbm)
 
 
-# `exposed`: rung 9 ends with its tile; in 10 and 11 the second half of a tile leaves beside the next one's products; in 12
-# all of it does, and in 8 beside those of the other block on the multiprocessor.
+# `exposed`: rung 9 ends with its tile; in 10 and 11 the second half of a tile leaves beside the next one's products; in
+# 12 all of it does, and in 8 beside those of the other block on the multiprocessor.
 TENSOR = {
     "mma_tiles": Tiles(
-        *(128, 128, "measured / predicted under 0.9: then mma.sync has more than 0.62 of wgmma's rate"),
+        *(128, 128, "under 0.9 of the time predicted: then mma.sync has more than 0.62 of wgmma's rate"),
         **dict(exposed=0.0, rate=MMA_SYNC, blocks=2),
     ),
     "tma_wgmma": Tiles(128, 256, "faster than persistent: then to start a block costs nothing", fill=FILL),
@@ -262,7 +275,7 @@ TENSOR = {
         **dict(cluster=2, exposed=0.0),
     ),
     "fp8_product": Tiles(
-        *(128, 256, "measured / predicted over 1.3: then promotion does not run beside the other group's products"),
+        *(128, 256, "over 1.3 of the time predicted: then promotion does not run beside the other group's products"),
         **dict(cluster=2, size=1),
     ),
 }
