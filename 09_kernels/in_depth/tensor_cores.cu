@@ -7,7 +7,7 @@
 //
 //     rung               what it adds
 //     8  mma             tensor cores: a warp multiplies 16 x 16 by 16 x 8 in one instruction; cp.async copies ahead
-//     9  tma_wgmma       Hopper: one thread orders whole tiles (TMA); 128 threads multiply 64 x 256 x 16 (wgmma)
+//     9  tma_wgmma       Hopper: one thread orders whole tiles (TMA), in and out; 128 threads multiply 64 x 256 x 16 (wgmma)
 //     10 persistent      producer and consumer warps; one block per multiprocessor, which works through many tiles
 //
 // What bounds them. A tile of BM x BN fetches (BM + BN) · K numbers for BM · BN · K FMAs: 128 x 128 in bf16 makes 64
@@ -19,8 +19,8 @@
 //                   consumers:      0   1   2   3     wait for "full", multiply, signal "empty"
 //
 // In ncu look at: "tensor pipe utilisation"; 8, "stall long scoreboard" and "MIO throttle"; 9 and 10, "stall barrier".
-// What rung 10 saves is the start of each tile: loads run on while sums are written. (Products do not; clusters.cu goes
-// on there.) The tail it keeps: 8192³ has 2048 tiles, 15.5 for each of 132 multiprocessors, and in the last round half
+// What rung 10 saves is the start of each tile: loads run on while sums are written. (Products begin when half of the sums
+// have left; clusters.cu goes on there.) The tail it keeps: 8192³ has 2048 tiles, 15.5 for each of 132 multiprocessors, and in the last round half
 // of them have none.
 #include "tiles.h"
 
@@ -81,9 +81,9 @@ mma_tiles(int M, int N, int K, const bf16* A, const bf16* B, global<bf16> C) {
 
 // ------------------------------------------------------------------------------------------ what rungs 9 and 10 share
 
-// Two warpgroups of 128 threads share 128 x 256 of C, 64 rows each. Four pairs of tiles, 48 KB each. Sums go out as tiles
-// came in, by the copy engine (put_tile_by_engine): in rung 9 from the place of the tiles, which are done with by then,
-// in rung 10 from a place of their own, since there the next tiles are already coming in.
+// Two warpgroups of 128 threads share 128 x 256 of C, 64 rows each. Four pairs of tiles, 48 KB each. Sums go out as
+// tiles came in, by the copy engine (put_tile_by_engine): in rung 9 from the place of the tiles, which are done with by
+// then; in rung 10 from a place of their own, since there the next tiles are already coming in.
 constexpr int BM = 128, BN = 256, STAGES = 4, A_TILE = BM * TILE_K, STAGE = (BM + BN) * TILE_K;
 constexpr int STAGE_BYTES = STAGES * STAGE * 2, OUT_BYTES = BM * BN;  // out: half of the sums, in bf16
 
