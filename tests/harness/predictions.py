@@ -262,21 +262,39 @@ class Tiles:
 # 12 all of it does, and in 8 beside those of the other block on the multiprocessor.
 TENSOR = {
     "mma_tiles": Tiles(
-        *(128, 128, "under 0.9 of the time predicted: then mma.sync has more than 0.62 of wgmma's rate"),
-        **dict(exposed=0.0, rate=MMA_SYNC, blocks=2),
+        rows=128,
+        columns=128,
+        exposed=0.0,
+        rate=MMA_SYNC,
+        blocks=2,
+        refuted="under 0.9 of the time predicted: then mma.sync has more than 0.62 of wgmma's rate",
     ),
-    "tma_wgmma": Tiles(128, 256, "faster than persistent: then to start a block costs nothing", fill=FILL),
-    "persistent": Tiles(128, 256, "within 5 % of multicast at 8192 cubed: then L2 does not bind it", exposed=0.5),
+    "tma_wgmma": Tiles(
+        rows=128, columns=256, fill=FILL, refuted="faster than persistent: then to start a block costs nothing"
+    ),
+    "persistent": Tiles(
+        rows=128, columns=256, exposed=0.5, refuted="within 5 % of multicast at 8192 cubed: then L2 does not bind it"
+    ),
     "multicast": Tiles(
-        128, 256, "slower than persistent: then a cluster's barriers cost more than L2 gains", cluster=2, exposed=0.5
+        rows=128,
+        columns=256,
+        cluster=2,
+        exposed=0.5,
+        refuted="slower than persistent: then a cluster's barriers cost more than L2 gains",
     ),
     "ping_pong": Tiles(
-        *(64, 256, "faster than multicast at 8192 cubed: then L2 gives more than 6,336 bytes a clock"),
-        **dict(cluster=2, exposed=0.0),
+        rows=64,
+        columns=256,
+        cluster=2,
+        exposed=0.0,
+        refuted="faster than multicast at 8192 cubed: then L2 gives more than 6,336 bytes a clock",
     ),
     "fp8_product": Tiles(
-        *(128, 256, "over 1.3 of the time predicted: then promotion does not run beside the other group's products"),
-        **dict(cluster=2, size=1),
+        rows=128,
+        columns=256,
+        cluster=2,
+        size=1,
+        refuted="over 1.3 of the time predicted: then promotion does not run beside the other group's products",
     ),
 }
 
