@@ -6,8 +6,11 @@
 
 First the program must say PASS, its kernels must be as exact as torch's product in four orders of their threads, equal
 in_depth's to the bit, and fetch what the formulas say. Only then is anything written. Sectors, loads and turns of banks
-are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nvcc makes for an H100. --gpu --dry --out
-DIR goes through the motions of --gpu on the CPU.
+are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nvcc makes for an H100.
+
+--gpu [--seconds S] times the kernels beside torch.mm, which has its turn after each call, and holds every element of
+what was timed against float64; then the program itself has to say PASS. --gpu --dry --out DIR goes through the motions
+of --gpu on the CPU.
 """
 
 import math
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,24 +27,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
 
 import _cuda
+import bench_matmul_ladder
 import matmul_ladder
 import torch
 from _bench_options import bench_options
 from _cuda import FORWARD, REVERSE, call, multiplying_loop, racing
 from harness import predictions
-from harness.ceilings import Table, device_here, timer
+from harness.ceilings import Table, device_here, paired_seconds
 from harness.figures import COLOURS, GREY, write_figure
-from harness.report import write_result
+from harness.report import ratio_of, write_result
 
 PROGRAM = Path(__file__).resolve().with_name("matmul.cu")
 KERNELS = {"naive": 1, "coalesced": 2, "shared_tiles": 3, "register_tiles": 4}
 COUNTED = (128, 256, 64)
 FIGURES = "09_kernels/figures"
-INSIDE = """
+PRODUCT = """
 extern "C" const char* run_product(int kernel, int M, int N, int K, const float* A, const float* B, float* C, void*) {
-    product(kernel, M, N, K, A, B, C);
-    return cuda_on_cpu::launch_error.empty() ? nullptr : cuda_on_cpu::launch_error.c_str();
+    product(kernel, M, N, K, A, B, C);  // in the stream that PyTorch has if nobody asks for another one
+    cudaError_t error = cudaGetLastError();
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
+"""
+INSIDE = (
+    PRODUCT
+    + """
 extern "C" const char* run_places(int* rows, int* cols, int* stores, void*) {
     for (int t = 0; t < THREADS; t++) {
         for (int i = 0; i < 8; i++) rows[8 * t + i] = my_row(t, i), cols[8 * t + i] = my_col(t, i);
@@ -49,6 +59,7 @@ extern "C" const char* run_places(int* rows, int* cols, int* stores, void*) {
     return nullptr;
 }
 """
+)
 
 # ----------------------------------------------------------------------------------------------- an H100 by its papers
 
@@ -83,33 +94,10 @@ def write_hierarchy() -> None:
 # ---------------------------------------------------------------------------------------------------------- the kernels
 
 
-def build(folder: Path, on_gpu: bool) -> Path:
-    """The program, by the command of its first lines. CudaError if it cannot be built."""
-    shutil.copy(PROGRAM, folder)
-    command = [
-        "g++",
-        "-x",
-        "c++",
-        "-std=c++17",
-        "-O1",
-        "-U_FORTIFY_SOURCE",
-        "-include",
-        str(_cuda.HERE / "cuda_on_cpu.h"),
-    ]
-    if on_gpu:
-        command = ["nvcc", "-O3", "-arch=native", *cublas(folder)]
-    _cuda.run_compiler([*command, "-o", str(folder / "matmul"), str(folder / "matmul.cu")], "matmul.cu")
-    return folder / "matmul"
-
-
-def cublas(folder: Path) -> list[str]:
-    """What nvcc needs to link cuBLAS; nothing where the toolkit came without it, as the program can do, too."""
-    (folder / "asks.cu").write_text("#include <cublas_v2.h>\n")
-    if subprocess.run(["nvcc", "-E", "asks.cu"], cwd=folder, capture_output=True).returncode:
-        return []
-    toolkit = Path(shutil.which("nvcc") or "").resolve().parents[1]
-    places = [toolkit / name for name in ("lib64", "targets/x86_64-linux/lib")]  # the loader may not look there
-    return ["-lcublas", *(f"-Xlinker=-rpath={place}" for place in places if place.is_dir())]
+def build(on_gpu: bool) -> Path:
+    """The program, by the command of its first lines; `python in_depth/_cuda.py --build` has made it before."""
+    arch = _cuda.architecture(torch.cuda.get_device_capability()) if on_gpu else "cpu"
+    return _cuda.program_file(PROGRAM, arch)
 
 
 def passing_rows(program: Path, seconds: float = 500) -> Iterator[list[str]]:
@@ -135,8 +123,7 @@ def product(inside: str, kernel: str, a, b, order: int = FORWARD, counting: bool
 
 def verify(inside: str) -> None:
     """Ends the program unless every kernel is right."""
-    with tempfile.TemporaryDirectory() as folder:
-        list(passing_rows(build(Path(folder), on_gpu=False)))
+    list(passing_rows(build(on_gpu=False)))
     for kernel in KERNELS:
         a, b = matmul_ladder.random_inputs(139, 130, 77, torch.float32, "cpu")
         results = [product(inside, kernel, a, b, order) for order in (FORWARD, REVERSE, 7, racing(7))]
@@ -241,29 +228,58 @@ def write_places(inside: str) -> None:
     )
 
 
-def time_on_gpu(dry: bool, folder: Path | None) -> None:
-    """What the program prints on this GPU, beside torch's product and the prediction."""
+def time_on_gpu(dry: bool, folder: Path | None, limit: float) -> None:
+    """The kernels on this GPU beside torch's product and the prediction; then the program, which has to pass."""
+    end = time.monotonic() + limit
     gpu, device = predictions.here(), device_here()
+    on_gpu = device.type == "cuda" and torch.version.cuda is not None
+    inside = _cuda.program_inside(PROGRAM, PRODUCT, on_gpu=on_gpu)
     size = 128 if dry else 4096
+    given = bench_matmul_ladder.problem((size, size, size), torch.float32, device)
     torch.backends.cuda.matmul.allow_tf32 = False
-    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
-    theirs = timer(device, 2 if dry else 20)(lambda: a @ b).median
     table = Table(
         "09_ground_gpu",
         f"matmul.cu at {size} x {size} x {size}, timed",
-        ["kernel", "TFLOP/s", "of torch.mm (cuBLAS)", *predictions.COLUMNS],
-        "fp32 without TF32. The program's own times: the mean of 20 calls. torch.mm: the median of 20, with a cold L2.",
+        [
+            *("kernel", "TFLOP/s", "torch.mm (cuBLAS) beside it, TFLOP/s", "of torch.mm"),
+            *(*predictions.COLUMNS, "the prediction is refuted by"),
+        ],
+        "fp32 without TF32. Medians of 20 calls with a cold L2 cache, torch.mm after each call, and their ratio with "
+        "quartiles. Every element of the product is held against float64, before and after.",
         folder,
     )
-    expected = predictions.product(gpu, 2 * size**3, "fp32")
-    table.add("torch.mm", round(2e-12 * size**3 / theirs, 2), "100%", *predictions.cells(expected, theirs))
-    with tempfile.TemporaryDirectory() as there:  # a row is written when it is there: a borrowed GPU may go any time
-        for words in passing_rows(build(Path(there), on_gpu=not dry)):
-            if words and words[0] in KERNELS and "TFLOP/s" in words:
-                rate = float(words[words.index("TFLOP/s") - 1])
-                took = 2e-12 * size**3 / rate
-                expected = predictions.ladder(gpu, words[0].replace("register_tiles", "vectorised"), size)
-                table.add(words[0], rate, f"{theirs / took:.0%}", *predictions.cells(expected, took))
+    wrong = []
+    for kernel, number in reversed(KERNELS.items()):  # the fastest first; naive takes longest
+        out = torch.full((size, size), float("nan"), device=device)
+        theirs = torch.empty_like(out)
+
+        def run(out=out, number=number) -> None:
+            call(inside, "run_product", number, size, size, size, given.a, given.b, out)
+
+        run()
+        if why := given.objection(out):
+            wrong.append(f"{kernel} at {size} cubed: {why}")
+            table.add(kernel, f"left out: {why}", *["-"] * 5)
+            continue
+        first = out.clone()
+        runs = {"ours": run, "theirs": lambda theirs=theirs: torch.mm(given.a, given.b, out=theirs)}
+        seconds = paired_seconds(device, runs, 2 if dry else 20)
+        if not torch.equal(out, first):
+            wrong.append(f"{kernel} at {size} cubed: its last call has another result than its first")
+            continue
+        took, beside = (ratio_of(seconds[name]).median for name in ("ours", "theirs"))
+        pairs = ratio_of([b / a for a, b in zip(*seconds.values(), strict=True)])
+        cells = predictions.cells(predictions.ladder(gpu, kernel, size, size, size), took)
+        rates = (2e-12 * size**3 / each for each in (took, beside))
+        table.add(kernel, *rates, pairs, *cells, predictions.refuted(kernel))
+    left = end - time.monotonic()
+    if left < 3:
+        print(f"matmul, the program: not run, {max(0.0, left):.0f} of {limit:.0f} s are left")
+    else:
+        for words in passing_rows(build(on_gpu), left):
+            print("matmul:", *words, flush=True)
+    if wrong:
+        sys.exit("; ".join(wrong))
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
@@ -371,9 +387,9 @@ def figures() -> None:
 
 def main() -> None:
     about = "Verify matmul.cu, count what it asks for, draw it."
-    options = bench_options(about, "--gpu", "--dry", "--out", "--figures")
+    options = bench_options(about, "--gpu", "--dry", "--out", "--figures", "--seconds")
     if options.gpu:
-        time_on_gpu(options.dry, options.out)
+        time_on_gpu(options.dry, options.out, options.seconds)
         return
     if not options.figures:
         if not shutil.which("nvcc"):

@@ -299,11 +299,9 @@ def test_in_machine_code_a_thread_of_register_tiles_makes_16_shared_loads_for_64
 
 @NVCC
 def test_nvcc_builds_the_program_and_without_a_gpu_it_says_so_in_one_line(tmp_path):
-    import bench_matmul
-
     shutil.copy(PROGRAM, tmp_path)
     here = ["-arch=native"] if torch.cuda.is_available() else []
-    command = ["nvcc", "-O3", *here, "-o", "matmul", "matmul.cu", *bench_matmul.cublas(tmp_path)]
+    command = ["nvcc", "-O3", *here, "-o", "matmul", "matmul.cu", *_cuda.cublas()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
     done = run(tmp_path / "matmul", "--size", "64", "64", "64")

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from harness.predictions import (
     LADDER,
     LOOPS,
     START,
+    TENSOR,
     attention,
     cells,
     gpu_called,
@@ -61,14 +63,43 @@ def test_the_ground_floor_masks_every_tile_and_computes_some_products_twice():
     assert causal > attention(H200, "forward", 2, 8192, 16, 64, causal=True)
 
 
-def test_each_rung_of_the_ladder_is_expected_to_be_faster_than_the_one_before():
-    fp32 = [ladder(H200, name, 4096) for name in ("naive", "coalesced", "coarsened_1d", "coarsened_2d", "vectorised")]
-    assert fp32 == sorted(fp32, reverse=True) and ladder(H200, "warp_tiles", 4096) >= product(H200, 2 * 4096**3, "fp32")
-    bf16 = [ladder(H200, name, 8192) for name in ("mma_tiles", "tma_wgmma", "persistent", "multicast", "ping_pong")]
+def cubed(name, size):
+    return ladder(H200, name, size, size, size)
+
+
+def test_each_rung_of_the_ladder_is_expected_where_its_instructions_and_its_bytes_of_l2_put_it():
+    fp32 = [cubed(name, 4096) for name in ("naive", "coalesced", "shared_tiles", "coarsened_1d", "coarsened_2d")]
+    assert [*fp32, cubed("vectorised", 4096)] == sorted([*fp32, cubed("vectorised", 4096)], reverse=True)
+    assert cubed("warp_tiles", 4096) >= product(H200, 2 * 4096**3, "fp32")
+    rate = 2e-12 * 4096**3 / cubed("coarsened_1d", 4096)
+    assert 18 < rate < 20, f"{rate} TFLOP/s: 167 instructions for 64 multiply-adds, without copies that never run"
+    bf16 = [cubed(name, 8192) for name in ("mma_tiles", "tma_wgmma", "persistent", "multicast")]
     assert bf16 == sorted(bf16, reverse=True)
-    small = [ladder(H200, name, 1024) for name in ("persistent", "ping_pong")]
-    assert small[1] < 0.9 * small[0], "where K is small, stores are a good part of the time"
-    assert ladder(H200, "triton", 4096) is None
+    assert ladder(H200, "triton", 1, 1, 1) is None and ladder(None, "naive", 1, 1, 1) is None
+    assert ladder(gpu_called("A100"), "fp8_product", 1, 1, 1) is None
+    assert all(predictions.refuted(name) not in ("", "-") for name in (*LADDER, *TENSOR))
+
+
+def test_a_tile_by_hand():
+    """128 x 256 x 8192 on each of 132: 128 clocks a term, 48 bytes a clock from L2, 4,224 for two blocks that share B.
+
+    Half of the store of 64 KB, by 132 blocks at one time, is 845 clocks of L2. Alone a block asks for 6,336 bytes.
+    """
+    multicast = TENSOR["multicast"]
+    assert multicast.products(H200) == pytest.approx(16, rel=0.01)
+    assert multicast.asks(H200) == pytest.approx(4224, rel=0.01)
+    assert TENSOR["persistent"].asks(H200) == pytest.approx(6336, rel=0.01) == TENSOR["ping_pong"].asks(H200)
+    assert TENSOR["fp8_product"].asks(H200) == pytest.approx(4224, rel=0.01)
+    waves = 16  # 1,024 pairs of tiles on 66 clusters
+    clocks = waves * (8192 * 16 + 845)
+    assert cubed("multicast", 8192) == pytest.approx(clocks / (0.8 * 1.83e9), rel=0.01)
+    alone = waves * (8192 * 16 * 6336 / 5120 + 845)
+    assert cubed("persistent", 8192) == pytest.approx(alone / (0.8 * 1.83e9), rel=0.01)
+    short = ladder(H200, "ping_pong", 8192, 8192, 1024)
+    assert short == pytest.approx(2 * waves * 1024 * 8 * 6336 / 5120 / (0.8 * 1.83e9), rel=0.03), "stores cost nothing"
+    # Where the copies in and out of HBM are all there is: 2 M N bytes and hardly a product.
+    wide = ladder(H200, "ping_pong", 65536, 65536, 8)
+    assert wide == pytest.approx(2 * 65536**2 / (0.9 * 4.8e12), rel=0.01)
 
 
 # ---------------------------------------------------------------------------------------------- counted in the binaries
@@ -166,8 +197,80 @@ def test_the_loops_of_the_kernels_have_as_many_instructions_as_were_counted():
             assert abs(got - want) <= 0.15 * want, f"{name}, D {D}: {what} {got}, and {want} in predictions.py"
 
 
+# Of a step along K in the fp32 rungs: stores to shared memory and loads from global memory that a thread of a whole
+# tile makes, by the source, and how often the loop inside is run (1: unrolled). None: whatever the machine code has.
+STEPS = {
+    "naive": (None, None, 1),
+    "coalesced": (None, None, 1),
+    "shared_tiles": (2, 2, 1),
+    "coarsened_1d": (2 * 64 * 8 // 512, 2 * 64 * 8 // 512, 1),
+    "coarsened_2d": (2 * 128 * 8 // 256, 2 * 128 * 8 // 256, 8),
+    "register_tiles": (2 * 128 * 8 // 256, 2 * 128 * 8 // 256, 8),
+    "vectorised": (5, 2, 1),
+    "warp_tiles": (5, 2, 1),
+}
+
+
+def issued(code, stores, loads, repeats):
+    """(instructions, multiply-adds) that a warp issues in one step: of all ways through the outer loop of the machine
+    code the longest one that makes as many stores and loads, with the loop inside run so often."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/ +(@!?U?P\w+ +)?([^;]*);", code)
+    rows = [(int(at, 16), bool(guard), text) for at, guard, text in lines]
+    index = {at: i for i, (at, _, _) in enumerate(rows)}
+    branches = {}  # place -> (target, is it always taken?)
+    for at, guard, text in rows:
+        if branch := re.match(r"BRA\S*\s+(\S*?)(?:, )?(0x[0-9a-f]+)", text):
+            branches[at] = int(branch[2], 16), not guard and not branch[1]
+
+    def fmas(first, last):
+        return sum(text.startswith("FFMA") for at, _, text in rows if first <= at <= last)
+
+    loops = [(target, at) for at, (target, _) in branches.items() if target < at and fmas(target, at)]
+    most = max(fmas(*loop) for loop in loops)
+    nested = sorted((loop for loop in loops if fmas(*loop) == most), key=lambda loop: loop[1] - loop[0])
+    first, last = nested[-1]
+    ways, found, seen = [(index[first], 0, 0, 0)], set(), set()
+    while ways:
+        i, length, stored, loaded = way = ways.pop()
+        if way in seen:
+            continue
+        seen.add(way)
+        at, _, text = rows[i]
+        counts = length + 1, stored + text.startswith("STS"), loaded + text.startswith("LDG")
+        if at == last:
+            found.add(counts)
+            continue
+        target, always = branches.get(at, (0, False))
+        if at < target <= last:
+            ways.append((index[target], *counts))
+        if not always:
+            ways.append((i + 1, *counts))
+    fits = [n for n, stored, loaded in found if stores in (None, stored) and loads in (None, loaded)]
+    inner = 0 if len(nested) == 1 else index[nested[0][1]] - index[nested[0][0]] + 1
+    return max(fits) + (repeats - 1) * inner, most * repeats
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not on the PATH")
+def test_the_rungs_in_fp32_issue_as_many_instructions_as_were_counted(tmp_path):
+    """What nvcc has unrolled for loops that are longer than these is in the machine code, and does not count."""
+    sys.path.append(str(find("_cuda.py").parent))
+    import _cuda
+
+    codes = []
+    for source in (find("_cuda.py").with_name("matmul_ladder.cu"), find("bench_matmul.py").with_name("matmul.cu")):
+        _cuda.resources(str(source), "sm_90a", tmp_path / f"{source.stem}.cubin")
+        codes += _cuda.functions(tmp_path / f"{source.stem}.cubin")
+    for name, rung in LADDER.items():
+        whole = re.compile(rf"_Z\d+{name}(iii|ILb1E)")  # of a template the variant for whole tiles
+        code = next(code for code in codes if whole.match(code))
+        instructions, fmas = issued(code, *STEPS[name])
+        counted = instructions / fmas
+        assert counted == pytest.approx(rung.instructions, rel=0.05), f"{name}: {instructions} for {fmas} multiply-adds"
+
+
 def test_every_rung_with_a_prediction_is_a_rung():
     source = find("matmul_ladder.py").read_text()
     names = set(re.findall(r"Rung\(\d+, \"(\w+)\"", source))
-    assert set(LADDER) <= names and {"mma_tiles", *predictions.WGMMA} <= names
+    assert set(LADDER) - {"register_tiles"} <= names and set(TENSOR) - {"fp8_product"} <= names
     assert predictions.COLUMNS and (ROOT / "tests/harness/predictions.py").exists()

@@ -2,19 +2,25 @@
 
     python 09_kernels/in_depth/bench_matmul_ladder.py   on any machine: sectors, bank turns, registers, the roofline
     python 09_kernels/in_depth/bench_matmul_ladder.py --figures       only draw the figure again
-    python 09_kernels/in_depth/bench_matmul_ladder.py --gpu           verify on the GPU, then time every rung
+    python 09_kernels/in_depth/bench_matmul_ladder.py --gpu --seconds 40    verify on the GPU, then time every rung
     python bench_matmul_ladder.py --gpu --dry --out DIR   the same program at tiny sizes on the CPU: no results
 
 First every rung must be as exact as PyTorch's product, and fetch what was predicted; only then is anything written.
-Times on a GPU: CUDA events around one call, with the L2 cache overwritten before it; the median of many.
+On a GPU each rung is tried in a process of its own first. Then, at the shape at which it is timed, every element of its
+product is held against float64, before and after its times are taken. Times: CUDA events around one call, with a cold
+L2 cache; cuBLAS has its turn after each call of the rung, and "of cuBLAS" is the ratio of two neighbours. The most
+valuable rungs come first, and what --seconds does not allow is named and left out. `python _cuda.py --build` before it
+saves the time of nvcc.
 """
 
+import contextlib
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -24,10 +30,10 @@ import matmul_ladder as ladder
 import torch
 from _bench_options import bench_options
 from harness import predictions
-from harness.ceilings import Table, copy_bandwidth, device_here, timer
+from harness.ceilings import Table, copy_bandwidth, device_here, paired_seconds, timer
 from harness.figures import COLOURS, GREY, write_figure
-from harness.report import write_result
-from matmul_ladder import GPUS, LADDER, RUNGS, TRITON, check_matmul, error_ratio, occupancy, verify, within
+from harness.report import ratio_of, write_result
+from matmul_ladder import GPUS, LADDER, RUNGS, TRITON, check_matmul, occupancy, rms_error, verify, within
 
 COUNTED = (256, 256, 128)  # whole tiles of every rung, and a whole cluster of them
 ARCH = "sm_90a"
@@ -84,9 +90,9 @@ for size in eval(sys.argv[2]):
 def wrong_on_gpu(names: list[str], sizes: tuple[tuple[int, ...], ...] = SIZES_ON_GPU, limit: float = 60.0) -> dict:
     """Rung -> why it is not timed. Each is tried in a process of its own, all at once: one that waits for ever, or
     writes where it must not, would take the others with it."""
-    if torch.version.cuda:  # built once, and not by everybody
-        for source in sorted({RUNGS[name].call[0] for name in names if name in RUNGS}):
-            _cuda.library(source, "cuda", torch.cuda.get_device_capability())
+    if torch.version.cuda:  # built once, side by side, and not by everybody
+        sources = sorted({_cuda.HERE / RUNGS[name].call[0] for name in names if name in RUNGS})
+        _cuda.build_all(sources, _cuda.architecture(torch.cuda.get_device_capability()))
     pipes, here = dict(stderr=subprocess.PIPE, text=True), Path(ladder.__file__).parent
     children = {
         name: subprocess.Popen([sys.executable, "-c", CHECK, name, str(sizes)], cwd=here, **pipes) for name in names
@@ -99,7 +105,8 @@ def wrong_on_gpu(names: list[str], sizes: tuple[tuple[int, ...], ...] = SIZES_ON
                 wrong[name] = (said.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:120]
         except subprocess.TimeoutExpired:
             child.kill()
-            child.communicate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a kernel that never ends may hold its process
+                child.communicate(timeout=5)
             wrong[name] = f"not done after {limit:.0f} s"
     return wrong
 
@@ -356,61 +363,127 @@ def timed(dry: bool, repeats: int) -> Callable[[Callable[[], object]], float]:
     return lambda run: clock(run).median
 
 
-def time_ladder(dry: bool, folder: Path | None) -> None:
-    """Times every rung that is right, and ends with exit code 1 if there is one that is not."""
+@dataclass(frozen=True)
+class Problem:
+    """A product that is timed, and what it has to be."""
+
+    a: torch.Tensor  # [M, K]
+    b: torch.Tensor  # [K, N]
+    want: torch.Tensor  # in float64
+    error: float  # of PyTorch's product in the same precision
+
+    def objection(self, out: torch.Tensor) -> str:
+        """Why this is not the product; "" if it is. Every element counts, and NaN is no number."""
+        ratio = rms_error(out, self.want) / self.error
+        if not within(ratio, 2):
+            return f"its error is {ratio:.3g} times that of torch.mm"
+        size = float(self.want.square().mean().sqrt())
+        worst = float(((out.double() - self.want).abs() / (self.want.abs() + size)).max())
+        limit = 2**-8 if out.dtype == torch.bfloat16 else 1e-4  # one wrong element hardly changes a mean of millions
+        return "" if within(worst, limit) else f"an element is off by {worst:.2g} of it, and {limit:.2g} is allowed"
+
+
+def problem(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Problem:
+    """Random numbers: on zeros a GPU draws less power, and clocks higher than it ever does in training."""
+    M, N, K = shape
+    generator = torch.Generator(device).manual_seed(sum(shape))
+    a, b = (torch.randn(rows, K, device=device, generator=generator).to(dtype) for rows in (M, N))
+    b = b.t().contiguous() if dtype == torch.float32 else b.t()  # bf16: as F.linear hands over its weight
+    return Problem(a, b, *ladder.reference(a, b))
+
+
+def to_time(dry: bool) -> list[tuple[str, torch.dtype, tuple[int, int, int]]]:
+    """Rung, precision and M, N, K, the most valuable first: who ends this early has the ones that matter."""
+    large, short, fp32 = (8192, 8192, 8192), (8192, 8192, 1024), (4096, 4096, 4096)
+    if dry:
+        large, short, fp32 = (256, 256, 256), (256, 256, 64), (128, 128, 128)
+    chosen = []
+    for name in ("multicast", "ping_pong", "persistent", "tma_wgmma", "mma_tiles"):
+        chosen += [(name, torch.bfloat16, shape) for shape in (large, short)]
+    slow = [rung.name for rung in LADDER[::-1] if rung.dtype == torch.float32]
+    chosen += [(name, torch.float32, fp32) for name in (*slow, TRITON)]
+    chosen.insert(6, chosen.pop(10))  # the last rung in fp32 before the first ones in bf16
+    return chosen
+
+
+def time_ladder(dry: bool, folder: Path | None, limit: float) -> None:
+    """Times every rung that is right, for `limit` seconds; ends with exit code 1 if there is one that is not."""
+    end = time.monotonic() + limit
     if dry:
         verify_all(device_here().type)
-    wrong = wrong_on_gpu(["naive"], SIZES_ON_GPU[:1]) if dry else wrong_on_gpu([n for n in RUNGS if runs(n)] + [TRITON])
+    tried = ["naive"] if dry else [name for name in RUNGS if runs(name)] + [TRITON]
+    wrong = wrong_on_gpu(tried, SIZES_ON_GPU[:1] if dry else SIZES_ON_GPU, max(20.0, limit / 2))
     device, gpu = device_here(), predictions.here()
-    n = {torch.float32: 128, torch.bfloat16: 256} if dry else {torch.float32: 4096, torch.bfloat16: 8192}
-    seconds = timed(dry, 20)
     torch.backends.cuda.matmul.allow_tf32 = False  # cuBLAS in fp32 shall compute in fp32
     table = Table(
         "09_matmul_gpu",
         "The ladder, timed",
-        ["rung", "precision", "M = N = K", "TFLOP/s", "of cuBLAS", *predictions.COLUMNS],
-        f"Median of 20 calls with a cold L2 cache; TF32 off. A copy of a large tensor moves {copied(dry) / 1e12:.3g} "
-        "TB/s. Predicted from the SASS of each rung (tests/harness/predictions.py).",
+        [
+            *("rung", "precision", "shape", "TFLOP/s", "cuBLAS beside it, TFLOP/s", "of cuBLAS"),
+            *(*predictions.COLUMNS, "the prediction is refuted by"),
+        ],
+        "Shape: M x N x K. Medians of 20 calls, fewer if they are slow, each with a cold L2 cache; cuBLAS (torch.mm) "
+        "after each, and their ratio with quartiles. TF32 off. A copy of a large tensor moves "
+        f"{copied(dry) / 1e12:.3g} TB/s. Predicted from the SASS of each rung, and from what it asks of L2.",
         folder,
     )
-    # The tensor cores' rungs first, fast before slow: who ends this early has the ones that matter.
-    for dtype, names in (
-        (torch.bfloat16, [r.name for r in LADDER[::-1] if r.dtype == torch.bfloat16]),
-        (torch.float32, [*(r.name for r in LADDER[::-1] if r.dtype == torch.float32), TRITON]),
-    ):
-        size, precision = n[dtype], str(dtype).removeprefix("torch.")
-        a = torch.randn(size, size, device=device).to(dtype)
-        b = torch.randn(size, size, device=device).to(dtype).t()  # as F.linear hands over its weight
-        b = b.contiguous() if dtype == torch.float32 else b
-        cublas = seconds(lambda a=a, b=b: torch.mm(a, b))
-        rate = 2 * size**3 / 1e12
-        expected = predictions.product(gpu, 2 * size**3, "bf16" if dtype == torch.bfloat16 else "fp32")
-        table.add("cuBLAS (torch.mm)", precision, size, rate / cublas, "100%", *predictions.cells(expected, cublas))
-        for name in names:
-            if name in RUNGS and device.type == "cuda" and not runs(name):
-                continue
-            if name in wrong:
-                table.add(name, precision, size, f"left out: {wrong[name]}", "-", "-", "-")
-                continue
-            out = torch.full((size, size), float("nan"), dtype=dtype, device=device)
-            ratio = error_ratio(ladder.matmul(a, b, name, out=out), a, b)
-            if not within(ratio, 2):
-                wrong[name] = f"at {size} its error is {ratio:.3g} times that of torch.mm"
-                table.add(name, precision, size, f"left out: {wrong[name]}", "-", "-", "-")
-                continue
-            took = seconds(lambda a=a, b=b, out=out, name=name: ladder.matmul(a, b, name, out=out))
-            cells = predictions.cells(predictions.ladder(gpu, name, size), took)
-            table.add(name, precision, size, rate / took, f"{cublas / took:.0%}", *cells)
+    problems: dict[tuple, Problem] = {}
+    for name, dtype, shape in to_time(dry):
+        if name in RUNGS and device.type == "cuda" and not runs(name):
+            continue
+        cells = [name, str(dtype).removeprefix("torch."), " x ".join(map(str, shape))]
+        if name not in wrong and end - time.monotonic() < 2 and table.rows:
+            table.add(*cells, f"left out: less than 2 of {limit:.0f} s are left", *["-"] * 5)
+            continue
+        if name not in wrong:
+            if (shape, dtype) not in problems:
+                problems[shape, dtype] = problem(shape, dtype, device)
+            rows = time_rung(name, problems[shape, dtype], 2 if dry else 20, device)
+            if isinstance(rows, str):
+                wrong[name] = f"at {cells[2]} {rows}"
+        if name in wrong:
+            table.add(*cells, f"left out: {wrong[name]}", *["-"] * 5)
+            continue
+        ours, cublas = rows["rung"], rows["cuBLAS"]
+        took, theirs = ratio_of(ours).median, ratio_of(cublas).median
+        pairs = ratio_of([c / r for r, c in zip(ours, cublas, strict=True)])
+        work = 2e-12 * shape[0] * shape[1] * shape[2]
+        expected = predictions.cells(predictions.ladder(gpu, name, *shape), took)
+        table.add(*cells, work / took, work / theirs, pairs, *expected, predictions.refuted(name))
     if wrong:
         sys.exit("; ".join(f"{name}: {why}" for name, why in wrong.items()))
 
 
+def time_rung(name: str, given: Problem, repeats: int, device: torch.device) -> dict[str, list[float]] | str:
+    """Seconds of each call of the rung and of cuBLAS, which take turns; or why the rung's product is wrong."""
+    out = given.a.new_full(given.want.shape, float("nan"))
+    theirs = torch.empty_like(out)
+
+    def run() -> None:
+        ladder.matmul(given.a, given.b, name, out=out)
+
+    run()
+    if why := given.objection(out):
+        return why
+    first = out.clone()
+    start = time.monotonic()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    repeats = max(min(repeats, 5), min(repeats, int(1.5 / max(1e-6, time.monotonic() - start))))
+    runs = {"rung": run, "cuBLAS": lambda: torch.mm(given.a, given.b, out=theirs)}
+    seconds = paired_seconds(device, runs, repeats)
+    if not torch.equal(out, first):
+        return "its last call has another result than its first"
+    return seconds
+
+
 def main() -> None:
     about = "Predict, count and time the ladder of matrix products."
-    options = bench_options(about, "--gpu", "--dry", "--out", "--figures", counts_into_out=True)
+    options = bench_options(about, "--gpu", "--dry", "--out", "--figures", "--seconds", counts_into_out=True)
     if not options.figures:
         if options.gpu:
-            time_ladder(options.dry, options.out)
+            time_ladder(options.dry, options.out, options.seconds)
             return
         verify_all("cpu")
         predict_and_count(options.out)

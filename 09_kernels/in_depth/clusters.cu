@@ -5,8 +5,7 @@
 //     rung            what it adds to rung 10
 //     11 multicast    a cluster of two blocks: each fetches its own rows of A and half of B, and the copy engine writes
 //                     that half into the shared memory of both
-//     12 ping_pong    two warpgroups on tiles of their own: one multiplies while the other writes out, which it does
-//                     through shared memory, by the copy engine
+//     12 ping_pong    two warpgroups on tiles of their own: one multiplies while the other writes out
 //
 // What 11 saves. By itself a block asks L2 for 128 + 256 rows of 64 numbers in a step, 48 KB, for 1,024 clocks of
 // products: 132 blocks for 6,336 bytes a clock, and L2 of an H100 gives 5,120. In a cluster a block asks for 128 + 128
@@ -16,14 +15,16 @@
 //                                            A   rows 0 to 127                rows 128 to 255
 //                                            B   rows 0 to 127 ──> both       rows 128 to 255 ──> both
 //
-// What 12 hides. While the two warpgroups of rungs 9 to 11 write their sums out, nothing multiplies. Here a tile is as
-// large as one warpgroup's registers allow, 64 x 256, and two are under way:
+// What 12 hides. In rungs 10 and 11 both warpgroups write their sums out at the same time. There is room for half of them
+// on their way, so until the copy engine has taken the first half nothing multiplies. In rung 12 a tile is as large as
+// one warpgroup's registers allow, 64 x 256, all of it has room on its way, and two are under way:
 //
 //     warpgroup 1   multiply tile 0 | write 0 .......... | multiply tile 2 | write 2
 //     warpgroup 2                   | multiply tile 1    | write 1 ....... | multiply tile 3
 //
 // The price: a tile of half the height asks L2 for 64 + 128 rows for 512 clocks, 6,336 bytes a clock again, as rung 10.
-// So 12 pays where K is small and the sums are written often, and 11 where it is large.
+// If L2 gives 5,120, that is 24 % more time. To take half of the sums of 132 blocks (4.3 MB) costs L2 845 clocks a tile:
+// 5 % of its products if K is 1,024. By these numbers 12 beats 11 only where K is smaller than some 220.
 //
 // Here all shared memory is dynamic, barriers included: tiles first, barriers behind them.
 #include "clusters.h"
@@ -60,7 +61,7 @@ __device__ inline void load_stage(bf16* tiles, Barriers* b, int use, int rank, c
     constexpr int STAGE = (BM + BN) * TILE_K;
     int s = use % STAGES;
     bf16 *to = tiles + s * STAGE, *half = to + BM * TILE_K + rank * HALF_B;
-    wait_for_cluster(&b->empty[s], (use / STAGES + 1) % 2);
+    wait(&b->empty[s], (use / STAGES + 1) % 2);  // why an acquire for the cluster is not needed: at arrive_at()
     arrive_and_expect(&b->full[s], STAGE * 2);
     copy_tile(to, A, row, k, &b->full[s]);
     copy_tile_to_all(half, B, col + rank * BN / CLUSTER, k, &b->full[s], (1 << CLUSTER) - 1);
@@ -76,10 +77,10 @@ __device__ inline void give_back(Barriers* b, int use) {
 
 __global__ void __launch_bounds__(384, 1)
 multicast(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
-          global<bf16> C) {
+          const __grid_constant__ CUtensorMap C_map, global<bf16> C, int by_engine) {
     constexpr int BM = 128, STAGE = (BM + BN) * TILE_K;
     DYNAMIC_SHARED(bf16, tiles);
-    Barriers* b = barriers_behind(tiles + STAGES * STAGE, 8);
+    Barriers* b = barriers_behind(tiles + STAGES * STAGE + BM * BN / 2, 8);
     int t = threadIdx.x, warpgroup = t / 128, rank = rank_in_cluster(), steps = (K + TILE_K - 1) / TILE_K;
     int pairs = (M + CLUSTER * BM - 1) / (CLUSTER * BM), cols = (N + BN - 1) / BN, pair, col, use = 0;
     if (warpgroup == 0) {
@@ -91,6 +92,8 @@ multicast(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
         }
     } else {
         take_registers<232>();
+        int warp = t / 32 - 4;
+        bf16* buffer = tiles + STAGES * STAGE + warp * 2 * 16 * TILE_K;  // for half of the warp's sums at a time
         for (int index = blockIdx.x / CLUSTER; index < pairs * cols; index += gridDim.x / CLUSTER) {
             tile_of<8>(index, pairs, cols, &pair, &col);
             float sum[128] = {};
@@ -105,34 +108,16 @@ multicast(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
             }
             wgmma_wait<0>(sum);
             give_back(b, use - 1);
-            put_tile(C, sum, (pair * CLUSTER + rank) * BM + (warpgroup - 1) * 64, col * BN, M, N);
+            int row = (pair * CLUSTER + rank) * BM;
+            if (by_engine) put_tile_by_engine<2>(&C_map, buffer, sum, row + warp * 16, col * BN);
+            else put_tile(C, sum, row + (warpgroup - 1) * 64, col * BN, M, N);
         }
+        if (t % 32 == 0) out_wait<0>();  // shared memory is there until it has been read
     }
     cluster_barrier();  // nobody ends while the other block may still signal or write here
 }
 
 // ---------------------------------------------------------------------------------------------- rung 12: ping-pong
-
-// A warp writes its 16 x 256 sums into shared memory, as four tiles of 64 columns, in the swizzle that the engine takes
-// back out: the 32 lanes of a store then find 32 banks. (Straight to C, they would write 16 bytes in each of 8 rows.)
-__device__ inline void put_tile_by_engine(const CUtensorMap* C, bf16* buffer, const float (&sum)[128], int row,
-                                          int col) {
-    int lane = threadIdx.x % 32;
-    if (lane == 0) out_wait<0>();  // what I wrote out last has been read,
-    __syncwarp();                  // and all lanes know
-#pragma unroll
-    for (int j = 0; j < 32; j++)
-        for (int lower = 0; lower < 2; lower++) {
-            bf16* to = buffer + j / 8 * 16 * TILE_K + swizzled(lane / 4 + 8 * lower, j % 8) + lane % 4 * 2;
-            put_shared(to, sum[4 * j + 2 * lower], sum[4 * j + 2 * lower + 1]);
-        }
-    shared_is_written();  // each lane says so for itself,
-    __syncwarp();         // all have, and one asks
-    if (lane == 0) {
-        for (int j = 0; j < 4; j++) copy_tile_out(C, row, col + j * TILE_K, buffer + j * 16 * TILE_K);
-        out_commit();
-    }
-}
 
 // Tile i of a cluster belongs to warpgroup i % 2. The producer fills stages for tile 0, 1, 2, ... in this order, so that
 // tile i begins with `use` = i · steps, whoever owns it. turn[w] says that warpgroup w may multiply. Without it the two
@@ -177,7 +162,7 @@ ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
             wgmma_wait<0>(sum);
             give_back(b, use - 1);
             int row = (pair * CLUSTER + rank) * BM;
-            if (by_engine) put_tile_by_engine(&C_map, buffer, sum, row + warp * 16, col * BN);
+            if (by_engine) put_tile_by_engine<4>(&C_map, buffer, sum, row + warp * 16, col * BN);
             else put_tile(C, sum, row, col * BN, M, N);
         }
         if (lane == 0) out_wait<0>();  // shared memory is there until it has been read
@@ -190,20 +175,15 @@ ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
 extern "C" const char* run_matmul_clusters(int rung, int M, int N, int K, const bf16* A, const bf16* B, bf16* C,
                                            void* stream) {
     if (rung != 11 && rung != 12) return "clusters.cu has rungs 11 and 12";
-    int BM = rung == 11 ? 128 : 64, shared = (STAGES * (BM + BN) * TILE_K + (rung == 12 ? 2 * BM * BN : 0)) * 2;
-    CUtensorMap map_a, map_b, map_c;
+    int BM = rung == 11 ? 128 : 64, out = rung == 11 ? BM * BN / 2 : 2 * BM * BN, by_engine;
+    int shared = (STAGES * (BM + BN) * TILE_K + out) * 2 + sizeof(Barriers);
+    CUtensorMap map_a, map_b, map_c = {};
     const char* error = describe_matrix(&map_a, A, M, K, BM);
     if (!error) error = describe_matrix(&map_b, B, N, K, BN / CLUSTER);
-    // The engine takes matrices whose rows begin at multiples of 16 bytes. Others are written by the threads.
-    int by_engine = N % 8 == 0 && (uintptr_t)C % 16 == 0;
-    map_c = map_a;
-    if (!error && by_engine) error = describe_matrix(&map_c, C, M, N, 16);
+    if (!error) error = describe_output(&map_c, C, M, N, &by_engine);
     if (error) return error;
     int all = (M + CLUSTER * BM - 1) / (CLUSTER * BM) * ((N + BN - 1) / BN);
     dim3 blocks(CLUSTER * std::min(all, multiprocessors() / CLUSTER)), threads(384);
-    shared += sizeof(Barriers);
-    if (rung == 11)
-        return launch_clusters(CLUSTER, multicast, blocks, threads, shared, stream, M, N, K, map_a, map_b, C);
-    return launch_clusters(CLUSTER, ping_pong, blocks, threads, shared, stream, M, N, K, map_a, map_b, map_c, C,
-                           by_engine);
+    return launch_clusters(CLUSTER, rung == 11 ? multicast : ping_pong, blocks, threads, shared, stream, M, N, K, map_a,
+                           map_b, map_c, C, by_engine);
 }

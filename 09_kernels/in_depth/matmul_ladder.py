@@ -92,9 +92,10 @@ LADDER = [
     Rung(7, "warp_tiles", torch.float32, (128, 128), 256),
     Rung(8, "mma_tiles", torch.bfloat16, (128, 128), 256, 3 * (128 + 128) * 64 * 2, capability=(8, 0)),
     Rung(9, "tma_wgmma", torch.bfloat16, (128, 256), 256, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
-    Rung(10, "persistent", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
-    # Behind the tiles lie ten barriers of 8 bytes; in rung 12, before them, two tiles of sums on their way out (64 KB).
-    Rung(11, "multicast", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 64 * 2 + 80, capability=(9, 0), cluster=2),
+    # From here on sums on their way out lie behind the tiles: half of a tile's 64 KB in rungs 10 and 11, and two whole
+    # tiles of 32 KB in rung 12. In rungs 11 and 12, ten barriers of 8 bytes behind them.
+    Rung(10, "persistent", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 128 + 32768, capability=(9, 0)),
+    Rung(11, "multicast", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 128 + 32848, capability=(9, 0), cluster=2),
     Rung(12, "ping_pong", torch.bfloat16, (64, 256), 384, 4 * (64 + 256) * 128 + 65616, capability=(9, 0), cluster=2),
 ]
 RUNGS = {rung.name: rung for rung in LADDER}
@@ -239,10 +240,10 @@ def rms_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).square().mean().sqrt())
 
 
-def error_ratio(got: Tensor, a: Tensor, b: Tensor) -> float:
-    """The error of `got` over that of PyTorch's product in the same precision; both against float64.
+def reference(a: Tensor, b: Tensor) -> tuple[Tensor, float]:
+    """a · b in float64, and the error of PyTorch's product in the precision of a and b.
 
-    Where PyTorch's is smaller than what a sum of K terms in fp32, one after the other, is off by, that is taken: each
+    Where that is smaller than what a sum of K terms in fp32, one after the other, is off by, it is this instead: each
     of the K additions rounds a partial sum of k terms by up to eps/2 of it, in the mean square eps²/12, and over all k
     that gives eps √(K/24) of the result. cuBLAS may cut K into p pieces and add those; its error is √p times smaller,
     and a kernel which does not is no less right.
@@ -255,7 +256,13 @@ def error_ratio(got: Tensor, a: Tensor, b: Tensor) -> float:
         torch.backends.cuda.matmul.allow_tf32 = allowed
     want = a.double() @ b.double()
     in_order = torch.finfo(torch.float32).eps * math.sqrt(a.shape[1] / 24) * float(want.square().mean().sqrt())
-    return rms_error(got, want) / max(rms_error(theirs, want), in_order, 1e-30)
+    return want, max(rms_error(theirs, want), in_order, 1e-30)
+
+
+def error_ratio(got: Tensor, a: Tensor, b: Tensor) -> float:
+    """The error of `got` over that of PyTorch's product in the same precision; both against float64."""
+    want, theirs = reference(a, b)
+    return rms_error(got, want) / theirs
 
 
 def within(error: float, limit: float) -> bool:

@@ -101,6 +101,27 @@ __device__ inline void copy_tile(bf16* to, const CUtensorMap* matrix, int row, i
                            : "memory"));
 }
 
+// ---- Hopper: from shared memory to global memory. The copy engine reads shared memory by another way than threads write
+// it: each thread that has written must say so (a fence between the two ways), before one of them asks for the copy.
+__device__ inline void put_shared(bf16* to, float first, float second) {
+    *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(first, second);
+}
+__device__ inline void shared_is_written() {
+    ON_HOPPER(asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"));
+}
+// One tile out; rows and columns beyond the matrix are left out
+__device__ inline void copy_tile_out(const CUtensorMap* matrix, int row, int col, const bf16* from) {
+    ON_HOPPER(asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];\n" ::"l"(
+                               matrix),
+                           "r"(col), "r"(row), "r"(address_of(from))
+                           : "memory"));
+}
+__device__ inline void out_commit() { ON_HOPPER(asm volatile("cp.async.bulk.commit_group;\n" ::: "memory")); }
+template <int LEFT>  // wait until all but LEFT of my groups have *read* shared memory, so that it may be written again
+__device__ inline void out_wait() {
+    ON_HOPPER(asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(LEFT) : "memory"));
+}
+
 // ---- Hopper: D[64, 256] += A[64, 16] · B[256, 16]ᵀ by 128 threads, straight from shared memory
 __device__ inline uint64_t descriptor(const bf16* tile, int k) { return descriptor_of(address_of(tile) + 2 * k); }
 __device__ inline void wgmma_fence() { ON_HOPPER(asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory")); }
@@ -153,6 +174,7 @@ inline int multiprocessors() {
 #else  // -------------------------------------------------------------------------------------------------- on the CPU
 
 #include <map>
+#include <unordered_set>
 
 namespace cuda_on_cpu {
 
@@ -177,7 +199,7 @@ struct Pending {
         }
     }
 };
-static std::map<int, Pending> copies, products;  // by thread of the block
+static std::map<int, Pending> copies, products, going_out;  // by thread of the block, or of the cluster
 inline Pending& mine(std::map<int, Pending>& all) { return all[the.running->index]; }
 
 struct Mbarrier {
@@ -190,11 +212,16 @@ struct Mbarrier {
     }
 };
 static std::map<uint64_t*, Mbarrier> mbarriers;
+static std::unordered_set<const bf16*> unseen;          // pairs in shared memory that the engine cannot see yet,
+static std::map<int, std::vector<const bf16*>> unsaid;  // by the thread that wrote them
 static bool prepared = [] {
     the.before_block = [] {
         copies.clear();
         products.clear();
+        going_out.clear();
         mbarriers.clear();
+        unseen.clear();
+        unsaid.clear();
     };
     return true;
 }();
@@ -298,6 +325,41 @@ inline void copy_tile(bf16* to, const CUtensorMap* map, int row, int col, uint64
     if (the.late()) the.in_flight.push_back(copy);
     else copy();
 }
+
+inline void put_shared(bf16* to, float first, float second) {
+    using namespace cuda_on_cpu;
+    tell(WRITES);
+    note(SHARED_STORE, to, 4);
+    to[0] = __float2bfloat16(first);
+    to[1] = __float2bfloat16(second);
+    unseen.insert(to);
+    unsaid[the.running->index].push_back(to);
+}
+inline void shared_is_written() {
+    using namespace cuda_on_cpu;
+    for (const bf16* pair : unsaid[the.running->index]) unseen.erase(pair);
+    unsaid.erase(the.running->index);
+}
+inline void copy_tile_out(const CUtensorMap* map, int row, int col, const bf16* from) {
+    using namespace cuda_on_cpu;
+    std::vector<bool> blind(map->tile_rows * TILE_K);  // what the engine does not see, it takes from anywhere: NaN here
+    for (int i = 0; i < map->tile_rows * TILE_K; i++) blind[i] = unseen.count(from + i / 2 * 2);
+    if (the.counting) {
+        int rows = std::max(0, std::min(map->tile_rows, map->rows - row));
+        the.requests[GLOBAL_STORE]++;
+        the.units[GLOBAL_STORE] += rows * std::max(0, std::min(TILE_K, map->cols - col)) * 2 / 32;
+    }
+    mine(going_out).add([=, m = *map] {
+        for (int r = 0; r < m.tile_rows && row + r < m.rows; r++)
+            for (int c = 0; c < TILE_K && col + c < m.cols; c++) {
+                int at = swizzled(r, c / 8) + c % 8;
+                const_cast<bf16*>(m.matrix)[int64_t(row + r) * m.cols + col + c] = blind[at] ? bf16{0x7fff} : from[at];
+            }
+    });
+}
+inline void out_commit() { cuda_on_cpu::mine(cuda_on_cpu::going_out).commit(); }
+template <int LEFT>
+void out_wait() { cuda_on_cpu::mine(cuda_on_cpu::going_out).wait(LEFT); }
 
 inline uint64_t descriptor(const bf16* tile, int k) {
     return descriptor_of(uint32_t((const char*)tile - cuda_on_cpu::the.dynamic_shared) + 2 * k);

@@ -7,7 +7,7 @@
 //
 //     rung               what it adds
 //     8  mma             tensor cores: a warp multiplies 16 x 16 by 16 x 8 in one instruction; cp.async copies ahead
-//     9  tma_wgmma       Hopper: one thread orders whole tiles (TMA); 128 threads multiply 64 x 256 x 16 (wgmma)
+//     9  tma_wgmma       Hopper: one thread orders whole tiles (TMA), in and out; 128 threads multiply 64 x 256 x 16 (wgmma)
 //     10 persistent      producer and consumer warps; one block per multiprocessor, which works through many tiles
 //
 // What bounds them. A tile of BM x BN fetches (BM + BN) · K numbers for BM · BN · K FMAs: 128 x 128 in bf16 makes 64
@@ -19,8 +19,8 @@
 //                   consumers:      0   1   2   3     wait for "full", multiply, signal "empty"
 //
 // In ncu look at: "tensor pipe utilisation"; 8, "stall long scoreboard" and "MIO throttle"; 9 and 10, "stall barrier".
-// What rung 10 saves is the start of each tile: loads run on while sums are written. (Products do not; clusters.cu goes
-// on there.) The tail it keeps: 8192³ has 2048 tiles, 15.5 for each of 132 multiprocessors, and in the last round half
+// What rung 10 saves is the start of each tile: loads run on while sums are written. (Products begin when half of the sums
+// have left; clusters.cu goes on there.) The tail it keeps: 8192³ has 2048 tiles, 15.5 for each of 132 multiprocessors, and in the last round half
 // of them have none.
 #include "tiles.h"
 
@@ -81,9 +81,11 @@ mma_tiles(int M, int N, int K, const bf16* A, const bf16* B, global<bf16> C) {
 
 // ------------------------------------------------------------------------------------------ what rungs 9 and 10 share
 
-// Two warpgroups of 128 threads share 128 x 256 of C, 64 rows each. Four pairs of tiles, 48 KB each.
+// Two warpgroups of 128 threads share 128 x 256 of C, 64 rows each. Four pairs of tiles, 48 KB each. Sums go out as
+// tiles came in, by the copy engine (put_tile_by_engine): in rung 9 from the place of the tiles, which are done with by
+// then; in rung 10 from a place of their own, since there the next tiles are already coming in.
 constexpr int BM = 128, BN = 256, STAGES = 4, A_TILE = BM * TILE_K, STAGE = (BM + BN) * TILE_K;
-constexpr int SHARED_BYTES = STAGES * STAGE * 2;
+constexpr int STAGE_BYTES = STAGES * STAGE * 2, OUT_BYTES = BM * BN;  // out: half of the sums, in bf16
 
 // The four wgmma of a step, for the rows of one warpgroup.
 __device__ inline void multiply_tile(float (&sum)[128], const bf16* tiles, int warpgroup) {
@@ -98,7 +100,7 @@ __device__ inline void multiply_tile(float (&sum)[128], const bf16* tiles, int w
 // steps; the parity of its phase says for which use the barrier has completed.
 __global__ void __launch_bounds__(256, 1)
 tma_wgmma(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
-          global<bf16> C) {
+          const __grid_constant__ CUtensorMap C_map, global<bf16> C, int by_engine) {
     DYNAMIC_SHARED(bf16, tiles);
     __shared__ uint64_t full[STAGES];
     int t = threadIdx.x, row0 = blockIdx.y * BM, col0 = blockIdx.x * BN, steps = (K + TILE_K - 1) / TILE_K;
@@ -125,7 +127,10 @@ tma_wgmma(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
         __syncthreads();  // both warpgroups are done with this stage, so it may be filled again
         load(step + STAGES);
     }
-    put_tile(C, sum, row0 + t / 128 * 64, col0, M, N);
+    // All tiles have been multiplied: their shared memory is free, and has room for all sums on their way out.
+    if (by_engine) put_tile_by_engine<4>(&C_map, tiles + t / 32 * 16 * BN, sum, row0 + t / 32 * 16, col0);
+    else put_tile(C, sum, row0 + t / 128 * 64, col0, M, N);
+    if (t % 32 == 0) out_wait<0>();  // shared memory is there until it has been read
 }
 
 // ------------------------------------------------------------------------------- rung 10: warp-specialised, persistent
@@ -139,7 +144,7 @@ tma_wgmma(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
 // The parity that precedes the first phase counts as completed, so in round 0 the producer passes at once.
 __global__ void __launch_bounds__(384, 1)
 persistent(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
-           global<bf16> C) {
+           const __grid_constant__ CUtensorMap C_map, global<bf16> C, int by_engine) {
     DYNAMIC_SHARED(bf16, tiles);
     __shared__ uint64_t full[STAGES], empty[STAGES];
     int t = threadIdx.x, warpgroup = t / 128, steps = (K + TILE_K - 1) / TILE_K;
@@ -168,7 +173,8 @@ persistent(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __g
         }
     } else {
         take_registers<240>();
-        int use = 0;
+        int use = 0, warp = t / 32 - 4;
+        bf16* buffer = tiles + STAGES * STAGE + warp * 2 * 16 * TILE_K;  // for half of the warp's sums at a time
         for (int index = blockIdx.x; index < tile_rows * tile_cols; index += gridDim.x) {
             tile_of<8>(index, tile_rows, tile_cols, &row, &col);
             float sum[128] = {};
@@ -182,8 +188,10 @@ persistent(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __g
             }
             wgmma_wait<0>(sum);
             if (t % 32 == 0) arrive(&empty[(use - 1) % STAGES]);
-            put_tile(C, sum, row * BM + (warpgroup - 1) * 64, col * BN, M, N);
+            if (by_engine) put_tile_by_engine<2>(&C_map, buffer, sum, row * BM + warp * 16, col * BN);
+            else put_tile(C, sum, row * BM + (warpgroup - 1) * 64, col * BN, M, N);
         }
+        if (t % 32 == 0) out_wait<0>();  // shared memory is there until it has been read
     }
 }
 
@@ -195,12 +203,16 @@ extern "C" const char* run_matmul_bf16(int rung, int M, int N, int K, const bf16
         return launch(mma_tiles, dim3((N + 127) / 128, (M + 127) / 128), dim3(256), 3 * (128 + 128) * TILE_K * 2,
                       stream, M, N, K, A, B, C);
     if (rung != 9 && rung != 10) return "tensor_cores.cu has rungs 8 to 10";
-    CUtensorMap map_a, map_b;
+    CUtensorMap map_a, map_b, map_c = {};
+    int by_engine;
     const char* error = describe_matrix(&map_a, A, M, K, BM);
     if (!error) error = describe_matrix(&map_b, B, N, K, BN);
+    if (!error) error = describe_output(&map_c, C, M, N, &by_engine);
     if (error) return error;
     dim3 tiles((N + BN - 1) / BN, (M + BM - 1) / BM);
-    if (rung == 9) return launch(tma_wgmma, tiles, dim3(256), SHARED_BYTES, stream, M, N, K, map_a, map_b, C);
+    if (rung == 9)
+        return launch(tma_wgmma, tiles, dim3(256), STAGE_BYTES, stream, M, N, K, map_a, map_b, map_c, C, by_engine);
     int all = tiles.x * tiles.y, blocks = std::min(all, multiprocessors());
-    return launch(persistent, dim3(blocks), dim3(384), SHARED_BYTES, stream, M, N, K, map_a, map_b, C);
+    return launch(persistent, dim3(blocks), dim3(384), STAGE_BYTES + OUT_BYTES, stream, M, N, K, map_a, map_b, map_c, C,
+                  by_engine);
 }

@@ -1,5 +1,6 @@
 """The ladder against float64, predictions against counts, and the shim against kernels that are wrong on purpose."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -50,10 +51,11 @@ def test_every_rung_equals_float64_at_odd_sizes_and_in_every_order_of_its_thread
 
 
 # Blocks with more than one step of each kind: a stage of tma_wgmma is used again from the fifth step of 64 on.
-# The last two have two tiles and more for a cluster, and one block of it that hangs over the edge.
+# The last two have two tiles and more for a cluster, and one block of it that hangs over the edge. Rows of C are
+# multiples of 16 bytes, so that the copy engine writes them.
 SMALL = {"shared_tiles": (33, 35, 70), "coarsened_1d": (65, 66, 20), "mma_tiles": (128, 128, 320)}
-LARGE = {"tma_wgmma": (128, 256, 384), "persistent": (200, 300, 384)}
-CLUSTERS = {"multicast": (200, 300, 320), "ping_pong": (140, 264, 320)}
+LARGE = {"tma_wgmma": (128, 256, 384), "persistent": (200, 304, 384)}
+CLUSTERS = {"multicast": (200, 304, 320), "ping_pong": (140, 264, 320)}
 # Of a cluster's 24 warps: of each block the producer, and one of each group of consumers; of a block alone the same.
 CHOSEN = {"multicast": (0, 5, 10, 12, 17, 22), "ping_pong": (0, 5, 10, 12, 17, 22), "persistent": (0, 4, 5, 8, 10)}
 
@@ -156,6 +158,81 @@ def test_occupancy_is_decided_by_the_scarcest_resource():
 # --------------------------------------------------------------------------------------------------- compiled for GPUs
 
 
+def test_one_command_builds_what_every_launch_on_a_gpu_loads(tmp_path, monkeypatch, capsys):
+    """Nothing is compiled: the compiler writes its command down, and makes an empty file."""
+    commands, loaded = [], []
+
+    def compiler(command, source):
+        if source == "elu.cu":
+            raise CudaError("elu.cu: no")
+        commands.append(command)
+        Path(command[-1]).write_text("")
+
+    copy = HERE.parents[1] / "10_mixed_precision" / "in_depth" / "_cuda_build.py"
+    spec = importlib.util.spec_from_file_location("_cuda_build_beside", copy)
+    chapter_10 = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = chapter_10  # dataclasses look there
+    monkeypatch.setattr(sys, "argv", ["_cuda.py", "--build"])
+    monkeypatch.setenv("CUDA_BUILDS", str(tmp_path / "builds"))
+    monkeypatch.setattr(_cuda, "cublas", lambda: ("-lcublas",))
+    try:
+        spec.loader.exec_module(chapter_10)
+        for module in (_cuda, chapter_10):
+            monkeypatch.setattr(module, "run_compiler", compiler)
+            monkeypatch.setattr(module.ctypes, "CDLL", lambda file: loaded.append(file))
+        assert _cuda.main() == 1, "one of them fails"
+        lines = capsys.readouterr().out.splitlines()
+        made = {line.split(":")[0] for line in lines}
+        assert (
+            made == {source.name for source in HERE.parents[1].glob("[01][0-9]_*/**/*.cu")}
+            and len(made) == len(lines) >= 8
+        )
+        assert [line for line in lines if "FAILED" in line] == ["elu.cu: FAILED: elu.cu: no"]
+        built = len(commands)
+        assert built == len(made) - 1
+        assert all("-gencode=arch=compute_90a,code=sm_90a" in command for command in commands)
+        headers = {"flash_attention_cuda.cu": ("ptx_attention.h",)}
+        for source in sorted(made - {"elu.cu", "fp8_matmul.cu", "matmul.cu"}):
+            _cuda.library.__wrapped__(source, "cuda", (9, 0), headers.get(source, ()))
+        chapter_10.library.__wrapped__("fp8_matmul.cu", "cuda", (9, 0))
+        _cuda.program_file(HERE.parent / "matmul.cu", "sm_90a")
+        assert len(commands) == built, f"built again: {commands[built:]}"
+        assert {Path(file).parent for file in loaded} == {tmp_path / "builds"} and len(loaded) == len(made) - 2
+    finally:
+        del sys.modules[spec.name]
+
+
+def test_a_changed_header_is_a_new_library(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_BUILDS", str(tmp_path / "builds"))
+    monkeypatch.setattr(_cuda, "run_compiler", lambda command, source: Path(command[-1]).write_text(""))
+    (tmp_path / "a.cu").write_text('#include "near.h"\n')
+    (tmp_path / "near.h").write_text('  #  include "far.h"\n#include "tiles.h"\n')
+    (tmp_path / "far.h").write_text("1")
+    first = _cuda.library_file(tmp_path / "a.cu", "sm_90a")
+    assert _cuda.library_file(tmp_path / "a.cu", "sm_90a") == first
+    assert {_cuda.HERE / "tiles.h", _cuda.HERE / "ptx.h"} <= set(_cuda.included(tmp_path / "a.cu"))
+    assert _cuda.library_file(tmp_path / "a.cu", "sm_80") != first
+    (tmp_path / "far.h").write_text("2")
+    assert _cuda.library_file(tmp_path / "a.cu", "sm_90a") != first
+
+
+def test_a_single_wrong_element_of_what_was_timed_is_an_objection():
+    """Among millions it hardly changes the mean error."""
+    import bench_matmul_ladder as bench
+
+    given = bench.problem((300, 200, 64), torch.bfloat16, torch.device("cpu"))
+    right = given.want.bfloat16()
+    assert given.objection(right) == ""
+    for value in (float("nan"), 1.05 * right[299, 199].item()):
+        wrong = right.clone()
+        wrong[299, 199] = value
+        assert given.objection(wrong), value
+    assert "its error is" in given.objection((given.a.half() @ given.b.half()).to(torch.float8_e4m3fn).bfloat16())
+
+
+OUT = ("UTMASTG.2D", "UTMACMDFLUSH", "FENCE.VIEW.ASYNC")  # sums leave by the copy engine, behind a fence
+
+
 @pytest.mark.prove
 @NVCC
 def test_kernels_have_no_stack_frame_and_fit_into_a_multiprocessor_and_use_the_units_they_are_about(tmp_path):
@@ -179,16 +256,17 @@ def test_kernels_have_no_stack_frame_and_fit_into_a_multiprocessor_and_use_the_u
     code = machine_code(cubin) | machine_code(other)
     for name, instructions in {
         "mma_tiles": ("HMMA.16816.F32.BF16", "LDGSTS", "LDSM"),  # mma, cp.async, ldmatrix
-        "tma_wgmma": ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "SYNCS"),  # wgmma, TMA, mbarriers
-        "persistent": ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "USETMAXREG"),
-        "multicast": ("HGMMA.64x256x16.F32.BF16", "UTMALDG.2D.MULTICAST", "UCGABAR_ARV", "SYNCS.ARRIVE.TRANS64.RED"),
-        "ping_pong": ("UTMALDG.2D.MULTICAST", "UCGABAR_WAIT", "UTMASTG.2D", "UTMACMDFLUSH", "FENCE.VIEW.ASYNC"),
+        "tma_wgmma": ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "SYNCS", *OUT),  # wgmma, TMA, mbarriers
+        "persistent": ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "USETMAXREG", *OUT),
+        "multicast": ("HGMMA.64x256x16.F32.BF16", "UTMALDG.2D.MULTICAST", "SYNCS.ARRIVE.TRANS64.RED", *OUT),
+        "ping_pong": ("HGMMA.64x256x16.F32.BF16", "UTMALDG.2D.MULTICAST", "UCGABAR_ARV", "UCGABAR_WAIT", *OUT),
     }.items():
         for instruction in instructions:
             assert instruction in code[name], f"{name} has no {instruction}"
         assert not re.search(r"\b(LDL|STL)\b", code[name]), f"{name} uses local memory"
     for name in ("multicast", "ping_pong"):  # two barriers of the cluster, at the beginning and at the end
         assert code[name].count("MEMBAR.ALL.GPU") == 2, f"{name} waits for L2 in each step"
+        assert code[name].count("CCTL.IVALL") == 2, f"{name} empties its L1 cache in each step"
 
 
 @NVCC

@@ -24,6 +24,40 @@ __device__ inline void put_tile(global<bf16> C, const float (&sum)[128], int row
     }
 }
 
+// The same by the copy engine. A warp writes its 16 x 256 sums into shared memory as four tiles of 64 columns, in the
+// swizzle that the engine takes back out: the 32 lanes of a store then find 32 banks. (Straight to C, they write 16
+// bytes in each of 8 rows.) One lane asks for each tile to be copied out, and goes on. `buffer` is this warp's own, with
+// room for BUFFERS tiles of 16 x 64. Where these are fewer than four, the third tile waits until the first is read.
+template <int BUFFERS>
+__device__ inline void put_tile_by_engine(const CUtensorMap* C, bf16* buffer, const float (&sum)[128], int row,
+                                          int col) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        bf16* tile = buffer + j % BUFFERS * 16 * TILE_K;
+        if (lane == 0) out_wait<BUFFERS - 1>();  // what I wrote here before has been read,
+        __syncwarp();                            // and all lanes know
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            for (int lower = 0; lower < 2; lower++) {
+                bf16* to = tile + swizzled(lane / 4 + 8 * lower, i) + lane % 4 * 2;
+                put_shared(to, sum[32 * j + 4 * i + 2 * lower], sum[32 * j + 4 * i + 2 * lower + 1]);
+            }
+        shared_is_written();  // each lane says so for itself,
+        __syncwarp();         // all have, and one asks
+        if (lane == 0) {
+            copy_tile_out(C, row, col + j * TILE_K, tile);
+            out_commit();
+        }
+    }
+}
+
+// The engine takes matrices whose rows begin at multiples of 16 bytes. Others are written by the threads.
+inline const char* describe_output(CUtensorMap* map, bf16* C, int M, int N, int* by_engine) {
+    *by_engine = N % 8 == 0 && (uintptr_t)C % 16 == 0;
+    return *by_engine ? describe_matrix(map, C, M, N, 16) : nullptr;
+}
+
 // Tiles are taken in stripes, STRIPE rows of tiles high, column by column: the blocks that run at one time then share
 // few rows of A and few of B, which fit into L2. (Row by row, they would need few rows of A and all of B.)
 template <int STRIPE>

@@ -2,20 +2,28 @@
 """Build a .cu file of this folder, with nvcc for a GPU or with g++ for the CPU, and call it with PyTorch's tensors.
 
 The file becomes a shared library with plain C functions, and ctypes calls them with the tensors' addresses: no headers
-of PyTorch, so a build takes two seconds instead of thirty. Libraries are kept in the temporary folder under a name made
-from everything that went into them, so a changed source is a new library and an old one is never used for it.
+of PyTorch, so a build takes two seconds instead of thirty. Libraries are kept in the temporary folder, or in the one
+that CUDA_BUILDS names in the environment. A library's name is made from everything that went into it, so a changed
+source is a new library and an old one is never used for it.
+
+    python _cuda.py --build          every .cu file of the chapters, 12 at a time, for the GPU that is here or Hopper
+    python _cuda.py --build sm_80    for another GPU; none needs to be here
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import hashlib
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +32,8 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
-HEADERS = ("gpu_on_cpu.h", "ptx_hopper.h")
+EMULATOR = "gpu_on_cpu.h"
+AT_A_TIME = 12  # builds that run side by side
 FORWARD, REVERSE = 0, 1  # orders in which the CPU runs the threads of a block; up to a million the seed of a shuffle
 
 
@@ -113,22 +122,112 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
 
 
-@cache
-def library(source: str, device_type: str, capability: tuple[int, int], headers: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The library of a source, built if it is not there yet. `headers`: what it includes beside HEADERS."""
-    if device_type == "cuda":
-        command = ["nvcc", "-O3", f"-arch={architecture(capability)}", "-shared", "-Xcompiler", "-fPIC"]
+def machine_code_for(arch: str) -> str:
+    """nvcc's option for the machine code of one GPU and nothing else.
+
+    With the shorthand -arch=sm_90a some versions of nvcc compile a source for plain sm_90 as well, which has no wgmma.
+    """
+    return f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
+
+
+def included(source: Path) -> list[Path]:
+    """A source and all files that it includes by name, directly or not, from its own folder or from this one."""
+    found: list[Path] = []
+    new = [source]
+    while new:
+        file = new.pop()
+        if file in found:
+            continue
+        found.append(file)
+        for name in re.findall(r'^ *# *include "([^"]+)"', file.read_text(), re.MULTILINE):
+            new += [place for place in (file.parent / name, HERE / name) if place.exists()][:1]
+    return found
+
+
+def builds_folder() -> Path:
+    """Where what was built is kept."""
+    named = os.environ.get("CUDA_BUILDS")
+    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"chapter-09-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def built(source: Path, command: Sequence[str], suffix: str, also: Sequence[Path] = ()) -> Path:
+    """What this command makes of a source, made if it is not there yet. `also`: files that go into it as well."""
+    parts = sorted({*included(source), *also}, key=lambda file: file.name)
+    content = b"".join(file.read_bytes() for file in parts) + " ".join(command).encode()
+    result = builds_folder() / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:20]}{suffix}"
+    if not result.exists():
+        half = result.with_suffix(f".{os.getpid()}")
+        run_compiler([*command, f"-I{HERE}", str(source), "-o", str(half)], source.name)
+        half.rename(result)  # whole, or not at all: others may build at the same time
+    return result
+
+
+def library_file(source: Path, arch: str, also: Sequence[Path] = ()) -> Path:
+    """The library of a source, built if it is not there yet. `arch`: a GPU by nvcc's name, or "cpu"."""
+    if arch != "cpu":
+        command = ["nvcc", "-O3", machine_code_for(arch), "-shared", "-Xcompiler", "-fPIC"]
     else:  # fortified longjmp forbids the jumps between stacks that fibers consist of
         command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-w"]
-    content = b"".join((HERE / name).read_bytes() for name in (source, *HEADERS, *headers)) + " ".join(command).encode()
-    folder = Path(tempfile.gettempdir()) / f"chapter-09-kernels-{os.getuid()}"
-    built = folder / f"{Path(source).stem}-{hashlib.sha256(content).hexdigest()[:20]}.so"
-    if not built.exists():
-        folder.mkdir(mode=0o700, exist_ok=True)
-        half = built.with_suffix(f".{os.getpid()}")
-        run_compiler([*command, f"-I{HERE}", str(HERE / source), "-o", str(half)], source)
-        half.rename(built)  # whole, or not at all: others may build at the same time
-    return ctypes.CDLL(str(built))
+    return built(source, command, ".so", also)
+
+
+def program_file(source: Path, arch: str) -> Path:
+    """The program of a source with a `main`, with cuBLAS where nvcc has it. `arch` as in `library_file`."""
+    if arch == "cpu":
+        emulator = HERE / EMULATOR
+        command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-include", str(emulator)]
+        return built(source, command, "", [emulator])
+    return built(source, ["nvcc", "-O3", machine_code_for(arch), *cublas()], "")
+
+
+@cache
+def cublas() -> tuple[str, ...]:
+    """What nvcc needs to link cuBLAS; nothing where the toolkit came without it, as the programs can do, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        asks = Path(folder) / "asks.cu"
+        asks.write_text("#include <cublas_v2.h>\n")
+        if not shutil.which("nvcc") or subprocess.run(["nvcc", "-E", str(asks)], capture_output=True).returncode:
+            return ()
+    toolkit = Path(shutil.which("nvcc") or "").resolve().parents[1]
+    places = [toolkit / name for name in ("lib64", "targets/x86_64-linux/lib")]  # the loader may not look there
+    return ("-lcublas", *(f"-Xlinker=-rpath={place}" for place in places if place.is_dir()))
+
+
+@cache
+def library(source: str, device_type: str, capability: tuple[int, int], headers: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The library of a source, loaded. `headers`: files that go into it beside those that it includes."""
+    arch = architecture(capability) if device_type == "cuda" else "cpu"
+    return ctypes.CDLL(str(library_file(HERE / source, arch, [HERE / name for name in headers])))
+
+
+def sources() -> list[Path]:
+    """The .cu files of this folder, and of all chapters where this is a chapter's folder."""
+    chapters = HERE.parents[1].glob("[01][0-9]_*") if re.match(r"[01]\d_", HERE.parent.name) else ()
+    return sorted({*HERE.glob("*.cu"), *(file for folder in chapters for file in folder.glob("**/*.cu"))})
+
+
+def build(source: Path, arch: str) -> str:
+    """Build a source for `arch`, whoever will ask for it; returns a line about it."""
+    start = time.monotonic()
+    try:
+        make = program_file if re.search(r"^int main\(", source.read_text(), re.MULTILINE) else library_file
+        there = make(source, arch)
+        return f"{source.name}: {time.monotonic() - start:.1f} s, {there}"
+    except CudaError as error:
+        return f"{source.name}: FAILED: {error}"
+
+
+def build_all(files: Sequence[Path], arch: str) -> list[str]:
+    """Build these side by side, and print a line for each. Returns the lines of those that failed; the others go on."""
+    failed = []
+    with ThreadPoolExecutor(AT_A_TIME) as workers:
+        for line in workers.map(build, files, [arch] * len(files)):
+            print(line, flush=True)
+            if ": FAILED: " in line:
+                failed.append(line)
+    return failed
 
 
 def call(
@@ -203,7 +302,7 @@ def resources(source: str, arch: str, cubin: Path | None = None) -> dict[str, Re
     Compiles for `arch`, which need not be there; `cubin` is where to leave the machine code, if anybody wants it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = ["nvcc", "-O3", f"-arch={arch}", "-cubin", "-Xptxas", "-v", str(HERE / source)]
+        command = ["nvcc", "-O3", machine_code_for(arch), "-cubin", "-Xptxas", "-v", str(HERE / source)]
         report = run_compiler([*command, "-o", str(cubin or f"{folder}/out.cubin")], source)
     found: dict[str, Resources] = {}
     for part in report.split("Compiling entry function")[1:]:
@@ -223,8 +322,8 @@ def resources(source: str, arch: str, cubin: Path | None = None) -> dict[str, Re
     return found
 
 
-def disassembled(cubin: Path) -> dict[str, str]:
-    """The machine code of each kernel in a cubin file, as text."""
+def functions(cubin: Path) -> list[str]:
+    """The machine code of each function in a cubin file, as text that begins with its mangled name."""
     import triton
 
     beside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"  # triton brings it along
@@ -232,8 +331,13 @@ def disassembled(cubin: Path) -> dict[str, str]:
     if not tool:
         raise CudaError("reading machine code needs cuobjdump; install triton or the CUDA toolkit")
     listing = subprocess.run([tool, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-    found = {}
-    for part in listing.split("Function : ")[1:]:
+    return listing.split("Function : ")[1:]
+
+
+def disassembled(cubin: Path) -> dict[str, str]:
+    """The machine code of each kernel, by name; of a template that of the first variant."""
+    found: dict[str, str] = {}
+    for part in functions(cubin):
         mangled = re.match(r"_Z(\d+)(\w+)", part)
         if mangled:
             found.setdefault(mangled[2][: int(mangled[1])], part)
@@ -265,14 +369,33 @@ def multiplying_loop(code: str) -> Loop:
     return max(loops, key=lambda loop: (loop.fmas, -loop.instructions))
 
 
-def program_inside(program: Path, functions: str) -> str:
-    """A source for `call`: a program with a `main` of its own, included as it is, and C functions behind it."""
-    digest = hashlib.sha256(program.read_bytes()).hexdigest()  # in the text, so that a changed program is built anew
-    text = f'#include "gpu_on_cpu.h"\n#define main program_main  // {digest}\n#include "{program}"\n{functions}'
-    folder = Path(tempfile.gettempdir()) / f"chapter-09-kernels-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    file = folder / f"{program.stem}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.cu"
+def program_inside(program: Path, functions: str, on_gpu: bool = False) -> str:
+    """A source for `call`: a program with a `main` of its own, included as it is, and C functions behind it.
+
+    On the CPU the emulator says what CUDA's words mean. For a GPU the program knows them, and does without cuBLAS, for
+    which a library would have to look where PyTorch has it.
+    """
+    before = "#define HAS_CUBLAS 0" if on_gpu else f'#include "{EMULATOR}"'
+    text = f'{before}\n#define main program_main\n#include "{program}"\n{functions}'
+    file = builds_folder() / f"{program.stem}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.cu"
     half = file.with_suffix(f".{os.getpid()}")
     half.write_text(text)
     half.rename(file)
     return str(file)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build every .cu file of the chapters.", allow_abbrev=False)
+    parser.add_argument("--build", nargs="?", const="", metavar="ARCH", required=True, help="sm_90a, or another GPU")
+    arch = parser.parse_args().build
+    if not arch:
+        here = torch.cuda.is_available() and torch.version.cuda is not None
+        arch = architecture(torch.cuda.get_device_capability()) if here else "sm_90a"
+    if not re.fullmatch(r"sm_\d+[af]?", arch):
+        print(f"_cuda.py: --build {arch}: name a GPU as nvcc does, sm_90a for example", file=sys.stderr)
+        return 2
+    return int(bool(build_all(sources(), arch)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

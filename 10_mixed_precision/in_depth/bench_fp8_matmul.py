@@ -1,16 +1,19 @@
 """The product in CUDA: how exact its sums are, what nvcc makes of it, and, on a Hopper GPU, how fast it is.
 
     python 10_mixed_precision/in_depth/bench_fp8_matmul.py
-    python 10_mixed_precision/in_depth/bench_fp8_matmul.py --gpu [--out DIR] [--dry]
+    python 10_mixed_precision/in_depth/bench_fp8_matmul.py --gpu [--out DIR] [--dry] [--seconds S]
 
 First it has to agree with its definition, in any order of its threads that is tried (on a GPU with the exact product).
-Without a GPU it writes errors of emulated sums (10_fp8_cuda). With --gpu: against the kernel in Triton and against
-bf16 (10_fp8_cuda_speed); that takes nvcc.
+Without a GPU it writes errors of emulated sums (10_fp8_cuda). With --gpu: beside the kernel in Triton and beside bf16,
+which take turns with it (10_fp8_cuda_speed); that takes nvcc. Every element of what is timed is held against the exact
+product, before and after.
 """
 
+import math
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -29,11 +32,10 @@ from formats import TILE, Quantized, e4m3, quantize
 from fp8 import tensor_core_matmul
 from fp8_matmul import PRODUCTS, accumulator, cuda_matmul, error, operands
 from harness import predictions
-from harness.ceilings import Table, device_here, timer, times_as_fast
-from harness.report import write_result
+from harness.ceilings import Table, device_here, paired_seconds
+from harness.report import ratio_of, write_result
 
-L2_BYTES_A_CLOCK = 5120  # of an H100, all multiprocessors together
-SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 7168, 2048), (1000, 3000, 4096))  # M, N, K
+SHAPES = ((8192, 8192, 8192), (4096, 7168, 2048), (4096, 4096, 4096), (1000, 3000, 4096))  # M, N, K
 
 
 def verify(device: str) -> None:
@@ -80,42 +82,53 @@ def sums() -> None:
     )
 
 
-def expected(M: int, N: int, K: int) -> float | None:
-    """Seconds: the larger of the products and of what tiles of 128 x 128 ask of L2."""
-    gpu = predictions.here()
-    if gpu is None or (products := predictions.product(gpu, 2 * M * N * K, "fp8")) is None:
-        return None
-    asked = -(-M // TILE) * -(-N // TILE) * 2 * TILE * K
-    return max(products, predictions.START + asked / (L2_BYTES_A_CLOCK * predictions.MULTIPLIED * gpu.clock))
-
-
-def time_on_gpu(device: str, dry: bool, out: Path | None) -> None:
-    repeats = 3 if dry else 15
-    clock = timer(device_here(), repeats)
+def time_on_gpu(device: str, dry: bool, out: Path | None, limit: float) -> None:
+    repeats, end, gpu = 3 if dry else 15, time.monotonic() + limit, predictions.here()
     table = Table(
         "10_fp8_cuda_speed",
         "The product in CUDA against the kernel in Triton and against bf16, recipe block",
         ["M x N x K", "ms", "TFLOP/s", "times as fast as Triton", "as bf16", *predictions.COLUMNS],
-        "A with scales of 1 x 128, B of 128 x 128, quantised before; result in bf16. By the GPU's clock, with a "
-        "cold L2 cache. Predicted: the larger of 80 % of the fp8 rate and of the bytes asked of L2."
+        "A with scales of 1 x 128, B of 128 x 128, quantised before; result in bf16. By the GPU's clock, with a cold "
+        "L2 cache; medians, and ratios of neighbours in time with their quartiles. Predicted: the larger of 80 % of "
+        f"the fp8 rate and of the bytes asked of L2. It is refuted by: {predictions.refuted('fp8_product')}."
         + (" A dry run on a CPU: the numbers mean nothing." if dry else ""),
         out,
     )
     for M, N, K in ((64, 64, 128),) if dry else SHAPES:
-        generator = torch.Generator().manual_seed(0)
-        x, w = (torch.randn(rows, K, generator=generator).to(device) for rows in (M, N))
+        shape = f"{M} x {N} x {K}"
+        if end - time.monotonic() < 2 and table.rows:
+            table.add(shape, f"left out: less than 2 of {limit:.0f} s are left", *["-"] * 5)
+            continue
+        generator = torch.Generator(device).manual_seed(0)
+        x, w = (torch.randn(rows, K, generator=generator, device=device) for rows in (M, N))
         a, b = quantize(x, e4m3, (1, TILE)), quantize(w, e4m3, (TILE, TILE))
         narrow = [t if dry else t.bfloat16() for t in (x, w)]
         kind = torch.float32 if dry else torch.bfloat16
 
-        def ours(a=a, b=b, kind=kind):
+        def ours(a=a, b=b, kind=kind) -> torch.Tensor:
             return cuda_matmul(a, b, kind)
 
-        took = clock(ours)
-        triton = times_as_fast(took, clock(lambda a=a, b=b, k=kind: fp8_kernels.block_matmul(a, b, k)))
-        bf16 = times_as_fast(took, clock(lambda n=narrow: n[0] @ n[1].T))
-        ms, rate = took.median * 1e3, f"{2 * M * N * K / took.median / 1e12:.0f}"
-        table.add(f"{M} x {N} x {K}", ms, rate, triton, bf16, *predictions.cells(expected(M, N, K), took.median))
+        torch.full((M, N), math.nan, dtype=kind, device=device)  # what the allocator hands out next for the result
+        first = ours()
+        # Against the sum of the terms' sizes: 14 bits of each of 4 instructions, and bf16 rounds the result.
+        if not (error_there := error(first, a, b)) <= 3e-3:
+            sys.exit(f"bench_fp8_matmul.py: {shape} is off by {error_there:.1e}; nothing is written")
+        runs = {
+            "ours": ours,
+            "Triton": lambda a=a, b=b, k=kind: fp8_kernels.block_matmul(a, b, k),
+            "bf16": lambda n=narrow: n[0] @ n[1].T,
+        }
+        seconds = paired_seconds(device_here(), runs, repeats)
+        if not torch.equal(first, ours()):
+            sys.exit(f"bench_fp8_matmul.py: {shape}: its last call has another result than its first")
+        took = ratio_of(seconds["ours"]).median
+        triton, bf16 = (
+            ratio_of([theirs / mine for mine, theirs in zip(seconds["ours"], seconds[name], strict=True)])
+            for name in ("Triton", "bf16")
+        )
+        predicted = predictions.ladder(gpu, "fp8_product", M, N, K)
+        rate = f"{2 * M * N * K / took / 1e12:.0f}"
+        table.add(shape, took * 1e3, rate, triton, bf16, *predictions.cells(predicted, took))
 
 
 def main() -> None:
@@ -123,11 +136,14 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes, emulated")
     parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
+    parser.add_argument("--seconds", type=float, default=400.0, help="about how long --gpu may take; default 400")
     args = parser.parse_args()
     if args.dry and not (args.gpu and args.out):
         parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
     if args.out and not args.gpu:
         parser.error(f"--out {args.out} is for --gpu; leave it out")
+    if not (math.isfinite(args.seconds) and args.seconds > 0):
+        parser.error(f"--seconds {args.seconds:g} is no time to measure in; use 20 or more")
     if args.gpu and not args.dry:
         reason = "no CUDA GPU is here" if not torch.cuda.is_available() else fp8_matmul.refusal("cuda")
         if reason:
@@ -137,7 +153,7 @@ def main() -> None:
     try:
         verify(device)
         if args.gpu:
-            time_on_gpu(device, args.dry, args.out)
+            time_on_gpu(device, args.dry, args.out, args.seconds)
         else:
             sums()
     except CudaError as failed:

@@ -6,16 +6,18 @@ cannot say: that one group of warps scales and adds a sum while the tensor cores
 
 Idea. One file of CUDA, fp8_matmul.cu: the last rungs of chapter 09's ladder in 8 bits. A block of 384 threads:
 
-    producer      1 thread     orders tiles of A and B [128, 128] and their scales, as fast as stages are free
+    producer      1 thread     orders tiles of A [128, 128] and B [256, 128] and their scales, as stages become free
     consumer 1    4 warps      rows 0..63      wgmma | promote | wgmma | promote | ...       promote = the other cores
     consumer 2    4 warps      rows 64..127          | wgmma | promote | wgmma | ...
+
+Two blocks, one above the other, are a cluster: each fetches half of B's tile for both.
 
 Formulas. s counts steps of 128 terms (2412.19437, sections 3.3.2 and 3.5.2):
     part_s [m, n]  = sum over the 128 terms k of step s of A[m, k] B[n, k]       by the tensor core, in about 14 bits
     C [m, n]       = sum over s of part_s [m, n] · sA[m, s] · sB[n, s]           by the ordinary cores, in fp32
 The three products of a linear layer: Fprop x [1 x 128] by W [128 x 128], Dgrad dy by Wᵀ the same, Wgrad dyᵀ by xᵀ, both
 1 x 128. A may be e4m3 or e5m2. M and N are any, K is a multiple of 16 (the copy engine's rows begin at 16 bytes).
-Bytes asked of L2 for a tile of 128 x 128: (128 + 128) · K, and 4 (or, in Wgrad, 8) · K of scales.
+Bytes asked of L2 for 128 x 256 results of a block: (128 + 256 / 2) · K, and 4 (or, in Wgrad, 12) · K of scales.
 
 Without a GPU the kernel runs on the CPU, thread by thread, with an accumulator of 14 bits: that shows what it computes,
 and whether a barrier is missing. It shows no time. `Fp8Linear("block", device="cuda", product="cuda")` trains with it.
@@ -45,16 +47,17 @@ from formats import TILE, Quantized, e4m3, emulated_matmul, quantize, transpose
 from torch import Tensor
 
 # Legend: a [M, K] and b [N, K] in 8 bits, out [M, N]; a tile and a step have TILE = 128 rows, columns and terms.
-SOURCE, HEADERS, KERNEL, THREADS = "fp8_matmul.cu", ("ptx_fp8.h",), "fp8_product", 384
+SOURCE, KERNEL, THREADS = "fp8_matmul.cu", "fp8_product", 384
+CLUSTER = 256  # rows and columns of a tile of a cluster of two blocks
 e5m2 = torch.float8_e5m2
 BITS = 14  # of the tensor core's accumulator, where it is emulated
 
 
 def lines(q: Quantized) -> Tensor:
-    """The scales of q [R, K] as the copy engine takes them: [steps, R rounded up to whole tiles] in fp32, so that what
-    128 rows need in one step lies in one line. Where 128 rows share a scale: [steps, tiles]."""
+    """The scales of q [R, K] as the copy engine takes them: [steps, R rounded up to a multiple of CLUSTER] in fp32, so
+    that what 256 rows need in one step lies in one line. Where 128 rows share a scale: [steps, blocks]."""
     # --- exercise 10.46: the scales of a step in one line ---
-    lacking = -q.scale.shape[0] % TILE if q.block[0] == 1 else 0
+    lacking = -q.scale.shape[0] % CLUSTER if q.block[0] == 1 else 0
     return F.pad(q.scale.float().T, (0, lacking), value=1.0).contiguous()  # [R, steps] -> [steps, R + lacking]
     # --- end exercise ---
 
@@ -71,7 +74,7 @@ def cuda_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, order: int = 
     out = torch.empty(M, N, dtype=dtype if dtype == torch.bfloat16 else torch.float32, device=left.device)
     kinds = (int(left.dtype == e5m2), int(b.block[0] == TILE), int(out.dtype == torch.bfloat16))
     sizes = (M, N, K, s_a.shape[1], s_b.shape[1])
-    call(SOURCE, "run_fp8_matmul", *kinds, *sizes, left, right, s_a, s_b, out, order=order, headers=HEADERS)
+    call(SOURCE, "run_fp8_matmul", *kinds, *sizes, left, right, s_a, s_b, out, order=order)
     return out.to(dtype)
 
 
@@ -119,7 +122,7 @@ def accumulator(bits: int) -> Iterator[None]:
     """Let the emulated tensor core keep so many bits of a sum, up to 18; 0: as many as fp32 has."""
     if not 0 <= bits <= 18:
         raise ValueError(f"an accumulator of {bits} bits: use 1 to 18, or 0 for fp32")
-    lib = library(SOURCE, "cpu", (0, 0), HEADERS)
+    lib = library(SOURCE, "cpu", (0, 0))
     lib.set_accumulator_bits(bits)
     try:
         yield
@@ -202,7 +205,7 @@ def main() -> None:
             print("\n".join(wrong) or "PASS")
             sys.exit(bool(wrong))
         if not torch.cuda.is_available():
-            library(SOURCE, "cpu", (0, 0), HEADERS)  # is there a compiler? asked before there is a group
+            library(SOURCE, "cpu", (0, 0))  # is there a compiler? asked before there is a group
     except CudaError as failed:
         parser.error(str(failed))
     launch(functools.partial(demo, args=args))

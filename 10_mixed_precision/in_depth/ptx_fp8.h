@@ -6,7 +6,7 @@
 // Nothing else is new. The copy engine moves bytes: to it two neighbours of 8 bits are one number of 16. So a row of
 // 128 fp8 numbers is a row of TILE_K = 64 of ptx.h, with the same swizzle, and the same descriptors find it.
 #pragma once
-#include "ptx_hopper.h"
+#include "clusters_hopper.h"
 
 constexpr int TILE = 128;  // numbers of 8 bits in a row of a tile, and terms that share their scales
 using Pair = bf16;         // two neighbours of 8 bits, to the copy engine

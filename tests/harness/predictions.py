@@ -4,12 +4,14 @@ A measurement alone says little: is 3 ms good? Each benchmark of a GPU therefore
 computed here from constants of the GPU that was found, and one with the time measured over it. Where the two part, a
 sentence of the model is wrong, and that is where to look.
 
-Three models, each a maximum of what is used at the same time:
+Four models, each a maximum of what is used at the same time:
 
     moved        bytes over the copy bandwidth, and the start of a kernel
     product      FLOPs over the rate that a matrix product reaches
     issued       instructions of the innermost loop, counted in the SASS, over what a multiprocessor issues in a clock:
                  4 instructions of a warp, 16 results of the special functions, 1 access to memory of 128 bytes
+    in tiles     a product's FLOPs over the rate of the tensor cores, or the bytes that its tiles ask of L2 over what L2
+                 gives in a clock; and what does not run beside products: the start of a block, the store of a tile
 
 Constants are of data sheets and of the architecture; `COPIED` and `MULTIPLIED` are what a copy and a matrix product
 reach of them on an H200 under load, where the clock falls. Nothing here is measured in the run that it is held against.
@@ -167,49 +169,154 @@ def attention(gpu: Gpu | None, kernel: str, B: int, S: int, N: int, D: int, caus
 # ----------------------------------------------------------------------------------------------- the ladder of products
 
 
+L2 = 5120  # bytes a clock that L2 gives all multiprocessors of a Hopper GPU together (chapter 09 has the source)
+FILL = 1e-6  # seconds from the start of a block to its first product: two trips to HBM, and a barrier
+
+
 @dataclass(frozen=True)
 class Rung:
     """What 32 multiply-adds of a warp cost beside themselves, by SASS and by the counts of chapter 09."""
 
-    instructions: float  # all, the multiply-add included
+    instructions: float  # all that are issued, the multiply-add included
     accesses: float  # turns of shared memory, or accesses to the cache
+    tile: tuple[int, int]  # of C, for which a block asks L2 for as many rows of A and columns of B
+    refuted: str  # what a measurement would have to say to show that the prediction is wrong
 
 
+# Counted by tests/test_predictions.py in what nvcc 13 makes of the two sources for sm_90a: the instructions that are
+# issued in one step along K. What nvcc has unrolled for longer loops is in the binary and is leapt over.
 LADDER = {
-    "naive": Rung(73 / 16, 8 + 1),  # 32 sectors of 32 bytes, 4 of which come in a clock, and one more
-    "coalesced": Rung(73 / 16, 2),
-    "shared_tiles": Rung(96 / 32, 1.25),
-    "coarsened_1d": Rung(370 / 64, 0.375),
-    "coarsened_2d": Rung((352 - 82 + 8 * 82) / 512, 0.5),
-    "vectorised": Rung(565 / 512, 0.25),
-    "warp_tiles": Rung(579 / 512, 0.25),
+    "naive": Rung(
+        73 / 16,
+        8 + 1,  # 32 sectors of 32 bytes, 4 of which come in a clock, and one more
+        (32, 32),
+        "under 0.7 of the time predicted: then L1 gives more than 4 sectors a clock",
+    ),
+    "coalesced": Rung(
+        73 / 16,
+        2,
+        (32, 32),
+        "under 0.8 of the time predicted: then a warp's load takes L1 less than a clock, or less is loaded",
+    ),
+    "shared_tiles": Rung(
+        96 / 32,
+        1.25,
+        (32, 32),
+        "under 0.7 of the time predicted: then a load of 16 bytes from one address is less than a turn",
+    ),
+    "coarsened_1d": Rung(
+        167 / 64,
+        0.375,
+        (64, 64),
+        "over 1.4 of the time predicted: then the barriers bind, two for 8 terms, and not the issue",
+    ),
+    "coarsened_2d": Rung(
+        (262 - 82 + 8 * 82) / 512, 0.5, (128, 128), "slower than coarsened_1d: then conflicts of banks bind it"
+    ),
+    "register_tiles": Rung(  # of matmul.cu; the others are in_depth's
+        893 / 512, 0.25, (128, 128), "over 1.4 of the time predicted: then barriers bind it, and not the issue"
+    ),
+    "vectorised": Rung(
+        565 / 512, 0.25, (128, 128), "over 1.3 of the time predicted: then nothing hides the loads of a step"
+    ),
+    "warp_tiles": Rung(
+        579 / 512, 0.25, (128, 128), "over 1.2 of the time predicted: then two buffers do not hide the loads"
+    ),
 }
 
 
-WGMMA = {"tma_wgmma": (128, 1), "persistent": (128, 1), "multicast": (128, 2), "ping_pong": (64, 2)}  # rows, cluster
-FILL = 1e-6  # seconds from the start of a block to its first product: two trips to HBM, and a barrier
+@dataclass(frozen=True)
+class Tiles:
+    """A product on tensor cores, as the blocks of the kernel divide C among them."""
+
+    rows: int  # of C for one block
+    columns: int
+    refuted: str
+    cluster: int = 1  # blocks, one above the other, that fetch each part of B once for all of them
+    exposed: float = 1.0  # of the time in which a tile is stored: the part in which nothing multiplies
+    fill: float = 0.0  # seconds before the first product of a tile
+    rate: float = 1.0  # of wgmma's
+    blocks: int = 1  # on a multiprocessor at one time
+    size: int = 2  # bytes of an element of A and B
+
+    def asks(self, gpu: Gpu) -> float:
+        """Bytes a clock that all multiprocessors together ask of L2 while they multiply as fast as they can."""
+        return gpu.processors * (self.rows + self.columns / self.cluster) * self.size / self.products(gpu)
+
+    def products(self, gpu: Gpu) -> float:
+        """Clocks of the tensor cores for one tile and one term along K."""
+        return 2 * self.rows * self.columns / (gpu.tensor * 2 / self.size * self.rate)
+
+    def seconds(self, gpu: Gpu, M: int, N: int, K: int) -> float:
+        tiles = -(-M // (self.rows * self.cluster)) * -(-N // self.columns)
+        at_once = gpu.processors // self.cluster * self.blocks
+        waves = -(-tiles // at_once) * self.blocks  # the last one may be half empty
+        term = self.products(gpu) * max(1.0, self.asks(gpu) / L2)
+        store = self.exposed * gpu.processors * self.rows * self.columns * 2 / L2  # all blocks at one time, in 16 bits
+        seconds = waves * ((K * term + store) / (MULTIPLIED * gpu.clock) + self.fill)
+        hbm = ((M + N) * K * self.size + 2 * M * N) / (COPIED * gpu.bandwidth)
+        return START + max(seconds, hbm)
 
 
-def ladder(gpu: Gpu | None, rung: str, size: int) -> float | None:
-    """Seconds of a product of `size` cubed by a rung of the ladder."""
+# `exposed`: rung 9 ends with its tile; in 10 and 11 the second half of a tile leaves beside the next one's products; in
+# 12 all of it does, and in 8 beside those of the other block on the multiprocessor.
+TENSOR = {
+    "mma_tiles": Tiles(
+        rows=128,
+        columns=128,
+        exposed=0.0,
+        rate=MMA_SYNC,
+        blocks=2,
+        refuted="under 0.9 of the time predicted: then mma.sync has more than 0.62 of wgmma's rate",
+    ),
+    "tma_wgmma": Tiles(
+        rows=128, columns=256, fill=FILL, refuted="faster than persistent: then to start a block costs nothing"
+    ),
+    "persistent": Tiles(
+        rows=128, columns=256, exposed=0.5, refuted="within 5 % of multicast at 8192 cubed: then L2 does not bind it"
+    ),
+    "multicast": Tiles(
+        rows=128,
+        columns=256,
+        cluster=2,
+        exposed=0.5,
+        refuted="slower than persistent: then a cluster's barriers cost more than L2 gains",
+    ),
+    "ping_pong": Tiles(
+        rows=64,
+        columns=256,
+        cluster=2,
+        exposed=0.0,
+        refuted="faster than multicast at 8192 cubed: then L2 gives more than 6,336 bytes a clock",
+    ),
+    "fp8_product": Tiles(
+        rows=128,
+        columns=256,
+        cluster=2,
+        size=1,
+        refuted="over 1.3 of the time predicted: then promotion does not run beside the other group's products",
+    ),
+}
+
+
+def ladder(gpu: Gpu | None, rung: str, M: int, N: int, K: int) -> float | None:
+    """Seconds of a product by a rung of the ladder, or by chapter 10's kernel in 8 bits."""
     if gpu is None:
         return None
     if rung in LADDER:
-        clocks = max(LADDER[rung].instructions / 4, LADDER[rung].accesses)
-        return START + size**3 / 32 * clocks / gpu.clocks
-    flops = 2 * size**3
-    if rung == "mma_tiles":
-        return START + flops / (MMA_SYNC * MULTIPLIED * gpu.bf16)
-    if rung in WGMMA:
-        # Tiles come in waves, one for each multiprocessor or cluster of two; the last wave may be half empty.
-        rows, cluster = WGMMA[rung]
-        tiles = -(-size // (rows * cluster)) * -(-size // 256)
-        waves = -(-tiles // (gpu.processors // cluster))
-        seconds = waves * (2 * rows * 256 * size) * gpu.processors / (MULTIPLIED * gpu.bf16)
-        # Only ping_pong multiplies while a tile is stored. In tma_wgmma each block fills its stages anew.
-        stores = 0 if rung == "ping_pong" else 2 * size**2 / (COPIED * gpu.bandwidth)
-        return START + seconds + stores + (waves * FILL if rung == "tma_wgmma" else 0)
+        mine = LADDER[rung]
+        clocks = max(mine.instructions / 4, mine.accesses) / 32 / gpu.clocks
+        l2 = 4 * (1 / mine.tile[0] + 1 / mine.tile[1]) / (L2 * MULTIPLIED * gpu.clock)
+        return START + M * N * K * max(clocks, l2)
+    if rung in TENSOR and not (TENSOR[rung].size == 1 and gpu.fp8 is None):
+        return TENSOR[rung].seconds(gpu, M, N, K)
     return None
+
+
+def refuted(rung: str) -> str:
+    """One line: which measurement would show that the prediction for this rung is wrong."""
+    known = LADDER | TENSOR
+    return known[rung].refuted if rung in known else "-"
 
 
 # --------------------------------------------------------------------------------------------------- in a table's cells
