@@ -118,7 +118,7 @@ for D, R, C in ((64, 64, 64), (128, 64, 32)):  # the ground floor's tiles on a G
             kinds = dict(S="i32", N="i32", lse="*fp32", delta="*fp32") | dict.fromkeys(known, "constexpr")
             signature = {key: kinds.get(key, "*bf16") for key in kernel.arg_names}
             places = {key: (place,) for place, key in enumerate(signature)}
-            aligned = {places[key]: [["tt.divisibility", 16]] for key in signature if key not in known}
+            aligned = {places[key]: [["tt.divisibility", 16]] for key in signature if key not in (*known, "S", "N")}
             source = ASTSource(kernel, signature, {places[key]: value for key, value in known.items()}, aligned)
             found = [b for b in loops(sass_of(source, num_warps=8)) if any("MUFU.EX2" in t for t in b)]
             bodies.append(min(found, key=len))
@@ -130,13 +130,7 @@ for D in (64, 128):
     for name, kernel, signature, constants, warps, stages in compiled.sources(90, torch.bfloat16, D, plan, False):
         if name == "delta":
             continue
-        signature = signature | dict.fromkeys(constants, "constexpr")
-        aligned = {}
-        for place, (key, kind) in enumerate(signature.items()):
-            parts = [(place, p) for p in range(6) if p != 2 or D % 16 == 0] if isinstance(kind, tuple) else [(place,)]
-            if isinstance(kind, tuple) or key in ("lse", "delta", "S_q", "S_k"):
-                aligned |= {path: [["tt.divisibility", 16]] for path in parts}
-        source = ASTSource(kernel, signature, {(list(signature).index(c),): x for c, x in constants.items()}, aligned)
+        source = compiled.source_of(kernel, signature, constants, D)
         bodies = inner(sass_of(source, num_warps=warps, num_stages=stages), 16)
         out[f"{name} {D}"] = [len(b) for b in bodies] + [sum(t.startswith("MUFU") for t in bodies[0])]
 print(json.dumps(out))
