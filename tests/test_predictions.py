@@ -51,10 +51,36 @@ def test_attention_by_hand():
     assert attention(H200, "specialised", 2, 8192, 16, 128, False) < full, "products run beside the softmax"
 
 
+def test_attention_asks_l2_for_less_than_it_gives_unless_tiles_are_small():
+    """At D = 128 a program of 128 queries asks for 4 bytes a score: 132 of them for 132 · 4 / 0.19 clocks, 2,786."""
+    for (kernel, D), loop in LOOPS.items():
+        asked = H200.processors * loop.l2_bytes(kernel, D) / loop.clocks(H200, D, masked=False)
+        assert asked < predictions.L2_BYTES, f"{kernel}, D {D}: {asked:.0f} bytes a clock"
+    assert LOOPS["forward", 128].l2_bytes("forward", 128) == 4 == LOOPS["specialised", 128].l2_bytes("specialised", 128)
+    assert LOOPS["dkdvdq", 128].l2_bytes("dkdvdq", 128) == 8, "q, dout, and what is added to dq"
+    starved = predictions.Loop(2, 1, 1, 1, (16, 128), 256)
+    assert H200.processors * starved.l2_bytes("forward", 128) / starved.clocks(H200, 128, False) > predictions.L2_BYTES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOOPS, ("forward", 128), starved)
+        found = attention(H200, "forward", 2, 8192, 16, 128, causal=False)
+    assert found == pytest.approx(START + 32 * 8192**2 * 32 / (predictions.L2_BYTES * H200.clock))
+
+
+def test_overlapped_attention_by_hand():
+    """2^31 scores, all keys: at D = 128 products are the most, at D = 64 exponentials are as many clocks."""
+    def seconds(D, kind, causal=False):
+        return predictions.overlapped_attention(H200, 2, 8192, 16, D, causal, kind)
+
+    assert seconds(128, "bf16") == pytest.approx(product(H200, 512 * 2**31))
+    assert seconds(64, "fp8") == pytest.approx(START + 2**31 / (16 * H200.clocks))
+    assert seconds(128, "bf16", causal=True) == pytest.approx(START + (seconds(128, "bf16") - START) * 8320 / 16384)
+    assert predictions.overlapped_attention(gpu_called("A100"), 2, 8192, 16, 64, True, "fp8") is None
+
+
 def test_the_ground_floor_masks_every_tile_and_computes_some_products_twice():
-    """One score at D = 64: 3 products of 128 FLOPs, and 617 instructions of 256 threads for 64 x 64 scores."""
+    """One score at D = 64: 3 products of 128 FLOPs, and 653 instructions of 256 threads for 64 x 64 scores."""
     loop = LOOPS["ground forward", 64]
-    one = 3 * 128 / H200.tensor + 617 * 256 / 4096 / 128
+    one = 3 * 128 / H200.tensor + 653 * 256 / 4096 / 128
     assert loop.clocks(H200, 64, masked=True) == pytest.approx(one)
     causal = attention(H200, "ground forward", 2, 8192, 16, 64, causal=True)
     assert causal == pytest.approx(2 * 16 * 8192 * (8192 + 64) / 2 * one / H200.clocks + START)

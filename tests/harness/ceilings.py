@@ -108,6 +108,44 @@ def timer(device: torch.device, repeats: int) -> Callable[[Callable[[], Any]], R
     return on_gpu
 
 
+def paired_seconds(
+    device: torch.device, runs: dict[str, Callable[[], Any]], repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of each repeat of each run. In a round every run has its turn, so that what slows the device slows all.
+
+    On a GPU between events. The L2 cache is emptied by reading something else, and the device sleeps until the launch
+    is in its queue.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    if device.type != "cuda":
+        for _ in range(max(2, repeats)):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - start)
+        return seconds
+    other = torch.ones(l2_bytes(device), dtype=torch.float32, device=device)  # four times as many bytes
+    sink = torch.empty((), device=device)
+    for run in runs.values():
+        for _ in range(2):
+            run()
+    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.sum(other, dim=0, out=sink)
+            if torch.version.cuda:  # the stand-in of a dry run does not sleep
+                torch.cuda._sleep(1_000_000)  # clocks: half a millisecond
+            begin.record()
+            run()
+            end.record()
+            events[name].append((begin, end))
+    torch.cuda.synchronize(device)
+    for name, pairs in events.items():
+        seconds[name] = [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+    return seconds
+
+
 def rate(work: float, seconds: Ratio) -> Ratio:
     """Work per second; the slow quartile of the seconds is the low one of the rate."""
     return Ratio(work / seconds.median, work / seconds.high, work / seconds.low)
