@@ -141,6 +141,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
                 copy_panel(to + s * TILE + p * KEYS * PANEL, &x, work.b, j * KEYS, work.n / G, p * PANEL, &full[s]);
         };
         while (work.next()) {
+            note_tiles(work.tiles);
             if (work.tiles == 0) continue;  // nobody sees a key: the consumers load nothing either
             wait(&q_empty, (round + 1) % 2);
             arrive_and_expect(&q_full, ROWS * D * 2);
@@ -299,6 +300,7 @@ extern "C" const char* run_attention(int D, int B, int S_q, int S_k, int N, int 
     if (error) return error;
 #ifndef __CUDACC__
     cuda_on_cpu::turns.clear();
+    cuda_on_cpu::tiles_taken.clear();
 #endif
     int pairs = ((S_q + ROWS - 1) / ROWS + 1) / 2 * N * B;
     auto start = [&](auto kernel, int bytes) {
@@ -311,10 +313,8 @@ extern "C" const char* run_attention(int D, int B, int S_q, int S_k, int N, int 
 }
 
 #ifndef __CUDACC__
-// For the tests: which consumer ordered products, in this order, in the launch before; returns how often.
-extern "C" int attention_turns(int* who, int room) {
-    auto& all = cuda_on_cpu::turns;
-    for (int i = 0; i < room && i < (int)all.size(); i++) who[i] = all[i];
-    return (int)all.size();
-}
+// For the tests, of the launch before: which consumer ordered products, in this order; and the tiles of keys of each
+// tile of queries that a block took. Both return how many there are.
+extern "C" int attention_turns(int* to, int room) { return cuda_on_cpu::copied(cuda_on_cpu::turns, to, room); }
+extern "C" int attention_tiles(int* to, int room) { return cuda_on_cpu::copied(cuda_on_cpu::tiles_taken, to, room); }
 #endif

@@ -118,6 +118,7 @@ __device__ inline uint64_t across(const bf16* tile, int row, int panel_bytes) {
     return across(address_of(tile) + row * PANEL * 2, panel_bytes);
 }
 __device__ inline void note_turn(int) {}
+__device__ inline void note_tiles(int) {}
 
 #else  // -------------------------------------------------------------------------------------------------- on the CPU
 
@@ -211,7 +212,12 @@ void product(float* sums, bool add, A a, B b) {
         }
     });
 }
-static std::vector<int> turns;  // who issued products, in this order: for the tests
+// For the tests: who issued products, in this order; and the tiles of keys of each tile of queries that a block took.
+static std::vector<int> turns, tiles_taken;
+inline int copied(const std::vector<int>& from, int* to, int room) {
+    std::copy_n(from.begin(), std::min(room, (int)from.size()), to);
+    return (int)from.size();
+}
 
 }  // namespace cuda_on_cpu
 
@@ -237,5 +243,6 @@ inline uint64_t across(const bf16* tile, int row, int panel_bytes) {
     return across(uint32_t((const char*)tile - cuda_on_cpu::the.dynamic_shared) + row * PANEL * 2, panel_bytes);
 }
 inline void note_turn(int consumer) { cuda_on_cpu::turns.push_back(consumer); }
+inline void note_tiles(int tiles) { cuda_on_cpu::tiles_taken.push_back(tiles); }
 
 #endif
