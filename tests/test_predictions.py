@@ -68,6 +68,7 @@ def test_attention_asks_l2_for_less_than_it_gives_unless_tiles_are_small():
 
 def test_overlapped_attention_by_hand():
     """2^31 scores, all keys: at D = 128 products are the most, at D = 64 exponentials are as many clocks."""
+
     def seconds(D, kind, causal=False):
         return predictions.overlapped_attention(H200, 2, 8192, 16, D, causal, kind)
 

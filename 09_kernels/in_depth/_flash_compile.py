@@ -73,7 +73,7 @@ def source_of(kernel, signature: dict, constants: dict, D: int) -> ASTSource:
     for place, (key, kind) in enumerate(signature.items()):
         if isinstance(kind, tuple):
             parts = [(place, part) for part in range(len(kind)) if part != 1 or D % 16 == 0]
-            aligned |= dict.fromkeys(parts, [["tt.divisibility", 16]])
+            aligned |= {part: [["tt.divisibility", 16]] for part in parts}
         elif key in ("lse", "delta"):
             aligned[(place,)] = [["tt.divisibility", 16]]
     known = {(list(signature).index(name),): value for name, value in constants.items()}

@@ -118,9 +118,9 @@ def gpu(folder: Path, limit: float) -> None:
             "of matmul",
             *predictions.COLUMNS,
         ],
-        "Verified at uneven sizes, and at each shape that is timed. TFLOP/s count 4 · B · N · S² · D, half if causal. `of "
-        "matmul`: share of the rate of a matrix product of 8192 cubed. All in turns, in the same rounds. Predicted: of "
-        "products, exponentials and bytes from L2, side by side, the most.",
+        "Verified at uneven sizes, and at each shape that is timed. TFLOP/s count 4 · B · N · S² · D, half if causal. "
+        "`of matmul`: share of the rate of a matrix product of 8192 cubed. All in turns, in the same rounds. "
+        "Predicted: of products, exponentials and bytes from L2, side by side, the most.",
         folder,
     )
     for case in CASES:

@@ -24,7 +24,7 @@ import flash_attention_fp8 as fp8
 import torch
 from _flash_verify import poisoned
 from _interpreter import INTERPRETED
-from bench_flash_kernels import SHAPES_GPU, TINY, Matmul, Shape, as_fast, in_turns, milliseconds, run, side_by_side
+from bench_flash_kernels import SHAPES_GPU, TINY, Matmul, as_fast, in_turns, milliseconds, run, side_by_side
 from flash_tiles import band, explicit_attention
 from harness import predictions
 from harness.ceilings import Table
@@ -142,10 +142,10 @@ def gpu(folder: Path, limit: float) -> None:
             "of matmul",
             *predictions.COLUMNS,
         ],
-        "Verified at uneven sizes, and on two heads of each shape that is timed. TFLOP/s count 4 · B · N · S² · D, half if "
-        "causal. Rounding: q, k, v to e4m3 (and v turned) by PyTorch, operation by operation, not in the times beside it. "
-        "`of matmul`: share of the rate of a product of 8192 cubed in bf16. All in turns, in the same rounds. Predicted: of "
-        "products, exponentials and bytes from L2, side by side, the most.",
+        "Verified at uneven sizes, and on two heads of each shape that is timed. TFLOP/s count 4 · B · N · S² · D, "
+        "half if causal. Rounding: q, k, v to e4m3 (and v turned) by PyTorch, operation by operation, not in the times "
+        "beside it. `of matmul`: share of the rate of a product of 8192 cubed in bf16. All in turns, in the same rounds. "
+        "Predicted: of products, exponentials and bytes from L2, side by side, the most.",
         folder,
     )
     verify(DEVICE)

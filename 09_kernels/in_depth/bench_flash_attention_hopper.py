@@ -13,6 +13,7 @@ and programs of it have been seen to hang (triton issue 8311) and to be wrong (i
 answer is ended, its row says so, and no other shape is tried.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -121,7 +122,8 @@ def build() -> None:
 def measure(index: int) -> dict:
     """In a process of its own: what is wrong with this shape, or how the fastest tiles compare with the plain kernel.
 
-    {"wrong": a line}, or {"tiles", "plain", "took": milliseconds, "fast", "share": ratios}, each as [median, low, high].
+    {"wrong": a line}, or {"tiles": a name, "plain", "took": milliseconds, "fast", "share": ratios}, where each of the
+    last four is [median, low, high].
     """
     one = Measurement(SHAPES[index], DTYPE)
     compile_specialised([one])
@@ -158,16 +160,14 @@ def child(index: int) -> list[str]:
 
 
 def answer_of(command: Sequence[str], limit: float) -> dict:
-    """What a process prints last, as JSON; {"wrong": why} if it fails; {"hangs": so} if it takes longer, and it is over."""
+    """What a process prints last, as JSON; {"wrong": why} if it fails; {"hangs": so} if it had to be ended."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, err = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         process.kill()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may not let go of it at once
             process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:  # the driver has not let go of it yet
-            pass
         return {"hangs": f"hangs: no answer within {limit:.0f} s"}
     print(err, end="", file=sys.stderr)
     if process.returncode:
@@ -180,7 +180,16 @@ def gpu(folder: Path, limit: float) -> None:
     table = Table(
         "09_flash_hopper_speed",
         f"The warp-specialised forward pass against the plain one, {str(DTYPE)[6:]}",
-        ["shape", "plain, ms", "specialised, ms", "times as fast", "TFLOP/s", "of matmul", "tiles", *predictions.COLUMNS],
+        [
+            "shape",
+            "plain, ms",
+            "specialised, ms",
+            "times as fast",
+            "TFLOP/s",
+            "of matmul",
+            "tiles",
+            *predictions.COLUMNS,
+        ],
         "The fastest of three sizes of tile, each verified at its shape, in turns with the plain kernel and a matrix "
         "product of 8192 cubed; of its rate is `of matmul`. TFLOP/s count 4 · B · N · S² · D, half if causal. A shape "
         "has 30 s in a process of its own. Predicted from the SASS, for the specialised one with the tiles of its plan "

@@ -11,7 +11,7 @@ compile, is left out with a line that says so. What is compared runs in turns, a
 L2 cache, and a ratio is the median over rounds.
 
 The stand-in of tests/fake_device compiles as a GPU's launch does, so a machine without one can fill Triton's cache:
-    FAKE_GPUS=1 TRITON_INTERPRET=0 PYTHONPATH=tests/fake_device python 09_kernels/in_depth/bench_flash_kernels.py --build
+    FAKE_GPUS=1 TRITON_INTERPRET=0 PYTHONPATH=tests/fake_device python bench_flash_kernels.py --build
 """
 
 import json
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from _bench_options import bench_options
-from _flash_launch import Plan, Tiles, plan_of
+from _flash_launch import Tiles, plan_of
 from _flash_verify import Yardstick, poisoned
 from _interpreter import INTERPRETED
 from flash_kernels import TRITON, triton_backward, triton_forward
@@ -184,7 +184,8 @@ def side_by_side(calls: Iterable[Callable[[], object]]) -> list[Exception | None
             return error
         return None
 
-    with ThreadPoolExecutor(1 if INTERPRETED else min(16, os.cpu_count() or 1)) as pool:  # the interpreter is one machine
+    threads = 1 if INTERPRETED else min(16, os.cpu_count() or 1)  # the interpreter is one machine for all
+    with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(outcome, calls))
     if DEVICE == "cuda":
         torch.cuda.synchronize()

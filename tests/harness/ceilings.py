@@ -108,9 +108,7 @@ def timer(device: torch.device, repeats: int) -> Callable[[Callable[[], Any]], R
     return on_gpu
 
 
-def paired_seconds(
-    device: torch.device, runs: dict[str, Callable[[], Any]], repeats: int
-) -> dict[str, list[float]]:
+def paired_seconds(device: torch.device, runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each repeat of each run. In a round every run has its turn, so that what slows the device slows all.
 
     On a GPU between events. The L2 cache is emptied by reading something else, and the device sleeps until the launch

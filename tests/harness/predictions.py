@@ -83,9 +83,9 @@ def product(gpu: Gpu | None, flops: float, kind: str = "bf16") -> float | None:
 
 # ------------------------------------------------------------------------------------------------------ FlashAttention
 
-# What would show that a sentence of this model is wrong, on a GPU whose clock does not fall further than MULTIPLIED says:
-#   forward, dkdvdq, dq + dkdv in Triton   products and softmax of a warp one after the other, and nothing else: wrong if
-#                                          measured / predicted is below 0.85 (they do overlap: eight warps hide it) or
+# What would show that a sentence of this model is wrong, if the clock does not fall further than MULTIPLIED says:
+#   forward, dkdvdq, dq + dkdv in Triton   products and softmax of a warp one after the other, and nothing else: wrong
+#                                          if measured / predicted is below 0.85 (eight warps overlap them after all) or
 #                                          above 1.3 (something waits: registers, L2, the additions to dq)
 #   specialised, CUDA, fp8                 products beside the softmax: wrong above 1.3, the turns do not hide it
 #   the kernels of the core file           both groups of warps compute the scores: wrong below 0.85, they share them
@@ -185,10 +185,10 @@ def attention(gpu: Gpu | None, kernel: str, B: int, S: int, N: int, D: int, caus
 def overlapped_attention(gpu: Gpu | None, B: int, S: int, N: int, D: int, causal: bool, kind: str) -> float | None:
     """Seconds of attention in CUDA, forward, whose products and exponentials run side by side: of products, of
     exponentials, of which a multiprocessor makes 16 in a clock, and of bytes from L2, the most. Tiles are of 128."""
-    scores, multiplied = B * N * S * (S + 128 if causal else 2 * S) / 2, product(gpu, 1.0, kind)
-    if gpu is None or multiplied is None:
-        return None
+    scores = B * N * S * (S + 128 if causal else 2 * S) / 2
     products = product(gpu, 4 * scores * D, kind)
+    if gpu is None or products is None:
+        return None
     from_l2 = scores * 2 * D * (2 if kind == "bf16" else 1) / 128 / (L2_BYTES * gpu.clock)
     return max(products, START + scores / (16 * gpu.clocks), START + from_l2)
 
