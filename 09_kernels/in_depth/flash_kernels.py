@@ -58,8 +58,8 @@ from torch import Tensor
 # D head dim; R queries (rows) and C keys (columns) of a tile, W the next power of two from D.
 LOG2_E = tl.constexpr(math.log2(math.e))
 
-# Triton compiles a kernel anew for a number that is 1, and for one that 16 divides. These vary from call to call, and to
-# know more about them makes no load wider: one binary serves all. Strides and addresses stay out of the list, because
+# Triton compiles a kernel anew for a number that is 1, and for one that 16 divides. These vary from call to call, and
+# to know more about them makes no load wider: one binary serves all. Strides and addresses are not in the list, because
 # loads of 16 bytes are made of what is known about them.
 SIZES = ["S_q", "S_k", "N", "G", "first", "last"]
 
