@@ -47,36 +47,42 @@ constexpr float LOG2_E = 1.44269504f;
 
 constexpr int shared_bytes(int D) { return (2 * ROWS + 2 * STAGES * KEYS) * D * 2; }
 
+// Of each head the pairs of tiles of queries: the first and the last, the second and the last but one, ...
+__host__ __device__ inline int pairs_of_tiles(int S_q) { return ((S_q + ROWS - 1) / ROWS + 1) / 2; }
+
 // The work of one block, tile of queries after tile of queries. Producer and consumers each go through it for themselves,
-// and all meet the same tiles in the same order.
+// and all meet the same tiles in the same order. Pairs of a head are counted first, then heads, then sequences; it counts
+// without dividing, since the constants of a division would be in registers all the time.
 struct Work {
-    int S_q, S_k, N, B, last, tiles_q, pair, half;
-    int row0, n, b, tiles;  // of the tile that `next` has found: its first row, head, sequence, and its tiles of keys
+    int S_q, S_k, N, B, last, p = 0, half = -1;  // half: of the pair; -1 before the first
+    int row0, tiles, n = 0, b = 0;  // of the tile that `next` has found: its first row, its tiles of keys, head, sequence
 
-    __device__ Work(int S_q, int S_k, int N, int B, int last)
-        : S_q(S_q), S_k(S_k), N(N), B(B), last(last), tiles_q((S_q + ROWS - 1) / ROWS), pair(blockIdx.x), half(0) {}
-    __device__ static int pairs_of(int tiles_q) { return (tiles_q + 1) / 2; }
-
+    __device__ Work(int S_q, int S_k, int N, int B, int last) : S_q(S_q), S_k(S_k), N(N), B(B), last(last) {}
+    __device__ void advance(int pairs_on) {
+        for (p += pairs_on; p >= pairs_of_tiles(S_q); p -= pairs_of_tiles(S_q))
+            if (++n == N) n = 0, b++;
+    }
     __device__ bool next() {
-        int pairs = pairs_of(tiles_q), p = pair % pairs, head = pair / pairs;
-        if (head >= N * B) return false;
-        int tile = half ? p : tiles_q - 1 - p;  // causal: the longer one of the pair first
-        n = head % N, b = head / N, row0 = tile * ROWS;
+        int last_tile = (S_q + ROWS - 1) / ROWS - 1;
+        if (half == 0 && p != last_tile - p) half = 1;  // of an odd number the middle one is alone
+        else advance(half < 0 ? blockIdx.x : gridDim.x), half = 0;
+        if (b >= B) return false;
+        row0 = (half ? p : last_tile - p) * ROWS;  // causal: the longer one of the pair first
         int rows_end = row0 + ROWS < S_q ? row0 + ROWS : S_q;
         int end = rows_end + last < S_k ? rows_end + last : S_k;  // query i sees the keys 0 .. min(i + last, S_k - 1)
         tiles = end > 0 ? (end + KEYS - 1) / KEYS : 0;
-        if (half || p == tiles_q - 1 - p) pair += gridDim.x, half = 0;  // of an odd number the middle one is alone
-        else half = 1;
         return true;
     }
 };
 
 // One tile of scores [64, 128] of a warpgroup becomes weights 2^(scale · score - maximum). Thread t holds rows
 // t/32·16 + t%32/4 (0) and 8 below (1), and of every 8 keys the pair t%4·2: four neighbouring lanes hold a row.
-// highest: the last key that each of my two rows sees; in a tile that is not cut, all rows see all keys.
+// The upper one of my two rows sees the keys up to `last`, the lower one 8 more, and none lies beyond `end`; in a tile
+// that is not cut, all rows see all keys.
 __device__ inline void softmax(float (&scores)[64], float (&m)[2], float (&total)[2], float (&shrink)[2], int key0,
-                               const int (&highest)[2], bool cut, float scale) {
+                               int last, int end, bool cut, float scale) {
     if (cut) {
+        int highest[2] = {last < end ? last : end, last + 8 < end ? last + 8 : end};
 #pragma unroll
         for (int i = 0; i < 64; i++) {
             int key = key0 + i / 4 * 8 + int(threadIdx.x % 4) * 2 + i % 2;
@@ -100,6 +106,30 @@ __device__ inline void softmax(float (&scores)[64], float (&m)[2], float (&total
             scores[i + 1] = exp2_fast(scores[i + 1] * scale - safe);
             total[r] += scores[i] + scores[i + 1];
         }
+    }
+}
+
+// The 16 rows of a warp out. They are written into shared memory, in the swizzle that the copy engine takes back out: the
+// 32 lanes of a store then find 32 banks, and global memory is written in rows of 128 bytes. (Straight there, they would
+// write 16 bytes in each of 8 rows.) What lies beyond the last query is left out by the engine. `share`: the factors of
+// the two rows of a thread. `to`: this warp's place, [16, D] in panels.
+template <int D>
+__device__ inline void put_rows(const HeadMap* out, bf16* to, const float (&sum)[D / 2], const float (&share)[2], int b,
+                                int row, int n, int S_q) {
+    int lane = threadIdx.x % 32;
+    if (lane == 0) out_wait<0>();  // what I wrote out last has been read,
+    __syncwarp();                  // and all lanes know
+#pragma unroll
+    for (int c = 0; c < D / 2; c += 2) {
+        int column = c / 4 * 8, r = c / 2 % 2, panel = column / PANEL;
+        bf16* pair = to + panel * 16 * PANEL + swizzled(lane / 4 + 8 * r, column % PANEL / 8) + lane % 4 * 2;
+        put_shared(pair, sum[c] * share[r], sum[c + 1] * share[r]);
+    }
+    shared_is_written();  // each lane says so for itself,
+    __syncwarp();         // all have, and one asks
+    if (lane == 0 && row < S_q) {
+        for (int p = 0; p < D / PANEL; p++) copy_panel_out(out, b, row, n, p * PANEL, to + p * 16 * PANEL);
+        out_commit();
     }
 }
 
@@ -131,7 +161,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
     int use = 0, round = 0;  // tiles of keys, and of queries, that came before; each use of a stage ends two phases
 
     if (warpgroup == 0) {  // --------------------------------------------------------------------------- the producer
-        keep_registers<24>();
+        keep_registers<40>();
         if (t != 0) return;
         auto load = [&](const HeadMap& x, bf16* to, uint64_t* full, uint64_t* empty, int i, int j) {
             int s = i % STAGES;
@@ -147,6 +177,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
             arrive_and_expect(&q_full, ROWS * D * 2);
             for (int p = 0; p < D / PANEL; p++)
                 copy_panel(Q + p * ROWS * PANEL, &q, work.b, work.row0, work.n, p * PANEL, &q_full);
+#pragma unroll 1
             for (int j = 0; j < work.tiles; j++, use++) {
                 load(k, K, k_full, k_empty, use, j);
                 load(v, V, v_full, v_empty, use, j);
@@ -156,8 +187,8 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
         return;
     }
 
-    take_registers<240>();  // ------------------------------------------------------------------------ the consumers
-    int me = warpgroup - 1, warp = t % 128 / 32, my_row0, highest[2], turn = 0;
+    take_registers<232>();  // ------------------------------------------------------------------------ the consumers
+    int me = warpgroup - 1, warp = t % 128 / 32, my_row0;
     float scores[64], sum[D / 2], m[2], total[2], shrink[2];
     uint32_t weights[32];
 
@@ -176,9 +207,8 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
             values_wgmma(sum, weights + key / 4, across(V + i % STAGES * TILE, key, PANEL_BYTES));
         wgmma_commit();
     };
-    auto take_turn = [&] {  // consumer 1 in each turn waits for consumer 0's, and that for 1's turn before
-        wait(&turns[me], (turn + 1 + me) % 2);
-        turn++;
+    auto take_turn = [&](int j) {  // consumer 1 in turn j waits for consumer 0's turn j, and that for 1's turn j - 1
+        wait(&turns[me], (j + 1 + me) % 2);
         settle(sum);
         settle(weights);
         settle(scores);
@@ -193,7 +223,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
     };
     auto weigh = [&](int j) {
         bool cut = j * KEYS + KEYS > (my_row0 + last + 1 < S_k ? my_row0 + last + 1 : S_k);
-        softmax(scores, m, total, shrink, j * KEYS, highest, cut, scale * LOG2_E);
+        softmax(scores, m, total, shrink, j * KEYS, my_row0 + warp * 16 + lane / 4 + last, S_k - 1, cut, scale * LOG2_E);
     };
     auto pack_weights = [&] {
 #pragma unroll
@@ -206,7 +236,6 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
         int row = my_row0 + warp * 16 + lane / 4;  // and 8 below
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            highest[r] = row + 8 * r + last < S_k - 1 ? row + 8 * r + last : S_k - 1;
             m[r] = -INFINITY;
             total[r] = 0;
         }
@@ -216,7 +245,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
         if (tiles > 0) {
             wait(&q_full, round % 2);
             wait(&k_full[use % STAGES], use / STAGES % 2);
-            take_turn();
+            take_turn(use + round);  // before this tile of queries each had one turn more than it met tiles of keys
             order_scores(use);
             pass_turn();
             wgmma_done<0>(scores);
@@ -227,7 +256,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
             for (int j = 1; j < tiles; j++) {
                 int i = use + j;
                 wait(&k_full[i % STAGES], i / STAGES % 2);
-                take_turn();
+                take_turn(i + round);
                 order_scores(i);
                 order_values(i - 1);
                 pass_turn();
@@ -246,17 +275,14 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
             }
             done_with(&q_empty);  // all scores of these queries are there: the next ones may come
             use += tiles;
+            take_turn(use + round);
             round++;
-            take_turn();
             order_values(use - 1);
             pass_turn();
             wgmma_done<0>(sum);
             done_with(&v_empty[(use - 1) % STAGES]);
         }
 
-        // The rows out. A warp writes its 16 into shared memory, in the swizzle that the copy engine takes back out: the
-        // 32 lanes of a store then find 32 banks, and global memory is written in rows of 128 bytes. (Straight there,
-        // they would write 16 bytes in each of 8 rows.) Rows beyond the last query are left out by the engine.
         float share[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -268,22 +294,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
                 lse[(int64_t(work.b) * N + work.n) * S_q + i] =
                     total[r] > 0 ? m[r] * scale + log2f(total[r]) / LOG2_E : -INFINITY;
         }
-        bf16* mine = O + (me * 4 + warp) * 16 * D;
-        if (lane == 0) out_wait<0>();  // what I wrote out last has been read,
-        __syncwarp();                  // and all lanes know
-#pragma unroll
-        for (int c = 0; c < D / 2; c += 2) {
-            int column = c / 4 * 8, r = c / 2 % 2;
-            bf16* to = mine + column / PANEL * 16 * PANEL + swizzled(lane / 4 + 8 * r, column % PANEL / 8) + lane % 4 * 2;
-            put_shared(to, sum[c] * share[r], sum[c + 1] * share[r]);
-        }
-        shared_is_written();  // each lane says so for itself,
-        __syncwarp();         // all have, and one asks
-        if (lane == 0 && my_row0 + warp * 16 < S_q) {
-            for (int p = 0; p < D / PANEL; p++)
-                copy_panel_out(&out, work.b, my_row0 + warp * 16, work.n, p * PANEL, mine + p * 16 * PANEL);
-            out_commit();
-        }
+        put_rows<D>(&out, O + (me * 4 + warp) * 16 * D, sum, share, work.b, my_row0 + warp * 16, work.n, S_q);
     }
     if (lane == 0) out_wait<0>();  // shared memory is there until it has been read
 }
@@ -302,10 +313,10 @@ extern "C" const char* run_attention(int D, int B, int S_q, int S_k, int N, int 
     cuda_on_cpu::turns.clear();
     cuda_on_cpu::tiles_taken.clear();
 #endif
-    int pairs = ((S_q + ROWS - 1) / ROWS + 1) / 2 * N * B;
+    int blocks = std::min(pairs_of_tiles(S_q) * N * B, multiprocessors());
     auto start = [&](auto kernel, int bytes) {
-        return launch(kernel, dim3(std::min(pairs, multiprocessors())), dim3(384), bytes, stream, S_q, S_k, N, N / N_kv, B,
-                      last, scale, map_q, map_k, map_v, map_out, lse);
+        return launch(kernel, dim3(blocks), dim3(384), bytes, stream, S_q, S_k, N, N / N_kv, B, last, scale, map_q, map_k,
+                      map_v, map_out, lse);
     };
     if (D == 64) return start(attention_forward<64>, shared_bytes(64));
     if (D == 128) return start(attention_forward<128>, shared_bytes(128));

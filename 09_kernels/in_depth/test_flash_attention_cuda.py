@@ -186,7 +186,7 @@ def test_no_stack_frame_and_exponentials_lie_between_the_two_waits(tmp_path):
     for code, product in ((machine_code(cubin, 128), "64x128x16"), (machine_code(cubin, 64), "64x64x16")):
         assert "HGMMA.64x128x16.F32.BF16" in code and re.search(rf"HGMMA.{product}\S+ R\d+, R\d+, gdesc\S+tnspB", code)
         assert "UTMALDG.4D" in code and "UTMASTG.4D" in code and not re.search(r"\b(LDL|STL)\b", code)
-        assert highest_register_after(code, "USETMAXREG.DEALLOC") < 24, "the producer keeps 24 registers"
+        assert highest_register_after(code, "USETMAXREG.DEALLOC") < 40, "the producer keeps 40 registers"
         # The loop: a wait that leaves one group, 64 weights and 2 factors, a wait that leaves none. No mask in the way.
         words = re.findall(r"DEPBAR\.LE gsb0, 0x[01]|MUFU\.EX2", code)
         at = words.index("DEPBAR.LE gsb0, 0x1")
@@ -205,8 +205,10 @@ def highest_register_after(code, instruction):
             continue
         seen.add(i)
         text = rows[i][1]
-        jumps, always = "BRA" in text, re.match(r"(BRA\S* 0x|EXIT)", text)
-        todo += [places[int(re.findall(r"0x[0-9a-f]+", text)[-1], 16)]] * jumps + [i + 1] * (not always)
+        if "BRA" in text:
+            todo.append(places[int(re.findall(r"0x[0-9a-f]+", text)[-1], 16)])
+        if not re.match(r"(BRA\S* 0x|EXIT)", text):  # with a condition, it may also go on
+            todo.append(i + 1)
     return max(int(number) for i in seen for number in re.findall(r"\bR(\d+)", rows[i][1]))
 
 
