@@ -78,6 +78,22 @@ def test_overlapped_attention_by_hand():
     assert predictions.overlapped_attention(gpu_called("A100"), 2, 8192, 16, 64, True, "fp8") is None
 
 
+def test_what_is_expected_of_attention_at_the_goals_shape():
+    """2 x 8192 tokens, 16 heads of 128, causal, on an H100, in ms; with the tiles of Triton 3.7, once with those of 3.6."""
+    gpu, shape = gpu_called("NVIDIA H100 80GB HBM3"), (2, 8192, 16, 128, True)
+    with pytest.MonkeyPatch.context() as patch:
+        for loops, kernel, expected in (
+            (LOOPS, "forward", 1.08),  # 507 TFLOP/s. Wrong below 0.92, products and softmax overlap after all
+            (LOOPS, "dkdvdq", 2.71),  # and delta and dq's rounding. Wrong above 3.5, the additions to dq are not free
+            (LOOPS | predictions.BEFORE_3_7, "dkdvdq", 3.27),
+            (LOOPS, "specialised", 0.71),  # 775 TFLOP/s. Wrong above 0.92, the softmax is not hidden
+        ):
+            patch.setattr(predictions, "installed_loops", lambda loops=loops: loops)
+            assert 1e3 * attention(gpu, kernel, *shape) == pytest.approx(expected, rel=0.02), kernel
+    for kind, expected in (("bf16", 0.71), ("fp8", 0.36)):
+        assert 1e3 * predictions.overlapped_attention(gpu, *shape, kind) == pytest.approx(expected, rel=0.02), kind
+
+
 def test_the_ground_floor_masks_every_tile_and_computes_some_products_twice():
     """One score at D = 64: 3 products of 128 FLOPs, and 653 instructions of 256 threads for 64 x 64 scores."""
     loop = LOOPS["ground forward", 64]
