@@ -79,7 +79,7 @@ def test_overlapped_attention_by_hand():
 
 
 def test_what_is_expected_of_attention_at_the_goals_shape():
-    """2 x 8192 tokens, 16 heads of 128, causal, on an H100, in ms; with the tiles of Triton 3.7, once with those of 3.6."""
+    """2 x 8192 tokens, 16 heads of 128, causal, on an H100, in ms; once with the tiles of Triton 3.6."""
     gpu, shape = gpu_called("NVIDIA H100 80GB HBM3"), (2, 8192, 16, 128, True)
     with pytest.MonkeyPatch.context() as patch:
         for loops, kernel, expected in (

@@ -218,4 +218,12 @@ def gpu(folder: Path, limit: float) -> None:
 
 
 if __name__ == "__main__":
-    run("The warp-specialised forward pass: errors and binaries, or times.", cpu, gpu, build, hopper=True)
+    run(
+        "The warp-specialised forward pass: errors and binaries, or times.",
+        cpu,
+        gpu,
+        build,
+        "--seconds",
+        "--build",
+        hopper=True,
+    )

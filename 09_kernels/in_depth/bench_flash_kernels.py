@@ -389,17 +389,22 @@ def gpu(folder: Path, limit: float) -> None:
 
 
 def run(
-    about: str, cpu: Callable[[], None], gpu: Callable[..., None], build: Callable[[], None], hopper: bool = False
+    about: str,
+    cpu: Callable[[], None],
+    gpu: Callable[[Path, float], None],
+    build: Callable[[], None],
+    *options: str,
+    hopper: bool = False,
 ) -> None:
-    """The command line of FlashAttention's benchmarks."""
-    options = bench_options(about, "--gpu", "--dry", "--out", "--seconds", "--build", triton=True, hopper=hopper)
-    if options.build:
+    """The command line of FlashAttention's benchmarks. `options`: those beside --gpu, --dry and --out."""
+    given = bench_options(about, "--gpu", "--dry", "--out", *options, triton=True, hopper=hopper)
+    if given.build:
         build()
-    elif options.gpu:
-        gpu(options.out or ROOT / "results", options.seconds)
+    elif given.gpu:
+        gpu(given.out or ROOT / "results", given.seconds)
     else:
         cpu()
 
 
 if __name__ == "__main__":
-    run("FlashAttention in Triton: errors and binaries, or times.", cpu, gpu, build)
+    run("FlashAttention in Triton: errors and binaries, or times.", cpu, gpu, build, "--seconds", "--build")
