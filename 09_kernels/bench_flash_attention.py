@@ -23,12 +23,13 @@ import torch
 import torch.nn.functional as F
 from _bench_options import bench_options
 from _flash_launch import Tiles
+from _flash_verify import Yardstick, poisoned
 from flash_kernels import Plan, flash_attention, triton_backward, triton_forward
 from harness import predictions
-from harness.ceilings import Table, timer
+from harness.ceilings import Table, paired_seconds
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import saved_activations
-from harness.report import write_result
+from harness.report import ratio_of, write_result
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -308,31 +309,55 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
+def failures(given: list[Tensor], causal: bool) -> list[str]:
+    """What is wrong with out, dq, dk or dv of these inputs, which are those that are timed."""
+    q, k, v = (x.detach().requires_grad_() for x in given[:3])
+    with poisoned():
+        out = script.flash_attention(q, k, v, causal=causal)
+        gradients = torch.autograd.grad(out, (q, k, v), given[3])
+    return Yardstick(given, causal).failures([out.detach(), *gradients])
+
+
 def time_on_gpu(folder: Path | None) -> None:
     """Forward and backward beside PyTorch's own attention, the kernels in depth and the prediction."""
-    seconds, gpu = timer(torch.device(DEVICE), 2 if INTERPRETED else 25), predictions.here()
-    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    gpu, dtype = predictions.here(), torch.float16 if INTERPRETED else torch.bfloat16
     table = Table(
         "09_ground_flash_gpu",
         f"FlashAttention on the ground floor, {str(dtype)[6:]}, timed",
         ["pass", "shape", "ms", "times as fast as PyTorch's own", "times as fast as in_depth", *predictions.COLUMNS],
-        "Median of 25 calls with a cold L2 cache, through autograd. PyTorch's own: the kernel that its "
-        "scaled_dot_product_attention chooses. Predicted from the SASS (tests/harness/predictions.py).",
+        "Median of 20 calls with a cold L2 cache, in turns, through autograd; each shape verified before. PyTorch's "
+        "own: the kernel that its scaled_dot_product_attention chooses. Predicted from the SASS "
+        "(tests/harness/predictions.py).",
         folder,
     )
-    for B, length, heads, D, causal in ((1, 70, 2, 32, True),) if INTERPRETED else SHAPES:
-        given, times = inputs(length, dtype, heads, heads, D, B), []
-        for attention in (script.flash_attention, sdpa, flash_attention):
-            q, k, v = (x.detach().requires_grad_() for x in given[:3])
-            call = partial(attention, q, k, v, causal=causal)
-            back = partial(torch.autograd.grad, call(), (q, k, v), given[3], retain_graph=True)
-            times.append((seconds(call).median, seconds(back).median))
+    wrong = []
+    for B, length, heads, D, causal in ((1, 40, 2, 32, True),) if INTERPRETED else SHAPES:
+        given = inputs(length, dtype, heads, heads, D, B)
         shape = f"{B} x {length} tokens, {heads} heads of {D}, {'causal' if causal else 'full'}"
-        for at, (which, kernels) in enumerate((("forward", ["forward"]), ("backward", ["dq", "dkdv"]))):
-            mine, sdpas, depths = (pair[at] for pair in times)
+        if lines := failures(given, causal):
+            wrong.append(f"{shape}: {lines[0]}")
+            table.add("both", shape, f"wrong: {lines[0]}", "n/a", "n/a", *predictions.cells(None, 0.0))
+            continue
+        forward, backward = {}, {}
+        for name, attention in {"mine": script.flash_attention, "sdpa": sdpa, "depth": flash_attention}.items():
+            q, k, v = (x.detach().requires_grad_() for x in given[:3])
+            forward[name] = partial(attention, q, k, v, causal=causal)
+            out = forward[name]()
+            backward[name] = partial(torch.autograd.grad, out, (q, k, v), given[3], retain_graph=True)
+        for which, kernels, calls in zip(
+            ("forward", "backward"), (["forward"], ["dq", "dkdv"]), (forward, backward), strict=True
+        ):
+            times = paired_seconds(torch.device(DEVICE), calls, 2 if INTERPRETED else 20)
+            mine = ratio_of(times["mine"])
+            fast = [
+                ratio_of([b / a for a, b in zip(times["mine"], times[other], strict=True)])
+                for other in ("sdpa", "depth")
+            ]
             parts = [predictions.attention(gpu, f"ground {x}", B, length, heads, D, causal) for x in kernels]
-            cells = predictions.cells(None if None in parts else sum(parts), mine)
-            table.add(which, shape, f"{mine * 1e3:.3f}", f"{sdpas / mine:.2f}", f"{depths / mine:.2f}", *cells)
+            cells = predictions.cells(None if None in parts else sum(parts), mine.median)
+            table.add(which, shape, ratio_of([1e3 * x for x in times["mine"]]), *fast, *cells)
+    if wrong:
+        sys.exit("bench_flash_attention.py: " + "; ".join(wrong))
 
 
 def main() -> None:

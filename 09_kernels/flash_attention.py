@@ -118,7 +118,7 @@ def scores_of(q_i, k_j, start_i, start_j, S, CAUSAL: tl.constexpr):
     return tl.where(seen, dot(q_i, k_j.T) * q_i.shape[1] ** -0.5, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "N"])  # one binary for all lengths
 def forward_kernel(q, k, v, out, lse, S, N, G, CAUSAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """out and LSE of R queries of one head. FlashAttention-2, algorithm 1."""
     WIDE: tl.constexpr = lse.dtype.element_ty  # float32, or float64 for float64: all sums and maxima
@@ -155,7 +155,7 @@ def again(q_i, do_i, lse_i, delta_i, k_j, v_j, start_i, start_j, S, CAUSAL: tl.c
     return weights, dscores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "N"])
 def dq_kernel(
     q, k, v, out, dout, lse, delta, dq, S, N, G, CAUSAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr
 ):
@@ -176,7 +176,7 @@ def dq_kernel(
     tl.store(dq + rows, acc * D**-0.5, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "N"])
 def dkdv_kernel(
     q, k, v, dout, lse, delta, dk, dv, S, N, G, CAUSAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr
 ):

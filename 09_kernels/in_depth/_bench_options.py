@@ -17,6 +17,7 @@ HELP = {
     "--out": "folder for the results, instead of results/",
     "--figures": "only draw, from what results/ has",
     "--seconds": "about how long --gpu may take; default 400",
+    "--build": "only compile what --gpu times, side by side",
 }
 
 
@@ -38,10 +39,12 @@ def bench_options(
     for name in names:
         kind = {"--out": dict(type=str), "--seconds": dict(type=float)}.get(name, dict(action="store_true"))
         parser.add_argument(name, help=HELP[name], **kind)
-    parser.set_defaults(**dict(gpu=False, dry=False, out=None, figures=False, seconds=None))
+    parser.set_defaults(**dict(gpu=False, dry=False, out=None, figures=False, seconds=None, build=False))
     given = parser.parse_args()
     if given.figures and (given.gpu or given.dry or given.out is not None):
         parser.error("--figures only draws, from results/; leave out the other options, or --figures")
+    if given.build and (given.gpu or given.dry or given.out is not None or given.seconds is not None):
+        parser.error("--build only compiles; leave out the other options, or --build")
     if given.dry and not given.gpu:
         parser.error("--dry is a way to try --gpu; use both, or neither")
     if given.dry and given.out is None:
@@ -59,9 +62,10 @@ def bench_options(
     if given.seconds is not None and not given.gpu:
         parser.error(f"--seconds {given.seconds:g} is the time of --gpu; use both, or neither")
     given.seconds = 400.0 if given.seconds is None else given.seconds
-    if given.gpu and not given.dry:
+    if (given.gpu and not given.dry) or given.build:
+        option = "--gpu" if given.gpu else "--build"
         if not torch.cuda.is_available() or (triton and INTERPRETED):
-            parser.error("--gpu finds no GPU here; --gpu --dry --out DIR tries the program on the CPU")
+            parser.error(f"{option} finds no GPU here; --gpu --dry --out DIR tries the program on the CPU")
         if hopper and torch.cuda.get_device_capability() != (9, 0):
-            parser.error(f"--gpu: {torch.cuda.get_device_name()} is no sm_90, and the kernel is for nothing else")
+            parser.error(f"{option}: {torch.cuda.get_device_name()} is no sm_90, and the kernel is for nothing else")
     return given

@@ -38,7 +38,7 @@ def sources(capability: int, dtype: torch.dtype, D: int, plan: Plan, window: boo
     element, W = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(dtype)[6:]], triton.next_power_of_2(D)
 
     def tile(tokens: int, element: str = element):
-        numbers = ("i32", "i32", "i32", "i32", "i32")  # S, D and three strides
+        numbers = ("i32", "i32", "i32", "i32")  # D and three strides
         return f"tensordesc<{element}[1, 1, {tokens}, {W}]>" if plan.tma else (f"*{element}", *numbers)
 
     numbers = dict.fromkeys(("S_q", "S_k", "N", "G", "first", "last"), "i32") | {"scale": "fp32"}
@@ -66,6 +66,20 @@ def sources(capability: int, dtype: torch.dtype, D: int, plan: Plan, window: boo
         yield "specialised", hopper.specialised_kernel, signature, dict(CUT=True, R=R, C=C, W=W), warps, stages
 
 
+def source_of(kernel, signature: dict, constants: dict, D: int) -> ASTSource:
+    """With what a launch would find out about the arguments: addresses, strides and head dims that 16 divides."""
+    signature = signature | dict.fromkeys(constants, "constexpr")
+    aligned = {}
+    for place, (key, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            parts = [(place, part) for part in range(len(kind)) if part != 1 or D % 16 == 0]
+            aligned |= {part: [["tt.divisibility", 16]] for part in parts}
+        elif key in ("lse", "delta"):
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    known = {(list(signature).index(name),): value for name, value in constants.items()}
+    return ASTSource(kernel, signature, known, aligned)
+
+
 def compile_plan(
     capability: int,
     dtype: torch.dtype,
@@ -80,17 +94,7 @@ def compile_plan(
     for name, kernel, signature, constants, warps, stages in sources(capability, dtype, D, plan, window):
         if not wanted(name):
             continue
-        signature = signature | dict.fromkeys(constants, "constexpr")
-        aligned = {}  # what a launch would find out about its arguments: addresses and numbers that 16 divides
-        for place, (key, kind) in enumerate(signature.items()):
-            places = (
-                [(place, part) for part in range(6) if part != 2 or D % 16 == 0]
-                if isinstance(kind, tuple)
-                else [(place,)]
-            )
-            if isinstance(kind, tuple) or key in ("lse", "delta", "S_q", "S_k"):
-                aligned |= {path: [["tt.divisibility", 16]] for path in places}
-        source = ASTSource(kernel, signature, {(list(signature).index(c),): x for c, x in constants.items()}, aligned)
+        source = source_of(kernel, signature, constants, D)
         options = dict(num_warps=warps, num_stages=stages)
         built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         ptx = built.asm["ptx"]

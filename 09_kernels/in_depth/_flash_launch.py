@@ -61,8 +61,8 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
     return Plan(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), tma=False, five=False)
 
 
-def fit(x: Tensor, tokens: int, tma: bool) -> tuple[Tensor, int, int, int, int, int]:
-    """x [B, S, N, D] as (address, S, D, three strides). Slices are read where they lie, if D is contiguous.
+def fit(x: Tensor, tokens: int, tma: bool) -> tuple[Tensor, int, int, int, int]:
+    """x [B, S, N, D] as (address, D, three strides). Slices are read where they lie, if D is contiguous.
 
     The copy engine (`tma`) wants strides and address in multiples of 16 bytes, and a tile wants its offsets within 32
     bits. What does not fit is copied first (the gradient of `.sum()`, for example, is one number expanded).
@@ -73,15 +73,15 @@ def fit(x: Tensor, tokens: int, tma: bool) -> tuple[Tensor, int, int, int, int, 
         x = x.clone(memory_format=torch.contiguous_format)
     # The stride of a dimension of size 1 may be any number and is never walked, but has to be a multiple as well.
     of_b, of_s, of_n = (stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape, strict=False))
-    return x, x.shape[1], x.shape[3], of_b, of_s, of_n
+    return x, x.shape[3], of_b, of_s, of_n
 
 
 def describe(x: Tensor, tokens: int, tma: bool) -> TensorDescriptor | tuple:
     """x as the kernels take it: a descriptor of [B, N, S, D] in tiles of `tokens` tokens of one head, or the tuple."""
-    x, S, D, of_b, of_s, of_n = fit(x, tokens, tma)
+    x, D, of_b, of_s, of_n = fit(x, tokens, tma)
     if not tma:
-        return x, S, D, of_b, of_s, of_n
-    B, N, W = x.shape[0], x.shape[2], triton.next_power_of_2(D)
+        return x, D, of_b, of_s, of_n
+    (B, S, N), W = x.shape[:3], triton.next_power_of_2(D)
     return TensorDescriptor(x, [B, N, S, D], [of_b, of_n, of_s, 1], [1, 1, tokens, W])
 
 

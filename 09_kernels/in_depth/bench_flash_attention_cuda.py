@@ -3,12 +3,15 @@
     python 09_kernels/in_depth/bench_flash_attention_cuda.py   on any machine: errors and sectors, emulated
     python 09_kernels/in_depth/bench_flash_attention_cuda.py --gpu   on a Hopper GPU: against the plain kernel in Triton
     python 09_kernels/in_depth/bench_flash_attention_cuda.py --gpu --dry   the same program on the CPU, tiny
+    python 09_kernels/in_depth/bench_flash_attention_cuda.py --build      on a Hopper GPU: only compile what --gpu runs
 
 First it has to agree with float64, in every order of its threads that is tried, and to ask for the sectors predicted.
+On a GPU, at uneven sizes, and at each shape that is timed.
 """
 
 import shutil
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -16,8 +19,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import _cuda
 import flash_attention_cuda as cuda
 import torch
+from _flash_verify import Yardstick, poisoned
 from _interpreter import INTERPRETED
-from bench_flash_kernels import SHAPES_GPU, TINY, Measurement, Shape, matmul_rate, run, seconds
+from bench_flash_kernels import (
+    SHAPES_GPU,
+    TINY,
+    Call,
+    Matmul,
+    Measurement,
+    Shape,
+    as_fast,
+    milliseconds,
+    run,
+    side_by_side,
+    with_theirs,
+)
 from flash_tiles import band
 from harness import predictions
 from harness.ceilings import Table
@@ -62,45 +78,90 @@ def cpu() -> None:
     )
 
 
-def gpu(folder: Path) -> None:
-    """The CUDA kernel beside the plain one in Triton, on a Hopper GPU."""
-    dtype = torch.bfloat16
-    rate = matmul_rate(torch.float16 if INTERPRETED else dtype, 256 if INTERPRETED else 8192)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+TRITONS = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter has no bf16
+
+
+def inputs_of(shape: Shape) -> tuple[Measurement, list[torch.Tensor], Call]:
+    """The plain kernel's inputs; the same in bf16; and the kernel in CUDA, called with them."""
+    one = Measurement(shape, TRITONS)
+    given = [x.bfloat16() for x in one.given]
+    return one, given, lambda: cuda.cuda_forward(*given[:3], causal=shape.causal)
+
+
+def build() -> None:
+    """Compile what `gpu` runs: the source, and the plain kernel in Triton, side by side."""
+    shapes = [SHAPES_GPU[0]._replace(B=1, S=256, D=D) for D in cuda.HEAD_DIMS]
+    calls = [inputs_of(shapes[0])[2], *(Measurement(shape, TRITONS).forward() for shape in shapes)]
+    for error in side_by_side(calls):
+        if error:
+            sys.exit(f"bench_flash_attention_cuda.py: {error}")
+
+
+def gpu(folder: Path, limit: float) -> None:
+    """The CUDA kernel beside the plain one in Triton and PyTorch's, on a Hopper GPU."""
+    begun = time.monotonic()
+    if not INTERPRETED:
+        build()
+    matmul = Matmul(TRITONS)
     table = Table(
         "09_flash_cuda_speed",
-        "Attention in CUDA against the plain Triton kernel, forward, bfloat16",
-        ["shape", "plain, ms", "CUDA, ms", "times as fast", "TFLOP/s", "of matmul", *predictions.COLUMNS],
-        "Verified first at uneven sizes. TFLOP/s count 4 · B · N · S² · D, half if causal. `of matmul`: share of the "
-        "rate of a matrix product of 8192 cubed. Predicted: the larger of products and exponentials, side by side.",
+        "Attention in CUDA against the plain Triton kernel and PyTorch's, forward, bfloat16",
+        [
+            "shape",
+            "plain, ms",
+            "CUDA, ms",
+            "times as fast",
+            "times flash",
+            "times cuDNN",
+            "TFLOP/s",
+            "of matmul",
+            *predictions.COLUMNS,
+        ],
+        "Verified at uneven sizes, and at each shape that is timed. TFLOP/s count 4 · B · N · S² · D, half if causal. "
+        "`of matmul`: share of the rate of a matrix product of 8192 cubed. All in turns, in the same rounds. "
+        "Predicted: of products, exponentials and bytes from L2, side by side, the most.",
         folder,
     )
-    device = "cpu" if INTERPRETED else "cuda"
     for case in CASES:
         *sizes, causal, offset = case
-        given = cuda.inputs(*sizes, device)
-        error, of_lse = cuda.errors(*cuda.cuda_forward(*given, causal=causal, offset=offset), *given, causal, offset)
+        given = cuda.inputs(*sizes, DEVICE)
+        with poisoned():
+            found = cuda.cuda_forward(*given, causal=causal, offset=offset)
+        error, of_lse = cuda.errors(*found, *given, causal, offset)
         if not (error <= 8e-3 and of_lse <= 1e-4):
             sys.exit(f"{case}: off by {error:.1e}, LSE by {of_lse:.1e}; nothing is timed")
+    wrong = []
     for shape in [TINY[0]._replace(D=64)] if INTERPRETED else SHAPES_GPU:
-        one = Measurement(shape, torch.float16 if INTERPRETED else dtype, rate)
-        q, k, v, _ = (x.bfloat16() for x in one.given)
-        plain = seconds(one.forward(one.plan.forward))
-        took = seconds(lambda q=q, k=k, v=v, shape=shape: cuda.cuda_forward(q, k, v, causal=shape.causal))
-        reached = f"{shape.flops / took / 1e12:.0f}" if not INTERPRETED else "n/a when emulated"
-        cells = predictions.cells(expected(shape), took)
-        table.add(
-            str(shape), plain * 1e3, took * 1e3, plain / took, reached, f"{shape.flops / took / rate:.2f}", *cells
-        )
-
-
-def expected(shape: Shape) -> float | None:
-    """Seconds: the larger of products and exponentials. One exponential, of 16 a clock and SM, for 4 D operations."""
-    here = predictions.here()
-    if here is None:
-        return None
-    exponentials = shape.flops / (4 * shape.D) / (16 * here.clocks)
-    return predictions.START + max(predictions.product(here, shape.flops), exponentials)
+        if table.rows and time.monotonic() > begun + 0.85 * limit:
+            break
+        one, given, call = inputs_of(shape)
+        with poisoned():
+            lines = Yardstick(given, shape.causal).failures(call()[:1])
+        if lines:
+            wrong.append(f"{shape}: wrong: {lines[0]}")
+            table.add(str(shape), "n/a", f"wrong: {lines[0]}", *["n/a"] * (len(table.columns) - 3))
+            continue
+        times = with_theirs({"plain": one.forward(), "CUDA": call}, given, shape.causal, False, matmul)
+        took = milliseconds(times, "CUDA")
+        reached = f"{shape.flops / took.median / 1e9:.0f}" if not INTERPRETED else "n/a when emulated"
+        here, (B, S, N, _, D, causal) = predictions.here(), shape
+        expected = predictions.overlapped_attention(here, B, S, N, D, causal, "bf16")
+        ratios = [as_fast(times, "CUDA", other) for other in ("plain", "flash", "cuDNN")]
+        share = matmul.share(times, "CUDA", shape.flops)
+        cells = predictions.cells(expected, took.median / 1e3)
+        table.add(str(shape), milliseconds(times, "plain"), took, *ratios, reached, share, *cells)
+    if wrong:
+        sys.exit("bench_flash_attention_cuda.py: " + "; ".join(wrong))
 
 
 if __name__ == "__main__":
-    run("Attention in CUDA, forward: errors and sectors, or times.", cpu, gpu, hopper=True)
+    run(
+        "Attention in CUDA, forward: errors and sectors, or times.",
+        cpu,
+        gpu,
+        build,
+        "--seconds",
+        "--build",
+        hopper=True,
+    )

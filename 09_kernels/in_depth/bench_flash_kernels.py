@@ -3,10 +3,15 @@
     python 09_kernels/in_depth/bench_flash_kernels.py                      errors, and the binaries for sm_80 and sm_90
     python bench_flash_kernels.py --gpu [--out DIR]   on a GPU: against PyTorch's flash and cuDNN kernels
     python 09_kernels/in_depth/bench_flash_kernels.py --gpu --dry --out DIR    the same program on the CPU, tiny
+    python bench_flash_kernels.py --build             on a GPU: only compile what --gpu will run
 
-Every version and every size of tile first has to agree with the definition in float64; one that does not, or does not
-compile, is left out with a line that says so, and the default plan has to pass or nothing is written. On a GPU times
-are from events, each run after the L2 cache has been filled with something else, medians of many.
+Every shape is verified before it is timed, with the binary and the numbers that are timed (_flash_verify.py); what is
+wrong gets a row that says so. Other sizes of tile first have to agree with the plan's; one that does not, or does not
+compile, is left out with a line that says so. What is compared runs in turns, a run of each in every round, with a cold
+L2 cache, and a ratio is the median over rounds.
+
+The stand-in of tests/fake_device compiles as a GPU's launch does, so a machine without one can fill Triton's cache:
+    FAKE_GPUS=1 TRITON_INTERPRET=0 PYTHONPATH=tests/fake_device python bench_flash_kernels.py --build
 """
 
 import json
@@ -14,7 +19,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,15 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from _bench_options import bench_options
-from _flash_launch import Plan, Tiles, plan_of
+from _flash_launch import Tiles, plan_of
+from _flash_verify import Yardstick, poisoned
 from _interpreter import INTERPRETED
-from flash_attention_hopper import TILES, specialised_forward
-from flash_kernels import REPEATABLE, TRITON, triton_backward, triton_forward
+from flash_kernels import TRITON, triton_backward, triton_forward
 from flash_tiles import Version, explicit_attention, step, torch_attention
 from flash_tiles import error as error_of
 from harness import predictions
-from harness.ceilings import Table, device_here, timer
-from harness.report import ROOT, write_result
+from harness.ceilings import Table, device_here, paired_seconds
+from harness.report import ROOT, Ratio, ratio_of, write_result
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -41,7 +47,6 @@ SHAPES = [("float16", "64"), ("float16", "128"), ("bfloat16", "256"), ("float32"
 
 # What else may be fastest: tried by --gpu, after the plan's own.
 FORWARD = [Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 3)]
-SPECIALISED_TILES = [Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 3)]
 DKDV = [Tiles(32, 128, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 128, 8, 1), Tiles(64, 128, 8, 3)]
 SEVEN = "backward, seven products"
 
@@ -133,59 +138,90 @@ def cpu() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
-
-def seconds(function: Callable[[], object], repeats: int = 25) -> float:
-    """Median; on a GPU between events, with a cold L2 cache."""
-    return timer(torch.device(DEVICE), 2 if INTERPRETED else repeats)(function).median
-
-
-def matmul_rate(dtype: torch.dtype, size: int) -> float:
-    """FLOP/s of PyTorch's matrix product, to compare with."""
-    a, b = (torch.randn(size, size, device=DEVICE).to(dtype) for _ in range(2))
-    return 2 * size**3 / seconds(lambda: a @ b)
-
-
 Call = Callable[[], tuple[Tensor, ...]]
+Times = dict[str, list[float]]  # of each run its seconds, round after round
 
 
-def fastest(what: str, default: Call, tried: dict[str, Call], until: float) -> tuple[str, float, float]:
-    """The fastest of the default and of `tried`: (name, its seconds, those of the default).
+def in_turns(runs: dict[str, Callable[[], object]], repeats: int = 20) -> Times:
+    return paired_seconds(torch.device(DEVICE), runs, 2 if INTERPRETED else repeats)
 
-    The default has been held against float64; each of the others has to agree with it before it is timed. When the
-    time is over, those that are left are not tried.
-    """
-    found, want = {"plan": seconds(default)}, default()
-    for name, call in tried.items():
-        if time.monotonic() > until:
-            print(f"{what}: {name} and what follows were not tried, for want of time", flush=True)
-            break
+
+def as_fast(times: Times, this: str, other: str) -> Ratio | str:
+    """How many times as fast as the other `this` is."""
+    if other not in times:
+        return "n/a"
+    return ratio_of([b / a for a, b in zip(times[this], times[other], strict=True)])
+
+
+def milliseconds(times: Times, name: str) -> Ratio:
+    return ratio_of([1e3 * seconds for seconds in times[name]])
+
+
+class Matmul:
+    """PyTorch's matrix product of 8192 cubed, to compare with."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.size = 256 if INTERPRETED else 8192
+        self.a, self.b = (torch.randn(self.size, self.size, device=DEVICE).to(dtype) for _ in range(2))
+
+    def __call__(self) -> Tensor:
+        return self.a @ self.b
+
+    def share(self, times: Times, name: str, flops: float) -> Ratio:
+        """Of its rate, the rate of a run of so many FLOPs in the same rounds."""
+        return ratio_of(
+            [flops / mine / (2 * self.size**3 / its) for mine, its in zip(times[name], times["matmul"], strict=True)]
+        )
+
+
+def side_by_side(calls: Iterable[Callable[[], object]]) -> list[Exception | None]:
+    """Call them all, in threads, so that their kernels are compiled side by side. What each raised, if it did."""
+
+    def outcome(call: Callable[[], object]) -> Exception | None:
         try:
-            off = error_of(list(call()), list(want))
-            if not off <= 2 * torch.finfo(want[0].dtype).eps:  # each is off by a rounding of its own
-                raise ArithmeticError(f"differs from the plan's by {off:.1e}")
-            found[name] = seconds(call)
-        except Exception as reason:  # a size of tile may not compile or not fit; the others go on
-            line = (str(reason).strip() or type(reason).__name__).splitlines()[0][:120]
-            print(f"{what}, {name}: left out ({line})", flush=True)
-    best = min(found, key=found.__getitem__)
-    print(f"{what}: {best}; " + ", ".join(f"{n} {s * 1e3:.3f} ms" for n, s in found.items()), flush=True)
-    return best, found[best], found["plan"]
+            call()
+        except Exception as error:  # a size of tile may not compile, or not fit: the others go on
+            return error
+        return None
+
+    threads = 1 if INTERPRETED else min(16, os.cpu_count() or 1)  # the interpreter is one machine for all
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(outcome, calls))
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return found
 
 
-def theirs(backend: SDPBackend, given: list[Tensor], causal: bool) -> tuple[float, float] | None:
-    """Seconds of forward and of backward of one of PyTorch's kernels, or None where it is not available."""
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+
+
+def theirs(backend: SDPBackend, given: list[Tensor], causal: bool) -> tuple[Call, Call] | None:
+    """Forward and backward of one of PyTorch's kernels, or None where it is not available."""
     q, k, v, dout = (x.detach().transpose(1, 2) for x in given)  # [B, S, N, D] -> [B, N, S, D], as it wants them
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=causal, enable_gqa=True)
-    try:
+
+    def forward() -> Tensor:
         with sdpa_kernel(backend):
-            out = sdpa(*leaves)
-            forward = seconds(lambda: sdpa(*leaves))
-            backward = seconds(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+            return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
+
+    try:
+        out = forward()
+        backward = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+        backward()
     except RuntimeError as reason:
-        print(f"{backend.name}: not available ({str(reason).splitlines()[0][:100]})", flush=True)
+        print(f"{backend.name}: not available ({first_line(reason)})", flush=True)
         return None
     return forward, backward
+
+
+def with_theirs(ours: dict[str, Call], given: list[Tensor], causal: bool, backward: bool, matmul: Matmul) -> Times:
+    """Seconds of our runs, of PyTorch's two kernels and of a matrix product, all in turns."""
+    runs: dict[str, Callable[[], object]] = dict(ours)
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        if pair := theirs(backend, given, causal):
+            runs[name] = pair[backward]
+    return in_turns(runs | {"matmul": matmul})
 
 
 class Shape(NamedTuple):
@@ -205,122 +241,170 @@ class Shape(NamedTuple):
         return 4 * self.B * self.N * self.S**2 * self.D * (0.5 if self.causal else 1.0)
 
 
-# The goals' shape first. All of them with the plan's tiles, then the same again with the best of several.
-SHAPES_GPU = [Shape(2, 8192, 16, 16, D, causal) for D in (128, 64) for causal in (True, False)]
+# The goals' shape first; then the other head dim, no mask, shared K/V heads, short sequences. All of them with the
+# plan's tiles, then the first two again with the best of several.
+SHAPES_GPU = [Shape(2, 8192, 16, 16, D, causal) for causal in (True, False) for D in (128, 64)]
 SHAPES_GPU += [Shape(2, 8192, 32, 8, 128, True), Shape(16, 1024, 16, 16, 128, True)]
-TINY = [Shape(1, 70, 2, 1, 32, True)]
+TINY = [Shape(1, 40, 2, 1, 32, True)]
 SPEED_COLUMNS = ["pass", "shape", "ms", "speed-up by tuning", "TFLOP/s", "of matmul", "times flash", "times cuDNN"]
 SPEED_COLUMNS += ["tiles", *predictions.COLUMNS]
 
 
 class Measurement:
-    """One shape: forward and backward with the plan's tiles, PyTorch's two kernels, then other tiles."""
+    """One shape: its inputs, and calls of the kernels."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, rate: float) -> None:
-        self.shape, self.dtype, self.rate = shape, dtype, rate
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
         self.given = inputs(*shape[:5], dtype)
         self.plan = plan_of(self.given[0])
         self.mask = dict(causal=shape.causal, dtype=dtype)
-        self.others: list = []
 
-    def forward(self, tiles: Tiles) -> Call:
-        q, k, v, _ = self.given
-        return lambda: triton_forward(q, k, v, plan=self.plan._replace(forward=tiles), **self.mask)
+    def forward(self, tiles: Tiles | None = None) -> Call:
+        plan = self.plan._replace(forward=tiles or self.plan.forward)
+        return lambda: triton_forward(*self.given[:3], plan=plan, **self.mask)
 
-    def specialised(self, tiles: Tiles) -> Call:
-        q, k, v, _ = self.given
-        return lambda: specialised_forward(q, k, v, tiles=tiles, **self.mask)
-
-    def backward(self, plan: Plan, repeatable: bool = False) -> Call:
+    def backward(self, saved: Sequence[Tensor], dkdv: Tiles | None = None, repeatable: bool = False) -> Call:
+        """`saved`: the output and the LSE of the forward pass."""
+        plan = self.plan._replace(dkdv=dkdv or self.plan.dkdv)
         q, k, v, dout = self.given
-        if not hasattr(self, "saved"):
-            self.saved = triton_forward(q, k, v, **self.mask)
-        return lambda: triton_backward(dout, q, k, v, *self.saved, plan=plan, repeatable=repeatable, **self.mask)
+        return lambda: triton_backward(dout, q, k, v, *saved, plan=plan, repeatable=repeatable, **self.mask)
 
-    def predicted(self, which: str, best: str) -> float | None:
+    def anything_saved(self) -> tuple[Tensor, Tensor]:
+        """In place of an output and an LSE, to compile the backward pass before there are any."""
+        q = self.given[0]
+        return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+
+    def kernels(self) -> list[Call]:
+        """Everything that `rows` runs."""
+        saved = self.anything_saved()
+        return [self.forward(), self.backward(saved), self.backward(saved, repeatable=True)]
+
+    def predicted(self, which: str) -> float | None:
         B, S, N, _, D, causal = self.shape
-        forward = ["specialised" if "special" in best else "forward"]
-        kernels = {"forward": forward, "backward": ["dkdvdq"], SEVEN: ["dq", "dkdv"]}[which]
-        found = [predictions.attention(predictions.here(), kernel, B, S, N, D, causal) for kernel in kernels]
+        kernels = {"forward": ["forward"], "backward": ["dkdvdq"], SEVEN: ["dq", "dkdv"]}[which]
+        here = predictions.here()
+        found = [predictions.attention(here, kernel, B, S, N, D, causal) for kernel in kernels]
+        if which != "forward":  # delta: dout and out are read
+            found.append(predictions.moved(here, 2 * B * S * N * D * self.dtype.itemsize))
         if which == "backward":  # dq in fp32: its zeros are written, and when it is complete it is read and rounded
-            found.append(predictions.moved(predictions.here(), B * S * N * D * (4 + 4 + self.dtype.itemsize), 2))
+            found.append(predictions.moved(here, B * S * N * D * (4 + 4 + self.dtype.itemsize), 2))
         return None if None in found else sum(found)
 
-    def row(self, which: str, mine: float, default: float, how: str) -> list:
-        index = int(which != "forward")
-        work = self.shape.flops * (1, 2.5)[index]
-        rate = f"{work / mine / 1e12:.0f}" if not INTERPRETED else "n/a when interpreted"
-        ratios = [f"{other[index] / mine:.2f}" if other else "n/a" for other in self.others]
-        cells = [which, str(self.shape), f"{mine * 1e3:.3f}", f"{default / mine:.2f}", rate]
-        expected = predictions.cells(self.predicted(which, how), mine)
-        return [*cells, f"{work / mine / self.rate:.2f}", *ratios, how, *expected]
+    def row(self, which: str, times: Times, run: str, default: str, tiles: str, matmul: Matmul) -> list:
+        work = self.shape.flops * (1 if which == "forward" else 2.5)
+        took = milliseconds(times, run)
+        rate = f"{work / took.median / 1e9:.0f}" if not INTERPRETED else "n/a when interpreted"
+        cells = [which, str(self.shape), took, as_fast(times, run, default), rate, matmul.share(times, run, work)]
+        ratios = [as_fast(times, run, other) for other in ("flash", "cuDNN")]
+        return [*cells, *ratios, tiles, *predictions.cells(self.predicted(which), took.median / 1e3)]
 
-    def with_the_plan(self) -> list[list]:
-        """Verified against float64, timed against PyTorch's."""
-        for version in (TRITON, REPEATABLE):
-            exact(version, self.dtype, self.shape.D, 70 if INTERPRETED else 500)
-        backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-        self.others = [theirs(backend, self.given, self.shape.causal) for backend in backends]
-        calls = self.forward(self.plan.forward), self.backward(self.plan), self.backward(self.plan, repeatable=True)
-        times = [seconds(call) for call in calls]
+    def rows(self, matmul: Matmul) -> list[list]:
+        """With the plan's tiles: verified at this shape, then timed beside PyTorch's."""
+        yardstick = Yardstick(self.given, self.shape.causal)
+        with poisoned():
+            saved = self.forward()()
+            backward = {"backward": self.backward(saved), SEVEN: self.backward(saved, repeatable=True)}
+            results = {name: call() for name, call in backward.items()}
+        wrong = {name: yardstick.failures([saved[0], *gradients]) for name, gradients in results.items()}
+        wrong["forward"] = yardstick.failures(saved[:1])
+        del yardstick, results
+        rows = []
+        for runs in ({"forward": self.forward()}, backward):
+            right = {name: call for name, call in runs.items() if not wrong[name]}
+            for name in set(runs) - set(right):
+                rows.append([name, str(self.shape), f"wrong: {wrong[name][0]}", *["n/a"] * (len(SPEED_COLUMNS) - 3)])
+            if right:
+                times = with_theirs(right, self.given, self.shape.causal, "forward" not in runs, matmul)
+                rows += [self.row(name, times, name, name, "the plan's", matmul) for name in right]
+        return rows
+
+    def tuned(self, which: str, tried: dict[str, Call], default: Call, matmul: Matmul) -> list:
+        """The fastest of the default and of `tried`, each of which has to agree with it before it is timed."""
+        expected, runs = default(), {"the plan's": default}
+        for (name, call), error in zip(tried.items(), side_by_side(tried.values()), strict=True):
+            try:
+                if error:
+                    raise error
+                off = error_of(list(call()), list(expected))
+                if not off <= 2 * torch.finfo(expected[0].dtype).eps:  # each is off by a rounding of its own
+                    raise ArithmeticError(f"differs from the plan's by {off:.1e}")
+                runs[name] = call
+            except Exception as reason:
+                print(f"{which}, {self.shape}, {name}: left out ({first_line(reason)})", flush=True)
+        times = with_theirs(runs, self.given, self.shape.causal, which != "forward", matmul)
+        best = min(runs, key=lambda name: milliseconds(times, name).median)
+        line = ", ".join(f"{name} {milliseconds(times, name).median:.3f} ms" for name in runs)
+        print(f"{which}, {self.shape}: {best}; {line}", flush=True)
+        return self.row(which, times, best, "the plan's", best, matmul)
+
+    def tuned_rows(self, matmul: Matmul) -> list[list]:
+        saved = self.forward()()
+        forward = {str(tuple(tiles)): self.forward(tiles) for tiles in ([Tiles(16, 16)] if INTERPRETED else FORWARD)}
+        backward = {str(tuple(tiles)): self.backward(saved, tiles) for tiles in ([] if INTERPRETED else DKDV)}
+        side_by_side([*forward.values(), *backward.values()])  # all at once
         return [
-            self.row(which, took, took, "the plan's")
-            for which, took in zip(("forward", "backward", SEVEN), times, strict=True)
+            self.tuned("forward", forward, self.forward(), matmul),
+            self.tuned("backward", backward, self.backward(saved), matmul),
         ]
 
-    def tuned_forward(self, until: float) -> list:
-        tried = {f"plain {tuple(t)}": self.forward(t) for t in ([] if INTERPRETED else FORWARD)}
-        if INTERPRETED or torch.cuda.get_device_capability()[0] == 9:
-            # The specialised ones first: where they are right, one of them should be the fastest.
-            special = [TILES] if INTERPRETED else [TILES, *SPECIALISED_TILES]
-            tried = {f"specialised {tuple(t)}": self.specialised(t) for t in special} | tried
-        best, took, default = fastest(f"forward, {self.shape}", self.forward(self.plan.forward), tried, until)
-        return self.row("forward", took, default, best)
 
-    def tuned_backward(self, until: float) -> list:
-        plans = [self.plan._replace(dkdv=tiles) for tiles in ([] if INTERPRETED else DKDV)]
-        tried = {str(tuple(plan.dkdv)): self.backward(plan) for plan in plans}
-        best, took, default = fastest(f"backward, {self.shape}", self.backward(self.plan), tried, until)
-        return self.row("backward", took, default, best)
+def build() -> None:
+    """Compile what `gpu` runs, side by side. No kernel is specialised on a length, so that short inputs will do."""
+    shapes = [] if INTERPRETED else [SHAPES_GPU[0]._replace(B=1, S=256, D=D) for D in (128, 64)]
+    for error in side_by_side([call for shape in shapes for call in Measurement(shape, torch.bfloat16).kernels()]):
+        if error:
+            sys.exit(f"bench_flash_kernels.py: {first_line(error)}")
 
 
 def gpu(folder: Path, limit: float) -> None:
     begun, dtype = time.monotonic(), torch.float16 if INTERPRETED else torch.bfloat16
-    rate = matmul_rate(dtype, 256 if INTERPRETED else 8192)
+    build()
+    print(f"compiled in {time.monotonic() - begun:.1f} s", flush=True)
+    matmul = Matmul(dtype)
     table = Table(
         "09_flash_speed",
         f"FlashAttention in Triton, {str(dtype)[6:]}, against PyTorch's flash and cuDNN kernels",
         SPEED_COLUMNS,
         "TFLOP/s count 4 · B · N · S² · D forward (half if causal) and 2.5 times that backward, whatever a kernel "
-        "computes twice. `of matmul`: share of the rate measured for a matrix product of 8192 cubed. `times flash`: "
-        "how many times as fast as SDPA's flash back end. Tiles: rows, columns, warps, stages. Predicted from the SASS "
-        "of the plan's tiles (tests/harness/predictions.py). A shape that stands there twice was tuned later.",
+        "computes twice. `of matmul`: share of the rate of a matrix product of 8192 cubed in the same rounds. `times "
+        "flash`: how many times as fast as SDPA's flash back end, in the same rounds. Each verified at its shape. "
+        "Tiles: rows, columns, warps, stages. Predicted from the SASS of the plan's tiles "
+        "(tests/harness/predictions.py). A shape that stands there twice was tuned later.",
         folder,
     )
-    shapes, until = TINY if INTERPRETED else SHAPES_GPU, begun + 0.85 * limit
+    shapes, wrong = TINY if INTERPRETED else SHAPES_GPU, []
     for shape in shapes:
-        if table.rows and time.monotonic() > begun + 0.5 * limit:
+        if table.rows and time.monotonic() > begun + 0.7 * limit:
             break
-        for row in Measurement(shape, dtype, rate).with_the_plan():
+        for row in Measurement(shape, dtype).rows(matmul):
             table.add(*row)
-    for shape in shapes:
-        if time.monotonic() > until:
+            wrong += [f"{row[0]}, {row[1]}: {row[2]}"] if str(row[2]).startswith("wrong") else []
+    for shape in shapes[:2]:  # which compiles eight kernels for each
+        if wrong or time.monotonic() > begun + 0.5 * limit:
             break
-        measurement = Measurement(shape, dtype, rate)
-        measurement.with_the_plan()  # compiled by now
-        for row in (measurement.tuned_forward(until), measurement.tuned_backward(until)):
+        for row in Measurement(shape, dtype).tuned_rows(matmul):
             table.add(*row)
+    if wrong:
+        sys.exit("bench_flash_kernels.py: " + "; ".join(wrong))
 
 
-def run(about: str, cpu: Callable[[], None], gpu: Callable[..., None], *more: str, hopper: bool = False) -> None:
-    """The command line of FlashAttention's benchmarks. `more`: options beside --gpu, --dry and --out."""
-    options = bench_options(about, "--gpu", "--dry", "--out", *more, triton=True, hopper=hopper)
-    if not options.gpu:
+def run(
+    about: str,
+    cpu: Callable[[], None],
+    gpu: Callable[[Path, float], None],
+    build: Callable[[], None],
+    *options: str,
+    hopper: bool = False,
+) -> None:
+    """The command line of FlashAttention's benchmarks. `options`: those beside --gpu, --dry and --out."""
+    given = bench_options(about, "--gpu", "--dry", "--out", *options, triton=True, hopper=hopper)
+    if given.build:
+        build()
+    elif given.gpu:
+        gpu(given.out or ROOT / "results", given.seconds)
+    else:
         cpu()
-        return
-    limit = {"limit": options.seconds} if "--seconds" in more else {}
-    gpu(options.out or ROOT / "results", **limit)
 
 
 if __name__ == "__main__":
-    run("FlashAttention in Triton: errors and binaries, or times.", cpu, gpu, "--seconds")
+    run("FlashAttention in Triton: errors and binaries, or times.", cpu, gpu, build, "--seconds", "--build")

@@ -19,29 +19,70 @@
 //     consumer 1          QK0 . . . . . QK1 PV0 . . . . QK2 PV1
 //                             softmax 0         softmax 1
 //
-//     rows of the block   consumer 0: row0 .. row0 + 63, consumer 1: row0 + 64 .. row0 + 127
-//     shared memory       Q [128, D]; two stages of K and of V [128, D]: 160 KB at D = 128; in panels of 64 columns
+//     rows of a tile      consumer 0: row0 .. row0 + 63, consumer 1: row0 + 64 .. row0 + 127
+//     shared memory       Q [128, D]; two stages of K and of V [128, D]; out [128, D]: 192 KB at D = 128; in panels of 64
+//                         columns
 //     registers           scores [64, 128]: 64 of a thread; out [64, D]: D/2; weights in bf16: 32
+//
+// A third idea makes tiles overlap as well: a block is *persistent*. There are as many blocks as multiprocessors, and each
+// takes one tile of queries after the other. So barriers are made once, Q and the first K and V of the next tile come
+// while this one is still computed, and one consumer writes its rows out while the other has the tensor cores. The
+// order is fixed beforehand. Under a causal mask the last tile of queries has most to do, and the first least: a block
+// takes them in pairs, the long one first, so that all pairs cost the same. Neighbouring blocks have the same head, whose
+// K and V they find in the L2 cache.
+//
+//     8 tiles of queries    keys 1 2 3 4 5 6 7 8        block 0: tiles 7, 0     block 2: tiles 5, 2
+//                           tile 0 1 2 3 4 5 6 7        block 1: tiles 6, 1     block 3: tiles 4, 3      9 tiles of keys each
 //
 // Q·Kᵀ leaves its result where P·V wants its left factor: thread for thread, the accumulator's pairs are the pairs of
 // the operand. So the weights never see shared memory. (The sum of the weights is of fp32, before they are rounded.)
 //
 // Fences for the order of memory are in ptx.h's barriers; the CPU emulation checks everything else. What FA3 has beside
-// this: blocks that stay for several tiles, an epilogue through shared memory, windows, packed sequences. In 8 bits: see
-// flash_attention_fp8.cu.
+// this: windows, packed sequences, and a block that asks a counter for its next tile, so that the last ones are spread
+// evenly. In 8 bits: see flash_attention_fp8.cu.
 #include "ptx_attention.h"
 
 constexpr int ROWS = 128, KEYS = 128, STAGES = 2;
 constexpr float LOG2_E = 1.44269504f;
 
-constexpr int shared_bytes(int D) { return (ROWS + 2 * STAGES * KEYS) * D * 2; }
+constexpr int shared_bytes(int D) { return (2 * ROWS + 2 * STAGES * KEYS) * D * 2; }
+
+// Of each head the pairs of tiles of queries: the first and the last, the second and the last but one, ...
+__host__ __device__ inline int pairs_of_tiles(int S_q) { return ((S_q + ROWS - 1) / ROWS + 1) / 2; }
+
+// The work of one block, tile of queries after tile of queries. Producer and consumers each go through it for themselves,
+// and all meet the same tiles in the same order. Pairs of a head are counted first, then heads, then sequences; it counts
+// without dividing, since the constants of a division would be in registers all the time.
+struct Work {
+    int S_q, S_k, N, B, last, p = 0, half = -1;  // half: of the pair; -1 before the first
+    int row0, tiles, n = 0, b = 0;  // of the tile that `next` has found: its first row, its tiles of keys, head, sequence
+
+    __device__ Work(int S_q, int S_k, int N, int B, int last) : S_q(S_q), S_k(S_k), N(N), B(B), last(last) {}
+    __device__ void advance(int pairs_on) {
+        for (p += pairs_on; p >= pairs_of_tiles(S_q); p -= pairs_of_tiles(S_q))
+            if (++n == N) n = 0, b++;
+    }
+    __device__ bool next() {
+        int last_tile = (S_q + ROWS - 1) / ROWS - 1;
+        if (half == 0 && p != last_tile - p) half = 1;  // of an odd number the middle one is alone
+        else advance(half < 0 ? blockIdx.x : gridDim.x), half = 0;
+        if (b >= B) return false;
+        row0 = (half ? p : last_tile - p) * ROWS;  // causal: the longer one of the pair first
+        int rows_end = row0 + ROWS < S_q ? row0 + ROWS : S_q;
+        int end = rows_end + last < S_k ? rows_end + last : S_k;  // query i sees the keys 0 .. min(i + last, S_k - 1)
+        tiles = end > 0 ? (end + KEYS - 1) / KEYS : 0;
+        return true;
+    }
+};
 
 // One tile of scores [64, 128] of a warpgroup becomes weights 2^(scale · score - maximum). Thread t holds rows
 // t/32·16 + t%32/4 (0) and 8 below (1), and of every 8 keys the pair t%4·2: four neighbouring lanes hold a row.
-// highest: the last key that each of my two rows sees; in a tile that is not cut, all rows see all keys.
+// The upper one of my two rows sees the keys up to `last`, the lower one 8 more, and none lies beyond `end`; in a tile
+// that is not cut, all rows see all keys.
 __device__ inline void softmax(float (&scores)[64], float (&m)[2], float (&total)[2], float (&shrink)[2], int key0,
-                               const int (&highest)[2], bool cut, float scale) {
+                               int last, int end, bool cut, float scale) {
     if (cut) {
+        int highest[2] = {last < end ? last : end, last + 8 < end ? last + 8 : end};
 #pragma unroll
         for (int i = 0; i < 64; i++) {
             int key = key0 + i / 4 * 8 + int(threadIdx.x % 4) * 2 + i % 2;
@@ -68,26 +109,47 @@ __device__ inline void softmax(float (&scores)[64], float (&m)[2], float (&total
     }
 }
 
+// The 16 rows of a warp out. They are written into shared memory, in the swizzle that the copy engine takes back out: the
+// 32 lanes of a store then find 32 banks, and global memory is written in rows of 128 bytes. (Straight there, they would
+// write 16 bytes in each of 8 rows.) What lies beyond the last query is left out by the engine. `share`: the factors of
+// the two rows of a thread. `to`: this warp's place, [16, D] in panels.
+template <int D>
+__device__ inline void put_rows(const HeadMap* out, bf16* to, const float (&sum)[D / 2], const float (&share)[2], int b,
+                                int row, int n, int S_q) {
+    int lane = threadIdx.x % 32;
+    if (lane == 0) out_wait<0>();  // what I wrote out last has been read,
+    __syncwarp();                  // and all lanes know
+#pragma unroll
+    for (int c = 0; c < D / 2; c += 2) {
+        int column = c / 4 * 8, r = c / 2 % 2, panel = column / PANEL;
+        bf16* pair = to + panel * 16 * PANEL + swizzled(lane / 4 + 8 * r, column % PANEL / 8) + lane % 4 * 2;
+        put_shared(pair, sum[c] * share[r], sum[c + 1] * share[r]);
+    }
+    shared_is_written();  // each lane says so for itself,
+    __syncwarp();         // all have, and one asks
+    if (lane == 0 && row < S_q) {
+        for (int p = 0; p < D / PANEL; p++) copy_panel_out(out, b, row, n, p * PANEL, to + p * 16 * PANEL);
+        out_commit();
+    }
+}
+
 template <int D>
 __global__ void __launch_bounds__(384, 1)
-attention_forward(int S_q, int S_k, int N, int G, int last, float scale, const __grid_constant__ HeadMap q,
-                  const __grid_constant__ HeadMap k, const __grid_constant__ HeadMap v, global<bf16> out,
-                  global<float> lse) {
+attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, const __grid_constant__ HeadMap q,
+                  const __grid_constant__ HeadMap k, const __grid_constant__ HeadMap v,
+                  const __grid_constant__ HeadMap out, global<float> lse) {
     constexpr int TILE = KEYS * D, PANEL_BYTES = KEYS * PANEL * 2;
     DYNAMIC_SHARED(bf16, Q);
-    bf16 *K = Q + ROWS * D, *V = K + STAGES * TILE;
-    __shared__ uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES], turns[2];
+    bf16 *K = Q + ROWS * D, *V = K + STAGES * TILE, *O = V + STAGES * TILE;
+    __shared__ uint64_t q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES], turns[2];
     int t = threadIdx.x, lane = t % 32, warpgroup = t / 128;
-    int row0 = (gridDim.x - 1 - blockIdx.x) * ROWS, n = blockIdx.y, b = blockIdx.z;  // causal: the longest rows first
-    int rows_end = row0 + ROWS < S_q ? row0 + ROWS : S_q;
-    int end = rows_end + last < S_k ? rows_end + last : S_k;  // query i sees the keys 0 .. min(i + last, S_k - 1)
-    int tiles = end > 0 ? (end + KEYS - 1) / KEYS : 0;
     if (t == 0) {
         barrier_init(&q_full, 1);
+        barrier_init(&q_empty, 8);  // one arrival for each warp of the consumers
         for (int s = 0; s < STAGES; s++) {
             barrier_init(&k_full[s], 1);
             barrier_init(&v_full[s], 1);
-            barrier_init(&k_empty[s], 8);  // one arrival for each warp of the consumers
+            barrier_init(&k_empty[s], 8);
             barrier_init(&v_empty[s], 8);
         }
         barrier_init(&turns[0], 4);  // one for each warp of the *other* consumer
@@ -95,34 +157,43 @@ attention_forward(int S_q, int S_k, int N, int G, int last, float scale, const _
         barrier_init_done();
     }
     __syncthreads();
+    Work work(S_q, S_k, N, B, last);
+    int use = 0, round = 0;  // tiles of keys, and of queries, that came before; each use of a stage ends two phases
 
     if (warpgroup == 0) {  // --------------------------------------------------------------------------- the producer
-        keep_registers<24>();
-        if (t != 0 || tiles == 0) return;
-        arrive_and_expect(&q_full, ROWS * D * 2);
-        for (int p = 0; p < D / PANEL; p++) copy_panel(Q + p * ROWS * PANEL, &q, b, row0, n, p * PANEL, &q_full);
-        auto load = [&](const HeadMap& x, bf16* to, uint64_t* full, uint64_t* empty, int j) {
-            int s = j % STAGES;
-            wait(&empty[s], (j / STAGES + 1) % 2);  // for its last use to end; in the first round that counts as done
+        keep_registers<40>();
+        if (t != 0) return;
+        auto load = [&](const HeadMap& x, bf16* to, uint64_t* full, uint64_t* empty, int i, int j) {
+            int s = i % STAGES;
+            wait(&empty[s], (i / STAGES + 1) % 2);  // for its last use to end; in the first round that counts as done
             arrive_and_expect(&full[s], TILE * 2);
             for (int p = 0; p < D / PANEL; p++)
-                copy_panel(to + s * TILE + p * KEYS * PANEL, &x, b, j * KEYS, n / G, p * PANEL, &full[s]);
+                copy_panel(to + s * TILE + p * KEYS * PANEL, &x, work.b, j * KEYS, work.n / G, p * PANEL, &full[s]);
         };
-        for (int j = 0; j < tiles; j++) {
-            load(k, K, k_full, k_empty, j);
-            load(v, V, v_full, v_empty, j);
+        while (work.next()) {
+            note_tiles(work.tiles);
+            if (work.tiles == 0) continue;  // nobody sees a key: the consumers load nothing either
+            wait(&q_empty, (round + 1) % 2);
+            arrive_and_expect(&q_full, ROWS * D * 2);
+            for (int p = 0; p < D / PANEL; p++)
+                copy_panel(Q + p * ROWS * PANEL, &q, work.b, work.row0, work.n, p * PANEL, &q_full);
+#pragma unroll 1
+            for (int j = 0; j < work.tiles; j++, use++) {
+                load(k, K, k_full, k_empty, use, j);
+                load(v, V, v_full, v_empty, use, j);
+            }
+            round++;
         }
         return;
     }
 
-    take_registers<240>();  // ------------------------------------------------------------------------ the consumers
-    int me = warpgroup - 1, my_row0 = row0 + me * 64, row = my_row0 + t % 128 / 32 * 16 + lane / 4;
-    int highest[2] = {row + last < S_k - 1 ? row + last : S_k - 1, row + 8 + last < S_k - 1 ? row + 8 + last : S_k - 1};
-    float scores[64], sum[D / 2] = {}, m[2] = {-INFINITY, -INFINITY}, total[2] = {}, shrink[2];
+    take_registers<232>();  // ------------------------------------------------------------------------ the consumers
+    int me = warpgroup - 1, warp = t % 128 / 32, my_row0;
+    float scores[64], sum[D / 2], m[2], total[2], shrink[2];
     uint32_t weights[32];
 
-    auto order_scores = [&](int j) {
-        const bf16 *mine = Q + me * 64 * PANEL, *keys = K + j % STAGES * TILE;
+    auto order_scores = [&](int i) {
+        const bf16 *mine = Q + me * 64 * PANEL, *keys = K + i % STAGES * TILE;
         scores_wgmma<false>(scores, descriptor(mine, 0), descriptor(keys, 0));
 #pragma unroll
         for (int d = 16; d < D; d += 16)
@@ -130,10 +201,10 @@ attention_forward(int S_q, int S_k, int N, int G, int last, float scale, const _
                                descriptor(keys + d / PANEL * KEYS * PANEL, d % PANEL));
         wgmma_commit();
     };
-    auto order_values = [&](int j) {
+    auto order_values = [&](int i) {
 #pragma unroll
-        for (int i = 0; i < KEYS; i += 16)
-            values_wgmma(sum, weights + i / 4, across(V + j % STAGES * TILE, i, PANEL_BYTES));
+        for (int key = 0; key < KEYS; key += 16)
+            values_wgmma(sum, weights + key / 4, across(V + i % STAGES * TILE, key, PANEL_BYTES));
         wgmma_commit();
     };
     auto take_turn = [&](int j) {  // consumer 1 in turn j waits for consumer 0's turn j, and that for 1's turn j - 1
@@ -147,98 +218,114 @@ attention_forward(int S_q, int S_k, int N, int G, int last, float scale, const _
     auto pass_turn = [&] {  // what was ordered is in the queue of the tensor cores: what comes now is behind it
         if (lane == 0) arrive(&turns[1 - me]);
     };
-    auto free_stage = [&](uint64_t* empty, int j) {
-        if (lane == 0) arrive(&empty[j % STAGES]);
+    auto done_with = [&](uint64_t* empty) {
+        if (lane == 0) arrive(empty);
     };
     auto weigh = [&](int j) {
         bool cut = j * KEYS + KEYS > (my_row0 + last + 1 < S_k ? my_row0 + last + 1 : S_k);
-        softmax(scores, m, total, shrink, j * KEYS, highest, cut, scale * LOG2_E);
+        softmax(scores, m, total, shrink, j * KEYS, my_row0 + warp * 16 + lane / 4 + last, S_k - 1, cut, scale * LOG2_E);
     };
     auto pack_weights = [&] {
 #pragma unroll
         for (int i = 0; i < 32; i++) weights[i] = pack(scores[2 * i], scores[2 * i + 1]);
     };
 
-    if (tiles > 0) {
-        wait(&q_full, 0);
-        wait(&k_full[0], 0);
-        take_turn(0);
-        order_scores(0);
-        pass_turn();
-        wgmma_done<0>(scores);
-        free_stage(k_empty, 0);
-        weigh(0);
-        pack_weights();
-        wait(&v_full[0], 0);
-        for (int j = 1; j < tiles; j++) {
-            wait(&k_full[j % STAGES], j / STAGES % 2);
-            take_turn(j);
-            order_scores(j);
-            order_values(j - 1);
-            pass_turn();
-            wgmma_done<1>(scores);  // all but the group ordered last: the scores are there, the values may not be
-            free_stage(k_empty, j);
-            weigh(j);
-            // Unless a branch lies between, ptxas moves the wait below before the exponentials: the overlap is gone.
-            // So the values of the next turn are waited for here: they are nearly always there, and it is a loop.
-            settle(scores);
-            wait(&v_full[j % STAGES], j / STAGES % 2);
-            wgmma_done<0>(sum);
-            free_stage(v_empty, j - 1);
+    while (work.next()) {
+        int tiles = work.tiles;
+        my_row0 = work.row0 + me * 64;
+        int row = my_row0 + warp * 16 + lane / 4;  // and 8 below
 #pragma unroll
-            for (int i = 0; i < D / 2; i++) sum[i] *= shrink[i / 2 % 2];
-            pack_weights();  // not earlier: the product of the tile before was still reading them
+        for (int r = 0; r < 2; r++) {
+            m[r] = -INFINITY;
+            total[r] = 0;
         }
-        take_turn(tiles);
-        order_values(tiles - 1);
-        pass_turn();
-        wgmma_done<0>(sum);
-    }
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) sum[i] = 0;
 
+        if (tiles > 0) {
+            wait(&q_full, round % 2);
+            wait(&k_full[use % STAGES], use / STAGES % 2);
+            take_turn(use + round);  // before this tile of queries each had one turn more than it met tiles of keys
+            order_scores(use);
+            pass_turn();
+            wgmma_done<0>(scores);
+            done_with(&k_empty[use % STAGES]);
+            weigh(0);
+            pack_weights();
+            wait(&v_full[use % STAGES], use / STAGES % 2);
+            for (int j = 1; j < tiles; j++) {
+                int i = use + j;
+                wait(&k_full[i % STAGES], i / STAGES % 2);
+                take_turn(i + round);
+                order_scores(i);
+                order_values(i - 1);
+                pass_turn();
+                wgmma_done<1>(scores);  // all but the group ordered last: the scores are there, the values may not be
+                done_with(&k_empty[i % STAGES]);
+                weigh(j);
+                // Unless a branch lies between, ptxas moves the wait below before the exponentials: the overlap is gone.
+                // So the values of the next turn are waited for here: they are nearly always there, and it is a loop.
+                settle(scores);
+                wait(&v_full[i % STAGES], i / STAGES % 2);
+                wgmma_done<0>(sum);
+                done_with(&v_empty[(i - 1) % STAGES]);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        total[r] += __shfl_xor_sync(~0u, total[r], 1);
-        total[r] += __shfl_xor_sync(~0u, total[r], 2);
-        int i = row + 8 * r;
-        if (i >= S_q) continue;
-        float share = total[r] > 0 ? 1 / total[r] : 0.0f;  // a row without keys: out = 0, LSE = -inf
-        if (lane % 4 == 0)
-            lse[(int64_t(b) * N + n) * S_q + i] =
-                total[r] > 0 ? m[r] * scale + log2f(total[r]) / LOG2_E : -INFINITY;
-        global<bf16> to = out + ((int64_t(b) * S_q + i) * N + n) * D;
+                for (int c = 0; c < D / 2; c++) sum[c] *= shrink[c / 2 % 2];
+                pack_weights();  // not earlier: the product of the tile before was still reading them
+            }
+            done_with(&q_empty);  // all scores of these queries are there: the next ones may come
+            use += tiles;
+            take_turn(use + round);
+            round++;
+            order_values(use - 1);
+            pass_turn();
+            wgmma_done<0>(sum);
+            done_with(&v_empty[(use - 1) % STAGES]);
+        }
+
+        float share[2];
 #pragma unroll
-        for (int c = 2 * r; c < D / 2; c += 4)
-            store2(to, c / 4 * 8 + lane % 4 * 2, sum[c] * share, sum[c + 1] * share);
+        for (int r = 0; r < 2; r++) {
+            total[r] += __shfl_xor_sync(~0u, total[r], 1);
+            total[r] += __shfl_xor_sync(~0u, total[r], 2);
+            share[r] = total[r] > 0 ? 1 / total[r] : 0.0f;  // a row without keys: out = 0, LSE = -inf
+            int i = row + 8 * r;
+            if (lane % 4 == 0 && i < S_q)
+                lse[(int64_t(work.b) * N + work.n) * S_q + i] =
+                    total[r] > 0 ? m[r] * scale + log2f(total[r]) / LOG2_E : -INFINITY;
+        }
+        put_rows<D>(&out, O + (me * 4 + warp) * 16 * D, sum, share, work.b, my_row0 + warp * 16, work.n, S_q);
     }
+    if (lane == 0) out_wait<0>();  // shared memory is there until it has been read
 }
 
 // ---------------------------------------------------------------------------------------------------- the host's part
 
 extern "C" const char* run_attention(int D, int B, int S_q, int S_k, int N, int N_kv, int last, float scale,
                                      const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse, void* stream) {
-    HeadMap map_q, map_k, map_v;
+    HeadMap map_q, map_k, map_v, map_out;
     const char* error = describe_heads(&map_q, q, B, S_q, N, D, ROWS);
+    if (!error) error = describe_heads(&map_out, out, B, S_q, N, D, 16);
     if (!error) error = describe_heads(&map_k, k, B, S_k, N_kv, D, KEYS);
     if (!error) error = describe_heads(&map_v, v, B, S_k, N_kv, D, KEYS);
     if (error) return error;
 #ifndef __CUDACC__
     cuda_on_cpu::turns.clear();
+    cuda_on_cpu::tiles_taken.clear();
 #endif
-    dim3 grid((S_q + ROWS - 1) / ROWS, N, B);
-    if (D == 64)
-        return launch(attention_forward<64>, grid, dim3(384), shared_bytes(64), stream, S_q, S_k, N, N / N_kv, last,
-                      scale, map_q, map_k, map_v, out, lse);
-    if (D == 128)
-        return launch(attention_forward<128>, grid, dim3(384), shared_bytes(128), stream, S_q, S_k, N, N / N_kv, last,
-                      scale, map_q, map_k, map_v, out, lse);
+    int blocks = std::min(pairs_of_tiles(S_q) * N * B, multiprocessors());
+    auto start = [&](auto kernel, int bytes) {
+        return launch(kernel, dim3(blocks), dim3(384), bytes, stream, S_q, S_k, N, N / N_kv, B, last, scale, map_q, map_k,
+                      map_v, map_out, lse);
+    };
+    if (D == 64) return start(attention_forward<64>, shared_bytes(64));
+    if (D == 128) return start(attention_forward<128>, shared_bytes(128));
     return "flash_attention_cuda.cu has head dims 64 and 128";
 }
 
 #ifndef __CUDACC__
-// For the tests: which consumer ordered products, in this order, in the launch before; returns how often.
-extern "C" int attention_turns(int* who, int room) {
-    auto& all = cuda_on_cpu::turns;
-    for (int i = 0; i < room && i < (int)all.size(); i++) who[i] = all[i];
-    return (int)all.size();
-}
+// For the tests, of the launch before: which consumer ordered products, in this order; and the tiles of keys of each
+// tile of queries that a block took. Both return how many there are.
+extern "C" int attention_turns(int* to, int room) { return cuda_on_cpu::copied(cuda_on_cpu::turns, to, room); }
+extern "C" int attention_tiles(int* to, int room) { return cuda_on_cpu::copied(cuda_on_cpu::tiles_taken, to, room); }
 #endif

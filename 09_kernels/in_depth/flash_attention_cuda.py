@@ -6,7 +6,9 @@ take turns at the tensor cores, and a group computes the softmax of one tile whi
 still being multiplied.
 
 Idea. One file of CUDA, flash_attention_cuda.cu, with the instructions of ptx.h (rungs 9 and 10 of the ladder) and of
-ptx_attention.h. A block of 384 threads owns 128 queries of one head:
+ptx_attention.h. A block of 384 threads has 128 queries of one head, and then another 128: there is one block for each
+multiprocessor, and it takes tiles of queries until none is left. The next tile is loaded, and the one before is written
+out by the copy engine, while the tensor cores are busy:
 
     producer      1 warp       orders tiles of 128 keys and values from the copy engine, as fast as stages are free
     consumer 0    4 warps      queries 0..63       turn | softmax | turn | softmax | ...
@@ -102,8 +104,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, window: int | None, dtype: torch.dtyp
         raise ValueError(f"{N} query heads do not divide among {k.shape[2]} K/V heads; use a divisor")
     if window is not None:
         raise ValueError(f"window {window}: the CUDA kernel knows causal and offset only; use flash_kernels.py")
-    if max(B, N) > 65535 or max(S_q, k.shape[1]) >= 2**29:
-        raise ValueError(f"q {[*q.shape]}, k {[*k.shape]}: a grid ends at 65535 heads or sequences; split the batch")
+    if max(S_q, k.shape[1]) >= 2**29 or B * N * -(-S_q // ROWS) >= 2**30:
+        raise ValueError(f"q {[*q.shape]}, k {[*k.shape]}: token and tile numbers pass 32 bits; split the batch")
     if q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
         raise ValueError(f"{torch.cuda.get_device_name(q.device)} is no sm_90, and wgmma exists there only")
     if not q.is_cuda and q.device.type != "cpu":
@@ -136,9 +138,18 @@ def sectors(B: int, S_q: int, S_k: int, N: int, D: int, last: int) -> int:
 
 def turns(source: str = SOURCE, headers: tuple[str, ...] = HEADERS) -> list[int]:
     """Who had the tensor cores, turn after turn, in the launch before (on the CPU): consumer 0 or 1."""
+    return recorded("attention_turns", source, headers)
+
+
+def tiles_taken(source: str = SOURCE, headers: tuple[str, ...] = HEADERS) -> list[int]:
+    """For each tile of queries that a block took, block after block and in its order: the tiles of keys that it met."""
+    return recorded("attention_tiles", source, headers)
+
+
+def recorded(what: str, source: str, headers: tuple[str, ...]) -> list[int]:
     lib = library(source, "cpu", (0, 0), headers)
-    who = (ctypes.c_int * 65536)()
-    return list(who[: lib.attention_turns(who, len(who))])
+    numbers = (ctypes.c_int * 65536)()
+    return list(numbers[: getattr(lib, what)(numbers, len(numbers))])
 
 
 # ----------------------------------------------------------------------------------------------- the check and the demo

@@ -37,7 +37,7 @@ import sys
 import torch
 from _flash_launch import Tiles, check_inputs, fit
 from _interpreter import INTERPRETED, tl, triton
-from flash_kernels import LOG2_E, dot, parse_arguments, triton_backward
+from flash_kernels import LOG2_E, SIZES, dot, parse_arguments, triton_backward
 from flash_tiles import Version, band, run
 from torch import Tensor
 
@@ -46,20 +46,20 @@ from torch import Tensor
 
 
 @triton.jit
-def head_of(x, b, n, T: tl.constexpr, W: tl.constexpr):
+def head_of(x, S, b, n, T: tl.constexpr, W: tl.constexpr):
     """A descriptor of [S, D], one head of one sequence, in tiles of [T, W]: what lies outside is zero.
 
     One descriptor of [B · S, D] for everything would run on from the last token of a sequence into the next sequence,
     whose numbers a mask would hide, but not a NaN among them: 0 · NaN is NaN.
     """
-    address, S, D, stride_b, stride_s, stride_n = x
+    address, D, stride_b, stride_s, stride_n = x
     # --- exercise 9.34: the descriptor of one head ---
     address += b * stride_b.to(tl.int64) + n * stride_n.to(tl.int64)
     return tl.make_tensor_descriptor(address, [S, D], [stride_s, 1], [T, W])
     # --- end exercise ---
 
 
-@triton.jit(do_not_specialize=["first", "last"])
+@triton.jit(do_not_specialize=SIZES)
 def specialised_kernel(
     q, k, v, out, lse, S_q, S_k, N, G, first, last, scale, CUT: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     W: tl.constexpr
@@ -71,8 +71,8 @@ def specialised_kernel(
     b, n = head // N, head % N
     start_i = tile * R
     i = start_i + tl.arange(0, R)
-    keys, values = head_of(k, b, n // G, C, W), head_of(v, b, n // G, C, W)
-    q_tile = head_of(q, b, n, R, W).load([start_i, 0])
+    keys, values = head_of(k, S_k, b, n // G, C, W), head_of(v, S_k, b, n // G, C, W)
+    q_tile = head_of(q, S_q, b, n, R, W).load([start_i, 0])
     # --- exercise 9.35: the tiles that any of my queries sees, and what each of them sees of these ---
     begin = tl.maximum(start_i + first, 0) // C * C
     end = tl.minimum(tl.minimum(start_i + R, S_q) + last, S_k)
@@ -100,7 +100,7 @@ def specialised_kernel(
         v_tile = values.load([start_j, 0])
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
     total = tl.where(total == 0.0, 1.0, total)
-    head_of(out, b, n, R, W).store([start_i, 0], (acc / total[:, None]).to(out[0].dtype.element_ty))
+    head_of(out, S_q, b, n, R, W).store([start_i, 0], (acc / total[:, None]).to(out[0].dtype.element_ty))
     tl.store(lse + head.to(tl.int64) * S_q + i, (m + tl.log2(total)) / LOG2_E, mask=i < S_q)
 
 

@@ -58,6 +58,11 @@ from torch import Tensor
 # D head dim; R queries (rows) and C keys (columns) of a tile, W the next power of two from D.
 LOG2_E = tl.constexpr(math.log2(math.e))
 
+# Triton compiles a kernel anew for a number that is 1, and for one that 16 divides. These vary from call to call, and
+# to know more about them makes no load wider: one binary serves all. Strides and addresses are not in the list, because
+# loads of 16 bytes are made of what is known about them.
+SIZES = ["S_q", "S_k", "N", "G", "first", "last"]
+
 
 # --------------------------------------------------------------------------------------- what all the kernels share
 
@@ -81,7 +86,7 @@ def runs_of_tiles(start, stop, first, last, length, STEP: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, b, head, start, T: tl.constexpr, W: tl.constexpr):
+def load_tile(x, b, head, start, S, T: tl.constexpr, W: tl.constexpr):
     """T tokens of one head of x [B, S, N, D], from `start` on: [T, W]; zeros beyond the last token and beyond D.
 
     x is a tensor descriptor, or a tuple from which the addresses are computed here (`describe`).
@@ -89,7 +94,7 @@ def load_tile(x, b, head, start, T: tl.constexpr, W: tl.constexpr):
     if isinstance(x, tl.core.tensor_descriptor_base):
         tile = x.load([b, head, start, 0]).reshape(T, W)
     else:
-        address, S, D, stride_b, stride_s, stride_n = x
+        address, D, stride_b, stride_s, stride_n = x
         address += b * stride_b.to(tl.int64) + head * stride_n.to(tl.int64) + start * stride_s.to(tl.int64)  # past 2^31
         t, d = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :]
         tile = tl.load(address + t * stride_s + d, mask=(start + t < S) & (d < D), other=0.0)
@@ -97,24 +102,24 @@ def load_tile(x, b, head, start, T: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def store_tile(x, b, head, start, tile, T: tl.constexpr, W: tl.constexpr):
+def store_tile(x, b, head, start, S, tile, T: tl.constexpr, W: tl.constexpr):
     """The inverse; what lies beyond the last token and beyond D is not written."""
     if isinstance(x, tl.core.tensor_descriptor_base):
         x.store([b, head, start, 0], tile.to(x.dtype).reshape(1, 1, T, W))
     else:
-        address, S, D, stride_b, stride_s, stride_n = x
+        address, D, stride_b, stride_s, stride_n = x
         address += b * stride_b.to(tl.int64) + head * stride_n.to(tl.int64) + start * stride_s.to(tl.int64)
         t, d = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :]
         tl.store(address + t * stride_s + d, tile, mask=(start + t < S) & (d < D))
 
 
 @triton.jit
-def add_tile(x, b, head, start, tile, T: tl.constexpr, W: tl.constexpr):
+def add_tile(x, b, head, start, S, tile, T: tl.constexpr, W: tl.constexpr):
     """Add to what is in memory while other programs do the same. The L2 cache adds: there is no answer to wait for."""
     if isinstance(x, tl.core.tensor_descriptor_base):
         x.atomic_add([b, head, start, 0], tile.reshape(1, 1, T, W))
     else:
-        address, S, D, stride_b, stride_s, stride_n = x
+        address, D, stride_b, stride_s, stride_n = x
         address += b * stride_b.to(tl.int64) + head * stride_n.to(tl.int64) + start * stride_s.to(tl.int64)
         t, d = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :]
         tl.atomic_add(address + t * stride_s + d, tile, mask=(start + t < S) & (d < D), sem="relaxed")
@@ -143,7 +148,7 @@ def forward_run(
     """Add the tiles of keys from `start` to `stop` to the state (m, total, acc) of a tile of queries."""
     m, total, acc = state
     for start_j in tl.range(start, stop, C):
-        k_tile = load_tile(k, b, kv_head, start_j, C, W)
+        k_tile = load_tile(k, b, kv_head, start_j, S_k, C, W)
         scores = dot(q, k_tile.T)  # [R, W] @ [W, C] -> [R, C]
         if CUT:
             j = start_j + tl.arange(0, C)
@@ -159,12 +164,12 @@ def forward_run(
         acc = acc * shrink[:, None]
         m = new
         # --- end exercise ---
-        v_tile = load_tile(v, b, kv_head, start_j, C, W)
+        v_tile = load_tile(v, b, kv_head, start_j, S_k, C, W)
         acc += dot(weights.to(v_tile.dtype), v_tile)  # [R, C] @ [C, W]
     return m, total, acc
 
 
-@triton.jit(do_not_specialize=["first", "last"])
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q, k, v, out, lse, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     W: tl.constexpr
@@ -176,7 +181,7 @@ def forward_kernel(
     b, n = head // N, head % N
     start_i = tile * R
     i = start_i + tl.arange(0, R)
-    q_tile = load_tile(q, b, n, start_i, R, W)
+    q_tile = load_tile(q, b, n, start_i, S_q, R, W)
     m = tl.full([R], float("-inf"), tl.float32)
     state = (m, tl.zeros([R], tl.float32), tl.zeros([R, W], tl.float32))
     edges = runs_of_tiles(start_i, tl.minimum(start_i + R, S_q), first, last, S_k, C)
@@ -188,7 +193,7 @@ def forward_kernel(
             )  # fmt: skip
     m, total, acc = state
     total = tl.where(total == 0.0, 1.0, total)  # no key: acc = 0 and m = -inf give out = 0 and LSE = -inf
-    store_tile(out, b, n, start_i, acc / total[:, None], R, W)
+    store_tile(out, b, n, start_i, S_q, acc / total[:, None], R, W)
     at = head.to(tl.int64) * S_q + i  # B · N · S may pass 2^31
     tl.store(lse + at, (m + tl.log2(total)) / LOG2_E, mask=i < S_q)
 
@@ -196,14 +201,14 @@ def forward_kernel(
 # ---------------------------------------------------------------------------------------------------------- backward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S_q", "N"])
 def delta_kernel(dout, out, delta, S_q, N, R: tl.constexpr, W: tl.constexpr):
     """delta = sum over D of dout · out, [B, N, S_q]: all that backward needs to know of the other keys."""
     tiles = tl.cdiv(S_q, R)
     head, start_i = tl.program_id(0) // tiles, tl.program_id(0) % tiles * R
     i = start_i + tl.arange(0, R)
-    product = load_tile(dout, head // N, head % N, start_i, R, W).to(tl.float32)
-    product *= load_tile(out, head // N, head % N, start_i, R, W).to(tl.float32)
+    product = load_tile(dout, head // N, head % N, start_i, S_q, R, W).to(tl.float32)
+    product *= load_tile(out, head // N, head % N, start_i, S_q, R, W).to(tl.float32)
     tl.store(delta + head.to(tl.int64) * S_q + i, tl.sum(product, 1), mask=i < S_q)
 
 
@@ -224,7 +229,7 @@ def dq_run(
 ):  # fmt: skip
     """Add what the tiles of keys from `start` to `stop` give to dq / scale of a tile of queries."""
     for start_j in tl.range(start, stop, C):
-        k_tile, v_tile = load_tile(k, b, kv_head, start_j, C, W), load_tile(v, b, kv_head, start_j, C, W)
+        k_tile, v_tile = load_tile(k, b, kv_head, start_j, S_k, C, W), load_tile(v, b, kv_head, start_j, S_k, C, W)
         weights = tl.exp2(dot(q, k_tile.T) * (scale * LOG2_E) - row_lse[:, None])  # [R, C]
         if CUT:
             j = start_j + tl.arange(0, C)
@@ -234,7 +239,7 @@ def dq_run(
     return dq
 
 
-@triton.jit(do_not_specialize=["first", "last"])
+@triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
     q, k, v, dout, lse, delta, dq, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr
@@ -244,7 +249,7 @@ def dq_kernel(
     head, start_i = tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * R
     b, n = head // N, head % N
     i = start_i + tl.arange(0, R)
-    q_tile, dout_tile = load_tile(q, b, n, start_i, R, W), load_tile(dout, b, n, start_i, R, W)
+    q_tile, dout_tile = load_tile(q, b, n, start_i, S_q, R, W), load_tile(dout, b, n, start_i, S_q, R, W)
     row_lse, row_delta = load_rows(lse, delta, head, i, S_q)
     acc = tl.zeros([R, W], tl.float32)
     edges = runs_of_tiles(start_i, tl.minimum(start_i + R, S_q), first, last, S_k, C)
@@ -254,7 +259,7 @@ def dq_kernel(
                 acc, q_tile, dout_tile, row_lse, row_delta, k, v, b, n // G, i, edges[part], edges[part + 1], S_k,
                 first, last, scale, part != 1, C, W
             )  # fmt: skip
-    store_tile(dq, b, n, start_i, acc * scale, R, W)
+    store_tile(dq, b, n, start_i, S_q, acc * scale, R, W)
 
 
 @triton.jit
@@ -272,7 +277,7 @@ def dkdv_run(
     for at in tl.range(start, stop, R, disable_licm=True):
         start_i = at + tl.where(at < leap, 0, over) if CUT else at
         i = start_i + tl.arange(0, R)
-        q_tile, dout_tile = load_tile(q, b, n, start_i, R, W), load_tile(dout, b, n, start_i, R, W)
+        q_tile, dout_tile = load_tile(q, b, n, start_i, S_q, R, W), load_tile(dout, b, n, start_i, S_q, R, W)
         row_lse, row_delta = load_rows(lse, delta, head, i, S_q)
         # --- exercise 9.33: dk and dv of one tile ---
         weights = tl.exp2(dot(k, q_tile.T) * (scale * LOG2_E) - row_lse[None, :])  # [C, W] @ [W, R] -> [C, R]
@@ -285,11 +290,11 @@ def dkdv_run(
         # --- end exercise ---
         if dq is not None:
             share = dot(k.T, dscores.to(k.dtype))  # [W, C] @ [C, R] -> [W, R]
-            add_tile(dq, b, n, start_i, share.T * scale, R, W)
+            add_tile(dq, b, n, start_i, S_q, share.T * scale, R, W)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["first", "last"])
+@triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
     q, k, v, dout, lse, delta, dk, dv, dq, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr
@@ -301,7 +306,7 @@ def dkdv_kernel(
     kv_head, start_j = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C  # causal: the first keys have most to do
     b, kv = kv_head // kv_heads, kv_head % kv_heads
     j = start_j + tl.arange(0, C)
-    k_tile, v_tile = load_tile(k, b, kv, start_j, C, W), load_tile(v, b, kv, start_j, C, W)
+    k_tile, v_tile = load_tile(k, b, kv, start_j, S_k, C, W), load_tile(v, b, kv, start_j, S_k, C, W)
     dk_tile, dv_tile = tl.zeros([C, W], tl.float32), tl.zeros([C, W], tl.float32)
     # Seen from a key the band is turned round: -last <= i - j <= -first.
     begin, whole, cut, end = runs_of_tiles(start_j, tl.minimum(start_j + C, S_k), -last, -first, S_q, R)
@@ -317,8 +322,8 @@ def dkdv_kernel(
                 whole if part else begin, cut if part else end - (cut - whole), whole, cut - whole,
                 S_q, S_k, first, last, scale, part == 0, R, W
             )  # fmt: skip
-    store_tile(dk, b, kv, start_j, dk_tile * scale, C, W)
-    store_tile(dv, b, kv, start_j, dv_tile, C, W)
+    store_tile(dk, b, kv, start_j, S_k, dk_tile * scale, C, W)
+    store_tile(dv, b, kv, start_j, S_k, dv_tile, C, W)
 
 
 # ------------------------------------------------------------------------------------------- from tensors to kernels

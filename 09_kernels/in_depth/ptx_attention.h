@@ -8,7 +8,9 @@
 //     P·V     P is in registers, laid out as the accumulator of Q·Kᵀ came out; V lies in rows along D too, but here the
 //             sum is over its rows, the keys. wgmma reads such a factor transposed, with another descriptor
 #pragma once
-#include "ptx.h"
+#include <algorithm>
+
+#include "clusters.h"
 
 constexpr int PANEL = TILE_K;  // a row of D = 128 does not fit into a swizzled row of 128 bytes: D is cut into panels
 
@@ -42,6 +44,14 @@ __device__ inline void copy_panel(bf16* to, const HeadMap* x, int b, int token, 
     ON_HOPPER(asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                            "[%0], [%1, {%3, %4, %5, %6}], [%2];\n" ::"r"(address_of(to)),
                            "l"(x), "r"(address_of(barrier)), "r"(col), "r"(head), "r"(token), "r"(b)
+                           : "memory"));
+}
+
+// One panel of a tile out, from shared memory that is written (as in ptx.h); tokens beyond the last one are left out.
+__device__ inline void copy_panel_out(const HeadMap* x, int b, int token, int head, int col, const bf16* from) {
+    ON_HOPPER(asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n" ::"l"(
+                               x),
+                           "r"(col), "r"(head), "r"(token), "r"(b), "r"(address_of(from))
                            : "memory"));
 }
 
@@ -108,6 +118,7 @@ __device__ inline uint64_t across(const bf16* tile, int row, int panel_bytes) {
     return across(address_of(tile) + row * PANEL * 2, panel_bytes);
 }
 __device__ inline void note_turn(int) {}
+__device__ inline void note_tiles(int) {}
 
 #else  // -------------------------------------------------------------------------------------------------- on the CPU
 
@@ -139,6 +150,25 @@ inline void copy_panel(bf16* to, const HeadMap* map, int b, int token, int head,
     }
     if (the.late()) the.in_flight.push_back(copy);
     else copy();
+}
+
+inline void copy_panel_out(const HeadMap* map, int b, int token, int head, int col, const bf16* from) {
+    using namespace cuda_on_cpu;
+    std::vector<bool> blind(map->tokens * PANEL);  // what the engine does not see, it takes from anywhere: NaN here
+    for (int i = 0; i < map->tokens * PANEL; i++) blind[i] = unseen.count(from + i / 2 * 2);
+    if (the.counting) {
+        the.requests[GLOBAL_STORE]++;
+        int tokens = std::max(0, std::min(map->tokens, map->S - token)), columns = std::min(PANEL, map->D - col);
+        the.units[GLOBAL_STORE] += tokens * columns * 2 / 32;
+    }
+    mine(going_out).add([=, m = *map] {
+        for (int t = 0; t < m.tokens && token + t < m.S; t++)
+            for (int c = 0; c < PANEL && col + c < m.D; c++) {
+                int at = swizzled(t, c / 8) + c % 8;
+                int64_t place = ((int64_t(b) * m.S + token + t) * m.N + head) * m.D + col + c;
+                const_cast<bf16*>(m.x)[place] = blind[at] ? bf16{0x7fff} : from[at];
+            }
+    });
 }
 
 inline float exp2_fast(float x) { return exp2f(x); }
@@ -182,7 +212,12 @@ void product(float* sums, bool add, A a, B b) {
         }
     });
 }
-static std::vector<int> turns;  // who issued products, in this order: for the tests
+// For the tests: who issued products, in this order; and the tiles of keys of each tile of queries that a block took.
+static std::vector<int> turns, tiles_taken;
+inline int copied(const std::vector<int>& from, int* to, int room) {
+    std::copy_n(from.begin(), std::min(room, (int)from.size()), to);
+    return (int)from.size();
+}
 
 }  // namespace cuda_on_cpu
 
@@ -208,5 +243,6 @@ inline uint64_t across(const bf16* tile, int row, int panel_bytes) {
     return across(uint32_t((const char*)tile - cuda_on_cpu::the.dynamic_shared) + row * PANEL * 2, panel_bytes);
 }
 inline void note_turn(int consumer) { cuda_on_cpu::turns.push_back(consumer); }
+inline void note_tiles(int tiles) { cuda_on_cpu::tiles_taken.push_back(tiles); }
 
 #endif

@@ -24,9 +24,10 @@ WRONG = {  # a benchmark that has not all of these options refuses the one that 
     "--gpu --seconds nan": "--",
     "--gpu --seconds -1": "--",
     "--seconds 60": "--seconds",
+    "--build --gpu": "--build",
     "--fig": "--fig",
     "7": "7",
-} | ({} if torch.cuda.is_available() else {"--gpu": "--gpu"})
+} | ({} if torch.cuda.is_available() else {"--gpu": "--gpu", "--build": "--build"})
 
 
 def words(options, folder):
