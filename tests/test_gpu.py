@@ -724,6 +724,30 @@ def test_the_floors_of_a_step_add_up_to_no_more_than_the_model_needs():
     assert all(seconds > 0 for seconds in floors.values())
 
 
+def test_what_the_changes_to_a_step_should_save_is_less_than_the_step_and_each_says_what_would_show_it_wrong():
+    import bench_train_gpu as bench
+    from accounting import step_flops
+
+    header, *lines = bench.expectations()
+    assert header.endswith("on H100, H200:") and len(lines) == len(bench.SAVINGS)
+    job = bench.jobs(False, 139 * 2**30)[0]
+    ideal = 1e3 * step_flops(job.sizes, job.samples, job.seq).model / 989.4e12
+    for column in (0, 1):
+        saved = [float(line.split()[column]) for line in lines]
+        assert 20 < sum(saved) < 0.2 * ideal
+    assert all("Wrong if: " in line for line in lines)
+
+
+def test_half_of_attention_is_what_the_second_mfu_leaves_out():
+    import bench_train_gpu as bench
+    from accounting import forward_flops
+
+    job = bench.Job("8B", bench.PRESETS["llama3-8b"], 4096, 2, 3)
+    core = 4 * job.samples * job.seq**2 * job.sizes.hidden * job.sizes.layers
+    assert forward_flops(job.sizes, job.samples, job.seq)["attention core"] == core
+    assert bench.masked_flops(job) == 3 * core / 2
+
+
 def test_models_shrink_to_the_memory_that_is_free():
     import bench_train_gpu as bench
 
