@@ -119,6 +119,8 @@ class Rank:
         if self.config.fpdt_chunks:
             return self.model(tokens, self.positions, labels)
         with self.precision():
+            if self.model.parts.linear_cross_entropy is not None:
+                return self.model(tokens, self.positions, labels)
             return cross_entropy_sum(self.model, self.model(tokens, self.positions), labels)
 
     def valid_tokens(self, batches: list[Batch]) -> Tensor:

@@ -410,6 +410,26 @@ SAVINGS = (
         3 * 1.5e-3,
         "`nothing runs` above 1 % of the step",
     ),
+    Saving(
+        "the residual added by the norm after attention: 8 tensors of a hidden state moved instead of 11",
+        lambda job: 3 * 2 * sizes_of(job)[1] * sizes_of(job)[2],
+        0.0,
+        "`other element by element` as long as without it (Parts.add_norm = None)",
+    ),
+    Saving(
+        "one x for q, k, v and one for gate, up: of its 3 additional gradients in a layer each is read by the next "
+        "product (1 tensor), and not added in a pass of its own (3)",
+        lambda job: 3 * 2 * 2 * sizes_of(job)[1] * sizes_of(job)[2],
+        0.0,
+        "products that get slower by more than that (Parts.linears = None): cuBLAS may add worse than it multiplies",
+    ),
+    Saving(
+        "output layer and loss in chunks: 6 GB of logits and their gradient less at the peak; 2 chunks add the "
+        "weight's gradient in fp32 (16 bytes an element each) and round it (6)",
+        lambda job: -(2 * 16 + 6) * job.sizes.vocab_size * job.sizes.hidden,
+        0.0,
+        "a peak that is less than 4 GiB lower, or a step more than 2 ms longer (Parts.linear_cross_entropy = None)",
+    ),
 )
 
 

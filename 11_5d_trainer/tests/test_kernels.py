@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import fits
@@ -20,6 +21,7 @@ from harness.ranks import run_ranks
 from harness.report import ROOT
 from llama import LlamaConfig
 from options import Config, UsageError, parse
+from parts import make_parts
 from test_train import SIZES, arguments, f64, full_gradients, losses, plain_sgd, three_sgd_steps, train_on
 
 TRAINER = Path(train.__file__).parent
@@ -43,6 +45,80 @@ def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layo
     fused = numbers(ranks, [*words, "--kernels", "triton"], tmp_path / "triton", hidden=128, layers=1)
     assert not torch.equal(plain, fused), "the kernels did not run"
     assert_same(fused, plain, 1e-5, "losses and norms of two steps")
+
+
+SEVERAL = {  # kernels, precision, tp, pp -> which functions stand for several
+    ("triton", "fp32", 1, 1): {"linears", "add_norm", "linear_cross_entropy"},
+    ("triton", "bf16-master", 1, 1): {"linears", "add_norm", "linear_cross_entropy"},
+    ("triton", "bf16", 1, 1): {"linears", "linear_cross_entropy"},  # the stream of residuals is wider than a branch
+    ("triton", "fp8-tensor", 1, 1): {"linears", "linear_cross_entropy"},
+    ("triton", "fp16", 1, 1): set(),
+    ("triton", "fp32", 2, 1): set(),
+    ("triton", "fp32", 1, 2): set(),
+    ("torch", "fp8-tensor", 1, 1): {"linears"},
+    ("torch", "fp8-tensor", 2, 1): set(),
+    ("torch", "bf16-master", 1, 1): set(),
+}
+
+
+def several_in_one():
+    found = {}
+    for kernels, precision, tp, pp in SEVERAL:
+        mesh = types.SimpleNamespace(sizes={"tp": tp, "pp": pp}, groups={"stage": None}, cp=1)
+        how = dict(kernels=kernels, precision=precision, cp_kind="ring", recompute="none", device="cpu")
+        made = make_parts(mesh, **how)
+        names = ("linears", "add_norm", "linear_cross_entropy")
+        found[kernels, precision, tp, pp] = {name for name in names if getattr(made, name) is not None}
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_functions_that_stand_for_several_are_used_by_the_rule_that_parts_py_states():
+    assert run_ranks(1, several_in_one) == [SEVERAL]
+
+
+def with_several_in_one(words, sizes):
+    """Three SGD steps against one process: PyTorch's functions in float64, with those that stand for several."""
+    from fused import add_rms_norm
+    from fused_loss import linear_cross_entropy
+    from llama import linears_of_one_input
+
+    made, calls = rank.make_parts, [0, 0, 0]
+
+    def counted(index, function):
+        def call(*arguments):
+            calls[index] += 1
+            return function(*arguments)
+
+        return call
+
+    several = [counted(*each) for each in enumerate((linears_of_one_input, add_rms_norm, linear_cross_entropy))]
+    names = ("linears", "add_norm", "linear_cross_entropy")
+    more = dict(zip(names, several, strict=True))
+    rank.make_parts = lambda *arguments, **options: dataclasses.replace(made(*arguments, **options), **more)
+    try:
+        three_sgd_steps(words, sizes)
+    finally:
+        rank.make_parts = made
+    return calls
+
+
+SEVERAL_LAYOUTS = [
+    (1, "--tied --zero 1"),
+    (2, "--zero 3 --recompute full"),
+    (2, "--zero 2 --zero-late-gather --cp 2 --cp-kind zigzag --recompute selective"),
+    (2, "--experts 4 --ep 2"),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+@pytest.mark.turn(2)
+@pytest.mark.parametrize(("ranks", "layout"), SEVERAL_LAYOUTS, ids=str)
+def test_functions_that_stand_for_several_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, text):
+    words = arguments(text, clip=0, global_batch=4, micro_batch=1, seq_len=8)
+    sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
+    for calls in run_ranks(ranks, with_several_in_one, [*words, *layout.split()], sizes, timeout=200):
+        assert all(calls), f"not all were used: {calls}"
 
 
 # With the stand-in's clock: a host that reads what the device may still write is refused, and so is one that waits.
