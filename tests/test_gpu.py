@@ -88,6 +88,25 @@ def test_memory_that_cannot_be_pinned_ends_a_length_and_another_error_the_progra
         fpdt.no_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
+def test_fpdts_mfu_is_chapter_01s_and_its_goal_nine_tenths_of_the_formula():
+    import _fpdt_gpu as fpdt
+    from accounting import step_flops
+    from harness.predictions import gpu_called
+    from llama import LlamaConfig
+
+    plan, S = fpdt.REAL, fpdt.REAL.lengths[-1]
+    wide = dict(hidden=plan.hidden, heads=plan.heads, kv_heads=plan.kv_heads, intermediate=plan.intermediate)
+    for layers in (1, 3):
+        want = step_flops(LlamaConfig(plan.vocab, layers=layers, **wide), 1, S).model
+        assert fpdt.flops(plan, S, layers) == pytest.approx(want, rel=1e-12)
+        masked = 3 * layers * 2 * S * S * plan.hidden
+        assert fpdt.flops(plan, S, layers, 0.5) == pytest.approx(want - masked, rel=1e-12)
+    h200 = gpu_called("NVIDIA H200")
+    formula = fpdt.flops(plan, S, 1) / fpdt.predicted_seconds(plan, S, 1, h200) / h200.bf16
+    bound = next(goal.bound for goal in GOALS if goal.result == "08_fpdt_gpu")
+    assert plan.hidden // plan.heads == 128 and 0.89 * formula < bound < 0.9 * formula
+
+
 def test_every_goal_is_measured_by_some_section():
     source = "".join(script.read_text() for benches in gpu.gpu_benchmarks().values() for script in benches)
     source += (ROOT / "08_fpdt/in_depth/_fpdt_gpu.py").read_text()
