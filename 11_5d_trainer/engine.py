@@ -8,7 +8,7 @@ Every gradient has exactly one owner. Dense parameters are summed over the `data
 hold the same experts; where these differ there are two owners side by side (`Together`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -92,6 +92,7 @@ class Together:
 
     def __init__(self, owners: list[Any]) -> None:
         self.owners, self.alone = owners, False
+        self.broken: Tensor | None = None  # whether a gradient was ever not finite; on the device
         self.owner = {p: owner for owner in owners for p in owner.names}
         self.names = {p: name for owner in owners for p, name in owner.names.items()}
         self.param_groups = [group for owner in owners for group in owner.param_groups]
@@ -128,6 +129,17 @@ class Together:
         for owner in self.owners:
             owner.scale_gradients(factor)
 
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether every owner can leave a step out without the host: chapter 09's AdamW does, in ZeRO's buffers."""
+        return all(getattr(owner, "fused", None) is not None for owner in self.owners)
+
+    def leave_out_if(self, broken: Tensor) -> None:
+        """If so, no weight changes any more, in this step or in a later one, and nobody waits to hear of it."""
+        self.broken = broken if self.broken is None else self.broken | broken
+        for owner in self.owners:
+            owner.leave_out_if(self.broken)
+
     def step(self) -> None:
         for owner in self.owners:
             owner.step()
@@ -151,12 +163,13 @@ def make_engine(
     hooks: bool = True,
     master: torch.dtype | None = None,
     variant: str = "",
+    fused: Callable[..., None] | None = None,
     **sums: torch.dtype | None,
 ) -> Together:
     """The owners of the gradients of `model`. With `hooks=False` the pipeline says when a gradient is complete.
 
     `variant` is one of chapter 03's: "offload", "late gather" or "copies"; `sums` are its reduce_dtype and
-    accumulate_dtype.
+    accumulate_dtype. `fused` is chapter 09's AdamW, with which ZeRO's shards are updated where they are on a device.
     """
     named = {p: name for name, p in model.named_parameters()}
     # --- exercise 11.30: who sums which gradient? Two groups, and the parameters of each ---
@@ -177,6 +190,7 @@ def make_engine(
             "hooks": hooks,
             "bucket_bytes": bucket_bytes,
             "master": master,
+            "fused": None if variant == "offload" else fused,
             **sums,
         }
         make: Any = {"offload": make_offloaded, "late gather": make_overlapped}.get(variant, make_zero)
@@ -201,9 +215,54 @@ def copies_of(owner: Any, mesh: Mesh) -> int:
     return mesh.size("copies") if owner.group is mesh.groups.get("shards") else 1
 
 
+def runs(pieces: Iterable[tuple[str, Tensor]], holders: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """The same gradients with fewer tensors: those that lie end to end in a flat buffer, and that equally many ranks
+    hold, as one, under the name of the first. A norm of each costs a GPU a start of a kernel, of all of them one."""
+    name, run = "", None
+    for other, piece in pieces:
+        flat = piece.view(-1) if piece.is_contiguous() else piece
+        if run is not None and holders[name] == holders[other] and adjacent(run, flat):
+            run = run.as_strided((run.numel() + flat.numel(),), (1,))
+            continue
+        if run is not None:
+            yield name, run
+        name, run = other, flat
+    if run is not None:
+        yield name, run
+
+
+def adjacent(a: Tensor, b: Tensor) -> bool:
+    """Whether b begins where a ends, in one buffer."""
+    if a.dim() != 1 or b.dim() != 1 or a.dtype != b.dtype:
+        return False
+    return (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.storage_offset() + a.numel() == b.storage_offset()
+    )
+
+
+CHUNK = 2**16  # elements whose squares a GPU sums in fp32
+
+
+def norm_of(piece: Tensor) -> Tensor:
+    """Its norm, as float64.
+
+    Asked for float64, a GPU first writes a copy of 8 bytes for each element: 18 bytes of traffic instead of 2, and four
+    times the memory of a bf16 gradient. There chunks are summed in fp32 as they are read, and the chunks in float64.
+    """
+    if not piece.is_cuda or piece.dtype == torch.float64:
+        return torch.linalg.vector_norm(piece, dtype=torch.float64)
+    flat = piece.reshape(-1)
+    full = flat.numel() // CHUNK * CHUNK
+    rows = torch.linalg.vector_norm(flat[:full].view(-1, CHUNK), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(flat[full:], dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.cat((rows, rest[None])), dtype=torch.float64)
+
+
 @torch.no_grad()
-def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: float, unscale: float = 1.0) -> float:
-    """Scale the gradient to `max_norm` if its norm is larger (0: never). Returns its norm, the same on all ranks.
+def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: float, unscale: float = 1.0) -> Tensor:
+    """Scale the gradient to `max_norm` if its norm is larger (0: never). Returns its norm, the same on all ranks, on
+    the device.
 
     All gradients are multiplied by `unscale` first: 1 / the loss scale.
 
@@ -215,12 +274,12 @@ def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: flo
     squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for owner in engine.owners:
         copies = dist.get_world_size(owner.group) if isinstance(owner, Replicated) else copies_of(owner, mesh)
-        for name, piece in owner.gradient_pieces():
-            squares += torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2 / (holders[name] * copies)
+        for name, piece in runs(owner.gradient_pieces(), holders):
+            squares += norm_of(piece) ** 2 / (holders[name] * copies)
     dist.all_reduce(squares, group=mesh.groups["world"])
     norm = squares.sqrt() * unscale
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
     if max_norm or unscale != 1.0:
         engine.scale_gradients(factor * unscale)
     # --- end exercise ---
-    return norm.item()
+    return norm

@@ -5,6 +5,12 @@ attention       chapter 01's, FlashAttention (09, in Triton or CUDA), over the c
 norm, rope, swiglu, cross_entropy       chapter 01's, or fused (09)
 linear          F.linear, a product in CUDA (09: cuda_parts.py), or in fp8 (10)
 
+With --kernels triton, where one rank has whole layers (no --tp, no --pp), three more functions stand for several of
+these, and round as they do: q, k, v and gate, up take one x and sum its gradient inside their products (01); the norm
+after attention adds the residual (09), unless autocast makes one of the two narrower; the output layer and the loss
+never hold all logits (09), except in fp16, whose loss scale comes too late for them. In fp8, q, k, v and gate, up share
+one x in 8 bits (10), with any kernels.
+
 --precision     weights    products                      besides
 fp64, fp32      as named   as named
 bf16            fp32       bf16 (autocast)
@@ -21,7 +27,7 @@ import torch
 from context_ring import EXPLICIT, allgather_attention, ring_attention
 from context_ulysses import ulysses, usp
 from fp8 import RECIPES, Fp8Linear
-from llama import Parts, recomputed
+from llama import Parts, linears_of_one_input, recomputed
 from mesh import Mesh
 from precision_policies import linear as linear_fp16
 
@@ -39,14 +45,22 @@ def make_parts(
 ) -> Parts:
     """The functions for this rank."""
     parts, local, attention = Parts(), EXPLICIT, None
+    whole_layers = mesh.sizes["tp"] == mesh.sizes["pp"] == 1
     # Imported here: on a CPU these imports turn Triton's interpreter on, and it knows no bf16, the one dtype of CUDA's.
     if kernels == "triton" or (kernels == "cuda" and torch.device(device).type == "cuda"):
         from flash_kernels import TRITON, flash_attention
-        from fused import rms_norm, rope, swiglu
-        from fused_loss import cross_entropy
+        from fused import add_rms_norm, rms_norm, rope, swiglu
+        from fused_loss import cross_entropy, linear_cross_entropy
 
         local, attention = TRITON, flash_attention
         parts = Parts(flash_attention, norm=rms_norm, rope=rope, swiglu=swiglu, cross_entropy=cross_entropy)
+        if kernels == "triton" and whole_layers:
+            parts = replace(
+                parts,
+                linears=linears_of_one_input if precision != "fp16" else None,
+                add_norm=add_rms_norm if precision not in AUTOCAST else None,
+                linear_cross_entropy=linear_cross_entropy if precision != "fp16" else None,
+            )
     if kernels == "cuda":
         import cuda_parts
 
@@ -59,7 +73,8 @@ def make_parts(
     if precision == "fp16":
         parts = replace(parts, linear=linear_fp16)
     if precision in FP8:
-        parts = replace(parts, linear=Fp8Linear(FP8[precision], mesh.groups["stage"], device=device))
+        linear = Fp8Linear(FP8[precision], mesh.groups["stage"], device=device)
+        parts = replace(parts, linear=linear, linears=linear.several if whole_layers else None)
     return parts
 
 

@@ -7,6 +7,9 @@ micro-batches of this rank, this rank's part of each sequence
   (with a pipeline: all of them in the order of the schedule)
 every gradient is now the sum over all ranks that hold the same weights
 norm of the whole gradient, clip, AdamW
+
+On a GPU with chapter 09's kernels the host waits for none of it (`launch_step`): the device itself leaves out a step
+whose gradient is not finite, and the loss and the norm come to the host while the next step runs (`Reading`).
 """
 
 import dataclasses
@@ -29,7 +32,7 @@ from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, my_p
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from options import Config
 from parallel_block import sync_replicated_gradients
-from parts import AUTOCAST, WEIGHTS, end_step, leave_out_step, make_parts
+from parts import AUTOCAST, FP8, WEIGHTS, end_step, leave_out_step, make_parts
 from pipeline_executor import Pipeline, layers_of
 from precision_policies import LossScaler
 from schedules import Schedule
@@ -104,7 +107,7 @@ class Rank:
 
     def mine(self, batch: Batch) -> Batch:
         """Tokens and labels [B, S] to this rank's part of the sequence [B, S / cp], on its device."""
-        tokens, labels = (x.to(self.device)[:, self.positions] for x in batch)
+        tokens, labels = (sent_to(self.device, x)[:, self.positions] for x in batch)
         return tokens, labels
 
     def precision(self) -> Any:
@@ -116,6 +119,8 @@ class Rank:
         if self.config.fpdt_chunks:
             return self.model(tokens, self.positions, labels)
         with self.precision():
+            if self.model.parts.linear_cross_entropy is not None:
+                return self.model(tokens, self.positions, labels)
             return cross_entropy_sum(self.model, self.model(tokens, self.positions), labels)
 
     def valid_tokens(self, batches: list[Batch]) -> Tensor:
@@ -199,6 +204,7 @@ def make_rank(
         variant=zero_variant(config),
         reduce_dtype=torch.float32 if config.reduce_dtype == "fp32" else None,
         accumulate_dtype=torch.float32 if config.accumulate_dtype == "fp32" else None,
+        fused=fused_adamw(config, device, built),
     )
     if start_from and master:
         load_masters(engine, lambda names: cut_tensors(model, whole, mesh, names))
@@ -212,6 +218,60 @@ def make_rank(
     fp16 = config.precision == "fp16"
     scaler = LossScaler(mesh.groups["world"], config.loss_scale if fp16 else 1.0, dynamic=fp16, patience=2**31)
     return Rank(config, mesh, model, engine, positions, device, pipeline, scaler)
+
+
+def sent_to(device: torch.device, x: Tensor) -> Tensor:
+    """x on the device. A copy to a GPU is only asked for: from pinned memory, so that the host does not wait for it."""
+    pinned = x.pin_memory() if device.type == "cuda" and not x.is_cuda else x
+    return pinned.to(device, non_blocking=True)
+
+
+class Reading:
+    """Numbers of the device on their way to the host: `values` waits for them, and not for what came after them."""
+
+    def __init__(self, numbers: Tensor, since: torch.cuda.Event | None = None) -> None:
+        self.numbers, self.since, self.done = numbers, since, None
+        if numbers.is_cuda:
+            self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.done = moment()
+
+    def values(self) -> list[float]:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.numbers.tolist()
+
+    def seconds(self) -> float:
+        """By the device's clock, from `since` until they were there."""
+        assert self.since is not None and self.done is not None
+        self.done.synchronize()
+        return 1e-3 * self.since.elapsed_time(self.done)
+
+
+def moment() -> torch.cuda.Event:
+    """An event at this place in the device's queue."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def fused_adamw(config: Config, device: torch.device, optimizer: torch.optim.Optimizer) -> Any:
+    """Chapter 09's AdamW for ZeRO's flat buffers, where its kernels are used on a GPU; else None: torch's."""
+    kernels = device.type == "cuda" and kernels_on(config, device) in ("triton", "cuda")
+    if not kernels or config.precision == "fp64" or type(optimizer) is not torch.optim.AdamW:
+        return None
+    from fused_adamw import adamw_  # here: on a CPU the import turns Triton's interpreter on
+
+    return adamw_
+
+
+def reads_late(me: Rank) -> bool:
+    """Whether the host may hear of a step when the next one is under way: if the device itself keeps a gradient that is
+    not finite out of the weights, and nothing on the host depends on the norm: no loss scale, no step to be left out
+    and gone on from, no experts' biases, no scales of fp8 (which wait at the end of a step themselves)."""
+    c = me.config
+    depends = me.scaler.dynamic or c.on_nan == "skip" or c.precision in FP8 or moe_layers(me.model)
+    return me.device.type == "cuda" and me.engine.can_leave_out and not depends
 
 
 def kernels_on(config: Config, device: torch.device) -> str:
@@ -255,21 +315,43 @@ def train_step(me: Rank, batches: list[Batch]) -> tuple[float, float]:
 
     If the norm is not finite the weights stay as they are.
     """
+    loss, norm = gradient_step(me, batches)
+    if math.isfinite(found := float(norm)):
+        update_weights(me)
+    else:
+        forget_step(me)
+    return loss.item(), found
+
+
+def launch_step(me: Rank, batches: list[Batch], since: torch.cuda.Event | None = None) -> Reading:
+    """The same on a GPU for which nobody waits (`reads_late`): loss and norm come later, and with them the seconds from
+    the end of the step before, or from now.
+
+    If a norm is not finite the weights stay as they were before it, whatever is launched until the host hears of it.
+    """
+    since = since or moment()
+    loss, norm = gradient_step(me, batches)
+    me.engine.leave_out_if(~norm.isfinite())
+    update_weights(me)
+    return Reading(torch.stack((loss, norm)), since)
+
+
+def gradient_step(me: Rank, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    """The clipped gradient of the global batch. Returns its loss per token and the norm before clipping."""
     batches = [me.mine(batch) for batch in batches]
     me.engine.zero_grad()
     share = 1 / len(batches)  # of a micro-batch in the loss that balances experts; all are equally large
     set_loss_scale(me.model, share * me.scaler.value)
     loss = me.forward_and_backward(batches, me.valid_tokens(batches))
     dist.all_reduce(loss, group=me.mesh.groups["replica"])  # to show it: each rank knows the loss of its own tokens
-    norm = clip_gradients(me.engine, me.model, me.mesh, me.config.clip, me.scaler.inverse)
-    if math.isfinite(norm):
-        me.engine.step()
-        end_step(me.model.parts)
-        if moe_layers(me.model):
-            update_biases(me.model, me.mesh.groups["all tokens"])
-    else:
-        forget_step(me)
-    return loss.item(), norm
+    return loss, clip_gradients(me.engine, me.model, me.mesh, me.config.clip, me.scaler.inverse)
+
+
+def update_weights(me: Rank) -> None:
+    me.engine.step()
+    end_step(me.model.parts)
+    if moe_layers(me.model):
+        update_biases(me.model, me.mesh.groups["all tokens"])
 
 
 def forget_step(me: Rank) -> None:

@@ -45,9 +45,14 @@ from mesh import picture
 from model import EXPERTS, PRESETS, full_shapes
 from options import SIZES, Config, NothingLeft, UsageError, check_folder, flag, merge, parse
 from rank import (
+    Batch,
     NotFinite,
     Rank,
+    Reading,
+    launch_step,
     make_rank,
+    reads_late,
+    sent_to,
     train_step,
     validate,
     weight_dtype,
@@ -212,12 +217,24 @@ class Stop:
         self.asked = True
 
 
-def any_rank(me: Rank, *flags: bool) -> list[bool]:
+def any_rank(me: Rank, *flags: bool) -> Reading:
     """Each flag, if it is up on any rank: a decision that all take alike. Signals, for one, do not arrive everywhere in
     the same step."""
-    votes = torch.tensor([int(flag) for flag in flags], device=me.device)
+    votes = sent_to(me.device, torch.tensor([int(flag) for flag in flags]))
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=me.mesh.groups["world"])
-    return [bool(vote) for vote in votes.tolist()]
+    return Reading(votes)
+
+
+@dataclasses.dataclass
+class Launched:
+    """A step that has been launched, and what its line in the log needs beside its loss and its norm."""
+
+    step: int
+    lr: float
+    samples: int  # that have been used after it
+    batches: list[Batch]
+    start: float
+    found: Any  # loss and norm: a Reading, or the two numbers
 
 
 def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
@@ -262,26 +279,22 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         progress = checkpoint.Progress(step, position, len(training.tokens), options, sizes, *scale, numbers)
         saver.save(share_of_state(me.engine, me.model, me.mesh), progress)
 
-    if first == 0:
-        evaluate(0)
-    begin = time.perf_counter()
-    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=not leader, **log.bar_options)
-    for step in bar:
-        start, lr = time.perf_counter(), learning_rate(step, config)
-        for parameters in me.engine.param_groups:
-            parameters["lr"] = lr
-        batches = training.step(config.micro_batch, accumulation, me.mesh.place["dp"], dp)
-        with watch.step(step):
-            loss, norm = train_step(me, batches)
-        line = {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "samples": training.position}
+    def arrive(launched: Launched) -> None:
+        """Loss and norm of a step are here, or are waited for: into the log with them, or the end of the run."""
+        step, found = launched.step, launched.found
+        if isinstance(found, Reading):
+            (loss, norm), seconds = found.values(), found.seconds()
+        else:
+            (loss, norm), seconds = found, time.perf_counter() - launched.start
+        line = {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": launched.lr, "samples": launched.samples}
         try:
             me.scaler.update(math.isfinite(norm))
         except FloatingPointError as error:  # no smaller scale would help
             saver.finish()
-            where = f"step {step + 1}: {who_is_not_finite(me, batches)} is not finite"
+            where = f"step {step + 1}: {who_is_not_finite(me, launched.batches)} is not finite"
             raise NotFinite(f"{where}; the {error}") from None
         line |= {"loss_scale": me.scaler.value} if me.scaler.dynamic else {}
-        line |= speed.of_step(time.perf_counter() - start)
+        line |= speed.of_step(seconds)
         log.write(line)
         watch.note(line)
         if config.meter and step == first:
@@ -289,20 +302,50 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         if not math.isfinite(norm) and me.scaler.dynamic:
             log.say(f"step {step + 1}: a gradient overflows; step left out, loss scale now {me.scaler.value:g}")
         elif not math.isfinite(norm):
-            where = f"step {step + 1}: {who_is_not_finite(me, batches)} is not finite"
+            where = f"step {step + 1}: {who_is_not_finite(me, launched.batches)} is not finite"
             if config.on_nan == "stop":
                 saver.finish()  # all ranks are here, and what is being written is good
                 raise NotFinite(f"{where}; the weights are those of step {step}; --on-nan skip leaves such steps out")
             log.say(f"{where}; step left out")
         bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
+
+    if first == 0:
+        evaluate(0)
+    begin = time.perf_counter()
+    late = reads_late(me)  # then a step is under way before the host reads what the last one found
+    under_way: Launched | None = None
+    asked: Reading | None = None  # the vote of the step before
+    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=not leader, **log.bar_options)
+    for step in bar:
+        start, lr = time.perf_counter(), learning_rate(step, config)
+        for parameters in me.engine.param_groups:
+            parameters["lr"] = lr
+        batches = training.step(config.micro_batch, accumulation, me.mesh.place["dp"], dp)
+        with watch.step(step):
+            found: Any  # two numbers, or a Reading of them
+            if late:
+                found = launch_step(me, batches, since=under_way.found.done if under_way else None)
+            else:
+                found = train_step(me, batches)
+        if under_way:
+            arrive(under_way)
+        under_way = launched = Launched(step, lr, training.position, batches, start, found)
         end = step + 1 == config.steps
-        stopped, writing = any_rank(me, stop.asked, saver.busy())
+        vote = any_rank(me, stop.asked, saver.busy())
+        stopped, writing = (asked if late and asked is not None else vote).values()
+        asked = vote
+        evaluating = end or (config.eval_every and (step + 1) % config.eval_every == 0)
+        saving = end or stopped or (config.save_every and (step + 1) % config.save_every == 0)
+        if not late or step == first or evaluating or saving:  # what comes now is about the weights after this step
+            arrive(launched)
+            under_way = None
         if not writing:
             saver.finish()  # the checkpoint gets its name
-        if end or (config.eval_every and (step + 1) % config.eval_every == 0):
+        if evaluating:
             evaluate(step + 1)
-        if end or stopped or (config.save_every and (step + 1) % config.save_every == 0):
+        if saving:
             save(step + 1)
+            asked = None  # an old vote knows nothing of the files that are being written now
         if stopped:
             break
     saver.finish()

@@ -106,6 +106,25 @@ def test_memory_that_cannot_be_pinned_ends_a_length_and_another_error_the_progra
         fpdt.no_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
+def test_fpdts_mfu_is_chapter_01s_and_its_goal_nine_tenths_of_the_formula():
+    import _fpdt_gpu as fpdt
+    from accounting import step_flops
+    from harness.predictions import gpu_called
+    from llama import LlamaConfig
+
+    plan, S = fpdt.REAL, fpdt.REAL.lengths[-1]
+    wide = dict(hidden=plan.hidden, heads=plan.heads, kv_heads=plan.kv_heads, intermediate=plan.intermediate)
+    for layers in (1, 3):
+        want = step_flops(LlamaConfig(plan.vocab, layers=layers, **wide), 1, S).model
+        assert fpdt.flops(plan, S, layers) == pytest.approx(want, rel=1e-12)
+        masked = 3 * layers * 2 * S * S * plan.hidden
+        assert fpdt.flops(plan, S, layers, 0.5) == pytest.approx(want - masked, rel=1e-12)
+    h200 = gpu_called("NVIDIA H200")
+    formula = fpdt.flops(plan, S, 1) / fpdt.predicted_seconds(plan, S, 1, h200) / h200.bf16
+    bound = next(goal.bound for goal in GOALS if goal.result == "08_fpdt_gpu")
+    assert plan.hidden // plan.heads == 128 and 0.89 * formula < bound < 0.9 * formula
+
+
 def test_every_goal_is_measured_by_some_section():
     source = "".join(script.read_text() for benches in gpu.gpu_benchmarks().values() for script in benches)
     source += (ROOT / "08_fpdt/in_depth/_fpdt_gpu.py").read_text()
@@ -842,6 +861,30 @@ def test_the_floors_of_a_step_add_up_to_no_more_than_the_model_needs():
     assert floors["matrix products"] == pytest.approx(model - core)
     assert floors["attention"] == pytest.approx(core * 3.5 / 6)
     assert all(seconds > 0 for seconds in floors.values())
+
+
+def test_what_the_changes_to_a_step_should_save_is_less_than_the_step_and_each_says_what_would_show_it_wrong():
+    import bench_train_gpu as bench
+    from accounting import step_flops
+
+    header, *lines = bench.expectations()
+    assert header.endswith("on H100, H200:") and len(lines) == len(bench.SAVINGS)
+    job = bench.jobs(False, 139 * 2**30)[0]
+    ideal = 1e3 * step_flops(job.sizes, job.samples, job.seq).model / 989.4e12
+    for column in (0, 1):
+        saved = [float(line.split()[column]) for line in lines]
+        assert 20 < sum(saved) < 0.2 * ideal
+    assert all("Wrong if: " in line for line in lines)
+
+
+def test_half_of_attention_is_what_the_second_mfu_leaves_out():
+    import bench_train_gpu as bench
+    from accounting import forward_flops
+
+    job = bench.Job("8B", bench.PRESETS["llama3-8b"], 4096, 2, 3)
+    core = 4 * job.samples * job.seq**2 * job.sizes.hidden * job.sizes.layers
+    assert forward_flops(job.sizes, job.samples, job.seq)["attention core"] == core
+    assert bench.masked_flops(job) == 3 * core / 2
 
 
 def test_models_shrink_to_the_memory_that_is_free():

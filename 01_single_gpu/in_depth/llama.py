@@ -39,11 +39,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 MODES = ("none", "selective", "full")  # of recomputation
@@ -176,7 +177,10 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Parts:
-    """The functions a model is made of. A later chapter replaces one: `Llama(config, replace(Parts(), norm=fused))`."""
+    """The functions a model is made of. A later chapter replaces one: `Llama(config, replace(Parts(), norm=fused))`.
+
+    The last three are two or more of the others in one, where a later chapter has such a function. None: one by one.
+    """
 
     attention: Callable[..., Tensor] = attention  # (q, k, v, *, causal)
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # (x, weight [out, in])
@@ -184,6 +188,46 @@ class Parts:
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rope  # (x, cos, sin)
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu  # (gate, up)
     cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # (logits, labels), a sum
+    linears: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] | None = None  # (x, weights): x through each
+    add_norm: Callable[..., tuple[Tensor, Tensor]] | None = None  # (x, residual, weight, eps): norm of the sum, the sum
+    linear_cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # (x, weight, labels), a sum
+
+
+class OneInput(torch.autograd.Function):
+    """x Wᵀ for several W, each with a gradient of its own. x has one, the sum of dy W over all of them: each product
+    adds to that of the one before, where autograd would write them apart and add them in passes of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = x.flatten(0, -2)  # [..., in] -> [T, in]
+        dys = [dy.flatten(0, -2) for dy in gradients]  # [T, out] each
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = dys[0] @ weights[0]  # [T, out] [out, in] -> [T, in]
+            for dy, weight in zip(dys[1:], weights[1:], strict=True):
+                dx.addmm_(dy, weight)
+            dx = dx.view(x.shape)
+        needed = ctx.needs_input_grad[1:]
+        dweights = [dy.t() @ rows if wanted else None for dy, wanted in zip(dys, needed, strict=True)]  # [out, in]
+        return dx, *dweights
+
+
+def linears_of_one_input(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`linear(x, weight)` for each weight; x [..., in], weight [out, in] -> [..., out]. For `Parts.linears`.
+
+    Under autocast x and weights are cast as they would be for each of them, which leaves float64 alone.
+    """
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
+    return OneInput.apply(x, *weights)
 
 
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -218,6 +262,16 @@ class Linear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
 
 
+def each(layers: Sequence[Linear], x: Tensor) -> Sequence[Tensor]:
+    """x through each of these layers, in one function where there is one."""
+    linears = layers[0].parts.linears
+    if linears is None:
+        return [layer(x) for layer in layers]
+    products = linears(x, [layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers]
+    return [y if b is None else y + b.to(y.dtype) for y, b in zip(products, biases, strict=True)]
+
+
 class RMSNorm(nn.Module):
     def __init__(self, config: LlamaConfig, parts: Parts) -> None:
         super().__init__()
@@ -226,6 +280,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.parts.norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of x + residual, x + residual)."""
+        if self.parts.add_norm is not None:
+            return self.parts.add_norm(x, residual, self.weight, self.eps)
+        total = x + residual
+        return self(total), total
 
 
 class Attention(nn.Module):
@@ -238,7 +299,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(config.hidden, config.hidden, parts)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        projected = each((self.q_proj, self.k_proj, self.v_proj), x)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         # q [B, S, N, D], k and v [B, S, N_kv, D]
         q, k = self.parts.rope(q, cos, sin), self.parts.rope(k, cos, sin)
         out = self.parts.attention(q, k, v, causal=True)
@@ -254,7 +316,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate, config.hidden, parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.parts.swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = each((self.gate_proj, self.up_proj), x)
+        return self.down_proj(self.parts.swiglu(gate, up))
 
 
 class Block(nn.Module):
@@ -266,8 +329,8 @@ class Block(nn.Module):
         self.mlp = feed_forward(config, parts)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normalised, x = self.post_attention_layernorm.of_sum(x, self.self_attn(self.input_layernorm(x), cos, sin))
+        return x + self.mlp(normalised)
 
 
 class Decoder(nn.Module):
@@ -316,9 +379,15 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         init_weights(self, seed=0)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens [B, S] -> logits [B, S, V]. `positions` ([S] or [B, S]) are 0..S-1 unless given."""
-        return self.lm_head(self.model(tokens, positions))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """tokens [B, S] -> logits [B, S, V]; with labels [B, S], the sum of their losses, for which one function may
+        stand for output layer and loss. `positions` ([S] or [B, S]) are 0..S-1 unless given."""
+        hidden = self.model(tokens, positions)
+        if labels is None:
+            return self.lm_head(hidden)
+        if self.parts.linear_cross_entropy is not None:
+            return self.parts.linear_cross_entropy(hidden, self.lm_head.weight, labels)
+        return self.parts.cross_entropy(self.lm_head(hidden), labels)
 
 
 def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> Tensor:

@@ -287,17 +287,20 @@ def test_the_same_seed_gives_the_same_model_in_every_dtype():
 
 
 def test_every_part_of_the_model_can_be_replaced():
-    calls = dict.fromkeys((f.name for f in fields(Parts)), 0)
+    plain = {f.name: getattr(Parts(), f.name) for f in fields(Parts)}
+    calls = {}
 
     def counting(name, function):
+        calls[name] = 0
+
         def call(*args, **kwargs):
             calls[name] += 1
             return function(*args, **kwargs)
 
         return call
 
-    parts = Parts(**{name: counting(name, getattr(Parts(), name)) for name in calls})
-    model = lively(parts=parts)
+    single = {name: function for name, function in plain.items() if function is not None}
+    model = lively(parts=Parts(**{name: counting(name, function) for name, function in single.items()}))
     llama.next_token_loss(model, TOKENS)
     L = TINY.layers
     assert calls == {
@@ -308,6 +311,38 @@ def test_every_part_of_the_model_can_be_replaced():
         "swiglu": L,
         "cross_entropy": 1,
     }
+    several = {
+        "linears": llama.linears_of_one_input,
+        "add_norm": lambda x, residual, weight, eps: (llama.rms_norm(x + residual, weight, eps), x + residual),
+        "linear_cross_entropy": lambda x, weight, labels: llama.cross_entropy(x @ weight.T, labels),
+    }
+    assert set(several) == {name for name, function in plain.items() if function is None}
+    more = {name: counting(name, function) for name, function in (single | several).items()}
+    lively(parts=Parts(**more))(TOKENS, labels=TOKENS)
+    left = {"linear": 2 * L, "norm": L + 1, "cross_entropy": 0, "linears": 2 * L, "add_norm": L}
+    assert calls == {"attention": L, "rope": 2 * L, "swiglu": L, "linear_cross_entropy": 1} | left
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_functions_that_stand_for_several_give_the_loss_and_every_gradient_of_these(biased):
+    found = []
+    for parts in (Parts(), Parts(linears=llama.linears_of_one_input)):
+        model = lively(replace(TINY, qkv_bias=biased), parts=parts)
+        loss = model(TOKENS, labels=TOKENS)
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (want, expected), (got, gradients) = found
+    assert_same(got, want, 1e-12, "loss")
+    for name, gradient in gradients.items():
+        assert_same(gradient, expected[name], 1e-11, name)
+    x, weights = torch.randn(3, 5, 8, requires_grad=True), [torch.randn(n, 8, requires_grad=True) for n in (4, 6)]
+    frozen = weights[1].detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        ys = llama.linears_of_one_input(x, [weights[0], frozen])
+        assert [y.dtype for y in ys] == [torch.bfloat16] * 2
+        assert torch.equal(ys[1], F.linear(x, frozen))
+    sum(y.float().sum() for y in ys).backward()
+    assert x.grad.dtype == weights[0].grad.dtype == torch.float32 and weights[1].grad is None
 
 
 def test_the_feed_forward_of_a_block_can_be_replaced():

@@ -247,6 +247,73 @@ def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(optimizer_of):
             assert_same_named(got, want, 1e-9, "weight", rank)
 
 
+class AdamWInOneGo:
+    """What chapter 09's `adamw_` computes, without a kernel and in any dtype; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, p, g, m, v, *, step, lr, betas, eps, weight_decay, scale, copy) -> None:
+        self.calls += 1
+        g = g.to(p.dtype) * (1 if scale is None else scale)
+        if scale is not None and scale.isnan():
+            return
+        m.lerp_(g, 1 - betas[0])
+        v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+        p.mul_(1 - lr * weight_decay)
+        p.addcdiv_(m, (v / (1 - betas[1] ** step)).sqrt() + eps, value=-lr / (1 - betas[0] ** step))
+        if copy is not None:
+            copy.copy_(p)
+
+
+def fused_steps(max_norm: float) -> list[tuple[list[float], dict[str, Tensor], int, int]]:
+    """Norms, weights, kernels and buckets at each stage."""
+    found = []
+    for stage in STAGES:
+        one_go = AdamWInOneGo()
+        kept = []
+        make = lambda *a, s=stage, f=one_go, k=kept: k.append(sharded(s, *a, fused=f)) or k[-1]  # noqa: E731
+        norms, weights = sharded_steps(make, in_two_groups, awkward(), max_norm)
+        found.append((norms, weights, one_go.calls, len(kept[0].buckets)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_fused_adamw_over_flat_buffers_takes_the_same_clipped_steps_and_on_one_rank_one_kernel_for_a_group(ranks):
+    model = awkward()
+    norms = unsharded_steps(in_two_groups(model), model, ranks, max_norm=0.5)
+    want = {name: p.detach() for name, p in model.named_parameters()}
+    for rank, results in enumerate(run_ranks(ranks, fused_steps, 0.5)):
+        for stage, (got_norms, got, kernels, buckets) in zip(STAGES, results, strict=True):
+            assert_same(torch.tensor(got_norms), torch.tensor(norms), 1e-9, "gradient norm", rank)
+            assert_same_named(got, want, 1e-9, "weight", rank)
+            assert kernels == 4 * buckets
+            assert (buckets == 2) == (ranks == stage == 1), "otherwise buckets leave while backward runs"
+
+
+def left_out(stage: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """A bf16 model's weights and states before a step that is left out, after it, and after one that is not."""
+    model = decoder(dtype=torch.bfloat16)
+    zero = sharded(stage, model, in_two_groups(model), dist.group.WORLD, master=torch.float32, fused=AdamWInOneGo())
+    batch, seen = make_batch(0, dist.get_world_size())[dist.get_rank()], []
+    for broken in (False, True, False):
+        train_step(model, zero, batch)
+        zero.leave_out_if(torch.tensor(broken))
+        zero.step()
+        states = [value for state in zero.state.values() for kind, value in state.items() if kind != "step"]
+        seen.append(zero.full_weights() | {str(i): value.clone() for i, value in enumerate(states)})
+    masters = torch.cat([m.bfloat16() for m in zero.masters])
+    return seen, {"weights": torch.cat([zero.weight_shard(i) for i in range(len(zero.buckets))]), "masters": masters}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_device_can_leave_a_step_out_and_a_fused_step_writes_the_models_weights_too(stage):
+    for (first, second, third), last in run_ranks(2, left_out, stage):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert not any(torch.equal(first[name], third[name]) for name in ("embed.weight", "0"))
+        assert torch.equal(last["weights"], last["masters"])
+
+
 def norm_and_pieces(stage: int) -> tuple[float, dict[str, int], int]:
     model = decoder()
     zero = sharded(stage, model, sgd(model), dist.group.WORLD)
@@ -604,6 +671,10 @@ def refused() -> list[str]:
             messages.append("accepted")
         except ValueError as error:
             messages.append(str(error))
+    for optimizer in (sgd(model), torch.optim.AdamW(model.parameters(), amsgrad=True)):
+        with pytest.raises(ValueError, match="fused") as refusal:
+            Zero1(model, optimizer, dist.group.WORLD, fused=AdamWInOneGo())
+        messages.append(str(refusal.value) + " [weight]")
     return messages
 
 
@@ -620,6 +691,8 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused_by_name():
             "SGD has groups with momentum and groups without",
             "AdamW has groups with amsgrad and groups without",
             "RMSprop has groups with centered and groups without",
+            "fused is an AdamW, the optimizer is SGD",
+            "AdamW(amsgrad=True) is not in the fused kernel",
         ],
         strict=True,
     ):

@@ -109,6 +109,21 @@ class SendToAll:
             self.works.pop().wait()
 
 
+class StaysHere:
+    """A reduce-scatter or an all-gather of one rank, which sends nothing and seldom copies: in place, what it would
+    give is there already."""
+
+    def __init__(self, out: Tensor, given: Tensor, *, group: dist.ProcessGroup, async_op: bool):
+        same = out.untyped_storage()._cdata == given.untyped_storage()._cdata
+        if not (same and out.storage_offset() == given.storage_offset()):  # stage 3 keeps its shard elsewhere
+            out.copy_(given)
+
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+
+PLAIN_SUMS = (reduce_scatter, ExchangeAndSum)  # of one rank, the gradient itself; zero_hybrid.py's goes on to others
+
 # ----------------------------------------------------------------------------------------------- parameters in a line
 
 
@@ -200,6 +215,11 @@ class Zero1:
     float64). The gradients that are kept are then 4 bytes wide: 4 Psi at stage 1, 4 Psi / N at stages 2 and 3. What
     `no_sync()` holds back at stages 2 and 3 is an exception: autograd sums it in `p.grad`, in the parameter's dtype.
 
+    `fused` is an AdamW in one kernel, called as chapter 09's `adamw_`. It reads the gradient as it is, in its own
+    dtype, and writes moments, master and the model's weight. `scale_gradients` hands it the factor, so the gradients
+    that can be seen stay unscaled. The buckets then have parameters of one group of options each. On one rank, from
+    which nothing is sent, stage 1 has a single bucket for each group: its update is one kernel.
+
     With `hooks=False` nothing is automatic: call `start(param)` when `param.grad` is final for this step. Parameters
     in `ignored` belong to someone else: experts, say, which only some ranks of the group hold alike.
     `events` records what happened since `zero_grad()`, in order. All ranks of the group must make the same calls.
@@ -221,14 +241,23 @@ class Zero1:
         ignored: Collection[nn.Parameter] = (),
         reduce_dtype: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
+        fused: Callable[..., None] | None = None,
     ):
         self.module, self.group, self.bucket_bytes = module, group, bucket_bytes
+        if dist.get_world_size(group) == 1:
+            all_gather = StaysHere
+            reduce_scatter = StaysHere if reduce_scatter in PLAIN_SUMS else reduce_scatter
         self.reduce_scatter, self.all_gather = reduce_scatter, all_gather  # or ExchangeAndSum, SendToAll
+        self.fused = fused
+        self.scale: Tensor | None = None  # the factor of the gradients, for the fused update that is to come
+        self.rounded: set[int] = set()  # buckets whose new weights the fused update has written
         self.reduce_dtype, self.accumulate_dtype = reduce_dtype, accumulate_dtype
         left_out = set(ignored)
         self.everything = {p: name for name, p in module.named_parameters() if p not in left_out}
         self.names = {p: name for p, name in self.everything.items() if p.requires_grad}
         check_optimizer(optimizer, self.names)
+        if fused is not None:
+            check_fused(optimizer)
         self.param_groups = optimizer.param_groups
         self.group_of = {p: i for i, options in enumerate(self.param_groups) for p in options["params"]}
         self.hooks, self.syncing, self.finished = hooks, True, False
@@ -250,12 +279,14 @@ class Zero1:
     def make_buckets(self) -> list[Bucket]:
         """In reverse order of registration, roughly the order in which backward completes gradients."""
         full: list[list[nn.Parameter]] = []
-        filling: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+        filling: dict[Any, list[nn.Parameter]] = {}
+        stays = self.fused is not None and self.stage == 1 and dist.get_world_size(self.group) == 1
         for p in reversed(self.names):
-            bucket = filling.setdefault((p.device, p.dtype), [])
+            kind = (p.device, p.dtype, self.group_of[p] if self.fused is not None else None)
+            bucket = filling.setdefault(kind, [])
             bucket.append(p)
-            if sum(q.nbytes for q in bucket) >= self.bucket_bytes:
-                full.append(filling.pop((p.device, p.dtype)))
+            if not stays and sum(q.nbytes for q in bucket) >= self.bucket_bytes:
+                full.append(filling.pop(kind))
         # Inside a bucket the optimizer's groups lie together, so that my shard has at most one run of each.
         return [Bucket(sorted(b, key=self.group_of.__getitem__), self.group) for b in [*full, *filling.values()]]
 
@@ -306,6 +337,7 @@ class Zero1:
     def zero_grad(self) -> None:
         """With hooks the first gradient of a step is moved into the buffer, so what is there now may stay until then.
         Without, nobody moves it: autograd has to add to zeros."""
+        self.scale = None
         for p, view in self.views.items():
             p.grad = None
             if not self.hooks or view.dtype != p.dtype:
@@ -440,8 +472,24 @@ class Zero1:
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor | float) -> None:
+        """Multiply my shards; with a fused update, when it reads them."""
+        if self.fused is not None:
+            like = self.masters[0]
+            wide = torch.promote_types(like.dtype, torch.float32)
+            factor = torch.as_tensor(factor, dtype=wide, device=like.device)
+            self.scale = factor if self.scale is None else self.scale * factor
+            return
         for index in range(len(self.buckets)):
             self.gradient_shard(index).mul_(factor)
+
+    @torch.no_grad()
+    def leave_out_if(self, broken: Tensor) -> None:
+        """If so, the next step() changes no weight and no moment. The device decides, and the host need not wait.
+
+        Only the fused update can do so; it still counts the step.
+        """
+        assert self.fused is not None
+        self.scale_gradients(torch.where(broken, torch.nan, 1.0))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -457,22 +505,57 @@ class Zero1:
         # --- end exercise ---
 
     def update(self, index: int) -> None:
-        gradient = self.gradient_shard(index).to(self.masters[index].dtype)  # a copy in mixed precision: one bucket's
-        for options, (g, where, segment) in zip(self.inner[index].param_groups, self.segments[index], strict=True):
+        inner, gradient = self.inner[index], self.gradient_shard(index)
+        if self.fused is None:
+            gradient = gradient.to(self.masters[index].dtype)  # a copy in mixed precision: one bucket's
+        for options, (g, where, segment) in zip(inner.param_groups, self.segments[index], strict=True):
             options.update((key, value) for key, value in self.param_groups[g].items() if key != "params")
-            segment.grad = gradient[where]
-        self.inner[index].step()
-        for _, _, segment in self.segments[index]:
-            segment.grad = None
+            if self.fused is None:
+                segment.grad = gradient[where]
+            else:
+                self.update_in_one_kernel(index, options, segment, where)
+        if self.fused is None:
+            inner.step()
+            for _, _, segment in self.segments[index]:
+                segment.grad = None
         self.events.append(("update", index))
+
+    def update_in_one_kernel(self, index: int, options: dict[str, Any], segment: nn.Parameter, where: slice) -> None:
+        """The states are torch's AdamW's, under its names, so that they are saved and loaded as without the kernel."""
+        assert self.fused is not None
+        state, mine = self.inner[index].state[segment], self.weight_shard(index)
+        if not state:
+            wide = torch.promote_types(segment.dtype, torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(segment, dtype=wide) for _ in range(2))
+        state["step"] = state["step"].cpu() + 1  # loaded, it may be on the device; left there, reading it would wait
+        self.fused(
+            segment.detach(),
+            self.gradient_shard(index)[where],
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            step=int(state["step"]),
+            lr=float(options["lr"]),
+            betas=options["betas"],
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+            scale=self.scale,
+            copy=None if mine.dtype == segment.dtype else mine[where],
+        )
+        self.rounded.add(index)
+
+    def round_weights(self, index: int) -> None:
+        """My new weights in the model's dtype, where the update has not written them there itself."""
+        mine = self.weight_shard(index)
+        if mine.dtype != self.masters[index].dtype and index not in self.rounded:  # else they are the same memory
+            mine.copy_(self.masters[index])
+        self.rounded.discard(index)
 
     def publish(self, index: int) -> list[Any]:
         """Start to give my updated shard to everyone, into the flat buffer that the parameters are views of."""
-        mine = self.weight_shard(index)
-        if mine.dtype != self.masters[index].dtype:  # without `master` they are the same memory
-            mine.copy_(self.masters[index])  # rounds to the model's dtype
+        self.round_weights(index)
         self.events.append(("gather", index))
-        return [self.all_gather(self.flats[index], mine, group=self.group, async_op=True)]
+        return [self.all_gather(self.flats[index], self.weight_shard(index), group=self.group, async_op=True)]
 
     def arrive(self) -> None:
         """Wait for weights that are still on their way after step(): here none, but see zero_overlap.py."""
@@ -542,6 +625,7 @@ class Zero2(Zero1):
         """Nothing: a gradient is added to its shard when it has been reduced."""
 
     def zero_grad(self) -> None:
+        self.scale = None
         for p in self.names:
             p.grad = None
         for shard in self.gradients:
@@ -606,6 +690,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, 
     for p in mine:
         if p.requires_grad and p not in names:
             raise ValueError(f"{kind} has a parameter of shape {list(p.shape)} that is not in the module; take it out")
+
+
+def check_fused(optimizer: torch.optim.Optimizer) -> None:
+    """ValueError if a fused AdamW cannot stand in for this optimizer."""
+    if type(optimizer) is not torch.optim.AdamW:
+        raise ValueError(f"fused is an AdamW, the optimizer is {type(optimizer).__name__}; leave fused out")
+    for option in ("amsgrad", "maximize"):
+        if any(options.get(option) for options in optimizer.param_groups):
+            raise ValueError(f"AdamW({option}=True) is not in the fused kernel; leave one of them out")
 
 
 # ------------------------------------------------------------------------------------------------------------- demo

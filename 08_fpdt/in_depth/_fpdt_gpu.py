@@ -6,7 +6,9 @@
 3. One step (forward, loss, backward) at growing lengths, three ways: FPDT; each block recomputed; each block recomputed
    with its input offloaded. All three have the loss in pieces, so that the difference is the block. A length takes as
    many layers as its time allows, at full width; bytes of the others (weights, gradients, AdamW in fp32: 16 bytes a
-   parameter) are held meanwhile, and MFU is that of the layers which ran.
+   parameter) are held meanwhile, and MFU is that of the layers which ran. It counts attention as the full square, as
+   everywhere in these chapters (01), so that at these lengths it is nearly twice the share of the peak at which the
+   GPU computes; beside it stands the MFU of the half that a causal mask leaves.
 4. The longest sequence. Memory alone decides it, so attention sees only a part of the keys: allocations and copies are
    those of a real step, the numbers are not. Inputs of the layers that do not run are held on the device; with offload
    only as many as find room beside the working memory, and the rest must be free on the host.
@@ -55,7 +57,7 @@ class Plan:
     kernel_tokens: int  # a chunk of the kernels' check and timing
 
 
-REAL = Plan(2048, 32, 8, 8192, 128256, 16, (2**16, 2**17, 2**18, 2**19), 2**22, 5.0, 6e9, 2**14)  # 1.2 billion
+REAL = Plan(2048, 16, 4, 8192, 128256, 16, (2**16, 2**17, 2**18, 2**19), 2**22, 5.0, 6e9, 2**14)  # 1.2 billion
 TINY = Plan(64, 4, 2, 128, 256, 3, (256, 512), 1024, 5.0, 2e5, 64)
 
 
@@ -101,11 +103,11 @@ def first_keys(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- verify
 
 
-def kernel_errors(kernel: Kernel, c: int, device: torch.device, dtype: torch.dtype) -> list[float]:
+def kernel_errors(kernel: Kernel, c: int, D: int, device: torch.device, dtype: torch.dtype) -> list[float]:
     """Errors of out, dq, dk, dv of two chunks, merged through a common log-sum-exp, against float32."""
     found = []
     make = torch.Generator().manual_seed(0)
-    q, k, v, k0, v0, dout = (torch.randn(1, c, n, 64, generator=make).to(device) for n in (4, 2, 2, 2, 2, 4))
+    q, k, v, k0, v0, dout = (torch.randn(1, c, n, D, generator=make).to(device) for n in (4, 2, 2, 2, 2, 4))
     for use, kind in ((EXPLICIT, torch.float32), (kernel, dtype)):
         a = [x.to(kind) for x in (q, k, v, k0, v0, dout)]
         out, lse = attend(use, *a[:3], causal=True)
@@ -143,7 +145,7 @@ def choose_kernel(plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple
     x = [torch.randn(1, c, plan.kv_heads, D, device=device, dtype=dtype) for _ in range(3)]
     for name, kernel in candidates.items():
         try:
-            errors = kernel_errors(kernel, min(c, 1024), device, dtype)
+            errors = kernel_errors(kernel, min(c, 1024), D, device, dtype)
             if not all(error < 0.03 for error in errors):
                 print(f"{name} is wrong: errors {errors}")
                 continue
@@ -187,10 +189,11 @@ def link_speed(device: torch.device) -> float:
 # ------------------------------------------------------------------------------------------------------------- measure
 
 
-def flops(plan: Plan, S: int, layers: int) -> float:
-    """Of one step, forward and backward, nothing counted twice; of attention the half that is not masked."""
+def flops(plan: Plan, S: int, layers: int, scores: float = 1.0) -> float:
+    """Of one step, forward and backward, nothing counted twice: chapter 01's `step_flops`, with attention as the full
+    square. `scores`: the share of it that counts; 0.5 is what a causal mask leaves."""
     block = 2 * plan.hidden**2 * (1 + plan.kv_heads / plan.heads) + 3 * plan.hidden * plan.intermediate
-    return 3 * (layers * (2 * block * S + 2 * S * S * plan.hidden) + 2 * S * plan.hidden * plan.vocab)
+    return 3 * (layers * (2 * block * S + scores * 4 * S * S * plan.hidden) + 2 * S * plan.hidden * plan.vocab)
 
 
 def step(
@@ -216,7 +219,8 @@ def step(
     # 16 bytes a parameter in all; of those that ran, weights and gradients are there anyway
     others = 16 * parameters - 2 * dtype.itemsize * ran
     positions = torch.arange(S, device=device)
-    angles = positions[:, None].float() / 10000 ** (torch.arange(0, plan.hidden // plan.heads, 2, device=device) / 64)
+    D = plan.hidden // plan.heads
+    angles = positions[:, None].float() / 10000 ** (torch.arange(0, D, 2, device=device) / D)
     cos, sin = angles.cos(), angles.sin()
     labels = torch.randint(plan.vocab, (1, S), device=device)
     pieces = max(S // 8192, 1)
@@ -231,7 +235,7 @@ def step(
         )  # x, y, dy, dx, two of the loss; attention; the rest
         room = torch.cuda.get_device_properties(device).total_memory - others - 2 * ran * dtype.itemsize - working
         on_device = min(waiting, max(0, int(room // x_bytes)) * x_bytes)
-        z = Sizes(S, 1, u, plan.heads, plan.kv_heads, plan.hidden // plan.heads)
+        z = Sizes(S, 1, u, plan.heads, plan.kv_heads, D)
         on_host = waiting - on_device + (model_host_peak(z, plan.hidden, layers, "input") if way == "FPDT" else 0)
         if on_host > 0.95 * available_host_memory():
             raise MemoryError(f"the host would need {on_host / 1e9:.0f} GB")
@@ -271,15 +275,19 @@ def step(
     return seconds, torch.cuda.max_memory_allocated(device) if cuda else meter.peak + others
 
 
+def predicted_seconds(plan: Plan, S: int, layers: int, gpu: predictions.Gpu) -> float:
+    """From the data sheet. Forward is computed twice, and attention's backward is 2.5 forwards. A score costs 4 D FLOPs
+    of products and one exponential, for which a multiprocessor needs as long as for 256: softmax, computed after the
+    products and not beside them, leaves D / (D + 64) of the rate."""
+    rest = flops(plan, S, layers, 0.0)
+    attention = flops(plan, S, layers, 0.5) - rest
+    slower = 1 + 64 * plan.heads / plan.hidden
+    return (rest * 4 / 3 + attention * 4.5 / 3 * slower) / (predictions.MULTIPLIED * gpu.bf16)
+
+
 def predicted_step(plan: Plan, S: int, layers: int) -> str:
-    """Seconds, from the data sheet: forward is computed twice; attention's softmax halves its rate."""
     gpu = predictions.here()
-    if gpu is None:
-        return "-"
-    attention = 3 * layers * 2 * S * S * plan.hidden
-    rest = flops(plan, S, layers) - attention
-    work = (rest * 4 / 3 + 2 * attention * 1.5) / (predictions.MULTIPLIED * gpu.bf16)
-    return f"{work:.3g}"
+    return "-" if gpu is None else f"{predicted_seconds(plan, S, layers, gpu):.3g}"
 
 
 def no_memory(error: Exception) -> str:
@@ -332,10 +340,22 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
     table = Table(
         "08_fpdt_gpu",
         f"One step of a Llama of hidden size {plan.hidden} and {plan.layers} layers; those that did not run are held",
-        ["tokens", "way", "layers that ran", "tokens of a chunk", "seconds", "MFU", "peak, GB", "predicted, s"],
-        where + "MFU counts the half of attention that is not masked, and recomputation not at all. Host memory of all "
-        f"layers at {plan.lengths[-1]:,} tokens: {model_host_peak(z, plan.hidden, plan.layers, 'input') / 1e9:.3g} GB. "
-        "Predicted: what is computed, forward twice, at 80 % of the data sheet's rate, attention at half of it.",
+        [
+            "tokens",
+            "way",
+            "layers that ran",
+            "tokens of a chunk",
+            "seconds",
+            "MFU",
+            "MFU, half of attention",
+            "peak, GB",
+            "predicted, s",
+        ],
+        where
+        + "MFU counts attention as the full square (the column beside it: the half that a causal mask leaves), and "
+        f"recomputation not at all. Host memory of all layers at {plan.lengths[-1]:,} tokens: "
+        f"{model_host_peak(z, plan.hidden, plan.layers, 'input') / 1e9:.3g} GB. Predicted: what is computed, forward "
+        "twice, at 80 % of the data sheet's rate, attention at D / (D + 64) of that.",
         out,
     )
     longest = Table(
@@ -349,17 +369,18 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
 
     def one_step(S: int, way: str) -> None:
         # 4.5/3 of the counted work is done: forward twice, and backward is 2.5 forwards
-        one = 1.5 * (flops(plan, S, 1)) / reached
+        one = 1.5 * flops(plan, S, 1, 0.5) / reached
         layers = max(1, min(plan.layers, int(plan.seconds / 2 / one)))
         expected = predicted_step(plan, S, layers)
         try:
             seconds, peak = step(plan, way, S, layers, chunks_for(plan, S, h), device, dtype, kernel)
-            rate = flops(plan, S, layers) / seconds
-            mfu = f"{rate / peak_flops:.1%}" if peak_flops else "n/a"
-            cells = [layers, S // chunks_for(plan, S, h), round(seconds, 3), mfu, round(peak / 1e9, 3), expected]
+            mfu = ["n/a", "n/a"]
+            if peak_flops:
+                mfu = [f"{flops(plan, S, layers, share) / seconds / peak_flops:.1%}" for share in (1.0, 0.5)]
+            cells = [layers, S // chunks_for(plan, S, h), round(seconds, 3), *mfu, round(peak / 1e9, 3), expected]
             table.add(S, way, *cells)
         except (MemoryError, RuntimeError) as error:
-            table.add(S, way, layers, "", "out of memory", "", no_memory(error), expected)
+            table.add(S, way, layers, "", "out of memory", "", "", no_memory(error), expected)
         free(device)
 
     def search(way: str, until: float) -> None:

@@ -362,8 +362,11 @@ A100, A100_PEAK = Hardware(flops=225e12, link=25e9, network=200e9), 312e12
 
 
 def utilization(row: Published, keep: str) -> float:
-    """MFU of a step: 3 forwards of useful work, over the time that it takes. With keep="input" all forwards are done
-    twice; with "attention" that of attention is not."""
+    """Useful work of a step, 3 forwards with half of the scores, over the time that it takes and the peak. With
+    keep="input" all forwards are done twice; with "attention" that of attention is not.
+
+    Chapter 01's MFU has the full square of the scores. Of sequences this long it is nearly twice as large.
+    """
     z = row.sizes()
     rest = 2 * row.parameters * row.tokens / row.gpus  # FLOPs of a forward without attention: 2 for each weight
     useful = 3 * (rest + row.layers * 2 * z.S**2 * z.n * z.head_dim)  # two products; half of the scores, by the mask

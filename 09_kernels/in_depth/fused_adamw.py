@@ -21,7 +21,9 @@ Formulas (1711.05101, algorithm 2), step t from 1, moments in float32:
 
 Bytes moved for each float32 parameter: p, g, m, v read (16) and p, m, v written (12): 28. A bfloat16 copy of the
 weights for the next forward pass, written in the same go, makes it 30; a kernel of its own would move 6 more. A factor
-for the gradients (clipping, or undoing a loss scale) is a pointer to one number: it costs no pass, and no wait.
+for the gradients (clipping, or undoing a loss scale) is a pointer to one number: it costs no pass, and no wait. The
+decision to leave a step out costs none either. Where the factor is NaN the kernel writes nothing, so that no gradient
+that is not finite gets into a weight before the host has heard of it.
 
     python fused_adamw.py                           against torch.optim.AdamW and float64; ends with PASS
     python fused_adamw.py --steps 20 --width 100
@@ -55,7 +57,9 @@ def adamw_kernel(
     m = tl.load(m_ptr + at, mask=inside, other=0.0)
     v = tl.load(v_ptr + at, mask=inside, other=0.0)
     if scale_ptr is not None:
-        g *= tl.load(scale_ptr)
+        scale = tl.zeros_like(g) + tl.load(scale_ptr)
+        g *= scale
+        inside = inside & (scale == scale)  # NaN: nothing is written, so the step is left out
     # --- exercise 9.40: one step of AdamW for these elements ---
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + one_minus_beta2 * g * g
@@ -86,7 +90,8 @@ def adamw_(
     """One step in place, in one kernel. p, g, m, v have one shape and are contiguous; m and v are float32.
 
     step   1 for the first step
-    scale  float32, one element, on the device: the gradients are multiplied by it as they are read
+    scale  float32, one element, on the device: the gradients are multiplied by it as they are read. If it is NaN,
+           everything stays as it is.
     copy   of p's shape, usually bfloat16: gets the new weights
     """
     buffers = dict(p=p, g=g, m=m, v=v) | ({} if copy is None else {"copy": copy})

@@ -53,7 +53,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # a label of -100 is no token to be predicted
-CHUNK_BYTES = 2**30  # the logits of one chunk: large enough for full-speed products, small beside everything else
+# From torch 2.12 on a product in bf16 can add itself to a sum in fp32. Before, it is written and added in a pass of its
+# own, 16 bytes for each element of d weight and each chunk instead of 8: so there chunks are twice as large.
+ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+CHUNK_BYTES = 2**30 if ADDS_WIDE else 2**31  # the logits of one chunk: small beside everything else
 SLICE_BYTES = 2**28  # the part of d weight that is computed before it is added
 
 # -------------------------------------------------------------------------------------------------- references
@@ -199,7 +202,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     step = max(1, SLICE_BYTES // (total.shape[1] * total.element_size()))
     for begin in range(0, total.shape[0], step):
         part = slice(begin, begin + step)
-        if a.is_cuda and a.dtype != total.dtype:
+        if a.is_cuda and a.dtype != total.dtype and ADDS_WIDE:
+            rows = total[part]
+            torch.addmm(rows, a[:, part].T, b, out_dtype=total.dtype, out=rows)
+        elif a.is_cuda and a.dtype != total.dtype:
             total[part] += torch.mm(a[:, part].T, b, out_dtype=total.dtype)
         else:
             total[part] += a[:, part].T.to(total.dtype) @ b.to(total.dtype)
@@ -247,13 +253,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dh, dweight, None, None, None
 
 
-def chunk_for(vocab: int, dtype: torch.dtype) -> int:
-    """Tokens whose logits take CHUNK_BYTES, in multiples of 128, the rows of a tensor-core tile.
+def chunk_for(tokens: int, vocab: int, dtype: torch.dtype) -> int:
+    """Tokens of a chunk, in multiples of 128, the rows of a tensor-core tile. There are as few chunks as CHUNK_BYTES of
+    logits allow, and all are alike, since a last one of a few tokens would cost a pass over d weight, too.
 
     Smaller is not better: each chunk reads and writes all of d weight, V·H·4 bytes, against C·V·e of its own logits.
     So C should not be small against H.
     """
-    return max(128, CHUNK_BYTES // (vocab * dtype.itemsize) // 128 * 128)
+    most = max(128, CHUNK_BYTES // (vocab * dtype.itemsize) // 128 * 128)
+    chunks = max(1, -(-tokens // most))
+    return max(128, -(-tokens // (chunks * 128)) * 128)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
@@ -271,7 +280,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk {chunk} must be at least 1")
-    chunk = chunk or chunk_for(weight.shape[0], weight.dtype)
+    chunk = chunk or chunk_for(hidden.shape[:-1].numel(), weight.shape[0], weight.dtype)
     # Asked here: inside forward no_grad is always on, and needs_input_grad only says what the inputs want.
     return LinearCrossEntropy.apply(hidden, weight, labels, chunk, torch.is_grad_enabled())
 

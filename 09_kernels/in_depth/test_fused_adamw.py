@@ -1,5 +1,6 @@
 """fused_adamw.py: against torch.optim.AdamW and float64, one tensor at a time and all in one buffer."""
 
+import math
 import os
 import subprocess
 import sys
@@ -77,6 +78,17 @@ def test_a_scale_for_the_gradients_is_as_good_as_multiplying_them():
     AdamW([p]).step(scale=scale)
     AdamW([q]).step()
     assert torch.equal(p.detach(), q.detach())
+
+
+def test_a_scale_that_is_nan_leaves_weights_moments_and_copy_as_they_are_and_an_infinite_one_does_not():
+    scales = {math.nan: True, math.inf: False, 1.0: False}
+    for scale, left_out in scales.items():
+        p, g = random(BLOCK + 9), random(BLOCK + 9, seed=1)
+        m, v, copy = torch.zeros_like(p), torch.zeros_like(p), p.half()
+        before = [x.clone() for x in (p, m, v, copy)]
+        adamw_(p, g, m, v, scale=torch.tensor(scale, device=DEVICE), copy=copy, **ONE_STEP)
+        for old, new in zip(before, (p, m, v, copy), strict=True):
+            assert torch.equal(old, new) == left_out, scale
 
 
 def test_a_parameter_without_a_gradient_stays_as_it_is():

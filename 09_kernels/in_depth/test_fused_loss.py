@@ -25,6 +25,7 @@ from fused_loss import (
 )
 from harness.meter import peak_memory, saved_activations
 from harness.oracle import assert_same_trace, sgd_trace
+from harness.report import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 HERE = Path(__file__).parent
@@ -266,8 +267,40 @@ def test_what_does_not_fit_is_refused_in_one_line():
         assert "\n" not in str(raised.value)
 
 
-def test_a_chunk_is_a_gigabyte_of_logits():
-    assert chunk_for(128256, torch.bfloat16) == 4096 and chunk_for(2**30, torch.float32) == 128
+@pytest.mark.parametrize(("size", "most"), [(2**30, 4096), (2**31, 8320)])
+def test_a_chunk_holds_no_more_logits_than_it_may_and_all_chunks_are_alike(size, most, monkeypatch):
+    monkeypatch.setattr(fused_loss, "CHUNK_BYTES", size)
+    assert chunk_for(2**20, 128256, torch.bfloat16) <= most and chunk_for(5, 2**30, torch.float32) == 128
+    for tokens in (1, 128, 8192, 32768, 32769, 2**20):
+        chunk = chunk_for(tokens, 128256, torch.bfloat16)
+        assert chunk % 128 == 0 and chunk <= most
+        assert -(-tokens // chunk) == -(-tokens // most), "no more chunks than there have to be"
+        assert chunk * -(-tokens // chunk) - tokens < 128 * -(-tokens // chunk), "and none of them much smaller"
+    assert chunk_for(0, 100, torch.float32) > 0
+
+
+WIDER = """
+import fused_loss, torch
+a, b = (torch.randn(40, n, generator=torch.Generator().manual_seed(n)).half().cuda() for n in (70, 9))
+want = 1 + a.T.float() @ b.float()
+fused_loss.SLICE_BYTES = 32 * 9 * 4  # three slices
+for fused_loss.ADDS_WIDE in (False, True):
+    total = torch.ones(70, 9, device="cuda")
+    fused_loss.add_product(total, a, b)
+    assert (total - want).abs().max().item() < 1e-5 and total.dtype == torch.float32
+"""
+
+
+def test_a_product_in_half_precision_is_added_in_fp32_in_one_step_or_in_two():
+    path = os.pathsep.join(str(folder) for folder in (ROOT / "tests/fake_device", HERE, ROOT / "tests"))
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "FAKE_GPUS": "1",
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run([sys.executable, "-c", WIDER], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_llama_of_fused_parts_takes_the_same_three_steps():

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,6 +215,25 @@ class Fp8Linear:
 
     def __call__(self, x: Tensor, weight: Tensor, stored: Quantized | None = None) -> Tensor:
         """x [..., K] Wᵀ -> [..., N]. `stored`: W in fp8, if someone keeps it so; `weight` then only has its shape."""
+        return self.product(x, weight, stored)
+
+    def several(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """x through several layers, as one after the other, but x is quantised once: what they keep of it for backward
+        is the same. With a history every layer notes the amax of x under its own weight, and quantises it itself.
+
+        Under autocast x is cast once, so that its gradient is summed in the dtype of the products."""
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        shared: dict[str, Any] | None = None if self.recipe.history else {}
+        products = [self.product(x, weight, shared=shared) for weight in weights]
+        if shared is not None:
+            shared.clear()  # a backward that holds it need not hold the form of x that only forward multiplies
+        return products
+
+    def product(
+        self, x: Tensor, weight: Tensor, stored: Quantized | None = None, shared: dict[str, Any] | None = None
+    ) -> Tensor:
+        """One layer; `shared` has what it shares with others of the same x, and is filled by the first of them."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))  # y takes the dtype of x
@@ -229,6 +248,13 @@ class Fp8Linear:
         counts = torch.is_grad_enabled()  # asked here: inside `apply` it is off
 
         def operands(tensor: Tensor, role: str) -> tuple[Quantized, Quantized]:
+            if role != "x" or shared is None:
+                return quantised(tensor, role)
+            if role not in shared:
+                shared[role] = quantised(tensor, role)
+            return shared[role]
+
+        def quantised(tensor: Tensor, role: str) -> tuple[Quantized, Quantized]:
             along_rows, along_columns = self.recipe.block(role, 1), self.recipe.block(role, 0)
             kept = stored if role == "w" else None
             if self.kernels and tensor.numel() and along_rows != along_columns and not kept:

@@ -197,6 +197,25 @@ def test_a_second_backward_through_the_same_layer_has_its_own_gradient():
     assert_same(x.grad, first * 4, 1e-6, "dx of both")
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_layers_of_one_x_quantise_it_once_and_give_what_each_gives_alone(name):
+    x, weights = random(96, 64), [random(n, 64, seed=n) for n in (48, 16, 32)]
+    found = {}
+    for how in ("one by one", "together"):
+        linear, quantised = Fp8Linear(name), []
+        plain = linear.quantize
+        linear.quantize = lambda tensor, role, *rest, f=plain, q=quantised: q.append(role) or f(tensor, role, *rest)
+        a, ws = x.clone().requires_grad_(), [w.clone().requires_grad_() for w in weights]
+        ys = linear.several(a, ws) if how == "together" else [linear(a, w) for w in ws]
+        torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+        found[how] = [y.detach() for y in ys] + [w.grad for w in ws], a.grad, quantised.count("x")
+    (alone, dx_alone, three), (together, dx, once) = found.values()
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    assert_same(dx, dx_alone, 1e-6, "dx, a sum of three")
+    assert three == (3 if RECIPES[name].history else 3 * once), f"x is quantised {once} times, not {three}"
+    assert (once == three) == bool(RECIPES[name].history), "a layer with a history has to see x itself"
+
+
 def test_recomputation_gives_the_same_gradients():
     from llama import TINY, Llama, Parts
 

@@ -1,9 +1,14 @@
 """The same steps by other means: fused kernels, low precision, CUDA on a stand-in for a GPU, torch.compile."""
 
 import dataclasses
+import json
 import math
+import os
 import shutil
+import subprocess
 import sys
+import types
+from pathlib import Path
 
 import fits
 import pytest
@@ -13,9 +18,14 @@ import train
 from data import Sampler, load_corpus
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.report import ROOT
 from llama import LlamaConfig
 from options import Config, UsageError, parse
+from parts import make_parts
 from test_train import SIZES, arguments, f64, full_gradients, losses, plain_sgd, three_sgd_steps, train_on
+
+TRAINER = Path(train.__file__).parent
+ONE_HEAD = {"kv_heads": 1, "intermediate": 16}
 
 
 def numbers(ranks, words, out, **sizes):
@@ -35,6 +45,164 @@ def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layo
     fused = numbers(ranks, [*words, "--kernels", "triton"], tmp_path / "triton", hidden=128, layers=1)
     assert not torch.equal(plain, fused), "the kernels did not run"
     assert_same(fused, plain, 1e-5, "losses and norms of two steps")
+
+
+SEVERAL = {  # kernels, precision, tp, pp -> which functions stand for several
+    ("triton", "fp32", 1, 1): {"linears", "add_norm", "linear_cross_entropy"},
+    ("triton", "bf16-master", 1, 1): {"linears", "add_norm", "linear_cross_entropy"},
+    ("triton", "bf16", 1, 1): {"linears", "linear_cross_entropy"},  # the stream of residuals is wider than a branch
+    ("triton", "fp8-tensor", 1, 1): {"linears", "linear_cross_entropy"},
+    ("triton", "fp16", 1, 1): set(),
+    ("triton", "fp32", 2, 1): set(),
+    ("triton", "fp32", 1, 2): set(),
+    ("torch", "fp8-tensor", 1, 1): {"linears"},
+    ("torch", "fp8-tensor", 2, 1): set(),
+    ("torch", "bf16-master", 1, 1): set(),
+}
+
+
+def several_in_one():
+    found = {}
+    for kernels, precision, tp, pp in SEVERAL:
+        mesh = types.SimpleNamespace(sizes={"tp": tp, "pp": pp}, groups={"stage": None}, cp=1)
+        how = dict(kernels=kernels, precision=precision, cp_kind="ring", recompute="none", device="cpu")
+        made = make_parts(mesh, **how)
+        names = ("linears", "add_norm", "linear_cross_entropy")
+        found[kernels, precision, tp, pp] = {name for name in names if getattr(made, name) is not None}
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_functions_that_stand_for_several_are_used_by_the_rule_that_parts_py_states():
+    assert run_ranks(1, several_in_one) == [SEVERAL]
+
+
+def with_several_in_one(words, sizes):
+    """Three SGD steps against one process: PyTorch's functions in float64, with those that stand for several."""
+    from fused import add_rms_norm
+    from fused_loss import linear_cross_entropy
+    from llama import linears_of_one_input
+
+    made, calls = rank.make_parts, [0, 0, 0]
+
+    def counted(index, function):
+        def call(*arguments):
+            calls[index] += 1
+            return function(*arguments)
+
+        return call
+
+    several = [counted(*each) for each in enumerate((linears_of_one_input, add_rms_norm, linear_cross_entropy))]
+    names = ("linears", "add_norm", "linear_cross_entropy")
+    more = dict(zip(names, several, strict=True))
+    rank.make_parts = lambda *arguments, **options: dataclasses.replace(made(*arguments, **options), **more)
+    try:
+        three_sgd_steps(words, sizes)
+    finally:
+        rank.make_parts = made
+    return calls
+
+
+SEVERAL_LAYOUTS = [
+    (1, "--tied --zero 1"),
+    (2, "--zero 3 --recompute full"),
+    (2, "--zero 2 --zero-late-gather --cp 2 --cp-kind zigzag --recompute selective"),
+    (2, "--experts 4 --ep 2"),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+@pytest.mark.always("tied")
+@pytest.mark.parametrize(("ranks", "layout"), SEVERAL_LAYOUTS, ids=["tied", "zero 3", "late gather", "experts"])
+def test_functions_that_stand_for_several_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, text):
+    words = arguments(text, clip=0, global_batch=4, micro_batch=1, seq_len=8)
+    sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
+    for calls in run_ranks(ranks, with_several_in_one, [*words, *layout.split()], sizes, timeout=200):
+        assert all(calls), f"not all were used: {calls}"
+
+
+# With the stand-in's clock: a host that reads what the device may still write is refused, and so is one that waits.
+LATE = """
+import contextlib, dataclasses, json, math, sys
+import chapters, rank, torch, train
+
+words, clean, poisoned = json.loads(sys.argv[1]), *sys.argv[2:]
+launch, clip, launches = train.launch_step, rank.clip_gradients, [0]
+seen = []
+
+@contextlib.contextmanager
+def nobody_waits():
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+def watched(me, *arguments, **options):
+    launches[0] += 1
+    with nobody_waits():
+        found = launch(me, *arguments, **options)
+    owner = me.engine.owners[0]
+    states = [x for state in owner.state.values() for kind, x in state.items() if kind != "step"]
+    seen.append([x.clone() for x in (*owner.flats, *states)])
+    return found
+
+def with_a_nan(engine, *rest):
+    if launches[0] == 3:
+        engine.owners[0].gradient_shard(0)[7:8].fill_(math.nan)
+    return clip(engine, *rest)
+
+def run(folder, *more):
+    launches[0] = 0
+    seen.clear()
+    plan = train.prepare([*words, *more, "--out", folder], 1)
+    if not torch.distributed.is_initialized():
+        train.connect(plan.device, 60)
+    return train.train(*train.agree(plan))
+
+train.launch_step = watched
+log = run(clean)
+assert len(seen[0]) == 6, "weights and two moments of two groups: a kernel for each"
+rank.clip_gradients = with_a_nan
+try:
+    run(poisoned, "--eval-every", "0")
+    said = "nothing"
+except rank.NotFinite as error:
+    said = str(error)
+same = [all(torch.equal(a, b) for a, b in zip(seen[1], later)) for later in seen]
+print(json.dumps([log, said, same]))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_on_a_gpu_nobody_waits_for_a_step_whose_numbers_come_late_and_a_nan_gets_into_no_weight(text, tmp_path):
+    words = arguments(
+        text, steps=4, global_batch=2, micro_batch=1, save_every=0, eval_every=2, eval_samples=1, precision="fp32"
+    )
+    words += ["--clip", "1.0", "--preset", "tiny", "--hidden", "32", "--layers", "1"]
+    words += ["--heads", "1", "--kv-heads", "1", "--intermediate", "16"]
+    plain = numbers(1, [*words, "--kernels", "torch"], tmp_path / "cpu", hidden=32, layers=1, heads=1, **ONE_HEAD)
+    words[words.index("--device") + 1] = "cuda"
+    path = os.pathsep.join(str(folder) for folder in (ROOT / "tests/fake_device", TRAINER, ROOT / "tests"))
+    environment = os.environ | {"PYTHONPATH": path, "FAKE_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-c", LATE, json.dumps([*words, "--zero", "1", "--kernels", "triton"])]
+    done = subprocess.run(
+        [*program, str(tmp_path / "clean"), str(tmp_path / "poisoned")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    log, said, same = json.loads(done.stdout.splitlines()[-1])
+    steps = losses(log)
+    assert list(steps) == [1, 2, 3, 4] and all(line.get("tokens_per_s", 1) for line in log)
+    assert_same(f64(list(steps.values())), plain, 1e-5, "losses and norms by step")
+    order = [(line["step"], "val_loss" in line) for line in log]
+    assert order == [(0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True)]
+    assert said.startswith("step 3: ") and "the weights are those of step 2" in said, said
+    assert same == [False, True, True, True], "step 4 was launched before the host heard of step 3, and took no step"
 
 
 @pytest.mark.always("bf16-master")

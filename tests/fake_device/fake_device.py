@@ -409,8 +409,14 @@ def _wider(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.ops.aten.mm(a.to(out_dtype), b.to(out_dtype))
 
 
+def _wider_sum(total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor, **more: Any) -> Tensor:
+    """The same, added to a tensor in fp32."""
+    return torch.ops.aten.addmm.out(total, a.to(out_dtype), b.to(out_dtype), out=out, **more)
+
+
 STAND_INS: dict[str, Callable] = {
     "aten::mm.dtype": _wider,
+    "aten::addmm.dtype_out": _wider_sum,
     "aten::_scaled_dot_product_flash_attention": _flash,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
 }

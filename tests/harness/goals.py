@@ -63,7 +63,8 @@ SMALL_ONES: Mapping[str, str | float] = {"version": "fused", "peak / PyTorch": 0
 COPIES = "of the copy bandwidth"
 GOALS = (
     Goal("08", "tokens that FPDT fits", "08_fpdt_longest", "tokens", {"way": "FPDT"}, 2e6, on_h100=1e6),
-    Goal("08", "MFU of FPDT at 524,288 tokens", "08_fpdt_gpu", "MFU", {"tokens": "524288", "way": "FPDT"}, 0.5),
+    # 90 % of the formula (_fpdt_gpu.predicted_seconds): 69 % with heads of 128, attention counted as the full square
+    Goal("08", "MFU of FPDT at 524,288 tokens", "08_fpdt_gpu", "MFU", {"tokens": "524288", "way": "FPDT"}, 0.62),
     Goal("09", "slowest fused kernel, share of the copy bandwidth", "09_fused_gpu", COPIES, {}, 0.9, best=min),
     Goal("09", "FlashAttention forward, times SDPA's flash", "09_flash_speed", "times flash", FORWARD, 1.2),
     Goal("09", "FlashAttention backward, times SDPA's flash", "09_flash_speed", "times flash", BACKWARD, 1.1),
