@@ -790,6 +790,13 @@ def test_a_goal_is_reached_missed_or_not_measured_and_a_missed_one_names_where_t
             ["forward", "8192 tokens, D 128, full", "0.50", "0.95"],
             ["backward", "8192 tokens, D 128, causal", "1.05", "0.95"],
         ),
+        "09_matmul_gpu": record(
+            ["rung", "precision", "shape", "of cuBLAS"],
+            ["multicast", "bfloat16", "8192 x 8192 x 8192", 0.95],
+            ["ping_pong", "bfloat16", "8192 x 8192 x 8192", 0.85],
+            ["ping_pong", "bfloat16", "8192 x 8192 x 1024", 0.88],
+            ["warp_tiles", "float32", "4096 x 4096 x 4096", 0.94],
+        ),
         "09_fused_loss_gpu": record(
             ["version", "time / PyTorch", "peak / PyTorch"],
             ["PyTorch", 1.0, 1.0],
@@ -812,6 +819,10 @@ def test_a_goal_is_reached_missed_or_not_measured_and_a_missed_one_names_where_t
     assert found["FlashAttention forward, times SDPA's flash"][3:] == ["1.25", "reached", "-"]
     assert found["FlashAttention backward, times SDPA's flash"][3:] == ["1.05", "missed", "-"]
     assert found["FlashAttention forward, times cuDNN"][3:] == ["-", "not measured", "-"]
+    rungs = [
+        found[f"best {what}, share of cuBLAS"][3:5] for what in ("bf16 rung at 8192 cubed", "bf16 rung with K 1024")
+    ]
+    assert rungs == [["0.95", "reached"], ["0.88", "missed"]], "whichever rung is the best"
     loss = found["fused output layer and loss in under 15 % of the memory, time against PyTorch"]
     assert loss[2:5] == ["at most 1", "0.98", "reached"]
     assert found["fp8 linear layer, times as fast as bf16"][4] == "missed", "NaN reaches nothing"

@@ -330,7 +330,7 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
         world_size=1,
         **({"device_id": device} if cuda else {}),
     )
-    begun = time.perf_counter()
+    begun, first = time.perf_counter(), plan.lengths[1]
     name, kernel, reached = choose_kernel(plan, device, dtype)
     verify_model(kernel, device, dtype)
     h = Hardware(flops=reached, link=link_speed(device))
@@ -385,7 +385,7 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
 
     def search(way: str, until: float) -> None:
         """Doubles the length until it does not fit; the row grows with what was found, and stays if this is ended."""
-        S, fits, why, last = plan.lengths[-1], 0, "the search ends here", 0
+        S, fits, why, last = first, 0, "the search ends here", 0
         longest.rows.append([way, 0, "", "nothing tried yet"])
         while plan.longest >= S:
             if time.perf_counter() - begun > until:
@@ -405,13 +405,13 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
         longest.rows[-1] = [way, fits, round(last / 1e9, 3) if fits else "", why]
         longest.write()
 
-    # The goals first: FPDT at the longest length of the table, and how far it goes; the others for comparison.
-    one_step(plan.lengths[-1], WAYS[0])
+    # A length that surely fits, then how far FPDT goes, then the goal's length; the others for comparison.
+    one_step(first, WAYS[0])
     search(WAYS[0], 0.6 * limit)
-    for S in plan.lengths[::-1]:
-        for way in WAYS:
-            if (S, way) != (plan.lengths[-1], WAYS[0]) and time.perf_counter() - begun < 0.8 * limit:
-                one_step(S, way)
+    rest = [(S, way) for S in plan.lengths[::-1] for way in WAYS if (S, way) != (first, WAYS[0])]
+    for S, way in rest:
+        if time.perf_counter() - begun < 0.8 * limit:
+            one_step(S, way)
     for way in WAYS[1:]:
         search(way, 0.9 * limit)
     dist.destroy_process_group()
