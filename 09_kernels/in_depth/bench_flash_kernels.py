@@ -31,7 +31,7 @@ import torch
 from _bench_options import bench_options
 from _flash_launch import Tiles, plan_of
 from _flash_verify import Yardstick, poisoned
-from _interpreter import INTERPRETED
+from _interpreter import INTERPRETED, triton
 from flash_kernels import TRITON, triton_backward, triton_forward
 from flash_tiles import Version, explicit_attention, step, torch_attention
 from flash_tiles import error as error_of
@@ -184,7 +184,10 @@ def side_by_side(calls: Iterable[Callable[[], object]]) -> list[Exception | None
             return error
         return None
 
-    threads = 1 if INTERPRETED else min(16, os.cpu_count() or 1)  # the interpreter is one machine for all
+    threads = 1  # the interpreter is one machine for all
+    if not INTERPRETED:
+        triton.runtime.driver.active.get_current_target()  # prepares the driver once, and not in each thread
+        threads = min(16, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(outcome, calls))
     if DEVICE == "cuda":
