@@ -202,13 +202,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     step = max(1, SLICE_BYTES // (total.shape[1] * total.element_size()))
     for begin in range(0, total.shape[0], step):
         part = slice(begin, begin + step)
-        if a.is_cuda and a.dtype != total.dtype and ADDS_WIDE:
+        if a.dtype == total.dtype or a.device.type == "cpu":  # where a product gives the dtype of its factors
+            total[part] += a[:, part].T.to(total.dtype) @ b.to(total.dtype)
+        elif ADDS_WIDE:
             rows = total[part]
             torch.addmm(rows, a[:, part].T, b, out_dtype=total.dtype, out=rows)
-        elif a.is_cuda and a.dtype != total.dtype:
-            total[part] += torch.mm(a[:, part].T, b, out_dtype=total.dtype)
         else:
-            total[part] += a[:, part].T.to(total.dtype) @ b.to(total.dtype)
+            total[part] += torch.mm(a[:, part].T, b, out_dtype=total.dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -219,11 +219,7 @@ class Fp8Linear:
 
     def several(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """x through several layers, as one after the other, but x is quantised once: what they keep of it for backward
-        is the same. With a history every layer notes the amax of x under its own weight, and quantises it itself.
-
-        Under autocast x is cast once, so that its gradient is summed in the dtype of the products."""
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        is the same. With a history every layer notes the amax of x under its own weight, and quantises it itself."""
         shared: dict[str, Any] | None = None if self.recipe.history else {}
         products = [self.product(x, weight, shared=shared) for weight in weights]
         if shared is not None:

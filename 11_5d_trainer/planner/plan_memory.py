@@ -40,6 +40,7 @@ from functools import lru_cache
 from typing import Any
 
 import above  # noqa: F401  finds the trainer and the chapters
+import torch
 from context_ulysses import kv_heads_of, repeated_kv_heads
 from fpdt_costs import Sizes, attention_peak, feed_forward_peak, loss_peak, model_host_peak
 from llama import LlamaConfig
@@ -406,6 +407,24 @@ def tape_bytes(moe: MoEConfig, tokens: int) -> int:
     return 3 * moe.top_k * tokens * 8 + moe.experts * 8 + 8
 
 
+def loss_in_chunks(layout: Layout) -> bool:
+    """Whether output layer and loss are one function, which never holds all logits: the rule of parts.py."""
+    return layout.kernels == "triton" and layout.tp == layout.pp == 1 and layout.precision != "fp16"
+
+
+# Of chapter 09's fused_loss.py, which cannot be asked where there is no Triton. From torch 2.12 on a product in bf16 adds
+# itself to a sum in fp32.
+ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+CHUNK_BYTES, SLICE_BYTES = 2**30 if ADDS_WIDE else 2**31, 2**28
+
+
+def chunk_of(tokens: int, vocab: int, element: int) -> int:
+    """Tokens whose logits that function holds at once."""
+    most = max(128, CHUNK_BYTES // (vocab * element) // 128 * 128)
+    chunks = max(1, -(-tokens // most))
+    return min(tokens, max(128, -(-tokens // (chunks * 128)) * 128))
+
+
 def around(model: LlamaConfig, layout: Layout, first: bool, last: bool) -> Bytes:
     """Bytes kept outside of the blocks: RoPE's tables, and at the end of the model the last norm and the loss."""
     c, t, e = model, layout.tp, widths(layout.precision).activation
@@ -417,7 +436,10 @@ def around(model: LlamaConfig, layout: Layout, first: bool, last: bool) -> Bytes
         fused = layout.kernels == "triton"
         kept["last norm"] = outer * ((2 * c.hidden * e if fused else c.hidden * w + 2 * c.hidden * e) + w)
         words = T * -(-c.vocab_size // t)
-        if fused and t == 1:  # the logits as they came, and two numbers for each token
+        if loss_in_chunks(layout):  # both gradients are there before backward begins; the norm's output is in no one's
+            kept["last norm"] = outer * (c.hidden * e + w)
+            kept["log-probabilities"] = T * c.hidden * e + c.vocab_size * c.hidden * w
+        elif fused and t == 1:  # the logits as they came, and two numbers for each token
             kept["log-probabilities"] = words * e + 2 * T * w
         else:
             kept["log-probabilities"] = words * w + (T * (8 + 1) if t > 1 else w)
@@ -483,6 +505,11 @@ def working_set(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> By
     fused = layout.kernels == "triton"
     if fused and t == 1:
         loss = logits * e  # their gradient
+    if loss_in_chunks(layout):  # forward: the norm's output, and a chunk of logits; backward: both gradients, rounded
+        matrix = c.vocab_size * c.hidden
+        added = min(matrix * w, SLICE_BYTES) if e == w or not ADDS_WIDE else 0  # a product before it is added
+        chunk = chunk_of(T, c.vocab_size, e) * c.vocab_size * e
+        loss = max(stream + 3 * T * w + chunk + added, stream + matrix * e)
     if layout.sequence_parallel:  # what enters a product is gathered again; its gradient, and that in pieces to send
         loss = max(loss, 3 * T * c.hidden * e + -(-c.vocab_size // t) * c.hidden * e + stream)
         block += T * c.hidden * e

@@ -261,7 +261,7 @@ PLANTED = {
     "another dtype": (
         2, {}, "nccl",
         (ONE, rank_module.Rank, "forward_and_backward", lambda: lambda me, *rest: PLAIN_PASS(me, *rest).float()),
-        ("mismatch",), r"dtypes differ.*1 x float64.*train_step.*1 x float32.*train_step",
+        ("mismatch",), r"dtypes differ.*1 x float64.*gradient_step.*1 x float32.*gradient_step",
     ),
     "one micro-batch more": (
         2, {"tp": 2}, "nccl", (ONE, Config, "accumulation", lambda: lambda me, dp: PLAIN_COUNT(me, dp) + 1),
