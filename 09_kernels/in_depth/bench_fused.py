@@ -8,6 +8,7 @@ First every kernel must be as exact as PyTorch in the same precision; only then 
 the right ones are timed all the same, and a wrong one is named at the end, with exit code 1.
 """
 
+import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,12 +20,11 @@ import torch
 from _bench_options import bench_options
 from _fused_demo import DEVICE, adamw_run, allowed, compare, inputs, worst
 from _interpreter import INTERPRETED
-from bench_matmul_ladder import copied, timed
 from fused import FUSED, MOVED, REFERENCE, bytes_moved
 from fused_adamw import AdamW, adamw_
 from fused_adamw import bytes_moved as adamw_bytes
 from harness import predictions
-from harness.ceilings import Table, device_here
+from harness.ceilings import Table, device_here, paired_seconds, quotient
 from harness.meter import saved_activations
 from harness.report import write_result
 from torch import Tensor
@@ -123,26 +123,74 @@ def count(folder: Path | None) -> None:
     )
 
 
-def time_adamw(n: int, device: torch.device, seconds: Callable) -> tuple[float, int, str, str]:
-    """Seconds of a step of n parameters, its bytes, what torch's takes, and nothing for torch.compile."""
+Calls = dict[str, Callable[[], object]]
+
+
+def copy_of(nbytes: int, device: torch.device) -> Callable[[], object]:
+    """Reads half of so many bytes and writes the other half: what a kernel that moves as many is measured against."""
+    source = torch.randn(max(1, nbytes // 8), device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def adamw_calls(n: int, device: torch.device) -> Calls:
+    """A step of n parameters by the fused kernel, and by torch's."""
     p, g, m, v = (torch.randn(n, device=device).abs_() for _ in range(4))
-    mine = seconds(lambda: adamw_(p, g, m, v, step=10, eps=1e-8, **SETTINGS))
-    weight = torch.nn.Parameter(p)
+    weight = torch.nn.Parameter(p.clone())
     weight.grad = g
     torchs = torch.optim.AdamW([weight], fused=True, **SETTINGS)
     torchs.step()
-    return mine, adamw_bytes(n), f"{seconds(torchs.step) / mine:.2f}", "-"
+    return {"fused": lambda: adamw_(p, g, m, v, step=10, eps=1e-8, **SETTINGS), "eager": torchs.step}
+
+
+def timed_inputs(name: str, dry: bool, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list]:
+    batch, seq, hidden = (1, 8, 64) if dry else (4, 8192, 4096)
+    tensors, rest = inputs(1, seq, hidden)[name]
+    shapes = [(hidden,) if x.dim() == 1 else (batch, seq, *x.shape[2:]) for x in tensors]
+    if name == "rope":
+        heads, D = (hidden // 16, 16) if dry else (32, 128)
+        shapes = [(batch, seq, heads, D)]
+        angle = torch.rand(seq, D // 2)
+        rest = [angle.cos(), angle.sin()]
+    if name == "swiglu" and not dry:
+        shapes = [(batch, seq, 14336)] * 2
+    leaves = [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
+    return leaves, [x.to(device) if isinstance(x, Tensor) else x for x in rest]
+
+
+def passes(function: Callable, leaves: list[Tensor], rest: list) -> tuple[tuple[Callable, Callable], list[Tensor]]:
+    """The calls of a forward and of a backward pass, and their results."""
+    out = function(*leaves, *rest)
+    outputs = [out] if isinstance(out, Tensor) else list(out)
+    generator = torch.Generator(leaves[0].device).manual_seed(1)
+    dout = [torch.randn(y.shape, device=y.device, dtype=y.dtype, generator=generator) for y in outputs]
+
+    def forward() -> object:
+        with torch.no_grad():
+            return function(*leaves, *rest)
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs, leaves, dout, retain_graph=True)
+
+    return (forward, backward), [y.detach() for y in outputs] + list(backward())
+
+
+def far_apart(fused: list[Tensor], eager: list[Tensor]) -> str:
+    """Why the two are not the same numbers, each rounded once; "" if they are. NaN is far from everything."""
+    for x, y in zip(fused, eager, strict=True):
+        error = ((x.float() - y.float()).norm() / y.float().norm()).item()
+        if not error <= 4 * torch.finfo(y.dtype).eps:
+            return f"at the shape that is timed it is {error:.1e} away from PyTorch's"
+    return ""
 
 
 def time_all(dry: bool, folder: Path | None, wrong: dict[str, str]) -> None:
-    """Times every kernel that is right."""
+    """Times every kernel that is right, beside eager PyTorch and a copy of as many bytes; all take turns."""
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
-    batch, seq, hidden = (1, 8, 64) if dry else (4, 8192, 4096)
-    device, seconds, gpu = device_here(), timed(dry, 30), predictions.here()
-    copy = copied(dry)
+    device, gpu, repeats = device_here(), predictions.here(), 2 if dry else 30
     table = Table(
         "09_fused_gpu",
-        f"Fused kernels, {batch * seq:,} rows of {hidden:,}, {str(dtype).removeprefix('torch.')}",
+        f"Fused kernels, {8 if dry else 32768:,} rows of {64 if dry else 4096:,}, {str(dtype).removeprefix('torch.')}",
         [
             "kernel",
             "ms",
@@ -151,61 +199,46 @@ def time_all(dry: bool, folder: Path | None, wrong: dict[str, str]) -> None:
             "torch.compile takes, times",
             *predictions.COLUMNS,
         ],
-        f"Bytes by the formula, over those of a large copy in the same run, {copy / 1e12:.3g} TB/s. Cold L2 cache, "
-        "median of 30 calls. RoPE: 32 heads of 128. SwiGLU: 14,336 columns. Predicted: those bytes over 90 % of the "
-        "data sheet's bandwidth.",
+        "Bytes by the formula, over those of a copy of as many bytes that is timed in turns. Cold L2 cache, median of "
+        f"{repeats} calls. RoPE: 32 heads of 128. SwiGLU: 14,336 columns. Predicted: those bytes over 90 % of the data "
+        "sheet's bandwidth; under 0.9 of it, some of them were found in L2, or are not moved.",
         folder,
     )
+    fused: dict[str, float] = {}  # by row, seconds
 
-    def row(what: str, mine: float, nbytes: float, *others: str) -> None:
-        cells = predictions.cells(predictions.moved(gpu, nbytes), mine)
-        table.add(what, mine * 1e3, f"{nbytes / mine / copy:.0%}", *others, *cells)
+    def row(what: str, calls: Calls, nbytes: int) -> None:
+        seconds = paired_seconds(device, calls | {"copy": copy_of(nbytes, device)}, repeats)
+        fused[what] = statistics.median(seconds["fused"])
+        moved = 2 * (max(1, nbytes // 8) * 4)  # by the copy
+        share = (
+            statistics.median(c / f for c, f in zip(seconds["copy"], seconds["fused"], strict=True)) * nbytes / moved
+        )
+        eager = str(quotient(seconds["eager"], seconds["fused"]))
+        cells = predictions.cells(predictions.moved(gpu, nbytes), fused[what])
+        table.add(what, fused[what] * 1e3, f"{share:.0%}", eager, "-", *cells)
 
     if "AdamW" not in wrong:
-        row("AdamW, float32 (eager: torch's fused=True)", *time_adamw(4096 if dry else 2**28, device, seconds))
-
-    def measure(name: str, versions: dict[str, Callable]) -> tuple[int, dict[str, list[float]]]:
-        """Elements of x, and seconds of forward and backward of each version."""
-        tensors, rest = inputs(1, seq, hidden)[name]
-        shapes = [(hidden,) if x.dim() == 1 else (batch, seq, *x.shape[2:]) for x in tensors]
-        if name == "rope":
-            shapes = [(batch, seq, hidden // 16 if dry else hidden // 128, 16)] if dry else [(batch, seq, 32, 128)]
-            angle = torch.rand(seq, shapes[0][3] // 2)
-            rest = [angle.cos(), angle.sin()]
-        if name == "swiglu" and not dry:
-            shapes = [(batch, seq, 14336)] * 2
-        leaves = [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
-        here = [x.to(device) if isinstance(x, Tensor) else x for x in rest]
-        times: dict[str, list[float]] = {}
-        for version, function in versions.items():
-
-            def forward(function=function):
-                with torch.no_grad():
-                    return function(*leaves, *here)
-
-            out = function(*leaves, *here)
-            out = [out] if isinstance(out, Tensor) else list(out)
-            dout = [torch.randn_like(y) for y in out]
-
-            def backward(out=out, dout=dout):
-                return torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-            times[version] = [seconds(forward), seconds(backward)]
-            del out, dout
-        return leaves[0].numel(), times
-
-    fused: dict[str, list[float]] = {}
+        n = 4096 if dry else 2**28
+        row("AdamW, float32 (eager: torch's fused=True)", adamw_calls(n, device), adamw_bytes(n))
     right = [name for name in FUSED if name not in wrong]
     for name in right:
-        numel, times = measure(name, {"fused": FUSED[name], "eager": EAGER[name]})
-        fused[name], moved = times["fused"], bytes_moved(name, numel, dtype.itemsize)
+        leaves, rest = timed_inputs(name, dry, device, dtype)
+        (ours, mine), (theirs, eager) = (passes(f[name], leaves, rest) for f in (FUSED, EAGER))
+        if why := far_apart(mine, eager):
+            wrong[name] = f"{name}: {why}"
+            continue
+        del mine, eager
+        moved = bytes_moved(name, leaves[0].numel(), dtype.itemsize)
         for i, what in enumerate(("forward", "backward")):
-            row(f"{name}, {what}", fused[name][i], moved[i], f"{times['eager'][i] / fused[name][i]:.2f}", "-")
+            row(f"{name}, {what}", {"fused": ours[i], "eager": theirs[i]}, moved[i])
     for name in right if not dry else ():  # torch.compile takes its time before it is fast, so it comes last
-        _, times = measure(name, {"compile": torch.compile(EAGER[name], dynamic=False)})
+        leaves, rest = timed_inputs(name, dry, device, dtype)
+        compiled, _ = passes(torch.compile(EAGER[name], dynamic=False), leaves, rest)
         for i, what in enumerate(("forward", "backward")):
-            [cells] = [cells for cells in table.rows if cells[0] == f"{name}, {what}"]
-            cells[4] = f"{times['compile'][i] / fused[name][i]:.2f}"
+            for cells in table.rows:
+                if cells[0] == f"{name}, {what}":
+                    seconds = paired_seconds(device, {"compiled": compiled[i]}, repeats)["compiled"]
+                    cells[4] = f"{statistics.median(seconds) / fused[cells[0]]:.2f}"
         table.write()
 
 
