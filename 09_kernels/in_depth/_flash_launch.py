@@ -41,7 +41,8 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
     if dtype == torch.float32:  # exact products have no tensor cores: everything has to be in registers
         # Of the sizes tried, those for which ptxas leaves nothing on the stack: sm_80 and sm_90, Triton 3.6 and 3.7.
         if D <= 64:
-            return Plan(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1 if D <= 32 else 2), tma=False)
+            across = Tiles(32, 32, 4 if D <= 32 else 8, 1)
+            return Plan(across, across, Tiles(16, 16, 4, 1 if D <= 32 else 2), tma=False)
         if D <= 128:
             down = Tiles(16, 16, 4, 1) if hopper else Tiles(32, 16, 8, 1)
             return Plan(Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1), down, tma=False)
