@@ -412,8 +412,8 @@ def loss_in_chunks(layout: Layout) -> bool:
     return layout.kernels == "triton" and layout.tp == layout.pp == 1 and layout.precision != "fp16"
 
 
-# Of chapter 09's fused_loss.py, which cannot be asked where there is no Triton. From torch 2.12 on a product in bf16 adds
-# itself to a sum in fp32.
+# Of chapter 09's fused_loss.py, which cannot be asked where there is no Triton. From torch 2.12 on a product in bf16
+# adds itself to a sum in fp32.
 ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 CHUNK_BYTES, SLICE_BYTES = 2**30 if ADDS_WIDE else 2**31, 2**28
 
