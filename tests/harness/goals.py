@@ -77,7 +77,7 @@ GOALS = (
     Goal("09", SMALL, "09_fused_loss_gpu", "time / PyTorch", SMALL_ONES, 1.0, best=min, at_most=True),
     Goal("10", "fp8 linear layer, times as fast as bf16", "10_fp8_speed", FASTER, {"what": "linear"}, 1.4),
     Goal("10", "fp8 training step, times as fast as bf16", "10_fp8_speed", FASTER, {"what": "training step"}, 1.2),
-    Goal("11", "MFU of a training step", "11_train_gpu", "MFU", {}, 0.6),
+    Goal("11", "MFU of a training step in bf16", "11_train_gpu", "MFU", {"kernels; precision": "bf16"}, 0.6),
 )
 
 
