@@ -22,6 +22,7 @@ from harness import ranks as ranks_
 from harness.forget import forget_modules
 from harness.house import CHAPTERS, ROOT, TRAINER, chapter_of, files, scripts
 from harness.plant import all_mistakes, needed_by
+from harness.programs import run_script
 from harness.ranks import run_ranks
 
 sys.path.insert(0, str(ROOT / "exercises"))
@@ -237,7 +238,7 @@ def test_a_benchmark_verifies_first_and_writes_nothing_when_the_code_is_wrong(be
     mistake, copy = spoilers()[bench], tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
     (copy / mistake.script).write_text(mistake.planted((ROOT / mistake.script).read_text()))
-    done = run([sys.executable, str(copy / BENCHMARKS[bench].relative_to(ROOT))], copy)
+    done = run_script(copy / BENCHMARKS[bench].relative_to(ROOT), cwd=copy, timeout=180)
     assert done.returncode != 0, done.stdout[-2000:]
     assert not list(copy.glob("results/*.json"))
 
