@@ -3,9 +3,9 @@
 make test              all but the tests marked `prove`; of a test marked `always` the layouts that the mark names; of
                        the planted mistakes the first of each core file
 make test FOR=changed  of these the tests that import what differs from main, and those about its chapters
-make prove             everything, with modules imported afresh by every rank, but no mistake that is known to be caught
+make prove             everything, but no mistake that .pytest_cache/verdicts knows to be caught
 make prove CH=03       everything about one chapter
-make prove FRESH=1     everything, whatever .pytest_cache/verdicts remembers
+make prove FRESH=1     everything, whatever is known, and every call of a rank imports the chapters' modules afresh
 """
 
 import gc
@@ -24,7 +24,7 @@ PREFLIGHT = "import json; from harness import ranks; print(json.dumps([ranks.pre
 
 def pytest_addoption(parser):
     parser.addoption("--prove", action="store_true", help="everything that can be proven")
-    parser.addoption("--fresh", action="store_true", help="plant mistakes again that are known to be caught")
+    parser.addoption("--fresh", action="store_true", help="trust no cache: plant all, import modules for each call")
     parser.addoption("--for", choices=["changed"], help="the tests that the files reach which differ from main")
     parser.addini("named", "tests that run whatever their marks say: those whose names begin so", "args")
     parser.addoption("--chapter", default="", metavar="CH", help="only what is about this chapter: 03")
@@ -36,7 +36,9 @@ def pytest_configure(config):
         known = " ".join(sorted(folder.name[:2] for folder in ROOT.glob("[01][0-9]_*")))
         pytest.exit(f"there is no chapter {chapter!r}; CH is one of {known}", returncode=2)
     if config.getoption("--prove"):
-        os.environ |= {"PROVE": "1", "FRESH_MODULES": "1"}
+        os.environ["PROVE"] = "1"
+    if config.getoption("--fresh"):
+        os.environ["FRESH_MODULES"] = "1"
     # Everything that all workers have to agree on is decided here, before they are started.
     if config.getoption("--for") and not hasattr(config, "workerinput"):
         from harness.plant import changed_files, tests_for

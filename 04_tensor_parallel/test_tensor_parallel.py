@@ -4,7 +4,6 @@ import ast
 import itertools
 import re
 import shutil
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from harness.house import files
 from harness.meter import communication, held_bytes, peak_memory, saved_activations
 from harness.oracle import assert_same, assert_same_named, error_between
+from harness.programs import run_script
 from harness.ranks import run_ranks
 from tensor_parallel import (
     IGNORE,
@@ -612,8 +612,7 @@ def test_words_that_no_rank_has_are_an_error_and_not_a_plausible_loss():
 
 def test_copied_alone_into_an_empty_folder_it_passes_and_says_what_it_measured(tmp_path):
     shutil.copy(HERE / "tensor_parallel.py", tmp_path)
-    command = [sys.executable, "tensor_parallel.py", "--kv-heads", "4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_script(tmp_path / "tensor_parallel.py", "--kv-heads", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     *table, last = done.stdout.splitlines()
     assert last == "PASS" and len(table) == 8

@@ -6,8 +6,6 @@ import io
 import itertools
 import math
 import random
-import shutil
-import subprocess
 import sys
 import time
 from functools import cache, partial
@@ -552,14 +550,6 @@ def test_the_demo_passes_and_every_option_changes_what_it_says(p):
 def test_the_demo_fails_on_nan():
     (wrong, said), _ = run_ranks(2, said_by_the_demo, "1f1b", spoil=True, timeout=10)
     assert any("off by nan" in line for line in wrong) and "FAIL" in said and "PASS" not in said
-
-
-@pytest.mark.prove
-def test_the_file_copied_alone_into_an_empty_folder_ends_with_pass(tmp_path):
-    shutil.copy(Path(pipe.__file__), tmp_path)
-    command = [sys.executable, "pipeline_parallel.py", "--micro-batches", "3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

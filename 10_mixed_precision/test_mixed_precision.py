@@ -1,8 +1,6 @@
 """The ground floor: formats against torch, a model in float64 written differently, in_depth, and each repair alone."""
 
 import math
-import shutil
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,7 @@ from formats import FORMATS as DEPTH
 from fp8 import Fp8Linear
 from harness.meter import communication
 from harness.oracle import assert_same
+from harness.programs import run_script
 from harness.ranks import run_ranks
 from torch import Tensor
 
@@ -292,9 +291,7 @@ def test_an_update_that_is_taken_back_is_counted_as_lost_also_where_there_are_ma
 
 
 def test_an_unknown_option_is_one_line_and_exit_code_2(tmp_path):
-    shutil.copy(mp.__file__, tmp_path)
-    command = [sys.executable, "mixed_precision.py", "--policy", "fp4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_script(mp.__file__, "--policy", "fp4", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
     assert "--policy" in done.stderr
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from queue import LifoQueue
 from typing import Any
@@ -107,14 +107,17 @@ class Chapter:
 
     def decisive(self, number: str) -> list[str]:
         """How the names of the tests begin that the README calls decisive: `test_x_...`, `test_y`, or "the same"."""
+        return self._decisive[number]
+
+    @cached_property
+    def _decisive(self) -> dict[str, list[str]]:
         names: list[str] = []
-        for n in self.exercises:
-            cell = self.statement(n).rstrip("| ").rpartition("|")[2].strip()
-            found = re.findall(r"`(test_\w+?)(?:_?\.\.\.)?(?:\[\w+\])?`", cell)
-            names = [*(names if cell.startswith("the same") else []), *found]
-            if n == number:
-                break
-        return names
+        found = {}
+        for number in self.exercises:
+            cell = self.statement(number).rstrip("| ").rpartition("|")[2].strip()
+            more = re.findall(r"`(test_\w+?)(?:_?\.\.\.)?(?:\[\w+\])?`", cell)
+            found[number] = names = [*(names if cell.startswith("the same") else []), *more]
+        return found
 
     def level(self, number: str) -> str:
         words = re.findall(r"\b(easy|medium|hard)\b", self.statement(number))

@@ -5,6 +5,7 @@ real chapters runs on them. `make prove` plants all mistakes of all chapters; he
 """
 
 import ast
+import functools
 import hashlib
 import importlib
 import io
@@ -26,7 +27,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import fences
-from harness.house import ROOT
+from harness.house import CHAPTERS, ROOT, TRAINER
 from harness.oracle import Trace
 
 sys.path.insert(0, str(ROOT / "exercises"))
@@ -39,7 +40,14 @@ from checking import Course, CourseError, Submission, check, read_submission
 from sandbox import MIB, Judge, Limits, Outcome, Result, no_cell
 
 LIMITS = Limits(test_seconds=40, test_cpu_seconds=3, hang=15, processes=20, memory=2048 * MIB, disk=48 * MIB)
-REAL = Course()
+FOLDERS = [folder.name for folder in [*CHAPTERS, TRAINER]]
+
+
+@functools.cache
+def real():
+    """The course of this repository: seconds, which only the workers pay that need it."""
+    return Course()
+
 
 TINY = '''"""A chapter for the tests of the checker."""
 
@@ -174,18 +182,18 @@ def processes_of(folder):
 
 
 @pytest.mark.always("02_data_parallel", "09_kernels", "11_5d_trainer")
-@pytest.mark.parametrize("folder", REAL.chapters)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_an_untouched_copy_is_not_done_in_every_exercise_and_passed_in_none(folder, tmp_path):
-    chapter = REAL.chapters[folder]
-    tool.start(REAL, chapter, tmp_path / chapter.folder)
-    report = check(REAL, chapter, read_submission(chapter, tmp_path / chapter.folder))
+    chapter = real().chapters[folder]
+    tool.start(real(), chapter, tmp_path / chapter.folder)
+    report = check(real(), chapter, read_submission(chapter, tmp_path / chapter.folder))
     assert [row.status for row in report.rows] == ["not done"] * len(chapter.exercises)
     assert not report.all_passed and report.warnings == []
 
 
 def test_of_an_untouched_chapter_check_lists_the_core_and_counts_the_depth(tmp_path, capsys):
-    chapter = REAL.chapter("02")
-    tool.start(REAL, chapter, tmp_path / chapter.folder)
+    chapter = real().chapter("02")
+    tool.start(real(), chapter, tmp_path / chapter.folder)
     assert tool.main(["--student", str(tmp_path), "check", "02"]) == 1
     *core, depth, all_ = capsys.readouterr().out.splitlines()
     later = [number for number in chapter.exercises if number not in chapter.core]
@@ -197,11 +205,11 @@ def test_of_an_untouched_chapter_check_lists_the_core_and_counts_the_depth(tmp_p
 
 
 def test_whoever_hands_in_the_ground_floor_alone_has_not_done_the_depth(tmp_path):
-    chapter = REAL.chapter("02")
+    chapter = real().chapter("02")
     folder = tmp_path / chapter.folder
-    tool.start(REAL, chapter, folder)
+    tool.start(real(), chapter, folder)
     shutil.rmtree(folder / "in_depth")
-    rows = check(REAL, chapter, read_submission(chapter, folder)).rows
+    rows = check(real(), chapter, read_submission(chapter, folder)).rows
     assert {row.status for row in rows} == {"not done"}
     assert {row.detail for row in rows if row.number in chapter.core} == {""}
     assert all(row.detail.endswith(".py is not there") for row in rows if row.number not in chapter.core)
@@ -210,7 +218,7 @@ def test_whoever_hands_in_the_ground_floor_alone_has_not_done_the_depth(tmp_path
 @pytest.fixture(scope="module")
 def judge():
     """One for all tests of right solutions and honest mistakes: it takes seconds to start."""
-    with Judge(REAL.files) as judge:
+    with Judge(real().files) as judge:
         yield judge
 
 
@@ -219,25 +227,25 @@ ALL = [pytest.param(name, marks=[pytest.mark.prove, pytest.mark.chapter(name)]) 
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_chapters_own_bodies_pass_in_every_exercise(name, tmp_path, judge):
-    chapter = REAL.chapter(name)
+    chapter = real().chapter(name)
     folder = write_student(chapter, own_bodies(chapter), tmp_path / chapter.folder)
-    report = check(REAL, chapter, read_submission(chapter, folder), judge=judge)
+    report = check(real(), chapter, read_submission(chapter, folder), judge=judge)
     assert report.all_passed, [(row.number, row.status, row.detail) for row in report.rows] + [report.rejected]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_differently_written_right_solutions_pass_all_together(name, tmp_path, judge):
-    chapter = REAL.chapter(name)
+    chapter = real().chapter(name)
     bodies = {a.exercise: a.body.strip("\n") for script in chapter.scripts for a in script.alternatives}
     assert bodies
     folder = write_student(chapter, bodies, tmp_path / chapter.folder)
-    report = check(REAL, chapter, read_submission(chapter, folder), list(bodies), judge=judge)
+    report = check(real(), chapter, read_submission(chapter, folder), list(bodies), judge=judge)
     assert report.all_passed, [(row.number, row.status, row.detail) for row in report.rows] + [report.rejected]
 
 
 def test_every_planted_mistake_is_something_that_was_written_and_no_two_are_the_same_program():
     """An empty body is "not done", and of two that are the same only one could get its hint."""
-    for chapter in REAL.chapters.values():
+    for chapter in real().chapters.values():
         for script in chapter.scripts:
             bodies: dict[tuple[str, str], str] = {}
             for mistake in (m for m in script.mistakes if m.exercise):
@@ -273,11 +281,11 @@ def test_a_failure_that_quotes_a_traceback_is_told_as_it_is_and_one_of_a_rank_in
 @pytest.mark.prove
 def test_planted_mistakes_fail_at_their_exercise_with_their_hint(judge):
     seen = set()
-    for chapter in REAL.chapters.values():
+    for chapter in real().chapters.values():
         for script in chapter.scripts:
             for mistake in (m for m in script.mistakes if m.name in SAMPLE):
                 submission = Submission(own_bodies(chapter) | {mistake.exercise: script.mistaken_body(mistake)})
-                (row,) = check(REAL, chapter, submission, [mistake.exercise], judge=judge).rows
+                (row,) = check(real(), chapter, submission, [mistake.exercise], judge=judge).rows
                 assert (row.status, row.mistake, row.hint) == ("failed", mistake.name, mistake.hint)
                 seen.add(mistake.name)
     assert seen == SAMPLE
@@ -289,20 +297,20 @@ LATER = ["3.38", *(pytest.param(number, marks=pytest.mark.prove) for number in P
 
 @pytest.mark.parametrize("number", LATER)
 def test_in_each_later_chapter_another_right_solution_passes_and_a_mistake_gets_its_hint(number, judge):
-    chapter = REAL.chapter(number.partition(".")[0])
+    chapter = real().chapter(number.partition(".")[0])
     script, _ = chapter.exercises[number]
     other = next(a for a in script.alternatives if a.exercise == number)
-    report = check(REAL, chapter, Submission({number: other.body.strip("\n")}), [number], judge=judge)
+    report = check(real(), chapter, Submission({number: other.body.strip("\n")}), [number], judge=judge)
     assert report.all_passed, [(row.status, row.claim, row.detail) for row in report.rows] + [report.rejected]
     mistake = next(m for m in script.mistakes if m.exercise == number)
-    (row,) = check(REAL, chapter, Submission({number: script.mistaken_body(mistake)}), [number], judge=judge).rows
+    (row,) = check(real(), chapter, Submission({number: script.mistaken_body(mistake)}), [number], judge=judge).rows
     assert (row.status, row.mistake, row.hint) == ("failed", mistake.name, mistake.hint)
 
 
 def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_hint(judge):
-    chapter = REAL.chapter("01")
+    chapter = real().chapter("01")
     body = "return windows[:, :-1].long().contiguous(), (windows[:, 1:] * 3).long().contiguous()"
-    (row,) = check(REAL, chapter, Submission({"1.25": body}), ["1.25"], judge=judge).rows
+    (row,) = check(real(), chapter, Submission({"1.25": body}), ["1.25"], judge=judge).rows
     assert row.status == "failed"
     assert row.claim == "the label of a token is the token that follows it"
     assert row.detail.strip() and "Error" not in row.detail.split()[0]
@@ -326,7 +334,7 @@ SAYS = {
 
 @pytest.mark.parametrize(("detail", "words"), SAYS.items())
 def test_without_a_known_mistake_the_hint_is_what_the_failure_says_by_itself_and_where_to_read(detail, words):
-    chapter = REAL.chapter("02")
+    chapter = real().chapter("02")
     hint = checking.general_hint(chapter, chapter.exercises["2.1"][0], checking.Row("2.1", "", "easy", detail=detail))
     assert words in hint and "Read exercise 2.1 in 02_data_parallel/README.md" in hint
     assert hint.startswith("Read") == words.startswith("Read")
@@ -365,7 +373,7 @@ def test_of_a_traceback_in_a_message_the_last_line_is_told():
 def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone():
     first = "test_zero_memory.py::test_the_demos_counter_of_bytes_agrees_with_the_harness"  # without harness.oracle
     then = "test_zero_stages.py::test_the_ranks_together_own_each_element_once_and_no_padding[1]"  # which imports it
-    with Judge(REAL.files) as judge:
+    with Judge(real().files) as judge:
         for test in (first, then):
             outcome = judge.run({}, [f"03_zero/in_depth/{test}"])
             assert [result.passed for result in outcome.results] == [True], outcome
@@ -374,7 +382,7 @@ def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone()
 @pytest.mark.prove
 def test_hostile_code_inside_the_ranks_fails_and_the_exercises_after_it_are_judged():
     """A rank that ends itself, one that never ends, one that replaces the comparison in its own process."""
-    chapter = REAL.chapter("02")
+    chapter = real().chapter("02")
     patch = """import sys
 for name, module in list(sys.modules.items()):
     if hasattr(module, "assert_same"):
@@ -387,7 +395,7 @@ return valid.clamp(min=1)"""
         "2.23": own_bodies(chapter)["2.23"],
         "2.25": patch,
     }
-    report = check_bodies(REAL, chapter, bodies, limits=Limits(hang=10))
+    report = check_bodies(real(), chapter, bodies, limits=Limits(hang=10))
     status = {row.number: row.status for row in report.rows}
     assert status["2.21"] == "failed" and status["2.25"] in ("failed", "refused"), report
     assert status["2.23"] == ("not reached" if report.rejected else "passed")
@@ -440,13 +448,13 @@ def test_fences_in_cuda_are_found_stubbed_and_put_back():
 @pytest.mark.prove
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels run on a CPU as C++, and there is no g++")
 def test_in_cuda_another_right_solution_passes_and_a_mistake_gets_its_hint(tmp_path, judge):
-    chapter = REAL.chapter("09")
+    chapter = real().chapter("09")
     script, _ = chapter.exercises["9.1"]
     other = next(a.body.strip("\n") for a in script.alternatives if a.exercise == "9.2")
     mistake = next(m for m in script.mistakes if m.exercise == "9.1")
     bodies = {"9.1": script.mistaken_body(mistake), "9.2": other, "9.3": 'system("ls");'}
     folder = write_student(chapter, own_bodies(chapter) | bodies, tmp_path / chapter.folder)
-    report = check(REAL, chapter, read_submission(chapter, folder), list(bodies), judge=judge)
+    report = check(real(), chapter, read_submission(chapter, folder), list(bodies), judge=judge)
     assert [row.status for row in report.rows] == ["failed", "passed", "refused"], report.rows
     assert report.rows[0].hint == mistake.hint
 
@@ -454,9 +462,9 @@ def test_in_cuda_another_right_solution_passes_and_a_mistake_gets_its_hint(tmp_p
 # --------------------------------------------------------------------------------------------------- every chapter
 
 
-@pytest.mark.parametrize("folder", REAL.chapters)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_every_fence_can_be_stubbed_and_put_back_and_is_told_about_in_the_readme(folder):
-    chapter = REAL.chapters[folder]
+    chapter = real().chapters[folder]
     for script in chapter.scripts:
         stubbed = fences.splice(script.text, {n: fences.stub(f) for n, f in script.fences.items()})
         assert script.path.endswith(".cu") or compile(stubbed, script.name, "exec")
@@ -471,7 +479,7 @@ def test_every_fence_can_be_stubbed_and_put_back_and_is_told_about_in_the_readme
 def test_where_an_exercise_begins_the_names_are_told_that_it_has_to_leave(tmp_path):
     left = {}
     for number in ("2.4", "4.2", "8.6", "9.4"):
-        script, fence = REAL.chapter(number[0]).exercises[number]
+        script, fence = real().chapter(number[0]).exercises[number]
         left[number] = tool.leaves(script.text, fence)
     assert left["4.2"] == ["total", "products"] and left["9.4"] == ["m", "total"] and left["2.4"] == []
     assert {"dqkv", "given", "dq", "dkv"} <= set(left["8.6"])  # which are deleted at the end
@@ -480,23 +488,23 @@ def test_where_an_exercise_begins_the_names_are_told_that_it_has_to_leave(tmp_pa
         text = f"def f():\n # --- exercise 1.1: a ---\n a = 1\n # --- end exercise ---\n {behind}\n"
         found = tool.leaves(text, fences.read_fences(text)[0]["1.1"])
         assert found == ["a"] * (behind in needed), behind
-    tool.start(REAL, REAL.chapter("04"), tmp_path / "student")
+    tool.start(real(), real().chapter("04"), tmp_path / "student")
     assert (
         "        # leave: total, products\n        raise" in (tmp_path / "student" / "tensor_parallel.py").read_text()
     )
 
 
-@pytest.mark.parametrize("folder", REAL.chapters)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_every_exercise_has_a_level_in_the_readme(folder):
-    chapter = REAL.chapters[folder]
+    chapter = real().chapters[folder]
     without = [number for number in chapter.exercises if not chapter.level(number)]
     assert not chapter.readme or not without, f"{folder}/README.md does not say easy, medium or hard of {without}"
 
 
 @pytest.mark.always("03_zero", "09_kernels", "11_5d_trainer")
-@pytest.mark.parametrize("folder", REAL.chapters)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_screening_has_nothing_against_the_chapters_own_bodies_nor_the_alternatives(folder, tmp_path):
-    chapter = REAL.chapters[folder]
+    chapter = real().chapters[folder]
     submission = read_submission(chapter, write_student(chapter, own_bodies(chapter), tmp_path / folder))
     assert submission.refused == {} and submission.warnings == []
     others = [alternative for script in chapter.scripts for alternative in script.alternatives]
@@ -509,15 +517,15 @@ def test_screening_has_nothing_against_the_chapters_own_bodies_nor_the_alternati
 
 
 def exists(chapter, test):
-    file, _, name = REAL.test_path(chapter, test).partition("::")
-    text = REAL.files.get(file, b"").decode()
+    file, _, name = real().test_path(chapter, test).partition("::")
+    text = real().files.get(file, b"").decode()
     pattern = rf"^def {name.partition('[')[0]}\(" if name else "^def test_"
     return re.search(pattern, text, re.MULTILINE) is not None
 
 
-@pytest.mark.parametrize("folder", REAL.chapters)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_every_exercise_is_in_the_index_and_all_tests_that_it_names_exist(folder):
-    chapter = REAL.chapters[folder]
+    chapter = real().chapters[folder]
     for script in chapter.scripts:
         assert set(script.index) == set(script.runs) == set(script.fences), f"run: course.py index {folder[:2]}"
         for number in script.fences:
@@ -526,9 +534,9 @@ def test_every_exercise_is_in_the_index_and_all_tests_that_it_names_exist(folder
                 assert exists(chapter, test), f"{number}: no {test}; run: course.py index {folder[:2]}"
 
 
-@pytest.mark.parametrize("folder", REAL.chapters)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_the_tests_that_a_statement_calls_decisive_are_those_that_grade_the_exercise(folder):
-    chapter = REAL.chapters[folder]
+    chapter = real().chapters[folder]
     for number, (script, _) in chapter.exercises.items():
         assert chapter.decisive(number), f"{number}: its statement names no test"
         grading = [test.partition("::")[2] for test in script.tests(number)]
@@ -536,9 +544,9 @@ def test_the_tests_that_a_statement_calls_decisive_are_those_that_grade_the_exer
             assert any(test.startswith(name) for test in grading), f"{number}: {name} does not grade it: {grading}"
 
 
-@pytest.mark.parametrize("folder", REAL.chapters)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_every_chapter_has_right_solutions_that_are_really_written_differently(folder):
-    chapter = REAL.chapters[folder]
+    chapter = real().chapters[folder]
     others = [(script.fences[a.exercise], a) for script in chapter.scripts for a in script.alternatives]
     assert len({fence.number for fence, _ in others}) >= 3
     for fence, other in others:
@@ -556,20 +564,20 @@ def test_the_twelve_weeks_give_every_exercise_once_as_core_or_extra_and_link_eve
         for words in week.split(" | ")[3:5]:
             for chapter, first, last in re.findall(r"\b(\d+)\.(\d+)(?: to \1\.(\d+))?", words):
                 given += [f"{chapter}.{n}" for n in range(int(first), int(last or first) + 1)]
-    assert sorted(given) == sorted(number for chapter in REAL.chapters.values() for number in chapter.exercises)
-    for folder in REAL.chapters:
+    assert sorted(given) == sorted(number for chapter in real().chapters.values() for number in chapter.exercises)
+    for folder in FOLDERS:
         assert f"](../{folder}/README.md)" in "".join(weeks), f"no week for {folder}"
 
 
 def test_each_weeks_core_fits_into_four_to_six_hours():
     """By the durations that the course's README gives; from half an hour on, the next hour is meant."""
     weeks = re.findall(r"^\| \d+ \|.*$", (ROOT / "exercises" / "README.md").read_text(), re.MULTILINE)
-    for chapter, week in zip(REAL.chapters.values(), weeks, strict=False):
+    for chapter, week in zip(real().chapters.values(), weeks, strict=False):
         given = re.findall(r"\b(\d+)\.(\d+)(?: to \1\.(\d+))?", week.split(" | ")[3])
         core = [f"{c}.{n}" for c, first, last in given for n in range(int(first), int(last or first) + 1)]
         first_part = re.split(r"^## .*in depth", chapter.readme, flags=re.M | re.I)[0]
         text = re.sub(r"<!--.*?-->|<details>.*?</details>|^```.*?^```|^\|[^\n]*", "", first_part, flags=re.S | re.M)
-        lines = sum(REAL.files[path].count(b"\n") for path in {chapter.exercises[number][0].path for number in core})
+        lines = sum(real().files[path].count(b"\n") for path in {chapter.exercises[number][0].path for number in core})
         minutes = sum({"easy": 15, "medium": 30, "hard": 90}[chapter.level(number)] for number in core)
         hours = (len(text.split()) / 150 + lines / 8 + minutes + 45) / 60
         assert 4 <= round(hours) <= 6, f"{chapter.folder}: {hours:.1f} hours"
@@ -577,7 +585,7 @@ def test_each_weeks_core_fits_into_four_to_six_hours():
 
 
 def test_mutants_are_wrong_in_one_place_each_and_the_same_every_time():
-    script, fence = REAL.chapter("03").exercises["3.2"]
+    script, fence = real().chapter("03").exercises["3.2"]
     found = hints.mutants(fence.body, 8, "3.2")
     assert found == hints.mutants(fence.body, 8, "3.2") and len(set(found)) == len(found) >= 4
     for body in found:
@@ -907,13 +915,13 @@ raise ValueError("no idea")"""
 @pytest.mark.chapter("03")
 def test_a_forged_pass_that_knows_the_controls_is_seen_from_a_process_without_its_lines(tmp_path, cell):
     """It sends a pickle that runs code in the test's process, and behaves when a mistake is planted."""
-    chapter = REAL.chapter("03")
+    chapter = real().chapter("03")
     script, fence = chapter.exercises["3.2"]
     outside = re.sub(r"exercise 3[.]2.*?end[ ]", "", script.text, flags=re.S)
     body = BOMB.replace("DIGEST", hashlib.sha256(outside.encode()).hexdigest())
-    assert check_bodies(REAL, chapter, {"3.2": body}, Limits()).all_passed, "it is no attack any more"
+    assert check_bodies(real(), chapter, {"3.2": body}, Limits()).all_passed, "it is no attack any more"
     for lines, right in ((body, False), (fence.body, True)):
-        report = check(REAL, chapter, Submission({"3.2": lines}), ["3.2"], apart=True)
+        report = check(real(), chapter, Submission({"3.2": lines}), ["3.2"], apart=True)
         assert report.all_passed == right, report
         assert right or "seen from a process in which its lines do not run" in report.rejected
     folder = write_student(chapter, {"3.2": body}, tmp_path / "student")
@@ -926,7 +934,7 @@ def test_in_ranks_a_students_lines_run_there_and_nowhere_else(judge):
         ("1.25", "in_depth/test_training_step.py::test_the_label_of_a_token_is_the_token_that_follows_it", True),
         ("3.2", f"test_zero.py::{halves}", False),
     ):
-        chapter = REAL.chapter(number[0])
+        chapter = real().chapter(number[0])
         script, _ = chapter.exercises[number]
         mistake = next(m for m in script.mistakes if m.exercise == number)
         changes = {script.path: mistake.planted(script.text)}
@@ -983,18 +991,18 @@ _disarm()
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.chapter(n[:2])) for n in REAL.chapters])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_each_exercise_of_a_ground_floor_is_decided_in_a_process_that_its_lines_do_not_reach(name):
     """A mistake of each is noticed although the ranks, in which alone it runs, assert nothing."""
-    chapter, decided = REAL.chapters[name], set()
+    chapter, decided = real().chapters[name], set()
     core = set(chapter.core)
-    with Judge(REAL.files, trusted=True) as judge:
+    with Judge(real().files, trusted=True) as judge:
         for mistake in (m for script in chapter.scripts for m in script.mistakes if m.exercise in core):
             if mistake.exercise in decided:
                 continue
             script, _ = chapter.exercises[mistake.exercise]
             text = mistake.planted(script.text) + DISARMED * script.path.endswith(".py")
-            test = REAL.test_path(chapter, mistake.caught_by)
+            test = real().test_path(chapter, mistake.caught_by)
             outcome = judge.run({script.path: text}, [test], enough=1, in_ranks=True)
             if any(re.match("assert |AssertionError", r.message) for r in outcome.results if not r.passed):
                 decided.add(mistake.exercise)
@@ -1004,13 +1012,13 @@ def test_each_exercise_of_a_ground_floor_is_decided_in_a_process_that_its_lines_
 @pytest.mark.prove
 @pytest.mark.parametrize("number", ["1.1", "9.1"])
 def test_from_outside_a_wrong_body_is_seen_in_python_and_in_cuda_and_a_right_one_is_not(number, judge):
-    chapter = REAL.chapter(number.partition(".")[0])
+    chapter = real().chapter(number.partition(".")[0])
     script, fence = chapter.exercises[number]
     row = checking.Row(number, fence.title, "")
     mistake = next(m for m in script.mistakes if m.exercise == number)
-    seen = checking.from_outside(REAL, chapter, script, script.mistaken_body(mistake), row, judge)
+    seen = checking.from_outside(real(), chapter, script, script.mistaken_body(mistake), row, judge)
     assert f"exercise {number}: seen from a process in which its lines do not run" in seen
-    assert checking.from_outside(REAL, chapter, script, fence.body, row, judge) == ""
+    assert checking.from_outside(real(), chapter, script, fence.body, row, judge) == ""
 
 
 class Call:
@@ -1171,12 +1179,12 @@ def test_progress_keeps_what_checks_have_found_and_names_the_next(tmp_path):
     pages.note(tmp_path, checking.Report("02_data_parallel", rows))
     rows = [checking.Row("2.21", "", "hard", "passed"), checking.Row("2.1", "", "easy", "not reached")]
     pages.note(tmp_path, checking.Report("02_data_parallel", rows))
-    lines = pages.progress(REAL, tmp_path).splitlines()
+    lines = pages.progress(real(), tmp_path).splitlines()
     assert len({len(line) for line in lines if line.startswith("|")}) == 1, "columns stand below one another"
     table = re.sub(" +", " ", "\n".join(lines))
     assert "| 02_data_parallel | `x - . . . .` | 1 of" in table and "| 2.2 |" in table and "2 of " in table
     (tmp_path / pages.FILE).write_text("[")
-    assert "0 of " in pages.progress(REAL, tmp_path)
+    assert "0 of " in pages.progress(real(), tmp_path)
 
 
 def test_the_index_knows_which_tests_run_which_exercise(tiny):

@@ -4,6 +4,7 @@ Also what holds for the repository as a whole: the README's map, the Makefile's 
 """
 
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -21,6 +22,7 @@ from harness import ranks as ranks_
 from harness.forget import forget_modules
 from harness.house import CHAPTERS, ROOT, TRAINER, chapter_of, files, scripts
 from harness.plant import all_mistakes, needed_by
+from harness.programs import run_script
 from harness.ranks import run_ranks
 
 sys.path.insert(0, str(ROOT / "exercises"))
@@ -219,11 +221,13 @@ def test_an_unknown_option_is_one_line_and_exit_code_2(chapter):
 
 
 # Which planted mistake each benchmark has to notice before it times anything: `spoils` in exercises/mistakes.
-SPOILERS = {bench: m for m in all_mistakes() if m.script[:2] != "11" for bench in m.spoils.split()}
+@functools.cache
+def spoilers():
+    return {bench: m for m in all_mistakes() if m.script[:2] != "11" for bench in m.spoils.split()}
 
 
 def test_every_benchmark_has_a_mistake_that_it_must_notice():
-    assert SPOILERS.keys() == BENCHMARKS.keys()
+    assert spoilers().keys() == BENCHMARKS.keys()
 
 
 @pytest.mark.prove
@@ -231,10 +235,10 @@ def test_every_benchmark_has_a_mistake_that_it_must_notice():
     "bench", [pytest.param(stem, marks=pytest.mark.chapter(chapter_of(p).name[:2])) for stem, p in BENCHMARKS.items()]
 )
 def test_a_benchmark_verifies_first_and_writes_nothing_when_the_code_is_wrong(bench, tmp_path):
-    mistake, copy = SPOILERS[bench], tmp_path / "copy"
+    mistake, copy = spoilers()[bench], tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
     (copy / mistake.script).write_text(mistake.planted((ROOT / mistake.script).read_text()))
-    done = run([sys.executable, str(copy / BENCHMARKS[bench].relative_to(ROOT))], copy)
+    done = run_script(copy / BENCHMARKS[bench].relative_to(ROOT), cwd=copy, timeout=180)
     assert done.returncode != 0, done.stdout[-2000:]
     assert not list(copy.glob("results/*.json"))
 

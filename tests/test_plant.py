@@ -45,6 +45,8 @@ def test_comments_and_layout_of_a_script_may_change_and_a_mistake_is_still_plant
     assert mistake.planted(EDITED) == EDITED.replace(EDITED[EDITED.index("    if") : EDITED.index("# --- end")], new)
     deeper = dataclasses.replace(MISTAKE, old="if x: # 2", new="if not x:")
     assert deeper.planted(EDITED) == EDITED.replace("if x:  # two", "if not x:")
+    goes_on = dataclasses.replace(MISTAKE, old="if x:  # tw", new="if not x:")
+    assert goes_on.planted(EDITED) == deeper.planted(EDITED)
     shallow = dataclasses.replace(MISTAKE, old=old.replace("    if", "  if"), new="  if not x:\n    pass\n")
     assert "\n    if not x:\n      pass\n# --- end" in shallow.planted(EDITED)
     with pytest.raises(ValueError, match="occurs 2 times"):

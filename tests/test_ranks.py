@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
+from harness.programs import run_script
 from harness.ranks import RankFailure, run_ranks
 
 
@@ -275,6 +276,7 @@ def test_the_groups_of_a_job_are_gone_in_the_next_though_its_module_kept_them(po
 
 KILLED = """
 import os, sys, time
+from harness.programs import run_script
 from harness.ranks import run_ranks
 
 def wait_long(folder):
@@ -318,3 +320,36 @@ def alive(pid):
         return False
     status = Path(f"/proc/{pid}/stat")
     return not (status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] == "Z")  # dead, not yet buried
+
+
+# -------------------------------------------------------------------------------------------------------- run_script
+
+
+SAYS = """import os, sys
+import beside
+print(beside.WORD, sys.argv[1:], os.environ["WORD"], os.path.basename(os.getcwd()), __name__, os.getenv("PYTHONPATH"))
+try:
+    import harness
+except ImportError:
+    sys.exit(beside.END)
+"""
+
+
+def test_a_script_runs_as_python_would_run_it_and_finds_only_what_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    script, elsewhere = tmp_path / "alone" / "says.py", tmp_path / "elsewhere"
+    script.parent.mkdir()
+    elsewhere.mkdir()
+    script.write_text(SAYS)
+    for end, code, complaint in ((3, 3, ""), ("no", 1, "no\n"), (None, 0, "")):
+        (script.parent / "beside.py").write_text(f"WORD = 'one'\nEND = {end!r}\n")
+        done = run_script(script, "--two", "3", cwd=elsewhere, WORD="four")
+        assert done.stdout == "one ['--two', '3'] four elsewhere __main__ None\n"
+        assert (done.returncode, done.stderr) == (code, complaint)
+    script.write_text("1 / 0")
+    done = run_script(script)
+    assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    script.write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)")
+    with pytest.raises(subprocess.TimeoutExpired) as late:
+        run_script(script, timeout=0.5)
+    assert late.value.stdout in ("", "begun\n")

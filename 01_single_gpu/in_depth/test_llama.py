@@ -12,7 +12,6 @@ import transformers
 from harness.meter import saved_activations
 from harness.oracle import assert_same, assert_same_named
 from llama import IGNORE, MODES, TINY, Attention, Llama, LlamaConfig, Parts, attention, attention_math
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 torch.set_num_threads(1)  # on tensors this small a second thread only waits
 TOKENS = torch.randint(TINY.vocab_size, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -56,7 +55,7 @@ def test_logits_and_gradients_equal_those_of_transformers_with_grouped_query_hea
     # transformers takes the norm's statistics in float32 even in a float64 model, which alone costs 1e-7. For this
     # comparison its norm is torch's own, in float64. Nothing else is touched: its RoPE tables are float32, like ours.
     own = lambda norm, x: F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)  # noqa: E731
-    monkeypatch.setattr(LlamaRMSNorm, "forward", own)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", own)
     config = replace(TINY, tied=tied, rope_theta=theta)
     model, theirs = lively(config), hugging_face(config)
     theirs.load_state_dict(model.state_dict())

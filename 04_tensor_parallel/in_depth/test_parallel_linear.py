@@ -1,12 +1,8 @@
 """The matrix identities, their operators and the MLP made of them, against one device."""
 
-import os
-import shutil
-import subprocess
 import sys
 import weakref
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import _tensor_parallel_demo
@@ -539,21 +535,6 @@ def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, wor
     message = capsys.readouterr().err
     assert stop.value.code == 2
     assert words in message and message.count("\n") == 1
-
-
-@pytest.mark.prove
-def test_the_folder_alone_passes_as_scripts(tmp_path):
-    for file in Path(parallel_linear.__file__).parent.glob("*.py"):
-        if not file.name.startswith(("test_", "bench_")):
-            shutil.copy(file, tmp_path)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    pipes = dict(cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    scripts = ["parallel_llama.py", "overlap.py"]  # between them they import all of the folder
-    running = [subprocess.Popen([sys.executable, script], **pipes) for script in scripts]
-    for script, process in zip(scripts, running, strict=True):
-        out, errors = process.communicate(timeout=120)
-        assert process.returncode == 0 and not errors, f"{script}: {errors}"
-        assert out.splitlines()[-1] == "PASS"
 
 
 def run_demo(column: str) -> list[str]:

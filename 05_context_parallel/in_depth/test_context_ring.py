@@ -2,8 +2,6 @@
 
 import math
 import os
-import shutil
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -715,15 +713,6 @@ def run_demo(argv: list[str]) -> list[str]:
 )
 def test_the_demo_finds_nothing_wrong(argv):
     assert run_ranks(2, run_demo, argv) == [[], []]
-
-
-@pytest.mark.prove
-def test_copied_alone_the_script_passes(tmp_path):
-    shutil.copy(Path(__file__).with_name("context_ring.py"), tmp_path)
-    command = [sys.executable, "context_ring.py", "--version", "ring", "--layout", "zigzag"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "PASS" and done.stderr == ""
 
 
 @pytest.mark.parametrize(

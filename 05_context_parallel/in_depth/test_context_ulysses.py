@@ -1,13 +1,10 @@
 """Ulysses and Ulysses x ring against one oracle: the same model on the whole sequence, in one process."""
 
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -636,16 +633,6 @@ def test_the_demo_finds_nothing_wrong(argv):
 )
 def test_a_length_is_refused_only_by_what_was_asked_for(ranks, argv):
     assert run_ranks(ranks, run_demo, argv) == [[]] * ranks
-
-
-@pytest.mark.prove
-def test_the_folder_copied_alone_runs(tmp_path):
-    for name in ("context_ring.py", "context_ulysses.py"):
-        shutil.copy(Path(__file__).with_name(name), tmp_path)
-    command = [sys.executable, "context_ulysses.py", "--attention", "causal"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "PASS" and done.stderr == ""
 
 
 def test_the_cost_model_is_printed_with_its_assumptions_and_its_deviations(capsys):

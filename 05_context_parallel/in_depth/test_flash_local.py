@@ -1,9 +1,6 @@
 """Local attention without scores in memory: the same numbers, a bounded peak, and the right kernel for each tensor."""
 
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import flash_local as script
@@ -194,16 +191,6 @@ def test_what_the_gpu_kernels_are_given_fits_their_signatures():
 def test_tiles_of_no_tokens_are_refused():
     with pytest.raises(ValueError, match="tiles of 0 tokens"):
         tiled(0)
-
-
-@pytest.mark.prove  # tests/test_folders.py copies it, too
-def test_copied_with_the_file_it_needs_it_passes(tmp_path):
-    for name in ("context_ring.py", "flash_local.py"):
-        shutil.copy(Path(__file__).with_name(name), tmp_path)
-    command = [sys.executable, "flash_local.py", "--tokens", "50", "--tile", "16"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "PASS" and done.stderr == ""
 
 
 @pytest.mark.parametrize(

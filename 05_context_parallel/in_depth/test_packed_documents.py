@@ -2,13 +2,10 @@
 
 import os
 import random
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import product
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -333,16 +330,6 @@ def test_the_demo_finds_nothing_wrong():
 def test_the_demo_knows_that_a_rank_of_ulysses_may_have_a_head_more_than_another(P, N, N_kv):
     argv = ["--documents", "4", "12", "8", "--heads", N, "--kv-heads", N_kv, "--version", "ulysses"]
     assert run_ranks(P, run_demo, argv) == [[]] * P
-
-
-@pytest.mark.prove  # tests/test_folders.py copies it, too
-def test_copied_with_the_two_files_it_needs_it_passes(tmp_path):
-    for name in ("context_ring.py", "context_ulysses.py", "packed_documents.py"):
-        shutil.copy(Path(__file__).with_name(name), tmp_path)
-    command = [sys.executable, "packed_documents.py", "--version", "ring", "--layout", "each"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "PASS" and done.stderr == ""
 
 
 @pytest.mark.parametrize(

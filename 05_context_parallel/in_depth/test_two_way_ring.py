@@ -1,13 +1,10 @@
 """The ring in two directions against the same oracle as the ring in one: the model on the whole sequence."""
 
 import os
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -278,16 +275,6 @@ def run_demo(argv: list[str]) -> list[str]:
 def test_the_demo_finds_nothing_wrong(ranks):
     argv = ["--layout", "zigzag", "--heads", "6", "--kv-heads", "3"]
     assert run_ranks(ranks, run_demo, argv) == [[]] * ranks
-
-
-@pytest.mark.prove  # tests/test_folders.py copies it, too
-def test_copied_with_the_file_it_needs_it_passes(tmp_path):
-    for name in ("context_ring.py", "two_way_ring.py"):
-        shutil.copy(Path(__file__).with_name(name), tmp_path)
-    command = [sys.executable, "two_way_ring.py", "--layout", "zigzag"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "PASS" and done.stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """What schedule_search.py claims: the heuristic is valid and near the optimum, and the search finds that optimum."""
 
 import random
-import subprocess
 import sys
 from itertools import permutations, product
 from pathlib import Path
 
 import pytest
 import schedule_search
+from harness.programs import run_script
 from schedule_search import Exhaustive, automatic, cheapest, exhaustive, greedy, schedule_of
 from schedule_simulator import ScheduleError, Times, check, peak_activations, simulate
 
@@ -176,7 +176,7 @@ def test_more_memory_never_makes_the_optimum_worse():
 
 
 def test_the_demo_passes_and_a_case_out_of_reach_is_one_line():
-    done = subprocess.run([sys.executable, HERE / "schedule_search.py", "--ranks", "2"], capture_output=True, text=True)
+    done = run_script(HERE / "schedule_search.py", "--ranks", "2")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS")
     for given in (
         ["--ranks", "9"],
@@ -186,7 +186,7 @@ def test_the_demo_passes_and_a_case_out_of_reach_is_one_line():
         ["--times", "0,1,1"],
         ["--micro-batches", "3"],  # the grid of all cases would ignore it
     ):
-        done = subprocess.run([sys.executable, HERE / "schedule_search.py", *given], capture_output=True, text=True)
+        done = run_script(HERE / "schedule_search.py", *given)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
         assert given[0] in done.stderr and given[1] in done.stderr

@@ -2,7 +2,6 @@
 
 import random
 import re
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import schedules
+from harness.programs import run_script
 from schedules import BW, SCHEDULES, Action, B, F, ScheduleError, Times, W, build, check, needs, published, simulate
 
 HERE = Path(__file__).parent
@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_one_line_that_names_the_rule(given):
 
 
 def run(*given):
-    return subprocess.run([sys.executable, HERE / "schedules.py", *given], capture_output=True, text=True, timeout=60)
+    return run_script(HERE / "schedules.py", *given)
 
 
 def test_the_demo_compares_every_schedule_with_its_formula_and_passes():

@@ -1,6 +1,5 @@
 """Backward in two parts: the same gradients, half the work in each, hooks as ever, and no graph left behind."""
 
-import subprocess
 import sys
 import weakref
 from copy import deepcopy
@@ -12,6 +11,7 @@ import split_backward as script
 import torch
 import torch.nn.functional as F
 from harness.oracle import assert_same, assert_same_named
+from harness.programs import run_script
 from split_backward import (
     Block,
     backward_for_input,
@@ -328,8 +328,7 @@ def test_who_owns_a_graph_is_found_out_the_same_way_where_gradients_are_off():
 
 
 def test_bad_options_end_in_one_line():
-    script = Path(__file__).with_name("split_backward.py")
-    done = subprocess.run([sys.executable, script, "--part", "3"], capture_output=True, text=True, timeout=120)
+    done = run_script(Path(__file__).with_name("split_backward.py"), "--part", "3")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert "split_backward.py: " in done.stderr and "--part" in done.stderr
 

@@ -1,12 +1,11 @@
 """What v_schedules.py claims: blocks that never meet, the memory chosen beforehand, and orders near the optimum."""
 
 import random
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
+from harness.programs import run_script
 from schedule_search import Exhaustive, exhaustive
 from schedule_simulator import Action, B, F, Schedule, ScheduleError, Times, W, check, simulate
 from schedules import FOLDED, LOOPED, build
@@ -197,7 +196,7 @@ def test_the_limit_of_auto_counts_half_stages_in_a_v():
 
 
 def run(*given):
-    return subprocess.run([sys.executable, HERE / "v_schedules.py", *given], capture_output=True, text=True, timeout=60)
+    return run_script(HERE / "v_schedules.py", *given)
 
 
 def test_the_demo_passes_and_a_wrong_option_is_one_line():

@@ -27,6 +27,7 @@ from fused import (
     swiglu_reference,
 )
 from harness.meter import peak_memory, saved_activations
+from harness.programs import run_script
 
 KERNELS = list(FUSED)
 HERE = Path(__file__).parent
@@ -260,7 +261,6 @@ def test_what_the_kernels_cannot_do_is_refused_in_one_line():
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.always("fused.py-arguments0---hidden 20000", "fused_adamw.py-arguments3---dtype")
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [
@@ -271,9 +271,7 @@ def test_what_the_kernels_cannot_do_is_refused_in_one_line():
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(script, arguments, words, tmp_path):
-    done = subprocess.run(
-        [sys.executable, HERE / script, *arguments], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
+    done = run_script(HERE / script, *arguments, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and words in done.stderr
 

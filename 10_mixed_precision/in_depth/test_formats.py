@@ -14,6 +14,7 @@ import _precision_demo
 import pytest
 import torch
 from formats import FORMATS, lost_updates, running_sum, share_of, stochastic_round, to_fp8
+from harness.programs import run_script
 
 WITH_DTYPE = [f for f in FORMATS.values() if f.dtype is not None]
 by_name = pytest.mark.parametrize("form", WITH_DTYPE, ids=lambda f: f.name)
@@ -127,8 +128,7 @@ def test_an_update_in_bf16_is_lost_below_a_512th_of_the_weight_and_arrives_above
 
 
 def test_an_unknown_option_is_one_line(tmp_path):
-    command = [sys.executable, str(Path(__file__).with_name("formats.py")), "--bits", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = run_script(Path(__file__).with_name("formats.py"), "--bits", "4", cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--bits" in done.stderr
 
 

@@ -1,6 +1,5 @@
 """The rows of the table: bytes measured on a model, gradients of 8-bit weights, sums over ranks in few bits."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
 from fp8 import Fp8Linear, e4m3, quantize
 from fp8_recipes import TABLE, Kept, KeptRoot, RecipeAdamW, RecipeLinear, make, train
 from harness.oracle import assert_same, assert_same_named
+from harness.programs import run_script
 from harness.ranks import RankFailure, run_ranks
 from precision_policies import ITEMS, POLICIES, LossScaler, MixedAdamW
 
@@ -304,6 +304,5 @@ def test_a_gpu_before_hopper_is_refused_before_a_group_is_started_by_recipes_wit
 
 
 def test_an_unknown_recipe_is_one_line(tmp_path):
-    command = [sys.executable, str(Path(__file__).with_name("fp8_recipes.py")), "--recipe", "o4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = run_script(Path(__file__).with_name("fp8_recipes.py"), "--recipe", "o4", cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "deepseek-v3" in done.stderr

@@ -1,6 +1,7 @@
 """What the tests and benchmarks of every chapter stand on.
 
 house    where things are: chapters, their two floors, scripts, tests and benchmarks
+programs run a script as `python` would, without importing torch again
 ranks    run a function on N processes, each with its rank in a gloo group, and learn exactly what went wrong in which
 oracle   decide whether a parallel run equals the unsharded one: losses, every gradient, weights after three SGD steps
 meter    count bytes: held per rank, saved for backward, at the peak, and sent by each collective

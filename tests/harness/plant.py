@@ -59,7 +59,10 @@ class Mistake:
         Where the exact text is not there, comments and layout are left out of the comparison.
         """
         start = text.find(self.old)
-        exact = [(start, start + len(self.old), self.new)] * text.count(self.old)
+        end = start + len(self.old)
+        if start >= 0 and self._comment(self.old) and not self._comment(self.new):
+            end = text.find("\n", end)  # the comment goes on, and may not follow what has none
+        exact = [(start, end, self.new)] * text.count(self.old)
         spans = exact or self._spans(text)
         if len(spans) != 1:
             offer = "" if spans else self._offer(text)
@@ -71,6 +74,11 @@ class Mistake:
             where = numbers[0] if numbers else ""
             raise ValueError(f"mistake {self.name}: says exercise {self.exercise!r} but lies in {where!r}")
         return text[:start] + new + text[end:]
+
+    def _comment(self, text: str) -> str:
+        """What comes behind the last token of a text that ends in a comment."""
+        behind = text[max((end for _, _, end in tokens(text, self.script)), default=0) :]
+        return "" if "\n" in behind else behind.strip()
 
     def _spans(self, text: str) -> list[tuple[int, int, str]]:
         """Where the tokens of `old` stand one after the other: start, end, and `new` with the indent of that place."""

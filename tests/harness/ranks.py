@@ -217,7 +217,7 @@ class _Pool:
         self.count = 0  # of jobs and of workers: makes file names unique
         self.limit = float("inf")
         self.unit = float(os.environ.get("RANKS_UNIT", "1"))  # what `preflight` found; the deadlines scale with it
-        self.fresh = bool(os.environ.get("FRESH_MODULES"))  # `make prove`: no call sees what an earlier one imported
+        self.fresh = bool(os.environ.get("FRESH_MODULES"))  # `make prove FRESH=1`: no call sees what others imported
 
     def _start(self, world_size: int) -> str:
         if self.folder is None:
