@@ -149,7 +149,7 @@ LARGE = 10**12  # ranks: the front page leaves the factor (ranks - 1)/ranks out
 @pytest.mark.parametrize("name", FRONT)
 def test_what_the_front_page_says_a_rank_sends_is_what_the_cheat_sheet_says(name):
     [line] = re.findall(rf"(?m)^\| {re.escape(name)} .*$", (PAGE.parents[1] / "README.md").read_text())
-    said = re.match(r"(\d+) ((?:\w )*\w)(?= a layer|$)", line.strip("| ").split("|")[-1].strip())
+    said = re.match(r"(\d+) ((?:\w )*\w)(?= per layer|$)", line.strip("| ").split("|")[-1].strip())
     values = {
         "Psi": 7.0,
         "L": 3,
