@@ -194,10 +194,10 @@ def compare(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
                 "seconds of a step / in_depth's (quartiles)",
             ],
             rows,
-            f"{million}M parameters in fp32 with AdamW, {ROWS} x {LENGTH} tokens per rank. The parameters after two steps "
-            "of SGD in float64 were compared first. The peak is all that is alive at once in a step. Bytes sent are "
-            "payloads times the formula of a ring. in_depth's stage 3 does not recompute. Point to point: ExchangeAndSum "
-            "and SendToAll of zero_stages.py, in ours and in in_depth, in place of Gloo's collectives.",
+            f"{million}M parameters in fp32 with AdamW, {ROWS} x {LENGTH} tokens per rank. The parameters after two "
+            "steps of SGD in float64 were compared first. The peak is all that is alive at once in a step. Bytes sent "
+            "are payloads times the formula of a ring. in_depth's stage 3 does not recompute. Point to point: "
+            "ExchangeAndSum and SendToAll of zero_stages.py, in ours and in in_depth, in place of Gloo's collectives.",
         )
 
 
@@ -296,8 +296,8 @@ def draw_who_stores_what(axes, result) -> None:
 
 
 def simulate(events: list[tuple[str, int]]) -> list[tuple[str, str, int, float, float]]:
-    """(row, colour, layer, begin, width): one unit of time for a collective and for a forward pass, three for a backward
-    pass that recomputes; one collective at a time on the network. The order is the recorded one."""
+    """(row, colour, layer, begin, width): one unit of time for a collective and for a forward pass, three for a
+    backward pass that recomputes; one collective at a time on the network. The order is the recorded one."""
     now, free, bars, gathered, summed, runs = 0.0, 0.0, [], {}, {}, set()
     for name, layer in events:
         if name.startswith("start"):
