@@ -280,7 +280,7 @@ class Zero3(SimpleZero3):
         """The full parameters of layer i, [n]; those of `next_layer` are in flight on return."""
         self.start_unshard(i)
         if self.prefetch:
-            self.start_unshard(next_layer)  # before the wait, or this layer's would be in the way
+            self.start_unshard(next_layer)  # in flight while layer i computes
         full, work = self.all_gathers.pop(i)  # no reference stays here, so the caller can free it
         work.wait()
         return full
