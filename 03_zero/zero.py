@@ -115,7 +115,7 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, full_grad: Tensor):
-        """[n] -> reduce-scatter -> [n/dp]. A sum: the loss is divided by all ranks' tokens."""
+        """[n] -> reduce-scatter -> [n/dp]. A sum: the loss is divided by all ranks' labels."""
         grad_shard = full_grad.new_empty(len(full_grad) // dist.get_world_size(ctx.group))
         reduce_scatter(grad_shard, full_grad, group=ctx.group)
         return grad_shard, None
