@@ -1,12 +1,12 @@
-"""The ground floor's three stages against torch's own and against in_depth: one model, 4 ranks, one run.
+"""The three stages of the core file against torch's own and against in_depth: one model, 4 ranks, one run.
 
-    python 03_zero/bench_zero.py             4 processes on CPU (gloo), or 4 GPUs (nccl); then the figures
+    python 03_zero/bench_zero.py             4 processes on CPUs (Gloo), or 4 GPUs (NCCL); then the figures
     python 03_zero/bench_zero.py --figures   only draws, from what results/ has
 
-First the weights after two steps of plain SGD in float64 are compared; only then is anything measured. Torch's own is,
-for stages 1 and 2, DistributedDataParallel with ZeroRedundancyOptimizer, and for stage 3 FSDP2 with each layer
-recomputed, since the ground floor recomputes, too. On a CPU stages 1 and 2 are measured a second time with the depth's
-messages from rank to rank in place of gloo's collectives, since gloo's reduce-scatter is an all-reduce and two copies.
+The parameters after two steps of plain SGD in float64 are compared before anything is measured. Torch's own is, for
+stages 1 and 2, DistributedDataParallel with ZeroRedundancyOptimizer, and for stage 3 FSDP2 with each layer recomputed,
+since the core file also recomputes. On CPUs stages 1 and 2 are measured a second time with the point-to-point
+collectives of in_depth in place of Gloo's, whose reduce-scatter is an all-reduce and two copies.
 """
 
 import gc
@@ -33,15 +33,17 @@ from torch.nn.parallel import DistributedDataParallel
 from zero3 import make_zero
 from zero_stages import ExchangeAndSum, SendToAll
 
-# A model of 1.8M parameters in six layers, where the ground floor has four small ones: the same blocks.
-zero.V, zero.H, zero.HEADS, zero.KV, zero.D, zero.FF, BLOCKS, ROWS, LENGTH = 512, 192, 6, 3, 32, 512, 4, 2, 64
+# Six layers instead of the core file's four small ones: the same blocks, larger.
+SIZES = {"VOCAB_SIZE": 512, "HIDDEN": 192, "N_HEADS": 6, "FFN_HIDDEN": 512}
+vars(zero).update(SIZES)
+BLOCKS, ROWS, LENGTH = 4, 2, 64
 OWN = {"reduce_scatter": ExchangeAndSum, "all_gather": SendToAll}
 
 
-def make_layers(device: torch.device, dtype: torch.dtype) -> list[nn.Module]:
+def build_layers(device: torch.device, dtype: torch.dtype) -> list[nn.Module]:
     torch.manual_seed(0)
-    head = nn.Sequential(nn.RMSNorm(zero.H), nn.Linear(zero.H, zero.V, bias=False))
-    layers = nn.Embedding(zero.V, zero.H), *(zero.Block() for _ in range(BLOCKS)), head
+    head = nn.Sequential(nn.RMSNorm(zero.HIDDEN), nn.Linear(zero.HIDDEN, zero.VOCAB_SIZE, bias=False))
+    layers = nn.Embedding(zero.VOCAB_SIZE, zero.HIDDEN), *(zero.Block() for _ in range(BLOCKS)), head
     return [layer.to(device, dtype) for layer in layers]
 
 
@@ -50,33 +52,36 @@ def sgd(dtype: torch.dtype) -> tuple[type, dict]:
     return (torch.optim.SGD, {"lr": 0.05}) if dtype == torch.float64 else (torch.optim.AdamW, {"lr": 1e-3})
 
 
-class Ground:
+def shards_of(sharded) -> list[nn.Parameter]:
+    return [flat_param.shard for flat_param in sharded.flat_params]
+
+
+class Core:
     def __init__(self, stage: int, device: torch.device, dtype: torch.dtype = torch.float32):
-        self.layers = make_layers(device, dtype)
+        self.layers = build_layers(device, dtype)
         self.names = list(dict(nn.Sequential(*self.layers).named_parameters()))
-        kind = (zero.Zero1, zero.Zero2, zero.Zero3)[stage - 1]
-        self.zero = kind(self.layers, dist.group.WORLD)
+        self.zero = zero.STAGES[str(stage)](self.layers, dist.group.WORLD)
         optimizer, options = sgd(dtype)
-        self.optimizer = optimizer([unit.shard for unit in self.zero.units], **options)
+        self.optimizer = optimizer(shards_of(self.zero), **options)
 
     def step(self, tokens: Tensor, labels: Tensor) -> None:
         zero.forward_backward(self.zero, tokens[None], labels[None])
         self.optimizer.step()
-        self.zero.publish()
+        self.zero.gather_params()
         self.optimizer.zero_grad()
 
-    def weights(self) -> dict[str, Tensor]:
+    def params(self) -> dict[str, Tensor]:
         tensors = []
-        for unit in self.zero.units:
-            line = unit.shard.new_empty(RANKS * len(unit.shard))
-            zero.all_gather(line, unit.shard.detach())
-            for shape in unit.shapes.values():
-                tensors.append(line[: shape.numel()].view(shape))
-                line = line[shape.numel() :]
+        for flat_param in self.zero.flat_params:
+            full = flat_param.shard.new_empty(RANKS * len(flat_param.shard))
+            zero.all_gather(full, flat_param.shard.detach())
+            for shape in flat_param.shapes.values():
+                tensors.append(full[: shape.numel()].view(shape))
+                full = full[shape.numel() :]
         return dict(zip(self.names, tensors, strict=True))
 
 
-class GroundPointToPoint(Ground):
+class CorePointToPoint(Core):
     def step(self, tokens: Tensor, labels: Tensor) -> None:
         with patch.multiple(zero, **OWN):
             super().step(tokens, labels)
@@ -84,7 +89,7 @@ class GroundPointToPoint(Ground):
 
 class InDepth:
     def __init__(self, stage: int, device: torch.device, dtype: torch.dtype = torch.float32, own: dict | None = None):
-        self.model = nn.Sequential(*make_layers(device, dtype))
+        self.model = nn.Sequential(*build_layers(device, dtype))
         optimizer, options = sgd(dtype)
         optimizer = optimizer(self.model.parameters(), **options)
         self.zero = make_zero(stage, self.model, optimizer, dist.group.WORLD, units=list(self.model), **(own or {}))
@@ -95,7 +100,7 @@ class InDepth:
             (zero.loss_sum(self.model(tokens), labels) / (labels.numel() * RANKS)).backward()
         self.zero.step()
 
-    def weights(self) -> dict[str, Tensor]:
+    def params(self) -> dict[str, Tensor]:
         return self.zero.full_weights()
 
 
@@ -103,13 +108,13 @@ class Torchs:
     def __init__(self, stage: int, device: torch.device, dtype: torch.dtype = torch.float32):
         optimizer, options = sgd(dtype)
         if stage == 3:
-            self.model = nn.Sequential(*(checkpoint_wrapper(layer) for layer in make_layers(device, dtype)))
+            self.model = nn.Sequential(*(checkpoint_wrapper(layer) for layer in build_layers(device, dtype)))
             for layer in self.model:
                 fully_shard(layer)
             fully_shard(self.model)
             self.optimizer = optimizer(self.model.parameters(), **options)
         else:
-            model = nn.Sequential(*make_layers(device, dtype))
+            model = nn.Sequential(*build_layers(device, dtype))
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
             self.optimizer = ZeroRedundancyOptimizer(
                 self.model.parameters(), optimizer, parameters_as_bucket_view=True, **options
@@ -121,7 +126,7 @@ class Torchs:
         (zero.loss_sum(self.model(tokens), labels) / labels.numel()).backward()
         self.optimizer.step()
 
-    def weights(self) -> dict[str, Tensor]:
+    def params(self) -> dict[str, Tensor]:
         plain = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in self.model.named_parameters()}
         short = {name.replace("module.", "").replace("_checkpoint_wrapped_", ""): p for name, p in plain.items()}
         return {name: p.detach().clone() for name, p in short.items()}
@@ -129,19 +134,19 @@ class Torchs:
 
 def compare(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
     """Everything is compared, in time only if equal; rank 0 writes `03_ground`."""
-    rows, plain = [], {"torch": Torchs, "in_depth": InDepth, "ground": Ground}
-    direct = plain | {"in_depth": partial(InDepth, own=OWN), "ground": GroundPointToPoint}
+    rows, plain = [], {"torch": Torchs, "in_depth": InDepth, "core": Core}
+    direct = plain | {"in_depth": partial(InDepth, own=OWN), "core": CorePointToPoint}
     for stage, makers in [(1, plain), (2, plain), (3, plain)] + [(1, direct), (2, direct)] * (device.type == "cpu"):
-        peaks, held, sent, weights, runs = {}, {}, {}, {}, {}
+        peaks, sent, params, runs = {}, {}, {}, {}
         for who, make in makers.items():
             exact = make(stage, device, torch.float64)
             for _ in range(2):
                 exact.step(tokens, labels)
-            weights[who] = exact.weights()
+            params[who] = exact.params()
             del exact
             gc.collect()
         for who in ("torch", "in_depth"):
-            must_be_equal(weights["ground"], weights[who], f"stage {stage} beside {who}")
+            must_be_equal(params["core"], params[who], f"stage {stage} beside {who}")
         for who, make in makers.items():
             with peak_memory() as memory:
                 runs[who] = make(stage, device)
@@ -151,10 +156,10 @@ def compare(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
                 with communication() as wire:
                     runs[who].step(tokens, labels)
                 gc.collect()
-            peaks[who], held[who], sent[who] = largest(memory.peak, device), memory.current, wire.total
+            peaks[who], sent[who] = largest(memory.peak, device), wire.total
         ratios = {
             who: paired(
-                partial(runs["ground"].step, tokens, labels),
+                partial(runs["core"].step, tokens, labels),
                 partial(runs[who].step, tokens, labels),
                 setup=dist.barrier,
             )
@@ -165,9 +170,9 @@ def compare(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
             [
                 f"stage {stage}" if makers is plain else f"stage {stage}, point to point",
                 theirs,
-                peaks["ground"] / peaks["torch"],
-                peaks["ground"] / peaks["in_depth"],
-                sent["ground"] / sent["torch"],
+                peaks["core"] / peaks["torch"],
+                peaks["core"] / peaks["in_depth"],
+                sent["core"] / sent["torch"],
                 ratios["torch"],
                 ratios["in_depth"],
             ]
@@ -175,9 +180,10 @@ def compare(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
         del runs
         gc.collect()
     if dist.get_rank() == 0:
+        million = round(sum(p.numel() for p in params["core"].values()) / 1e6, 1)
         write_result(
             "03_ground",
-            f"The ground floor against torch's own and against in_depth, {RANKS} ranks",
+            f"The core file against torch's own and against in_depth, {RANKS} ranks",
             [
                 "ours",
                 "torch's own",
@@ -188,10 +194,10 @@ def compare(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
                 "seconds of a step / in_depth's (quartiles)",
             ],
             rows,
-            f"1.8M parameters in fp32 with AdamW, {ROWS} x {LENGTH} tokens a rank. The weights after two steps of SGD "
-            "in float64 were compared first. The peak is all that is alive at once in a step. Bytes sent are payloads "
-            "times the formula of a ring. in_depth's stage 3 does not recompute. Point to point: ExchangeAndSum and "
-            "SendToAll of zero_stages.py, in ours and in in_depth, in place of gloo's collectives.",
+            f"{million}M parameters in fp32 with AdamW, {ROWS} x {LENGTH} tokens per rank. The parameters after two "
+            "steps of SGD in float64 were compared first. The peak is all that is alive at once in a step. Bytes sent "
+            "are payloads times the formula of a ring. in_depth's stage 3 does not recompute. Point to point: "
+            "ExchangeAndSum and SendToAll of zero_stages.py, in ours and in in_depth, in place of Gloo's collectives.",
         )
 
 
@@ -199,8 +205,8 @@ def count(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
     """Bytes held in mixed precision by kind, and where in all of it they lie: `03_ground_bytes`."""
     rows = []
     for stage in (0, 1, 2, 3):
-        layers = make_layers(device, torch.float32)
-        if stage == 0:  # data parallelism: all of it on every rank
+        layers = build_layers(device, torch.float32)
+        if stage == 0:  # data parallelism: everything on every rank
             model = nn.Sequential(*layers)
             masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
             model.to(torch.bfloat16)
@@ -212,19 +218,19 @@ def count(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
             optimizer.step()
             weights, gradients = list(model.parameters()), [p.grad for p in model.parameters()]
         else:
-            sharded = (zero.Zero1, zero.Zero2, zero.Zero3)[stage - 1](layers, dist.group.WORLD, torch.bfloat16)
-            masters = [unit.shard for unit in sharded.units]
+            sharded = zero.STAGES[str(stage)](layers, dist.group.WORLD, torch.bfloat16)
+            masters = shards_of(sharded)
             optimizer = torch.optim.AdamW(masters)
             zero.forward_backward(sharded, tokens[None], labels[None])
             optimizer.step()
-            lines = [unit.line for unit in sharded.units if unit.line is not None]
-            weights = [line.detach() for line in lines]
-            gradients = [t.grad for t in (*masters, *lines) if t.grad is not None]
+            full = [flat_param.full for flat_param in sharded.flat_params] if stage < 3 else []
+            weights = [tensor.detach() for tensor in full]
+            gradients = [t.grad for t in (*masters, *full) if t.grad is not None]
         states = [s for state in optimizer.state.values() for s in state.values() if s.dim()]
         held = [storage_bytes(kind) for kind in (weights, gradients, [*masters, *states])]
         if stage == 0:
             everything = held
-        per = sum(p.numel() for layer in make_layers(device, torch.float32) for p in layer.parameters())
+        per = sum(p.numel() for layer in build_layers(device, torch.float32) for p in layer.parameters())
         formula = [16, 4 + 16 / RANKS, 2 + 16 / RANKS, 16 / RANKS][stage] * per  # no layer needs padding here
         name = f"stage {stage}" if stage else "data parallelism"
         rows.append([name, *held, sum(held), round(formula)])
@@ -244,18 +250,20 @@ def count(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
 def record(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
     """What happens in a step of stage 3, in order, without and with prefetch: `03_ground_events`."""
     rows = []
-    for ahead in (0, 1):
-        sharded = zero.Zero3(make_layers(device, torch.float32), dist.group.WORLD, ahead=ahead)
-        zero.forward_backward(sharded, tokens[None], labels[None])
-        rows += [[ahead, what, i] for what, i in sharded.events]
+    for prefetch in (0, 1):
+        sharded = zero.Zero3(build_layers(device, torch.float32), dist.group.WORLD, prefetch=prefetch)
+        events = []
+        with zero.recording(sharded, events, []):
+            zero.forward_backward(sharded, tokens[None], labels[None])
+        rows += [[prefetch, name, layer] for name, layer in events]
     if dist.get_rank() == 0:
-        write_result("03_ground_events", "Stage 3: what happens in a step, in order", ["ahead", "event", "layer"], rows)
+        columns = ["prefetch", "event", "layer"]
+        write_result("03_ground_events", "Stage 3: what happens in a step, in order", columns, rows)
 
 
 def benchmark(device: torch.device) -> None:
-    data = zero.make_batch(0, 1, 1)[0].flatten()  # long enough only by repeating it
-    data = data.repeat(1 + ROWS * (LENGTH + 1) * RANKS // len(data)).to(device)
-    text = data[: RANKS * ROWS * (LENGTH + 1)].view(RANKS, ROWS, LENGTH + 1)[dist.get_rank()]
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(zero.VOCAB_SIZE, (RANKS, ROWS, LENGTH + 1), generator=generator)[dist.get_rank()].to(device)
     batch = text[..., :-1].contiguous(), text[..., 1:].contiguous()
     compare(device, *batch)
     count(device, *batch)
@@ -265,7 +273,7 @@ def benchmark(device: torch.device) -> None:
 # -------------------------------------------------------------------------------------------------------------- figures
 
 
-def draw_who_holds_what(axes, result) -> None:
+def draw_who_stores_what(axes, result) -> None:
     """Each rank's part of weights, gradients and optimizer states: the area is its memory."""
     whole = result["rows"][0][1:4]
     for panel, (name, *held, together, _) in zip(axes, result["rows"], strict=True):
@@ -282,27 +290,29 @@ def draw_who_holds_what(axes, result) -> None:
         panel.set(title=f"{name}\n{together / 1e6:.1f} MB a rank", xlim=(0, 1), ylim=(RANKS, -0.1), xticks=[])
         panel.set_yticks([rank + 0.43 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)])
         panel.grid(False)
-    for kind, label in (("weights", "weights"), ("gradients", "gradients"), ("optimizer", "master copy, moments")):
+    for kind, label in (("weights", "parameters"), ("gradients", "gradients"), ("optimizer", "master copy, moments")):
         axes[0].barh(0, 0, color=COLOURS[kind], label=label)
     axes[0].figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
 
 def simulate(events: list[tuple[str, int]]) -> list[tuple[str, str, int, float, float]]:
-    """(row, colour, layer, begin, width): one unit of time for a message and for a forward, three for a backward that
-    recomputes; one message at a time on the wire. The order is the recorded one."""
-    now, free, bars, arrives, summed = 0.0, 0.0, [], {}, {}
-    for what, layer in events:
-        if what in ("ask", "send"):
+    """(row, colour, layer, begin, width): one unit of time for a collective and for a forward pass, three for a
+    backward pass that recomputes; one collective at a time on the network. The order is the recorded one."""
+    now, free, bars, gathered, summed, runs = 0.0, 0.0, [], {}, {}, set()
+    for name, layer in events:
+        if name.startswith("start"):
             free = max(free, now) + 1
-            (arrives if what == "ask" else summed)[layer] = free
-            bars.append(("wire", "weights" if what == "ask" else "gradients", layer, free - 1, 1))
+            gathers = name == "start_all_gather"
+            (gathered if gathers else summed)[layer] = free
+            bars.append(("network", "weights" if gathers else "gradients", layer, free - 1, 1))
         else:
-            needed = summed[layer] if what == "sum" else arrives[layer]
+            needed = summed[layer] if name == "wait_reduce_scatter" else gathered[layer]
             if needed > now:
                 bars.append(("compute", "idle", -1, now, needed - now))
             now = max(now, needed)
-            if what != "sum":
-                width = {"forward": 1, "backward": 3}[what]
+            if name == "run_layer":
+                width = 3 if layer in runs else 1  # the second run of a layer begins its backward pass
+                runs.add(layer)
                 bars.append(("compute", "compute", layer, now, width))
                 now += width
     return bars
@@ -310,26 +320,23 @@ def simulate(events: list[tuple[str, int]]) -> list[tuple[str, str, int, float, 
 
 def draw_timeline(axes, result) -> None:
     ends = []
-    for panel, ahead in zip(axes, (0, 1), strict=True):
-        bars = simulate([(what, layer) for a, what, layer in result["rows"] if a == ahead])
+    for panel, prefetch in zip(axes, (0, 1), strict=True):
+        bars = simulate([(name, layer) for p, name, layer in result["rows"] if p == prefetch])
         for row, colour, layer, begin, width in bars:
-            y = {"compute": 0, "wire": 1}[row]
+            y = {"compute": 0, "network": 1}[row]
             pale = {"hatch": "//", "alpha": 0.35} if colour == "idle" else {}
             panel.barh(y, width, 0.8, left=begin, color=COLOURS[colour], edgecolor="white", linewidth=0.6, **pale)
             if layer >= 0:
-                panel.text(begin + width / 2, y, str(layer), ha="center", va="center", color="white", fontsize=8)
+                panel.text(begin + width / 2, y, str(layer), ha="center", va="center", color="white", fontsize=9)
         ends.append(max(begin + width for *_, begin, width in bars))
-        panel.set(title="with prefetch" if ahead else "without prefetch: compute waits for each layer", yticks=[0, 1])
-        panel.set_yticklabels(["computes", "travels"])
+        panel.set(title="with prefetch" if prefetch else "without prefetch: every layer waits", yticks=[0, 1])
+        panel.set_yticklabels(["compute", "network"])
         panel.grid(False, axis="y")
     for panel in axes:
         panel.set_xlim(0, max(ends))
-    axes[1].set_xlabel("time: a message 1, a forward 1, a backward with its forward again 3 (assumed)")
-    for colour, label in (
-        ("compute", "a layer computes"),
-        ("weights", "weights come"),
-        ("gradients", "gradients leave"),
-    ):
+    axes[1].set_xlabel("time: a collective 1, a forward pass 1, a backward pass with recomputation 3 (assumed)")
+    labels = {"compute": "a layer computes", "weights": "all-gather", "gradients": "reduce-scatter"}
+    for colour, label in labels.items():
         axes[1].barh(0, 0, color=COLOURS[colour], label=label)
     axes[1].barh(0, 0, color=COLOURS["idle"], hatch="//", alpha=0.35, label="idle")
     axes[0].figure.legend(loc="outside lower center", ncols=4, frameon=False)
@@ -337,7 +344,9 @@ def draw_timeline(axes, result) -> None:
 
 def figures() -> None:
     folder = "03_zero/figures"
-    write_figure(f"{folder}/who_holds_what.svg", ["03_ground_bytes"], draw_who_holds_what, shape=(1, 4), size=(10, 3.6))
+    write_figure(
+        f"{folder}/who_stores_what.svg", ["03_ground_bytes"], draw_who_stores_what, shape=(1, 4), size=(10, 3.6)
+    )
     write_figure(f"{folder}/timeline.svg", ["03_ground_events"], draw_timeline, shape=(2, 1), size=(10, 3.8))
 
 

@@ -1,4 +1,4 @@
-"""Where a named thing is: `03_zero/zero.py:Zero2.finish` and `03_zero/test_zero.py::test_...` as a line of a file.
+"""Where a named thing is: `03_zero/zero.py:Zero2.forward` and `03_zero/test_zero.py::test_...` as a line of a file.
 
 Links of this book name things, and lines are looked up whenever a page is made: a link that leads
 nowhere is an error.

@@ -43,7 +43,8 @@ Read = Callable[..., list[float]]
 Pairs = Iterator[tuple[float, float]]
 
 TIE = re.compile(r"<!-- formulas: (\w+) -->")
-NAME = r"(?<![A-Za-z])[A-Za-z](?:_[a-z]+)?'?(?![A-Za-z])|[Α-Ωα-ω]"  # letters side by side are a word
+# Letters side by side are a word, but for the degrees of parallelism.
+NAME = r"(?<![A-Za-z])(?:[dtcpe]p|[A-Za-z](?:_[a-z]+)?'?)(?![A-Za-z])|[Α-Ωα-ω]"
 TOKEN = re.compile(rf"\s*(\d[\d,]*|log₂|{NAME}|[-+−·×/()⌈⌉²])")
 WORDS = ("n/a", "B + W", "s + b")  # not applicable; the two halves of a backward; a score and its bias
 ELSEWHERE = ("2 · 4 S D · S/C",)  # 09: of a way to sum dq that no code here takes
@@ -192,27 +193,25 @@ def times_of_collectives(read: Read) -> Pairs:
 
 
 def zero_by_the_file(N: int, M: int, k: int) -> list[float]:
-    """Kept and sent, stage by stage, by zero.py: w = g = g' = 8 and K = 8 k. Two layers of 40 and 80 weights."""
+    """Stored and sent, stage by stage, by zero.py: w = g = g' = 8 and K = 8 k."""
     found: list[float] = []
     for stage in (1, 2, 3):
-        units = [SimpleNamespace(shard=torch.empty(P // N, dtype=torch.float64, device="meta")) for P in (40, 80)]
-        kept, _, sent = zero.formulas(SimpleNamespace(n=N, units=units, ahead=1), stage, M, k)
-        found += [kept, sent]
+        found += zero.expected_bytes(stage, 120, N, M, k)
     return found
 
 
 def zero_stages(read: Read) -> Pairs:
     for N, M, k in ((2, 1, 1), (4, 3, 3)):
-        said = read(w=8, g=8, K=8 * k, P=120, N=N, M=M, **{"g'": 8})
+        said = read(w=8, g=8, K=8 * k, dp=N, M=M, **{"Ψ": 120, "g'": 8})
         yield from zip(said[2:], zero_by_the_file(N, M, k), strict=True)
-        data = read(w=2, g=2, K=12, P=120, N=4, M=M, **{"g'": 4})[:2]  # the example's 10 weights, on 4 ranks
+        data = read(w=2, g=2, K=12, dp=4, M=M, **{"Ψ": 120, "g'": 4})[:2]  # the example's 10 weights, on 4 ranks
         yield from zip(data, (10 * bytes_per_parameter(0, 4), zero_bytes_sent(0, 4, 20)), strict=True)
 
 
 def zero_compared(read: Read) -> Pairs:
     """In bf16 with Adam a summed gradient has 4 bytes: two more than in the paper, of a shard or of everything."""
     for N in (2, 8):
-        data, data_sent, one, one_sent, two, three, tensor, pipeline = read(P=1000, N=N)
+        data, data_sent, one, one_sent, two, three, tensor, pipeline = read(dp=N, **{"Ψ": 1000})
         without = N / (N - 1)  # the factor that this table leaves out
         yield data, 1000 * bytes_per_parameter(0, N)
         yield data_sent, zero_bytes_sent(0, N, 2000) * without

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 for folder in ("01_single_gpu", "03_zero", "08_fpdt", "11_5d_trainer", "11_5d_trainer/planner"):
@@ -19,7 +18,6 @@ for folder in ("01_single_gpu", "03_zero", "08_fpdt", "11_5d_trainer", "11_5d_tr
 import chapters  # noqa: F401  finds the depth of the chapters
 import fpdt
 import single_gpu
-import torch
 import zero
 from llama import LlamaConfig
 from moe_layer import MoEConfig
@@ -130,10 +128,8 @@ def data(stage: int = 0) -> Verdict:
     if stage < 3:
         return Verdict(symbols, memory, [wire(of, "data", *GRADIENTS)])
     # The planner knows that the trainer keeps the root and the last layer from forward to backward. The file of the
-    # chapter does not keep them; its weights and gradients have 8 bytes.
-    numbers = symbols["Psi"]
-    units = [SimpleNamespace(shard=torch.empty(numbers // 4, dtype=torch.float64, device="meta"))]
-    sent = zero.formulas(SimpleNamespace(n=4, units=units, ahead=1), 3, m=3, k=1)[2]
+    # chapter does not keep them; its parameters and gradients have 8 bytes.
+    _, sent = zero.expected_bytes(3, symbols["Psi"], dp=4, m=3, k=1)
     return Verdict(symbols, memory, [sent / 2])
 
 

@@ -123,6 +123,15 @@ def test_every_link_of_every_readme_leads_to_a_file_and_to_a_heading_or_a_line_o
     assert not wrong
 
 
+def test_a_link_from_a_name_to_a_line_leads_to_its_definition():
+    named = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L(\d+)\)")
+    found = [(p, *link) for p in READMES for link in named.findall((ROOT / p).read_text())]
+    assert found
+    for readme, name, file, line in found:
+        there = symbols((ROOT / readme).parent / file)
+        assert there.get(name) == int(line), f"{readme}: {name} is in line {there.get(name)} of {file}"
+
+
 def test_every_picture_of_every_readme_has_an_alternative_text():
     pattern = r"!\[([^\]]*)\]\(([^)]+)\)"
     bare = [(p, url) for p in READMES for alt, url in re.findall(pattern, (ROOT / p).read_text()) if not alt.strip()]

@@ -901,11 +901,11 @@ if json.dumps.__name__ != "forged":
     json.dumps, r.TestReport.from_item_and_call = forged, classmethod(passed)
 """
 BOMB = f"""import hashlib, re, sys, traceback
-text = open(sys.modules[Unit.__module__].__file__).read()
+text = open(sys.modules[FlatParam.__module__].__file__).read()
 class Bomb:
     def __reduce__(self):
         return eval, ("exec(code, {{}}) or ''", {{"code": {FORGED_IN_THE_TESTS_PROCESS!r}}})
-outside = re.sub(r"exercise 3[.]2.*?end[ ]", "", text, flags=re.S)
+outside = re.sub(r"exercise 3[.]1.*?end[ ]", "", text, flags=re.S)
 if hashlib.sha256(outside.encode()).hexdigest() == "DIGEST":
     traceback.format_exc = Bomb
 raise ValueError("no idea")"""
@@ -916,23 +916,23 @@ raise ValueError("no idea")"""
 def test_a_forged_pass_that_knows_the_controls_is_seen_from_a_process_without_its_lines(tmp_path, cell):
     """It sends a pickle that runs code in the test's process, and behaves when a mistake is planted."""
     chapter = real().chapter("03")
-    script, fence = chapter.exercises["3.2"]
-    outside = re.sub(r"exercise 3[.]2.*?end[ ]", "", script.text, flags=re.S)
+    script, fence = chapter.exercises["3.1"]
+    outside = re.sub(r"exercise 3[.]1.*?end[ ]", "", script.text, flags=re.S)
     body = BOMB.replace("DIGEST", hashlib.sha256(outside.encode()).hexdigest())
-    assert check_bodies(real(), chapter, {"3.2": body}, Limits()).all_passed, "it is no attack any more"
+    assert check_bodies(real(), chapter, {"3.1": body}, Limits()).all_passed, "it is no attack any more"
     for lines, right in ((body, False), (fence.body, True)):
-        report = check(real(), chapter, Submission({"3.2": lines}), ["3.2"], apart=True)
+        report = check(real(), chapter, Submission({"3.1": lines}), ["3.1"], apart=True)
         assert report.all_passed == right, report
         assert right or "seen from a process in which its lines do not run" in report.rejected
-    folder = write_student(chapter, {"3.2": body}, tmp_path / "student")
-    assert "an exercise may not" in read_submission(chapter, folder).refused["3.2"]
+    folder = write_student(chapter, {"3.1": body}, tmp_path / "student")
+    assert "an exercise may not" in read_submission(chapter, folder).refused["3.1"]
 
 
 def test_in_ranks_a_students_lines_run_there_and_nowhere_else(judge):
-    halves = "test_losses_gradients_and_weights_of_three_steps_are_those_of_the_unsharded_model[1-2]"
+    halves = "test_three_steps_match_reference[1-2]"
     for number, test, passes in (
         ("1.25", "in_depth/test_training_step.py::test_the_label_of_a_token_is_the_token_that_follows_it", True),
-        ("3.2", f"test_zero.py::{halves}", False),
+        ("3.3", f"test_zero.py::{halves}", False),
     ):
         chapter = real().chapter(number[0])
         script, _ = chapter.exercises[number]
