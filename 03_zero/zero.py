@@ -49,8 +49,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-# torch 2.13 has new names for the two collectives.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # since 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -378,7 +377,8 @@ class Block(nn.Module):  # of Llama, without position embedding
 
 def build_layers(device: torch.device) -> list[nn.Module]:
     torch.manual_seed(0)  # the same initial parameters on every rank
-    head = nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB_SIZE, bias=False))
+    out_proj = nn.Linear(HIDDEN, VOCAB_SIZE, bias=False)
+    head = nn.Sequential(nn.RMSNorm(HIDDEN), out_proj)
     layers = [nn.Embedding(VOCAB_SIZE, HIDDEN), Block(), Block(), head]
     return [layer.to(device, torch.float64) for layer in layers]
 
