@@ -31,7 +31,7 @@ NOT_YET = set(CORE) - DONE
 
 COLUMNS, NODES = 100, 25
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-CONTAINERS = {"ModuleList", "ModuleDict", "Parameter"}
+CONTAINERS = {"ModuleList", "ModuleDict", "Sequential", "Parameter"}
 EXITS = {"exit", "_exit", "error"}
 
 # What a word is called elsewhere. In core files, their READMEs and figures.
