@@ -51,8 +51,10 @@ NEVER = {
 
 
 def words(text: str) -> list[tuple[int, str]]:
-    """Line and message for each word that has a standard term. Code in quotes or backticks keeps its own spelling, and a
-    measured table the words of the commit that measured it."""
+    """Line and message for each word that has a standard term.
+
+    Code in quotes or backticks keeps its own spelling, and a measured table the words of the commit that measured it.
+    """
     text = re.sub(
         r"<!-- results:.*?<!-- end results -->", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL
     )
