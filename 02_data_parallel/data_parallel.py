@@ -93,9 +93,9 @@ def ring_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
         step 2    abc0 bca1 ca2       ab0  bca1 cab2      abc0 bc1  cab2    rank 0 has sent bca1
         step 3    abc0 bca1 cab2      abc0 bca1 cab2      abc0 bca1 cab2    rank 0 has sent abc0
 
-    In every step each rank sends one chunk to its right neighbor and receives another one from its
-    left neighbor, so no link is idle. The first P-1 steps add: each chunk visits all ranks, and the
-    last one has its sum (a reduce-scatter). The other P-1 steps copy the sums to all ranks (an
+    In every step each rank sends one chunk to its right neighbour and receives another one from its
+    left neighbour, so no link is idle. The first P-1 steps add: each chunk visits all ranks, and
+    the last one has its sum (a reduce-scatter). The other P-1 steps copy the sums to all ranks (an
     all-gather). In 2 (P-1) steps of n/P elements each rank sends 2 n (P-1)/P.
     """
     rank = dist.get_rank(group)
@@ -111,7 +111,7 @@ def ring_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
         send_chunk = chunks[(rank - step) % world_size]
         recv_chunk = chunks[(rank - step - 1) % world_size]
         recv_buf = torch.empty_like(recv_chunk)
-        # Both at once: if every rank first completed its send, each would wait for a neighbor that
+        # Both at once: if every rank first completed its send, each would wait for a neighbour that
         # does not receive yet.
         send = dist.P2POp(dist.isend, send_chunk, group=group, group_peer=right)
         recv = dist.P2POp(dist.irecv, recv_buf, group=group, group_peer=left)
