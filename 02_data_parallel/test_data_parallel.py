@@ -656,7 +656,7 @@ def check_of_wrong_runs():
 def test_check_finds_nan_late_messages_and_too_many_bytes():
     for said in run_ranks(2, check_of_wrong_runs, timeout=LIMIT):
         assert said["nan"] == ["nan: largest error nan"]
-        assert said["late"] == ["late: no message before the last gradient is complete"]
+        assert said["late"] == ["late: no message is launched during the backward pass"]
         assert said["twice"] == ["twice: 941,792 bytes sent", "twice: 470,880 bytes of gradients"]
 
 
