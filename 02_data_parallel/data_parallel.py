@@ -23,7 +23,7 @@ There are three ways to sum, each of which adds one idea to the one before:
     overlapped    Ψ         Ψ           2 Ψ (P-1)/P        one all-reduce per parameter
     bucketed      Ψ         Ψ           2 Ψ (P-1)/P        one all-reduce per bucket
 
-Ψ is the number of parameters.
+Ψ is the number of parameters; the table counts elements.
 Sources: Patarasuk and Yuan 2009 (ring); Li et al. 2020, arXiv 2006.15704, section 3.2 (buckets).
 
     python data_parallel.py                                        one rank
@@ -453,7 +453,6 @@ def check(name: str, grad_sync: Callable, group: dist.ProcessGroup, device) -> l
     dist.all_gather_object(results, result, group=group)
     error = torch.tensor([r.error for r in results], dtype=torch.float64).max().item()
     num_early = min(r.num_early for r in results)
-    grad_bytes = max(r.grad_bytes for r in results)
     bytes_sent = round(sum(r.bytes_sent for r in results))
     # All parameters in float64; all ranks together; 16 bytes are num_valid and the loss.
     expected_grad_bytes = 8 * sum(p.numel() for p in build_model().parameters())
@@ -461,20 +460,21 @@ def check(name: str, grad_sync: Callable, group: dist.ProcessGroup, device) -> l
     if dist.get_rank(group) == 0:
         print(
             f"{name:11}{error:9.1e}{result.num_messages:10}{num_early:7}"
-            f"{bytes_sent:13,}{expected_sent:12,}{grad_bytes:12,}{expected_grad_bytes:10,}"
+            f"{bytes_sent:13,}{expected_sent:12,}{result.grad_bytes:12,}{expected_grad_bytes:10,}"
         )
+    grad_bytes = {r.grad_bytes for r in results}  # the same on all ranks
     overlaps = name == "naive" or result.num_messages == 1 or num_early > 0
     failures = {
         f"largest error {error:.1e}": not error <= 1e-10,  # NaN fails
         f"{bytes_sent:,} bytes sent": bytes_sent != expected_sent,
-        f"{grad_bytes:,} bytes of gradients": grad_bytes != expected_grad_bytes,
+        f"{result.grad_bytes:,} bytes of gradients": grad_bytes != {expected_grad_bytes},
         "no message is launched during the backward pass": not overlaps,
     }
     return [f"{name}: {failure}" for failure, happened in failures.items() if happened]
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Complains in one line, on one rank."""
+    """Prints an error in one line, on one rank, and not with the usage on each of them."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
@@ -484,7 +484,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def main() -> int:
     parser = OneLineParser(description="Data parallelism in one file", allow_abbrev=False)
-    parser.add_argument("--bucket-kib", type=int, default=64, help="size at which one is closed")
+    parser.add_argument("--bucket-kib", type=int, default=64, help="close a bucket at this size")
     args = parser.parse_args()
     if args.bucket_kib < 1:
         parser.error(f"--bucket-kib {args.bucket_kib} is too small; use 1 or more")
