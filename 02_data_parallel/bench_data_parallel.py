@@ -1,14 +1,13 @@
-"""The ground floor's three versions against torch's DistributedDataParallel and against in_depth, in one run.
+"""The three forms of the core file against torch's DistributedDataParallel and against in_depth, in one run.
 
-    python 02_data_parallel/bench_data_parallel.py               4 processes on the CPU, gloo
+    python 02_data_parallel/bench_data_parallel.py               4 processes on the CPU, Gloo
     python 02_data_parallel/bench_data_parallel.py --figures     only draw the figures again
 
-First every gradient of every version is compared with DDP's; only then is anything timed. A step is zero_grad, forward,
+First every gradient of every form is compared with DDP's; only then is anything timed. A step is zero_grad, forward,
 backward and the wait for the gradients. Two steps alternate in pairs, and the table gives the ratio of their seconds.
-On a CPU that compares the cost of the machinery (hooks, copies, starts of messages): computing and sending share the
-same cores, so overlap wins nothing there. Beside it stands the ratio of the processor's seconds, of all ranks and all
-their threads: other programs on the machine cannot lengthen those. What overlap looks like is drawn from the times at
-which things really happened.
+On a CPU that compares what hooks, copies and launches cost: computing and sending share the same cores, so overlap
+gains nothing there. Beside it stands the ratio of processor seconds, of all ranks and all their threads, which other
+programs on the machine cannot lengthen. The figure of overlap is drawn from the times at which things happened.
 """
 
 import random
@@ -28,11 +27,11 @@ import torch
 import torch.distributed as dist
 from data_parallel import (
     bucketed,
-    cut_into_buckets,
-    hooked,
+    build_buckets,
+    build_model,
+    get_batch,
+    grad_hooks,
     loss_sum,
-    make_batch,
-    make_model,
     naive,
     overlapped,
     ring_all_reduce,
@@ -44,14 +43,14 @@ from harness.report import Ratio, paired, ratio_of, write_result
 from torch.nn.parallel import DistributedDataParallel
 
 RANKS = 4
-MODELS = {"1.0M": {"hidden": 128, "layers": 5}, "6.4M": {"hidden": 256, "layers": 8}}
+MODELS = {"1.0M": {"hidden": 128, "n_layers": 5}, "6.4M": {"hidden": 256, "n_layers": 8}}
 MIB = 2**20  # of a bucket: small models, so that there are several. All sides get the same
-VERSIONS = {"naive": naive, "overlapped": overlapped, "bucketed": partial(bucketed, bucket_bytes=MIB)}
+FORMS = {"naive": naive, "overlapped": overlapped, "bucketed": partial(bucketed, bucket_bytes=MIB)}
 
 
 def build(sizes):
     torch.manual_seed(0)
-    return make_model(**sizes)
+    return build_model(**sizes)
 
 
 def check(ours, theirs, what):
@@ -62,7 +61,7 @@ def check(ours, theirs, what):
 
 
 def processor_seconds(step) -> float:
-    """Of all ranks together, and of gloo's threads."""
+    """Of all ranks together, and of Gloo's threads."""
     dist.barrier()
     begin = time.process_time()
     step()
@@ -81,33 +80,38 @@ def in_processor_seconds(a, b, repeats: int) -> Ratio:
     return ratio_of(ratios)
 
 
-def step_of(model, version, tokens, valid):
-    parameters = list(model.parameters())  # DDP walks the model once, too, and not in every step
+def mean_loss(model, tokens, num_valid):
+    """With every token as the label of the one before it."""
+    return loss_sum(model(tokens), tokens.roll(-1, 1)) / num_valid
+
+
+def step_of(model, grad_sync, tokens, num_valid):
+    params = list(model.parameters())  # DDP also walks the model once, and not in every step
 
     def step():
         model.zero_grad()
-        with version(parameters, dist.group.WORLD):
-            (loss_sum(model, tokens, tokens.roll(-1, 1)) / valid).backward()
+        with grad_sync(params, dist.group.WORLD):
+            mean_loss(model, tokens, num_valid).backward()
 
     return step
 
 
 def compare(name):
-    """Rows of the table, from one rank: every version's messages, bytes and time, against DDP's and in_depth's."""
-    group, rank, sizes = dist.group.WORLD, dist.get_rank(), MODELS[name]
-    tokens = make_batch(0, RANKS)[rank][0][0].repeat(1, 2)  # every token counts: this is about time
-    valid = tokens.numel() * RANKS
+    """Rows of the table, from one rank: every form's messages, bytes and time, against DDP's and in_depth's."""
+    group, sizes = dist.group.WORLD, MODELS[name]
+    tokens = get_batch(0, RANKS)[0][dist.get_rank(), 0].repeat(1, 2)  # every token counts: this is about time
+    num_valid = tokens.numel() * RANKS
     ddp = DistributedDataParallel(build(sizes), bucket_cap_mb=1, gradient_as_bucket_view=True)
     deep = build(sizes)
     reducer = gradient_reducers.BucketedReducer(deep, group, bucket_bytes=MIB)
 
     def ddp_step():
         ddp.zero_grad()
-        (RANKS * loss_sum(ddp, tokens, tokens.roll(-1, 1)) / valid).backward()  # DDP averages, so it needs the factor
+        (RANKS * mean_loss(ddp, tokens, num_valid)).backward()  # DDP averages, so it needs the factor
 
     def deep_step():
         deep.zero_grad()
-        (loss_sum(deep, tokens, tokens.roll(-1, 1)) / valid).backward()
+        mean_loss(deep, tokens, num_valid).backward()
         reducer.finish()
 
     for _ in range(2):  # in its second step DDP has rebuilt its buckets
@@ -115,9 +119,9 @@ def compare(name):
         deep_step()
     check(deep, ddp.module, f"in_depth, {name} parameters")
     rows = []
-    for what, version in VERSIONS.items():
+    for what, grad_sync in FORMS.items():
         model = build(sizes)
-        step = step_of(model, version, tokens, valid)
+        step = step_of(model, grad_sync, tokens, num_valid)
         step()
         check(model, ddp.module, f"{what}, {name} parameters")
         repeats = 21 if what == "bucketed" else 5  # the others are not close
@@ -149,9 +153,9 @@ def calls_in(step) -> int:
 
 
 def hooked_by_hand(sizes, copy, send):
-    """The least that hooks in Python can do, in steps: nothing, copy into buckets, start the messages too."""
+    """The least that hooks in Python can do, in steps: nothing, copy into buckets, also launch the messages."""
     model, views, last, works = build(sizes), {}, {}, []
-    buckets = cut_into_buckets(list(model.parameters()), MIB)
+    buckets = build_buckets(list(model.parameters()), MIB)
     for bucket in buckets:
         flat = torch.zeros(sum(p.numel() for p in bucket))
         for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
@@ -172,13 +176,13 @@ def hooked_by_hand(sizes, copy, send):
 def machinery(name):
     """[what, share, calls]: seconds of the thread that computes, beyond those of a step without any data parallelism,
     over these; and calls of functions, beyond those of such a step. One rank, so that every message is there at once:
-    what is left are hooks, copies and starts. A short batch, so that they show."""
-    sizes, tokens = MODELS[name], make_batch(0, RANKS)[0][0][0][:1, :8]
-    valid, repeats = tokens.numel(), 60
+    what is left are hooks, copies and launches. A short batch, so that they show."""
+    sizes, tokens = MODELS[name], get_batch(0, RANKS)[0][0, 0, :1, :8]
+    num_valid, repeats = tokens.numel(), 60
 
     def backward(model):
         model.zero_grad()
-        (loss_sum(model, tokens, tokens.roll(-1, 1)) / valid).backward()
+        mean_loss(model, tokens, num_valid).backward()
 
     ddp = DistributedDataParallel(build(sizes), bucket_cap_mb=1, gradient_as_bucket_view=True)
     deep, plain = build(sizes), build(sizes)
@@ -194,13 +198,13 @@ def machinery(name):
         "DDP": partial(backward, ddp),
         "hooks that do nothing": partial(by_hand, *hooked_by_hand(sizes, False, False)),
         "and copy into buckets": partial(by_hand, *hooked_by_hand(sizes, True, False)),
-        "and start the messages": partial(by_hand, *hooked_by_hand(sizes, True, True)),
-        "bucketed": step_of(build(sizes), VERSIONS["bucketed"], tokens, valid),
+        "and launch the messages": partial(by_hand, *hooked_by_hand(sizes, True, True)),
+        "bucketed": step_of(build(sizes), FORMS["bucketed"], tokens, num_valid),
         "in_depth": lambda: (backward(deep), reducer.finish()),
     }
-    spent, order = {what: [] for what in steps}, random.Random(0)
+    spent, shuffled = {what: [] for what in steps}, random.Random(0)
     for repeat in range(-3, repeats):
-        for what in order.sample(list(steps), len(steps)):  # who came before leaves its traces in the caches
+        for what in shuffled.sample(list(steps), len(steps)):  # the step before leaves its traces in the caches
             begin = time.thread_time()
             steps[what]()
             if repeat >= 0:
@@ -213,19 +217,20 @@ def machinery(name):
 
 
 def timeline(name):
-    """[version, what, which, begin, end] on one rank: when gradients were complete, and what was under way when."""
-    tokens = make_batch(0, dist.get_world_size())[dist.get_rank()][0][0].repeat(1, 2)
+    """[form, what, number, begin, end] on one rank: when gradients were complete and messages in flight."""
+    tokens = get_batch(0, dist.get_world_size())[0][dist.get_rank(), 0].repeat(1, 2)
     rows, reduce, ring, clock = [], dist.all_reduce, ring_all_reduce, time.perf_counter
-    versions = VERSIONS | {"bucketed": partial(bucketed, bucket_bytes=4 * MIB)}
-    for what, version in versions.items():
-        model, events, arrived = build(MODELS[name]), [], {}
-        step = step_of(model, version, tokens, tokens.numel() * dist.get_world_size())
+    forms = FORMS | {"bucketed": partial(bucketed, bucket_bytes=4 * MIB)}
+    for what, grad_sync in forms.items():
+        model, events, done_at = build(MODELS[name]), [], {}
+        params = list(model.parameters())
+        step = step_of(model, grad_sync, tokens, tokens.numel() * dist.get_world_size())
 
-        def late_all_reduce(tensor, *args, events=events, arrived=arrived, **kwargs):
-            number, begin = len(arrived), clock()
-            arrived[number] = None
+        def timed_all_reduce(tensor, *args, events=events, done_at=done_at, **kwargs):
+            number, begin = len(done_at), clock()
+            done_at[number] = None
             work = reduce(tensor, *args, **kwargs)
-            done = work.get_future().then(lambda future: arrived.__setitem__(number, clock()))
+            done = work.get_future().then(lambda future: done_at.__setitem__(number, clock()))
             events.append(["message", number, begin, done])
             return work
 
@@ -236,27 +241,23 @@ def timeline(name):
 
         step()
         events.clear()
-        arrived.clear()
+        done_at.clear()
         dist.barrier()
-        patches = (
-            patch.object(dist, "all_reduce", late_all_reduce),
-            patch.object(data_parallel, "ring_all_reduce", timed_ring),
-        )
         with (
-            patches[0],
-            patches[1],
-            hooked(list(model.parameters()), lambda p, e=events: e.append(["gradient", 0, clock(), clock()])),
+            patch.object(dist, "all_reduce", timed_all_reduce),
+            patch.object(data_parallel, "ring_all_reduce", timed_ring),
+            grad_hooks(params, lambda p, e=events: e.append(["gradient", 0, clock(), clock()])),
         ):
             model.zero_grad()
-            loss = loss_sum(model, tokens, tokens.roll(-1, 1)) / 1000
+            loss = mean_loss(model, tokens, 1000)
             begin = clock()
-            with version(list(model.parameters()), dist.group.WORLD):
+            with grad_sync(params, dist.group.WORLD):
                 loss.backward()
             end = clock()
         for kind, number, start, stop in events:
             if not isinstance(stop, float):
                 stop.wait()
-                stop = arrived[number]
+                stop = done_at[number]
             rows.append([what, kind, number, start - begin, stop - begin])
         rows.append([what, "step", 0, 0.0, end - begin])
     longest = max(stop for *_, stop in rows)
@@ -264,44 +265,56 @@ def timeline(name):
 
 
 def ring_steps():
-    """What each rank's chunks hold before every step of the ring and at its end: whose numbers are in the sum."""
-    rank, ranks, real, states = dist.get_rank(), dist.get_world_size(), dist.batch_isend_irecv, []
-    x = torch.full((ranks,), 2.0**rank)  # a bit for each rank: the sum says who is in it
-    with patch.object(dist, "batch_isend_irecv", lambda messages: states.append(x.int().tolist()) or real(messages)):
+    """The chunks of this rank before every step of the ring and at its end. Each rank adds a bit of its own."""
+    real, states = dist.batch_isend_irecv, []
+    x = torch.full((dist.get_world_size(),), 2.0 ** dist.get_rank())
+    with patch.object(dist, "batch_isend_irecv", lambda ops: states.append(x.int().tolist()) or real(ops)):
         ring_all_reduce(x, dist.group.WORLD)
     return [*states, x.int().tolist()]
 
 
 def draw_ring(axes, result):
-    """Rows are ranks, columns chunks, one panel for each step; the darker, the more ranks are in the sum."""
-    steps = sorted({row[0] for row in result["rows"]})
-    for step, panel in zip(steps, axes, strict=True):
-        for _, rank, chunk, members in (row for row in result["rows"] if row[0] == step):
-            complete = len(members) == RANKS
-            colour = COLOURS["gradients"] if complete else COLOURS["messages"]
-            share = 1.0 if complete else 0.12 + 0.5 * (len(members) - 1) / (RANKS - 1)
-            panel.bar(chunk + 0.5, 0.9, 0.94, bottom=rank + 0.03, color=colour, alpha=share)
-            panel.text(
-                chunk + 0.47,
-                rank + 0.45,
-                members,
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if complete else GREY,
-            )
-        panel.set(xlim=(0, RANKS), ylim=(RANKS, 0), title="start" if step == 0 else f"step {step - 1}")
-        panel.set(xticks=[i + 0.5 for i in range(RANKS)], xticklabels=range(RANKS), xlabel="chunk")
-        panel.set(
-            yticks=[i + 0.5 for i in range(RANKS)], yticklabels=[f"rank {i}" for i in range(RANKS)] if step == 0 else []
+    """One panel per step; rows are ranks, columns are chunks. The chunk that a rank has just received is framed."""
+    held = {tuple(row[:3]): row[3] for row in result["rows"]}  # (step, rank, chunk) -> ranks in the sum
+    panels = axes.flatten()
+    for (step, rank, chunk), members in held.items():
+        panel, complete = panels[step], len(members) == RANKS
+        received = step > 0 and held[step - 1, rank, chunk] != members
+        panel.bar(
+            chunk + 0.5,
+            0.86,
+            0.9,
+            bottom=rank + 0.07,
+            color=COLOURS["gradients" if complete else "messages"],
+            alpha=1.0 if complete else 0.12 + 0.5 * (len(members) - 1) / (RANKS - 1),
         )
+        if received:
+            panel.bar(chunk + 0.5, 0.86, 0.9, bottom=rank + 0.07, fill=False, edgecolor=COLOURS["weights"], linewidth=2)
+        colour = "white" if complete else GREY
+        panel.text(chunk + 0.5, rank + 0.5, members, ha="center", va="center", fontsize=10, color=colour)
+    for step, panel in enumerate(panels[:-1]):
+        half = "add" if step < RANKS else "copy"
+        panel.set(xlim=(0, RANKS), ylim=(RANKS, 0), title="before" if step == 0 else f"step {step - 1}: {half}")
+        panel.set(xticks=[i + 0.5 for i in range(RANKS)], xticklabels=range(RANKS), xlabel="chunk")
+        panel.set(yticks=[i + 0.5 for i in range(RANKS)], yticklabels=[f"rank {i}" for i in range(RANKS)])
+        panel.tick_params(length=0)
         panel.grid(False)
+    legend = panels[-1]
+    legend.set_axis_off()
+    legend.set(xlim=(0, RANKS), ylim=(RANKS, 0))
+    words = [
+        "steps 0 to 2: reduce-scatter",
+        "steps 3 to 5: all-gather",
+        "",
+        "framed: just received",
+        "from the rank above",
+    ]
+    legend.text(0, 2, "\n".join([*words, "(rank 0: from rank 3)"]), va="center", fontsize=10)
 
 
 def draw_timeline(axes, result):
-    rows, versions = result["rows"], list(VERSIONS)
-    for place, version in enumerate(versions):
-        mine = [row for row in rows if row[0] == version]
+    for place, form in enumerate(FORMS):
+        mine = [row for row in result["rows"] if row[0] == form]
         last = max(end for _, what, _, _, end in mine if what == "gradient")
         axes.barh(3 * place, last, 0.8, color=COLOURS["compute"])
         axes.plot(
@@ -318,14 +331,14 @@ def draw_timeline(axes, result):
                 )
             if what == "step":
                 axes.plot([end, end], [3 * place - 0.6, 3 * place + 1.6], color=GREY)
-    labels = [words for version in versions for words in (f"{version}: backward", "under way")]
+    labels = [words for form in FORMS for words in (f"{form}: backward pass", "messages in flight")]
     axes.set(yticks=[y for i in range(3) for y in (3 * i, 3 * i + 1)], yticklabels=labels, ylim=(8, -1))
-    axes.set(xlabel="time since backward began (1: the end of the longest step)")
+    axes.set(xlabel="time since the backward pass began (1: the end of the longest step)")
 
 
 def figures():
     chapter = "02_data_parallel/figures"
-    write_figure(f"{chapter}/ring.svg", ["02_ring"], draw_ring, shape=(1, 2 * RANKS - 1), size=(11, 2.3))
+    write_figure(f"{chapter}/ring.svg", ["02_ring"], draw_ring, shape=(2, RANKS), size=(11, 5))
     write_figure(f"{chapter}/timeline.svg", ["02_timeline"], draw_timeline, size=(8, 3.2))
 
 
@@ -335,7 +348,7 @@ def measure_machinery():
         "What data parallelism adds to the seconds of the thread that computes, 6.4M parameters, 8 tokens",
         ["", "of a step without it (quartiles)", "calls of functions in Python"],
         run_ranks(1, machinery, "6.4M", timeout=400)[0],
-        "One rank, on which every sum is there at once: this is the time of hooks, copies and starts only. "
+        "One rank, on which every sum is there at once: this is the time of hooks, copies and launches only. "
         "Median of 60 steps in random order. Calls are those of one step, beyond those of a step without it.",
     )
 
@@ -344,11 +357,11 @@ def main():
     rows = [row for name in MODELS for row in run_ranks(RANKS, compare, name, timeout=300)[0]]  # gradients first
     measure_machinery()
     write_result(
-        "02_ground",
-        f"A step of each version against torch's DistributedDataParallel and in_depth, {RANKS} ranks, buckets of 1 MiB",
+        "02_forms",
+        f"A step of each form against torch's DistributedDataParallel and in_depth, {RANKS} ranks, buckets of 1 MiB",
         [
             "parameters",
-            "version",
+            "form",
             "messages of DDP",
             "messages",
             "bytes sent by a rank",
@@ -358,7 +371,7 @@ def main():
         ],
         rows,
         "A step is zero_grad, forward, backward and the wait for the sums; medians of pairs, and quartiles. Every "
-        "gradient of every version was compared with DDP's first. The naive version's messages are the sends of its "
+        "gradient of every form was compared with DDP's first. The messages of the naive form are the sends of its "
         "ring, and its bytes are counted; of the others, bytes are payload times the ring's formula. Processor seconds "
         "are those of all ranks and all their threads.",
     )
@@ -366,7 +379,7 @@ def main():
     members = "abcd"
     write_result(
         "02_ring",
-        f"Whose numbers are in each chunk of each rank, in a ring all-reduce on {RANKS} ranks",
+        f"Which ranks are in the sum, for each chunk of each rank, in a ring all-reduce on {RANKS} ranks",
         ["step", "rank", "chunk", "in the sum"],
         [
             [step, rank, chunk, "".join(m for i, m in enumerate(members) if value >> i & 1)]
@@ -377,10 +390,10 @@ def main():
     )
     write_result(
         "02_timeline",
-        "When gradients were complete and messages under way, on one of two ranks, 6.4M parameters",
-        ["version", "what", "number", "begin", "end"],
+        "When gradients were complete and messages in flight, on one of two ranks, 6.4M parameters",
+        ["form", "what", "number", "begin", "end"],
         run_ranks(2, timeline, "6.4M", timeout=120)[0],
-        "Times are shares of the longest of the three steps, from the moment that backward began.",
+        "Times are shares of the longest of the three steps, from the moment that the backward pass began.",
     )
     figures()
 

@@ -1,4 +1,4 @@
-"""The ring and the three versions against a model that knows nothing of ranks, written a second time for this file."""
+"""The ring and the three forms of gradient synchronization, against a model written a second time for this file."""
 
 import contextlib
 import importlib.util
@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).with_name("in_depth")))
 import data_parallel
 import gradient_reducers
 from data_parallel import (
-    IGNORE,
-    broadcast_weights,
+    IGNORE_INDEX,
+    broadcast_params,
     bucketed,
-    count_targets,
-    cut_into_buckets,
-    hooked,
-    make_batch,
-    make_model,
+    build_buckets,
+    build_model,
+    count_valid_tokens,
+    get_batch,
+    grad_hooks,
     naive,
     overlapped,
     ring_all_reduce,
@@ -40,50 +41,55 @@ from harness.oracle import Trace, assert_same, assert_same_named, assert_same_tr
 from harness.ranks import run_ranks
 
 LIMIT = 15.0  # seconds until a run that hangs is a failure
-VERSIONS = {"naive": naive, "overlapped": overlapped, "bucketed": partial(bucketed, bucket_bytes=64 * 1024)}
+FORMS = {"naive": naive, "overlapped": overlapped, "bucketed": partial(bucketed, bucket_bytes=64 * 1024)}
 
 
-def model_of(seed=0, dtype=torch.float64):
+def seeded_model(seed=0, dtype=torch.float64):
     torch.manual_seed(seed)
-    return make_model().to(dtype)
+    return build_model().to(dtype)
 
 
-def unsharded_loss(weights, tokens, labels):
-    """The model once more, from its weights by name, and the mean over targets as PyTorch computes it."""
-    x = weights["0.weight"][tokens]
+def local_batch(step, group=None):
+    """Tokens and labels [M, B, S] of this rank."""
+    tokens, labels = get_batch(step, dist.get_world_size(group))
+    return tokens[dist.get_rank(group)], labels[dist.get_rank(group)]
+
+
+def reference_loss(params, tokens, labels):
+    """The model once more, from its parameters by name, and the mean over valid tokens as PyTorch computes it."""
+    x = params["0.weight"][tokens]
     for layer in (1, 2):
-        w = {name.removeprefix(f"{layer}."): p for name, p in weights.items() if name.startswith(f"{layer}.")}
-        q, k, v = (norm(x, w["norm1.weight"]) @ w["qkv.weight"].T).chunk(3, dim=-1)
+        w = {name.removeprefix(f"{layer}."): p for name, p in params.items() if name.startswith(f"{layer}.")}
+        q, k, v = (rms_norm(x, w["attn_norm.weight"]) @ w["qkv_proj.weight"].T).chunk(3, dim=-1)
         scores = (q @ k.transpose(1, 2)) / q.shape[-1] ** 0.5
         scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-        x = x + (scores.softmax(-1) @ v) @ w["out.weight"].T
-        x = x + F.gelu(norm(x, w["norm2.weight"]) @ w["up.weight"].T) @ w["down.weight"].T
-    logits = norm(x, weights["3.weight"]) @ weights["0.weight"].T
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        x = x + (scores.softmax(-1) @ v) @ w["o_proj.weight"].T
+        x = x + F.gelu(rms_norm(x, w["mlp_norm.weight"]) @ w["up_proj.weight"].T) @ w["down_proj.weight"].T
+    logits = rms_norm(x, params["3.weight"]) @ params["0.weight"].T
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
-def norm(x, weight):
+def rms_norm(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * weight
 
 
-def oracle_trace(ranks, seed=0, first_step=0):
-    weights = {name: p.detach().clone().requires_grad_() for name, p in model_of(seed).named_parameters()}
+def reference_trace(world_size, seed=0, first_step=0) -> Trace:
+    params = {name: p.detach().clone().requires_grad_() for name, p in seeded_model(seed).named_parameters()}
 
     def backward(step):
-        pairs = [pair for part in make_batch(first_step + step, ranks) for pair in part]
-        loss = unsharded_loss(weights, *(torch.cat([pair[i] for pair in pairs]) for i in (0, 1)))
+        tokens, labels = get_batch(first_step + step, world_size)
+        loss = reference_loss(params, tokens.flatten(0, 2), labels)
         loss.backward()
         return loss.item()
 
-    return sgd_trace(weights, backward)
+    return sgd_trace(params, backward)
 
 
-def replica_trace(version, group, seed=0, first_step=0) -> Trace:
-    model = model_of(seed)
+def parallel_trace(grad_sync, group, seed=0, first_step=0) -> Trace:
+    model = seeded_model(seed)
 
     def backward(step):
-        batch = make_batch(first_step + step, dist.get_world_size(group))[dist.get_rank(group)]
-        return train_step(model, batch, version, group).item()
+        return train_step(model, *local_batch(first_step + step, group), grad_sync, group).item()
 
     return sgd_trace(dict(model.named_parameters()), backward)
 
@@ -92,9 +98,15 @@ def gradients(model):
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+def assert_no_gradients_overlap(params):
+    """Two gradients that share an element would be clipped twice. A whole storage may be shared: that is a bucket."""
+    spans = sorted((p.grad.data_ptr(), p.grad.data_ptr() + p.grad.nbytes) for p in params)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans)), spans
+
+
 class LateNetwork:
-    """Stands in for dist.all_reduce. A sum appears when it is waited for, and not a moment earlier; until then its
-    tensor holds NaN, so that whoever looks at it, or forgets to wait, is found out. Records what was asked for."""
+    """Stands in for dist.all_reduce. A sum is there once it is waited for, and not earlier; until then its tensor holds
+    NaN, so that a read that is too early and a missing wait both show. Records what was asked for."""
 
     def __init__(self):
         self.events, self.real = [], dist.all_reduce
@@ -102,15 +114,15 @@ class LateNetwork:
     def __call__(self, tensor, *args, async_op=False, **kwargs):
         if not async_op:
             return self.real(tensor, *args, **kwargs)
-        number, under_way = sum(what == "launch" for what, _ in self.events), tensor.clone()
+        number, in_flight = sum(what == "launch" for what, _ in self.events), tensor.clone()
         self.events.append(("launch", number))
-        work = self.real(under_way, *args, async_op=True, **kwargs)
+        work = self.real(in_flight, *args, async_op=True, **kwargs)
         tensor.fill_(float("nan"))
 
         class Work:
             def wait(_):
                 work.wait()
-                tensor.copy_(under_way)
+                tensor.copy_(in_flight)
                 self.events.append(("wait", number))
 
         return Work()
@@ -136,15 +148,16 @@ def ring_sums(cases):
 def assert_are_sums(ranks, cases):
     for rank, tensors in enumerate(ranks):
         for (numel, dtype), x in zip(cases, tensors, strict=True):
-            want = sum(values(r, numel, dtype) for r in range(len(ranks)))
-            assert_same(x, want, 1e-14 if dtype == torch.float64 else 0.0, f"the sum of {numel} {dtype}", rank)
+            expected = sum(values(r, numel, dtype) for r in range(len(ranks)))
+            assert_same(x, expected, 1e-14 if dtype == torch.float64 else 0.0, f"the sum of {numel} {dtype}", rank)
+            assert torch.equal(x, ranks[0][cases.index((numel, dtype))]), f"rank {rank} has other bits than rank 0"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_the_ring_gives_every_rank_the_sum_of_any_number_of_elements(ranks):
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ring_gives_every_rank_the_same_sum(world_size):
     cases = [(numel, torch.float64) for numel in (0, 1, 2, 3, 7, 64, 1001)]
     cases += [(7, torch.bfloat16), (7, torch.int64)]
-    assert_are_sums(run_ranks(ranks, ring_sums, cases, timeout=LIMIT), cases)
+    assert_are_sums(run_ranks(world_size, ring_sums, cases, timeout=LIMIT), cases)
 
 
 def ring_bytes(numel):
@@ -154,45 +167,26 @@ def ring_bytes(numel):
     return dict(sent.calls), sent.sent["send"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_rank_sends_two_times_p_minus_one_over_p_of_its_tensor_in_as_many_messages(ranks):
-    for calls, sent in run_ranks(ranks, ring_bytes, 1000, timeout=LIMIT):
-        rounds = 2 * (ranks - 1)
-        assert sent == rounds * 8 * 1000 // ranks
-        assert calls == ({"send": rounds, "recv": rounds} if rounds else {}), "the ring is made of send and receive"
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ring_sends_the_bytes_of_its_formula(world_size):
+    for calls, sent in run_ranks(world_size, ring_bytes, 1000, timeout=LIMIT):
+        steps = 2 * (world_size - 1)
+        assert sent == steps * 8 * 1000 // world_size
+        assert calls == ({"send": steps, "recv": steps} if steps else {}), "the ring is made of send and receive"
 
 
-def test_with_fewer_elements_than_ranks_the_ring_sends_no_empty_message():
-    results = run_ranks(4, ring_bytes, 2, timeout=LIMIT)
+def test_ring_sends_no_empty_chunk():
+    results = run_ranks(4, ring_bytes, 2, timeout=LIMIT)  # fewer elements than ranks
     assert sum(sent for _, sent in results) == 2 * 3 * 8 * 2
     assert sum(calls.get("send", 0) for calls, _ in results) == 2 * 3 * 2
 
 
-def same_bits():
-    x = torch.randn(1003, generator=torch.Generator().manual_seed(dist.get_rank()))
-    ring_all_reduce(x, dist.group.WORLD)
-    return x
-
-
-def test_all_ranks_end_with_the_same_bits():
-    first, *others = run_ranks(4, same_bits, timeout=LIMIT)
-    for rank, got in enumerate(others, 1):
-        assert torch.equal(got, first), f"rank {rank} has other bits than rank 0: replicas would drift apart"
-
-
-def ring_with_gaps():
-    x = torch.arange(6.0).view(2, 3).t()
+def ring_limits():
+    """The scratch memory of the ring, and what it does with a tensor with gaps."""
     with pytest.raises(RuntimeError, match="view"):
-        ring_all_reduce(x, dist.group.WORLD)
-
-
-def test_a_tensor_with_gaps_is_refused_and_not_silently_left_unreduced():
-    run_ranks(2, ring_with_gaps, timeout=LIMIT)
-
-
-def ring_scratch():
+        ring_all_reduce(torch.arange(6.0).view(2, 3).t(), dist.group.WORLD)
     peaks = []
-    for _ in range(3):  # gloo's threads may hold a buffer a little longer: the smallest of three is ours
+    for _ in range(3):  # Gloo's threads may hold a buffer a little longer: the smallest of three is the ring's
         x = torch.ones(1000, dtype=torch.float64)
         with peak_memory() as memory:
             ring_all_reduce(x, dist.group.WORLD)
@@ -200,92 +194,93 @@ def ring_scratch():
     return min(peaks)
 
 
-def test_the_ring_needs_two_chunks_of_scratch_and_never_a_second_tensor():
-    for rank, peak in enumerate(run_ranks(4, ring_scratch, timeout=LIMIT)):
+def test_ring_refuses_gaps_and_needs_two_chunks_of_scratch():
+    for rank, peak in enumerate(run_ranks(4, ring_limits, timeout=LIMIT)):
         assert 0 < peak <= 2 * 8 * 250, f"rank {rank} allocates {peak} bytes"
 
 
-def rings_with_a_late_rank(late, cases):
-    """One rank is late in every round, and many all-reduces of different sizes follow each other directly."""
+def rings_with_a_slow_rank(slow, cases):
+    """One rank is late in every step, and many all-reduces of different sizes follow each other directly."""
     real = dist.batch_isend_irecv
 
-    def slow(*args):
-        time.sleep(0.003 if dist.get_rank() == late else 0)
+    def late(*args):
+        time.sleep(0.003 if dist.get_rank() == slow else 0)
         return real(*args)
 
-    with patch.object(dist, "batch_isend_irecv", slow):
+    with patch.object(dist, "batch_isend_irecv", late):
         return ring_sums(cases)
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_that_is_late_in_every_round_mixes_up_nothing(late):
-    cases = [(numel, torch.float64) for numel in (5, 17, 1, 5, 200)]
-    assert_are_sums(run_ranks(3, rings_with_a_late_rank, late, cases, timeout=5), cases)
+@pytest.mark.parametrize("slow", [0, 2])
+def test_ring_is_right_with_a_slow_rank(slow):
+    cases = [(numel, torch.float64) for numel in (5, 17, 1, 6, 200)]
+    assert_are_sums(run_ranks(3, rings_with_a_slow_rank, slow, cases, timeout=5), cases)
 
 
-# ----------------------------------------------------------------------------------------------------------- the oracle
+# -------------------------------------------------------------------------------------------------------- the reference
 
 
-def all_versions():
-    return {name: replica_trace(version, dist.group.WORLD) for name, version in VERSIONS.items()}
+def all_forms():
+    return {name: parallel_trace(grad_sync, dist.group.WORLD) for name, grad_sync in FORMS.items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
-    want = oracle_trace(ranks)
-    for rank, traces in enumerate(run_ranks(ranks, all_versions, timeout=LIMIT)):
-        for got in traces.values():
-            assert_same_trace(got, want, rank=rank)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_losses_gradients_and_parameters_match_the_reference(world_size):
+    expected = reference_trace(world_size)
+    for rank, traces in enumerate(run_ranks(world_size, all_forms, timeout=LIMIT)):
+        for trace in traces.values():
+            assert_same_trace(trace, expected, rank=rank)
 
 
 def two_trainings():
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = dist.get_rank() % 2
-    return {n: replica_trace(v, groups[mine], seed=mine, first_step=3 * mine) for n, v in VERSIONS.items()}
+    return {n: parallel_trace(form, groups[mine], seed=mine, first_step=3 * mine) for n, form in FORMS.items()}
 
 
-def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [oracle_trace(2, seed=mine, first_step=3 * mine) for mine in (0, 1)]
+def test_two_groups_train_two_models_at_the_same_time():
+    expected = [reference_trace(2, seed=mine, first_step=3 * mine) for mine in (0, 1)]
     for rank, traces in enumerate(run_ranks(4, two_trainings, timeout=LIMIT)):
-        for got in traces.values():
-            assert_same_trace(got, want[rank % 2], rank=rank)
+        for trace in traces.values():
+            assert_same_trace(trace, expected[rank % 2], rank=rank)
 
 
-def sums_in_a_slice(name):
+def sums_in_a_group(name):
     """Two parameters whose gradient is 10 ** rank, in the groups 0, 2 and 1."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
-    parameters = {str(n): nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (5, 2)}
-    with VERSIONS[name](list(parameters.values()), groups[rank % 2]):
-        sum(10.0**rank * p.sum() for p in parameters.values()).backward()
-    return {n: p.grad.clone() for n, p in parameters.items()}
+    params = {str(n): nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (5, 2)}
+    with FORMS[name](list(params.values()), groups[rank % 2]):
+        sum(10.0**rank * p.sum() for p in params.values()).backward()
+    return {n: p.grad.clone() for n, p in params.items()}
 
 
-@pytest.mark.parametrize("name", VERSIONS)
-def test_every_version_sums_over_the_given_group_only(name):
-    for rank, got in enumerate(run_ranks(3, sums_in_a_slice, name, timeout=5)):
+@pytest.mark.parametrize("name", FORMS)
+def test_gradients_are_summed_over_the_given_group_only(name):
+    for rank, grads in enumerate(run_ranks(3, sums_in_a_group, name, timeout=5)):
         total = 1.0 + 100.0 if rank % 2 == 0 else 10.0
-        want = {str(n): torch.full((n,), total, dtype=torch.float64) for n in (5, 2)}
-        assert_same_named(got, want, what="gradient of the parameter of size", rank=rank)
+        expected = {str(n): torch.full((n,), total, dtype=torch.float64) for n in (5, 2)}
+        assert_same_named(grads, expected, what="gradient of the parameter of size", rank=rank)
 
 
-def beside_in_depth():
-    group, batch = dist.group.WORLD, make_batch(0, dist.get_world_size())[dist.get_rank()]
+def core_and_in_depth():
+    group, (tokens, labels) = dist.group.WORLD, local_batch(0)
     options = {"bucketed": {"bucket_bytes": 64 * 1024}}
     results = {}
-    for name, version in VERSIONS.items():
-        here, there = model_of(), model_of()
-        reducer = gradient_reducers.VERSIONS[name](there, group, **options.get(name, {}))
-        losses = train_step(here, batch, version, group), gradient_reducers.train_step(there, reducer, batch)
-        results[name] = (*(loss.item() for loss in losses), gradients(here), gradients(there))
+    for name, grad_sync in FORMS.items():
+        core, deep = seeded_model(), seeded_model()
+        reducer = gradient_reducers.VERSIONS[name](deep, group, **options.get(name, {}))
+        loss = train_step(core, tokens, labels, grad_sync, group)
+        deep_loss = gradient_reducers.train_step(deep, reducer, list(zip(tokens, labels, strict=True)))
+        results[name] = loss.item(), deep_loss.item(), gradients(core), gradients(deep)
     return results
 
 
-def test_the_ground_floor_and_in_depth_agree_on_loss_and_every_gradient():
-    for rank, results in enumerate(run_ranks(3, beside_in_depth, timeout=LIMIT)):
-        for name, (loss, their_loss, got, theirs) in results.items():
-            assert_same(loss, their_loss, 1e-13, f"{name}, the loss", rank)
-            assert_same_named(got, theirs, 1e-13, f"{name}, gradient of", rank)
+def test_core_file_and_in_depth_give_the_same_loss_and_gradients():
+    for rank, results in enumerate(run_ranks(3, core_and_in_depth, timeout=LIMIT)):
+        for name, (loss, deep_loss, core, deep) in results.items():
+            assert_same(loss, deep_loss, 1e-13, f"{name}, the loss", rank)
+            assert_same_named(core, deep, 1e-13, f"{name}, gradient of", rank)
 
 
 def error_of(model, exact):
@@ -295,81 +290,83 @@ def error_of(model, exact):
 
 def in_bfloat16():
     """Distance of bf16 gradients from those of float64: of this parallel run, and of one process with all batches."""
-    group, ranks = dist.group.WORLD, dist.get_world_size()
-    batch = make_batch(0, ranks)
-    exact, dense, parallel = model_of(dtype=torch.bfloat16).double(), model_of(dtype=torch.bfloat16), {}
+    tokens, labels = get_batch(0, dist.get_world_size())
+    exact, dense, parallel = seeded_model(dtype=torch.bfloat16).double(), seeded_model(dtype=torch.bfloat16), {}
     for model in (exact, dense):
-        for tokens, labels in (pair for part in batch for pair in part):
-            targets = sum((labels != IGNORE).sum() for part in batch for _, labels in part)
-            (data_parallel.loss_sum(model, tokens, labels) / targets).backward()
-    want = gradients(exact)
-    for name, version in VERSIONS.items():
-        model = model_of(dtype=torch.bfloat16)
-        train_step(model, batch[dist.get_rank()], version, group)
+        for x, y in zip(tokens.flatten(0, 1), labels.flatten(0, 1), strict=True):
+            (data_parallel.loss_sum(model(x), y) / (labels != IGNORE_INDEX).sum()).backward()
+    expected = gradients(exact)
+    for name, grad_sync in FORMS.items():
+        model = seeded_model(dtype=torch.bfloat16)
+        train_step(model, *local_batch(0), grad_sync, dist.group.WORLD)
         assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
-        parallel[name] = error_of(model, want)
-    return error_of(dense, want), parallel
+        parallel[name] = error_of(model, expected)
+    return error_of(dense, expected), parallel
 
 
-def test_bfloat16_gradients_are_at_most_half_as_far_again_from_float64_as_those_of_one_process():
+def test_bf16_gradients_are_as_close_to_float64_as_those_of_one_process():
     for dense, parallel in run_ranks(4, in_bfloat16, timeout=LIMIT):
         for name, error in parallel.items():
             assert error <= 1.5 * dense, f"{name}: {error:.3g}, one process {dense:.3g}"
 
 
-# ---------------------------------------------------------------------------------------------- the loss, and the start
+# ---------------------------------------------------------------------------------------------------- the training step
 
 
 def counts():
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
-    labels = torch.tensor([[rank, IGNORE, 7], [IGNORE, IGNORE, 0]])
-    batch = [(labels, labels[:1]), (labels, labels)] if rank == 2 else [(labels, labels[:1])]
+    labels = torch.tensor([[[rank, IGNORE_INDEX, 7]], [[IGNORE_INDEX, IGNORE_INDEX, 0]]])  # [M, B, S]
+    if rank == 2:
+        labels = torch.cat([labels, labels[:1]])
     before = labels.clone()
-    numbers = int(count_targets(batch, dist.group.WORLD)), int(count_targets(batch, groups[rank % 2]))
+    numbers = int(count_valid_tokens(labels, dist.group.WORLD)), int(count_valid_tokens(labels, groups[rank % 2]))
     with communication() as sent:
-        none = count_targets([(labels, torch.full((2, 2), IGNORE))], dist.group.WORLD)
+        none = count_valid_tokens(torch.full((2, 2, 2), IGNORE_INDEX), dist.group.WORLD)
     assert dict(sent.payload) == {"all_reduce": 8}, f"{dict(sent.payload)}: one message of 8 bytes is enough"
     assert torch.equal(labels, before), "labels are read only"
     return *numbers, int(none)
 
 
-def test_targets_are_counted_over_all_micro_batches_and_over_the_given_group_only():
-    assert run_ranks(3, counts, timeout=LIMIT) == [(9, 7, 1), (9, 2, 1), (9, 7, 1)]
+def test_valid_tokens_are_counted_over_all_micro_batches_of_the_group():
+    assert run_ranks(3, counts, timeout=LIMIT) == [(11, 8, 1), (11, 3, 1), (11, 8, 1)]
 
 
 def one_step():
-    model, ranks = model_of(), dist.get_world_size()
-    batch = make_batch(0, ranks)[dist.get_rank()]
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    loss = train_step(model, batch, VERSIONS["bucketed"], dist.group.WORLD).item()
-    untouched = all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
-    return loss, gradients(model), sum((labels != IGNORE).sum().item() for _, labels in batch), untouched
+    model = seeded_model()
+    tokens, labels = local_batch(0)
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with communication() as sent:
+        loss = train_step(model, tokens, labels, FORMS["bucketed"], dist.group.WORLD).item()
+    assert sent.calls["all_reduce"] == 3 + 2, "three buckets, num_valid and the loss, once for both micro-batches"
+    assert_no_gradients_overlap(model.parameters())
+    unchanged = all(torch.equal(p, params[name]) for name, p in model.named_parameters())
+    return loss, gradients(model), (labels != IGNORE_INDEX).sum().item(), unchanged
 
 
-def test_the_gradients_are_those_of_the_loss_that_is_returned_and_a_rank_without_a_target_gives_no_nan():
-    want, results = oracle_trace(3), run_ranks(3, one_step, timeout=LIMIT)
-    assert [targets for _, _, targets, _ in results] == [128, 64, 0], "the ranks must differ, or nothing is shown"
-    for rank, (loss, got, _, untouched) in enumerate(results):
-        assert_same(loss, want.losses[0], what="the loss", rank=rank)
-        assert_same_named(got, want.gradients[0], what="gradient of", rank=rank)
-        assert untouched, f"rank {rank}: a reduction changes gradients, and never weights"
+def test_gradients_belong_to_the_returned_loss_even_if_a_rank_has_no_valid_token():
+    expected, results = reference_trace(3), run_ranks(3, one_step, timeout=LIMIT)
+    assert [num_valid for _, _, num_valid, _ in results] == [128, 64, 0], "the ranks must differ, or nothing is shown"
+    for rank, (loss, grads, _, unchanged) in enumerate(results):
+        assert_same(loss, expected.losses[0], what="the loss", rank=rank)
+        assert_same_named(grads, expected.gradients[0], what="gradient of", rank=rank)
+        assert unchanged, f"rank {rank}: a reduction changes gradients, and never parameters"
 
 
-def broadcast_in_a_slice():
+def broadcast_in_a_group():
     rank = dist.get_rank()
-    model = model_of(seed=rank)
-    model[1].up.weight.requires_grad_(False)
-    model.register_buffer("places", torch.tensor([rank, 7]))
+    model = seeded_model(seed=rank)
+    model[1].up_proj.weight.requires_grad_(False)
+    model.register_buffer("positions", torch.tensor([rank, 7]))
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    slices = [dist.new_group([0]), dist.new_group([1, 3]), dist.new_group([2])]
-    broadcast_weights(model, slices[0 if rank == 0 else 2 if rank == 2 else 1])
+    groups = [dist.new_group([0]), dist.new_group([1, 3]), dist.new_group([2])]
+    broadcast_params(model, groups[0 if rank == 0 else 2 if rank == 2 else 1])
     return before, {name: t.clone() for name, t in model.state_dict().items()}
 
 
-def test_other_first_weights_buffers_and_frozen_weights_are_healed_by_the_broadcast():
-    befores, afters = zip(*run_ranks(4, broadcast_in_a_slice, timeout=LIMIT), strict=True)
-    assert not torch.equal(befores[1]["1.up.weight"], befores[3]["1.up.weight"]), "or nothing is shown"
+def test_broadcast_sends_parameters_frozen_ones_and_buffers_of_the_groups_first_rank():
+    befores, afters = zip(*run_ranks(4, broadcast_in_a_group, timeout=LIMIT), strict=True)
+    assert not torch.equal(befores[1]["1.up_proj.weight"], befores[3]["1.up_proj.weight"]), "or nothing is shown"
     for rank, root in ((0, 0), (1, 1), (2, 2), (3, 1)):
         assert_same_named(afters[rank], befores[root], tol=0, what="after the broadcast,", rank=rank)
 
@@ -377,132 +374,132 @@ def test_other_first_weights_buffers_and_frozen_weights_are_healed_by_the_broadc
 # ------------------------------------------------------------------------------------------------------ order and waits
 
 
-def late_network():
+def step_on_a_late_network():
     """One step on a network that delivers at the wait: the order of gradients, launches and waits, and the sums."""
     results = {}
     for name in ("overlapped", "bucketed"):
-        model, network = model_of(), LateNetwork()
-        parameters = list(model.parameters())
+        model, network = seeded_model(), LateNetwork()
+        params = list(model.parameters())
         note = partial(lambda events, _: events.append(("ready", 0)), network.events)
-        with patch.object(dist, "all_reduce", network), hooked(parameters, note):
-            batch = make_batch(0, dist.get_world_size())[dist.get_rank()]
-            train_step(model, batch, VERSIONS[name], dist.group.WORLD)
-        last = len(parameters)  # the first micro-batch: its gradients stay here
+        with patch.object(dist, "all_reduce", network), grad_hooks(params, note):
+            train_step(model, *local_batch(0), FORMS[name], dist.group.WORLD)
+        last = len(params)  # the first micro-batch: its gradients stay here
         assert all(what == "ready" for what, _ in network.events[:last])
         results[name] = network.events[last:], gradients(model)
     return results
 
 
-def test_a_sum_that_arrives_only_when_it_is_waited_for_is_there_after_the_step():
-    want = oracle_trace(2).gradients[0]
-    for rank, results in enumerate(run_ranks(2, late_network, timeout=LIMIT)):
-        for name, (_, got) in results.items():
-            assert_same_named(got, want, what=f"{name}, gradient of", rank=rank)
+def test_every_all_reduce_is_waited_for():
+    expected = reference_trace(2).gradients[0]
+    for rank, results in enumerate(run_ranks(2, step_on_a_late_network, timeout=LIMIT)):
+        for name, (_, grads) in results.items():
+            assert_same_named(grads, expected, what=f"{name}, gradient of", rank=rank)
 
 
-def test_every_message_but_the_last_leaves_before_backward_has_ended():
-    sizes = {name: p.nbytes for name, p in model_of().named_parameters()}
-    buckets = cut_into_buckets(list(model_of().parameters()), 64 * 1024)
-    for results in run_ranks(2, late_network, timeout=LIMIT):
-        for name, messages in (("overlapped", len(sizes)), ("bucketed", len(buckets))):
-            whats = [what for what, _ in results[name][0]]
-            last_ready = len(whats) - 1 - whats[::-1].index("ready")
-            assert whats.count("launch") == messages == whats.count("wait")
-            assert whats[:last_ready].count("launch") == messages - 1, f"{name}: {whats}"
-            assert whats.index("wait") > last_ready, f"{name} waits while backward could go on: {whats}"
+def test_all_messages_but_the_last_are_launched_during_the_backward_pass():
+    num_params = len(list(build_model().parameters()))
+    num_buckets = len(build_buckets(list(seeded_model().parameters()), 64 * 1024))
+    for results in run_ranks(2, step_on_a_late_network, timeout=LIMIT):
+        for name, messages in (("overlapped", num_params), ("bucketed", num_buckets)):
+            events = [what for what, _ in results[name][0]]
+            last_ready = len(events) - 1 - events[::-1].index("ready")
+            assert events.count("launch") == messages == events.count("wait")
+            assert events[:last_ready].count("launch") == messages - 1, f"{name}: {events}"
+            assert events.index("wait") > last_ready, f"{name} waits during the backward pass: {events}"
 
 
 def naive_order():
-    model, watch = model_of(), data_parallel.Watch()
-    with watch, hooked(list(model.parameters()), lambda _: watch.events.append(("ready", 0))):
-        train_step(model, make_batch(0, 2)[dist.get_rank()], naive, dist.group.WORLD)
-    return [what for what, _ in watch.events if what != "all-reduce"]  # of N and of the loss
+    model, recorder = seeded_model(), data_parallel.CommRecorder()
+    with recorder, grad_hooks(list(model.parameters()), recorder.record_grad):
+        train_step(model, *local_batch(0), naive, dist.group.WORLD)
+    return [what for what, _ in recorder.events if what != "all-reduce"]  # of num_valid and of the loss
 
 
-def test_naive_sends_nothing_before_backward_has_ended():
+def test_naive_sends_nothing_during_the_backward_pass():
     for events in run_ranks(2, naive_order, timeout=LIMIT):
-        assert events == ["ready"] * 28 + ["send"] * 28  # 14 parameters: two micro-batches; two rounds on two ranks
+        # 14 parameters: two micro-batches, and two steps of the ring
+        assert events == ["grad complete"] * 28 + ["send"] * 28
 
 
 def another_order_on_each_rank():
     """Four parameters of one size; rank 0 uses them in one order, rank 1 in the other. The slow rank starts late."""
     rank = dist.get_rank()
     time.sleep(0.1 * rank)
-    parameters = [nn.Parameter(torch.full((7,), 2.0**i)) for i in range(4)]
-    used = parameters if rank == 0 else parameters[::-1]
+    params = [nn.Parameter(torch.full((7,), 2.0**i)) for i in range(4)]
     x = torch.full((7,), rank + 1.0)
-    for p in used:
+    for p in params if rank == 0 else params[::-1]:
         x = x * p
-    with bucketed(parameters, dist.group.WORLD, bucket_bytes=28):
+    with bucketed(params, dist.group.WORLD, bucket_bytes=28):
         x.sum().backward()
-    return {str(i): p.grad.clone() for i, p in enumerate(parameters)}
+    return {str(i): p.grad.clone() for i, p in enumerate(params)}
 
 
-def test_buckets_of_one_size_are_not_mixed_up_when_ranks_complete_their_gradients_in_different_orders():
+def test_buckets_match_although_ranks_complete_gradients_in_different_orders():
     product = 1.0 * 2 * 4 * 8
-    want = {str(i): torch.full((7,), (1 + 2) * product / 2.0**i) for i in range(4)}
-    for rank, got in enumerate(run_ranks(2, another_order_on_each_rank, timeout=LIMIT)):
-        assert_same_named(got, want, tol=1e-6, what="gradient", rank=rank)
+    expected = {str(i): torch.full((7,), (1 + 2) * product / 2.0**i) for i in range(4)}
+    for rank, grads in enumerate(run_ranks(2, another_order_on_each_rank, timeout=LIMIT)):
+        assert_same_named(grads, expected, tol=1e-6, what="gradient", rank=rank)
 
 
-def the_second_bucket_is_full_first():
+def second_bucket_completes_first():
     """Parameters 3, 2, 1, 0 are one bucket each, in this order; backward completes 2 before 3, then 1, then 0."""
-    parameters, network = [nn.Parameter(torch.ones(7)) for _ in range(4)], LateNetwork()
+    params, network = [nn.Parameter(torch.ones(7)) for _ in range(4)], LateNetwork()
     x = torch.ones(7)
     for i in (0, 1, 3, 2):
-        x = x * parameters[i]
-    note = partial(lambda events, numbers, p: events.append(("ready", numbers[p])), network.events)
-    numbers = {p: i for i, p in enumerate(parameters)}
-    with patch.object(dist, "all_reduce", network), hooked(parameters, partial(note, numbers)):  # noqa: SIM117
-        with bucketed(parameters, dist.group.WORLD, bucket_bytes=28):
+        x = x * params[i]
+    numbers = {p: i for i, p in enumerate(params)}
+    note = partial(lambda events, p: events.append(("ready", numbers[p])), network.events)
+    with patch.object(dist, "all_reduce", network), grad_hooks(params, note):  # noqa: SIM117
+        with bucketed(params, dist.group.WORLD, bucket_bytes=28):
             x.sum().backward()
     return [f"{what} {number}" for what, number in network.events if what != "wait"]
 
 
-def test_every_bucket_that_may_leave_leaves_at_once():
-    want = ["ready 2", "ready 3", "launch 0", "launch 1", "ready 1", "launch 2", "ready 0", "launch 3"]
-    assert run_ranks(1, the_second_bucket_is_full_first, timeout=LIMIT) == [want]
+def test_buckets_are_launched_as_early_as_possible():
+    expected = ["ready 2", "ready 3", "launch 0", "launch 1", "ready 1", "launch 2", "ready 0", "launch 3"]
+    assert run_ranks(1, second_bucket_completes_first, timeout=LIMIT) == [expected]
 
 
 def unused_on_one_rank(name):
-    """Two branches: rank 0 uses one, rank 1 the other, nobody the third; twice, so that leftovers would show."""
+    """Two branches: rank 0 uses one, rank 1 the other, no rank the third; twice, so that leftovers would show."""
     torch.manual_seed(0)
     branches = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)).double()
-    version = {"naive": naive, "bucketed": partial(bucketed, bucket_bytes=100)}[name]
+    grad_sync = {"naive": naive, "bucketed": partial(bucketed, bucket_bytes=100)}[name]
     for _ in range(2):
         branches.zero_grad()
-        with version(list(branches.parameters()), dist.group.WORLD):
+        with grad_sync(list(branches.parameters()), dist.group.WORLD):
             branches[dist.get_rank()](torch.ones(1, 3).double()).square().sum().backward()
     return gradients(branches)
 
 
 @pytest.mark.parametrize("name", ["naive", "bucketed"])
-def test_a_parameter_that_a_rank_did_not_use_gets_the_sum_of_the_others(name):
+def test_a_parameter_unused_on_one_rank_gets_the_sum_of_the_others(name):
     torch.manual_seed(0)
     branches = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)).double()
     for branch in branches[:2]:
         branch(torch.ones(1, 3).double()).square().sum().backward()
-    want = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in branches.named_parameters()}
-    for rank, got in enumerate(run_ranks(2, unused_on_one_rank, name, timeout=5)):
-        assert_same_named(got, want, what="gradient of", rank=rank)
+    expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in branches.named_parameters()}
+    for rank, grads in enumerate(run_ranks(2, unused_on_one_rank, name, timeout=5)):
+        assert_same_named(grads, expected, what="gradient of", rank=rank)
 
 
 def after_an_error():
-    model, group = model_of(), dist.group.WORLD
-    parameters = list(model.parameters())
-    for version in VERSIONS.values():
-        with contextlib.suppress(MemoryError), version(parameters, group):
+    model, group = seeded_model(), dist.group.WORLD
+    for grad_sync in FORMS.values():
+        with contextlib.suppress(MemoryError), grad_sync(list(model.parameters()), group):
             raise MemoryError("as if forward had run out of memory, on all ranks")
     with communication() as sent:
-        train_step(model, make_batch(0, 2)[dist.get_rank()], VERSIONS["bucketed"], group)
+        train_step(model, *local_batch(0), FORMS["bucketed"], group)
     return sent.calls["all_reduce"], gradients(model)
 
 
-def test_after_an_error_nothing_is_left_behind_and_the_next_step_is_right():
-    want = oracle_trace(2).gradients[0]
-    for rank, (calls, got) in enumerate(run_ranks(2, after_an_error, timeout=LIMIT)):
-        assert calls == 3 + 2, "three buckets, N and the loss: no hook of an earlier block sends a second time"
-        assert_same_named(got, want, what="gradient of", rank=rank)
+def test_the_step_after_an_error_is_right():
+    expected = reference_trace(2).gradients[0]
+    for rank, (calls, grads) in enumerate(run_ranks(2, after_an_error, timeout=LIMIT)):
+        assert calls == 3 + 2, (
+            "three buckets, num_valid and the loss: no hook of an earlier block launches a second time"
+        )
+        assert_same_named(grads, expected, what="gradient of", rank=rank)
 
 
 # ----------------------------------------------------------------------------------------------------- bytes and memory
@@ -510,100 +507,91 @@ def test_after_an_error_nothing_is_left_behind_and_the_next_step_is_right():
 
 def bytes_of_a_step(micro_batches):
     results = {}
-    for name, version in VERSIONS.items():
-        model = model_of()
+    for name, grad_sync in FORMS.items():
+        model = seeded_model()
         with communication() as sent:
             for i in range(micro_batches):
-                tokens, labels = make_batch(i, dist.get_world_size())[dist.get_rank()][0]
-                with version(list(model.parameters()), dist.group.WORLD) if i == micro_batches - 1 else nullcontext():
-                    data_parallel.loss_sum(model, tokens, labels).backward()
+                tokens, labels = local_batch(i)
+                is_last = i == micro_batches - 1
+                with grad_sync(list(model.parameters()), dist.group.WORLD) if is_last else nullcontext():
+                    data_parallel.loss_sum(model(tokens[0]), labels[0]).backward()
         results[name] = dict(sent.calls), sent.total
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_bytes_sent_equal_the_formula_and_do_not_depend_on_the_number_of_micro_batches(ranks):
-    size = sum(p.nbytes for p in model_of().parameters())
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_sent_match_the_formula_for_any_number_of_micro_batches(world_size):
+    grad_bytes = sum(p.nbytes for p in seeded_model().parameters())
     messages = {"overlapped": {"all_reduce": 14}, "bucketed": {"all_reduce": 3}}
     for micro_batches in (1, 3):
-        results = run_ranks(ranks, bytes_of_a_step, micro_batches, timeout=LIMIT)
-        for name in VERSIONS:
-            assert round(sum(result[name][1] for result in results)) == 2 * (ranks - 1) * size, name
+        results = run_ranks(world_size, bytes_of_a_step, micro_batches, timeout=LIMIT)
+        for name in FORMS:
+            assert round(sum(result[name][1] for result in results)) == 2 * (world_size - 1) * grad_bytes, name
             for calls, _ in (result[name] for result in results):
                 assert name == "naive" or calls == messages[name]
 
 
-def watched_train_step():
-    model = model_of()
-    with communication() as sent:
-        train_step(model, make_batch(0, 2)[dist.get_rank()], VERSIONS["bucketed"], dist.group.WORLD)
-    return sent.calls["all_reduce"]
-
-
-def test_a_step_of_two_micro_batches_sends_its_gradients_once():
-    assert run_ranks(2, watched_train_step, timeout=LIMIT) == [3 + 2] * 2  # three buckets, N and the loss
-
-
 def memory_of_bucketed(bucket_bytes):
-    """Four parameters of 800 bytes in buckets: gradients held after the step, the peak, and after zero_grad."""
-    parameters, peaks = [nn.Parameter(torch.ones(100, dtype=torch.float64)) for _ in range(4)], []
-    for _ in range(3):  # gloo's threads may hold a buffer a little longer
+    """Four parameters of 800 bytes in buckets: bytes of gradients after the step, the peak, and after zero_grad."""
+    params, peaks = [nn.Parameter(torch.ones(100, dtype=torch.float64)) for _ in range(4)], []
+    for _ in range(3):  # Gloo's threads may hold a buffer a little longer
         with peak_memory() as memory:
-            with bucketed(parameters, dist.group.WORLD, bucket_bytes):
-                sum(p.sum() for p in parameters).backward()
-            held, storages = held_bytes(parameters).gradients, {p.grad.untyped_storage().data_ptr() for p in parameters}
-            views = all(p.grad._base is not None and p.grad.is_contiguous() for p in parameters)
-            for p in parameters:
+            with bucketed(params, dist.group.WORLD, bucket_bytes):
+                sum(p.sum() for p in params).backward()
+            grad_bytes, storages = held_bytes(params).gradients, {p.grad.untyped_storage().data_ptr() for p in params}
+            views = all(p.grad._base is not None and p.grad.is_contiguous() for p in params)
+            for p in params:
                 p.grad = None
         peaks.append((memory.peak, memory.current))
-    return held, len(storages), views, min(peaks)
+    return grad_bytes, len(storages), views, min(peaks)
 
 
-def test_the_gradients_are_views_of_their_buckets_and_one_bucket_more_is_the_peak():
-    for held, storages, views, (peak, left) in run_ranks(2, memory_of_bucketed, 1600, timeout=LIMIT):
-        assert (held, storages, views) == (3200, 2, True), "p.grad lives in the flat tensor that was sent"
+def test_gradients_are_views_of_their_bucket_and_the_peak_is_one_bucket_more():
+    for grad_bytes, storages, views, (peak, left) in run_ranks(2, memory_of_bucketed, 1600, timeout=LIMIT):
+        assert (grad_bytes, storages, views) == (3200, 2, True), "p.grad lives in the flat tensor that was sent"
         assert 3200 + 1600 <= peak < 3200 + 1600 + 100, peak  # a few scalars of the loss
-        assert left <= 16, "zero_grad frees the buckets: nobody else may hold them during the next forward"
+        assert left <= 16, "zero_grad frees the buckets, so that the next forward pass has their memory"
 
 
-def test_a_parameter_that_is_a_bucket_of_its_own_is_sent_without_a_copy():
-    for held, storages, _, (peak, left) in run_ranks(2, memory_of_bucketed, 800, timeout=LIMIT):
-        assert (held, storages) == (3200, 4)
+def test_a_parameter_alone_in_its_bucket_is_not_copied():
+    for grad_bytes, storages, _, (peak, left) in run_ranks(2, memory_of_bucketed, 800, timeout=LIMIT):
+        assert (grad_bytes, storages) == (3200, 4)
         assert 3200 <= peak < 3200 + 100, peak  # a few scalars of the loss
         assert left <= 16
 
 
-def test_buckets_are_cut_like_those_of_in_depth_hold_one_dtype_and_large_parameters_are_alone():
-    parameters = list(model_of().parameters())
-    for size in (1, 64 * 1024, 10**9):  # a parameter of 5000 bytes is alone here, and not there
-        got = run_ranks(1, cuts_of_both, size, timeout=LIMIT)[0]
-        assert got[0] == got[1]
-    half = [nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)]
-    assert [len(bucket) for bucket in cut_into_buckets(half, 10**6)] == [2, 1]
-    buckets = cut_into_buckets(parameters, 5000)
-    assert sorted(map(id, (p for bucket in buckets for p in bucket))) == sorted(map(id, parameters))
-    assert all(len(bucket) == 1 for bucket in buckets if any(p.nbytes >= 5000 for p in bucket))
-    place = {id(p): -i for i, p in enumerate(parameters)}
-    last = [max(place[id(p)] for p in bucket) for bucket in buckets[:-1]]
-    assert last == sorted(last), "a bucket leaves when its last gradient is there, so this is the order of all"
-
-
-def cuts_of_both(size):
-    model = model_of()
+def buckets_of_both(size):
+    model = seeded_model()
     names = {p: name for name, p in model.named_parameters()}
     reducer = gradient_reducers.BucketedReducer(model, dist.group.WORLD, bucket_bytes=size)
-    return [
-        [[names[p] for p in bucket] for bucket in buckets]
-        for buckets in (cut_into_buckets(list(names), size), reducer.buckets)
+    both = build_buckets(list(names), size), reducer.buckets
+    return [[[names[p] for p in bucket] for bucket in buckets] for buckets in both]
+
+
+def test_buckets_equal_those_of_in_depth_hold_one_dtype_and_large_parameters_are_alone():
+    for size in (1, 64 * 1024, 10**9):  # a parameter of 5000 bytes is alone here, and not there
+        core, deep = run_ranks(1, buckets_of_both, size, timeout=LIMIT)[0]
+        assert core == deep
+    dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
+    assert [len(bucket) for bucket in build_buckets([nn.Parameter(torch.ones(4, dtype=d)) for d in dtypes], 10**6)] == [
+        2,
+        1,
     ]
+    params = list(seeded_model().parameters())
+    buckets = build_buckets(params, 5000)
+    assert sorted(map(id, (p for bucket in buckets for p in bucket))) == sorted(map(id, params))
+    assert all(len(bucket) == 1 for bucket in buckets if any(p.nbytes >= 5000 for p in bucket))
+    place = {id(p): -i for i, p in enumerate(params)}
+    last = [max(place[id(p)] for p in bucket) for bucket in buckets[:-1]]
+    assert last == sorted(last), "a bucket is launched with its last gradient, so this is the order of all"
 
 
 def frozen_and_tied():
-    model = model_of()
-    model[1].up.weight.requires_grad_(False)
+    model = seeded_model()
+    model[1].up_proj.weight.requires_grad_(False)
     with communication() as sent:
-        train_step(model, make_batch(0, 2)[dist.get_rank()], overlapped, dist.group.WORLD)
-    return sent.calls["all_reduce"], model[1].up.weight.grad is None
+        train_step(model, *local_batch(0), overlapped, dist.group.WORLD)
+    return sent.calls["all_reduce"], model[1].up_proj.weight.grad is None
 
 
 def test_a_tied_parameter_is_sent_once_and_a_frozen_one_never():
@@ -613,42 +601,67 @@ def test_a_tied_parameter_is_sent_once_and_a_frozen_one_never():
 # ----------------------------------------------------------------------------------------------------------- the script
 
 
-def alone(folder):
+def copied_alone(folder):
     """The script, imported from a folder where nothing else lies, with nothing of this repository on the path."""
     repository = str(Path(__file__).resolve().parents[1])
     sys.path[:] = [folder, *(p for p in sys.path if not p.startswith(repository) or "site-packages" in p)]
     spec = importlib.util.spec_from_file_location("copied", f"{folder}/data_parallel.py")
-    copied = importlib.util.module_from_spec(spec)
+    copied = sys.modules["copied"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copied)
-    said, versions = io.StringIO(), (copied.naive, copied.overlapped, partial(copied.bucketed, bucket_bytes=64 * 1024))
-    with contextlib.redirect_stdout(said):
-        wrong = [copied.prove(version, dist.group.WORLD, torch.device("cpu")) for version in versions]
-    return wrong, [line.split()[0] for line in said.getvalue().splitlines()]
+    forms = {n: getattr(copied, n) for n in FORMS} | {"bucketed": partial(copied.bucketed, bucket_bytes=64 * 1024)}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        failures = [copied.check(n, form, dist.group.WORLD, torch.device("cpu")) for n, form in forms.items()]
+    del sys.modules["copied"]
+    return failures, [line.split()[0] for line in out.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_copied_alone_it_proves_all_three_versions(ranks, tmp_path):
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_copied_alone_the_script_passes_its_own_check(world_size, tmp_path):
     shutil.copy(Path(__file__).with_name("data_parallel.py"), tmp_path)
-    for rank, (wrong, rows) in enumerate(run_ranks(ranks, alone, str(tmp_path), timeout=2 * LIMIT)):
-        assert wrong == [[], [], []]
-        assert rows == (list(VERSIONS) if rank == 0 else [])
+    for rank, (failures, rows) in enumerate(run_ranks(world_size, copied_alone, str(tmp_path), timeout=2 * LIMIT)):
+        assert failures == [[], [], []]
+        assert rows == (list(FORMS) if rank == 0 else [])
 
 
-def nan_in_the_weights():
-    def broken(model, group):
-        next(model.parameters()).data[0, 0] = float("nan")
+def check_of_wrong_runs():
+    """What the check says of parameters that are NaN on one rank, and of forms that send too much or too late."""
 
-    with patch.object(data_parallel, "broadcast_weights", broken), contextlib.redirect_stdout(io.StringIO()):
-        return data_parallel.prove(VERSIONS["bucketed"], dist.group.WORLD, torch.device("cpu"))
+    def nan_on_one_rank(model, group):
+        broadcast_params(model, group)
+        next(model.parameters()).data[0, 0] = float("nan") if dist.get_rank() == 1 else 0.0
+
+    @contextlib.contextmanager
+    def late(params, group):
+        yield
+        for p in params:
+            dist.all_reduce(p.grad, group=group)
+
+    @contextlib.contextmanager
+    def twice(params, group):
+        with bucketed(params, group, 64 * 1024):
+            yield
+        for p in params:
+            dist.all_reduce(p.grad.clone(), group=group)
+            p.grad = torch.cat([p.grad.flatten(), p.grad.flatten()])[: p.numel()].view_as(p)
+
+    said = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for form in (late, twice):
+            said[form.__name__] = data_parallel.check(form.__name__, form, dist.group.WORLD, torch.device("cpu"))
+        with patch.object(data_parallel, "broadcast_params", nan_on_one_rank):
+            said["nan"] = data_parallel.check("nan", FORMS["bucketed"], dist.group.WORLD, torch.device("cpu"))
+    return said
 
 
-def test_nan_is_not_a_pass():
-    for wrong in run_ranks(2, nan_in_the_weights, timeout=LIMIT):
-        assert any("off by nan" in line for line in wrong)
+def test_check_finds_nan_late_messages_and_too_many_bytes():
+    for said in run_ranks(2, check_of_wrong_runs, timeout=LIMIT):
+        assert said["nan"] == ["nan: largest error nan"]
+        assert said["late"] == ["late: no message is launched during the backward pass"]
+        assert said["twice"] == ["twice: 941,792 bytes sent", "twice: 470,880 bytes of gradients"]
 
 
 @pytest.mark.parametrize("option", [["--bucket-kib", "0"], ["--bucket-kib", "-3"], ["--bucket-kib", "nan"], ["--ring"]])
-def test_a_bad_option_is_one_line_that_names_it_before_any_process_group(option, monkeypatch, capsys):
+def test_a_bad_option_is_refused_in_one_line_before_any_process_group(option, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["data_parallel.py", *option])
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
     with pytest.raises(SystemExit) as end:
@@ -658,11 +671,11 @@ def test_a_bad_option_is_one_line_that_names_it_before_any_process_group(option,
     assert said.err.startswith("data_parallel.py: ") and said.err.count("\n") == 1 and option[0] in said.err
 
 
-def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
+def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["data_parallel.py"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
     with pytest.raises(SystemExit) as end:
         data_parallel.main()
-    assert end.value.code == 2 and "--nproc_per_node 4: there are 2 GPUs here; use 2 or less" in capsys.readouterr().err
+    assert end.value.code == 2 and "--nproc_per_node 4: use 2 or less" in capsys.readouterr().err

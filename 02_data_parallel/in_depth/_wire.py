@@ -2,7 +2,7 @@
 
 A meter of torch.distributed's calls knows what an all-reduce was *given*; that it sends 2(P-1)/P times as much is the
 formula of an algorithm. Here nothing is assumed. `count` starts this file inside `unshare -rn`, where Linux gives it a
-loopback interface that nobody else uses; P processes sum a tensor, and /proc/net/dev says what went through.
+loopback interface of its own; P processes sum a tensor, and /proc/net/dev says what went through.
 """
 
 import fcntl
@@ -64,7 +64,7 @@ def one_rank(rank: int, ranks: int, numel: int, store: str) -> dict[str, int]:
         run(x, group=dist.group.WORLD)  # the first time opens connections
         dist.barrier()
         before = sent_so_far()
-        dist.barrier()  # nobody begins before all have read
+        dist.barrier()  # no rank begins before all have read
         run(x, group=dist.group.WORLD)
         dist.barrier()
         found[name] = sent_so_far() - before

@@ -30,7 +30,7 @@ RANKS = 4
 WIRE = 1_000_000  # numbers, where the operating system counts
 MESSAGES = {"1 KiB": 2**8, "16 MiB": 2**22}  # elements of float32
 OURS = {"all_reduce_ring": all_reduce_ring, "all_reduce_tree": all_reduce_tree, "all_reduce_naive": all_reduce_naive}
-GLOO = "torch.distributed on gloo"
+GLOO = "torch.distributed on Gloo"
 
 
 def verify(numel: int) -> dict[str, tuple[int, int]]:

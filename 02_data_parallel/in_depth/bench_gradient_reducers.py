@@ -1,6 +1,6 @@
 """The three reducers against torch's DistributedDataParallel: same model, same batch, same buckets, 4 ranks, one run.
 
-    python 02_data_parallel/in_depth/bench_gradient_reducers.py              4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 02_data_parallel/in_depth/bench_gradient_reducers.py              4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
 First every gradient of every version is compared with DDP's; only then is anything timed. A step is zero_grad, forward,
 backward, and the wait for the gradients. Ours and DDP's steps alternate in pairs; the table gives the ratio of their

@@ -30,7 +30,7 @@ Rabenseifner & Gropp 2005), and `bytes_sent` the exact bytes that each rank puts
 takes 2(P-1)α + 2(P-1)/P·nβ, and Patarasuk & Yuan 2009 prove that its volume is the least possible.
 
     python collectives.py                                   one rank: everything is already where it belongs
-    torchrun --nproc_per_node 4 collectives.py              gloo on CPU; nccl if there is a GPU for each rank
+    torchrun --nproc_per_node 4 collectives.py              Gloo on CPUs; NCCL if there is a GPU for each rank
     torchrun --nproc_per_node 4 collectives.py --numel 3    fewer elements than ranks
 
 Each is compared with torch.distributed's own and its bytes are counted, on every rank. The last line is PASS.
@@ -367,7 +367,7 @@ def barrier(group: Group, device: torch.device | str = "cpu") -> None:
     token, heard = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     for k in range(doublings(world)):
         exchange(group, sends=[(token, (rank + 2**k) % world)], receives=[(heard, (rank - 2**k) % world)])
-    heard.item()  # nccl's wait() holds back the GPU's queue but not the program; reading the byte holds the program too
+    heard.item()  # NCCL's wait() holds back the GPU's queue but not the program; reading the byte holds the program too
 
 
 FUNCTIONS: tuple[Callable[..., None], ...] = (
@@ -522,9 +522,9 @@ def main() -> None:
     options: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if on_gpu:
         torch.cuda.set_device(device)
-        options["device_id"] = device  # opens nccl's communicator now, with all ranks: a round may concern only two
+        options["device_id"] = device  # opens NCCL's communicator now, with all ranks: a round may concern only two
     # torch.distributed.nn is imported on top because SentBytes imports it. Imported while a group is up, it would keep
-    # that group alive beyond destroy_process_group, and gloo's threads could abort the program as it ends.
+    # that group alive beyond destroy_process_group, and Gloo's threads could abort the program as it ends.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60), **options)
     group = dist.group.WORLD
     assert group is not None

@@ -1,9 +1,9 @@
 """Data parallelism: each rank holds the whole model and sees its own part of the batch; the gradients are summed.
 
 Problem. P ranks compute P different gradients. Before the optimizer may step, each needs the sum of all P. Sending them
-after backward is right and slow: the links idle while backward runs, then the processors idle while gradients travel.
+after backward is right and slow: the links idle while backward runs, then the processors idle while gradients are sent.
 
-Idea. Backward finishes the last layer's gradients first, so they can travel while it works on the layers below. Each
+Idea. Backward finishes the last layer's gradients first, so they can be sent while it works on the layers below. Each
 message pays a start-up time (the dots below), so small gradients share one: they live in flat buffers, the buckets.
 
     backward     ---h---g---f---e---d---c---b---a
@@ -26,7 +26,7 @@ The three versions, and accumulation: Li et al. 2020, "PyTorch Distributed" (arX
 
 Run it:
     python gradient_reducers.py                                               one rank, CPU or GPU
-    torchrun --nproc_per_node 2 gradient_reducers.py --version naive          gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 2 gradient_reducers.py --version naive          Gloo on CPUs, NCCL on GPUs
     torchrun --nproc_per_node 2 gradient_reducers.py --profile traces         one chrome trace per rank
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
@@ -211,7 +211,7 @@ class Reducer:
         """State of one step, from the first gradient to `finish()`."""
         self.ready: set[nn.Parameter] = set()  # final on this rank
         self.unused: set[nn.Parameter] = set()  # sent as zeros
-        self.works: list[dist.Work] = []  # all-reduces under way
+        self.works: list[dist.Work] = []  # all-reduces in flight
         self.launched = 0  # buckets sent so far; the next one to send
         self.missing = [len(bucket) for bucket in self.buckets]  # gradients each bucket still waits for
         self.stale = set(self.names)  # places in the buckets that still hold the last step's sum
@@ -479,12 +479,12 @@ def make_reducer(args: argparse.Namespace, model: nn.Module, group: dist.Process
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Three steps beside the oracle; prints the table on rank 0 and returns what is wrong."""
+    """Three steps beside the reference; prints the table on rank 0 and returns what is wrong."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(rank)  # on purpose: every rank draws other weights, and broadcast_parameters heals it
     model = Decoder().to(device, torch.float64)
     broadcast_parameters(model, group)
-    oracle = deepcopy(model)  # the unsharded model, which sees the whole global batch on one rank
+    reference = deepcopy(model)  # the unsharded model, which sees the whole global batch on one rank
     reducer, counter = make_reducer(args, model, group), WireCounter(ranks)
     watched = {0: counter}
     if args.profile:  # open the file in https://ui.perfetto.dev or chrome://tracing
@@ -498,14 +498,14 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     for step in range(3):
         batch = [[(x.to(device), y.to(device)) for x, y in part] for part in make_batch(step, ranks)]
         model.zero_grad()
-        oracle.zero_grad()
+        reference.zero_grad()
         with watched.get(step, nullcontext()):
             loss = train_step(model, reducer, batch[rank])
         tokens, labels = (torch.cat([pair[i] for part in batch for pair in part]) for i in (0, 1))
-        want = token_loss_sum(oracle, tokens, labels) / (labels != IGNORE).sum()
+        want = token_loss_sum(reference, tokens, labels) / (labels != IGNORE).sum()
         want.backward()
         compare(loss, want.detach())
-        for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             compare(p.grad, q.grad)
             p.data -= 0.1 * p.grad  # plain SGD: it forgives no wrong scale, as Adam would
             q.data -= 0.1 * q.grad
@@ -522,7 +522,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     least = int(args.version != "naive" and len(reducer.buckets) > 1)
     to_send = 2 * (ranks - 1) * (gradients + 2 * 8)
     rows = [  # what, predicted, measured, is it right? The two scalars are the loss and its divisor, 8 bytes each.
-        ("largest error against the oracle", "<= 1e-10", f"{max(errors):.1e}", all(e <= 1e-10 for e in errors)),
+        ("largest error against the reference", "<= 1e-10", f"{max(errors):.1e}", all(e <= 1e-10 for e in errors)),
         ("all-reduces: buckets + 2 scalars", messages + 2, counter.all_reduces, messages + 2 == counter.all_reduces),
         ("bytes sent by all ranks, 2 (P-1) G", to_send, round(sent.item()), to_send == round(sent.item())),
         ("bytes held for gradients, G", gradients, held, gradients == held),

@@ -157,7 +157,7 @@ def rows_of(step: int, rank: int, ranks: int, rows: int, data: int, seed: int = 
     """The rows of the data set that this rank reads in this step; `rows` is the global batch, of all ranks.
 
     Every epoch has its own order, drawn from seed and epoch, the same on all ranks without a message. The global batch
-    is the next `rows` of it, whoever reads them: a run that goes on with more ranks sees the same batches.
+    is the next `rows` of it, on any number of ranks: a run that goes on with more ranks sees the same batches.
     """
     # --- exercise 2.33: every row once an epoch, and the same global batch for any number of ranks ---
     found, orders = [], {}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -107,7 +108,9 @@ def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(
 def two_replicas() -> dict[str, Trace]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = dist.get_rank() % 2
-    return {v: replica_trace(v, groups[mine], seed=mine, first_step=3 * mine) for v in VERSIONS}
+    traces = {v: replica_trace(v, groups[mine], seed=mine, first_step=3 * mine) for v in VERSIONS}
+    options = {"rebuild": True, "find_unused": True, "first_bytes": 1024}
+    return traces | {"options": replica_trace("bucketed", groups[mine], mine, 3 * mine, **options)}
 
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
@@ -497,13 +500,15 @@ def data_of(rank: int) -> Tensor:
     return torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
-def odd_step(version: str, find_unused: bool, used: list[list[list[int]]], steps: int = 2) -> tuple[dict, dict, list]:
-    """`used[rank][micro-batch]` are the branches used there. Several steps, so that stale buckets would show."""
+def odd_step(version: str, find_unused: bool, used: list[list[list[int]]], groups=None) -> tuple[dict, dict, list]:
+    """`used[rank][micro-batch]` are the branches used there. Two steps, so that stale buckets would show."""
     model = Odd()
     options = {"bucket_bytes": 700} if version == "bucketed" else {}
-    reducer = VERSIONS[version](model, dist.group.WORLD, find_unused=find_unused, **options)
+    made = [dist.new_group(ranks) for ranks in groups or []]
+    group = made[dist.get_rank() % 2] if made else dist.group.WORLD
+    reducer = VERSIONS[version](model, group, find_unused=find_unused, **options)
     mine = used[dist.get_rank()]
-    for step in range(steps):
+    for step in range(2):
         model.zero_grad()
         if step == 0:  # everything is used once, so that a bucket has something stale in it
             (model(data_of(9), [0, 1]) + model.nobody(data_of(9)).sum()).backward()
@@ -517,10 +522,10 @@ def odd_step(version: str, find_unused: bool, used: list[list[list[int]]], steps
     return gradients(model), dict(sent.calls), [list(reducer.names.values()), len(reducer.buckets)]
 
 
-def odd_oracle(used: list[list[list[int]]]) -> dict[str, Tensor | None]:
+def odd_oracle(used: list[list[list[int]]], ranks: Sequence[int] | None = None) -> dict[str, Tensor | None]:
     model = Odd()
-    for rank, mine in enumerate(used):
-        for i, branches in enumerate(mine):
+    for rank in range(len(used)) if ranks is None else ranks:
+        for i, branches in enumerate(used[rank]):
             model(data_of(10 * i + rank), branches).backward()
     return gradients(model)
 
@@ -540,9 +545,11 @@ def test_a_parameter_nobody_used_ends_with_zeros_or_with_find_unused_with_none(v
     used = [[[0]], [[1]]]
     for got, _, _ in run_ranks(2, odd_step, version, False, used, timeout=LIMIT):
         assert not got["nobody.weight"].any() and not got["nobody.bias"].any()
-    want = odd_oracle(used)
-    assert want["nobody.weight"] is None
-    for rank, (got, calls, (_, buckets)) in enumerate(run_ranks(2, odd_step, version, True, used, timeout=LIMIT)):
+    used, groups = [[[0]], [[1]], [[0]], [[0]]], [[0, 2], [1, 3]]  # only the second group uses branch 1
+    results = run_ranks(4, odd_step, version, True, used, groups, timeout=LIMIT)
+    for rank, (got, calls, (_, buckets)) in enumerate(results):
+        want = odd_oracle(used, groups[rank % 2])
+        assert want["nobody.weight"] is None and (want["branches.1.weight"] is None) == (rank % 2 == 0)
         assert_same_named(got, want, what="gradient of", rank=rank)
         assert calls == {"all_reduce": buckets + 1}, "one more for the flags"
 

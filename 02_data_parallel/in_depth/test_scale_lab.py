@@ -104,6 +104,8 @@ def test_without_latency_the_batch_that_hides_the_wire_is_f_over_b_for_gradients
     larger = replace(W, parameters=70e9)
     assert hidden_from(10**6, larger, free) == pytest.approx(hidden_from(10**6, W, free)), "the model's size is gone"
     assert hidden_from(10**6, replace(W, gradient_bytes=4), free) == pytest.approx(2 * 8000, rel=1e-5)
+    for small in (replace(W, parameters=1e6), replace(W, bucket=2 * 10**6)):  # a bucket holds no more than there is
+        assert hidden_from(64, small, M) * 4 * 1e6 / M.flops == pytest.approx(ring(64, 2e6, M))
 
 
 def test_the_ring_falls_off_its_cliff_at_hundreds_of_ranks_and_the_others_do_not():
@@ -125,7 +127,8 @@ def test_every_row_is_read_once_an_epoch_and_another_number_of_ranks_reads_the_s
     rows = [row for step in range(5) for row in rows_of(step, 0, 1, 8, 20)]
     assert sorted(rows[:20]) == sorted(rows[20:]) == list(range(20)), "an epoch may end in the middle of a batch"
     assert rows[:20] != rows[20:] and rows[:20] != list(range(20)), "each epoch has its own order"
-    assert rows_of(0, 0, 1, 8, 20, seed=1) != rows_of(0, 0, 1, 8, 20, seed=2)
+    orders = {tuple(rows_of(epoch, 0, 1, 20, 20, seed=seed)) for epoch in range(3) for seed in range(3)}
+    assert len(orders) == 9, "each pair of seed and epoch has its own order"
 
 
 def test_the_order_of_an_epoch_is_drawn_once_for_all_rows_of_a_step(monkeypatch):
