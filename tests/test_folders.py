@@ -249,6 +249,8 @@ def test_every_chapter_folder_is_on_the_map_and_every_link_leads_somewhere():
 
 
 SECTIONS = ("Compared", "Measured", "Traps", "Exercises", "Questions", "In depth", "Sources")
+LESSON_FIRST = {1}  # chapters whose README is first a lesson and then, below "In depth", a reference
+LESSON = ("Compared", "Measured", "Exercises", "Questions", "Sources", "In depth")
 HEADS = {
     "symbol": "| symbol | meaning |",
     "trap": "| trap | what it looks like from outside |",
@@ -263,16 +265,21 @@ def test_every_chapter_has_the_same_sections_and_the_same_heads_of_tables(number
     ground = {p.name for p in chapter.iterdir() if re.fullmatch(r"(?!test_|bench_|_).*\.(py|cu)", p.name)}
     ground = {"five_d.py"} if chapter == TRAINER else ground
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    floors = [heading for heading in headings if heading.startswith("The ground floor: ")]
+    first = number in LESSON_FIRST
+    floors = [
+        heading for heading in headings if heading.startswith("The core file: " if first else "The ground floor: ")
+    ]
     assert re.match(rf"# Chapter {number}: \S", text)
-    assert headings == [*floors, *SECTIONS]
+    assert headings == [*floors, *(LESSON if first else SECTIONS)]
     assert set(re.findall(r"`(.*?)`", "".join(floors))) == ground
     tables = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-    assert sum(HEADS["symbol"] in tables[floor] for floor in floors) == 1
+    assert sum(HEADS["symbol"] in tables[floor] for floor in floors) == (0 if first else 1)
+    where = {kind: "In depth" if first else kind for kind in ("Traps", "Exercises")}
     exercises = re.findall(r"^\|.*\|(?=\n\|[ -]*-)", tables["Exercises"], re.MULTILINE)
+    exercises += [HEADS["exercise"]] * (first and HEADS["exercise"] in tables[where["Exercises"]])
     assert len(exercises) >= 2 and set(exercises) == {HEADS["exercise"]}
-    [trap] = re.findall(r"^\|.*\|(?=\n\|[ -]*-)", tables["Traps"], re.MULTILINE)
-    assert trap.startswith(HEADS["trap"])
+    [traps] = re.findall(r"(?:\A|\n)\| trap \|.*", tables[where["Traps"]])
+    assert traps.strip().startswith(HEADS["trap"])
 
 
 def test_make_lists_its_targets():
