@@ -98,7 +98,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q kᵀ / sqrt(D)) v by the formula, with S x S scores per head. [B, S, N, D]"""
     queries_per_kv = q.shape[2] // k.shape[2]
     q = q.transpose(1, 2)  # [B, S, N, D] -> [B, N, S, D]
-    k = k.repeat_interleave(queries_per_kv, dim=2).transpose(1, 2)  # [B, S, N_kv, D] -> same
+    k = k.repeat_interleave(queries_per_kv, dim=2).transpose(1, 2)  # -> [B, N, S, D], as q
     v = v.repeat_interleave(queries_per_kv, dim=2).transpose(1, 2)
     scores = q @ k.mT / math.sqrt(q.shape[-1])  # [B, N, S, D] @ [B, N, D, S] -> [B, N, S, S]
     future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)  # hidden from each query
@@ -238,7 +238,7 @@ def accumulate(model: nn.Module, micro_batches: list) -> Tensor:
 def adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
     """AdamW with weight decay for matrices only: it would pull the scale of a norm towards 0."""
     groups = []
-    for p in model.parameters():  # a group each: the temporaries of the update are of one parameter
+    for p in model.parameters():  # one group each, so the update has temporaries of one at a time
         groups.append({"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0})
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
