@@ -14,16 +14,7 @@ import torch
 from harness.meter import held_bytes, peak_memory, saved_activations
 from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
-from single_gpu import (
-    IGNORE_INDEX,
-    Llama,
-    ModelConfig,
-    accumulate,
-    fused_attention,
-    loss_sum,
-    naive_attention,
-    train_step,
-)
+from single_gpu import Llama, ModelConfig, accumulate, fused_attention, loss_sum, naive_attention, train_step
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parent / "in_depth"))
@@ -38,7 +29,7 @@ def uneven_batch(config=ODD, num_valid=(11, 4, 1), batch=2, seq_len=7):
     size = (2, batch, seq_len)
     micro_batches = [tuple(torch.randint(config.vocab_size, size, generator=generator)) for _ in num_valid]
     for (_, labels), count in zip(micro_batches, num_valid, strict=True):
-        labels.view(-1)[count:] = IGNORE_INDEX
+        labels.view(-1)[count:] = single_gpu.IGNORE_INDEX
     return micro_batches
 
 
@@ -64,7 +55,7 @@ def loss_with_loops(params, config, micro_batches):
                 product = gate / (1 + torch.exp(-gate)) * (block["up_proj.weight"] @ h)
                 xs[s] = x + block["down_proj.weight"] @ product
         for x, label in zip(xs, labels, strict=True):
-            if label != IGNORE_INDEX:
+            if label != single_gpu.IGNORE_INDEX:
                 logits = params["head.weight"] @ norm(x, params["norm.weight"])
                 losses.append(torch.log(torch.exp(logits).sum()) - logits[label])
     return sum(losses) / len(losses)
@@ -313,13 +304,10 @@ def test_one_micro_batch_has_activations_alive():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_flops_match_torchs_counter(recompute):
-    for config, batch, seq_len, num_micro_batches, _ in SHAPES[:4]:
+    for config, *size, _, _ in SHAPES[:4]:
         with FlopCounterMode(display=False) as counter:
-            accumulate(
-                Llama(config, naive_attention, recompute), single_gpu.get_batch(num_micro_batches, batch, seq_len, 0)
-            )
-        expected = num_micro_batches * single_gpu.flops(config, batch, seq_len, recompute)
-        assert counter.get_total_flops() == expected
+            accumulate(Llama(config, naive_attention, recompute), single_gpu.get_batch(1, *size, seed=0))
+        assert counter.get_total_flops() == single_gpu.flops(config, *size, recompute)
 
 
 def test_bytes_and_flops_match_in_depth():
@@ -499,15 +487,11 @@ def test_the_loss_must_fall_and_be_finite(losses, mean, passes, capsys, monkeypa
     assert passes or f"loss, mean of the last ten steps: {mean}" in said[-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("largest_error", "largest relative error"),
-        ("saved_activation_bytes", "bytes saved"),
-        ("peak_bytes", "bytes at the peak"),
-        ("flops", "FLOPs"),
-    ],
-)
+NAMED = {"largest_error": "largest relative error", "saved_activation_bytes": "bytes saved"}
+NAMED |= {"peak_bytes": "bytes at the peak", "flops": "FLOPs"}
+
+
+@pytest.mark.parametrize(("name", "words"), NAMED.items())
 def test_a_wrong_number_ends_with_status_1_and_is_named(name, words, capsys, monkeypatch):
     result = {"largest_error": math.nan, "peak_bytes": (1, "nowhere")}.get(name, 1)
     monkeypatch.setattr(single_gpu, name, lambda *args: result)
