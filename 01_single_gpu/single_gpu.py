@@ -1,30 +1,34 @@
-"""One GPU: a Llama, a step of its training, and every byte that the step needs.
+"""One GPU: a Llama, a training step, and every byte and FLOP that the step takes.
 
-Before a model is cut over many GPUs it has to be right on one, and one has to know why one is not enough. What runs
-out of memory is the *peak* of a step: what is held anyway, what autograd keeps from forward to backward, and what
-backward needs for a moment, all at the same time.
+Training runs out of memory at the peak of a step. At that moment the GPU holds what it always
+stores, what autograd has saved for the backward pass, and what the running operation needs:
 
-    bytes                         one step, two micro-batches (the README shows the measured curve)
+    bytes                 one step with two micro-batches (the README shows it measured)
      peak ->       _                    _
-                 /  |_                /  |_       momentary: the gradient of the logits, of a block
-               /      |_            /      |_     kept for backward: grows with B S L
-     --------/----------|---------/----------|----------  gradients: W (from the first backward on)
-     ####################################################  weights and two moments of AdamW: 3 W
+                 /  |_                /  |_       temporary: gradients of the logits, of a block
+               /      |_            /      |_     saved for the backward pass
+     --------/----------|---------/----------|----------  gradients: Ψ elements
+     ####################################################  parameters and AdamW's moments: 3 Ψ
        forward   backward   forward   backward   clip, update
 
-Two ideas make a step fit. Neither changes its result:
-    accumulation     M micro-batches one after another, gradients added up; activations of one are there at a time
-    recomputation    keep the input of each block, compute the block again in backward (arXiv 1604.06174):
-                     a block keeps H numbers a token, and a step costs nearly 4 forwards in place of 3
+Two techniques make a step fit. Neither changes its result:
 
-Formulas, in numbers of 4 bytes, for T = B S tokens of a micro-batch; held against what torch really allocates:
-    weights     W = 2 V H + L (2 H H + 2 H K D + 3 H F + 2 H) + H
-    kept        T (L (8 H + 2 K D + N + 4 F + 2) + 3 H + 1 + V) + S D;  recomputed: T (L H + 3 H + 1 + V) + S D
-    FLOPs       2 for a multiply-add, backward twice forward: `flops` (arXiv 2204.02311, appendix B)
+    gradient accumulation      run M micro-batches one after another and add up their gradients:
+                               the activations of only one micro-batch are alive at a time
+    activation recomputation   save only the input of a block and run the block again in the
+                               backward pass (arXiv 1604.06174): H elements per token instead of
+                               8 H + 2 N_kv D + N + 4 F + 2, but nearly 4 forwards instead of 3
 
-    python single_gpu.py --recompute --micro-batches 4     checks all of it, then trains; every option may be left out
-Ends with PASS when loss, gradients and weights are the plain form's to 1e-10, bytes and FLOPs the formulas', and the
-last losses are finite and, after 60 steps or more, below 0.6 log V (log V is the loss of a model that knows nothing).
+Ψ is the number of parameters, H the hidden size, N and N_kv the number of query and of key/value
+heads, D the size of a head, F the inner size of the feed-forward layer. The functions num_params,
+saved_activation_bytes, peak_bytes and flops hold the formulas, term by term.
+
+    python single_gpu.py                                   check everything, then train
+    python single_gpu.py --recompute --micro-batches 4     train with recomputation
+
+The last line is PASS if losses, gradients and parameters match a reference to 1e-10, bytes and
+FLOPs match the formulas, and the loss falls from log V to below 0.6 log V (in a run of fewer than
+60 steps it only has to be finite). Otherwise the exit code is 1.
 """
 
 import argparse
@@ -34,6 +38,7 @@ import sys
 import time
 import tokenize
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,305 +50,499 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-IGNORE = -100  # the label of a token that is not to be predicted: padding, or a prompt
-PEAK = {"NVIDIA A100-SXM4-80GB": 19.5e12, "NVIDIA H100 80GB HBM3": 66.9e12, "NVIDIA H200": 66.9e12}  # FLOP/s in fp32
+IGNORE_INDEX = -100  # the label of a token without a target: padding, or a prompt
+
+
+# -------------------------------------------------------------------------------------------------
+# The model: a small Llama
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of the model. A micro-batch is B sequences of S tokens, T = B S; a batch has M micro-batches."""
+class ModelConfig:
+    vocab_size: int = 256  # V; here a token is a byte
+    hidden: int = 64  # H
+    n_layers: int = 2  # L
+    n_heads: int = 4  # N, of queries
+    n_kv_heads: int = 2  # N_kv, of keys and values
+    ffn_hidden: int = 172  # F
 
-    V: int = 256  # words of the vocabulary: here the values of a byte
-    H: int = 64  # numbers that a token is on its way through the model (hidden size)
-    L: int = 2  # blocks
-    N: int = 4  # heads of queries
-    K: int = 2  # heads of keys and values
-    F: int = 172  # width of the feed-forward network
-    D: int = 16  # numbers of a head, H / N
+    @property
+    def head_dim(self) -> int:  # D
+        return self.hidden // self.n_heads
 
 
-# ------------------------------------------------------------------------------------------------ the model, and a step
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE. Attention alone cannot tell the order of tokens. Turn each pair of numbers by an angle that grows with the
-    position: the product of a query and a key then depends on how far apart they are, and not on where they are."""
-    # --- exercise 1.1: turn the pairs (x[i], x[i + D/2]) of every head ---
-    a, b = x.chunk(2, dim=-1)  # [B, S, N, D] -> two of [B, S, N, D/2]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+def rotary_tables(seq_len: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position / 10000^(2i/D) for pair i; in fp32, as in bf16 257 would be 256."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    inv_freq = 1.0 / 10000.0**exponent
+    position = torch.arange(seq_len, dtype=torch.float32, device=device)
+    angle = position[:, None, None] * inv_freq  # [S, 1, D/2]
+    return angle.cos(), angle.sin()
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (RoPE): rotate pair i of every head by its angle. [B, S, N, D]
+
+    Attention by itself does not see the order of tokens. After the rotation the dot product of a
+    query and a key depends on the distance between their positions.
+    """
+    # --- exercise 1.1: rotate the pairs (x[i], x[i + D/2]) of every head ---
+    x1, x2 = x.chunk(2, dim=-1)  # [B, S, N, D] -> two of [B, S, N, D/2]
+    rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    return rotated.to(x.dtype)  # in bf16 the only rounding: cos and sin are fp32
     # --- end exercise ---
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / sqrt(D)) v as it is written: S · S numbers for each head, and N / K copies of k and v."""
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2).transpose(1, 2) for x in (k, v))  # -> [B, N, S, D]
-    scores = q.transpose(1, 2) @ k.mT / math.sqrt(q.shape[3])  # [B, N, S, D] @ [B, N, D, S] -> [B, N, S, S]
-    later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)  # a token does not see those after it
-    return (scores.masked_fill(later, -math.inf).softmax(-1) @ v).transpose(1, 2)  # -> [B, S, N, D]
+def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q kᵀ / sqrt(D)) v by the formula, with S x S scores per head. [B, S, N, D]"""
+    queries_per_kv = q.shape[2] // k.shape[2]
+    q = q.transpose(1, 2)  # [B, S, N, D] -> [B, N, S, D]
+    k = k.repeat_interleave(queries_per_kv, dim=2).transpose(1, 2)  # -> [B, N, S, D], as q
+    v = v.repeat_interleave(queries_per_kv, dim=2).transpose(1, 2)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # [B, N, S, D] @ [B, N, D, S] -> [B, N, S, S]
+    future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)  # hidden from each query
+    probs = scores.masked_fill(future, -math.inf).softmax(-1)
+    return (probs @ v).transpose(1, 2)  # [B, N, S, D] -> [B, S, N, D]
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same in one kernel. For backward it keeps one number for each row of scores, their log-sum-exp."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, N, D] -> [B, N, S, D]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    """The same in one kernel: no scores are stored, only the log-sum-exp of each row of them."""
+    q = q.transpose(1, 2)  # [B, S, N, D] -> [B, N, S, D]
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    attn = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return attn.transpose(1, 2)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)). [B, S, H] -> [B, S, H]"""
+    """x + attention(norm(x)), then x + mlp(norm(x)). [B, S, H] -> [B, S, H]
 
-    def __init__(self, c: Sizes, attention):
+    Grouped-query attention: N / N_kv query heads share one head of keys and values, so that
+    generating text has to cache N / N_kv times fewer keys and values.
+    SwiGLU: silu(gate) scales every element of up. With as many parameters it learns better than a
+    fixed activation function between two matrices (arXiv 2002.05202).
+    """
+
+    def __init__(self, config: ModelConfig, attention: Callable):
         super().__init__()
-        self.D, self.attention = c.D, attention
-        # RMSNorm: x / sqrt(mean(x²) + 1e-5) · scale
-        self.norm1, self.norm2 = nn.RMSNorm(c.H, 1e-5), nn.RMSNorm(c.H, 1e-5)
-        # Grouped-query attention: N / K heads of queries share one of keys and values. Who generates text keeps keys
-        # and values of all tokens so far; of these there are then N / K times fewer.
-        self.q, self.k, self.v = (nn.Linear(c.H, heads * c.D, bias=False) for heads in (c.N, c.K, c.K))
-        self.out = nn.Linear(c.H, c.H, bias=False)
-        # SwiGLU: one product decides, number by number, how much of another passes. For the same number of weights it
-        # learns better than a fixed curve between two products (arXiv 2002.05202).
-        self.gate, self.up = nn.Linear(c.H, c.F, bias=False), nn.Linear(c.H, c.F, bias=False)
-        self.down = nn.Linear(c.F, c.H, bias=False)
+        self.attention = attention
+        self.head_dim = config.head_dim
+        hidden = config.hidden
+        kv_hidden = config.n_kv_heads * config.head_dim
+        self.attn_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.q_proj = nn.Linear(hidden, hidden, bias=False)
+        self.k_proj = nn.Linear(hidden, kv_hidden, bias=False)
+        self.v_proj = nn.Linear(hidden, kv_hidden, bias=False)
+        self.o_proj = nn.Linear(hidden, hidden, bias=False)
+        self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.gate_proj = nn.Linear(hidden, config.ffn_hidden, bias=False)
+        self.up_proj = nn.Linear(hidden, config.ffn_hidden, bias=False)
+        self.down_proj = nn.Linear(config.ffn_hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        h = self.norm1(x)
-        q, k, v = (part(h).unflatten(-1, (-1, self.D)) for part in (self.q, self.k, self.v))  # -> [B, S, N or K, D]
-        h = self.attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        x = x + self.out(h.flatten(2))  # [B, S, N, D] -> [B, S, H]
-        h = self.norm2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        h = self.attn_norm(x)
+        q = self.q_proj(h).unflatten(-1, (-1, self.head_dim))  # [B, S, H] -> [B, S, N, D]
+        k = self.k_proj(h).unflatten(-1, (-1, self.head_dim))  # [B, S, H] -> [B, S, N_kv, D]
+        v = self.v_proj(h).unflatten(-1, (-1, self.head_dim))
+        attn = self.attention(apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
+        x = x + self.o_proj(attn.flatten(2))  # [B, S, N, D] -> [B, S, H]
+        h = self.mlp_norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
 
 
 class Llama(nn.Module):
-    """Tokens [B, S] -> logits [B, S, V]: what stands at position s speaks of the token after s."""
+    """Tokens [B, S] -> logits [B, S, V]. The logits at position s predict the token at s + 1."""
 
-    def __init__(self, c: Sizes, attention=fused_attention, recompute: bool = False):
+    def __init__(self, config: ModelConfig, attention=fused_attention, recompute: bool = False):
         super().__init__()
-        torch.manual_seed(0)  # the same first weights for everyone
-        self.sizes, self.recompute = c, recompute
-        self.embed, self.norm = nn.Embedding(c.V, c.H), nn.RMSNorm(c.H, 1e-5)
-        self.blocks, self.head = nn.ModuleList(Block(c, attention) for _ in range(c.L)), nn.Linear(c.H, c.V, bias=False)
+        torch.manual_seed(0)  # every variant starts from the same parameters
+        self.config = config
+        self.recompute = recompute
+        self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=1e-5)
+        self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, (S, D) = self.embed(tokens), (tokens.shape[1], self.sizes.D)  # [B, S] -> [B, S, H]
-        # Angles of RoPE, position / 10000^(2i/D) for pair i: [S, 1, D/2]. In fp32: in bf16 position 257 would be 256.
-        speed = 1.0 / 10000.0 ** (torch.arange(0, D, 2, device=x.device, dtype=torch.float32) / D)
-        angle = torch.arange(S, device=x.device, dtype=torch.float32)[:, None, None] * speed
-        cos, sin = angle.cos(), angle.sin()
+        x = self.embed(tokens)  # [B, S] -> [B, S, H]
+        cos, sin = rotary_tables(tokens.shape[1], self.config.head_dim, x.device)
         if self.recompute and torch.is_grad_enabled():
-            x.requires_grad_()  # a frozen embedding's, too: weights are no inputs of Recompute, so x has to call it
+            # Needed even if the embedding is frozen: autograd runs the backward of
+            # CheckpointedBlock only if one of its input tensors requires a gradient.
+            x.requires_grad_()
         for block in self.blocks:
-            x = Recompute.apply(x, cos, sin, block) if self.recompute else block(x, cos, sin)
-        return self.head(self.norm(x))
+            inputs = (x, cos, sin)
+            x = CheckpointedBlock.apply(block, *inputs) if self.recompute else block(*inputs)
+        return self.head(self.norm(x))  # [B, S, H] -> [B, S, V]
 
 
-class Recompute(torch.autograd.Function):
-    """Forget what a block computes on its way; compute it again when backward asks for it. Under autocast backward has
-    to be called inside, too: the second forward has the precision that is switched on then."""
+# -------------------------------------------------------------------------------------------------
+# The training step, with recomputation and accumulation
+# -------------------------------------------------------------------------------------------------
+
+
+class CheckpointedBlock(torch.autograd.Function):
+    """A block that saves only its input. `torch.utils.checkpoint` does the same for any function.
+
+    forward:  run the block without autograd, so that nothing inside it is saved
+    backward: run it again with autograd on, and backpropagate through this second run
+
+    Under autocast, call backward inside the context as well: the second run uses the precision that
+    is active then.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, block: nn.Module) -> Tensor:
+    def forward(ctx, block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(x, cos, sin)
         ctx.block = block
-        return block(x, cos, sin)  # nothing is recorded in here
+        return block(x, cos, sin)  # autograd is off inside a Function
 
     @staticmethod
-    def backward(ctx, g: Tensor):
-        # --- exercise 1.2: the block once more, recorded; gradients for its weights and its input ---
+    def backward(ctx, grad_output: Tensor):
+        # --- exercise 1.2: run the block again, backpropagate, return the gradient of its input ---
         x, cos, sin = ctx.saved_tensors
-        x = x.detach().requires_grad_()  # a leaf: the backward below ends here, and not in the blocks before
+        x = x.detach().requires_grad_()  # a leaf: the inner backward must stop at this block
         with torch.enable_grad():
-            y = ctx.block(x, cos, sin)
-        y.backward(g)  # adds to .grad of the block's weights, as every backward does
-        return x.grad, None, None, None
+            output = ctx.block(x, cos, sin)
+        output.backward(grad_output)  # also adds to .grad of the block's parameters
+        return None, x.grad, None, None
         # --- end exercise ---
 
 
 def loss_sum(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Sum over the valid tokens of -log p(label), in fp32 or better. Whoever knows the whole batch divides it."""
+    """Sum of -log p(label) over the valid tokens, in fp32 or better. `accumulate` divides it."""
     logits = model(tokens).flatten(0, 1)  # [B, S, V] -> [T, V]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def accumulate(model: nn.Module, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add the gradient of the batch's loss to every .grad, one (tokens, labels) at a time. Returns the loss."""
-    # --- exercise 1.3: the gradient of the whole batch, with the activations of one micro-batch at a time ---
-    valid = sum((labels != IGNORE).sum() for _, labels in batch).clamp(min=1)  # no valid token: 0, and not 0 / 0
-    total = 0.0
-    for tokens, labels in batch:
-        loss = loss_sum(model, tokens, labels) / valid
-        loss.backward()  # what was divided is what is differentiated
-        total = total + loss.detach()  # a total that autograd knows of would keep every micro-batch's graph
-    return total
+def accumulate(model: nn.Module, micro_batches: list) -> Tensor:
+    """Add the gradient of the full batch to .grad, one micro-batch at a time. Returns the loss.
+
+    The loss is a sum over tokens, divided by the number of valid tokens in the full batch. So the
+    gradients of micro-batches simply add up, even if their numbers of valid tokens differ.
+    """
+    # --- exercise 1.3: the gradient of the full batch with one micro-batch's activations alive ---
+    num_valid = sum((labels != IGNORE_INDEX).sum() for _, labels in micro_batches)
+    num_valid = num_valid.clamp(min=1)  # without valid tokens the loss is 0, not 0 / 0
+    total_loss = 0.0
+    for tokens, labels in micro_batches:
+        loss = loss_sum(model, tokens, labels) / num_valid
+        loss.backward()  # of the divided loss: dividing what is logged is not enough
+        total_loss = total_loss + loss.detach()  # or the total keeps every graph alive
+    return total_loss
     # --- end exercise ---
 
 
 def adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    # Weight decay is for matrices: the scale of a norm is not to be pulled to 0.
-    groups = [{"params": [w], "weight_decay": 0.1 if w.dim() > 1 else 0.0} for w in model.parameters()]
+    """AdamW with weight decay for matrices only: it would pull the scale of a norm towards 0."""
+    groups = []
+    for p in model.parameters():  # one group each, so the update has temporaries of one at a time
+        groups.append({"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0})
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
-def train_step(model: nn.Module, optimizer, batch: list, limit: float = 1.0) -> Tensor:
-    """One update. Returns the loss before it. AdamW makes its moments at its first: later steps peak 2 W higher."""
-    # --- exercise 1.4: the four lines, in their order ---
-    optimizer.zero_grad(set_to_none=True)  # let go, not filled with zeros: forward has W more for its own
-    loss = accumulate(model, batch)
-    nn.utils.clip_grad_norm_(model.parameters(), limit)  # one factor for all, after the last micro-batch
+def train_step(model: nn.Module, optimizer, micro_batches: list, max_norm=1.0) -> Tensor:
+    """One update. Returns the loss before it.
+
+    AdamW creates its moments at the end of the first step, so later steps peak 2 Ψ higher.
+    """
+    # --- exercise 1.4: the four lines of a step, in their order ---
+    optimizer.zero_grad(set_to_none=True)  # frees the gradients; zeros would take Ψ elements
+    loss = accumulate(model, micro_batches)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # by one norm over all parameters
     optimizer.step()
     return loss
     # --- end exercise ---
 
 
-# ----------------------------------------------------------------------------------------- what it takes, and the proof
-def kept_bytes(c: Sizes, B: int, S: int, recompute: bool = False, fused: bool = True) -> int:
-    """What autograd keeps from forward to backward of a micro-batch in fp32: 4 bytes a number."""
-    T = B * S
-    # --- exercise 1.5: every tensor that backward will ask for, each once ---
-    norm = 3 * c.H + 1  # its input x, x / rms, 1 / rms, and its output, which the matrices after it read
-    core = c.H + 2 * c.K * c.D + c.N if fused else 3 * c.H + c.N * S  # q, k, v, log-sum-exp; or copies of k, v; softmax
-    block = c.H if recompute else 2 * norm + core + c.H + 4 * c.F  # `out` reads H; gate, silu(gate), up, their product
-    numbers = T * (c.L * block + norm + c.V) + S * c.D  # the last norm, log-probabilities; cos and sin for all blocks
-    return 4 * numbers + (0 if fused or recompute else c.L * S * S)  # the mask: single bytes
+# -------------------------------------------------------------------------------------------------
+# What a step takes: parameters, bytes and FLOPs by formula
+# -------------------------------------------------------------------------------------------------
+
+
+def block_matmul_params(config: ModelConfig) -> int:
+    """Parameters of a block's matrices, which is all of them but the scales of its two norms."""
+    kv_hidden = config.n_kv_heads * config.head_dim
+    attn = 2 * config.hidden * config.hidden + 2 * config.hidden * kv_hidden  # q, o; k, v
+    mlp = 3 * config.hidden * config.ffn_hidden  # gate, up, down
+    return attn + mlp
+
+
+def num_params(config: ModelConfig) -> int:
+    block = block_matmul_params(config) + 2 * config.hidden  # two norms
+    embed_and_head = 2 * config.vocab_size * config.hidden
+    return embed_and_head + config.n_layers * block + config.hidden  # the last norm
+
+
+def saved_activation_bytes(config, batch, seq_len, recompute=False, fused=True) -> int:
+    """Bytes that autograd saves for the backward pass of one micro-batch, in fp32."""
+    hidden = config.hidden
+    # --- exercise 1.5: count each tensor that the backward pass needs once; elements per token ---
+    norm = 3 * hidden + 1  # input x, x / rms, 1 / rms, and the output, which the next matmuls read
+    attn = hidden + 2 * config.n_kv_heads * config.head_dim + config.n_heads  # q, k, v, log-sum-exp
+    if not fused:
+        attn = 3 * hidden + config.n_heads * seq_len  # q, expanded k and v, probabilities
+    o_proj = hidden  # its input
+    mlp = 4 * config.ffn_hidden  # gate, silu(gate), up, and their product, the input of down_proj
+    block = norm + attn + o_proj + norm + mlp
+    if recompute:
+        block = hidden  # its input
+    log_probs = config.vocab_size
+    per_token = config.n_layers * block + norm + log_probs  # the last norm, and the loss
+    rotary = seq_len * config.head_dim  # cos and sin, shared by all blocks
+    saved = 4 * (batch * seq_len * per_token + rotary)
+    if not fused and not recompute:
+        saved += config.n_layers * seq_len * seq_len  # each block's mask: one byte per element
+    return saved
     # --- end exercise ---
 
 
-def peak_bytes(c: Sizes, B: int, S: int, M: int, recompute: bool = False) -> tuple[int, str]:
-    """Of a step in fp32, and where. From the second step on (the moments are there), M >= 2, F >= 2 H."""
-    T, kept = B * S, kept_bytes(c, B, S, recompute)
-    # Gradients of log-probabilities and of logits; or, when there are few tokens, of the head and of its input.
-    loss = kept + 4 * max(2 * T * c.V, T * c.H + c.V * c.H)
-    # The last block: what lay behind it is gone; gradients of silu(gate) and up, or of `down` and of what it read.
-    block = kept - 4 * T * (3 * c.H + 1 + c.V) + 4 * (T * c.H + T * c.F + max(T * c.F, c.H * c.F))
-    block += recompute * ((kept_bytes(c, B, S) - kept) // c.L + 4 * T * c.H)  # what was forgotten; the block's output
-    update = 4 * 2 * c.H * max(c.V, c.F)  # AdamW: the root of the largest weight's moment, and that divided
-    held = 4 * 4 * weights(c) + 2 * 8 * M * T  # weights, gradients, two moments; tokens and labels
-    return max((held + loss, "loss"), (held + block, "last block"), (held + update, "update"))
+def peak_bytes(config, batch, seq_len, num_micro_batches, recompute=False) -> tuple[int, str]:
+    """The most bytes alive in a step in fp32, and where: from the second step on, M >= 2, F >= 2 H.
+
+    The first step is without moments, the first micro-batch without gradients.
+    """
+    tokens = batch * seq_len
+    hidden = config.hidden
+    ffn_hidden = config.ffn_hidden
+    vocab_size = config.vocab_size
+    saved = saved_activation_bytes(config, batch, seq_len, recompute)
+
+    # The start of the backward pass: everything saved, and the gradients of log-probabilities and
+    # logits. With few tokens, the gradients of the head's weight and input are larger.
+    logits_grads = 2 * tokens * vocab_size
+    head_grads = vocab_size * hidden + tokens * hidden
+    loss = saved + 4 * max(logits_grads, head_grads)
+
+    # The backward pass of the last block. What the loss and the last norm saved has been freed.
+    loss_saved = 4 * tokens * (3 * hidden + 1 + vocab_size)
+    output_grad = tokens * hidden
+    gate_up_grads = 2 * tokens * ffn_hidden  # of silu(gate) and of up
+    down_grads = tokens * ffn_hidden + hidden * ffn_hidden  # of down_proj's input and weight
+    block = saved - loss_saved + 4 * (output_grad + max(gate_up_grads, down_grads))
+    if recompute:  # also what the second run of the block saves, and its output
+        not_saved = saved_activation_bytes(config, batch, seq_len) - saved
+        recomputed_block = not_saved // config.n_layers
+        block += recomputed_block + 4 * tokens * hidden
+
+    # The update: AdamW takes the square root of a moment and divides it, for one parameter at a
+    # time. The largest one is the embedding or a matrix of the feed-forward layer.
+    update = 4 * 2 * hidden * max(vocab_size, ffn_hidden)
+
+    stored = 4 * 4 * num_params(config)  # parameters, gradients, two moments
+    stored += 2 * 8 * num_micro_batches * tokens  # tokens and labels of the batch, int64
+    highest = {"loss": loss, "last block": block, "update": update}
+    where = max(highest, key=highest.get)
+    return stored + highest[where], where
 
 
-def weights(c: Sizes) -> int:
-    return 2 * c.V * c.H + c.L * (2 * c.H * c.H + 2 * c.H * c.K * c.D + 3 * c.H * c.F + 2 * c.H) + c.H
+def flops(config: ModelConfig, batch: int, seq_len: int, recompute: bool = False) -> int:
+    """FLOPs of a micro-batch in matmuls, 2 per multiply-add; scores count even if they are masked.
+
+    For each matmul of the forward pass the backward pass has two: one per input's gradient.
+    """
+    tokens = batch * seq_len
+    linear = 2 * tokens * block_matmul_params(config)
+    attn = 2 * 2 * tokens * seq_len * config.hidden  # q kᵀ and probs v
+    head = 2 * tokens * config.vocab_size * config.hidden
+    block_passes = 4 if recompute else 3
+    return block_passes * config.n_layers * (linear + attn) + 3 * head
 
 
-def flops(c: Sizes, B: int, S: int, recompute: bool = False) -> int:
-    """Of a micro-batch, in matrix products. MFU counts them without recomputation; S · S counts whole, mask or not."""
-    blocks = 2 * B * S * (weights(c) - 2 * c.V * c.H - c.H - 2 * c.H * c.L) + 4 * B * S * S * c.H * c.L
-    return (3 + recompute) * blocks + 3 * 2 * B * S * c.H * c.V
+# -------------------------------------------------------------------------------------------------
+# The check: six steps next to a reference, and every byte and FLOP next to its formula
+# -------------------------------------------------------------------------------------------------
 
 
-class Meter(TorchDispatchMode):
-    """`course`: bytes of all tensors, those of one number left out, after every change. Each result of an operation
-    comes by here, and a finalizer sees it go. Tensors that share a storage count once."""
+def get_batch(num_micro_batches, batch, seq_len, seed: int, device="cpu") -> list:
+    """Micro-batches (tokens, labels) of [B, S] from Python's tokenizer; label s is token s + 1."""
+    text = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    micro_batches = []
+    for _ in range(num_micro_batches):
+        start = torch.randint(len(text) - seq_len, (batch, 1), generator=generator)
+        window = text[start + torch.arange(seq_len + 1)].long().to(device)  # [B, S + 1]
+        micro_batches.append((window[:, :-1].clone(), window[:, 1:].clone()))
+    return micro_batches
 
-    def __init__(self, there: list):
+
+def reference_step(model: nn.Module, optimizer, micro_batches: list, max_norm: float) -> Tensor:
+    """A step without any technique: the full batch at once, and torch's mean over valid tokens."""
+    tokens, labels = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
+    optimizer.zero_grad()
+    logits = model(tokens).flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    return loss.detach()
+
+
+def six_steps(model: nn.Module, step: Callable, device: str) -> list[Tensor]:
+    """Losses, gradients and parameters of three steps of SGD, then of three of AdamW that clip.
+
+    SGD comes first because AdamW hides a gradient that is too large by a constant factor.
+    """
+    model = model.to(device, torch.float64)
+    micro_batches = get_batch(3, 2, 13, seed=0, device=device)
+    for (_, labels), num_valid in zip(micro_batches, (26, 9, 1), strict=True):
+        labels.view(-1)[num_valid:] = IGNORE_INDEX
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    adam = adamw(model, lr=0.01)
+    history = []
+    for optimizer, max_norm in ((sgd, math.inf), (adam, 0.1)):
+        for _ in range(3):
+            history.append(step(model, optimizer, micro_batches, max_norm))
+            history += [p.grad.clone() for p in model.parameters()]
+            history += [p.detach().clone() for p in model.parameters()]
+    return history
+
+
+def largest_error(config: ModelConfig, device: str = "cpu") -> float:
+    """The largest relative error of `train_step`, recomputation on, against `reference_step`."""
+    actual = six_steps(Llama(config, fused_attention, recompute=True), train_step, device)
+    expected = six_steps(Llama(config, naive_attention), reference_step, device)
+    pairs = zip(actual, expected, strict=True)
+    errors = [(a - b).abs().max() / b.abs().max() for a, b in pairs]
+    return torch.stack(errors).max().item()  # NaN if any error is NaN
+
+
+class MemoryTracker(TorchDispatchMode):
+    """`timeline` is the number of bytes alive after each allocation and release, in order.
+
+    Every result of an operation passes through __torch_dispatch__, and a finalizer reports when its
+    storage is freed. Tensors that share a storage count once. Scalars do not count.
+    """
+
+    def __init__(self, existing: list):
         super().__init__()
-        self.seen, self.course = set(), [0]
-        self.look(there)
-
-    def look(self, results) -> None:
-        for storage in (t.untyped_storage() for t in tree_leaves(results) if isinstance(t, Tensor) and t.dim()):
-            if storage._cdata not in self.seen:
-                self.change(storage._cdata, storage.nbytes())
-                weakref.finalize(storage, self.change, storage._cdata, -storage.nbytes()).atexit = False
-
-    def change(self, key: int, size: int) -> None:
-        self.seen ^= {key}  # in when it comes, out when it goes
-        self.course.append(self.course[-1] + size)
+        self.alive = set()
+        self.timeline = [0]
+        self.track(existing)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.look(results := operation(*args, **(kwargs or {})))
+        results = operation(*args, **(kwargs or {}))
+        self.track(results)
         return results
 
+    def track(self, results) -> None:
+        tensors = [t for t in tree_leaves(results) if isinstance(t, Tensor) and t.dim() > 0]
+        for storage in [t.untyped_storage() for t in tensors]:
+            key = storage._cdata
+            if key not in self.alive:
+                self.alive.add(key)
+                self.record(storage.nbytes())
+                weakref.finalize(storage, self.release, key, storage.nbytes()).atexit = False
 
-def draw_batch(M: int, B: int, S: int, seed: int, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
-    """M micro-batches from the source of Python's tokenizer. Labels are shifted here, while the sequence is whole."""
-    data = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8).long()
-    starts = torch.randint(len(data) - S, (M, B, 1), generator=torch.Generator().manual_seed(seed))
-    windows = [data[start + torch.arange(S + 1)].to(device) for start in starts]
-    return [(w[:, :-1].clone(), w[:, 1:].clone()) for w in windows]  # label s is token s + 1
+    def release(self, key: int, num_bytes: int) -> None:
+        self.alive.remove(key)
+        self.record(-num_bytes)
 
-
-def six_steps(c: Sizes, plain: bool, device: str = "cpu") -> list[Tensor]:
-    """Losses, gradients and weights of three steps of plain SGD, then three of AdamW that clip, in float64: plainly
-    (the whole batch at once) or with everything above. The micro-batches have 26, 9 and 1 valid tokens."""
-    model = Llama(c, plain_attention if plain else fused_attention, recompute=not plain).to(device, torch.float64)
-    batch, ws, seen = draw_batch(3, 2, 13, seed=0, device=device), list(model.parameters()), []
-    for (_, labels), valid in zip(batch, (26, 9, 1), strict=True):
-        labels.view(-1)[valid:] = IGNORE
-    tokens, labels = (torch.cat(x) for x in zip(*batch, strict=True))
-    for optimizer, limit in [(torch.optim.SGD(ws, lr=0.1), math.inf)] * 3 + [(adamw(model, 0.01), 0.1)] * 3:
-        if plain:
-            model.zero_grad()
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)  # a mean
-            loss.backward()
-            nn.utils.clip_grad_norm_(ws, limit)
-            optimizer.step()
-        else:
-            loss = train_step(model, optimizer, batch, limit)
-        seen += [loss.detach(), *(w.grad.clone() for w in ws), *(w.detach().clone() for w in ws)]
-    return seen
+    def record(self, num_bytes: int) -> None:
+        self.timeline.append(self.timeline[-1] + num_bytes)
 
 
-def measure(c: Sizes, B: int, S: int, M: int, recompute: bool) -> tuple[int, list[int]]:
-    """Bytes kept from forward to backward, and the course of the bytes in a step that is not the first. On the CPU."""
-    model, batch = Llama(c, recompute=recompute), draw_batch(M, B, S, seed=0)
-    optimizer = adamw(model, 1e-3)
-    train_step(model, optimizer, batch)
-    with Meter([batch, list(optimizer.state.values()), [(w, w.grad) for w in model.parameters()]]) as meter:
-        before, loss = meter.course[-1], loss_sum(model, *batch[0])
-        kept = meter.course[-1] - before
-        del loss, meter.course[:-1]  # the course begins again, at what is held now
-        train_step(model, optimizer, batch)
-    return kept, meter.course[:]
+def measure_bytes(config, batch, seq_len, num_micro_batches, recompute) -> tuple[int, list[int]]:
+    """Bytes saved for a backward pass, and the timeline of a step after the first; on the CPU."""
+    model = Llama(config, recompute=recompute)
+    optimizer = adamw(model, lr=1e-3)
+    micro_batches = get_batch(num_micro_batches, batch, seq_len, seed=0)
+    train_step(model, optimizer, micro_batches)
+    params_and_grads = [(p, p.grad) for p in model.parameters()]
+    existing = [micro_batches, params_and_grads, list(optimizer.state.values())]
+    tracker = MemoryTracker(existing)
+    del existing, params_and_grads  # or the step could not free the gradients
+    with tracker:
+        before = tracker.timeline[-1]
+        loss = loss_sum(model, *micro_batches[0])
+        saved = tracker.timeline[-1] - before
+        del loss  # frees what was saved
+        tracker.timeline = [tracker.timeline[-1]]
+        train_step(model, optimizer, micro_batches)
+    return saved, tracker.timeline[:]
+
+
+# -------------------------------------------------------------------------------------------------
+# main: check, then train
+# -------------------------------------------------------------------------------------------------
+
+
+def check(config: ModelConfig, device: str) -> list[tuple]:
+    """Rows of (what, formula, measurement, whether they agree)."""
+    error = largest_error(config, device)
+    passed = error <= 1e-10  # False for NaN
+    rows = [("largest relative error in six steps", "at most 1e-10", f"{error:.1e}", passed)]
+    for recompute in (False, True):
+        saved, timeline = measure_bytes(config, 3, 32, 2, recompute)
+        saved_formula = saved_activation_bytes(config, 3, 32, recompute)
+        peak_formula, where = peak_bytes(config, 3, 32, 2, recompute)
+        with FlopCounterMode(display=False) as counter:  # blind to the fused kernel of a CPU
+            accumulate(Llama(config, naive_attention, recompute), get_batch(1, 3, 32, seed=0))
+        numbers = {
+            "bytes saved for backward": (saved_formula, saved),
+            f"bytes at the peak ({where})": (peak_formula, max(timeline)),
+            "FLOPs": (flops(config, 3, 32, recompute), counter.get_total_flops()),
+        }
+        for what, (formula, measured) in numbers.items():
+            name = f"recomputed: {what}" if recompute else what
+            rows.append((name, f"{formula:,}", f"{measured:,}", formula == measured))
+    return rows
+
+
+def train(config: ModelConfig, args: argparse.Namespace, device: str) -> list[tuple]:
+    model = Llama(config, recompute=args.recompute).to(device)
+    optimizer = adamw(model, lr=0.01)
+    losses = []
+    start = time.perf_counter()
+    for step in tqdm(range(args.steps), desc="train", leave=False):
+        size = (args.micro_batches, args.micro_batch, args.seq_len)
+        loss = train_step(model, optimizer, get_batch(*size, seed=step, device=device))
+        losses.append(loss.item())  # .item() waits for the device
+    seconds = (time.perf_counter() - start) / args.steps
+
+    last = losses[-10:]
+    mean = sum(last) / len(last)
+    limit = 0.6 * math.log(config.vocab_size) if args.steps >= 60 else math.inf
+    passed = mean < limit  # False for NaN
+    tokens = args.micro_batches * args.micro_batch * args.seq_len
+    step_flops = args.micro_batches * flops(config, args.micro_batch, args.seq_len)
+    return [
+        ("loss, mean of the last ten steps", f"under {limit:.3f}", f"{mean:.3f}", passed),
+        ("tokens per second", "", f"{tokens / seconds:,.0f}", True),
+        ("TFLOP/s (MFU: over the device's peak)", "", f"{step_flops / seconds / 1e12:.3f}", True),
+    ]
 
 
 def main() -> int:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str):  # one line, before anything runs
-            sys.exit(print(f"single_gpu.py: {message}", file=sys.stderr) or 2)
+    parser = argparse.ArgumentParser(description="One GPU in one file")
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--micro-batches", type=int, default=2, help="per step")
+    parser.add_argument("--micro-batch", type=int, default=4, help="sequences in each")
+    parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument("--recompute", action="store_true", help="also train with recomputation")
+    args = parser.parse_args()
+    limits = {"steps": 100_000, "micro-batches": 1000, "micro-batch": 64, "seq-len": 4096}
+    for option, limit in limits.items():
+        value = getattr(args, option.replace("-", "_"))
+        if not 1 <= value <= limit:
+            parser.error(f"--{option} {value} must be 1 to {limit}")
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        parser.error(f"WORLD_SIZE {world_size}: this is one process; see 02_data_parallel")
 
-    parser, c, wrong = Parser(description="Check every number of a training step, then train."), Sizes(), []
-    most = {"steps": 100_000, "micro_batches": 1000, "micro_batch": 64, "seq": 4096}
-    for name, default in zip(most, (60, 2, 4, 64), strict=True):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--recompute", action="store_true", help="train with recomputation, too")
-    o, device = parser.parse_args(), "cuda" if torch.cuda.is_available() else "cpu"
-    for name, limit in most.items():
-        if not 1 <= getattr(o, name) <= limit:
-            parser.error(f"--{name.replace('_', '-')} {getattr(o, name)} must be 1 to {limit}")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        parser.error(f"WORLD_SIZE {os.environ['WORLD_SIZE']}: this chapter is one process; see 02_data_parallel")
-
-    def row(what: str, formula: str, measured: str, right: bool | None = None) -> None:
+    config = ModelConfig()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = check(config, device) + train(config, args, device)
+    failures = []
+    for what, formula, measured, passed in [("", "formula", "measured", True), *rows]:
         print(f"{what:46} {formula:>14} {measured:>14}")
-        if not (formula == measured if right is None else right):
-            wrong.append(f"{what}: {measured}, not {formula}")
-
-    row("", "formula", "measured", True)
-    pairs = zip(six_steps(c, False, device), six_steps(c, True, device), strict=True)
-    error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
-    row("largest relative error in six steps", "at most 1e-10", f"{error:.1e}", error <= 1e-10)  # false for NaN
-    for again, recompute in (("", False), ("recomputed: ", True)):
-        kept, course = measure(c, 3, 32, 2, recompute)
-        peak, where = peak_bytes(c, 3, 32, 2, recompute)
-        row(f"{again}bytes kept for backward", f"{kept_bytes(c, 3, 32, recompute):,}", f"{kept:,}")
-        row(f"{again}bytes at the peak ({where})", f"{peak:,}", f"{max(course):,}")
-        with FlopCounterMode(display=False) as counter:  # on a CPU it cannot look into the fused kernel
-            accumulate(Llama(c, plain_attention, recompute), draw_batch(1, 3, 32, seed=0))
-        row(f"{again}FLOPs", f"{flops(c, 3, 32, recompute):,}", f"{counter.get_total_flops():,}")
-
-    model, losses, begin = Llama(c, recompute=o.recompute).to(device), [], time.perf_counter()
-    optimizer, goal = adamw(model, lr=0.01), 0.6 * math.log(c.V) if o.steps >= 60 else math.inf
-    for step in tqdm(range(o.steps), desc="train", leave=False):
-        batch = draw_batch(o.micro_batches, o.micro_batch, o.seq, step, device)
-        losses.append(train_step(model, optimizer, batch).item())  # .item() waits for the device
-    speed, last = o.steps / (time.perf_counter() - begin), sum(losses[-10:]) / len(losses[-10:])
-    row("loss, mean of the last ten steps", f"under {goal:.3f}", f"{last:.3f}", last < goal)  # false for NaN
-    row("tokens a second", "", f"{speed * o.micro_batches * o.micro_batch * o.seq:,.0f}", True)
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    used = speed * o.micro_batches * flops(c, o.micro_batch, o.seq)
-    row(f"MFU of {name}", "", f"{used / PEAK[name]:.2%}" if name in PEAK else "n/a", True)
-    print("; ".join(wrong) or "PASS")
-    return len(wrong) > 0
+        if not passed:
+            failures.append(f"{what}: {measured}, not {formula}")
+    print("; ".join(failures) or "PASS")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

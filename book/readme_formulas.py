@@ -135,21 +135,23 @@ def displayed(readme: str) -> Iterator[tuple[int, str, list[str]]]:
 
 # ------------------------------------------------------------------------------------------------------------ chapters
 
-SIZES = [{}, {"V": 300}, {"H": 96, "D": 24}, {"L": 5}, {"K": 1}, {"F": 100}]
+SIZES = [{}, {"vocab_size": 300}, {"hidden": 96}, {"n_layers": 5}, {"n_kv_heads": 1}, {"ffn_hidden": 100}]
 
 
-def weights_of_a_llama(read: Read) -> Pairs:
+def parameters_of_a_llama(read: Read) -> Pairs:
     for sizes in SIZES:
-        c = single_gpu.Sizes(**sizes)
-        yield read(V=c.V, H=c.H, L=c.L, K=c.K, D=c.D, F=c.F)[0], single_gpu.weights(c)
+        c = single_gpu.ModelConfig(**sizes)
+        read_with = {"V": c.vocab_size, "H": c.hidden, "L": c.n_layers, "N_kv": c.n_kv_heads, "D": c.head_dim}
+        yield read(**read_with, F=c.ffn_hidden)[0], single_gpu.num_params(c)
 
 
-def kept_by_a_token(read: Read) -> Pairs:
+def saved_per_token(read: Read) -> Pairs:
     for sizes in SIZES:
-        c = single_gpu.Sizes(**sizes)
-        norm, core, out, feed_forward, loss = read(H=c.H, K=c.K, D=c.D, N=c.N, F=c.F, V=c.V)
-        block = 2 * norm + core + out + feed_forward
-        yield 4 * (2 * 24 * (c.L * block + norm + loss) + 24 * c.D), single_gpu.kept_bytes(c, 2, 24)
+        c = single_gpu.ModelConfig(**sizes)
+        read_with = {"H": c.hidden, "N_kv": c.n_kv_heads, "D": c.head_dim, "N": c.n_heads, "F": c.ffn_hidden}
+        norm, attn, o_proj, mlp, loss = read(**read_with, V=c.vocab_size)
+        per_token = c.n_layers * (2 * norm + attn + o_proj + mlp) + norm + loss
+        yield 4 * (2 * 24 * per_token + 24 * c.head_dim), single_gpu.saved_activation_bytes(c, 2, 24)
 
 
 def kept_by_operation(read: Read) -> Pairs:
@@ -250,9 +252,10 @@ def zero_on_the_host(read: Read) -> Pairs:
 
 
 def zero_by_hand(read: Read) -> Pairs:
-    c = single_gpu.Sizes()
-    multiply = single_gpu.weights(c) - c.V * c.H - c.H - 2 * c.H * c.L  # the embedding is looked up, norms scale
-    attention = 12 * 48 * 24 * c.H * c.L
+    c = single_gpu.ModelConfig()
+    scales = c.hidden * (2 * c.n_layers + 1)  # of norms; nor does the embedding multiply, it is looked up
+    multiply = single_gpu.num_params(c) - c.vocab_size * c.hidden - scales
+    attention = 12 * 48 * 24 * c.hidden * c.n_layers
     work, down, up = read(T=48, **{"Ψ": multiply})
     yield work, single_gpu.flops(c, 2, 24) - attention
     yield from zip((down, up), bytes_over_the_link(1, 2 * multiply, 2 * multiply), strict=True)

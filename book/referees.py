@@ -83,20 +83,10 @@ def parameters(of: Layout) -> int:
 
 
 def accumulation(recompute: bool = False) -> Verdict:
-    c = single_gpu.Sizes()
-    symbols = {
-        "b": 4,
-        "T": 2 * 24,
-        "S_len": 24,
-        "H": c.H,
-        "J": c.K * c.D,
-        "a": c.N,
-        "D": c.D,
-        "F": c.F,
-        "V": c.V,
-        "L": c.L,
-    }
-    return Verdict(symbols, [single_gpu.kept_bytes(c, 2, 24, recompute)])
+    c = single_gpu.ModelConfig()
+    symbols = {"b": 4, "T": 2 * 24, "S_len": 24, "H": c.hidden, "J": c.n_kv_heads * c.head_dim, "a": c.n_heads}
+    symbols |= {"D": c.head_dim, "F": c.ffn_hidden, "V": c.vocab_size, "L": c.n_layers}
+    return Verdict(symbols, [single_gpu.saved_activation_bytes(c, 2, 24, recompute)])
 
 
 def flash() -> Verdict:

@@ -24,7 +24,7 @@ def draw(axes, points) -> None:
     for name, colour, mark in (("whole blocks", "idle", "s"), ("by operations", "compute", "o")):
         rows = [(row[2], row[1]) for row in points["rows"] if row[0] == name]  # from everything kept to nothing kept
         axes.plot(*zip(*rows, strict=True), marker=mark, markersize=3, color=COLOURS[colour], label=name)
-    axes.set(xlabel="matrix FLOPs done again, % of a step", ylabel="GB kept by all blocks", ylim=(0, None))
+    axes.set(xlabel="matrix FLOPs done again, % of a step", ylabel="GB saved by all blocks", ylim=(0, None))
     axes.legend()
 
 
@@ -61,7 +61,7 @@ def main() -> int:
         write_result(
             "01_policy_curve",
             "Llama-3 8B, 8192 tokens, fp32: bytes of all blocks against FLOPs done again, by formula",
-            ["mixture", "GB kept by blocks", "% of a step's FLOPs again"],
+            ["mixture", "GB saved by blocks", "% of a step's FLOPs again"],
             [[name, size / GB, 100 * flops / step_8b] for name, size, flops in curve(LLAMA3_8B, 1, 8192)],
             notes="By the formulas that the test holds against the meter and torch's counter; nothing this large ran.",
         )

@@ -1,4 +1,4 @@
-"""Where the peak of a step comes from, in nine modes: held anyway, kept for backward, and needed for a moment.
+"""Where the peak of a step comes from, in nine modes: always stored, saved for the backward pass, and temporary.
 
 Verified first: every peak is the predicted one, to the byte. `--figures` only draws.
 """
@@ -22,15 +22,15 @@ def draw(axes, peaks) -> None:
     below = [0.0] * len(names)
     for column, what, colour in (
         (2, "weights, gradients, moments", "weights"),
-        (3, "kept for backward", "activations"),
-        (4, "for a moment", "compute"),
+        (3, "saved for backward", "activations"),
+        (4, "temporary", "compute"),
     ):
         sizes = [row[column] / 2**20 for row in peaks["rows"]]
         axes.bar(names, sizes, bottom=below, color=COLOURS[colour], label=what)
         below = [a + b for a, b in zip(below, sizes, strict=True)]
     axes.set(ylabel="MiB at the peak")
-    axes.tick_params(axis="x", labelsize=7)
-    axes.legend(fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.legend(fontsize=9)
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
             "01_peak",
             f"The peak of a step, predicted and measured: {CONFIG.layers} layers, hidden {CONFIG.hidden}, "
             f"two micro-batches of {BATCH} x {SEQ} tokens",
-            ["precision", "recompute", "held anyway", "kept for backward", "for a moment", "peak, bytes", "where"],
+            ["precision", "recompute", "always stored", "saved for backward", "temporary", "peak, bytes", "where"],
             rows,
             notes="Predicted and measured agree to the byte in all nine; the fused attention of the CPU.",
         )

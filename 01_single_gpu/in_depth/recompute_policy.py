@@ -22,7 +22,7 @@ The idea. Decide for each operation:
 
 The bytes are exact (fp32, fused attention of the CPU), the FLOPs are those that torch counts. PyTorch's selective
 checkpoint does the bookkeeping: a policy is asked about every operation that runs, and a result that it wants kept is
-handed out again in the second run. `host` waits for each copy; chapter 8 lets them travel beside the computation.
+handed out again in the second run. `host` waits for each copy; chapter 8 overlaps them with the computation.
 
     python recompute_policy.py             gradients, bytes and FLOPs of each policy and of budgets; ends with PASS
     python recompute_policy.py --tables    the table of README.md
@@ -236,7 +236,7 @@ def table() -> str:
         size, again = (sum(f(LLAMA3_8B, 1, 8192, p) for p in policies) for f in (block_bytes, block_flops))
         words = ", ".join(f"{policies.count(p)} {p}" for p in POLICIES if p in policies)
         rows.append([f"budget of {budget} GB: {words}", f"{size / GB:,.1f}", f"{again / step:.1%}"])
-    return markdown("policies", ["fp32, 8192 tokens", "GB kept by blocks", "FLOPs again"], rows)
+    return markdown("policies", ["fp32, 8192 tokens", "GB saved by blocks", "FLOPs again"], rows)
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """Recomputation by operation and by a budget: gradients as without it, bytes and FLOPs of the formulas."""
 
 import itertools
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,20 @@ def test_a_forward_whose_backward_never_comes_leaves_nothing_on_the_host():
     with torch.no_grad():
         next_token_loss(model, tokens_for(ODD))
     assert host.bytes == 0
+
+
+def test_what_comes_back_from_the_host_equals_any_view_that_was_packed():
+    host, rng = Host(Llama(TINY)), random.Random(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        base = torch.arange(360).to(dtype).view(6, 5, 12)
+        for _ in range(10):
+            view = base.permute(*rng.sample(range(3), 3))  # then from somewhere, with a step, in each dimension
+            for dim in range(3):
+                start = rng.randrange(view.shape[dim])
+                view = view.narrow(dim, start, rng.randint(1, view.shape[dim] - start))[..., :: rng.randint(1, 2)]
+            back = host.unpack(host.pack(view))
+            assert torch.equal(back, view) and back.stride() == view.stride() and back.dtype == dtype
+            assert back.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
 
 
 def test_a_policy_can_be_changed_and_leaves_the_names_of_the_weights_alone():
