@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-OLD = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)  # it needs some more registers
+OLD = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)  # on Hopper it needs some more registers
 
 
 class Tiles(NamedTuple):
@@ -42,21 +42,23 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
         # Of the sizes tried, those for which ptxas leaves nothing on the stack: sm_80 and sm_90, Triton 3.6 and 3.7.
         if D <= 64:
             across = Tiles(32, 32, 4 if D <= 32 else 8, 1)
-            return Plan(across, across, Tiles(16, 16, 4, 1 if D <= 32 else 2), tma=False)
+            return Plan(across, across, Tiles(16, 16, 4, 1), tma=False)
         if D <= 128:
             down = Tiles(16, 16, 4, 1) if hopper else Tiles(32, 16, 8, 1)
             return Plan(Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1), down, tma=False)
-        return Plan(Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 1), Tiles(16, 32, 8, 1), tma=False)
+        down = Tiles(16, 32, 8, 2) if hopper else Tiles(16, 16, 8, 3)
+        return Plan(Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1), down, tma=False)
     if D <= 64:
         if hopper:
             backward = Tiles(32 if OLD and D <= 32 else 64, 128, 8, 2 if OLD or D <= 32 else 3)
             return Plan(Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), backward, tma=True)
-        return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(16 if OLD else 32, 64, 4, 2), tma=False)
+        warps = 4 if D <= 32 else 8  # as in fp32, tiles, warps and stages that leave nothing on the stack
+        return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, warps, 3), Tiles(16, 64, warps, 1), tma=False)
     if D <= 128:
         if hopper:
             backward = Tiles(32 if OLD else 64, 128, 8, 2)
             return Plan(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), backward, tma=True)
-        return Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), tma=False, five=False)
+        return Plan(Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), tma=False, five=False)
     if hopper:
         return Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(16 if OLD else 32, 64, 8, 2), tma=True)
     return Plan(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), tma=False, five=False)
