@@ -346,8 +346,7 @@ def block(x: Tensor, params: Params, i: int, config: ModelConfig, tp: TPContext)
     h = norm(x, params[f"{i}.attn_norm.weight"])
     q, k, v = columns(h, "q_proj", "k_proj", "v_proj")  # [T, N/tp D], and [T, N_kv/tp D] twice
     attn = attention(split_heads(q), split_heads(k), split_heads(v))  # [B, N/tp, S, D]
-    attn = attn.transpose(1, 2).flatten(2).flatten(0, 1)  # [T, N/tp D]
-    x = x + rows(attn, "o_proj")
+    x = x + rows(attn.transpose(1, 2).flatten(2).flatten(0, 1), "o_proj")  # of [T, N/tp D]
     h = norm(x, params[f"{i}.mlp_norm.weight"])
     gate, up = columns(h, "gate_proj", "up_proj")  # [T, F/tp]: the same columns of both
     return x + rows(F.silu(gate) * up, "down_proj")
