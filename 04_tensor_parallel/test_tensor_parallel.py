@@ -331,8 +331,11 @@ def test_bytes_stored_saved_and_sent_match_the_formulas():
                 assert measured == by_itself == expected_bytes(config, tp, sequence_parallel, overlapped)
                 collectives = {"all_gather": 6 if overlapped else 4, "reduce_scatter": 4}
                 assert calls == (collectives if sequence_parallel else {"all_reduce": 4}), f"collectives: {calls}"
-    one, tensor, sequence = (expected_bytes(TINY, tp, s, True)[1] for tp, s in ((1, False), (4, False), (4, True)))
-    assert sequence * 4 == one and tensor > 1.5 * sequence
+    layouts = ((1, False, False), (4, False, False), (4, True, False), (4, True, True))
+    one, tensor, plain, overlapped = saved = [expected_bytes(TINY, *layout)[1] for layout in layouts]
+    assert overlapped * 4 == one and tensor > plain > overlapped
+    text = (HERE / "README.md").read_text()
+    assert all(f"{nbytes:,}" in text for nbytes in saved)
 
 
 def ends_of_the_model() -> None:

@@ -482,7 +482,8 @@ def test_where_an_exercise_begins_the_names_are_told_that_it_has_to_leave(tmp_pa
         assert found == ["a"] * (behind in needed), behind
     tool.start(REAL, REAL.chapter("04"), tmp_path / "student")
     assert (
-        "        # leave: grad_x, grad_weights\n        raise" in (tmp_path / "student" / "tensor_parallel.py").read_text()
+        "        # leave: grad_x, grad_weights\n        raise"
+        in (tmp_path / "student" / "tensor_parallel.py").read_text()
     )
 
 
