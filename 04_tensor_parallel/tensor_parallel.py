@@ -1,349 +1,648 @@
-"""Tensor and sequence parallelism: a layer whose matrices lie on t ranks, none of which has to hold them whole.
+"""Tensor parallelism: split every matrix of a layer over tp ranks, and then the activations.
 
-Data parallelism cuts the batch, and every rank still computes every layer. When a layer is too large for one device, or
-too slow on it, the matrices have to be cut. By columns, x [A1 A2] = [x A1, x A2]: a rank needs all of x and makes some
-columns of y. By rows, [y1 y2] [B1; B2] = y1 B1 + y2 B2: it needs these very columns, and makes a share of a sum.
+Data parallelism splits the batch, and every rank still stores and computes every layer. When a
+layer is too large for one GPU, or too slow on it, its matrices have to be split. There are two ways
+to split a matmul, and they fit together:
 
-    x = [1 2]    A = [1 3]    B = [1 0]      rank 0: y = x [1; 2] = 5      y [1 0] = [ 5  0]
-                     [2 4]        [2 1]      rank 1: y = x [3; 4] = 11     y [2 1] = [22 11]     sum: [27 11] = x A B
-    backward from dz = [1 1]:    rank 0: dy = 1, dy [1 2] = [1 2]     rank 1: dy = 3, dy [3 4] = [9 12]     sum: [10 14]
+    by columns   x [A1 A2] = [x A1, x A2]            rank r needs x, and computes some columns of y
+    by rows      [y1 y2] [B1; B2] = y1 B1 + y2 B2    rank r needs these columns of y, and computes
+                                                     a partial sum of z
 
-x goes into both products: the sum at the end (f*) has a partner at the beginning (f), which sums in backward. Between
-two such pairs every rank has the same x, normalises the same tokens and keeps the same bytes. Sequence parallelism ends
-that: an all-reduce is a reduce-scatter and an all-gather, and between these each rank can go on with 1/t of the tokens.
+    x = [1 2]   A = [1 3]   B = [1 0]    rank 0: y1 = x [1; 2] = 5     y1 [1 0] = [ 5  0]
+                    [2 4]       [2 1]    rank 1: y2 = x [3; 4] = 11    y2 [2 1] = [22 11]
+                                         all-reduce: z = [27 11] = x A B
 
-         forward          backward          where
-    f    nothing          all-reduce        before A     tensor parallel: 1909.08053, section 3
-    f*   all-reduce       nothing           behind B     (Shoeybi et al. 2019)
-    g    all-gather       reduce-scatter    before A     and sequence parallel: 2205.05198, section 4.2.2
-    g*   reduce-scatter   all-gather        behind B     (Korthikanti et al. 2022)
+Nothing is sent between A and B. In the backward pass the gradient of x needs an all-reduce as well,
+since x entered the matmuls of all ranks. Sequence parallelism splits each all-reduce into a
+reduce-scatter and an all-gather. Between the two, a rank has 1/tp of the tokens, so the norms and
+the residual stream are split as well.
 
-    rank 1 of 4 holds                            tensor        tensor + sequence
-    columns of q, gate, up; rows of o, down      --##----      --##----      k, v: heads, copies if N_kv < t
-    embedding, head, logits: words               --##----      --##----
-    x between the products: tokens               ########      --##----      which is what backward keeps
-    sent in a block, times (t-1)/t bytes of x       8             8 + 2      2 to gather again what was not kept
+    operator               forward          backward         where       in the paper
+    copy_to_tp             nothing          all-reduce       before A    f of 1909.08053
+    reduce_from_tp         all-reduce       nothing          after B     g of 1909.08053
+    gather_from_sp         all-gather       reduce-scatter   before A    g of 2205.05198
+    reduce_scatter_to_sp   reduce-scatter   all-gather       after B     its conjugate
+
+                                     each rank stores               each rank sends per block
+                                     parameters   activations       (forward and backward)
+    tensor parallel                  Ψ/tp         X + Y/tp           8 T H (tp-1)/tp
+    tensor + sequence parallel       Ψ/tp         (X' + Y)/tp + 2TH  8 T H (tp-1)/tp
+    the same, overlapped             Ψ/tp         (X + Y)/tp        10 T H (tp-1)/tp
+
+Ψ is the number of parameters in matrices, T the number of tokens, H the hidden size. For its
+backward pass a block saves X = 6 T H + 2 T elements outside of the pairs A, B and Y inside;
+X' = X - 2 T H. Sources: Shoeybi et al. 2019, arXiv 1909.08053, section 3 (tensor parallelism);
+Korthikanti et al. 2022, arXiv 2205.05198, section 4 (sequence parallelism).
 
     python tensor_parallel.py                                      one rank
-    torchrun --nproc_per_node 4 tensor_parallel.py                 four: gloo on CPUs, nccl on GPUs
-    torchrun --nproc_per_node 2 tensor_parallel.py --kv-heads 1    both ranks hold the same key/value head
-Ends with PASS when losses, gradients and weights are those of one process to 1e-10, and bytes those of the formulas.
+    torchrun --nproc_per_node 4 tensor_parallel.py                 NCCL on GPUs, Gloo on CPUs
+    torchrun --nproc_per_node 2 tensor_parallel.py --kv-heads 1    both ranks store the same head
+
+Each form trains a small model for three steps next to a reference on one rank. The last line is
+PASS if losses, gradients and parameters agree to 1e-10 and the bytes stored, saved for the backward
+pass and sent match the formulas; otherwise the exit code is 1.
 """
 
 import argparse
 import math
 import os
 import sys
-import time
 import tokenize
 import zlib
-from collections import namedtuple
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
-import torch._dynamo  # and torch; dispatch modes import it: while a group is up, that would keep it to the end
+import torch
+import torch._dynamo  # else imported late, by CommCounter, and then it keeps the group alive
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, inf
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# B sequences of S tokens, T = B S rows of x. H hidden, N query heads and N_kv key/value heads of D numbers, V words,
-# t ranks. Weights are [out, in] as in nn.Linear: to cut A by columns is to cut its weight in dim 0, and B's in dim 1.
-IGNORE = -100  # a label that is no target
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+# New names in torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-Sizes = namedtuple("Sizes", "vocab hidden layers heads kv_heads intermediate batch sequence")
-TINY = Sizes(257, 64, 2, 8, 2, 96, 2, 32)  # 256 bytes and an end of text: an odd vocabulary, padded where t > 1
+
+Params = dict[str, Tensor]  # by name, such as "0.q_proj.weight": of block 0
+IGNORE_INDEX = -100  # a label that does not count
 
 
-class TensorParallel:
-    def __init__(self, group: dist.ProcessGroup, sequence: bool):
-        self.group, self.sequence = group, sequence
-        self.t, self.rank = dist.get_world_size(group), dist.get_rank(group)
+class ModelConfig(NamedTuple):
+    vocab_size: int  # V
+    hidden: int  # H
+    n_layers: int
+    n_heads: int  # N, of queries
+    n_kv_heads: int  # N_kv, of keys and values; a head has D = H / N elements
+    ffn_hidden: int  # F
+    batch: int  # B
+    seq_len: int  # S; T = B S tokens
 
 
-class Products(torch.autograd.Function):
-    """f or g, and behind it some columns of each weight: x [T, H], or [T/t, H] -> [T, out/t] for each weight.
+class TPContext:
+    """The tp ranks that share every matrix, and how."""
 
-    One function, so that backward may keep T/t rows of x and gather the others again, and send the gradient of x while
-    it computes those of the weights, for which nobody waits."""
+    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, column_linear=None):
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.sequence_parallel = sequence_parallel
+        self.column_linear = column_linear or column_parallel_linear  # or the overlapped form
+
+
+# -------------------------------------------------------------------------------------------------
+# The four operators
+# -------------------------------------------------------------------------------------------------
+
+# Rows are tokens: x is [T, H], or [T/tp, H] where the tokens are split. All ranks compute one and
+# the same loss, and the backward pass brings the gradient of this one loss.
+
+
+# --- exercise 4.1: three collectives, and the four operators that are made of them ---
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[T, H] of every rank -> their sum [T, H]"""
+    total = x.clone(memory_format=torch.contiguous_format)  # autograd may have saved x itself
+    dist.all_reduce(total, group=group)  # in place
+    return total
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[T/tp, H] of every rank -> all tokens [T, H], those of rank 0 first"""
+    full = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    all_gather_single(full, x.contiguous(), group=group)
+    return full
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[T, H] of every rank -> this rank's tokens of their sum [T/tp, H]"""
+    shard = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+    reduce_scatter_single(shard, x.contiguous(), group=group)
+    return shard
+
+
+def copy_to_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x enters the matmuls of tp ranks, so its gradient is the sum of tp gradients."""
+    return CommFunction.apply(x, group, identity, all_reduce)
+
+
+def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """z is a sum of tp terms, and its derivative by each of them is 1.
+
+    `torch.distributed.nn.all_reduce` sums in the backward pass too, for ranks with losses of their
+    own. Here, with one loss, gradients would become tp times too large.
+    """
+    return CommFunction.apply(x, group, all_reduce, identity)
+
+
+def gather_from_sp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`copy_to_tp` of an x of which each rank has T/tp tokens."""
+    return CommFunction.apply(x, group, all_gather, reduce_scatter)
+
+
+def reduce_scatter_to_sp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`reduce_from_tp` for a z of which each rank needs T/tp tokens."""
+    return CommFunction.apply(x, group, reduce_scatter, all_gather)
+
+
+# --- end exercise ---
+
+
+def identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+class CommFunction(torch.autograd.Function):
+    """One collective in the forward pass, and its conjugate in the backward pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, tp: TensorParallel, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        ctx.tp = tp
-        # --- exercise 4.1: all tokens for the products, one's own for backward ---
-        ctx.save_for_backward(x, *weights)
-        if tp.sequence:  # g; f does nothing
-            whole = x.new_empty(tp.t * len(x), x.shape[1])
-            all_gather_single(whole, x.contiguous(), group=tp.group)  # [T/t, H] -> all-gather -> [T, H]
-            x = whole
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        # --- end exercise ---
+    def forward(ctx, x: Tensor, group, forward_comm: Callable, backward_comm: Callable) -> Tensor:
+        ctx.group = group
+        ctx.backward_comm = backward_comm
+        return forward_comm(x, group)
 
     @staticmethod
-    def backward(ctx, *dys: Tensor):
-        (x, *weights), tp = ctx.saved_tensors, ctx.tp
-        # --- exercise 4.2: x went into t ranks' products: its gradient, on its way while those of weights are made ---
-        if tp.sequence:
-            whole = x.new_empty(tp.t * len(x), x.shape[1])
-            gathering = all_gather_single(whole, x.contiguous(), group=tp.group, async_op=True)
-        dx = dys[0] @ weights[0]  # [T, out/t] [out/t, H]: this rank's share
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            dx.addmm_(dy, weight)
-        if tp.sequence:  # g: [T, H] -> reduce-scatter -> [T/t, H]
-            total = torch.empty_like(x)
-            sending = reduce_scatter_single(total, dx, group=tp.group, async_op=True)
-            gathering.wait()
-        else:  # f: [T, H] -> all-reduce -> [T, H]
-            total, whole = dx, x
-            sending = dist.all_reduce(total, group=tp.group, async_op=True)
-        products = [dy.T @ whole for dy in dys]  # [out/t, T] [T, H]
-        sending.wait()
-        # --- end exercise ---
-        biases = (dy.sum(0) if ctx.needs_input_grad[-len(dys) + i] else None for i, dy in enumerate(dys))
-        return total, None, *products, *biases
+    def backward(ctx, grad_output: Tensor):
+        return ctx.backward_comm(grad_output, ctx.group), None, None, None
 
 
-class Sum(torch.autograd.Function):
-    """f* or g*: the shares [T, H] of all ranks -> their sum [T, H], or T/t rows of it. Backward of f* does nothing: the
-    ranks compute one loss. (torch.distributed.nn.all_reduce is made for t of them, and sums there as well.)"""
+# -------------------------------------------------------------------------------------------------
+# Linear layers in pairs: by columns, then by rows
+# -------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def forward(ctx, share: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        # --- exercise 4.3: the sum of the shares, whole or by rows ---
-        if tp.sequence:  # g*: [T, H] -> reduce-scatter -> [T/t, H]
-            mine = share.new_empty(len(share) // tp.t, *share.shape[1:])
-            reduce_scatter_single(mine, share.contiguous(), group=tp.group)
-            return mine
-        total = share.contiguous().clone()  # the collective overwrites what it is given; autograd may have kept that
-        dist.all_reduce(total, group=tp.group)
-        return total
-        # --- end exercise ---
-
-    @staticmethod
-    def backward(ctx, dz: Tensor):
-        if not ctx.tp.sequence:
-            return dz, None
-        whole = dz.new_empty(ctx.tp.t * len(dz), *dz.shape[1:])
-        all_gather_single(whole, dz.contiguous(), group=ctx.tp.group)  # g*: [T/t, H] -> all-gather -> [T, H]
-        return whole, None
+# Weights are [out, in], as in nn.Linear. So A's columns are rows of its weight (dimension 0), and
+# B's rows are columns of its weight (dimension 1).
 
 
-def column(x: Tensor, w: dict[str, Tensor], names: list[str], tp: TensorParallel | None) -> tuple[Tensor, ...]:
-    """The products of one x, which share one f or g. Without `tp`, here and below: on one process, as the oracle."""
-    weights, biases = [w[name] for name in names], [w.get(f"{name}_bias") for name in names]
-    if tp is None:
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    return Products.apply(x, tp, *weights, *biases)
+# --- exercise 4.2: which operator stands before A, and which one after B? ---
+def column_parallel_linear(x: Tensor, weights: list, biases: list, tp: TPContext) -> tuple:
+    """Linear layers that read the same x. [T, H], or [T/tp, H] -> [T, out/tp] for each weight.
+
+    q, k and v come together, so that one collective in each direction serves all three.
+    """
+    full_x = gather_from_sp(x, tp.group) if tp.sequence_parallel else copy_to_tp(x, tp.group)
+    return tuple(F.linear(full_x, w, bias) for w, bias in zip(weights, biases, strict=True))
 
 
-def row(y: Tensor, w: dict[str, Tensor], name: str, tp: TensorParallel | None) -> Tensor:
-    share = F.linear(y, w[name])  # [T, in/t] -> [T, H]
-    return (share if tp is None else Sum.apply(share, tp)) + w[f"{name}_bias"]  # once: t ranks would add t biases
+def row_parallel_linear(y: Tensor, weight: Tensor, bias: Tensor, tp: TPContext) -> Tensor:
+    """[T, in/tp] -> [T, H], or [T/tp, H]"""
+    partial_sum = F.linear(y, weight)  # [T, H]
+    return sum_over_tp(partial_sum, tp) + bias  # after the sum, which would add it tp times
 
 
-def embed(tokens: Tensor, rows: Tensor, tp: TensorParallel | None) -> Tensor:
-    """tokens [T] -> [T, H], or [T/t, H]: a sum, to which the rank with the word adds its row, and the others zero."""
-    if tp is None:
-        return F.embedding(tokens, rows)
-    index = tokens - tp.rank * len(rows)
-    here = (index >= 0) & (index < len(rows))
-    return Sum.apply(F.embedding(index.where(here, 0), rows).masked_fill(~here[:, None], 0), tp)
+def sum_over_tp(partial_sum: Tensor, tp: TPContext) -> Tensor:
+    """[T, H] -> all-reduce -> [T, H], or reduce-scatter -> [T/tp, H]"""
+    if tp.sequence_parallel:
+        return reduce_scatter_to_sp(partial_sum, tp.group)
+    return reduce_from_tp(partial_sum, tp.group)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None) -> Tensor:
-    """Logits [T, V/t] of this rank's words, labels [T] -> the SUM of -log p(label), alike on every rank. Of the other
-    ranks' logits it takes three numbers a token: the maximum, the sum of exponentials, the logit of the label."""
+# --- end exercise ---
+
+
+# -------------------------------------------------------------------------------------------------
+# Embedding and loss: the vocabulary is split
+# -------------------------------------------------------------------------------------------------
+
+
+def vocab_parallel_embedding(tokens: Tensor, weight: Tensor, tp: TPContext) -> Tensor:
+    """tokens [T] -> [T, H], or [T/tp, H]: the rank that has a token adds its row, the others 0."""
+    index = tokens - tp.rank * len(weight)
+    in_local_vocab = (index >= 0) & (index < len(weight))
+    rows = F.embedding(index.where(in_local_vocab, 0), weight)  # [T] -> [T, H]
+    return sum_over_tp(rows.masked_fill(~in_local_vocab[:, None], 0), tp)
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, tp: TPContext):
+    """Logits [T, V/tp], labels [T] -> the sum of -log p(label), the same on every rank.
+
+    log(sum of exp(logit - max)) - (logit of the label - max) takes three values per token from the
+    other ranks, instead of their logits.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if tp is None:
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
-    # --- exercise 4.4: a softmax over V words, of which this rank has V/t ---
-    words = tp.rank * logits.shape[1] + torch.arange(logits.shape[1], device=logits.device)
-    logits = logits.masked_fill(words >= vocab, -torch.inf)  # a word that does not exist has no probability
-    peak = logits.detach().amax(1, keepdim=True)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=tp.group)  # [T, 1]
-    index = labels - words[0]
-    here = (index >= 0) & (index < len(words))  # never for IGNORE
-    logits = logits - peak
-    of_label = logits.gather(1, index.where(here, 0)[:, None])[:, 0].masked_fill(~here, 0)
-    sums = torch.stack((logits.exp().sum(1), of_label))  # [2, T]: one message, and f*, since all ranks need all of it
-    sums = Sum.apply(sums, TensorParallel(tp.group, sequence=False))
-    return (sums[0].log() - sums[1]).masked_fill(labels == IGNORE, 0).sum()
+    # --- exercise 4.3: a softmax over V tokens, of which this rank has V/tp ---
+    local_vocab_size = logits.shape[1]
+    first_id = tp.rank * local_vocab_size
+    vocab_ids = first_id + torch.arange(local_vocab_size, device=logits.device)
+    # Padding rows of the weight give logits too. Without probability they are out of the softmax.
+    logits = logits.masked_fill(vocab_ids >= vocab_size, -math.inf)
+    max_logit = logits.detach().amax(dim=1, keepdim=True)
+    dist.all_reduce(max_logit, dist.ReduceOp.MAX, group=tp.group)  # [T, 1]
+    logits = logits - max_logit
+    index = labels - first_id
+    in_local_vocab = (index >= 0) & (index < local_vocab_size)  # never for IGNORE_INDEX
+    label_logit = logits.gather(1, index.where(in_local_vocab, 0)[:, None]).squeeze(1)
+    label_logit = label_logit.masked_fill(~in_local_vocab, 0)
+    sum_exp = logits.exp().sum(dim=1)
+    # Not sum_over_tp: every rank needs the sums of all tokens, to compute the same loss.
+    sums = reduce_from_tp(torch.stack((sum_exp, label_logit)), tp.group)  # [2, T], one message
+    token_loss = sums[0].log() - sums[1]
+    return token_loss.masked_fill(labels == IGNORE_INDEX, 0).sum()
     # --- end exercise ---
 
 
+# -------------------------------------------------------------------------------------------------
+# Which shard of a weight a rank stores, and which gradients are partial sums
+# -------------------------------------------------------------------------------------------------
+
+COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")
+KEY_VALUE = ("k_proj", "v_proj")  # also by columns, but never less than one head
+ROW_PARALLEL = ("o_proj", "down_proj")
+VOCAB_PARALLEL = ("embed", "head")
+NORMS = ("attn_norm", "mlp_norm", "norm")
+
+
+def shard_weight(name: str, full: Tensor, config: ModelConfig, tp: TPContext) -> Tensor:
+    """What this rank stores of a weight or bias.
+
+    Every rank draws the full weight from the same seed, then takes its shard. If it drew only a
+    shard from that seed, all ranks would store the same one.
+    """
+    *_, layer, kind = name.split(".")
+    # --- exercise 4.4: by columns, heads, rows or tokens, or in full? ---
+    if layer in COLUMN_PARALLEL:
+        shard = full.chunk(tp.size)[tp.rank]
+    elif layer in KEY_VALUE:  # with fewer heads than ranks, neighbours store the same head
+        num_shards = min(config.n_kv_heads, tp.size)
+        shard = full.chunk(num_shards)[tp.rank * num_shards // tp.size]
+    elif layer in ROW_PARALLEL and kind == "weight":
+        shard = full.chunk(tp.size, dim=1)[tp.rank]
+    elif layer in VOCAB_PARALLEL:
+        padded = F.pad(full, (0, 0, 0, -len(full) % tp.size))  # else shards differ in length
+        shard = padded.chunk(tp.size)[tp.rank]
+    else:  # norms, and biases that are added after the sum
+        shard = full
+    return shard.clone()  # a view would keep the full weight alive
+    # --- end exercise ---
+
+
+def all_reduce_partial_grads(params: Params, config: ModelConfig, tp: TPContext) -> None:
+    """Call after the backward pass. Partial sums of a gradient are added, and never averaged.
+
+    Most gradients are complete already: all T tokens went through this rank's shard. To sum them
+    again would make them tp times too large.
+    """
+    for name, p in params.items():
+        *_, layer, kind = name.split(".")
+        # --- exercise 4.5: whose gradient is a partial sum, and over which ranks? ---
+        is_replicated = layer in NORMS or (layer in ROW_PARALLEL and kind == "bias")
+        if tp.sequence_parallel and is_replicated:
+            dist.all_reduce(p.grad, group=tp.group)  # each rank saw T/tp of the tokens
+        if layer in KEY_VALUE and config.n_kv_heads < tp.size:
+            # Ranks with the same head add their gradients: each used it for its own query heads.
+            # They need no group of their own, because each head has a slot in one message.
+            slots = p.grad.new_zeros(config.n_kv_heads, *p.grad.shape)
+            own_slot = slots[tp.rank * config.n_kv_heads // tp.size]
+            own_slot.copy_(p.grad)
+            dist.all_reduce(slots, group=tp.group)  # [N_kv, D, H]
+            p.grad.copy_(own_slot)
+        # --- end exercise ---
+
+
+# -------------------------------------------------------------------------------------------------
+# A transformer block: two pairs of linear layers
+# -------------------------------------------------------------------------------------------------
+
+
 def norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm. It looks at one token at a time, so the tokens may be split."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal. q [B, N, S, D], k and v [B, N_kv, S, D] -> like q. It mixes tokens but no heads: these are dealt out."""
-    k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
+    """Causal attention. q [B, N, S, D], k and v [B, N_kv, S, D] -> [B, N, S, D]
+
+    It mixes tokens but never heads, so the heads may be split, and all tokens must be there.
+    """
+    queries_per_kv = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(queries_per_kv, dim=1)  # [B, N_kv, S, D] -> [B, N, S, D]
+    v = v.repeat_interleave(queries_per_kv, dim=1)
     scores = q @ k.mT / math.sqrt(q.shape[-1])  # [B, N, S, S]
-    scores = scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)
-    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
+    scores = scores + torch.full_like(scores[0, 0], -math.inf).triu(1)
+    probs = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return probs.to(q.dtype) @ v
 
 
-def block(x: Tensor, w: dict[str, Tensor], i: int, sizes: Sizes, tp: TensorParallel | None) -> Tensor:
-    """[T, H], or [T/t, H] -> the same. RoPE is left to the depth: it turns each head by itself, on every rank alike."""
-    S, D = sizes.sequence, sizes.hidden // sizes.heads
-    heads = column(norm(x, w[f"{i}.norm1"]), w, [f"{i}.q", f"{i}.k", f"{i}.v"], tp)  # [T, N/t D], and N_kv/t, or 1
-    mixed = attention(*(y.view(-1, S, y.shape[1] // D, D).transpose(1, 2) for y in heads))
-    x = x + row(mixed.transpose(1, 2).flatten(2).flatten(0, 1), w, f"{i}.o", tp)  # [T, N/t D] -> [T, H], or [T/t, H]
-    gate, up = column(norm(x, w[f"{i}.norm2"]), w, [f"{i}.gate", f"{i}.up"], tp)  # the same columns of both
-    return x + row(F.silu(gate) * up, w, f"{i}.down", tp)
+def block(x: Tensor, params: Params, i: int, config: ModelConfig, tp: TPContext) -> Tensor:
+    """Block i. [T, H] -> [T, H], or [T/tp, H] -> [T/tp, H]
+
+    Position embeddings are left out: RoPE rotates each head by itself, which needs no collective.
+    """
+
+    def columns(h: Tensor, *layers: str) -> tuple[Tensor, ...]:
+        weights = [params[f"{i}.{layer}.weight"] for layer in layers]
+        biases = [params[f"{i}.{layer}.bias"] for layer in layers]
+        return tp.column_linear(h, weights, biases, tp)
+
+    def rows(h: Tensor, layer: str) -> Tensor:
+        weight = params[f"{i}.{layer}.weight"]
+        return row_parallel_linear(h, weight, params[f"{i}.{layer}.bias"], tp)
+
+    def split_heads(h: Tensor) -> Tensor:  # [T, n D] -> [B, n, S, D] with n local heads
+        head_dim = config.hidden // config.n_heads
+        return h.view(config.batch, config.seq_len, -1, head_dim).transpose(1, 2)
+
+    h = norm(x, params[f"{i}.attn_norm.weight"])
+    q, k, v = columns(h, "q_proj", "k_proj", "v_proj")  # [T, N/tp D], and [T, N_kv/tp D] twice
+    attn = attention(split_heads(q), split_heads(k), split_heads(v))  # [B, N/tp, S, D]
+    x = x + rows(attn.transpose(1, 2).flatten(2).flatten(0, 1), "o_proj")  # of [T, N/tp D]
+    h = norm(x, params[f"{i}.mlp_norm.weight"])
+    gate, up = columns(h, "gate_proj", "up_proj")  # [T, F/tp]: the same columns of both
+    return x + rows(F.silu(gate) * up, "down_proj")
 
 
-def loss_sum(w: dict, tokens: Tensor, labels: Tensor, sizes: Sizes, tp: TensorParallel | None) -> Tensor:
-    """tokens, labels [B, S] -> the sum of the losses. All three alike on every rank."""
-    for what, ids in (("token", tokens), ("label", labels[labels != IGNORE])):
-        if ids.numel() and not 0 <= ids.min() <= ids.max() < sizes.vocab:  # no rank has it: a zero, and no error
-            raise ValueError(f"{what}s from {ids.min()} to {ids.max()}, but words are 0 to {sizes.vocab - 1}")
-    x = embed(tokens.flatten(), w["embed"], tp)
-    for i in range(sizes.layers):
-        x = block(x, w, i, sizes, tp)
-    (logits,) = column(norm(x, w["norm"]), w, ["head"], tp)  # [T, V/t], and never more
-    return cross_entropy(logits, labels.flatten(), sizes.vocab, tp)
+# -------------------------------------------------------------------------------------------------
+# The overlapped form: collectives in flight while the gradients of the weights are computed
+# -------------------------------------------------------------------------------------------------
+
+# The backward pass of column_parallel_linear waits for each collective at once. But only grad_x is
+# needed soon, by the layers before this one. The gradients of the weights are not sent anywhere, so
+# they are computed while grad_x is summed over the ranks:
+#
+#     plain         compute    grad_W = dyᵀ x, grad_x = dy W |                     | layers before
+#                   network                                  | sum grad_x          |
+#
+#     overlapped    compute    grad_x = dy W | grad_W = dyᵀ x      | layers before
+#                   network    all-gather x  | sum grad_x          |
+#
+# With sequence parallelism it saves only this rank's T/tp tokens of x and gathers the others again
+# (2205.05198, section 4.2.2). This all-gather is overlapped as well.
 
 
-def whole_weights(sizes: Sizes) -> dict[str, Tensor]:
-    """Each drawn from its own name: the same model, however many ranks share it."""
-    H, inner, kv = sizes.hidden, sizes.intermediate, sizes.kv_heads * sizes.hidden // sizes.heads
-    shapes = {"embed": (sizes.vocab, H), "head": (sizes.vocab, H), "norm": (H,)}
-    mlp = {"gate": (inner, H), "up": (inner, H), "down": (H, inner)}
-    matrices = {"q": (H, H), "k": (kv, H), "v": (kv, H), "o": (H, H)} | mlp
-    for i in range(sizes.layers):
-        shapes |= {f"{i}.norm1": (H,), f"{i}.norm2": (H,)} | {f"{i}.{name}": s for name, s in matrices.items()}
-        shapes |= {f"{i}.{name}_bias": shape[:1] for name, shape in matrices.items()}
-    seeds = {name: torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in shapes}
-    drawn = {name: torch.randn(s, generator=seeds[name]).double() / math.sqrt(s[-1]) for name, s in shapes.items()}
-    return {name: x + ("norm" in name) for name, x in drawn.items()}
+def overlapped_column_parallel_linear(x: Tensor, weights: list, biases: list, tp: TPContext):
+    """The same results as `column_parallel_linear`, bit by bit."""
+    return OverlappedColumnLinear.apply(x, tp, len(weights), *weights, *biases)
 
 
-def piece_of(name: str, whole: Tensor, sizes: Sizes, tp: TensorParallel) -> Tensor:
-    """What this rank holds of a weight. (If each drew its piece from the common seed, all would hold the same one.)"""
-    kind, pieces, piece, dim = name.rpartition(".")[2], tp.t, tp.rank, 0
-    # --- exercise 4.5: columns, rows, heads, words; and what everyone has whole ---
-    if kind.removesuffix("_bias") in ("k", "v"):  # whole heads: with fewer than t, neighbours hold the same one
-        pieces = min(sizes.kv_heads, tp.t)
-        piece = tp.rank * pieces // tp.t
-    elif kind in ("o", "down"):
-        dim = 1
-    elif kind in ("embed", "head"):
-        whole = F.pad(whole, (0, 0, 0, -len(whole) % tp.t))
-    elif kind.removesuffix("_bias") not in ("q", "gate", "up"):  # norms, and biases behind a sum
-        pieces, piece = 1, 0
-    return whole.chunk(pieces, dim)[piece].clone()  # a view would keep all of it alive
-    # --- end exercise ---
+class OverlappedColumnLinear(torch.autograd.Function):
+    """One function from x to all outputs, so that its backward pass can choose the order."""
 
+    @staticmethod
+    def forward(ctx, x: Tensor, tp: TPContext, num_layers: int, *params: Tensor | None):
+        weights = params[:num_layers]
+        biases = params[num_layers:]
+        x = x.contiguous()
+        ctx.tp = tp
+        ctx.has_bias = [bias is not None for bias in biases]
+        ctx.save_for_backward(x, *weights)  # before the all-gather: T/tp tokens
+        full_x = all_gather(x, tp.group) if tp.sequence_parallel else x
+        return tuple(F.linear(full_x, w, bias) for w, bias in zip(weights, biases, strict=True))
 
-def sum_shares(w: dict[str, Tensor], sizes: Sizes, tp: TensorParallel) -> None:
-    """After backward. Where a rank's gradient is a share of one, the shares are summed, and never averaged."""
-    for name, p in w.items():
-        kind = name.rpartition(".")[2]
-        # --- exercise 4.6: whose gradient is a share, and over whom is it summed? ---
-        if tp.sequence and kind in ("norm", "norm1", "norm2", "o_bias", "down_bias"):
-            dist.all_reduce(p.grad, group=tp.group)  # each rank saw T/t of the tokens
-        if kind.removesuffix("_bias") in ("k", "v") and sizes.kv_heads < tp.t:
-            slots = p.grad.new_zeros(sizes.kv_heads, *p.grad.shape)  # [N_kv, D, H]: a sum for each head
-            mine = slots[tp.rank * sizes.kv_heads // tp.t]
-            mine.copy_(p.grad)  # this head, as far as this rank's query heads used it
-            dist.all_reduce(slots, group=tp.group)
-            p.grad.copy_(mine)
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):  # [T, out/tp] for each weight
+        x, *weights = ctx.saved_tensors
+        tp = ctx.tp
+        # --- exercise 4.6: no wait without a matmul before it ---
+        if tp.sequence_parallel:
+            full_x = x.new_empty(tp.size * len(x), x.shape[1])
+            gather_work = all_gather_single(full_x, x, group=tp.group, async_op=True)
+        # In the order in which autograd would add: last layer first.
+        partial_sum = grad_outputs[-1] @ weights[-1]  # [T, out/tp] @ [out/tp, H] -> [T, H]
+        for dy, w in zip(grad_outputs[-2::-1], weights[-2::-1], strict=True):
+            partial_sum.addmm_(dy, w)
+        if tp.sequence_parallel:
+            # [T, H] -> reduce-scatter -> [T/tp, H]
+            grad_x = torch.empty_like(x)
+            reduce_work = reduce_scatter_single(grad_x, partial_sum, group=tp.group, async_op=True)
+            gather_work.wait()
+        else:
+            full_x = x
+            grad_x = partial_sum  # [T, H] -> all-reduce -> [T, H], in place
+            reduce_work = dist.all_reduce(grad_x, group=tp.group, async_op=True)
+        grad_weights = [dy.T @ full_x for dy in grad_outputs]  # [out/tp, T] @ [T, H]
+        reduce_work.wait()
         # --- end exercise ---
+        has_bias = zip(grad_outputs, ctx.has_bias, strict=True)
+        grad_biases = [dy.sum(0) if has else None for dy, has in has_bias]
+        return grad_x, None, None, *grad_weights, *grad_biases
 
 
-def formulas(sizes: Sizes, t: int, sequence: bool, e: int = 8) -> tuple[int, int, int]:
-    """Bytes on a rank: of weights; kept for backward of a block; sent in forward and backward of a block."""
-    H, inner, T, N = sizes.hidden, sizes.intermediate, sizes.batch * sizes.sequence, sizes.heads
-    kv, h = max(sizes.kv_heads // t, 1) * H // N, t if sequence else 1
-    layer = (2 * H * H + 3 * H * inner + H + 2 * inner) // t + 2 * kv * (H + 1) + 4 * H
-    # 2205.05198, section 4.1, for RMSNorm and SwiGLU. Outside, twice: the norm's input, normalised, its output, 1/rms.
-    # Inside: q, k and v (repeated), the output and the N S shares of attention; gate, silu(gate), up, product.
-    kept = (6 * T * H + 2 * T) // h + (4 * T * H + N * T * sizes.sequence + 4 * T * inner) // t
-    sent = (10 if sequence else 8) * (t - 1) * T * H // t  # by rings: an all-reduce sends 2 (t-1)/t of its payload
-    return (2 * -(-sizes.vocab // t) * H + sizes.layers * layer + H) * e, kept * e, sent * e
+# -------------------------------------------------------------------------------------------------
+# The training step
+# -------------------------------------------------------------------------------------------------
 
 
-class Wire(TorchDispatchMode):
-    sent, ring = 0, {"allreduce_": (0, 2), "_allgather_base_": (0, 1), "_reduce_scatter_base_": (1, 1)}
+def loss_sum(params: Params, tokens, labels, config: ModelConfig, tp: TPContext) -> Tensor:
+    """tokens, labels [B, S], the same on every rank -> the sum of the losses, the same as well."""
+    # No rank has an id beyond the vocabulary: all would add 0, and the loss would look plausible.
+    for what, ids in (("token", tokens), ("label", labels[labels != IGNORE_INDEX])):
+        if ids.numel() and not 0 <= ids.min() <= ids.max() < config.vocab_size:
+            found = f"{what} ids from {ids.min()} to {ids.max()}"
+            raise ValueError(f"{found}, but the vocabulary has 0 to {config.vocab_size - 1}")
+    x = vocab_parallel_embedding(tokens.flatten(), params["embed.weight"], tp)
+    for i in range(config.n_layers):
+        x = block(x, params, i, config, tp)
+    h = norm(x, params["norm.weight"])
+    (logits,) = tp.column_linear(h, [params["head.weight"]], [None], tp)  # [T, V/tp]
+    return vocab_parallel_cross_entropy(logits, labels.flatten(), config.vocab_size, tp)
+
+
+def train(config: ModelConfig, tp: TPContext, device="cpu") -> tuple[list[Tensor], list[Params]]:
+    """Losses of three steps; gradients of each step and, as a fourth entry, the parameters.
+
+    The optimizer is plain SGD because Adam would hide gradients that are tp times too large.
+    """
+    params = {}
+    for name, full in full_params(config).items():
+        params[name] = shard_weight(name, full, config, tp).to(device).requires_grad_()
+    losses = []
+    history = []
+    for step in range(3):
+        tokens, labels = get_batch(step, config, device)
+        # The loss is a sum over tokens, divided by the number of labels that count. Every rank has
+        # computed it from all tokens, so nothing is averaged over the ranks.
+        loss = loss_sum(params, tokens, labels, config, tp) / (labels != IGNORE_INDEX).sum()
+        loss.backward()
+        all_reduce_partial_grads(params, config, tp)
+        losses.append(loss.detach())
+        history.append({name: p.grad for name, p in params.items()})
+        for p in params.values():
+            p.data -= 0.1 * p.grad
+            p.grad = None
+    return losses, [*history, params]
+
+
+# -------------------------------------------------------------------------------------------------
+# A small model, in float64, and text to train it on
+# -------------------------------------------------------------------------------------------------
+
+# 256 bytes and an end of text: an odd vocabulary, so that its shards need padding.
+TINY = ModelConfig(257, 64, 2, 8, 2, 96, batch=2, seq_len=32)
+
+
+def full_params(config: ModelConfig) -> Params:
+    """The unsharded model. Each parameter is drawn from its own name, whatever tp is."""
+    hidden = config.hidden
+    kv_hidden = config.n_kv_heads * hidden // config.n_heads
+    layers = {"q_proj": (hidden, hidden), "o_proj": (hidden, hidden)}  # [out, in]
+    layers |= {"k_proj": (kv_hidden, hidden), "v_proj": (kv_hidden, hidden)}
+    layers |= {"gate_proj": (config.ffn_hidden, hidden), "up_proj": (config.ffn_hidden, hidden)}
+    layers |= {"down_proj": (hidden, config.ffn_hidden)}
+    vocab = (config.vocab_size, hidden)
+    shapes = {"embed.weight": vocab, "head.weight": vocab, "norm.weight": (hidden,)}
+    for i in range(config.n_layers):
+        shapes |= {f"{i}.attn_norm.weight": (hidden,), f"{i}.mlp_norm.weight": (hidden,)}
+        for layer, shape in layers.items():
+            shapes |= {f"{i}.{layer}.weight": shape, f"{i}.{layer}.bias": shape[:1]}
+    params = {}
+    for name, shape in shapes.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(shape, generator=generator).double() / math.sqrt(shape[-1])
+        params[name] = values + 1 if "norm" in name else values
+    return params
+
+
+def get_batch(step: int, config: ModelConfig, device="cpu") -> tuple[Tensor, Tensor]:
+    """Tokens and labels [B, S] of one step. The first label of each sequence does not count."""
+    source = Path(tokenize.__file__).read_bytes()
+    start = 500 * step
+    text = torch.tensor(list(source[start : start + config.batch * (config.seq_len + 1)]))
+    text = (text % config.vocab_size).view(config.batch, config.seq_len + 1).to(device)
+    labels = text[:, 1:].clone()
+    labels[:, 0] = IGNORE_INDEX
+    return text[:, :-1], labels
+
+
+# -------------------------------------------------------------------------------------------------
+# The check: three steps next to a reference, and the bytes of a block
+# -------------------------------------------------------------------------------------------------
+
+
+class CommCounter(TorchDispatchMode):
+    """Bytes that a rank sends in collectives, by rings."""
+
+    bytes_sent = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            at, times = self.ring[func._opname]  # which argument is the whole payload
-            self.sent += times * (args[at][0] if isinstance(args[at], list) else args[at]).nbytes
+            # The full tensor is the output of an all-gather and the input of the others. A ring
+            # passes over it once, but twice in an all-reduce: reduce-scatter and all-gather.
+            full = args[1] if func._opname == "_reduce_scatter_base_" else args[0]
+            passes = 2 if func._opname == "allreduce_" else 1
+            full = full[0] if isinstance(full, list) else full
+            self.bytes_sent += passes * full.nbytes
         return func(*args, **(kwargs or {}))
 
 
-def measure(w: dict[str, Tensor], sizes: Sizes, tp: TensorParallel) -> tuple[int, int, int]:
-    """The three numbers of `formulas`, of this rank."""
-    rows, saved = sizes.batch * sizes.sequence // (tp.t if tp.sequence else 1), []
-    x = torch.randn(rows, sizes.hidden).to(w["norm"])
-    with Wire() as wire, torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(y) or y, lambda y: y):
-        z = block(x.requires_grad_(), w, 0, sizes, tp)
+def expected_bytes(config, tp: int, sequence_parallel: bool, overlapped: bool, e=8) -> list[int]:
+    """Bytes stored, saved and sent by the table at the top, for elements of e bytes.
+
+    Stored are the parameters of the model. Saved (by autograd) and sent are those of one block.
+    """
+    hidden = config.hidden
+    ffn_hidden = config.ffn_hidden
+    num_tokens = config.batch * config.seq_len
+    kv_hidden = max(config.n_kv_heads // tp, 1) * hidden // config.n_heads  # of a rank
+    attn = (2 * hidden * hidden + hidden) // tp + 2 * kv_hidden * (hidden + 1)
+    mlp = (3 * hidden * ffn_hidden + 2 * ffn_hidden) // tp
+    replicated = 4 * hidden  # two norms, two biases
+    vocab = 2 * -(-config.vocab_size // tp) * hidden
+    stored = vocab + config.n_layers * (attn + mlp + replicated) + hidden
+
+    # Between A and B: q, repeated k and v, output and probabilities; gate, silu, up, product.
+    saved = (4 * hidden + config.n_heads * config.seq_len + 4 * ffn_hidden) * num_tokens // tp
+    # Of the two norms: the input, the input / RMS and 1 / RMS. Their outputs are the inputs of A.
+    saved += (4 * hidden + 2) * num_tokens // (tp if sequence_parallel else 1)
+    saved += 2 * hidden * num_tokens // (tp if sequence_parallel and overlapped else 1)
+    passes = 10 if sequence_parallel and overlapped else 8
+    sent = passes * num_tokens * hidden * (tp - 1) // tp
+    return [e * stored, e * saved, e * sent]
+
+
+def measured_bytes(params: Params, config: ModelConfig, tp: TPContext) -> list[int]:
+    """The same of this rank, in one forward and backward pass of block 0."""
+    num_rows = config.batch * config.seq_len // (tp.size if tp.sequence_parallel else 1)
+    x = torch.randn(num_rows, config.hidden).to(params["norm.weight"]).requires_grad_()
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    counter = CommCounter()
+    with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        z = block(x, params, 0, config, tp)
         z.backward(torch.ones_like(z))
-    storages = {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in saved}
-    kept = sum(storages.values()) - sum(storages.get(p.untyped_storage().data_ptr(), 0) for p in w.values())
-    return sum(p.nbytes for p in w.values()), kept, wire.sent * (tp.t - 1) // tp.t
+    for p in params.values():
+        storages.pop(p.untyped_storage().data_ptr(), None)
+    stored = sum(p.nbytes for p in params.values())
+    return [stored, sum(storages.values()), counter.bytes_sent * (tp.size - 1) // tp.size]
 
 
-def three_steps(w: dict, sizes: Sizes, tp: TensorParallel | None) -> list[dict[str, Tensor]]:
-    """Plain SGD on bytes of the source of Python's tokenizer. Returns gradients and loss of each step, and weights."""
-    data = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8).long() % sizes.vocab
-    seen = []
-    for step in range(3):
-        text = data[step * 500 :][: sizes.batch * (sizes.sequence + 1)].view(sizes.batch, -1).to(w["norm"].device)
-        tokens, labels = text[:, :-1], text[:, 1:].clone()
-        labels[:, 0] = IGNORE
-        loss = loss_sum(w, tokens, labels, sizes, tp) / (labels != IGNORE).sum()
-        loss.backward()
-        if tp is not None:
-            sum_shares(w, sizes, tp)
-        seen.append({name: p.grad for name, p in w.items()} | {"loss": loss.detach().view(1)})
-        for p in w.values():
-            p.data.sub_(0.1 * p.grad)
-            p.grad = None
-    return [*seen, {name: p.detach() for name, p in w.items()}]
+def check(name: str, config: ModelConfig, tp: TPContext, reference: tuple, device) -> bool:
+    """Compare with the reference on every rank, and print what was found."""
+    losses, history = train(config, tp, device)
+    ref_losses, ref_history = reference
+    errors = [(a - b).abs() for a, b in zip(losses, ref_losses, strict=True)]
+    for tensors, ref_tensors in zip(history, ref_history, strict=True):
+        for key, tensor in tensors.items():
+            expected = shard_weight(key, ref_tensors[key], config, tp)
+            errors.append((tensor - expected).abs().max())
+    error = torch.stack(errors).max().item()  # NaN if any error is NaN
+    measured = measured_bytes(history[-1], config, tp)
+    overlapped = tp.column_linear is overlapped_column_parallel_linear
+    expected = expected_bytes(config, tp.size, tp.sequence_parallel, overlapped)
+    passed = error <= 1e-10 and measured == expected  # NaN fails
+    results = [None] * tp.size
+    dist.all_gather_object(results, (error, passed), group=tp.group)
+    if tp.rank == 0:
+        errors = torch.tensor([error for error, _ in results])
+        print(f"{name}: largest error {errors.max():.1e}")
+        for i, kind in enumerate(("stored", "saved", "sent")):
+            print(f"    bytes {kind:6} {measured[i]:9,}, expected {expected[i]:9,}")
+    return all(passed for _, passed in results)
+
+
+def fail(message: str) -> NoReturn:
+    """Complain in one line, on one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"tensor_parallel.py: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="tensor and sequence parallelism in one file", allow_abbrev=False)
-    parser.add_argument("--layout", choices=("tensor", "sequence"), help="default: one after the other")
-    parser.add_argument("--kv-heads", type=int, default=2, choices=(1, 2, 4, 8))
-    say = print if os.environ.get("RANK", "0") == "0" else lambda *_, **__: None  # one line, and not one for each rank
-    parser.error = lambda words: (say(f"{parser.prog}: {words}", file=sys.stderr), sys.exit(2))
-    args, t, gpus = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.device_count()
-    if t not in (1, 2, 4, 8):
-        parser.error(f"--nproc_per_node {t} does not divide 8 query heads; use 1, 2, 4 or 8")
-    if 0 < gpus < (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-        parser.error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
-    device, sizes, wrong = "cuda" if gpus else "cpu", TINY._replace(kv_heads=args.kv_heads), []
-    if gpus:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
-    for layout in [args.layout] if args.layout else ["tensor", "sequence"]:
-        tp = TensorParallel(dist.group.WORLD, layout == "sequence")
-        whole = {name: x.to(device) for name, x in whole_weights(sizes).items()}
-        w = {name: piece_of(name, x, sizes, tp).requires_grad_() for name, x in whole.items()}
-        start, mine = time.perf_counter(), three_steps(w, sizes, tp)
-        rate = 3 * sizes.batch * sizes.sequence / (time.perf_counter() - start)
-        oracle = three_steps({name: x.requires_grad_() for name, x in whole.items()}, sizes, None)
-        errors = [x - piece_of(n, right[n], sizes, tp) for i, right in enumerate(oracle) for n, x in mine[i].items()]
-        dist.all_reduce(worst := torch.stack([e.abs().max() for e in errors]).max().nan_to_num(inf), dist.ReduceOp.MAX)
-        wrong += [] if (error := worst.item()) <= 1e-10 else [f"{layout} is off by {error:.1e}"]  # inf: MAX loses NaN
-        what = ("weights held", "kept of a block", "sent by a block")
-        table = list(zip(what, formulas(sizes, t, tp.sequence), measure(w, sizes, tp), strict=True))
-        wrong += [f"{layout}: bytes {name} {got:,}, not {want:,}" for name, want, got in table if got != want]
-        say(f"{layout} parallel on {t} rank(s): largest error {error:.1e}, {rate:,.0f} tokens/s")
-        say(*(f"    bytes {what:16} formula {a:>9,}   measured {b:>9,}" for what, a, b in table), sep="\n")
-    dist.all_gather_object(everyone := [None] * t, wrong)
-    say("; ".join(wrong := sorted({words for theirs in everyone for words in theirs})) or "PASS")
+    parser = argparse.ArgumentParser(description="Tensor parallelism", allow_abbrev=False)
+    parser.error = fail
+    parser.add_argument("--layout", choices=("tensor", "sequence"), help="default: both")
+    parser.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8), default=2)
+    args = parser.parse_args()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size not in (1, 2, 4, 8):
+        parser.error(f"--nproc_per_node {world_size} must divide 8 query heads: 1, 2, 4 or 8")
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:  # started by python, not by torchrun
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",  # any free port
+        }
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+
+    config = TINY._replace(n_kv_heads=args.kv_heads)
+    # The reference runs in a group of this rank only, where every shard is the full weight.
+    self_group, _ = dist.new_subgroups(group_size=1, timeout=timedelta(seconds=60))
+    reference = train(config, TPContext(self_group, sequence_parallel=False), device)
+    passed = True
+    for layout in (args.layout,) if args.layout else ("tensor", "sequence"):
+        for column_linear in (column_parallel_linear, overlapped_column_parallel_linear):
+            tp = TPContext(dist.group.WORLD, layout == "sequence", column_linear)
+            name = f"{layout} parallel, {column_linear.__name__}"
+            passed = check(name, config, tp, reference, device) and passed
+    if dist.get_rank() == 0:
+        print("PASS" if passed else "FAIL")
     dist.destroy_process_group()
-    return 1 if wrong else 0
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -309,9 +309,9 @@ def pipeline_compared(read: Read) -> Pairs:
     pipeline, three, _ = read(N=tokens_of_a_step, H=H, L=L, P=120, t=t)
     yield 2 * pipeline, referees.wire(of, "pp", "between stages", rank=1)
     yield 4 * three, zero_by_the_file(t, 1, 1)[-1]
-    sizes = tensor_parallel.Sizes(64, 64, 2, 8, 4, 96, batch=2, sequence=32)
-    said = read(N=sizes.batch * sizes.sequence, H=sizes.hidden, L=1, P=120, t=t)[-1]
-    yield 4 * said, tensor_parallel.formulas(sizes, t, False)[2]
+    config = tensor_parallel.ModelConfig(64, 64, 2, 8, 4, 96, batch=2, seq_len=32)
+    said = read(N=config.batch * config.seq_len, H=config.hidden, L=1, P=120, t=t)[-1]
+    yield 4 * said, tensor_parallel.expected_bytes(config, t, False, False)[2]
 
 
 def fpdt_costs(read: Read) -> Pairs:

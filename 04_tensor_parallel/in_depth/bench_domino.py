@@ -66,7 +66,7 @@ def measure(device: torch.device) -> None:
         note = (
             f"Forward and backward; whole batches are `{BASE[False]}` and, with sequence parallelism, `{BASE[True]}`."
         )
-        write_result("04_domino", f"Messages that nobody computes beside, {RANKS} ranks", columns, rows, note)
+        write_result("04_domino", f"Messages without a computation beside them, {RANKS} ranks", columns, rows, note)
 
 
 if __name__ == "__main__":

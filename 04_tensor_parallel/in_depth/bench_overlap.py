@@ -267,7 +267,7 @@ def draw_orders(axes, result, layout: str) -> None:
         panel.axvline(middle, color=GREY, linewidth=1, linestyle=":")
         base = next(iter(ends.values()))
         share = f": {ends[version] / base:.2f} of the time" if len(ends) > 1 else ": 1"
-        panel.set(yticks=[0, 1], yticklabels=["computes", "travels"], xticks=[])
+        panel.set(yticks=[0, 1], yticklabels=["computes", "sends"], xticks=[])
         panel.set_title(f"{version}{share}", fontsize=10, loc="left")
         panel.grid(False)
     for panel in axes:
