@@ -26,7 +26,7 @@ CORE = [
     "11_5d_trainer/five_d.py",
 ]
 # Still to be rewritten. The list only shrinks: a file in which nothing is found has to leave it.
-NOT_YET = set(CORE)
+NOT_YET = set(CORE) - {"05_context_parallel/ring_attention.py", "05_context_parallel/ulysses.py"}
 
 COLUMNS, NODES = 100, 25
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
