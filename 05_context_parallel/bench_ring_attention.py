@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 
 def kernel(q, k, v, causal, mask=None):
-    """In place of `attention_block`: PyTorch's flash attention, which wants [B, heads, s, D] and as many K/V heads as queries."""
+    """In place of `attention_block`: PyTorch's kernel, which wants [B, heads, s, D] and K/V for each query head."""
     k, v = for_each_query_head(q, k, v)
     given = (x.transpose(1, 2) for x in (q, k, v))  # views: the kernel reads rows of D numbers wherever they lie
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*given, is_causal=causal)

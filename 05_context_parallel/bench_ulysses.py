@@ -103,7 +103,8 @@ def main() -> None:
         f"Forward and backward passes of causal attention on {RANKS} ranks, {N} heads that share {N_KV} K/V heads",
         ["version", "time over Ulysses", "bytes sent by a rank", "bytes saved by a rank"],
         [[name, ratio, sent, kept] for name, (sent, kept, _, ratio) in ranks[-1].items()],
-        f"{S} tokens, heads of {D}, float32; the same kernel in all. Bytes are counted; those saved are for the backward pass.",
+        f"{S} tokens, heads of {D}, float32; the same kernel in all. Bytes are counted; those saved are for the "
+        "backward pass.",
     )
     write_computed()
     figures()
