@@ -181,6 +181,6 @@ def ground_section(readme: str, file: str) -> str:
     """The part of a README that walks through a ground-floor file; "" if there is none."""
     text = "".join(text.replace("\n## ", "\n\0## ") if fenced else text for fenced, text in blocks(readme))
     parts = re.split(r"(?m)^(?=## )", text)
-    found = [part.replace("\0", "") for part in parts if re.match(r"## .*(ground floor|five_d)", part)]
+    found = [part.replace("\0", "") for part in parts if re.match(r"## .*(ground floor|core file|five_d)", part)]
     named = [part for part in found if file in part.partition("\n")[0]]
     return (named or found or [""])[0]

@@ -249,6 +249,7 @@ def test_every_chapter_folder_is_on_the_map_and_every_link_leads_somewhere():
 
 
 SECTIONS = ("Compared", "Measured", "Traps", "Exercises", "Questions", "In depth", "Sources")
+LESSON = ("Compared", "Measured", "Exercises", "Questions", "Sources", "In depth")  # where the core file is a plain one
 HEADS = {
     "symbol": "| symbol | meaning |",
     "trap": "| trap | what it looks like from outside |",
@@ -263,11 +264,16 @@ def test_every_chapter_has_the_same_sections_and_the_same_heads_of_tables(number
     ground = {p.name for p in chapter.iterdir() if re.fullmatch(r"(?!test_|bench_|_).*\.(py|cu)", p.name)}
     ground = {"five_d.py"} if chapter == TRAINER else ground
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    floors = [heading for heading in headings if heading.startswith("The ground floor: ")]
+    floors = [heading for heading in headings if heading.startswith(("The ground floor: ", "The core file: "))]
+    lesson = "The core file: " in "".join(floors)
     assert re.match(rf"# Chapter {number}: \S", text)
-    assert headings == [*floors, *SECTIONS]
+    assert headings == [*floors, *(LESSON if lesson else SECTIONS)]
     assert set(re.findall(r"`(.*?)`", "".join(floors))) == ground
     tables = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    if lesson:  # symbols where they are first used; traps and extra exercises in depth
+        assert HEADS["exercise"] in tables["Exercises"] and HEADS["exercise"] in tables["In depth"]
+        assert HEADS["trap"] in tables["In depth"]
+        return
     assert sum(HEADS["symbol"] in tables[floor] for floor in floors) == 1
     exercises = re.findall(r"^\|.*\|(?=\n\|[ -]*-)", tables["Exercises"], re.MULTILINE)
     assert len(exercises) >= 2 and set(exercises) == {HEADS["exercise"]}
