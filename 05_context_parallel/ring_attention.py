@@ -24,12 +24,12 @@ one hop behind and collects the partial gradient of every rank. Block 0, for exa
     step 3   rank 3, which computes d and sends b + c + d to rank 0: complete after cp - 1 hops
 
 Under a causal mask the last tokens have most of the work. The zigzag layout splits the sequence
-into 2 cp chunks and gives each rank an early and a late one. The 36 visible pairs of 8 chunks:
+into 2 cp chunks and gives each rank an early and a late one. Of 8 chunks, 36 pairs are visible:
 
     contiguous    chunks  0 1 | 2 3 | 4 5 | 6 7    pairs  3 |  7 | 11 | 15
     zigzag        chunks  0 7 | 1 6 | 2 5 | 3 4    pairs  9 |  9 |  9 |  9
 
-Per layer, with s = S/cp tokens on a rank, K/V of `block` bytes and their gradient (`dblock`):
+Per layer, with s = S/cp tokens and `block` bytes of K/V on a rank; `dblock` in fp32 or better:
 
     bytes sent by a rank     forward pass (cp-1) block, whole step (cp-1) (2 block + dblock)
     saved for backward       q, K/V, out and LSE of the rank's own tokens

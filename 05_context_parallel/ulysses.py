@@ -1,9 +1,9 @@
-"""Ulysses: ranks trade tokens for heads, so that each has all tokens of some heads.
+"""Ulysses: split the sequence over ranks, and inside attention split the heads.
 
-The sequence is split over cp ranks. Attention needs all tokens, but heads do not see each other. So
-one all-to-all turns some tokens of all heads into all tokens of some heads. There any attention for
-one device runs, and a second all-to-all turns its output back. In the drawing a digit is the rank
-that stores these tokens of this head, for 4 ranks, 6 query heads and 2 heads of keys and values:
+Each of cp ranks has some tokens of each sequence. Attention needs all tokens, but heads do not see
+each other. So one all-to-all turns some tokens of all heads into all tokens of some heads. Then any
+attention for one device runs, and a second all-to-all turns its output back. In the drawing, of 4
+ranks, 6 query heads and 2 heads of keys and values (K/V), a digit is a rank that stores the tokens:
 
               q0 q1 q2 q3 q4 q5   kv0 kv1                    q0 q1 q2 q3 q4 q5   kv0    kv1
     tokens 0   0  0  0  0  0  0    0   0                      0  0  1  1  2  3   0 1   1 2 3
@@ -21,8 +21,8 @@ Per layer and sequence, with s = S/cp tokens on each rank and heads of D element
     sent in the backward pass    s D (n + 2 m) (cp - 1), and s D (N - n)
     saved for backward           S D (2 n + 2 m) + S n: q, K/V, out and log-sum-exp
 
-Per head, a rank sends (cp-1)/cp of its tokens, S/cp^2 each, where a ring sends S. But no more ranks
-can take part than there are query heads.
+With more ranks each of them sends less, while in a ring it sends as much as before. But there can
+be no more ranks than query heads.
 Source: Jacobs et al. 2023, arXiv 2309.14509, section 3.
 
     python ulysses.py                         one rank, 90 tokens; or --seq-len 1000
@@ -30,7 +30,7 @@ Source: Jacobs et al. 2023, arXiv 2309.14509, section 3.
 
 It trains a small model for three steps next to a reference with the full sequence in one process.
 The last line is PASS if losses, gradients and parameters agree to 1e-10 and bytes match the
-formulas (bytes saved on CPUs only: GPUs have no flash kernel for float64, which saves no scores).
+formulas. Bytes saved are checked on CPUs only: for float64 on a GPU, PyTorch saves the scores.
 """
 
 import argparse
@@ -356,7 +356,7 @@ def check(seq_len: int, group, device) -> list[str]:
     expected_sent, expected_saved = expected_bytes(comm.rank, comm.cp, seq_len)
     right = error <= 1e-10 and sent == expected_sent  # NaN fails
     line = f"Ulysses: error {error:.1e}; bytes sent {sent:,}, expected {expected_sent:,}"
-    if device.type == "cpu":  # on a GPU, PyTorch saves the scores of float64
+    if device.type == "cpu":  # on a GPU, PyTorch saves the scores
         right = right and saved == expected_saved
         line += f"; bytes saved {saved:,}, expected {expected_saved:,}"
     results = [None] * comm.cp
