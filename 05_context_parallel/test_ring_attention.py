@@ -1,4 +1,4 @@
-"""The ring on the ground floor against one process, against the ring in the depth, and against its own formulas."""
+"""The core file's ring against one process, against the ring in depth, and against its formulas."""
 
 import contextlib
 import random
@@ -16,15 +16,22 @@ import torch.nn.functional as F
 from harness.meter import communication, peak_memory, saved_activations
 from harness.oracle import assert_same
 from harness.ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.append(str(Path(__file__).with_name("in_depth")))
 import context_ring
 
 LAYOUTS = ("contiguous", "zigzag")
-VERSIONS = (("first_ring", "contiguous"), ("ring", "contiguous"), ("ring", "zigzag"))
-FUNCTIONS = {"first_ring": script.first_ring, "ring": script.Ring.apply}
+VERSIONS = (("simple", "contiguous"), ("fast", "contiguous"), ("fast", "zigzag"))
 S = 45  # odd: zeros have to fill up the last chunk, on any number of ranks
+CPU = torch.device("cpu")
+
+
+def ring_attention(layout: str, group: dist.ProcessGroup, form: str = "fast"):
+    ring = script.RingComm(group)
+    if form == "simple":
+        return lambda q, k, v: script.simple_ring_attention(q, k, v, ring)
+    return lambda q, k, v: script.RingAttention.apply(q, k, v, layout, ring)
 
 
 # ------------------------------------------------------------------------------------------------- the whole model
@@ -39,88 +46,96 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """RoPE by complex numbers; the script's angles are those of fp32."""
-    frequency = 10000.0 ** (-torch.arange(0, script.D, 2) / script.D)
-    angle = torch.arange(x.shape[1])[:, None, None] * frequency
-    turned = torch.complex(*x.chunk(2, -1)) * torch.complex(angle.cos().double(), angle.sin().double())
+    """RoPE by complex numbers."""
+    inv_freq = 10000.0 ** (-torch.arange(0, script.HEAD_DIM, 2).double() / script.HEAD_DIM)
+    angle = torch.arange(x.shape[1])[:, None, None] * inv_freq
+    turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat((turned.real, turned.imag), -1)
 
 
 @cache
 def unsharded() -> list[Tensor]:
-    """Three steps on one process, with torch's mean over tokens: losses and gradients, then weights."""
-    torch.manual_seed(0)  # the order of construction is that of the random numbers
-    layers = (script.Layer() for _ in range(script.LAYERS))
-    model = nn.ModuleList([nn.Embedding(script.V, script.H), *layers, nn.Linear(script.H, script.V)]).double()
+    """Three steps on one process, with torch's mean over tokens: losses and gradients, then parameters."""
+    model = script.build_model(CPU)
+    params = list(model.parameters())
     text = torch.frombuffer(bytearray(Path(script.tokenize.__file__).read_bytes()), dtype=torch.uint8).long()
     results = []
     for step in range(3):
-        tokens = text[700 * step :][: script.B * S].view(script.B, S)
+        tokens = text[700 * step :][: script.BATCH * S].view(script.BATCH, S)
         x = model[0](tokens)
-        for layer in model[1:-1]:
-            q, k, v = layer.qkv(layer.norm(x)).split([n * script.D for n in (script.N, script.N_KV, script.N_KV)], -1)
-            q, k, v = (y.unflatten(-1, (-1, script.D)) for y in (q, k, v))
-            x = x + F.gelu(layer.out(dense_attention(rotated(q), rotated(k), v).flatten(2)))
+        for block in model[1:-1]:
+            h = block.attn_norm(x)
+            q, k, v = (f(h).unflatten(-1, (-1, script.HEAD_DIM)) for f in (block.q_proj, block.k_proj, block.v_proj))
+            x = x + block.o_proj(dense_attention(rotated(q), rotated(k), v).flatten(2))
         loss = F.cross_entropy(model[-1](x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        gradients = torch.autograd.grad(loss, params)
         results += [loss.detach(), *gradients]
-        for p, g in zip(model.parameters(), gradients, strict=True):
+        for p, g in zip(params, gradients, strict=True):
             p.data -= 0.1 * g
-    return results + [p.detach() for p in model.parameters()]
+    return results + [p.detach() for p in params]
+
+
+def three_steps(form: str, layout: str, group: dist.ProcessGroup) -> list[Tensor]:
+    model = script.build_model(CPU)
+    params = list(model.parameters())
+    attention = ring_attention(layout, group, form)
+    results = []
+    for step in range(3):
+        shard = script.shard_sequence(script.get_batch(step, S, CPU), layout, group.rank(), group.size())
+        results.append(script.forward_backward(model, shard, attention, group))
+        for p in params:
+            results.append(p.grad)
+            p.data, p.grad = p.data - 0.1 * p.grad, None
+    return results + [p.detach() for p in params]
 
 
 def trained(slices: bool = False, delays: bool = False) -> list[list[Tensor]]:
     group = dist.group.WORLD
     if slices:
         group = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
-    if delays:  # every rank stops here and there: what is not waited for is not there
-        dice, plain = random.Random(dist.get_rank()), dist.batch_isend_irecv
+    dice, plain = random.Random(dist.get_rank()), dist.batch_isend_irecv
 
-        def late(messages):
-            time.sleep(dice.choice((0, 0, 0.003)))
-            return plain(messages)
+    def late(messages):  # every rank stops here and there: what is not waited for is not there
+        time.sleep(dice.choice((0, 0, 0.003)) if delays else 0)
+        return plain(messages)
 
-        script.dist.batch_isend_irecv = late
-    try:
-        return [
-            script.train(lambda *qkv, f=FUNCTIONS[name], a=layout: f(*qkv, a, group), layout, S, group, "cpu")
-            for name, layout in VERSIONS[1 if delays else 0 :]
-        ]
-    finally:
-        if delays:
-            script.dist.batch_isend_irecv = plain
+    with patch.object(dist, "batch_isend_irecv", late):
+        return [three_steps(form, layout, group) for form, layout in VERSIONS[1 if delays else 0 :]]
 
 
 def assert_trained(results: list[list[list[Tensor]]]) -> None:
     for rank, versions in enumerate(results):
-        for (name, layout), got in zip(VERSIONS[-len(versions) :], versions, strict=True):
-            for at, (x, want) in enumerate(zip(got, unsharded(), strict=True)):
-                assert_same(x, want, what=f"{name}, {layout}: number {at} of losses, gradients and weights", rank=rank)
+        for (form, layout), got in zip(VERSIONS[-len(versions) :], versions, strict=True):
+            for at, (x, expected) in enumerate(zip(got, unsharded(), strict=True)):
+                what = f"{form} ring, {layout}: number {at} of losses, gradients and parameters"
+                assert_same(x, expected, what=what, rank=rank)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_losses_every_gradient_and_weights_are_those_of_one_process(ranks):
+def test_losses_gradients_and_parameters_match_reference(ranks):
     assert_trained(run_ranks(ranks, trained))
 
 
-def test_two_slices_of_the_world_do_not_disturb_each_other():
+def test_groups_that_are_slices_of_the_world_match_reference():
     assert_trained(run_ranks(4, trained, slices=True))
 
 
-def test_what_is_late_is_waited_for():
+def test_late_messages_are_waited_for():
     assert_trained(run_ranks(4, trained, delays=True))
 
 
-def test_a_token_keeps_its_label_and_its_place_in_every_layout():
+def test_labels_and_positions_follow_their_tokens():
     tokens = torch.randperm(45).view(1, 45) + 1
     for layout in LAYOUTS:
         for P in (1, 2, 3, 4):
-            parts = [script.cut(tokens, layout, rank, P) for rank in range(P)]
+            parts = [script.shard_sequence(tokens, layout, rank, P) for rank in range(P)]
             mine, labels, where = (torch.cat(x, -1).flatten() for x in zip(*parts, strict=True))
             assert sorted(where.tolist()) == list(range(45 + -45 % (2 * P))), "every place once"
             for token, label, at in zip(mine.tolist(), labels.tolist(), where.tolist(), strict=True):
                 assert token == (tokens[0, at].item() if at < 45 else 0)
-                assert label == (tokens[0, at + 1].item() if at < 44 else script.IGNORE), f"{layout}: label of {at}"
+                assert label == (tokens[0, at + 1].item() if at < 44 else script.IGNORE_INDEX), (
+                    f"{layout}: label of {at}"
+                )
 
 
 # ---------------------------------------------------------------------------------------------------- attention alone
@@ -139,13 +154,13 @@ def results_of(attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def both_floors(dtype: torch.dtype, scale: float = 1.0) -> list:
-    """This rank's (out, dq, dk, dv) by the ground floor and by in_depth, in both layouts, and where its tokens are."""
+def both_rings(dtype: torch.dtype, scale: float = 1.0) -> list:
+    """This rank's (out, dq, dk, dv) by the core file and by in_depth, in both layouts, and where its tokens are."""
     group, found = dist.group.WORLD, []
     for layout in LAYOUTS:
-        where = script.positions_of(layout, 48, group.rank(), group.size())
+        where = script.token_positions(layout, 48, group.rank(), group.size())
         mine = [x[:, where].to(dtype) for x in inputs(scale=scale)]
-        ours = results_of(lambda *qkv, a=layout: script.Ring.apply(*qkv, a, group), *mine)
+        ours = results_of(ring_attention(layout, group), *mine)
         deep = context_ring.ring_attention(group, layout)
         found.append((ours, results_of(lambda *qkv, f=deep: f(*qkv, causal=True), *mine), where))
     return found
@@ -155,9 +170,9 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_it_agrees_with_the_ring_in_depth_and_with_dense_attention_also_with_scores_of_several_hundred(scale):
+def test_matches_in_depth_and_dense_attention(scale):
     want = results_of(dense_attention, *inputs(scale=scale))
-    for rank, layouts in enumerate(run_ranks(4, both_floors, torch.float64, scale)):
+    for rank, layouts in enumerate(run_ranks(4, both_rings, torch.float64, scale)):
         for layout, (ours, deep, where) in zip(LAYOUTS, layouts, strict=True):
             for name, x, y, whole in zip(NAMES, ours, deep, want, strict=True):
                 for other, of in ((y, "in_depth"), (whole[:, where], "dense attention")):
@@ -165,11 +180,11 @@ def test_it_agrees_with_the_ring_in_depth_and_with_dense_attention_also_with_sco
                     assert error <= 1e-10, f"{layout}: {name} on rank {rank} is not that of {of}: {error:.1e}"
 
 
-def test_bfloat16_errs_at_most_one_and_a_half_times_as_much_as_dense_attention_in_bfloat16():
+def test_bfloat16_error_is_that_of_one_rounding():
     rounded = [x.bfloat16() for x in inputs()]
     exact = results_of(dense_attention, *(x.double() for x in rounded))
-    dense = results_of(script.dense, *rounded)
-    ranks = run_ranks(4, both_floors, torch.bfloat16)
+    dense = results_of(script.reference_attention, *rounded)
+    ranks = run_ranks(4, both_rings, torch.bfloat16)
     for at, layout in enumerate(LAYOUTS):
         where = torch.cat([layouts[at][2] for layouts in ranks])
         for i, name in enumerate(NAMES):
@@ -182,11 +197,11 @@ def test_bfloat16_errs_at_most_one_and_a_half_times_as_much_as_dense_attention_i
             assert error <= 1.25 * once, f"{layout}: {name} is off by {error / once:.2f} times what one rounding is"
 
 
-def test_pieces_merge_into_the_softmax_of_all_keys_also_where_e_to_the_lse_overflows():
+def test_merge_equals_softmax_of_all_keys():
     q, k, v, _ = inputs((4, 2), 12)
-    want = script.piece(400 * q, k, v, False)
-    parts = [script.piece(400 * q, k[:, own], v[:, own], False) for own in (slice(5), slice(5, None))]
-    [got] = run_ranks(1, script.merge, *parts[0], *parts[1])
+    want = script.attention_block(400 * q, k, v, False)
+    parts = [script.attention_block(400 * q, k[:, own], v[:, own], False) for own in (slice(5), slice(5, None))]
+    [got] = run_ranks(1, script.merge_attention, *parts[0], *parts[1])
     assert want[1].max() > 800  # e^710 is too large for float64
     for name, x, y in zip(("out", "lse"), got, want, strict=True):
         assert_same(x, y, what=name)
@@ -196,64 +211,74 @@ def test_pieces_merge_into_the_softmax_of_all_keys_also_where_e_to_the_lse_overf
 
 
 def costs(dtype: torch.dtype) -> list:
-    """Of both layouts: bytes sent in forward and in backward, bytes kept, pairs."""
-    group, found = dist.group.WORLD, []
+    """Of both layouts: bytes sent in both passes, bytes saved, the script's own count of bytes sent, pairs, calls."""
+    group, plain, found = dist.group.WORLD, script.attention_block, []
     for layout in LAYOUTS:
-        where = script.positions_of(layout, 48, group.rank(), group.size())
+        where = script.token_positions(layout, 48, group.rank(), group.size())
         q, k, v, dout = (x[:, where].to(dtype) for x in inputs())
-        script.count.clear()
-        with communication() as forward, saved_activations() as saved:
-            out = script.Ring.apply(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), layout, group)
-        own = script.count["sent, step"], script.count["kept"], script.count["pairs"]
+        ring, pairs = script.RingComm(group), []
+
+        def attention_block(q, k, v, causal, pairs=pairs):
+            s, t = q.shape[1], k.shape[1]
+            pairs.append(s * (s + 1) // 2 if causal else s * t)
+            return plain(q, k, v, causal)
+
+        with (
+            patch.object(script, "attention_block", attention_block),
+            communication() as forward,
+            saved_activations() as saved,
+        ):
+            out = script.RingAttention.apply(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), layout, ring)
+        own = ring.bytes_sent
         with communication() as backward:
             out.backward(dout)
-        found.append((forward.total, backward.total, saved.bytes, *own, set(forward.calls), set(backward.calls)))
+        found.append((forward.total, backward.total, saved.bytes, own, sum(pairs), {*forward.calls}, {*backward.calls}))
     return found
 
 
 @pytest.mark.parametrize(("P", "dtype"), [(1, "float64"), (2, "float32"), (4, "bfloat16")])
-def test_bytes_and_pairs_are_those_of_the_formulas_and_what_the_script_counts_is_what_the_meter_counts(P, dtype):
+def test_bytes_and_pairs_match_the_formulas(P, dtype):
     dtype, s = getattr(torch, dtype), 48 // P
     block, dblock = (2 * 2 * s * 2 * 8 * size for size in (dtype.itemsize, max(4, dtype.itemsize)))  # 2 K/V heads of 4
     kept = block + 2 * 2 * s * 4 * 8 * dtype.itemsize + 2 * s * 4 * max(4, dtype.itemsize)
     for rank, layouts in enumerate(run_ranks(P, costs, dtype)):
-        for layout, (forward, backward, saved, own, own_kept, pairs, *calls) in zip(LAYOUTS, layouts, strict=True):
-            assert forward == own == (P - 1) * block, f"{layout}: K/V of 2 heads go round, not of 4"
+        for layout, (forward, backward, saved, own, pairs, *calls) in zip(LAYOUTS, layouts, strict=True):
+            assert forward == own == (P - 1) * block, f"{layout}: K/V of 2 heads are sent round, not of 4"
             again = (P - 1) * (block + dblock)
             assert backward == again, f"{layout}: {backward:,} bytes, not {again:,}: K/V again, dK/dV in fp32 or better"
-            assert saved == own_kept == kept, "K/V, q, out and LSE of its own tokens"
-            assert pairs == 4 * (48 * 49 // (2 * P) if layout == "zigzag" else s * (s + 1) // 2 + rank * s * s)
+            assert saved == kept, "K/V, q, out and LSE of its own tokens"
+            assert pairs == (48 * 49 // (2 * P) if layout == "zigzag" else s * (s + 1) // 2 + rank * s * s)
             assert calls == [{"send", "recv"} if P > 1 else set()] * 2, "nothing but messages to neighbours"
 
 
-def no_piece(q: Tensor, k: Tensor, v: Tensor, mask: bool):
+def no_block(q: Tensor, k: Tensor, v: Tensor, causal: bool):
     return q.new_zeros(q.shape), q.new_zeros(q.shape[:3])
 
 
-def no_piece_backward(dout, q, k, v, out, lse, mask):
+def no_block_backward(dout, q, k, v, out, lse, causal):
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
-@patch.multiple(script, piece=no_piece, piece_backward=no_piece_backward)
+@patch.multiple(script, attention_block=no_block, attention_block_backward=no_block_backward)
 def peaks() -> list[int]:
     """Peaks of forward and backward, if the pieces need no memory beyond their results; and what is left."""
-    group, found = dist.group.WORLD, []
+    attention, found = ring_attention("contiguous", dist.group.WORLD), []
     q, k, v, dout = (torch.ones(1, 64, 1, 8) for _ in range(4))
     for _ in range(5):  # gloo may release a buffer late: the smallest of five counts
         with peak_memory() as forward:
-            out = script.Ring.apply(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), "contiguous", group)
+            out = attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         with peak_memory() as backward:
             gradients = torch.autograd.grad(out, (q, k, v), dout)
         del out, gradients
         with torch.no_grad(), peak_memory() as alone:
-            out = script.Ring.apply(q, k, v, "contiguous", group)
+            out = attention(q, k, v)
         left = alone.current - out.nbytes
         del out
         found.append((forward.peak, backward.peak, left))
     return [min(x) for x in zip(*found, strict=True)]
 
 
-def test_no_more_than_two_blocks_of_other_ranks_are_held_and_none_is_left():
+def test_at_most_two_blocks_of_other_ranks_are_stored():
     two, four = (run_ranks(P, peaks) for P in (2, 4))
     block = 2 * 64 * 8 * 4  # of two ranks a block arrives in one buffer, and rank 1 computes with it
     for rank in (1, 2, 3):  # rank 0 has nothing to merge, which is what the others need memory for
@@ -265,9 +290,10 @@ def test_no_more_than_two_blocks_of_other_ranks_are_held_and_none_is_left():
 
 
 def order(layout: str) -> tuple[list, list]:
-    """What happens on this rank in forward and backward: messages posted and waited for, pieces computed."""
+    """What happens on this rank in both passes: messages started and waited for, blocks computed."""
     events: list[tuple[str, str]] = []
-    plain_batch, plain_piece, plain_backward = dist.batch_isend_irecv, script.piece, script.piece_backward
+    plain_batch, plain_block = dist.batch_isend_irecv, script.attention_block
+    plain_backward = script.attention_block_backward
 
     class Watched:
         def __init__(self, works, what):
@@ -281,55 +307,57 @@ def order(layout: str) -> tuple[list, list]:
     def batch(messages):
         what = "K/V" if messages[0].tensor.dtype == torch.bfloat16 else "dK/dV"
         ends = {message.tensor.untyped_storage().data_ptr() for message in messages}
-        assert len(ends) == 2, f"{what}: {len(ends)} piece of memory for what leaves and for what arrives"
-        events.append(("post", what))
+        assert len(ends) == 2, f"{what}: {len(ends)} buffer for what is sent and what is received"
+        events.append(("start", what))
         return [Watched(plain_batch(messages), what)]
 
-    def piece(*args):
+    def attention_block(*args):
         events.append(("compute", ""))
-        return plain_piece(*args)
+        return plain_block(*args)
 
-    def piece_backward(*args):
+    def attention_block_backward(*args):
         events.append(("compute", ""))
         return plain_backward(*args)
 
     with (
-        patch.multiple(script, piece=piece, piece_backward=piece_backward),
+        patch.multiple(script, attention_block=attention_block, attention_block_backward=attention_block_backward),
         patch.object(dist, "batch_isend_irecv", batch),
     ):
         group = dist.group.WORLD
-        where = script.positions_of(layout, 48, group.rank(), group.size())
+        where = script.token_positions(layout, 48, group.rank(), group.size())
         q, k, v, dout = (x[:, where].bfloat16() for x in inputs())
-        out = script.Ring.apply(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), layout, group)
+        out = ring_attention(layout, group)(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         forward = list(events)
-        posts, waits = (forward.count((what, "K/V")) for what in ("post", "wait"))
-        assert posts == waits, f"forward posts {posts} messages and waits for {waits} of them"  # backward would hang
+        starts, waits = (forward.count((what, "K/V")) for what in ("start", "wait"))
+        assert starts == waits, (
+            f"the forward pass starts {starts} messages and waits for {waits} of them"
+        )  # backward would hang
         events.clear()
         out.backward(dout)
     return forward, events
 
 
-def under_way(events: list, what: str) -> list[int]:
-    """At each piece: how many messages `what` are posted and not yet waited for."""
+def in_flight(events: list, what: str) -> list[int]:
+    """At each block: how many messages `what` are started and not yet waited for."""
     counts, now = [], 0
     for event, kind in events:
-        now += (event == "post" and kind == what) - (event == "wait" and kind == what)
+        now += (event == "start" and kind == what) - (event == "wait" and kind == what)
         counts += [now] if event == "compute" else []
     return counts
 
 
-def test_a_piece_is_computed_while_the_next_block_is_on_its_way_and_gradients_travel_meanwhile():
+def test_messages_are_in_flight_during_computation():
     for rank, (forward, backward) in enumerate(run_ranks(4, order, "zigzag")):
-        assert under_way(forward, "K/V") == [1, 1, 1, 0], f"rank {rank}: {forward}"
-        assert under_way(backward, "K/V") == [1, 1, 1, 0], f"rank {rank}: {backward}"
-        assert under_way(backward, "dK/dV") == [0, 0, 1, 1], f"rank {rank}: {backward}"
+        assert in_flight(forward, "K/V") == [1, 1, 1, 0], f"rank {rank}: {forward}"
+        assert in_flight(backward, "K/V") == [1, 1, 1, 0], f"rank {rank}: {backward}"
+        assert in_flight(backward, "dK/dV") == [0, 0, 1, 1], f"rank {rank}: {backward}"
 
 
-def test_what_the_mask_hides_is_not_computed_but_travels_on():
+def test_hidden_blocks_are_sent_on_without_computation():
     for rank, sides in enumerate(run_ranks(4, order, "contiguous")):
         for events in sides:
             assert sum(event == "compute" for event, _ in events) == rank + 1, f"rank {rank}"
-            assert events.count(("post", "K/V")) == 3, f"rank {rank}"
+            assert events.count(("start", "K/V")) == 3, f"rank {rank}"
 
 
 # ----------------------------------------------------------------------------------------------------- the script
@@ -339,31 +367,31 @@ def checked(spoil: str) -> list[str]:
     patches = contextlib.ExitStack()
     if spoil == "nan":
         patches.enter_context(
-            patch.object(script, "merge", lambda out, lse, more, more_lse: (more * torch.nan, more_lse))
+            patch.object(script, "merge_attention", lambda out, lse, *block: (block[0] * torch.nan, lse))
         )
     if spoil == "bytes":
-        script.count["sent, step"] = 0
-        plain = script.post
+        plain = script.RingComm.start_send_recv
 
-        def twice(block, into, group, step=1):
-            script.count["sent, step"] += 8
-            return plain(block, into, group, step)
+        def more(ring, send, recv, shift=1):
+            ring.bytes_sent += 8
+            return plain(ring, send, recv, shift)
 
-        patches.enter_context(patch.object(script, "post", twice))
+        patches.enter_context(patch.object(script.RingComm, "start_send_recv", more))
     with patches:
-        return script.check(31, dist.group.WORLD, "cpu")
+        return [x for form, layout in VERSIONS for x in script.check(form, layout, 31, dist.group.WORLD, CPU)]
 
 
-def test_the_check_is_content_with_any_length_and_notices_nan_and_bytes():
+def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes():
     assert run_ranks(2, checked, "")[0] == []
     assert any("error nan" in line for line in run_ranks(2, checked, "nan")[0])
-    assert any("sent, step" in line for line in run_ranks(2, checked, "bytes")[1])
+    assert len(run_ranks(2, checked, "bytes")[1]) == 6  # three forms on two ranks
 
 
 @pytest.mark.parametrize(
-    "argv", [["--tokens", "1"], ["--tokens", "9" * 20], ["--tokens", "nan"], ["--tokens", ""], ["--layout", "x"], ["7"]]
+    "argv",
+    [["--seq-len", "1"], ["--seq-len", "9" * 20], ["--seq-len", "nan"], ["--seq-len", ""], ["--layout", "x"]],
 )
-def test_a_bad_option_is_one_line_that_names_it(argv, monkeypatch, capsys):
+def test_bad_options_are_refused_in_one_line(argv, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ring_attention.py", *argv])
     with pytest.raises(SystemExit) as end:
         script.main()
@@ -372,7 +400,7 @@ def test_a_bad_option_is_one_line_that_names_it(argv, monkeypatch, capsys):
     assert not dist.is_initialized()
 
 
-def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
+def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ring_attention.py"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -381,4 +409,4 @@ def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypat
         script.main()
     said = capsys.readouterr()
     assert (end.value.code, said.out) == (2, "") and not dist.is_initialized()
-    assert said.err.endswith(": --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n")
+    assert said.err.endswith(": --nproc_per_node 4: use 2 or less, one for each GPU here\n")

@@ -131,13 +131,13 @@ def memory() -> dict[str, Any]:
 def round_of(layout: str, P: int, number: int) -> list[dict[str, Any]]:
     """What each rank does in a round: whose block it has, and the pairs (query chunk, key chunk) that it computes."""
     path()
-    from ring_attention import positions_of, seen
+    from ring_attention import token_positions, visible_slices
 
     ranks = []
     for rank in range(P):
         owner = (rank - number) % P
-        mine, theirs = (positions_of(layout, 2 * P, r, P).tolist() for r in (rank, owner))  # a token for each chunk
-        what = seen(layout, rank, owner, 2)
+        mine, theirs = (token_positions(layout, 2 * P, r, P).tolist() for r in (rank, owner))  # a token for each chunk
+        what = visible_slices(layout, rank, owner, 2)
         pairs = []
         if what:
             queries, keys, triangle = what

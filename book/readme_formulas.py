@@ -287,7 +287,15 @@ def pairs_of_layouts(read: Read) -> Pairs:
 def blocks_of_a_ring(read: Read) -> Pairs:
     for P in (2, 8):
         block = 2 * 64 // P * 2 * 8  # K and V of 64/P tokens, 2 heads of 8 numbers
-        yield read(P=P)[0], sent_per_layer("ring", 64, 64, P, 8, 2) / block
+        yield read(cp=P)[0], sent_per_layer("ring", 64, 64, P, 8, 2) / block
+
+
+def contexts_compared(read: Read) -> Pairs:
+    S, N, N_kv = 64, 8, 4
+    for cp in (2, 4):
+        ring, ulysses = read(cp=cp, N=N, N_kv=N_kv, M=S * 64)
+        yield ring, sent_per_layer("ring", S, 64, cp, N, N_kv)
+        yield ulysses, sent_per_layer("ulysses", S, 64, cp, N, N_kv)
 
 
 def sent_by_contexts(read: Read) -> Pairs:

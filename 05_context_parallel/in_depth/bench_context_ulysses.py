@@ -224,7 +224,7 @@ def write_timed(sent: list[dict[str, tuple[float, int]]]) -> None:
         ["version", "work of all ranks", "bytes sent", "messages of a rank"],
         [[name, ratio, most[name] / most[BASE], sent[0][name][1]] for name, ratio in ratios.items()],
         f"{S} tokens, float32, as many K/V heads as query heads; PyTorch's kernel in all. Work is CPU seconds of all "
-        "ranks. The ring sends 9 messages: 3 rounds of K/V in forward, in backward 3 and 3 of dK/dV.",
+        "ranks. The ring sends 9 messages: 3 rounds of K/V in the forward pass, then 3 and 3 of dK/dV.",
     )
     assert sent[0][BASE][1] == 9
 
