@@ -168,8 +168,8 @@ class Llama(nn.Module):
         x = self.embed(tokens)  # [B, S] -> [B, S, H]
         cos, sin = rotary_tables(tokens.shape[1], self.config.head_dim, x.device)
         if self.recompute and torch.is_grad_enabled():
-            # Needed even if the embedding is frozen: autograd runs the backward of
-            # CheckpointedBlock only if one of its input tensors requires a gradient.
+            # For a frozen embedding: autograd runs the backward of CheckpointedBlock only if one of
+            # its input tensors requires a gradient, and the output of the embedding would not.
             x.requires_grad_()
         for block in self.blocks:
             inputs = (x, cos, sin)
@@ -229,7 +229,7 @@ def accumulate(model: nn.Module, micro_batches: list) -> Tensor:
     total_loss = 0.0
     for tokens, labels in micro_batches:
         loss = loss_sum(model, tokens, labels) / num_valid
-        loss.backward()  # of the divided loss: dividing what is logged is not enough
+        loss.backward()  # backward needs the division too, not only the loss that is logged
         total_loss = total_loss + loss.detach()  # or the total keeps every graph alive
     return total_loss
     # --- end exercise ---
@@ -246,7 +246,7 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
 def train_step(model: nn.Module, optimizer, micro_batches: list, max_norm=1.0) -> Tensor:
     """One update. Returns the loss before it.
 
-    AdamW creates its moments at the end of the first step, so later steps peak 2 Ψ higher.
+    AdamW creates its moments at the end of the first step; every later step stores 2 Ψ more.
     """
     # --- exercise 1.4: the four lines of a step, in their order ---
     optimizer.zero_grad(set_to_none=True)  # frees the gradients; zeros would take Ψ elements

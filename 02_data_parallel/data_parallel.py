@@ -8,8 +8,8 @@ There are three ways to sum, each of which adds one idea to the one before:
 
     naive       After the backward pass, all-reduce one gradient after the other. The all-reduce is
                 a ring, so a rank sends less than twice the tensor, however many ranks there are.
-    overlapped  The backward pass completes the gradients of the last layer first. Launch their
-                all-reduce at once; it is in flight while the backward pass goes on.
+    overlapped  The backward pass completes the gradients of the last layer first. All-reduce each
+                one as soon as it is complete, while the backward pass goes on.
     bucketed    Every message pays a latency (dots), so small gradients share one: a bucket.
 
     backward     ---h---g---f---e---d---c---b---a       h, ..., a: the parameters, last one first
@@ -75,7 +75,7 @@ def naive(params: Params, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def grad_or_zeros(p: nn.Parameter) -> Tensor:
-    """The gradient of p, which is zero if this rank did not use p: the other ranks send theirs."""
+    """The gradient of p, or zeros if this rank did not use p: other ranks may have used it."""
     if p.grad is None:
         p.grad = torch.zeros_like(p)
     return p.grad
@@ -95,7 +95,7 @@ def ring_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
     In every step each rank sends one chunk to its right neighbour and receives another one from its
     left neighbour, so no link is idle. The first P-1 steps add: each chunk visits all ranks, and
-    the last one has its sum (a reduce-scatter). The other P-1 steps copy the sums to all ranks (an
+    the last rank has its sum (a reduce-scatter). The other P-1 steps copy the sums to all ranks (an
     all-gather). In 2 (P-1) steps of n/P elements each rank sends 2 n (P-1)/P.
     """
     rank = dist.get_rank(group)
@@ -233,7 +233,7 @@ def bucketed(params: Params, group: dist.ProcessGroup, bucket_bytes=25 * 2**20) 
 
     with grad_hooks(params, on_grad):
         yield
-    for bucket in buckets[len(works) :]:  # this rank did not use some parameter of the first one
+    for bucket in buckets[len(works) :]:  # left over, as this rank did not use some parameter
         launch_all_reduce(bucket)
     for work in works:
         work.wait()

@@ -24,12 +24,12 @@ one hop behind and collects the partial gradient of every rank. Block 0, for exa
     step 3   rank 3, which computes d and sends b + c + d to rank 0: complete after cp - 1 hops
 
 Under a causal mask the last tokens have most of the work. The zigzag layout splits the sequence
-into 2 cp chunks and gives each rank an early and a late one. Of 8 chunks, 36 pairs are visible:
+into 2 cp chunks, an early and a late one for each rank. Of 8 chunks, 36 chunk pairs are visible:
 
     contiguous    chunks  0 1 | 2 3 | 4 5 | 6 7    pairs  3 |  7 | 11 | 15
     zigzag        chunks  0 7 | 1 6 | 2 5 | 3 4    pairs  9 |  9 |  9 |  9
 
-Per layer, with s = S/cp tokens and `block` bytes of K/V on a rank; `dblock` in fp32 or better:
+Per layer and rank: s = S/cp tokens, `block` bytes of K/V, `dblock` of dK/dV in fp32 or better:
 
     bytes sent by a rank     forward pass (cp-1) block, whole step (cp-1) (2 block + dblock)
     saved for backward       q, K/V, out and LSE of the rank's own tokens
@@ -215,10 +215,10 @@ def visible_slices(layout: str, rank: int, owner: int, s: int):
 
 
 def attention_block_backward(dout, q, k, v, out, lse, causal: bool):
-    """The part of dq that comes from these keys, and their dk and dv, all in fp32 or better.
+    """The partial dq, dk and dv of these queries and keys, all in fp32 or better.
 
     `out` and `lse` are those of *all* keys. So e^(score - LSE) is the probability in the full
-    softmax, and a block needs nothing else from the other blocks.
+    softmax, dout . out is the sum of probs * dprobs over all keys, and no other block is needed.
     """
     heads = (k.shape[2], -1)
     dout = to_fp32(dout).unflatten(2, heads)  # [B, s, N, D] -> [B, s, N_kv, G, D]
@@ -243,7 +243,7 @@ class RingAttention(torch.autograd.Function):
         local_kv = torch.stack((k, v))  # one message instead of two: [2, B, s, N_kv, D]
         out = torch.zeros_like(to_fp32(q))
         lse = out.new_full(out.shape[:3], float("-inf"))
-        # Two buffers in turn: step t receives where the block of step t - 1 lay, already sent.
+        # Two buffers alternate: one holds the block in use (and being sent), the other receives.
         recv_bufs = [torch.empty_like(local_kv) for _ in range(min(2, ring.cp - 1))]
         # --- exercise 5.2: the forward pass; compute while the next block is in flight ---
         kv = local_kv

@@ -11,9 +11,9 @@ ranks, 6 query heads and 2 heads of keys and values (K/V), a digit is a rank tha
     tokens 2   2  2  2  2  2  2    2   2    ----------->      0  0  1  1  2  3   0 1   1 2 3
     tokens 3   3  3  3  3  3  3    3   3                      0  0  1  1  2  3   0 1   1 2 3
 
-N query heads share N_kv K/V heads, N/N_kv of them one. A rank with n query heads needs only the m
-K/V heads that these share. A K/V head that several ranks need is sent to each of them once: above,
-the ranks need C = 1 + 2 + 1 + 1 = 5.
+N query heads share N_kv K/V heads: each K/V head serves N/N_kv query heads. A rank with n query
+heads needs only the m K/V heads that they use. A K/V head that several ranks need is sent once to
+each of them. C is the sum of m over all ranks: above, C = 1 + 2 + 1 + 1 = 5.
 
 Per layer and sequence, with s = S/cp tokens on each rank and heads of D elements; in elements:
 
@@ -164,8 +164,8 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, attention, comm: AllToAll
     n_kv_heads = k.shape[2]
     q_heads, kv_heads = local_heads(comm.rank, comm.cp, n_heads, n_kv_heads)
     q, k, v = seq_to_heads(q, k, v, comm)
-    # The K/V head, of those here, that each query head uses. Kernels know 0 0 1 1, where each is
-    # used equally often. Uneven splits also give 0 0 1 or 0 1 1 1, and then K/V are copied.
+    # For each query head, the index of its K/V head on this rank. Kernels support 0 0 1 1, with
+    # groups of equal size. An uneven split may give 0 0 1 or 0 1 1 1: then K/V are copied.
     used = [kv_heads.index(head * n_kv_heads // n_heads) for head in q_heads]
     group_size = len(q_heads) // len(kv_heads)
     if used != [i // group_size for i in range(len(q_heads))]:
