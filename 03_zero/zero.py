@@ -43,7 +43,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch.optim imports it: while a group is up, that keeps it alive
+import torch.distributed.nn  # now: imported later, by torch.optim, it would keep the group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -91,7 +91,7 @@ class FlatParam:
     def run_layer(self, full: Tensor, x: Tensor) -> Tensor:
         """The layer's forward pass, with views of `full` in place of its own parameters."""
         sizes = [shape.numel() for shape in self.shapes.values()]
-        # One split, so that the backward pass makes one gradient, that of `full`.
+        # One split: its backward is one concatenation. Slices would each make a gradient of [n].
         *pieces, _padding = full.split([*sizes, len(full) - sum(sizes)])
         params = {}
         for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True):
@@ -445,7 +445,7 @@ def expected_bytes(stage: int, num_params: int, dp: int, m: int, k: int) -> tupl
 
 
 def train_reference(args: argparse.Namespace, group: dist.ProcessGroup, device) -> list:
-    """Three steps of the full model on the full batch: the loss, and this rank's shards of them."""
+    """Three steps of the full model: losses, and this rank's shards of gradients and parameters."""
     dp = dist.get_world_size(group)
 
     def shard_of(layer: nn.Module, what: str) -> Tensor:
