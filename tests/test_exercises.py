@@ -578,9 +578,11 @@ def test_each_weeks_core_fits_into_four_to_six_hours():
         core = [f"{c}.{n}" for c, first, last in given for n in range(int(first), int(last or first) + 1)]
         first_part = re.split(r"^## .*in depth", chapter.readme, flags=re.M | re.I)[0]
         text = re.sub(r"<!--.*?-->|<details>.*?</details>|^```.*?^```|^\|[^\n]*", "", first_part, flags=re.S | re.M)
-        lines = sum(real().files[path].count(b"\n") for path in {chapter.exercises[number][0].path for number in core})
+        code = sum(len(real().files[path]) for path in {chapter.exercises[number][0].path for number in core})
         minutes = sum({"easy": 15, "medium": 30, "hard": 90}[chapter.level(number)] for number in core)
-        hours = (len(text.split()) / 150 + lines / 8 + minutes + 45) / 60
+        hours = (
+            len(text.split()) / 150 + code / 560 + minutes + 45
+        ) / 60  # 150 words, or 560 characters of code, a minute
         assert 4 <= round(hours) <= 6, f"{chapter.folder}: {hours:.1f} hours"
         assert 5 <= len(core) <= 6 and sum(chapter.level(number) == "hard" for number in core) == 1, core
 

@@ -342,7 +342,8 @@ def test_a_script_runs_as_python_would_run_it_and_finds_only_what_lies_beside_it
     elsewhere.mkdir()
     script.write_text(SAYS)
     for end, code, complaint in ((3, 3, ""), ("no", 1, "no\n"), (None, 0, "")):
-        (script.parent / "beside.py").write_text(f"WORD = 'one'\nEND = {end!r}\n")
+        # Of another length each time: a module of the same length and second would come from its old bytecode.
+        (script.parent / "beside.py").write_text(f"WORD = 'one'\nEND = {end!r}{'#' * code}\n")
         done = run_script(script, "--two", "3", cwd=elsewhere, WORD="four")
         assert done.stdout == "one ['--two', '3'] four elsewhere __main__ None\n"
         assert (done.returncode, done.stderr) == (code, complaint)
