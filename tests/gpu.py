@@ -2,8 +2,9 @@
 
     python tests/gpu.py                                 prints the two calls below with their seconds; runs nothing
     python tests/gpu.py --first --commit C --out DIR    540 s: what the chapters' claims rest on, on one Hopper GPU
-    python tests/gpu.py --second --commit C --out DIR   180 s: what failed, under compute-sanitizer, or FPDT; a profile
+    python tests/gpu.py --second --commit C --out DIR   180 s: what failed, once more; FPDT; a profile
     python tests/gpu.py --section flash,train           some sections (or `all`), in the order in which they are asked
+    python tests/gpu.py --section fp8 --step bench_fp8  of them, the steps with these names only
     python tests/gpu.py --dry --first                   the same program at tiny sizes on a stand-in GPU
 
 Nothing waits for the end. Every step is a process with a deadline of its own; it writes its result anew with every row,
@@ -42,7 +43,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -163,19 +164,19 @@ class Section:
 # the fewest seconds with which it is worth starting (it has to compile and to verify first). In a section the most
 # valuable is first. One that is not named here comes last in `layers`.
 BENCHMARKS = {
-    "bench_matmul_ladder": ("matmul", 40, 4, 20),
-    "bench_matmul": ("matmul", 25, 4, 10),
-    "bench_flash_kernels": ("flash", 90, 8, 30),
-    "bench_flash_attention_cuda": ("flash", 30, 8, 15),
-    "bench_train_gpu": ("train", 110, 30, 40),
-    "bench_fused": ("kernels", 40, 30, 20),
-    "bench_fused_loss": ("kernels", 30, 40, 15),
-    "bench_fp8_matmul": ("fp8", 25, 6, 15),
-    "bench_flash_attention_fp8": ("fp8", 25, 8, 15),
-    "bench_fpdt_store": ("fp8", 15, 4, 8),
-    "bench_fp8": ("fp8", 15, 30, 15),
-    "bench_fpdt_attention": ("fpdt", 110, 40, 60),
-    "bench_profile": ("profile", 60, 8, 20),
+    "bench_matmul_ladder": ("matmul", 30, 4, 20),
+    "bench_matmul": ("matmul", 30, 4, 10),
+    "bench_flash_kernels": ("flash", 45, 8, 30),
+    "bench_flash_attention_cuda": ("flash", 15, 8, 15),
+    "bench_train_gpu": ("train", 130, 30, 40),
+    "bench_fused": ("kernels", 90, 30, 20),
+    "bench_fused_loss": ("kernels", 40, 40, 15),
+    "bench_fp8_matmul": ("fp8", 12, 6, 15),
+    "bench_flash_attention_fp8": ("fp8", 15, 8, 15),
+    "bench_fpdt_store": ("fp8", 13, 4, 8),
+    "bench_fp8": ("fp8", 30, 30, 15),
+    "bench_fpdt_attention": ("fpdt", 85, 40, 60),
+    "bench_profile": ("profile", 55, 8, 20),
     "bench_flash_attention_hopper": ("more", 60, 8, 20),
     "bench_flash_attention": ("more", 40, 8, 20),
     "bench_fused_adamw": ("more", 40, 20, 15),
@@ -244,7 +245,7 @@ def benchmarks(section: str) -> Callable[[Run], list[Step]]:
 
 
 def ceilings(run: Run) -> list[Step]:
-    return [replace(measuring(run.machine, ROOT / "tests/harness/ceilings.py"), seconds=20.0)]
+    return [replace(measuring(run.machine, ROOT / "tests/harness/ceilings.py"), seconds=15.0)]
 
 
 KERNELS = (
@@ -254,7 +255,7 @@ KERNELS = (
 
 
 def passes(script: Path, *needs: str) -> Step:
-    return Step(relative(script), (sys.executable, str(script)), ends_with="PASS", needs=needs, gib=2.0, seconds=50.0)
+    return Step(relative(script), (sys.executable, str(script)), ends_with="PASS", needs=needs, gib=2.0, seconds=70.0)
 
 
 def first_scripts(run: Run) -> list[Step]:
@@ -265,7 +266,7 @@ def first_scripts(run: Run) -> list[Step]:
         core, depth = [find("ulysses.py")], [find("fused_adamw.py")]  # two that are done soon
     nvcc = {script: (compiler(machine),) for script in depth if "_cuda" in script.read_text()}
     return [
-        *([] if machine.dry else [Step("build the .cu files", BUILD, needs=("nvcc",), seconds=50.0)]),
+        *([] if machine.dry else [Step("build the .cu files", BUILD, needs=("nvcc",), seconds=70.0)]),
         trains(machine),
         *(passes(script) for script in core),
         matmul_cu(machine),
@@ -293,7 +294,7 @@ def trains(machine: Machine) -> Step:
             (sys.executable, str(ROOT / "11_5d_trainer/generate.py"), run, "--tokens", "20"),
         ),
         gib=4.0,
-        seconds=50.0,
+        seconds=70.0,
     )
 
 
@@ -310,25 +311,31 @@ def matmul_cu(machine: Machine) -> Step:
         then=(("{out}/matmul",),),
         ends_with="PASS",
         needs=(compiler(machine),),
-        seconds=50.0,
+        seconds=70.0,
     )
 
 
 def failed_before(run: Run) -> list[Step]:
-    """What failed in an earlier call, under compute-sanitizer; of a benchmark, its script, whose sizes are small."""
+    """The scripts that failed in an earlier call, once more, side by side; what ended with an error of CUDA, under
+    compute-sanitizer: of a benchmark its script, whose sizes are small."""
     steps = []
-    for name in run.failed_before():
-        script = ROOT / name
-        script = script.with_name(script.name.removeprefix("bench_")) if script.name.startswith("bench_") else script
-        if script.suffix == ".py" and script.exists():
+    for name, why in run.failed_before().items():
+        script, bench = ROOT / name, Path(name).name.startswith("bench_")
+        if script.suffix != ".py" or not script.exists():
+            continue
+        if BROKEN.search(why):
+            script = script.with_name(script.name.removeprefix("bench_"))
             check = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "3")
             command = (*check, sys.executable, str(script))
             steps.append(Step(relative(script), command, needs=("compute-sanitizer",), seconds=60.0))
+        elif script.name == "train.py":
+            steps.append(trains(run.machine))
+        elif not bench and "tests" not in script.relative_to(ROOT).parts:
+            steps.append(passes(script))
     return steps
 
 
-def longest(run: Run) -> list[Step]:
-    return [] if run.failed_before() else benchmarks("fpdt")(run)
+BROKEN = re.compile(r"CUDA error|illegal|misaligned|exit code -\d", re.IGNORECASE)
 
 
 def kernel_tests(run: Run) -> list[Step]:
@@ -377,17 +384,17 @@ def several(run: Run) -> list[Step]:
 
 SECTIONS = (
     Section(
-        "scripts", "core files, trainer and kernels: do they run, and are they right?", first_scripts, 55, 10, True
+        "scripts", "core files, trainer and kernels: do they run, and are they right?", first_scripts, 75, 10, True
     ),
-    Section("ceilings", "what the device can do at most", ceilings, 20, 10),
-    Section("matmul", "the ladder of matrix products against cuBLAS", benchmarks("matmul"), 70, 20),
-    Section("flash", "FlashAttention against PyTorch's kernels", benchmarks("flash"), 125, 30),
-    Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 115, 40),
-    Section("kernels", "fused kernels against the copy bandwidth", benchmarks("kernels"), 75, 20),
-    Section("fp8", "fp8 against bf16, and FPDT's store", benchmarks("fp8"), 80, 20),
-    Section("failed", "what failed before, under compute-sanitizer", failed_before, 110, 20),
-    Section("fpdt", "FPDT: a step, and the longest sequence, where nothing failed", longest, 110, 60),
-    Section("profile", "five kernels under Nsight Compute", benchmarks("profile"), 60, 20),
+    Section("ceilings", "what the device can do at most", ceilings, 15, 10),
+    Section("matmul", "the ladder of matrix products against cuBLAS", benchmarks("matmul"), 60, 20),
+    Section("flash", "FlashAttention against PyTorch's kernels", benchmarks("flash"), 60, 30),
+    Section("train", "a training step: MFU and where the time goes", benchmarks("train"), 130, 40),
+    Section("kernels", "fused kernels against the copy bandwidth", benchmarks("kernels"), 130, 20),
+    Section("fp8", "fp8 against bf16, and FPDT's store", benchmarks("fp8"), 70, 20),
+    Section("failed", "what failed before, once more", failed_before, 40, 20, True),
+    Section("fpdt", "FPDT: a step, and the longest sequence", benchmarks("fpdt"), 85, 60),
+    Section("profile", "five kernels under Nsight Compute", benchmarks("profile"), 55, 20),
     Section("more", "experts, split backward, and what else is measured", benchmarks("more"), 320, 15),
     Section("correct", "the tests of chapter 09 on the device", kernel_tests, 200, 30, True),
     Section("chapters", "the scripts of all chapters on the device", chapters, 400, 30, True),
@@ -596,15 +603,15 @@ class Run:
             before = json.loads(self.path.read_text())
             self.record |= {name: before[name] for name in ("sections", "results")}
 
-    def failed_before(self) -> list[str]:
-        """The steps that went wrong in an earlier call: by this folder's record, else by the one in results/."""
+    def failed_before(self) -> dict[str, str]:
+        """The steps that went wrong in an earlier call, and why: by this folder's record, else by results/'s."""
         record, taken = self.record, ROOT / "results" / self.path.name
         if not record["sections"] and taken.exists():
             record = json.loads(taken.read_text())
         steps = [
             step for section in record["sections"] if section["name"] in CALLS["first"][0] for step in section["steps"]
         ]
-        return [step["step"] for step in steps if step["status"] in (FAILED, TOO_SLOW)]
+        return {step["step"]: step["reason"] for step in steps if step["status"] in (FAILED, TOO_SLOW)}
 
     def pack(self, name: str) -> None:
         """The logs of all steps, the clocks and the record in one file: few files come back from a borrowed machine."""
@@ -698,9 +705,10 @@ class Run:
                 shutil.copy(file, self.out / file.name)
         return names
 
-    def section(self, section: Section, behind: float = 0.0) -> list[Outcome]:
-        """Run a section's steps, and record each of them at once. `behind`: seconds that those behind it expect."""
-        steps = section.steps(self)
+    def section(self, section: Section, behind: float = 0.0, only: Container[str] = ()) -> list[Outcome]:
+        """Run a section's steps, and record each of them at once. `behind`: seconds that those behind it expect.
+        `only`: names of the steps to run; all if empty."""
+        steps = [step for step in section.steps(self) if not only or Path(step.name).stem in only]
         # Whoever reads the file of a run that was killed shall see which steps there were.
         found = [Outcome(step.name, CUT_OFF, reason="the call ended before it did") for step in steps]
         entry: dict[str, Any] = {"name": section.name, "about": section.about}
@@ -855,6 +863,7 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
             f"--{call}", dest="call", action="store_const", const=call, help=f"this call of {seconds:.0f} s"
         )
     what.add_argument("--section", default="", help=f"some of {', '.join(names)}, with commas, or all")
+    parser.add_argument("--step", default="", help="of the sections, the steps of these names only, with commas")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on a stand-in GPU: proves this command")
     parser.add_argument("--out", type=Path, help="folder to write to; default: results/, or a temporary one with --dry")
     parser.add_argument("--budget", type=float, help="seconds that it may take (default: the call's; else 520)")
@@ -869,6 +878,7 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
     for name in args.section:
         if name not in names:
             parser.error(f"--section {name} is unknown; use all, {', '.join(names)}")
+    args.step = [name for name in re.split(r"[,\s]+", args.step) if name]
     if args.commit not in ("", "none") and not COMMIT.fullmatch(args.commit):
         parser.error(f"--commit {args.commit} must be 10 to 40 digits of what `git rev-parse HEAD` says, or none")
     if not 0 < args.budget < float("inf"):
@@ -915,7 +925,7 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
             for place, section in enumerate(chosen):
                 if run.clocks.child is None and not section.together:
                     run.clocks.start(environment)
-                run.section(section, behind=sum(later.seconds for later in chosen[place + 1 :]))
+                run.section(section, sum(later.seconds for later in chosen[place + 1 :]), args.step)
             code = summary(run, args.section)
         except KeyboardInterrupt:
             print("\nstopped; what was measured is kept", file=sys.stderr)

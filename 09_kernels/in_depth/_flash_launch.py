@@ -56,7 +56,7 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
         return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, warps, 3), Tiles(16, 64, warps, 1), tma=False)
     if D <= 128:
         if hopper:
-            backward = Tiles(32 if OLD else 64, 128, 8, 2)
+            backward = Tiles(32, 128, 8, 3) if OLD else Tiles(64, 128, 8, 2)
             return Plan(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), backward, tma=True)
         return Plan(Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), tma=False, five=False)
     if hopper:

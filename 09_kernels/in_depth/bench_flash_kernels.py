@@ -179,6 +179,7 @@ def side_by_side(calls: Iterable[Callable[[], object]]) -> list[Exception | None
 
     def outcome(call: Callable[[], object]) -> Exception | None:
         try:
+            torch.zeros(1, device=DEVICE)  # a new thread has no context of the GPU, and a descriptor needs one
             call()
         except Exception as error:  # a size of tile may not compile, or not fit: the others go on
             return error

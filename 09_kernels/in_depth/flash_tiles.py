@@ -317,8 +317,10 @@ def compare(version: Version, args: argparse.Namespace, group: dist.ProcessGroup
             ours, theirs, kept, most = (max(column) for column in zip(*found, strict=True))
             print(f"{name:22} {ours:8.1e} {theirs:8.1e} {kept:12} {predicted:10} {most:9}")
         for r, (ours, theirs, kept, most) in enumerate(found):
-            # Twice the error of PyTorch's kernel, and where that one is lucky, a few roundings of the result.
-            allowed = 1e-10 if dtype == torch.float64 else max(2 * theirs, 2 * torch.finfo(dtype).eps)
+            # Twice the error of PyTorch's kernel. Where that one is lucky, two roundings of the result, and those of an
+            # exponent of up to 8 in fp32, forward and again backward: exp(x + x eps) is off by x eps.
+            lucky = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
+            allowed = 1e-10 if dtype == torch.float64 else max(2 * theirs, lucky)
             wrong += [f"{name}: rank {r} off by {ours:.1e}, PyTorch by {theirs:.1e}"] * (not ours <= allowed)
             wrong += [f"{name}: saved {kept} bytes, predicted {predicted}"] * (kept != predicted)
             wrong += [f"{name}: a tensor of {most} bytes"] * (most > given[0].numel() * wide)  # dq, in fp32 or better

@@ -157,6 +157,8 @@ inline const char* describe_matrix(CUtensorMap* map, const bf16* matrix, int row
     static auto encode = (decltype(&cuTensorMapEncodeTiled))dlsym(dlopen("libcuda.so.1", RTLD_NOW),
                                                                   "cuTensorMapEncodeTiled");
     if (!encode) return "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12";
+    static thread_local cudaError_t context = cudaFree(nullptr);  // the driver wants one, and a new thread has none
+    if (context != cudaSuccess) return cudaGetErrorString(context);
     cuuint64_t sizes[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, row_bytes[1] = {(cuuint64_t)cols * 2};
     cuuint32_t box[2] = {TILE_K, (cuuint32_t)tile_rows}, steps[2] = {1, 1};
     CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void*)matrix, sizes, row_bytes, box, steps,

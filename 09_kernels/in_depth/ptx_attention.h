@@ -30,6 +30,8 @@ inline const char* describe_heads(HeadMap* map, const bf16* x, int B, int S, int
     static auto encode = (decltype(&cuTensorMapEncodeTiled))dlsym(dlopen("libcuda.so.1", RTLD_NOW),
                                                                   "cuTensorMapEncodeTiled");
     if (!encode) return "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12";
+    static thread_local cudaError_t context = cudaFree(nullptr);  // the driver wants one, and a new thread has none
+    if (context != cudaSuccess) return cudaGetErrorString(context);
     cuuint64_t sizes[4] = {(cuuint64_t)D, (cuuint64_t)N, (cuuint64_t)S, (cuuint64_t)B};  // the innermost comes first
     cuuint64_t bytes[3] = {2ull * D, 2ull * D * N, 2ull * D * N * S};
     cuuint32_t box[4] = {PANEL, 1, (cuuint32_t)tokens, 1}, steps[4] = {1, 1, 1, 1};

@@ -55,7 +55,7 @@ from options import Config
 from rank import Rank, launch_step, make_rank, reads_late, train_step
 from torch.profiler import ProfilerActivity, profile
 
-BYTES_PER_WEIGHT = 20  # bf16 weight and gradient, fp32 master weight and its gradient, two moments
+BYTES_PER_WEIGHT = 16  # bf16 weight and gradient, fp32 master weight, two moments
 SMALL = LlamaConfig(vocab_size=1024, hidden=256, layers=2, heads=4, kv_heads=2, intermediate=512)
 TINY = LlamaConfig(vocab_size=256, hidden=64, layers=1, heads=2, kv_heads=1, intermediate=128)
 
@@ -114,18 +114,14 @@ def jobs(dry: bool, free: int) -> list[Job]:
     room, found = 0.9 * free, []
     wide, deep = PRESETS["smollm-1.7b"], PRESETS["llama3-8b"]
     for micro_batch in (8, 4, 2, 1):
-        job = Job("1.7 billion (SmolLM)", wide, 4096, micro_batch, max(1, 8 // micro_batch))
+        job = Job("1.7 billion (SmolLM)", wide, 4096, micro_batch, 8 // micro_batch)
         if job.predicted_bytes() <= room:
             found.append(job)
             break
     for layers in range(deep.layers, 0, -1):
-        job = Job(
-            f"Llama-3 8B's widths, {layers} of {deep.layers} layers",
-            dataclasses.replace(deep, layers=layers),
-            4096,
-            1,
-            8,
-        )
+        sizes = dataclasses.replace(deep, layers=layers)
+        # Two samples at a time: every micro-batch adds its gradients to the sum, 6 bytes a weight.
+        job = Job(f"Llama-3 8B's widths, {layers} of {deep.layers} layers", sizes, 4096, 2, 4)
         if job.predicted_bytes() <= room:
             found.append(job)
             break
@@ -272,7 +268,8 @@ def measure(
 
 # The first pattern that fits the name of a GPU's kernel, or of an operation on the CPU, says what it belongs to.
 PARTS = (
-    ("attention", r"specialised_kernel|\bforward_kernel|delta_kernel|dq_kernel|dkdv_kernel|flash|fmha|sdp|attention"),
+    ("attention, backward", r"delta_kernel|dq_kernel|dkdv_kernel|(flash|fmha|sdp|attention).*(bwd|bprop|backward)"),
+    ("attention, forward", r"specialised_kernel|\bforward_kernel|flash|fmha|sdp|attention"),
     ("norms", r"rms_norm"),
     ("RoPE", r"rope"),
     ("SwiGLU", r"swiglu"),
@@ -289,6 +286,12 @@ REST = "other element by element"
 
 def part_of(name: str) -> str:
     return next((part for part, pattern in PARTS if re.search(pattern, name, re.IGNORECASE)), REST)
+
+
+def short_name(name: str) -> str:
+    """Of a kernel in C++ the functions of PyTorch that it is made of: templates bury them."""
+    words = re.findall(r"at::native::(?:\(anonymous namespace\)::)?(\w+)", name)
+    return "/".join(dict.fromkeys(words))[:80] or name[:80]
 
 
 def breakdown(
@@ -322,7 +325,7 @@ def breakdown(
     for name, seconds in named:
         spent[part_of(name)] += seconds / steps
         if part_of(name) == REST:
-            unnamed[name[:60]] += seconds / steps
+            unnamed[short_name(name)] += seconds / steps
     return dict(spent), sorted(unnamed, key=lambda name: -unnamed[name])[:3], wall
 
 
@@ -339,7 +342,8 @@ def floors(job: Job, copy: float, product: float) -> dict[str, float]:
     dense = sum(flops for what, flops in forward.items() if what != "attention core")
     per_micro_batch = {
         "matrix products": 3 * dense / product,
-        "attention": 3.5 * forward["attention core"] / 2 / product,
+        "attention, forward": forward["attention core"] / 2 / product,
+        "attention, backward": 2.5 * forward["attention core"] / 2 / product,
         "norms": (2 * c.layers + 1) * sum(bytes_moved("rms_norm", T * c.hidden, 2)) / copy,
         "RoPE": c.layers * sum(bytes_moved("rope", T * (c.heads + c.kv_heads) * c.head_dim, 2)) / copy,
         "SwiGLU": c.layers * sum(bytes_moved("swiglu", T * c.intermediate, 2)) / copy,
@@ -368,7 +372,8 @@ def predicted_step(job: Job) -> float | None:
     if gpu is None:
         return None
     least = floors(job, predictions.COPIED * gpu.bandwidth, predictions.MULTIPLIED * gpu.bf16)
-    softmax = least["attention"] * (predictions.MULTIPLIED / 0.5 - 1)  # by the SASS of chapter 09's kernels
+    attention = least["attention, forward"] + least["attention, backward"]
+    softmax = attention * (predictions.MULTIPLIED / 0.5 - 1)  # by the SASS of chapter 09's kernels
     return sum(least.values()) + softmax
 
 

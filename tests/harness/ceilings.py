@@ -215,7 +215,7 @@ def ceilings(device: torch.device, dry: bool) -> tuple[list[Ceiling], str]:
     free, repeats = free_bytes(device), 2 if dry else 20
     copied = 2**20 if dry else min(4 * GIB, free // 8) // 4096 * 4096
     side = 128 if dry else max(n for n in (1024, 2048, 4096, 8192) if n == 1024 or 12 * n * n < free // 4)
-    linked = 2**20 if dry else min(GIB, free // 8)
+    linked = 2**20 if dry else min(GIB // 4, free // 8)
     gpu = predictions.here()
     sizes = f"{copied / GIB:.3g} GiB copied within the device, {linked / GIB:.3g} GiB over the link; {side} cubed"
 
