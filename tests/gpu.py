@@ -3,7 +3,8 @@
     python tests/gpu.py                                 prints the two calls below with their seconds; runs nothing
     python tests/gpu.py --first --commit C --out DIR    540 s: what the chapters' claims rest on, on one Hopper GPU
     python tests/gpu.py --second --commit C --out DIR   180 s: what failed, once more; FPDT; a profile
-    python tests/gpu.py --section flash,train           some sections (or `all`), in the order in which they are asked
+    python tests/gpu.py --section flash,train:60        some sections (or `all`), in the order in which they are asked,
+                                                        with their own seconds or with these
     python tests/gpu.py --section fp8 --step bench_fp8  of them, the steps with these names only
     python tests/gpu.py --dry --first                   the same program at tiny sizes on a stand-in GPU
 
@@ -862,14 +863,18 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
         what.add_argument(
             f"--{call}", dest="call", action="store_const", const=call, help=f"this call of {seconds:.0f} s"
         )
-    what.add_argument("--section", default="", help=f"some of {', '.join(names)}, with commas, or all")
+    what.add_argument("--section", default="", help=f"some of {', '.join(names)}, with commas, or all; NAME:SECONDS")
     parser.add_argument("--step", default="", help="of the sections, the steps of these names only, with commas")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on a stand-in GPU: proves this command")
     parser.add_argument("--out", type=Path, help="folder to write to; default: results/, or a temporary one with --dry")
     parser.add_argument("--budget", type=float, help="seconds that it may take (default: the call's; else 520)")
     parser.add_argument("--commit", default="", help="what this tree is, where there is no git to ask; or none")
     args = parser.parse_args(arguments)
-    asked = [name for name in re.split(r"[,\s]+", args.section) if name]
+    words = [re.fullmatch(r"([^:]+)(?::(\d+))?", word) for word in re.split(r"[,\s]+", args.section) if word]
+    if None in words:
+        parser.error(f"--section {args.section} is no list of NAME or NAME:SECONDS")
+    args.seconds = {word[1]: float(word[2]) for word in words if word and word[2]}
+    asked = [word[1] for word in words if word]
     if args.call:
         asked = [name for name in CALLS[args.call][0] if name in names]
     args.section = names if asked == ["all"] or (args.dry and not asked) else asked
@@ -897,6 +902,7 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
 
 def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = SECTIONS) -> int:
     begun, args = time.monotonic(), parse(arguments, sections)
+    sections = [replace(section, seconds=args.seconds.get(section.name, section.seconds)) for section in sections]
     if args.commit:
         os.environ["COMMIT"] = args.commit
     if not args.section:

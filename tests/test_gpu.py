@@ -353,7 +353,8 @@ def test_of_a_section_some_steps_can_be_asked_for_by_name(tmp_path):
     steps = [gpu.Step(name, (sys.executable, "-c", "print('PASS')"), ends_with="PASS") for name in ("a/one.py", "two")]
     run = start(tmp_path)
     assert [outcome.step for outcome in run.section(section("s", *steps), only=["one"])] == ["a/one.py"]
-    assert gpu.parse(["--dry", "--section", "fp8", "--step", "one, two"], gpu.SECTIONS).step == ["one", "two"]
+    args = gpu.parse(["--dry", "--section", "fp8:25,train", "--step", "one, two"], gpu.SECTIONS)
+    assert (args.step, args.section, args.seconds) == (["one", "two"], ["fp8", "train"], {"fp8": 25.0})
 
 
 def on(patch, tmp_path, machine_there, *sections):

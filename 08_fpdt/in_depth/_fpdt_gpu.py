@@ -409,7 +409,7 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
     goals = [(first, WAYS[0]), (plan.lengths[-1], WAYS[0])]
     for S, way in goals:
         one_step(S, way)
-    search(WAYS[0], 0.6 * limit)
+    search(WAYS[0], 0.7 * limit)
     rest = [(S, way) for S in plan.lengths[::-1] for way in WAYS if (S, way) not in goals]
     for S, way in rest:
         if time.perf_counter() - begun < 0.8 * limit:

@@ -411,7 +411,10 @@ def machine_for(device: torch.device, record: bool = False) -> CpuMachine | Cuda
 
 
 def available_host_memory() -> int:
-    """Bytes that the system would give away now."""
+    """Bytes that the system would give away now; or HOST_MEMORY, in GiB, in the environment, for a virtual machine that
+    is given its memory as it asks for it."""
+    if "HOST_MEMORY" in os.environ:
+        return int(float(os.environ["HOST_MEMORY"]) * 2**30)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
