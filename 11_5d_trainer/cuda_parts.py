@@ -1,7 +1,7 @@
 """--kernels cuda: chapter 09's CUDA in the layers of a model, on a Hopper GPU.
 
     layer             forward                             backward
-    linear            y = x Wᵀ          rung 12           dx = dy W and dW = dyᵀ x, rung 12 both
+    linear            y = x Wᵀ          rung multicast    dx = dy W and dW = dyᵀ x, the same rung
     attention         flash_attention_cuda.cu             Triton's kernels, from that output and its log-sum-exp
     the others        Triton's (fused.py, fused_loss.py)  Triton's
 
@@ -28,7 +28,7 @@ from flash_kernels import flash_attention
 from matmul_ladder import matmul
 from torch import Tensor
 
-RUNG = "ping_pong"  # the ladder's last: tiles by TMA to two blocks, two groups of warps in turn at the tensor cores
+RUNG = "multicast"  # the fastest of the ladder: two blocks of a cluster share the tiles of B, by TMA
 
 
 class Product(torch.autograd.Function):
