@@ -169,6 +169,18 @@ def forward_run(
     return m, total, acc
 
 
+@triton.jit
+def in_turn(tiles):
+    """Tile and head of this program. Eight heads at a time, whose keys and values fit the L2 cache; of these the first
+    tile of each, then the second of each: under a causal mask the longest tiles start first, and no multiprocessor is
+    left with a long one at the end."""
+    program, heads = tl.program_id(0), tl.num_programs(0) // tiles
+    first = program // (8 * tiles) * 8
+    together = tl.minimum(heads - first, 8)
+    place = program - first * tiles
+    return place // together, first + place % together
+
+
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q, k, v, out, lse, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -176,10 +188,9 @@ def forward_kernel(
 ):  # fmt: skip
     """out and LSE of R queries of one head."""
     tiles = tl.cdiv(S_q, R)
-    tile = tiles - 1 - tl.program_id(0) % tiles  # under a causal mask the last rows are the longest: start them first
-    head = tl.program_id(0) // tiles  # heads of one group are neighbours in time, and find their K/V in the L2 cache
+    turn, head = in_turn(tiles)
     b, n = head // N, head % N
-    start_i = tile * R
+    start_i = (tiles - 1 - turn) * R  # under a causal mask the last rows are the longest
     i = start_i + tl.arange(0, R)
     q_tile = load_tile(q, b, n, start_i, S_q, R, W)
     m = tl.full([R], float("-inf"), tl.float32)
@@ -246,7 +257,8 @@ def dq_kernel(
 ):  # fmt: skip
     """dq of R queries of one head: the walk of the forward kernel."""
     tiles = tl.cdiv(S_q, R)
-    head, start_i = tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * R
+    turn, head = in_turn(tiles)
+    start_i = (tiles - 1 - turn) * R
     b, n = head // N, head % N
     i = start_i + tl.arange(0, R)
     q_tile, dout_tile = load_tile(q, b, n, start_i, S_q, R, W), load_tile(dout, b, n, start_i, S_q, R, W)
@@ -303,7 +315,8 @@ def dkdv_kernel(
     unless dq is None, these keys' shares of dq, added to a dq that begins with zeros."""
     tiles = tl.cdiv(S_k, C)
     kv_heads = N // G
-    kv_head, start_j = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C  # causal: the first keys have most to do
+    turn, kv_head = in_turn(tiles)
+    start_j = turn * C  # under a causal mask the first keys have most to do
     b, kv = kv_head // kv_heads, kv_head % kv_heads
     j = start_j + tl.arange(0, C)
     k_tile, v_tile = load_tile(k, b, kv, start_j, S_k, C, W), load_tile(v, b, kv, start_j, S_k, C, W)
