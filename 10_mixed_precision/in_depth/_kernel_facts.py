@@ -16,7 +16,9 @@ def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], 
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     # Triton says at run time that pointers and these strides are multiples of 16; so it does here.
     even = {
-        (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in signature if signature[name][0] == "*"
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name in signature
+        if signature[name][0] == "*" and name not in ("given", "note")  # which may be columns of a history
     }
     for name in ("x_row", "q_row", "K", "N", "rows", "columns"):
         if name in signature:
@@ -33,18 +35,31 @@ def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], 
 def facts(kernels: Any) -> dict[str, dict[str, int]]:
     """By kernel: bytes of shared memory, and counts of fp8 instructions."""
     whole = dict.fromkeys(("rows", "columns", "x_row", "q_row", "q_column", "s_row", "s_column"), "i32")
-    quantize = {"x": "*bf16", "q": "*fp8e4nv", "s": "*fp32", **whole, "largest": "fp32", "smallest": "fp32"}
+    pointers = {"x": "*bf16", "q": "*fp8e4nv", "turned": "*fp8e4nv", "s": "*fp32"}
+    quantize = {**pointers, **whole, "largest": "fp32", "smallest": "fp32"}
+    flags = {"MANTISSA": 3, "BY_HAND": False, "SIZE": 128}
     made = {}
     for (rows, columns), mode in kernels.MODES.items():
-        constants = {"MODE": mode, "MANTISSA": 3, "BY_HAND": False, "SIZE": 128}
+        constants = {"MODE": mode, "BOTH": False, "given": None, "note": None, **flags}
         made[f"quantize {rows} x {columns}"] = compiled(kernels.quantize_kernel, quantize, constants, num_warps=8)
+    noted = quantize | {"note": "*fp32"}
+    for what, mode, types, more in (
+        ("both: 128 x 128", kernels.PER_TILE, noted, {"given": None}),
+        ("both: one scale", kernels.GIVEN, quantize | {"given": "*fp32"}, {"note": None}),
+        ("both: a scale of steps before", kernels.GIVEN, noted | {"given": "*fp32"}, {}),
+    ):
+        constants = {"MODE": mode, "BOTH": True, **more, **flags}
+        made[what] = compiled(kernels.quantize_kernel, types, constants, num_warps=8)
+    made["amax"] = compiled(kernels.amax_kernel, {"x": "*bf16", "out": "*fp32", "count": "i32"}, {"SIZE": 8192})
     whole = dict.fromkeys(("rows", "columns", "x_row", "sl_row", "sl_tile", "sc_tile"), "i32")
     pointers = {"x": "*bf16", "along": "*fp8e4nv", "across": "*fp8e4nv", "s_along": "*fp32", "s_across": "*fp32"}
-    both = {**pointers, **whole, "largest": "fp32", "smallest": "fp32"}
+    both = {**pointers, "note": "*fp32", **whole, "largest": "fp32", "smallest": "fp32"}
     for given, what in ((False, "1 x 128 and 128 x 1"), (True, "whole rows and columns")):
-        constants = {"GIVEN": given, "MANTISSA": 3, "BY_HAND": False, "SIZE": 128}
-        made[f"both: {what}"] = compiled(kernels.both_kernel, both, constants, num_warps=8)
-    peaks = {"x": "*bf16", "peaks_r": "*fp32", "peaks_c": "*fp32", **dict.fromkeys(("rows", "columns", "x_row"), "i32")}
+        types, constants = (both | {"peaks": "*fp32"}, {}) if given else (both, {"peaks": None})
+        made[f"both: {what}"] = compiled(
+            kernels.both_kernel, types, {"GIVEN": given, **constants, **flags}, num_warps=8
+        )
+    peaks = {"x": "*bf16", "peaks": "*fp32", **dict.fromkeys(("rows", "columns", "x_row"), "i32")}
     made["peaks of rows and columns"] = compiled(kernels.peaks_kernel, peaks, {"SIZE": 128}, num_warps=8)
     sizes = dict.fromkeys(("M", "N", "K", "sa_row", "sa_column", "sb_row", "sb_column"), "i32")
     matmul = {"a": "*fp8e4nv", "b": "*fp8e4nv", "out": "*bf16", "s_a": "*fp32", "s_b": "*fp32", **sizes}

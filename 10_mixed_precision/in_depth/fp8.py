@@ -42,9 +42,9 @@ The last line is PASS, or the script exits with 1 and says which number is off.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,8 +164,8 @@ class Fp8Linear:
 
     recipe       a key of RECIPES
     amax_group   the ranks over which an amax is shared: those that hold pieces of the same tensors (tensor parallel)
-                 or of the same batch (data and context parallel). Used with one scale per tensor only. None: nobody
-                 shares. All of its ranks must run the same layers in the same order.
+                 or of the same batch (data and context parallel). Used with one scale per tensor only. None, or a
+                 group of one rank: nobody shares. All of its ranks must run the same layers in the same order.
     matmul       (a, b, dtype) -> a bᵀ. None: emulated_matmul on a CPU, fp8_kernels.py on a GPU, Hopper or later
     product      on a GPU: "triton", or "cuda" for recipe block on Hopper, where nvcc is (fp8_matmul.py)
 
@@ -175,6 +175,10 @@ class Fp8Linear:
 
     A forward pass without gradients, as in a validation, is no part of a step: it makes no history, and a GPU notes
     nothing of it. If it is the first of two, as in recomputation, the second one is.
+
+    On a GPU each operand is read and written by kernels that make both of its forms. A weight is quantised anew in each
+    forward pass, also where several micro-batches use the same one: keeping it would cost 2 N K bytes in all layers at
+    one time, and an optimizer that writes weights in a kernel of its own does not tell PyTorch that they have changed.
     """
 
     def __init__(
@@ -194,6 +198,8 @@ class Fp8Linear:
             raise ValueError(f"fp8 product 'cuda' multiplies by recipe block only, not {recipe!r}; leave it out")
         if product == "cuda" and matmul is not None:
             raise ValueError("fp8 matmul and product 'cuda' both say who multiplies; leave one out")
+        if amax_group is not None and dist.get_world_size(amax_group) == 1:
+            amax_group = None
         self.recipe, self.group = RECIPES[recipe], amax_group
         self.kernels: Any = None
         if matmul is None and torch.device(device).type == "cuda":
@@ -211,7 +217,10 @@ class Fp8Linear:
         self.matmul = matmul or (self.kernels.scaled_matmul if self.kernels else emulated_matmul)
         self.per_tensor = self.recipe.activation == (0, 0)
         self.histories: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> role -> History
-        self.bad: list[tuple[str, Tensor]] = []  # on a GPU: amaxes to look at in end_step()
+        self.columns: list[History] = []  # those whose tensors are columns of `past`, `now` and `peak`
+        self.ended = 0  # steps
+        self.bad: list[tuple[str, Tensor]] = []  # on a GPU: amaxes to look at in end_step(),
+        self.notes: dict[str, Tensor] = {}  # and those where kernels left the largest of all tensors of a name
 
     def __call__(self, x: Tensor, weight: Tensor, stored: Quantized | None = None) -> Tensor:
         """x [..., K] Wᵀ -> [..., N]. `stored`: W in fp8, if someone keeps it so; `weight` then only has its shape."""
@@ -231,9 +240,10 @@ class Fp8Linear:
     ) -> Tensor:
         """One layer; `shared` has what it shares with others of the same x, and is filled by the first of them."""
         kind = x.device.type
-        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        autocast = torch.is_autocast_enabled(kind)
+        if autocast and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))  # y takes the dtype of x
-        rows = x.reshape(-1, x.shape[-1])  # [B, S, K] -> [M, K]
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # [B, S, K] -> [M, K]
         # A rank without tokens (an expert nobody chose) still shares its amax; a kernel has nothing to do for it.
         matmul = self.matmul if len(rows) else emulated_matmul
         lack = -len(rows) % 16 if self.kernels else 0  # an expert gets any number; rows of zeros change nothing
@@ -251,55 +261,84 @@ class Fp8Linear:
             return shared[role]
 
         def quantised(tensor: Tensor, role: str) -> tuple[Quantized, Quantized]:
-            along_rows, along_columns = self.recipe.block(role, 1), self.recipe.block(role, 0)
             kept = stored if role == "w" else None
-            if self.kernels and tensor.numel() and along_rows != along_columns and not kept:
-                return self.both(tensor, role, along_rows, counts)
+            if self.kernels and tensor.numel() and not kept:
+                return self.both(tensor, role, weight, counts)
+            along_rows, along_columns = self.recipe.block(role, 1), self.recipe.block(role, 0)
             first = kept or self.quantize(tensor, role, along_rows, weight, counts)
             if along_rows == along_columns:  # one scale, or a square block: one form serves both sums
                 return first, first
             return first, self.quantize(tensor, role, along_columns, weight, counts)
 
-        with torch.autocast(kind, enabled=False):  # it would round the emulated product's fp32 operands to bf16
+        # Autocast would round the emulated product's fp32 operands to bf16.
+        with torch.autocast(kind, enabled=False) if autocast else nullcontext():
             y = ThreeProducts.apply(rows, weight, operands, matmul)
-        return y[: len(rows) - lack].unflatten(0, x.shape[:-1])
+        y = y[: len(rows) - lack] if lack else y  # a slice, even of all rows, is a copy in the backward pass
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
 
     def quantize(self, tensor: Tensor, role: str, block: Block, weight: Tensor, counts: bool = True) -> Quantized:
-        """One operand in fp8, by the recipe and, if there are, by the kernels of the GPU. `counts`: in a step."""
+        """One operand in fp8, by the recipe, in PyTorch. `counts`: in a step."""
         dtype = self.recipe.gradient_dtype if role == "dy" else e4m3
-        kernels = self.kernels if tensor.numel() else None
         what = f"{NAMES[role]} of shape {[*tensor.shape]}"
         if self.per_tensor:
-            amax = kernels.amax(tensor) if kernels else not_nan(amax_of(tensor, block))
+            amax = not_nan(amax_of(tensor, block))
             shared = self.share(amax, role, weight, counts)
             # Only now: a rank that raised before it sent its amax would leave the others waiting for it.
             self.watch(amax if self.group is None else shared, what, counts)
-            return (kernels.cast if kernels else quantize)(tensor, dtype, block, shared)
-        q = (kernels.quantize if kernels else quantize)(tensor, dtype, block)
+            return quantize(tensor, dtype, block, shared)
+        q = quantize(tensor, dtype, block)
         self.watch(q.scale, what, counts)  # a scale of a block with NaN or infinity is not finite either
         return q
 
-    def both(self, tensor: Tensor, role: str, block: Block, counts: bool) -> tuple[Quantized, Quantized]:
-        """An operand of two products, by the kernels, which read it once."""
-        forms = self.kernels.quantize_both(tensor, self.recipe.gradient_dtype if role == "dy" else e4m3, block)
-        for q in forms:
-            self.watch(q.scale, f"{NAMES[role]} of shape {[*tensor.shape]}", counts)
-        return forms
+    def both(self, tensor: Tensor, role: str, weight: Tensor, counts: bool) -> tuple[Quantized, Quantized]:
+        """The two forms of an operand, for a sum along its rows and along its columns, by the kernels of the GPU."""
+        dtype = self.recipe.gradient_dtype if role == "dy" else e4m3
+        what = f"{NAMES[role]} of shape {[*tensor.shape]}"
+        if not self.per_tensor:
+            note = self.note(what, tensor.device, counts)
+            forms = self.kernels.quantize_both(tensor, dtype, self.recipe.block(role, 1), note)
+            if tensor.device.type == "cpu":
+                check_finite(note, what)
+            return forms
+        history = self.history(weight, role, tensor.device) if self.recipe.history else None
+        if history and history.steps > 0:  # the scale is known before: one read of the tensor is enough for all
+            return self.kernels.cast(tensor, dtype, history.peak, history.now if counts else None)
+        amax = self.kernels.amax(tensor)
+        shared = self.share(amax, role, weight, counts)
+        self.watch(amax if self.group is None else shared, what, counts)
+        return self.kernels.cast(tensor, dtype, shared)
+
+    def note(self, what: str, device: torch.device, counts: bool) -> Tensor:
+        """Where kernels leave the largest element of the tensors of this name, [1, 1] in fp32. It is looked at in
+        end_step(), unless this is no part of a step."""
+        if counts and what in self.notes:
+            return self.notes[what]
+        note = torch.zeros(1, 1, dtype=torch.float32, device=device)
+        if counts and device.type != "cpu":
+            self.notes[what] = note
+        return note
 
     def watch(self, amax: Tensor, what: str, counts: bool) -> None:
         if amax.device.type == "cpu":
             check_finite(amax, what)
         elif counts:  # or they would pile up where nobody calls end_step()
-            self.bad.append((what, amax.amax() if amax.numel() else amax.sum()))
+            if amax.numel() != 1:
+                amax = (amax.amax() if amax.numel() else amax.sum()).view(1, 1)
+            self.bad.append((what, amax))
+
+    def history(self, weight: Tensor, role: str, device: torch.device) -> History:
+        roles = self.histories.setdefault(weight, {})
+        if role not in roles:
+            roles[role] = History(self.recipe.history, device)
+        return roles[role]
 
     def share(self, amax: Tensor, role: str, weight: Tensor, counts: bool) -> Tensor:
         """The amax that makes the scale [1, 1]: of this tensor or of the last steps, of this rank's piece or of all."""
         if self.recipe.history:
-            roles = self.histories.setdefault(weight, {})
-            roles = roles if counts else copy.deepcopy(roles)  # what is noted there is forgotten
-            history = roles.setdefault(role, History(self.recipe.history, amax))
-            # --- exercise 10.35: remember this step, use the steps before ---
-            history.now = torch.maximum(history.now, amax)  # several micro-batches make one step
+            history = self.history(weight, role, amax.device)
+            # --- exercise 10.35: remember this step, unless it does not count, and use the steps before ---
+            if counts:
+                torch.maximum(history.now, amax, out=history.now)  # several micro-batches make one step
             if history.steps > 0:
                 return history.past.amax().view(1, 1)  # all ranks agree on it since end_step(): nothing to send
             # --- end exercise ---
@@ -311,34 +350,52 @@ class Fp8Linear:
 
     def end_step(self) -> None:
         """After the optimizer step: the step's amaxes become history, as one message for all layers."""
-        bad, self.bad = self.bad, []
+        bad, self.bad, self.notes = [*self.bad, *self.notes.items()], [], {}
         histories = [history for roles in self.histories.values() for history in roles.values()]
-        names = [f"{NAMES[r]} of a layer with weights {[*w.shape]}" for w, rs in self.histories.items() for r in rs]
-        # [3 · layers, 1], in the order of the layers
-        latest = torch.cat([history.now for history in histories]) if histories else torch.empty(0, 1)
+        if histories != self.columns:
+            self.line_up(histories)
         if histories and self.group is not None:
-            dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self.group)
-        bad += zip(names, latest[:, 0], strict=True)  # the same on all ranks, so that they raise together
-        if bad and not torch.stack([amax for _, amax in bad]).isfinite().all():  # one wait for the GPU
+            dist.all_reduce(self.now, op=dist.ReduceOp.MAX, group=self.group)
+        largest = [torch.stack([amax for _, amax in bad]).amax()] if bad else []
+        largest += [self.now.amax()] if histories else []  # the same on all ranks, so that they raise together
+        if largest and not torch.stack(largest).isfinite().all():  # one wait for the GPU
+            names = [f"{NAMES[r]} of a layer with weights {[*w.shape]}" for w, rs in self.histories.items() for r in rs]
+            bad += zip(names, self.now[0], strict=True) if histories else ()
             for what, amax in bad:
                 check_finite(amax, what)
-        for history, amax in zip(histories, latest, strict=True):
-            history.past[history.steps % len(history.past)] = amax
+        if histories:
+            self.past[self.ended % self.recipe.history] = self.now[0]
+            torch.amax(self.past, 0, keepdim=True, out=self.peak)
+            self.now.zero_()
+            self.ended += 1
+        for history in histories:
             history.steps += 1
-            history.now.zero_()
+
+    def line_up(self, histories: list[History]) -> None:
+        """Their tensors become columns of common ones: however many layers, the end of a step is a few operations."""
+        self.past, self.now, self.peak = (
+            torch.cat([getattr(history, name) for history in histories], dim=1) for name in ("past", "now", "peak")
+        )
+        for i, history in enumerate(histories):
+            here = slice(i, i + 1)
+            history.past, history.now, history.peak = self.past[:, here], self.now[:, here], self.peak[:, here]
+        self.columns = histories
 
     def leave_out_step(self) -> None:
         """In place of end_step() where the weights stay as they are: nothing of this step is remembered."""
+        self.notes = {}
         self.bad = []
         for history in (history for roles in self.histories.values() for history in roles.values()):
             history.now.zero_()
 
 
 class History:
-    """The amaxes of the last steps, a ring buffer, and of the step under way."""
+    """Of one operand of a layer: the amaxes of the last steps, a ring buffer, the largest of them, and the amax of the
+    step under way. From the end of its first step on these are views of tensors that all layers share."""
 
-    def __init__(self, length: int, like: Tensor):
-        self.past, self.now, self.steps = like.new_zeros(length, 1), torch.zeros_like(like), 0
+    def __init__(self, length: int, device: torch.device):
+        self.past, self.now, self.peak = (torch.zeros(n, 1, device=device) for n in (length, 1, 1))
+        self.steps = 0
 
 
 def check_sizes(outputs: int, inputs: int) -> None:

@@ -5,8 +5,8 @@ costs more than the faster product saves. A product with a scale per tile is not
 
 Idea. Each program of the first kernel takes a 128 x 128 piece of x into registers, finds the largest element of
 each row, of each column, or of the whole piece, divides, rounds and writes 8 bits. It reads x once. For products that
-sum over rows it also turns the piece around while it has it, and x, of which both forms are wanted, is written in both
-from one read (`quantize_both`):
+sum over rows it also turns the piece around while it has it, and an operand of two products is written in both forms
+from one read (`quantize_both`, `cast`):
 
      x [M, K], 16 bits                     q [M, K], 8 bits, or [K, M]        s, fp32
     +-----+-----+                         +-----+-----+                       1 x 128:    [M, K/128]
@@ -20,6 +20,11 @@ two ends: it applies the scales of the tile, and it takes the sum out of the ten
 
 Why turn x around? The fp8 instructions of Hopper want both operands with the summed dimension contiguous in memory.
 Dgrad sums over the rows of W, Wgrad over those of dy and x, so backward needs transposed copies: of one byte each.
+
+Few launches. The host needs tens of microseconds for each kernel and each operation of PyTorch that it starts, and a
+layer of 4096 x 4096 is done in a millisecond. So a kernel does what an operation could do after it: programs join their
+maxima by an atomic one, a scale is computed where it is used, and the largest element of all, by which fp8.py finds an
+infinity, is left in one number on the way.
 
 Traffic, for x [M, K] in bf16: 2 M K read, M K written, and 4 M K / 128 of scales. By the data sheet of an H200, 4.8
 TB/s and 1979 TFLOP/s of fp8, a tensor of 8192 x 8192 takes 42 us and the product of two such 0.56 ms: quantising five
@@ -69,6 +74,7 @@ if triton.knobs.runtime.interpret:  # parts of PyTorch may have imported Triton 
                 setattr(tl, name, getattr(tl.standard, name))
 
 GIVEN, PER_ROW, PER_COLUMN, PER_TILE = 0, 1, 2, 3  # where a program of quantize_kernel gets its scales from
+INTERPRETED = triton.knobs.runtime.interpret
 MODES = {(1, TILE): PER_ROW, (TILE, 1): PER_COLUMN, (TILE, TILE): PER_TILE}
 
 
@@ -116,25 +122,39 @@ def saturated(scaled, largest, smallest, MANTISSA: tl.constexpr, BY_HAND: tl.con
 
 
 @triton.jit
-def amax_kernel(x, out, count, SIZE: tl.constexpr):
-    """out[program] = the largest |x| of its SIZE elements."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    tl.store(out + tl.program_id(0), tl.max(magnitude(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)), 0))
+def scale_of_amax(amax, largest):
+    """The same as formats.scale_of, for an amax that is no NaN."""
+    return tl.where(amax > 0, tl.maximum(amax / largest, 1.1754943508222875e-38), 1.0)
 
 
 @triton.jit
+def amax_kernel(x, out, count, SIZE: tl.constexpr):
+    """out[0] = the largest of itself and of all |x|. Programs may come in any order: a maximum has none."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    peak = tl.max(magnitude(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)), 0)
+    tl.atomic_max(out, peak, sem="relaxed")
+
+
+# Of a history's numbers most begin at addresses that 16 does not divide; Triton need not compile anew for the others.
+@triton.jit(do_not_specialize_on_alignment=["given", "note"])
 def quantize_kernel(
-    x, q, s, rows, columns, x_row, q_row, q_column, s_row, s_column, largest, smallest,
-    MODE: tl.constexpr, MANTISSA: tl.constexpr, BY_HAND: tl.constexpr, SIZE: tl.constexpr,
+    x, q, turned, s, given, note, rows, columns, x_row, q_row, q_column, s_row, s_column, largest, smallest,
+    MODE: tl.constexpr, BOTH: tl.constexpr, MANTISSA: tl.constexpr, BY_HAND: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] to 8 bits, one SIZE x SIZE piece per program. Strides of q turn it around, or do not."""
+    """x [rows, columns] to 8 bits, one SIZE x SIZE piece per program. Strides of q turn it around, or do not; BOTH
+    writes it a second time, in `turned` [columns, rows]. `given`: the amax, in mode 0. `note`, if there is one, becomes
+    the largest of itself and of all |x|."""
     tile_r, tile_c = tl.program_id(0), tl.program_id(1)
     r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
     value = tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)  # [SIZE, SIZE]
+    if note is not None:
+        tl.atomic_max(note, tl.max(tl.max(magnitude(value), axis=1), axis=0), sem="relaxed")
     # --- exercise 10.37: amax and scale of each row, of each column, or of the whole piece ---
     if MODE == 0:
-        scaled = value / tl.load(s)
+        scale = scale_of_amax(tl.load(given), largest)
+        tl.store(s, scale, mask=tile_r + tile_c == 0)  # all programs have the same one
+        scaled = value / scale
     elif MODE == 1:
         amax = tl.max(magnitude(value), axis=1)
         scale = tl.where(amax > 0, tl.maximum(amax / largest, 1.1754943508222875e-38), 1.0)
@@ -153,37 +173,52 @@ def quantize_kernel(
     # --- end exercise ---
     result = saturated(scaled, largest, smallest, MANTISSA, BY_HAND).to(q.dtype.element_ty)
     tl.store(q + r[:, None] * q_row + c[None, :] * q_column, result, mask=inside)
+    if BOTH:
+        there = (c[:, None] < columns) & (r[None, :] < rows)
+        tl.store(turned + c[:, None] * rows + r[None, :], tl.trans(result), mask=there)
 
 
 def amax(x: Tensor) -> Tensor:
     """The largest |x| as [1, 1] in fp32; infinite if x has NaN."""
-    x = x.contiguous()
-    size = 8192
-    partial = torch.empty(triton.cdiv(x.numel(), size), dtype=torch.float32, device=x.device)
-    amax_kernel[(len(partial),)](x, partial, x.numel(), SIZE=size)
-    return partial.amax().view(1, 1)
+    x, size = x.contiguous(), 8192
+    out = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
+    amax_kernel[(triton.cdiv(x.numel(), size),)](x, out, x.numel(), SIZE=size)
+    return out
 
 
-def run_quantize(x: Tensor, dtype: torch.dtype, scale: Tensor, mode: int, turned: bool) -> Tensor:
-    """Launch; returns q [R, C]. If `turned`, it lies in memory as [C, R], so that its transpose is contiguous."""
+def run_quantize(
+    x: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor,
+    mode: int,
+    turned: bool = False,
+    both: bool = False,
+    given: Tensor | None = None,
+    note: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch; returns q [R, C]. If `turned`, it lies in memory as [C, R], so that its transpose is contiguous. With
+    `both` the second result is such a one, beside the first."""
     x = x.contiguous()
     rows, columns = x.shape
     memory = torch.empty((columns, rows) if turned else (rows, columns), dtype=dtype, device=x.device)
     q = memory.T if turned else memory
+    second = torch.empty((columns, rows), dtype=dtype, device=x.device) if both else memory
     grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))
     strides = (x.stride(0), *q.stride(), *scale.stride())
     form = OF_DTYPE[dtype]
     quantize_kernel[grid](
-        x, q, scale, rows, columns, *strides, form.max, form.smallest,
-        MODE=mode, MANTISSA=form.mantissa, BY_HAND=triton.knobs.runtime.interpret, SIZE=TILE, num_warps=8,
+        x, q, second, scale, given, note, rows, columns, *strides, form.max, form.smallest,
+        MODE=mode, BOTH=both, MANTISSA=form.mantissa, BY_HAND=INTERPRETED, SIZE=TILE, num_warps=8,
     )  # fmt: skip
-    return q
+    return q, second.T if both else q
 
 
-def cast(x: Tensor, dtype: torch.dtype, block: Block, amax: Tensor) -> Quantized:
-    """x [R, C] in fp8 with one scale, from an amax that is known; larger elements saturate."""
-    scale = scale_of(amax, dtype)
-    return Quantized(run_quantize(x, dtype, scale, GIVEN, False), scale, block)
+def cast(x: Tensor, dtype: torch.dtype, amax: Tensor, note: Tensor | None = None) -> tuple[Quantized, Quantized]:
+    """x [R, C] in fp8 with one scale, from an amax [1, 1] that is known; larger elements saturate. Twice: the second
+    lies in memory as [C, R]. `note` [1, 1] becomes the largest of itself and of all |x|, from the same read."""
+    scale = torch.empty(1, 1, dtype=torch.float32, device=x.device)
+    q, turned = run_quantize(x, dtype, scale, GIVEN, both=True, given=amax, note=note)
+    return Quantized(q, scale, (0, 0)), Quantized(turned, scale, (0, 0))
 
 
 def quantize(x: Tensor, dtype: torch.dtype, block: Block) -> Quantized:
@@ -193,45 +228,48 @@ def quantize(x: Tensor, dtype: torch.dtype, block: Block) -> Quantized:
         return Quantized(to_fp8(x.float() / expand(scale, block, x.shape), dtype), scale, block)
     shape = (triton.cdiv(x.shape[0], block[0]), triton.cdiv(x.shape[1], block[1]))
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    return Quantized(run_quantize(x, dtype, scale, MODES[block], block == (TILE, 1)), scale, block)
+    return Quantized(run_quantize(x, dtype, scale, MODES[block], block == (TILE, 1))[0], scale, block)
 
 
 # ----------------------------------------------------------------------------------------- both orientations at once
 
 
 @triton.jit
-def peaks_kernel(x, peaks_r, peaks_c, rows, columns, x_row, SIZE: tl.constexpr):
-    """The largest |x| of each row of a SIZE x SIZE piece, [rows, pieces], and of each column, [pieces, columns]."""
+def peaks_kernel(x, peaks, rows, columns, x_row, SIZE: tl.constexpr):
+    """peaks[:rows] = the largest |x| of each row, or what was there if that is larger, and peaks[rows:] of columns."""
     tile_r, tile_c = tl.program_id(0), tl.program_id(1)
     r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
     value = magnitude(tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32))
-    tl.store(peaks_r + r * tl.num_programs(1) + tile_c, tl.max(value, axis=1), mask=r < rows)
-    tl.store(peaks_c + tile_r * columns + c, tl.max(value, axis=0), mask=c < columns)
+    tl.atomic_max(peaks + r, tl.max(value, axis=1), mask=r < rows, sem="relaxed")
+    tl.atomic_max(peaks + rows + c, tl.max(value, axis=0), mask=c < columns, sem="relaxed")
 
 
 @triton.jit
 def both_kernel(
-    x, along, across, s_along, s_across, rows, columns, x_row, sl_row, sl_tile, sc_tile, largest, smallest,
+    x, along, across, s_along, s_across, peaks, note, rows, columns, x_row, sl_row, sl_tile, sc_tile, largest, smallest,
     GIVEN: tl.constexpr, MANTISSA: tl.constexpr, BY_HAND: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns] to 8 bits twice, from one read: `along` [rows, columns], scaled by rows for a sum over columns,
     and `across` [columns, rows], scaled by columns and turned around, for a sum over rows. Scales are for pieces of
-    SIZE, or GIVEN for whole rows and columns: then sl_tile and sc_tile are 0."""
+    SIZE, or, if GIVEN, for whole rows and columns, whose largest elements are in `peaks`: then sl_tile and sc_tile are
+    0. `note`, if there is one, becomes the largest of itself and of all |x|."""
     tile_r, tile_c = tl.program_id(0), tl.program_id(1)
     r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
     value = tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)  # [SIZE, SIZE]
-    at_r, at_c = s_along + r * sl_row + tile_c * sl_tile, s_across + tile_r * sc_tile + c
+    new_r, new_c = r < rows, c < columns  # scales that this program stores
     if GIVEN:
-        by_row, by_column = tl.load(at_r, mask=r < rows, other=1.0), tl.load(at_c, mask=c < columns, other=1.0)
+        peak_r, peak_c = tl.load(peaks + r, mask=new_r, other=0.0), tl.load(peaks + rows + c, mask=new_c, other=0.0)
+        new_r, new_c = new_r & (tile_c == 0), new_c & (tile_r == 0)  # once, of those that have the same
     else:
         size = magnitude(value)
         peak_r, peak_c = tl.max(size, axis=1), tl.max(size, axis=0)
-        by_row = tl.where(peak_r > 0, tl.maximum(peak_r / largest, 1.1754943508222875e-38), 1.0)
-        by_column = tl.where(peak_c > 0, tl.maximum(peak_c / largest, 1.1754943508222875e-38), 1.0)
-        tl.store(at_r, by_row, mask=r < rows)
-        tl.store(at_c, by_column, mask=c < columns)
+    by_row, by_column = scale_of_amax(peak_r, largest), scale_of_amax(peak_c, largest)
+    tl.store(s_along + r * sl_row + tile_c * sl_tile, by_row, mask=new_r)
+    tl.store(s_across + tile_r * sc_tile + c, by_column, mask=new_c)
+    if note is not None:
+        tl.atomic_max(note, tl.max(peak_r, axis=0), sem="relaxed")
     first = saturated(value / by_row[:, None], largest, smallest, MANTISSA, BY_HAND).to(along.dtype.element_ty)
     tl.store(along + r[:, None] * columns + c[None, :], first, mask=inside)
     second = saturated(value / by_column[None, :], largest, smallest, MANTISSA, BY_HAND).to(across.dtype.element_ty)
@@ -239,9 +277,12 @@ def both_kernel(
     tl.store(across + c[:, None] * rows + r[None, :], tl.trans(second), mask=turned)
 
 
-def quantize_both(x: Tensor, dtype: torch.dtype, block: Block) -> tuple[Quantized, Quantized]:
-    """x [R, C] in fp8 as `quantize(x, dtype, block)` and `quantize(x, dtype, block[::-1])`, for `block` (1, 128) or
-    (1, 0), whole rows. The second lies in memory as [C, R].
+def quantize_both(
+    x: Tensor, dtype: torch.dtype, block: Block, note: Tensor | None = None
+) -> tuple[Quantized, Quantized]:
+    """x [R, C] in fp8 as `quantize(x, dtype, block)` and `quantize(x, dtype, block[::-1])`, for `block` (1, 128),
+    (128, 128) or (1, 0), whole rows. The second lies in memory as [C, R]; of (128, 128) it is the first, turned around.
+    `note` [1, 1], if given, becomes the largest of itself and of all |x|.
 
     Bytes, for x in 16 bits: tiles read 2 R C and write 2 R C, where two calls read 4 R C. Whole rows and columns have
     their largest elements in other pieces too, so x is read once more for these. Scales come on top, 4 bytes each.
@@ -249,23 +290,28 @@ def quantize_both(x: Tensor, dtype: torch.dtype, block: Block) -> tuple[Quantize
     x = x.contiguous()
     (rows, columns), form = x.shape, OF_DTYPE[dtype]
     tiles_r, tiles_c = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+    if block == (TILE, TILE):
+        scale = torch.empty(tiles_r, tiles_c, dtype=torch.float32, device=x.device)
+        q, turned = run_quantize(x, dtype, scale, PER_TILE, both=True, note=note)
+        return Quantized(q, scale, block), Quantized(turned, scale, block)
+    peaks = None
     if given := block == (1, 0):
-        peaks_r = torch.empty(rows, tiles_c, dtype=torch.float32, device=x.device)
-        peaks_c = torch.empty(tiles_r, columns, dtype=torch.float32, device=x.device)
-        peaks_kernel[(tiles_r, tiles_c)](x, peaks_r, peaks_c, rows, columns, x.stride(0), SIZE=TILE, num_warps=8)
-        s_along = scale_of(peaks_r.amax(1, keepdim=True), dtype)  # [R, 1]
-        s_across = scale_of(peaks_c.amax(0, keepdim=True), dtype)  # [1, C]
+        peaks = torch.zeros(rows + columns, dtype=torch.float32, device=x.device)
+        peaks_kernel[(tiles_r, tiles_c)](x, peaks, rows, columns, x.stride(0), SIZE=TILE, num_warps=8)
+        s_along = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+        s_across = torch.empty(1, columns, dtype=torch.float32, device=x.device)
     elif block == (1, TILE):
-        s_along = torch.empty(rows, tiles_c, dtype=torch.float32, device=x.device)
+        # In memory as [tiles, R], as the kernel in CUDA wants them: what many rows need in one step, side by side.
+        s_along = torch.empty(tiles_c, rows, dtype=torch.float32, device=x.device).T
         s_across = torch.empty(tiles_r, columns, dtype=torch.float32, device=x.device)
     else:
-        raise ValueError(f"block {block} has no second orientation here; use (1, {TILE}) or (1, 0)")
+        raise ValueError(f"block {block} has no second orientation here; use (1, {TILE}), ({TILE}, {TILE}) or (1, 0)")
     along = torch.empty(rows, columns, dtype=dtype, device=x.device)
     across = torch.empty(columns, rows, dtype=dtype, device=x.device)
-    strides = (x.stride(0), s_along.stride(0), 0 if given else 1, 0 if given else columns)
+    strides = (x.stride(0), s_along.stride(0), 0 if given else s_along.stride(1), 0 if given else columns)
     both_kernel[(tiles_r, tiles_c)](
-        x, along, across, s_along, s_across, rows, columns, *strides, form.max, form.smallest,
-        GIVEN=given, MANTISSA=form.mantissa, BY_HAND=triton.knobs.runtime.interpret, SIZE=TILE, num_warps=8,
+        x, along, across, s_along, s_across, peaks, note, rows, columns, *strides, form.max, form.smallest,
+        GIVEN=given, MANTISSA=form.mantissa, BY_HAND=INTERPRETED, SIZE=TILE, num_warps=8,
     )  # fmt: skip
     return Quantized(along, s_along, block), Quantized(across.T, s_across, block[::-1])
 

@@ -55,10 +55,12 @@ BITS = 14  # of the tensor core's accumulator, where it is emulated
 
 def lines(q: Quantized) -> Tensor:
     """The scales of q [R, K] as the copy engine takes them: [steps, R rounded up to a multiple of CLUSTER] in fp32, so
-    that what 256 rows need in one step lies in one line. Where 128 rows share a scale: [steps, blocks]."""
+    that what 256 rows need in one step lies in one line. Where 128 rows share a scale: [steps, blocks]. What has been
+    written so (fp8_kernels.py does), and lacks nothing, is not copied."""
     # --- exercise 10.46: the scales of a step in one line ---
     lacking = -q.scale.shape[0] % CLUSTER if q.block[0] == 1 else 0
-    return F.pad(q.scale.float().T, (0, lacking), value=1.0).contiguous()  # [R, steps] -> [steps, R + lacking]
+    scales = F.pad(q.scale.T, (0, lacking), value=1.0) if lacking else q.scale.T  # [R, steps] -> [steps, R + lacking]
+    return scales.float().contiguous()
     # --- end exercise ---
 
 
@@ -70,7 +72,7 @@ def cuda_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, order: int = 
     check(a, b)
     (M, K), N = a.values.shape, b.values.shape[0]
     left, right = rows_of(a.values), rows_of(b.values)
-    s_a, s_b = lines(a), lines(b)
+    s_a, s_b = rows_of(lines(a)), rows_of(lines(b))
     out = torch.empty(M, N, dtype=dtype if dtype == torch.bfloat16 else torch.float32, device=left.device)
     kinds = (int(left.dtype == e5m2), int(b.block[0] == TILE), int(out.dtype == torch.bfloat16))
     sizes = (M, N, K, s_a.shape[1], s_b.shape[1])
@@ -102,8 +104,14 @@ def check(a: Quantized, b: Quantized) -> None:
         raise ValueError(f"fp8 product of {[*a.values.shape]} and {[*b.values.shape]}: an empty tensor has no tile")
     if a.values.device != b.values.device:
         raise ValueError(f"fp8 product of tensors on {a.values.device} and {b.values.device}; move them to one device")
-    if a.values.device.type != "cpu" and (reason := refusal(a.values.device)):
+    if a.values.device.type != "cpu" and (reason := known_refusal(a.values.device)):
         raise ValueError(reason)
+
+
+@functools.cache
+def known_refusal(device: torch.device) -> str:
+    """The same for every product: to look for nvcc takes longer than to start the kernel."""
+    return refusal(device)
 
 
 def refusal(device: torch.device | str) -> str:

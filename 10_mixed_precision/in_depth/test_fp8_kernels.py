@@ -20,10 +20,13 @@ HERE = Path(__file__).resolve().parent
 
 
 def run_in(mode: str, cases: list[str]) -> dict[str, str]:
-    """Results of the cases, "" or a traceback; "interpret" or "compile"."""
-    environment = os.environ | {"TRITON_INTERPRET": "1" if mode == "interpret" else "0", "OMP_NUM_THREADS": "1"}
+    """Results of the cases, "" or a traceback. "interpret"; "stand-in", the same on a GPU that is none; "compile"."""
+    environment = os.environ | {"TRITON_INTERPRET": "0" if mode == "compile" else "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", f"import test_fp8_kernels as t; t.run_cases({cases})"]
     paths = [str(HERE), str(HERE.parents[1] / "tests"), environment.get("PYTHONPATH", "")]
+    if mode == "stand-in":
+        environment |= {"FAKE_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        paths.insert(0, str(HERE.parents[1] / "tests" / "fake_device"))
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -86,8 +89,9 @@ def interpret_quantize() -> None:
     # Ties go to the even neighbour; subnormals, and what rounds up into the next power of two.
     e4m3 = FORMATS["e4m3"]
     x = torch.tensor([[124.1, 1.0625, 1.1875, 2**-10, 3 * 2**-10, 1e-9, -124.1, 448.0]]).repeat(16, 16)
-    got = k.cast(x, torch.float8_e4m3fn, (0, 0), torch.tensor([[448.0]])).values
+    got, turned = (q.values for q in k.cast(x, torch.float8_e4m3fn, torch.tensor([[448.0]])))
     assert torch.equal(got.double(), e4m3.round(x)), (got.double() - e4m3.round(x)).abs().max()
+    assert torch.equal(got.double(), turned.double()) and turned.T.is_contiguous()
 
 
 def interpret_saturation() -> None:
@@ -95,8 +99,9 @@ def interpret_saturation() -> None:
     import torch
 
     x = torch.tensor([[1.0, -1000.0, 3.0, 500.0]]).repeat(4, 8)
-    got = k.cast(x, torch.float8_e4m3fn, (0, 0), torch.tensor([[2.0]])).dequantize()
-    assert torch.equal(got, x.clamp(-2, 2)), got[0, :4]
+    for got in k.cast(x, torch.float8_e4m3fn, torch.tensor([[2.0]])):
+        assert torch.equal(got.dequantize(), x.clamp(-2, 2)), got.dequantize()[0, :4]
+    assert k.cast(x, torch.float8_e4m3fn, torch.zeros(1, 1))[0].scale.item() == 1, "nothing is divided by zero"
 
 
 def interpret_not_finite() -> None:
@@ -128,23 +133,34 @@ def interpret_both() -> None:
     import torch
 
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        for block in ((1, 128), (1, 0)):
+        for block in ((1, 128), (1, 0), (128, 128)):
             for rows, columns in ((200, 300), (16, 130)):
-                x = numbers(rows, columns)
+                x, note = numbers(rows, columns), torch.full((1, 1), 1e-3)
                 x[:128, 128:256] = 0  # a piece of zeros
                 x[:, 3] = 0  # and a column
-                for got, shape in zip(k.quantize_both(x, dtype, block), (block, block[::-1]), strict=True):
+                both = k.quantize_both(x, dtype, block, note)
+                assert note.item() == x.abs().max(), f"{block}: the largest element is said to be {note.item()}"
+                for got, shape in zip(both, (block, block[::-1]), strict=True):
                     want = k.reference_quantize(x, dtype, shape)
                     assert got.block == shape and torch.equal(got.scale, want.scale), f"scales of {shape}"
                     assert torch.equal(got.values.float(), want.values.float()), f"values of {shape} in {dtype}"
-    along, across = k.quantize_both(numbers(200, 300), torch.float8_e4m3fn, (1, 0))
-    assert along.values.is_contiguous() and k.transpose(across).values.is_contiguous()
-    for bad in (torch.nan, torch.inf):
-        x = numbers(150, 140)
-        x[5, 130] = bad
-        for block in ((1, 128), (1, 0)):
-            marks = [(~torch.isfinite(q.scale)).sum().item() for q in k.quantize_both(x, torch.float8_e4m3fn, block)]
+    for block in ((1, 128), (1, 0), (128, 128)):
+        along, across = k.quantize_both(numbers(200, 300), torch.float8_e4m3fn, block)
+        assert along.values.is_contiguous() and k.transpose(across).values.is_contiguous()
+        for bad in (torch.nan, torch.inf):
+            x, note = numbers(150, 140), torch.zeros(1, 1)
+            x[5, 130] = bad
+            both = k.quantize_both(x, torch.float8_e4m3fn, block, note)
+            marks = [(~torch.isfinite(q.scale)).sum().item() for q in both]
             assert marks == [1, 1], f"{bad} in {block} leaves {marks} marks in the scales"
+            assert note.item() == torch.inf, f"{bad} in {block} is not noted"
+    for before, after in ((1e-3, x[torch.isfinite(x)].abs().max().item()), (1e9, 1e9)):
+        note = torch.full((1, 1), before)
+        k.cast(x.nan_to_num(0, 0, 0), torch.float8_e4m3fn, torch.ones(1, 1), note)
+        assert note.item() == after, "a step's maximum is that of all its tensors"
+    # As the kernel in CUDA reads them, in whole lines: [tiles, R].
+    scale = k.quantize_both(numbers(256, 300), torch.float8_e4m3fn, (1, 128))[0].scale
+    assert scale.shape == (256, 3) and scale.T.is_contiguous()
 
 
 def interpret_bytes() -> str:
@@ -153,8 +169,9 @@ def interpret_bytes() -> str:
     import torch
     from triton.runtime.interpreter import InterpreterBuilder
 
-    moved = {"read": 0, "written": 0}
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    moved = {"read": 0, "written": 0, "joined": 0}
+    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw")
+    load, store, atomic = (getattr(InterpreterBuilder, name) for name in names)
 
     def counted_load(self, ptrs, mask, *more):
         moved["read"] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
@@ -164,19 +181,27 @@ def interpret_bytes() -> str:
         moved["written"] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
         return store(self, ptrs, value, mask, *more)
 
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = counted_load, counted_store
+    def counted_atomic(self, op, ptr, value, mask, *more):
+        moved["joined"] += int(mask.data.sum()) * 4
+        return atomic(self, op, ptr, value, mask, *more)
+
+    for name, counted in zip(names, (counted_load, counted_store, counted_atomic), strict=True):
+        setattr(InterpreterBuilder, name, counted)
     x, e4m3, found = numbers(256, 384).clamp(-6e4, 6e4).half(), torch.float8_e4m3fn, {}
     try:
         for name, run in (
             ("two calls", lambda: [k.quantize(x, e4m3, block) for block in ((1, 128), (128, 1))]),
             ("both, tiles", lambda: k.quantize_both(x, e4m3, (1, 128))),
             ("both, rows", lambda: k.quantize_both(x, e4m3, (1, 0))),
+            ("both, one scale", lambda: k.cast(x, e4m3, k.amax(x))),
+            ("both, a scale of steps before", lambda: k.cast(x, e4m3, torch.ones(1, 1), torch.zeros(1, 1))),
         ):
-            moved.update(read=0, written=0)
+            moved.update(read=0, written=0, joined=0)
             run()
-            found[name] = [moved["read"], moved["written"]]
+            found[name] = [*moved.values()]
     finally:
-        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+        for name, real in zip(names, (load, store, atomic), strict=True):
+            setattr(InterpreterBuilder, name, real)
     return json.dumps(found)
 
 
@@ -204,29 +229,124 @@ def as_the_gpu_wants_them(product, a, b, dtype):
     return product(a, b, dtype)
 
 
+def results_of(linear, device: str, K: int = 144, N: int = 160) -> list:
+    """y, dx and dW, in fp32, since the interpreter has no bf16. With a history of two steps of two micro-batches."""
+    w, results, times = numbers(N, K, seed=1).to(device).requires_grad_(), [], 2 if linear.recipe.history else 1
+    for step in range(times):
+        for part in range(times):
+            # As many rows as an expert may get, any number; and a second step that needs other scales.
+            x = (numbers(141, K, seed=part) * 10.0 ** (step - 2)).to(device).requires_grad_()
+            y = linear(x, w)
+            y.backward(numbers(141, N, seed=2 + part).to(device))
+            results += [y.detach(), x.grad, w.grad]
+            w.grad = None
+        linear.end_step()
+    return results
+
+
 def interpret_linear() -> None:
     """fp8.Fp8Linear with the kernels in place of its own arithmetic."""
     import fp8_kernels as k
-    from fp8 import Fp8Linear
+    import torch
+    from fp8 import RECIPES, Fp8Linear
     from harness.oracle import assert_same
 
-    for recipe in ("block", "row"):
+    for recipe in RECIPES:
         results = []
         for kernels in (None, k):
-            x = (numbers(141, 160) * 1e-2).requires_grad_()  # as many rows as an expert may get: any number
-            w = numbers(272, 160, seed=1).requires_grad_()
             linear = Fp8Linear(recipe)
             if kernels:
                 linear.kernels = kernels
-                # Whole rows are multiplied by cuBLAS on a GPU; here only their quantisation is the kernels'.
+                # cuBLAS multiplies one scale and whole rows on a GPU; here only the quantisation is the kernels'.
                 product = kernels.scaled_matmul if recipe == "block" else kernels.emulated_matmul
                 linear.matmul = functools.partial(as_the_gpu_wants_them, product)
-            y = linear(x, w)
-            y.backward(numbers(141, 272, seed=2))
+            results.append(results_of(linear, "cpu"))
+        for i, (want, got) in enumerate(zip(*results, strict=True)):
+            assert_same(got, want, 1e-5, f"{recipe}: result {i}")
+        for bad in (torch.nan, torch.inf):
+            x = numbers(32, 144)
+            x[3, 5] = bad
+            with pytest.raises(FloatingPointError, match="an input of .* infinity or NaN"):
+                linear(x, numbers(160, 144))
+                linear.end_step()
+
+
+def stand_in_host() -> str:
+    """What the host starts for a layer in a step, and what it keeps, counted as JSON; "" where results are off."""
+    import fp8_kernels as k
+    import torch
+    from fp8 import RECIPES, Fp8Linear
+    from harness.meter import saved_activations
+    from harness.oracle import assert_same
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    launches, operations, views = [], [], []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            (views if func.is_view or func.overloadpacket == torch.ops.aten.detach else operations).append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Counted:
+        def __init__(self, name):
+            self.name, self.kernel = name, getattr(k, name)
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                launches.append(self.name)
+                before = len(operations), len(views)
+                self.kernel[grid](*arguments, **options)
+                del operations[before[0] :], views[before[1] :]  # the interpreter's own
+
+            return launch
+
+    for name in [name for name in vars(k) if name.endswith("_kernel")]:
+        setattr(k, name, Counted(name))
+
+    def multiplied(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        """cuBLAS, as one operation. It takes nothing but rows of the left and columns of the right."""
+        assert a.is_contiguous() and b.T.is_contiguous() and scale_a.is_contiguous() and scale_b.is_contiguous()
+        operations.append("_scaled_mm")
+        before = len(operations), len(views)
+        out = (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+        del operations[before[0] :], views[before[1] :]
+        return out
+
+    torch._scaled_mm = multiplied
+    found = {}
+    for recipe in RECIPES:
+        linear = Fp8Linear(recipe, device="cuda")
+        if recipe in ("tensor", "row"):  # the others' products are looked at without a stand-in
+            want = results_of(Fp8Linear(recipe), "cpu")
+            for i, (a, b) in enumerate(zip(results_of(linear, "cuda"), want, strict=True)):
+                # A GPU's division, and so a few numbers, are off in the last place; whole rows give 16 bits.
+                assert_same(a.cpu(), b, 2e-2, f"{recipe}: result {i}")
+        M, K, N = 32, 144, 128
+        dy = torch.ones(2, M // 2, N, device="cuda")
+        weights = [torch.ones(N, K, device="cuda", requires_grad=True) for _ in range(2)]
+        for _ in range(2):
+            xs = [torch.ones(2, M // 2, K, device="cuda", requires_grad=True) for _ in weights]
+            for count in (launches, operations, views):
+                count.clear()
+            with Operations(), saved_activations() as saved:
+                for x, w in zip(xs, weights, strict=True):
+                    w.grad = None
+                    linear(x, w).backward(dy)
+                layers = [len(launches), len(operations), len(views)]
+                linear.end_step()
+            end = [len(launches), len(operations), len(views)]
+        scales = {"row": K + K, "block": K + 2}.get(recipe, 1 + 1)  # of M there is one tile, and of K there are two
+        assert saved.bytes == 2 * (M * K + N * K + 4 * scales), f"{recipe}: {saved.bytes} bytes are kept"
+        bad = torch.full((M, K), torch.inf, device="cuda")
+        linear(bad, weights[0])
+        with pytest.raises(FloatingPointError, match="an input of .* infinity or NaN"):
             linear.end_step()
-            results.append((y.detach(), x.grad, w.grad))
-        for what, want, got in zip(("y", "dx", "dW"), *results, strict=True):
-            assert_same(got, want, 1e-5, f"{recipe}: {what}")
+        linear.leave_out_step()
+        with torch.no_grad():
+            linear(bad, weights[0])
+        linear.end_step()
+        found[recipe] = [*layers, *(b - a for a, b in zip(layers, end, strict=True))]
+    return json.dumps(found)
 
 
 def interpret_refusal() -> None:
@@ -311,9 +431,11 @@ def test_both_forms_are_written_from_one_read_of_tiles_and_two_of_whole_rows(int
     x, tiles = 256 * 384, (2, 3)  # elements; pieces down and across
     scales = 4 * (256 * tiles[1] + tiles[0] * 384)  # one for each row or column of a piece
     want = {
-        "two calls": [2 * 2 * x, 2 * x + scales],
-        "both, tiles": [2 * x, 2 * x + scales],
-        "both, rows": [2 * 2 * x + scales, 2 * x + scales],  # each piece's peaks are written, and its scales read
+        "two calls": [2 * 2 * x, 2 * x + scales, 0],
+        "both, tiles": [2 * x, 2 * x + scales, 0],
+        "both, rows": [2 * 2 * x + scales, 2 * x + 4 * (256 + 384), scales],  # each piece joins its peaks
+        "both, one scale": [2 * 2 * x + 4 * 6, 2 * x + 4, 4 * 12],
+        "both, a scale of steps before": [2 * x + 4 * 6, 2 * x + 4, 4 * 6],
     }
     assert json.loads(outcome) == want
 
@@ -328,6 +450,21 @@ def test_recipes_on_kernels_are_the_emulated_ones(interpreted, request):
 
 def test_a_gpu_before_hopper_is_refused_in_one_line_before_a_group_is_started(interpreted, request):
     assert_holds(interpreted, request)
+
+
+# Of a layer, forward and backward: kernels of Triton, other operations that are no views; and of the end of a step,
+# whatever the number of layers: kernels, operations.
+STARTED = {"tensor": (6, 15, 0, 9), "tensor-delayed": (3, 12, 0, 12), "row": (6, 23, 0, 9), "block": (6, 16, 0, 9)}
+
+
+def test_a_layer_starts_few_kernels_and_operations_and_the_end_of_a_step_is_not_more_for_more_layers():
+    outcome = run_in("stand-in", ["stand_in_host"])["stand_in_host"]
+    assert outcome.startswith("{"), outcome
+    for recipe, (launches, operations, views, *end) in json.loads(outcome).items():
+        most = STARTED[recipe]
+        assert launches == 2 * most[0] and end[0] == most[2], f"{recipe}: {launches} kernels in 2 layers"
+        assert operations <= 2 * most[1], f"{recipe}: {operations} operations in 2 layers"
+        assert views <= 2 * 30 and end[1] <= most[3], f"{recipe}: {views} views, and at the end of a step {end}"
 
 
 @pytest.mark.prove
