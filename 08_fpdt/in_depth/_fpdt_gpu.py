@@ -367,7 +367,7 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
         out,
     )
 
-    def one_step(S: int, way: str) -> None:
+    def one_step(S: int, way: str) -> bool:
         # 4.5/3 of the counted work is done: forward twice, and backward is 2.5 forwards
         one = 1.5 * flops(plan, S, 1, 0.5) / reached
         layers = max(1, min(plan.layers, int(plan.seconds / 2 / one)))
@@ -381,12 +381,16 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
             table.add(S, way, *cells)
         except (MemoryError, RuntimeError) as error:
             table.add(S, way, layers, "", "out of memory", "", "", no_memory(error), expected)
-        free(device)
+            return False
+        finally:
+            free(device)
+        return True
 
-    def search(way: str, until: float) -> None:
-        """Doubles the length until it does not fit; the row grows with what was found, and stays if this is ended."""
-        S, fits, why, last = first, 0, "the search ends here", 0
-        longest.rows.append([way, 0, "", "nothing tried yet"])
+    def search(way: str, until: float, ran: int = 0) -> None:
+        """Doubles the length until it does not fit; the row grows with what was found, and stays if this is ended.
+        `ran`: a length that is known to fit."""
+        S, fits, why, last = 2 * ran or first, ran, "the search ends here", 0
+        longest.rows.append([way, fits, "", "more not tried yet"])
         while plan.longest >= S:
             if time.perf_counter() - begun > until:
                 why = "the time was over"
@@ -402,14 +406,13 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
             longest.rows[-1] = [way, fits, round(last / 1e9, 3), f"{S:,} fit, more not tried yet"]
             longest.write()
             S *= 2
-        longest.rows[-1] = [way, fits, round(last / 1e9, 3) if fits else "", why]
+        longest.rows[-1] = [way, fits, round(last / 1e9, 3) if last else "", why]
         longest.write()
 
     # A length that surely fits, the goal's length, then how far FPDT goes; the others for comparison.
     goals = [(first, WAYS[0]), (plan.lengths[-1], WAYS[0])]
-    for S, way in goals:
-        one_step(S, way)
-    search(WAYS[0], 0.7 * limit)
+    ran = [S for S, way in goals if one_step(S, way)]
+    search(WAYS[0], 0.7 * limit, max(ran, default=0))
     rest = [(S, way) for S in plan.lengths[::-1] for way in WAYS if (S, way) not in goals]
     for S, way in rest:
         if time.perf_counter() - begun < 0.8 * limit:
