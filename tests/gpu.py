@@ -54,7 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.goals import overview
 from harness.house import ROOT, chapter_of, files, find, scripts
-from harness.report import COMMIT, commit_of, file_name, in_rows
+from harness.report import COMMIT, commit_of, contents_of, file_name, in_rows
 
 PASSED, FAILED, TOO_SLOW, NOT_RUN, LEFT_OUT = "passed", "failed", "too slow", "not run", "left out"
 CUT_OFF = "cut off"  # what a step is called until it has ended
@@ -127,7 +127,7 @@ def must_be_named(trial: bool) -> None:
     if trial or COMMIT.fullmatch(commit):
         return
     if commit.endswith("-dirty"):
-        why = "this tree has changes that are not committed: commit them"
+        why = "this tree has changes that are not committed: commit them, take --contents from `make gpu`"
     else:
         why = "there is no git to ask for the commit: name it with --commit (`git rev-parse HEAD`)"
     raise CannotStart(f"{why}, or try with --commit none --out DIR what no table will show")
@@ -250,7 +250,7 @@ def ceilings(run: Run) -> list[Step]:
 
 
 KERNELS = (
-    *("matmul_ladder", "elu", "flash_kernels", "flash_attention_hopper", "flash_attention_cuda", "flash_attention_fp8"),
+    *("matmul_ladder", "elu", "flash_kernels", "flash_attention_cuda", "flash_attention_fp8"),
     *("fused", "fused_loss", "fused_adamw", "fp8_kernels", "fp8_matmul"),
 )
 
@@ -417,10 +417,11 @@ def plan_text(sections: Sequence[Section]) -> str:
         if named
         else ["Commit first, or name what this tree is: a GPU's time is not spent on what no commit names.", ""]
     )
+    about = f"--commit {commit} --contents {contents_of(ROOT)}" if named else "--commit COMMIT"
     known = {section.name: section for section in sections}
     for call, (names, seconds) in CALLS.items():
         lines += [
-            f"python3 tests/gpu.py --{call} --commit {commit if named else 'COMMIT'} --out DIR   # {seconds:.0f} s",
+            f"python3 tests/gpu.py --{call} {about} --out DIR   # {seconds:.0f} s",
             "",
         ]
         lines += [f"  {known[name].seconds:4.0f} s  {name:9} {known[name].about}" for name in names] + [""]
@@ -869,6 +870,7 @@ def parse(arguments: Sequence[str] | None, sections: Sequence[Section]) -> argpa
     parser.add_argument("--out", type=Path, help="folder to write to; default: results/, or a temporary one with --dry")
     parser.add_argument("--budget", type=float, help="seconds that it may take (default: the call's; else 520)")
     parser.add_argument("--commit", default="", help="what this tree is, where there is no git to ask; or none")
+    parser.add_argument("--contents", default="", help="digits of its files, where git knows an older commit only")
     args = parser.parse_args(arguments)
     words = [re.fullmatch(r"([^:]+)(?::(\d+))?", word) for word in re.split(r"[,\s]+", args.section) if word]
     if None in words:
@@ -904,7 +906,7 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
     begun, args = time.monotonic(), parse(arguments, sections)
     sections = [replace(section, seconds=args.seconds.get(section.name, section.seconds)) for section in sections]
     if args.commit:
-        os.environ["COMMIT"] = args.commit
+        os.environ |= {"COMMIT": args.commit, "CONTENTS": args.contents}
     if not args.section:
         print(plan_text(sections))
         return 0

@@ -19,7 +19,7 @@ from gpu import Section, Step
 from harness.goals import GOALS, judge, number
 from harness.house import find
 from harness.ranks import run_ranks
-from harness.report import ROOT, Ratio, commit_of, fill, take, write_result
+from harness.report import ROOT, Ratio, commit_of, contents_of, fill, take, write_result
 
 sys.path[:0] = [str(ROOT / "11_5d_trainer"), str(ROOT / "11_5d_trainer/bench"), str(ROOT / "01_single_gpu/in_depth")]
 sys.path.append(str(ROOT / "08_fpdt/in_depth"))
@@ -428,7 +428,7 @@ def test_without_a_section_both_calls_are_printed_with_their_seconds_and_nothing
     assert gpu.main([]) == 0
     said = capsys.readouterr().out
     for call, seconds in (("first", 540), ("second", 180)):
-        line = f"python3 tests/gpu.py --{call} --commit {HERE} --out DIR   # {seconds} s"
+        line = f"python3 tests/gpu.py --{call} --commit {HERE} --contents {contents_of(ROOT)} --out DIR   # {seconds} s"
         assert line in said and len(line) < 2000
     lines = re.findall(r"^ +(\d+) s  (\w+) ", said, re.MULTILINE)
     assert {name for _, name in lines} == {section.name for section in gpu.SECTIONS}
@@ -742,7 +742,10 @@ def test_what_no_commit_names_is_not_taken(tmp_path, commit):
     ("commit", "line"),
     [
         ("unknown (no git checkout)", "there is no git to ask for the commit: name it with --commit"),
-        (f"{HERE}-dirty", "this tree has changes that are not committed: commit them, or try with --commit none --out"),
+        (
+            f"{HERE}-dirty",
+            "this tree has changes that are not committed: commit them, take --contents from `make gpu`, or try",
+        ),
     ],
 )
 def test_the_time_of_a_gpu_is_not_spent_on_what_no_commit_names(tmp_path, commit, line, monkeypatch, capsys):
@@ -773,6 +776,10 @@ def test_a_plain_copy_is_at_the_commit_that_its_caller_names(tmp_path, monkeypat
     assert commit_of(copy) == "0123456789"
     (copy / "code.py").write_text("2")
     assert commit_of(tmp_path) == f"{around}-dirty"
+    monkeypatch.setenv("CONTENTS", contents_of(tmp_path))
+    assert commit_of(tmp_path) == "0123456789", "the files of a newer commit, copied over an older checkout"
+    (copy / "more.py").write_text("3")
+    assert commit_of(tmp_path) == f"{around}-dirty", "and something that it did not have"
     monkeypatch.setenv("COMMIT", "of today")
     assert commit_of(copy) == "unknown (no git checkout)"
 

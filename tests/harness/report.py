@@ -18,6 +18,7 @@ run of `make gpu` travels as one file; `--take FILE` puts the results in it into
 
 import argparse
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -26,10 +27,12 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +137,7 @@ def environment() -> dict[str, str]:
 
 def commit_of(root: Path) -> str:
     """Ten digits, with "-dirty" where something has changed since; git's word goes before COMMIT's."""
-    git = ["git", "-C", str(root)]
+    git, given = ["git", "-C", str(root)], os.environ.get("COMMIT", "")
     # What a benchmark or `make tables` has just written does not count.
     written = ("results", "*/figures/*", "*README.md", "*/planner/*.md")
     changes = [*git, "status", "--porcelain", "--", ".", *(f":!{each}" for each in written)]
@@ -144,9 +147,22 @@ def commit_of(root: Path) -> str:
             for command in ([*git, "rev-parse", "--show-toplevel", "--short=10", "HEAD"], changes)
         )
         if Path(top).samefile(root):  # a plain copy may lie in a checkout of something else
-            return named + ("-dirty" if dirty else "")
-    given = os.environ.get("COMMIT", "")
+            # Or the files of a commit were copied over the checkout of an older one: then COMMIT names them.
+            copied = dirty and COMMIT.fullmatch(given) and os.environ.get("CONTENTS") == contents_of(root)
+            return given[:10] if copied else named + ("-dirty" if dirty else "")
     return given[:10] if COMMIT.fullmatch(given) else "unknown (no git checkout)"
+
+
+def contents_of(root: Path) -> str:
+    """What the files of this checkout hold, those that git ignores aside, as 16 digits; whatever its last commit is.
+    Raises CalledProcessError where there is no git checkout."""
+    git = ["git", "-C", str(root)]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"GIT_INDEX_FILE": str(Path(folder, "index"))}
+        run = partial(subprocess.run, env=environment, capture_output=True, text=True, check=True)
+        run([*git, "add", "--all", "."])
+        listed = run([*git, "ls-files", "--format=%(objectname) %(path)"]).stdout
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
 def _version_of(package: str) -> str:
