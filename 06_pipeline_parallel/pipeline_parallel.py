@@ -476,15 +476,16 @@ def check(name: str, model: nn.Module, reference: dict, num_micro_batches: int, 
     full = sum(p.nbytes for p in model.parameters())
     measured = (round(idle_time / compute_time, 6), in_flight, bytes_sent, sum(all_stored))
     expected = (*expected_numbers(name, num_stages, num_micro_batches), full)
-    names = ("idle / compute time", "max. in flight", "bytes sent per step", "bytes of parameters")
+    labels = ["idle time / compute time", "micro-batches in flight", "bytes sent per step"]
+    labels.append("bytes of parameters")
     failures = [f"{name}: error {e:.1e}" for e in errors if not e <= 1e-10]  # also NaN
     lines = [f"{name}: largest error {max(errors):.1e}", render(timelines)]
-    for label, value, formula in zip(names, measured, expected, strict=True):
-        lines.append(f"    {label:20} {value}, expected {formula}")
+    for label, value, formula in zip(labels, measured, expected, strict=True):
+        lines.append(f"    {label:25}{value}, expected {formula}")
         if value != formula:
             failures.append(f"{name}: {label} {value}, not {formula}")
     if rank == 0:
-        print("\n".join([*lines, f"    of which per rank    {all_stored}"]))
+        print("\n".join([*lines, f"    of which on each rank    {all_stored}"]))
     return failures
 
 

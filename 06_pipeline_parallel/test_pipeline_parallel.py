@@ -603,10 +603,24 @@ def test_a_bad_option_is_one_line_and_exit_code_2_before_any_process_group(optio
     assert all(word in err for word in words), err
 
 
-def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch):
+def test_ranks_and_gpus(monkeypatch):
+    """More ranks than GPUs are refused. Else a rank starts NCCL on its own GPU, with one communicator."""
+    started = {}
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
-    code, out, err = run_main()
-    assert (code, out) == (2, "")
-    assert err == "pipeline_parallel.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n"
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: started.update(gpu=device))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **k: started.update(k, backend=backend) or sys.exit(7)
+    )
+    monkeypatch.setattr(sys, "argv", ["pipeline_parallel.py"])
+    for ranks, code in (("4", 2), ("2", 7)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as err:
+            pipe.main()
+        refused = "pipeline_parallel.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n"
+        assert (end.value.code, err.getvalue()) == (code, refused if code == 2 else "")
+        assert bool(started) == (code == 7), "a process group was started"
+    gpu = torch.device("cuda", 1)
+    assert (started["backend"], started["gpu"], started["device_id"]) == ("nccl", gpu, gpu)
