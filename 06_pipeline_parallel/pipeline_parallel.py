@@ -16,7 +16,7 @@ actions is called the schedule:
     afab: all forward, all backward (GPipe); after the last F, m micro-batches are in flight
         rank 0   F0 F1 F2          BW0-- BW1-- BW2--
         rank 1      F0 F1 F2 BW0-- BW1-- BW2--
-    1f1b: one forward, one backward; as fast as afab, and at most p micro-batches are in flight
+    1f1b: one forward, one backward; as fast as afab, with at most p micro-batches in flight
         rank 0   F0 F1       BW0-- F2 BW1--    BW2--
         rank 1      F0 BW0-- F1 BW1-- F2 BW2--
 
