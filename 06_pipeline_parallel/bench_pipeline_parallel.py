@@ -1,12 +1,12 @@
-"""The ground floor's three orders: against torch and the depth in one run, by a clock, and by what each rank holds.
+"""The core file's three schedules: against torch and in_depth, by a clock, and by what each rank stores.
 
-    python 06_pipeline_parallel/bench_pipeline_parallel.py                4 processes on a CPU (gloo); under a minute
+    python 06_pipeline_parallel/bench_pipeline_parallel.py                4 processes on a CPU (Gloo); under a minute
     python 06_pipeline_parallel/bench_pipeline_parallel.py --figures      draw again, from the results
 
-First every gradient is compared with that of one process, of torch.distributed.pipelining and of the depth's executor;
-only then is anything timed. Four processes on few cores cannot show what a pipeline gains, for their work shares the
-cores. So the bubble is measured with stages that sleep until an F has taken 40 ms and a BW 80, and everything else
-(order, messages, waits) is as it is; the timelines are what these runs recorded.
+First every gradient is compared with one process, with torch.distributed.pipelining and with the executor of in_depth;
+only then is anything timed. Four processes on few cores cannot show what a pipeline gains, because their computation
+shares the cores. So the bubble is measured with stages that sleep until an F has taken 40 ms and a BW 80. Schedule,
+messages and waits are those of the core file; the timelines are what these runs recorded.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from harness.meter import held_bytes, peak_memory
 from harness.oracle import error_between
 from harness.report import paired, write_result
 from pipeline_executor import Pipeline
-from pipeline_parallel import ORDERS, Stage, batch_of, cut, whole_model
+from pipeline_parallel import IGNORE_INDEX, SCHEDULES, RecordingStage, build_model, build_stage, get_batch
 from schedules import build
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
@@ -42,31 +42,36 @@ TORCHS = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}
 FOLDER = "06_pipeline_parallel/figures"
 
 
-def stage_of(dtype: torch.dtype = torch.float32) -> Stage:
-    return Stage(cut(whole_model(LAYERS), dist.get_rank(), RANKS).to(dtype), dist.group.WORLD)
+def new_stage(dtype: torch.dtype = torch.float32) -> RecordingStage:
+    return RecordingStage(build_stage(build_model(LAYERS), dist.get_rank(), RANKS).to(dtype), dist.group.WORLD)
+
+
+def step_of(stage: RecordingStage, name: str, m: int):
+    actions = SCHEDULES[name](stage.rank, RANKS, m)
+    return partial(pipe.forward_backward, stage, actions, *get_batch(0, m))
 
 
 # ----------------------------------------------------------------------------------- three ways to run the same step
 
 
-def steps_of(order: str) -> dict:
-    """name -> (layers of this rank, a step without arguments), all with the same weights and the same batch."""
-    group, rank, (tokens, labels) = dist.group.WORLD, dist.get_rank(), batch_of(0, M)
-    valid = (labels != pipe.IGNORE).sum().item()
+def steps_of(name: str) -> dict:
+    """key -> (layers of this rank, a step without arguments), all with the same parameters and the same batch."""
+    group, rank, (tokens, labels) = dist.group.WORLD, dist.get_rank(), get_batch(0, M)
+    num_valid = (labels != IGNORE_INDEX).sum().item()
 
     def loss_of(logits, labels):
-        return pipe.loss_sum(logits, labels) / valid
+        return pipe.loss_sum(logits, labels) / num_valid
 
-    stage = stage_of()
-    ways = {"ours": (stage.layers, partial(stage.step, ORDERS[order], M, tokens, labels))}
-    other = stage_of().layers
-    example = torch.empty(2, pipe.T, pipe.H)
-    runner = Pipeline(build(order, RANKS, M, 1), {(0, rank): other}, group, loss=loss_of, example=example)
-    ways["depth"] = other, partial(runner.step, tokens.chunk(M), labels.chunk(M), broadcast=True)
-    if order in TORCHS:
-        theirs = stage_of().layers
+    stage = new_stage()
+    ways = {"ours": (stage.layers, step_of(stage, name, M))}
+    other = new_stage().layers
+    example = torch.empty(pipe.BATCH, pipe.SEQ_LEN, pipe.HIDDEN)
+    runner = Pipeline(build(name, RANKS, M, 1), {(0, rank): other}, group, loss=loss_of, example=example)
+    ways["in depth"] = other, partial(runner.step, tokens.chunk(M), labels.chunk(M), broadcast=True)
+    if name in TORCHS:
+        theirs = new_stage().layers
         theirs_stage = pipelining.PipelineStage(theirs, rank, RANKS, torch.device("cpu"), group=group)
-        schedule = TORCHS[order](theirs_stage, M, loss_fn=loss_of, scale_grads=False)
+        schedule = TORCHS[name](theirs_stage, M, loss_fn=loss_of, scale_grads=False)
         given = (tokens,) if rank == 0 else ()
         ways["torch"] = theirs, partial(schedule.step, *given, target=labels if rank == RANKS - 1 else None)
 
@@ -74,52 +79,52 @@ def steps_of(order: str) -> dict:
         layers.zero_grad()
         return step()
 
-    return {name: (layers, partial(from_zero, layers, step)) for name, (layers, step) in ways.items()}
+    return {key: (layers, partial(from_zero, layers, step)) for key, (layers, step) in ways.items()}
 
 
-def compare(order: str) -> list:
+def compare(name: str) -> list:
     """Gradients of each way against one process; then seconds of ours over theirs, in pairs."""
-    alone, (tokens, labels) = whole_model(LAYERS), batch_of(0, M)
-    (pipe.loss_sum(alone(tokens), labels) / (labels != pipe.IGNORE).sum()).backward()
-    right, wrong = dict(alone.named_parameters()), ""
-    ways = steps_of(order)
-    for name, (layers, step) in ways.items():
+    model, (tokens, labels) = build_model(LAYERS).float(), get_batch(0, M)
+    pipe.reference_step(model, tokens, labels)
+    expected, wrong = dict(model.named_parameters()), ""
+    ways = steps_of(name)
+    for key, (layers, step) in ways.items():
         step()
-        for key, w in layers.named_parameters():
-            error = error_between(w.grad, right[key].grad)
+        for param, w in layers.named_parameters():
+            error = error_between(w.grad, expected[param].grad)
             if not error <= 1e-4:
-                wrong = f"{order}, {name}, rank {dist.get_rank()}: the gradient of {key} is off by {error:.1e}"
+                wrong = f"{name}, {key}, rank {dist.get_rank()}: error {error:.1e} in the gradient of {param}"
     found = [None] * RANKS
     dist.all_gather_object(found, wrong)
     if any(found):
         raise SystemExit("; ".join(filter(None, found)))
     ratios = {
-        name: paired(ways["ours"][1], ways[name][1], repeats=11, setup=dist.barrier)
-        for name in ("torch", "depth")
-        if name in ways
+        key: paired(ways["ours"][1], ways[key][1], repeats=11, setup=dist.barrier)
+        for key in ("torch", "in depth")
+        if key in ways
     }
-    theirs = TORCHS[order].__name__ if order in TORCHS else "none"
-    return [order, theirs, ratios.get("torch", "-"), ratios["depth"]]
+    theirs = TORCHS[name].__name__ if name in TORCHS else "none"
+    return [name, theirs, ratios.get("torch", "-"), ratios["in depth"]]
 
 
 # ------------------------------------------------------------------------------------------------ by a clock, by bytes
 
 
-def timed(order: str, m: int) -> list[tuple[str, int, float, float]]:
-    """(kind, micro-batch, begin, end) of what this rank did in a step whose F takes one UNIT and whose BW two."""
-    stage, events = stage_of(torch.float64), []
+def timed(name: str, m: int) -> list[tuple[str, int, float, float]]:
+    """(kind, micro-batch, start, end) of what this rank did in a step whose F takes one UNIT and whose BW two."""
+    stage, events = new_stage(torch.float64), []
 
-    def as_long_as(units: int, kind: str, plain, j: int, given):
-        begin = time.perf_counter()
-        result = plain(j, given)
-        time.sleep(max(0.0, begin + units * UNIT - time.perf_counter()))
-        events.append((kind, j, begin, time.perf_counter()))
+    def as_long_as(units: int, kind: str, plain, i: int, received):
+        start = time.perf_counter()
+        result = plain(i, received)
+        time.sleep(max(0.0, start + units * UNIT - time.perf_counter()))
+        events.append((kind, i, start, time.perf_counter()))
         return result
 
     stage.forward = partial(as_long_as, 1, "F", stage.forward)
     stage.backward = partial(as_long_as, 2, "BW", stage.backward)
     dist.barrier()
-    stage.step(ORDERS[order], m, *batch_of(0, m))
+    step_of(stage, name, m)()
     return events
 
 
@@ -129,12 +134,11 @@ def on_all_ranks(value) -> list:
     return found
 
 
-def bytes_of(stage: Stage | None, step) -> tuple[int, int, int]:
-    """Weights, gradients, and the most bytes that a step holds besides: activations, logits, messages."""
-    layers = stage.layers if stage else step.args[0]
+def bytes_of(layers, step) -> tuple[int, int, int]:
+    """Parameters, gradients, and the most bytes that a step allocates besides: activations, logits, messages."""
     step()
     peak = []
-    for _ in range(3):  # gloo may let go of a buffer late
+    for _ in range(3):  # Gloo may free a buffer late
         with peak_memory() as memory:
             step()
         peak.append(memory.peak)
@@ -144,22 +148,24 @@ def bytes_of(stage: Stage | None, step) -> tuple[int, int, int]:
 
 def accumulate(layers, tokens, labels) -> None:
     """One process, one micro-batch after the other."""
-    valid = (labels != pipe.IGNORE).sum()
+    num_valid = (labels != IGNORE_INDEX).sum()
     for x, y in zip(tokens.chunk(M), labels.chunk(M), strict=True):
-        (pipe.loss_sum(layers(x), y) / valid).backward()
+        (pipe.loss_sum(layers(x), y) / num_valid).backward()
 
 
 def measure() -> tuple[list, list, list]:
-    rank, orders, timeline, held = dist.get_rank(), [], [], []
+    rank, schedules, timeline, stored = dist.get_rank(), [], [], []
     if rank == 0:
-        alone = partial(accumulate, whole_model(LAYERS).double(), *batch_of(0, M))
-        held.append(["one process", 0, *bytes_of(None, alone), 1])
-    for name, order in ORDERS.items():
-        stage = stage_of(torch.float64)
-        bytes_ = bytes_of(stage, partial(stage.step, order, M, *batch_of(0, M)))
-        everyone = on_all_ranks((bytes_, stage.peak, stage.events))
-        held += [[name, r, *row, kept] for r, (row, kept, _) in enumerate(everyone)]
-        counted = max(end for row in pipe.timetable([e for *_, e in everyone]) for *_, end in row) / (3 * M) - 1
+        model = build_model(LAYERS)
+        stored.append(["one process", 0, *bytes_of(model, partial(accumulate, model, *get_batch(0, M))), 1])
+    for name in SCHEDULES:
+        stage = new_stage(torch.float64)
+        bytes_ = bytes_of(stage.layers, step_of(stage, name, M))
+        everyone = on_all_ranks((bytes_, stage.max_in_flight, stage.actions))
+        stored += [[name, r, *row, in_flight] for r, (row, in_flight, _) in enumerate(everyone)]
+        counted = (
+            max(end for row in pipe.simulate([actions for *_, actions in everyone]) for *_, end in row) / (3 * M) - 1
+        )
         formula = (RANKS - 1) / (1 if name == "naive" else M)
         clock = []
         for _ in range(3):
@@ -171,43 +177,43 @@ def measure() -> tuple[list, list, list]:
             raise SystemExit(
                 f"{name}: bubble {measured:.3f} by the clock, {counted:.3f} counted, {formula:.3f} by formula"
             )
-        kept, limit = [k for _, k, _ in everyone], {"naive": [1] * 4, "afab": [M] * 4, "1f1b": [4, 3, 2, 1]}[name]
-        if kept != limit:
-            raise SystemExit(f"{name}: ranks keep {kept} micro-batches, not {limit}")
-        orders.append(
+        in_flight, (_, limit, _) = [n for _, n, _ in everyone], pipe.expected_numbers(name, RANKS, M)
+        if in_flight != limit:
+            raise SystemExit(f"{name}: {in_flight} micro-batches in flight, not {limit}")
+        schedules.append(
             [
                 name,
                 f"{formula:.3f}",
                 f"{counted:.3f}",
                 f"{measured:.3f}",
                 ", ".join(map(str, limit)),
-                ", ".join(map(str, kept)),
+                ", ".join(map(str, in_flight)),
             ]
         )
         runs = on_all_ranks(timed(name, 6))
         start = min(b for run in runs for _, _, b, _ in run)
         timeline += [
-            [name, r, kind, j, round((b - start) / UNIT, 2), round((e - start) / UNIT, 2)]
+            [name, r, kind, i, round((b - start) / UNIT, 2), round((e - start) / UNIT, 2)]
             for r, run in enumerate(runs)
-            for kind, j, b, e in run
+            for kind, i, b, e in run
         ]
-    return orders, timeline, held
+    return schedules, timeline, stored
 
 
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store, limit = dist.FileStore(f"{folder}/store", RANKS), timedelta(seconds=120)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
-    small = pipe.T, pipe.H
-    pipe.T, pipe.H = 64, 128
-    ratios = [compare(order) for order in ORDERS]
-    pipe.T, pipe.H = small
-    orders, timeline, held = measure()
+    small = pipe.SEQ_LEN, pipe.HIDDEN
+    pipe.SEQ_LEN, pipe.HIDDEN = 64, 128
+    ratios = [compare(name) for name in SCHEDULES]
+    pipe.SEQ_LEN, pipe.HIDDEN = small
+    schedules, timeline, stored = measure()
     if rank == 0:
         write_result(
             "06_ground",
-            f"Step time of the ground floor, {RANKS} ranks, {M} micro-batches",
-            ["order", "torch's class", "seconds / torch's", "seconds / those of in_depth/pipeline_executor.py"],
+            f"Step time of the core file, {RANKS} ranks, {M} micro-batches",
+            ["schedule", "torch's class", "seconds / torch's", "seconds / in_depth/pipeline_executor.py"],
             ratios,
             "zero_grad, forward and backward of all micro-batches; hidden 128, 64 tokens, 2 sequences, 8 layers. "
             "Medians of pairs, and quartiles, on rank 0. Every gradient was compared with one process first. Ours also "
@@ -215,30 +221,30 @@ def worker(rank: int, folder: str) -> None:
         )
         write_result(
             "06_ground_orders",
-            f"Idle time / time of the work, and micro-batches kept, {RANKS} ranks, {M} micro-batches",
+            f"Idle time / compute time, and micro-batches in flight, {RANKS} ranks, {M} micro-batches",
             [
-                "order",
+                "schedule",
                 "idle, formula",
-                "in the recorded order",
+                "recorded schedule, simulated",
                 "by the clock",
-                "kept by ranks 0 to 3, formula",
+                "in flight on ranks 0 to 3, formula",
                 "counted",
             ],
-            orders,
+            schedules,
             "By the clock: stages that sleep until an F has taken 40 ms and a BW 80; the shortest of three steps.",
         )
         write_result(
             "06_ground_timeline",
             "What each rank did when, 6 micro-batches, in units of one F, by the clock",
-            ["order", "rank", "kind", "micro-batch", "start", "end"],
+            ["schedule", "rank", "kind", "micro-batch", "start", "end"],
             timeline,
             "Stages that sleep until an F has taken 40 ms and a BW 80.",
         )
         write_result(
             "06_ground_held",
-            f"Bytes held, {RANKS} ranks, {M} micro-batches, {LAYERS} layers, float64",
-            ["order", "rank", "weights", "gradients", "at most besides", "micro-batches kept"],
-            held,
+            f"Bytes stored, {RANKS} ranks, {M} micro-batches, {LAYERS} layers, float64",
+            ["schedule", "rank", "parameters", "gradients", "at most besides", "micro-batches in flight"],
+            stored,
             "Besides: the most that a step allocates at one time, that is activations, logits and messages. "
             "One process runs one micro-batch after the other.",
         )
@@ -251,58 +257,62 @@ def worker(rank: int, folder: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
-def draw_timelines(axes, result) -> None:
-    for axis, order in zip(axes, ORDERS, strict=True):
-        rows = [row[1:] for row in result["rows"] if row[0] == order]
-        last = max(end for *_, end in rows)
-        for r in range(RANKS):
-            axis.barh(r, last, 0.8, color=COLOURS["idle"], alpha=0.2, linewidth=0)
+def draw_schedules(axes, result) -> None:
+    """One time axis for all. Naive goes on to the right of it."""
+    width = max(end for name, *_, end in result["rows"] if name != "naive")
+    for axis, name in zip(axes, SCHEDULES, strict=True):
+        rows = [row[1:] for row in result["rows"] if row[0] == name]
+        last, m = max(end for *_, end in rows), 1 + max(i for _, _, i, *_ in rows)
         at = {}
-        for r, kind, j, start, end in rows:
-            colour = COLOURS["compute" if kind == "F" else "gradients"]
-            axis.barh(r, end - start, 0.8, left=start, color=colour, edgecolor="white", linewidth=0.6)
-            axis.text((start + end) / 2, r, str(j), ha="center", va="center", color="black", fontsize=7)
-            at[r, kind, j] = start, end
-        for r in range(RANKS - 1):  # the messages of the first and the last micro-batch
-            for j in (0, 5):
-                down = [at[r, "F", j][1], at[r + 1, "F", j][0]]
-                up = [at[r + 1, "BW", j][1], at[r, "BW", j][0]]
-                axis.plot(down, [r + 0.3, r + 0.7], color=COLOURS["messages"], linewidth=1.6)
-                axis.plot(up, [r + 0.7, r + 0.3], color=COLOURS["messages"], linewidth=1.6)
-        axis.set(yticks=range(RANKS), yticklabels=[f"rank {r}" for r in range(RANKS)], xlim=(0, last))
-        axis.set_title(order, loc="left")
+        for r in range(RANKS):
+            axis.barh(r, min(last, width), 0.8, color=COLOURS["idle"], alpha=0.2, linewidth=0)
+        for r, kind, i, start, end in rows:
+            at[r, kind, i] = start, end
+            if end <= width:
+                colour = COLOURS["compute" if kind == "F" else "gradients"]
+                axis.barh(r, end - start, 0.8, left=start, color=colour, edgecolor="white", linewidth=0.6)
+                axis.text((start + end) / 2, r, f"{kind}{i}", ha="center", va="center", color="black", fontsize=9)
+        for r in range(RANKS - 1):  # the messages of micro-batch 0
+            forth = [at[r, "F", 0][1], at[r + 1, "F", 0][0]]
+            back = [at[r + 1, "BW", 0][1], at[r, "BW", 0][0]]
+            axis.plot(forth, [r + 0.3, r + 0.7], color=COLOURS["messages"], linewidth=2.5)
+            axis.plot(back, [r + 0.7, r + 0.3], color=COLOURS["messages"], linewidth=2.5)
+        axis.set(yticks=range(RANKS), yticklabels=[f"rank {r}" for r in range(RANKS)], xlim=(0, width))
+        more = f"; the step ends at {last:.0f}" if last > width else ""
+        formula = pipe.expected_numbers(name, RANKS, m)[0]
+        idle = f"{last / (3 * m) - 1:.2f}, by formula {formula:.2f}"
+        axis.set_title(f"{name}: idle time / compute time = {idle}{more}", loc="left", fontsize=11)
         axis.invert_yaxis()
         axis.grid(False)
-    axes[-1].set_xlabel("time, in units of one forward")
+    axes[-1].set_xlabel("time, in units of one forward pass")
     names = {"F, forward": "compute", "BW, backward": "gradients", "message": "messages", "idle": "idle"}
     handles = [axes[0].plot([], [], color=COLOURS[key], linewidth=5, label=name)[0] for name, key in names.items()]
-    axes[0].legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=4, fontsize=8, frameon=False)
+    axes[0].figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=10, frameon=False)
 
 
-def draw_held(axes, result) -> None:
-    for axis, order in zip(axes, ["one process", *ORDERS], strict=True):
-        rows = [row[1:] for row in result["rows"] if row[0] == order]
-        for r, weights, gradients, besides, kept in rows:
+def draw_stored(axes, result) -> None:
+    for axis, name in zip(axes, ["one process", *SCHEDULES], strict=True):
+        rows = [row[1:] for row in result["rows"] if row[0] == name]
+        for r, params, gradients, besides, in_flight in rows:
             bottom = 0
-            parts = {"weights": weights, "gradients": gradients, "activations": besides}
-            for kind, size in parts.items():
-                axis.bar(r, size / 2**20, 0.7, bottom=bottom, color=COLOURS[kind], label=kind if r == 0 else None)
+            for kind, size in {"weights": params, "gradients": gradients, "activations": besides}.items():
+                label = "parameters" if kind == "weights" else kind
+                axis.bar(r, size / 2**20, 0.7, bottom=bottom, color=COLOURS[kind], label=label if r == 0 else None)
                 bottom += size / 2**20
-            axis.text(r, bottom, f"{kept}", ha="center", va="bottom", color=GREY, fontsize=9)
-        axis.set(title=order, xticks=range(len(rows)), xlim=(-0.6, len(rows) - 0.4))
+            axis.text(r, bottom, f"{in_flight}", ha="center", va="bottom", color=GREY, fontsize=10)
+        axis.set(title=name, xticks=range(len(rows)), xlim=(-0.6, len(rows) - 0.4))
         axis.set_xlabel("rank" if len(rows) > 1 else "")
-        axis.margins(y=0.12)
         axis.grid(False, axis="x")
     top = max(sum(row[2:5]) for row in result["rows"]) / 2**20
     for axis in axes:
         axis.set_ylim(0, 1.12 * top)
     axes[0].set(ylabel="MiB", xticks=[])
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=10)
 
 
 def figures() -> None:
-    write_figure(f"{FOLDER}/orders.svg", ["06_ground_timeline"], draw_timelines, shape=(3, 1), size=(9, 5.6))
-    write_figure(f"{FOLDER}/holds.svg", ["06_ground_held"], draw_held, shape=(1, 4), size=(9, 3.2))
+    write_figure(f"{FOLDER}/schedules.svg", ["06_ground_timeline"], draw_schedules, shape=(3, 1), size=(10, 6))
+    write_figure(f"{FOLDER}/who_stores_what.svg", ["06_ground_held"], draw_stored, shape=(1, 4), size=(10, 3.4))
 
 
 def main() -> None:

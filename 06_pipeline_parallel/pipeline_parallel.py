@@ -1,347 +1,549 @@
-"""Pipeline parallelism: cut the model between its layers, and keep every rank busy.
+"""Pipeline parallelism: split the model between its layers, and keep every rank busy.
 
-A model too deep for one GPU is cut into p stages, one behind the other; rank s holds stage s. Only one activation
-crosses each cut, and its gradient on the way back. But a stage must wait for the one before it. So the batch is cut
-into m micro-batches that follow one another, and all depends on the order in which each rank does what it has to do.
+A model that is too deep for one GPU is split into p stages of consecutive layers; rank s stores
+stage s. Activations are sent to the next rank and their gradients to the previous one, nothing
+else. But a stage cannot start before the stage in front of it. So the batch is split into m
+micro-batches: while the next rank computes micro-batch 0, this rank computes micro-batch 1.
 
-For one micro-batch j, a stage runs its forward, F. The backward has two parts: B towards its input, which the stage
-before waits for, and W towards its weights, which only the optimizer needs. `y.backward()` does both: BW. Each of F, B
-and W costs about one multiplication by each weight matrix, so they are drawn equally long, and BW is twice an F.
+For each micro-batch i a rank has two actions: Fi, the forward pass of its layers, and BWi, their
+backward pass. BW computes two gradients, B of the input and W of the weights. F, B and W each need
+one matmul per weight matrix, so F takes one unit of time and BW takes two. The order of a rank's
+actions is called the schedule:
 
-    naive    rank 0   F0          BW0-- F1          BW1-- F2          BW2--      one micro-batch at a time: one rank
-             rank 1      F0 BW0--          F1 BW1--          F2 BW2--            works, the others wait
-    afab     rank 0   F0 F1 F2          BW0-- BW1-- BW2--      all forward, all backward (GPipe): all work, but at the
-             rank 1      F0 F1 F2 BW0-- BW1-- BW2--            turn each rank keeps what m backwards will need
-    1f1b     rank 0   F0 F1       BW0-- F2 BW1--    BW2--      one forward, one backward: takes as long as afab, and a
-             rank 1      F0 BW0-- F1 BW1-- F2 BW2--            rank keeps no more than p micro-batches
+    naive: one micro-batch at a time, so one rank computes and the others are idle
+        rank 0   F0          BW0-- F1          BW1-- F2          BW2--
+        rank 1      F0 BW0--          F1 BW1--          F2 BW2--
+    afab: all forward, all backward (GPipe); after the last F, m micro-batches are in flight
+        rank 0   F0 F1 F2          BW0-- BW1-- BW2--
+        rank 1      F0 F1 F2 BW0-- BW1-- BW2--
+    1f1b: one forward, one backward; as fast as afab, with at most p micro-batches in flight
+        rank 0   F0 F1       BW0-- F2 BW1--    BW2--
+        rank 1      F0 BW0-- F1 BW1-- F2 BW2--
 
-                                    naive      afab       1f1b
-    idle time / time of the work    p - 1      (p-1)/m    (p-1)/m          the bubble, for stages of equal length
-    micro-batches kept by rank s    1          m          min(p - s, m)
-    bytes sent by a rank            m n to the next (activations, n bytes each), m n to the one before (gradients)
+                                          naive     afab       1f1b
+    idle time / compute time              p - 1     (p-1)/m    (p-1)/m    for equal stages
+    micro-batches in flight on rank s     1         m          min(p - s, m)
+    parameters stored by a rank           Ψ/p, if all stages are equal
+    elements sent by a rank per step      m B S H to the next rank, m B S H to the previous one
 
-Huang et al. 2018, arXiv 1811.06965 (GPipe); Narayanan et al. 2021, 2104.04473, section 2.2 (1F1B).
+In flight is a micro-batch between its F and its BW: its activations are saved for the backward
+pass. Ψ is the number of parameters; a micro-batch has B sequences of S tokens with H elements each.
+Sources: Huang et al. 2018, arXiv 1811.06965 (GPipe); Narayanan et al. 2021, 2104.04473, section 2.2
+(1F1B).
 
-    python pipeline_parallel.py                                                 one rank: gradient accumulation
-    torchrun --nproc_per_node 4 pipeline_parallel.py --micro-batches 8          4 stages; gloo on CPUs, nccl on GPUs
-Ends with PASS when loss, gradients and weights are those of one process to 1e-10, the numbers of each order are those
-of this table, and an order of messages that has to deadlock did.
+    python pipeline_parallel.py                                          one rank: one stage
+    torchrun --nproc_per_node 4 pipeline_parallel.py --micro-batches 8   NCCL on GPUs, Gloo on CPUs
+    torchrun --nproc_per_node 2 pipeline_parallel.py --schedule 1f1b --layers 5
+
+Each schedule trains a small model for three steps next to a reference in one process. The last
+line is PASS if losses, gradients and parameters agree to 1e-10, the numbers of the table hold, and
+a run that must deadlock did; otherwise the exit code is 1.
 """
 
 import argparse
 import os
 import sys
-import time
 import tokenize
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as nnf
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-# p stages on p ranks, s one of them; m micro-batches, j one of them; F, B, W, BW as above.
-# b sequences in a micro-batch, T tokens in each, H numbers for a token (hidden size), V entries of the vocabulary.
-T, H, V, IGNORE = 24, 32, 256, -100
+Action = tuple[str, int]  # ("F", i) or ("BW", i): forward or backward of micro-batch i
 
 
-class Block(nn.Module):
-    """A layer of the decoder, with one head: [b, T, H] -> [b, T, H]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(H), nn.RMSNorm(H)
-        self.qkv, self.out = nn.Linear(H, 3 * H, bias=False), nn.Linear(H, H, bias=False)
-        self.up, self.down = nn.Linear(H, 4 * H, bias=False), nn.Linear(4 * H, H, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)  # [b, T, H] each
-        x = x + self.out(nnf.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return x + self.down(nnf.gelu(self.up(self.norm2(x))))
-
-
-def whole_model(blocks: int) -> nn.Sequential:
-    """The same in every process. Embedding and head are not tied: one matrix on two stages would need a sum of both."""
-    torch.manual_seed(0)
-    head = nn.Sequential(nn.RMSNorm(H), nn.Linear(H, V, bias=False))
-    return nn.Sequential(nn.Embedding(V, H), *(Block() for _ in range(blocks)), head).double()
-
-
-def cut(model: nn.Sequential, s: int, p: int) -> nn.Sequential:
-    """Stage s of p: its share of the blocks; the first also has the embedding, the last the head. Names are kept."""
-    begin, end = (1 + i * (len(model) - 2) // p for i in (s, s + 1))  # of the blocks, between embedding and head
-    return model[0 if s == 0 else begin : len(model) if s == p - 1 else end]
-
-
-def batch_of(step: int, m: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [2m, T]. Not every label is valid, and in the last of several micro-batches none is."""
-    data = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8).long()
-    row = torch.arange(2 * m)[:, None]
-    text = data[(row + 2 * m * step) * 50 % 20000 + torch.arange(T + 1)]
-    labels = text[:, 1:].masked_fill((torch.arange(T) < row % T) | (row >= max(2, 2 * m - 2)), IGNORE)
-    return text[:, :-1], labels
-
-
-def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """A sum over tokens, to be divided by the number of all valid ones: an average of averages is another number."""
-    return nnf.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
-# ------------------------------------------------------------------------------------------------ what one stage does
+# -------------------------------------------------------------------------------------------------
+# One stage: what it computes, and its messages
+# -------------------------------------------------------------------------------------------------
 
 
 class Stage:
-    """One rank's layers, its messages, and what it keeps of the micro-batches that are under way."""
+    """The layers of one rank, and the activations of its micro-batches in flight."""
 
     def __init__(self, layers: nn.Module, group: dist.ProcessGroup):
-        self.layers, self.group, self.s, self.p = layers, group, dist.get_rank(group), dist.get_world_size(group)
-        self.previous = self.s - 1 if self.s > 0 else None  # before the first stage and after the last there is nobody
-        self.next = self.s + 1 if self.s < self.p - 1 else None
+        self.layers = layers
+        self.group = group
+        self.rank = dist.get_rank(group)  # all ranks here are ranks of the group
+        self.num_stages = dist.get_world_size(group)
+        self.prev_rank = self.rank - 1 if self.rank > 0 else None
+        self.next_rank = self.rank + 1 if self.rank < self.num_stages - 1 else None
 
-    def step(self, order: Callable, m: int, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Forward and backward of a batch in m equal micro-batches. Adds to each `.grad`; all ranks get the loss."""
-        self.tokens, self.labels = tokens.tensor_split(m), labels.tensor_split(m)  # m of [b, T]
-        self.example = next(self.layers.parameters()).new_empty(*self.tokens[0].shape, H)  # every message is [b, T, H]
-        self.valid = (labels != IGNORE).sum().item()
+    def start_step(self, tokens: Tensor, labels: Tensor, num_micro_batches: int) -> None:
+        self.tokens = tokens.chunk(num_micro_batches)  # m of [B, S], used by the first stage
+        self.labels = labels.chunk(num_micro_batches)  # used by the last stage
+        self.num_valid = (labels != IGNORE_INDEX).sum()  # of the full batch
         self.loss = torch.zeros((), dtype=torch.float64, device=tokens.device)
-        self.kept, self.peak, self.sent, self.waits_to, self.events = {}, 0, 0, "", []
-        order(self, m)
-        dist.all_reduce(self.loss, group=self.group)  # 0 but on the last rank: now everyone knows it
-        return self.loss
+        self.in_flight: dict[int, tuple[Tensor, Tensor]] = {}  # micro-batch -> input, output
 
-    # --- exercise 6.1: one message ---
-    def send(self, x: Tensor, to: int | None) -> None:
-        """Blocks until the other side has taken it. What is sent must lie in one run of bytes."""
+    def forward(self, i: int, x: Tensor | None) -> Tensor:
+        """F: activations of the previous rank, [B, S, H] -> activations for the next rank.
+
+        The first stage receives None and starts from tokens. The last stage ends with the loss.
+        """
+        # --- exercise 6.1: the forward pass of one stage ---
+        if x is None:
+            x = self.tokens[i]
+        else:
+            x.requires_grad_()  # this rank's part of the autograd graph begins here
+        y = self.layers(x)
+        if self.next_rank is None:
+            # A share of the full batch's mean. So micro-batches add up, in losses and gradients.
+            y = loss_sum(y, self.labels[i]) / self.num_valid
+            self.loss += y.detach()
+        self.in_flight[i] = x, y
+        # --- end exercise ---
+        return y.detach()  # values without a graph
+
+    def backward(self, i: int, grad_output: Tensor | None) -> Tensor | None:
+        """BW: the gradient of what `forward` returned -> the gradient of what it received.
+
+        The last stage receives None, for it starts from the loss. The first stage returns None.
+        """
+        # --- exercise 6.2: the backward pass of one stage ---
+        x, y = self.in_flight.pop(i)  # a copy left behind would keep the graph alive
+        y.backward(grad_output)  # adds to the gradient of each parameter
+        return x.grad
+        # --- end exercise ---
+
+    def new_message(self) -> Tensor:  # [B, S, H]; a receiver must know the shape in advance
+        return next(self.layers.parameters()).new_empty(*self.tokens[0].shape, HIDDEN)
+
+    # --- exercise 6.3: one message ---
+    def send(self, x: Tensor | None, to: int | None) -> None:
+        """Wait until rank `to` has received x. Without such a rank, do nothing."""
         if to is not None:
-            self.waits_to, x = f"send to rank {to}", x.contiguous()
-            dist.send(x, group=self.group, group_dst=to)
-            self.sent += x.nbytes
+            # A message is contiguous memory, and a stage may return a view with gaps.
+            dist.send(x.contiguous(), group=self.group, group_dst=to)
 
-    def receive(self, source: int | None) -> Tensor | None:
-        """Waits for the activation, or the gradient, of the next micro-batch. None where there is nobody to send it."""
+    def recv(self, source: int | None) -> Tensor | None:
+        """Wait for the next message of rank `source`."""
         if source is None:
             return None
-        self.waits_to, x = f"receive from rank {source}", torch.empty_like(self.example)
+        x = self.new_message()  # not a common buffer: an earlier message is still in flight
         dist.recv(x, group=self.group, group_src=source)
         return x
 
     # --- end exercise ---
 
-    def forward(self, j: int, x: Tensor | None) -> Tensor:
-        """F: what the stage before sent -> what goes to the next. The first stage gets None: it has tokens."""
-        # --- exercise 6.2: forward of one stage: where its graph begins, where it ends, and what is kept ---
-        x = self.tokens[j] if x is None else x.requires_grad_()  # the graph of this rank begins here
-        y = self.layers(x)
-        if self.next is None:
-            y = loss_sum(y, self.labels[j]) / self.valid  # by the number of the whole batch, so that sums remain
-            self.loss += y.detach()
-        self.kept[j] = x, y
+    def send_recv(self, x: Tensor | None, peer: int | None) -> Tensor | None:
+        """Send x to a rank and receive a message from the same rank, both at once.
+
+        If two ranks first sent and then received, each would wait for the other to receive.
+        """
+        if peer is None:
+            return None
+        # --- exercise 6.4: two messages that cross ---
+        x = x.contiguous()
+        received = self.new_message()
+        send = dist.P2POp(dist.isend, x, group=self.group, group_peer=peer)
+        recv = dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer)
+        # As one batch, since NCCL runs separate messages of two ranks one after the other.
+        for work in dist.batch_isend_irecv([send, recv]):
+            work.wait()  # both: x must stay as it is until it has been sent
+        return received
         # --- end exercise ---
-        self.peak = max(self.peak, len(self.kept))
-        self.events.append(("F", j))
-        return y.detach()
-
-    def backward(self, j: int, gradient: Tensor | None) -> Tensor | None:
-        """BW: the gradient of what forward returned -> that of what it got. The last stage has a loss and gets None."""
-        # --- exercise 6.3: backward of one stage ---
-        x, y = self.kept.pop(j)  # and with x and y goes the graph between them
-        y.backward(gradient)  # adds to the gradients of the weights, micro-batch after micro-batch
-        # --- end exercise ---
-        self.events.append(("BW", j))
-        return x.grad
 
 
-# ----------------------------------------------------------------------------------------------------- three orders
+# -------------------------------------------------------------------------------------------------
+# Three schedules
+# -------------------------------------------------------------------------------------------------
 
 
-def naive(stage: Stage, m: int) -> None:
-    """One micro-batch goes down through all stages and comes up again; then the next one."""
-    for j in range(m):
-        y = stage.forward(j, stage.receive(stage.previous))
-        stage.send(y, stage.next)
-        dx = stage.backward(j, stage.receive(stage.next))
-        stage.send(dx, stage.previous)
+def naive(rank: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """One micro-batch passes through all stages and back, then the next one."""
+    actions = []
+    for i in range(num_micro_batches):
+        actions += [("F", i), ("BW", i)]
+    return actions
 
 
-def all_forward_all_backward(stage: Stage, m: int) -> None:
-    """The same lines in two loops: while micro-batch j is with the next stage, j + 1 is here."""
-    # --- exercise 6.4: two loops ---
-    for j in range(m):
-        y = stage.forward(j, stage.receive(stage.previous))
-        stage.send(y, stage.next)
-    for j in range(m):
-        dx = stage.backward(j, stage.receive(stage.next))
-        stage.send(dx, stage.previous)
+def all_forward_all_backward(rank: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """The next micro-batch follows at once, and all of them turn around at the last stage."""
+    forwards = [("F", i) for i in range(num_micro_batches)]
+    backwards = [("BW", i) for i in range(num_micro_batches)]
+    return forwards + backwards
+
+
+def one_forward_one_backward(rank: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """A backward pass as soon as its gradient can be here: it frees what its forward pass saved.
+
+    When the gradient of micro-batch 0 arrives at a rank, the ranks after it work on the next
+    micro-batches, one on each. This rank has computed these during its warm-up.
+    """
+    # --- exercise 6.5: one forward, one backward ---
+    # Warm-up
+    num_warmup = min(num_stages - 1 - rank, num_micro_batches)
+    actions = [("F", i) for i in range(num_warmup)]
+    # Steady state
+    for i in range(num_micro_batches - num_warmup):
+        actions += [("F", num_warmup + i), ("BW", i)]
+    # Cool-down
+    for i in range(num_micro_batches - num_warmup, num_micro_batches):
+        actions += [("BW", i)]
+    return actions
     # --- end exercise ---
 
 
-def send_then_receive(stage: Stage, x: Tensor, peer: int | None) -> Tensor | None:
-    """Deadlocks. In 1F1B two neighbours come to this line together, and each waits for the other to receive."""
-    stage.send(x, peer)
-    return stage.receive(peer)
+SCHEDULES = {"naive": naive, "afab": all_forward_all_backward, "1f1b": one_forward_one_backward}
 
 
-def both_at_once(stage: Stage, x: Tensor, peer: int | None) -> Tensor | None:
-    """The message for the peer and the one from it, started as one: neither has to come first."""
-    if peer is None:
-        return None
-    # --- exercise 6.5: two messages that cross ---
-    x, got = x.contiguous(), torch.empty_like(stage.example)
-    there = dist.P2POp(dist.isend, x, group=stage.group, group_peer=peer)
-    back = dist.P2POp(dist.irecv, got, group=stage.group, group_peer=peer)
-    for work in dist.batch_isend_irecv([there, back]):  # on nccl, too: what is started one by one runs one by one
-        work.wait()  # for both: `got` is not there before, and x must not be touched before it has left
-    stage.sent += x.nbytes
-    return got
-    # --- end exercise ---
+# -------------------------------------------------------------------------------------------------
+# Run a schedule
+# -------------------------------------------------------------------------------------------------
 
 
-def one_forward_one_backward(stage: Stage, m: int, exchange: Callable = both_at_once) -> None:
-    """When the first gradient reaches stage s, p - 1 - s newer micro-batches are on their way through the stages after
-    it: so many forwards come first. Then each forward is followed by the backward of a micro-batch that many older,
-    which frees what it kept; between two stages, what goes down and what comes up cross."""
-    # --- exercise 6.6: 1F1B ---
-    ahead = min(stage.p - 1 - stage.s, m)
-    for j in range(ahead):  # warm-up
-        y = stage.forward(j, stage.receive(stage.previous))
-        stage.send(y, stage.next)
-    x = stage.receive(stage.previous) if ahead < m else None
-    for j in range(m - ahead):  # steady: forward of j + ahead, backward of j
-        y = stage.forward(j + ahead, x)
-        gradient = exchange(stage, y, stage.next)
-        dx = stage.backward(j, gradient)
-        if j + ahead + 1 < m:
-            x = exchange(stage, dx, stage.previous)
+def run_one_by_one(stage: Stage, actions: list[Action]) -> None:
+    """The simplest form: receive, compute, send. It runs naive and afab and deadlocks on 1F1B.
+
+    In the steady state of 1F1B two neighbours want to send at the same time, one an activation and
+    the other a gradient. Each waits for the other to receive.
+    """
+    for kind, i in actions:
+        if kind == "F":
+            y = stage.forward(i, stage.recv(stage.prev_rank))
+            stage.send(y, stage.next_rank)
         else:
-            stage.send(dx, stage.previous)
-    for j in range(m - ahead, m):  # the rest comes back
-        dx = stage.backward(j, stage.receive(stage.next))
-        stage.send(dx, stage.previous)
+            grad_input = stage.backward(i, stage.recv(stage.next_rank))
+            stage.send(grad_input, stage.prev_rank)
+
+
+def run_schedule(stage: Stage, actions: list[Action]) -> None:
+    """The same without deadlock: a message to a rank crosses the next message from that rank."""
+    # --- exercise 6.6: run any of the three schedules ---
+    senders = {"F": stage.prev_rank, "BW": stage.next_rank, "end": None}
+    receivers = {"F": stage.next_rank, "BW": stage.prev_rank}
+    received = stage.recv(senders["F"])  # every schedule begins with a forward pass
+    for (kind, i), (next_kind, _) in pairwise([*actions, ("end", 0)]):
+        result = stage.forward(i, received) if kind == "F" else stage.backward(i, received)
+        receiver = receivers[kind]
+        sender = senders[next_kind]
+        if sender == receiver:
+            received = stage.send_recv(result, receiver)
+        else:
+            stage.send(result, receiver)
+            received = stage.recv(sender)
     # --- end exercise ---
 
 
-ORDERS = {"naive": naive, "afab": all_forward_all_backward, "1f1b": one_forward_one_backward}
+def forward_backward(stage, actions: list[Action], tokens, labels, run=run_schedule) -> Tensor:
+    """Add to the gradients of all parameters. Returns the loss of the full batch, on every rank."""
+    stage.start_step(tokens, labels, num_micro_batches=len(actions) // 2)
+    run(stage, actions)
+    dist.all_reduce(stage.loss, group=stage.group)  # zero on all ranks but the last
+    return stage.loss
 
 
-def would_deadlock(group: dist.ProcessGroup) -> str:
-    """Run 1F1B with `send_then_receive`. Returns where this rank was stuck, or ""."""
-    dist.barrier(group)  # so that all ranks enter together a group whose messages give up after two seconds
-    limit, ranks = timedelta(seconds=2), dist.get_process_group_ranks(group)
-    doomed = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
-    stage = Stage(cut(whole_model(len(ranks)), dist.get_rank(group), len(ranks)), doomed)
-    try:
-        stage.step(partial(one_forward_one_backward, exchange=send_then_receive), 2, *batch_of(0, 2))
-        return ""
-    except RuntimeError:
-        return f"rank {stage.s} waits to {stage.waits_to}"
-    finally:
-        dist.destroy_process_group(doomed)
+# -------------------------------------------------------------------------------------------------
+# The time that a schedule takes
+# -------------------------------------------------------------------------------------------------
+
+DURATION = {"F": 1, "BW": 2}
 
 
-def timetable(orders: list[list[tuple[str, int]]]) -> list[list[tuple[str, int, int, int]]]:
-    """(kind, j, start, end) of what each rank did, in its recorded order, if F took 1, BW 2 and a message no time: it
-    starts when the rank is free and what it needs is there, F of the stage before or BW of the next."""
-    length = {"F": 1, "BW": 2}
+def simulate(schedule: list[list[Action]]) -> list[list[tuple[str, int, int, int]]]:
+    """Each rank's (kind, micro-batch, start, end), if messages take no time."""
 
     @cache
-    def end(s: int, i: int) -> int:  # when action i of rank s is done
-        kind, j = orders[s][i]
-        peer = s - 1 if kind == "F" else s + 1
-        there = end(peer, orders[peer].index((kind, j))) if 0 <= peer < len(orders) else 0
-        return max(there, end(s, i - 1) if i > 0 else 0) + length[kind]
+    def end_of(rank: int, index: int) -> int:
+        if index < 0:
+            return 0
+        kind, i = schedule[rank][index]
+        sender = rank - 1 if kind == "F" else rank + 1
+        start = end_of(rank, index - 1)  # when this rank is free, and its input is there
+        if 0 <= sender < len(schedule):
+            start = max(start, end_of(sender, schedule[sender].index((kind, i))))
+        return start + DURATION[kind]
 
-    return [[(*x, end(s, i) - length[x[0]], end(s, i)) for i, x in enumerate(row)] for s, row in enumerate(orders)]
-
-
-def draw(rows: list[list[tuple[str, int, int, int]]]) -> str:
-    """Three characters for a unit of time; what is longer than a line of the terminal is cut off."""
-    lines = [""] * len(rows)
-    for s, row in enumerate(rows):
-        for kind, j, start, end in row:
-            box = f"{kind}{j}".ljust(3 * (end - start) - 1, "-" if kind == "BW" else " ")
-            lines[s] = lines[s].ljust(3 * start) + box + " "
-    return "\n".join(f"    rank {s}   {line[:100]}{'...' * (len(line) > 100)}" for s, line in enumerate(lines))
-
-
-# ------------------------------------------------------------------------------------------------------- the proof
+    timelines = [[] for _ in schedule]
+    for rank, actions in enumerate(schedule):
+        for index, (kind, i) in enumerate(actions):
+            end = end_of(rank, index)
+            timelines[rank].append((kind, i, end - DURATION[kind], end))
+    return timelines
 
 
-def three_steps(layers: nn.Module, step_of: Callable, m: int, device: str) -> dict[str, Tensor]:
-    """Plain SGD, which forgives no wrong scale. Losses, the last gradients and the weights, by name."""
-    result = {}
+def render(timelines: list[list[tuple[str, int, int, int]]]) -> str:
+    """One line per rank, three characters per unit of time; long lines are cut off."""
+    lines = []
+    for rank, timeline in enumerate(timelines):
+        line = ""
+        for kind, i, start, end in timeline:
+            fill = "-" if kind == "BW" else " "
+            line = line.ljust(3 * start) + f"{kind}{i}".ljust(3 * (end - start) - 1, fill)
+        dots = "..." if len(line) > 87 else ""
+        lines.append(f"    rank {rank}   {line[:87]}{dots}")
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------
+# A small model, in float64, and text to train it on
+# -------------------------------------------------------------------------------------------------
+
+VOCAB = 256
+HIDDEN = 32
+BATCH = 2  # sequences of a micro-batch
+SEQ_LEN = 24
+IGNORE_INDEX = -100  # a label that is no target
+
+
+class Block(nn.Module):
+    """A decoder layer with one head: [B, S, H] -> [B, S, H]."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(HIDDEN)
+        self.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.mlp_norm = nn.RMSNorm(HIDDEN)
+        self.up_proj = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
+        self.down_proj = nn.Linear(4 * HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attn_norm(x)
+        q = self.q_proj(h)
+        k = self.k_proj(h)
+        v = self.v_proj(h)
+        x = x + self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down_proj(F.gelu(self.up_proj(self.mlp_norm(x))))
+
+
+def build_model(num_blocks: int) -> nn.Sequential:
+    """Embedding, blocks and head, with the same initial parameters on every rank.
+
+    Embedding and head are not tied: their gradient would be a sum over the first and last rank.
+    """
+    torch.manual_seed(0)
+    embedding = nn.Embedding(VOCAB, HIDDEN)
+    blocks = [Block() for _ in range(num_blocks)]
+    norm = nn.RMSNorm(HIDDEN)
+    head = nn.Linear(HIDDEN, VOCAB, bias=False)
+    return nn.Sequential(embedding, *blocks, nn.Sequential(norm, head)).double()
+
+
+def build_stage(model: nn.Sequential, stage: int, num_stages: int) -> nn.Sequential:
+    """Consecutive blocks; the first stage also has the embedding, the last stage the head."""
+    num_blocks = len(model) - 2
+    begin = 1 + stage * num_blocks // num_stages  # block 1 follows the embedding
+    end = 1 + (stage + 1) * num_blocks // num_stages
+    if stage == 0:
+        begin = 0
+    if stage == num_stages - 1:
+        end = len(model)
+    return model[begin:end]
+
+
+def get_batch(step: int, num_micro_batches: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [m B, S]. Each sequence has another number of valid labels.
+
+    The last of several micro-batches has none, so its mean loss would be 0/0.
+    """
+    text = torch.tensor(list(Path(tokenize.__file__).read_bytes()))
+    num_sequences = BATCH * num_micro_batches
+    sequence = torch.arange(num_sequences)[:, None]
+    start = (sequence + num_sequences * step) * 50 % 20000
+    window = text[start + torch.arange(SEQ_LEN + 1)]  # [m B, S + 1]
+    no_target = torch.arange(SEQ_LEN) < sequence % SEQ_LEN
+    no_target |= sequence >= max(BATCH, num_sequences - BATCH)
+    return window[:, :-1], window[:, 1:].masked_fill(no_target, IGNORE_INDEX)
+
+
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """A sum over tokens. The mean of each micro-batch would weigh their tokens differently."""
+    logits = logits.flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+# -------------------------------------------------------------------------------------------------
+# The check: three steps next to a reference, and a deadlock on purpose
+# -------------------------------------------------------------------------------------------------
+
+
+class RecordingStage(Stage):
+    """A stage that records what it does."""
+
+    def start_step(self, *args, **kwargs) -> None:
+        super().start_step(*args, **kwargs)
+        self.actions: list[Action] = []
+        self.max_in_flight = 0
+        self.bytes_sent = 0
+        self.blocked_on = ""
+
+    def forward(self, i: int, x: Tensor | None) -> Tensor:
+        y = super().forward(i, x)
+        self.actions.append(("F", i))
+        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
+        return y
+
+    def backward(self, i: int, grad_output: Tensor | None) -> Tensor | None:
+        self.actions.append(("BW", i))
+        return super().backward(i, grad_output)
+
+    def send(self, x: Tensor | None, to: int | None) -> None:
+        self.blocked_on = f"send to rank {to}"
+        self.bytes_sent += 0 if to is None else x.nbytes
+        super().send(x, to)
+
+    def recv(self, source: int | None) -> Tensor | None:
+        self.blocked_on = f"receive from rank {source}"
+        return super().recv(source)
+
+    def send_recv(self, x: Tensor | None, peer: int | None) -> Tensor | None:
+        self.bytes_sent += 0 if peer is None else x.nbytes
+        return super().send_recv(x, peer)
+
+
+def find_deadlock(group: dist.ProcessGroup) -> str:
+    """Run 1F1B with `run_one_by_one`. Returns what this rank was blocked on, or "" at the end."""
+    rank = dist.get_rank(group)
+    ranks = dist.get_process_group_ranks(group)
+    layers = build_stage(build_model(len(ranks)), rank, len(ranks))
+    actions = one_forward_one_backward(rank, len(ranks), num_micro_batches=2)
+    dist.barrier(group)  # a late rank would find that the others have given up
+    doomed = dist.new_group(ranks, timedelta(seconds=2), "gloo", use_local_synchronization=True)
+    stage = RecordingStage(layers, doomed)
+    try:
+        forward_backward(stage, actions, *get_batch(0, 2), run=run_one_by_one)
+    except RuntimeError:  # the timeout
+        return f"rank {rank} waits to {stage.blocked_on}"
+    finally:
+        dist.destroy_process_group(doomed)
+    return ""
+
+
+def reference_step(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """The full model and the full batch in one process."""
+    loss = loss_sum(model(tokens), labels) / (labels != IGNORE_INDEX).sum()
+    loss.backward()
+    return loss.detach()
+
+
+def train(layers: nn.Module, compute_grads: Callable, num_micro_batches: int) -> dict[str, Tensor]:
+    """Three steps of plain SGD; Adam would hide a wrong scale. Returns all results by name."""
+    results = {}
+    device = next(layers.parameters()).device
     for step in range(3):
         layers.zero_grad()
-        loss = step_of(*(x.to(device) for x in batch_of(step, m)))
-        if loss.requires_grad:  # the pipeline has done its backward
-            loss.backward()
-        result[f"loss {step}"] = loss.detach()
-        for w in layers.parameters():
-            w.data -= 0.1 * w.grad
-    for name, w in layers.named_parameters():
-        result |= {f"gradient of {name}": w.grad, name: w.data}
-    return result
+        tokens, labels = get_batch(step, num_micro_batches)
+        results[f"loss {step}"] = compute_grads(tokens.to(device), labels.to(device))
+        for name, p in layers.named_parameters():
+            results[f"grad of {name}, step {step}"] = p.grad.clone()
+            p.data -= 0.1 * p.grad
+    for name, p in layers.named_parameters():
+        results[name] = p.detach()
+    return results
 
 
-def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: str) -> list[str]:
-    """Each order beside one process. Rank 0 prints; every rank returns what is wrong."""
-    s, p, m, wrong = dist.get_rank(group), dist.get_world_size(group), args.micro_batches, []
-    alone, everyone, say = whole_model(args.layers).to(device), [None] * p, print if s == 0 else lambda line: None
-    right = three_steps(alone, lambda x, y: loss_sum(alone(x), y) / (y != IGNORE).sum(), m, device)
-    for name in [args.order] if args.order else ORDERS:
-        stage, began = Stage(cut(whole_model(args.layers), s, p).to(device), group), time.perf_counter()
-        mine = three_steps(stage.layers, partial(stage.step, ORDERS[name], m), m, device)
-        speed = 3 * 2 * m * T / (time.perf_counter() - began)
-        error = torch.stack([(x - right[key]).abs().max() for key, x in mine.items()]).max().item()  # NaN stays NaN
-        weights = sum(w.nbytes for w in stage.layers.parameters())
-        dist.all_gather_object(everyone, (error, stage.peak, stage.sent, weights, stage.events), group=group)
-        errors, peaks, sent, weights, events = zip(*everyone, strict=True)
-        rows = timetable(events)
-        say(f"{name}   {speed:,.0f} tokens/s; bytes of weights by rank {weights}\n{draw(rows)}")
-        idle = max(end for row in rows for *_, end in row) - 3 * m  # the work of each rank takes 3 m
-        keeps = tuple({"naive": 1, "afab": m, "1f1b": min(p - r, m)}[name] for r in range(p))
-        sends = tuple(m * (2 * T * H * 8) * ((r > 0) + (r < p - 1)) for r in range(p))
-        bubble = (p - 1) / (1 if name == "naive" else m)
-        for what, got, formula in (
-            ("idle time / time of the work", round(idle / (3 * m), 6), round(bubble, 6)),
-            ("micro-batches kept, by rank", peaks, keeps),
-            ("bytes sent in a step, by rank", sent, sends),
-        ):
-            say(f"    {what:32} {got}   by formula {formula}")
-            wrong += [f"{name}: {what} {got}, not {formula}"] if got != formula else []
-        say(f"    {'largest error':32} {max(errors):.1e}   at most 1e-10\n")
-        wrong += [f"{name}: rank {r} is off by {e:.1e}" for r, e in enumerate(errors) if not e <= 1e-10]
-    dist.all_gather_object(everyone, would_deadlock(group), group=group)
-    say(f"1f1b, sending before it receives: {'; '.join(everyone) if p > 1 else 'one rank sends nothing'}")
-    wrong += ["1f1b did not deadlock when it sent before it received"] if p > 1 and not all(everyone) else []
-    say("FAIL: " + "; ".join(wrong) if wrong else "PASS")
-    return wrong
+def expected_numbers(name: str, num_stages: int, num_micro_batches: int) -> tuple:
+    """The table at the top: idle time, and for each rank micro-batches in flight and bytes sent."""
+    idle = (num_stages - 1) / (1 if name == "naive" else num_micro_batches)
+    in_flight = []
+    bytes_sent = []
+    for rank in range(num_stages):
+        limit = {"naive": 1, "afab": num_micro_batches, "1f1b": num_stages - rank}[name]
+        in_flight.append(min(limit, num_micro_batches))
+        num_neighbours = (rank > 0) + (rank < num_stages - 1)
+        bytes_sent.append(num_neighbours * num_micro_batches * BATCH * SEQ_LEN * HIDDEN * 8)
+    return round(idle, 6), in_flight, bytes_sent
+
+
+def check(name: str, model: nn.Module, reference: dict, num_micro_batches: int, group) -> list[str]:
+    """Train with one schedule next to the reference. Rank 0 prints; all return what is wrong."""
+    rank = dist.get_rank(group)
+    num_stages = dist.get_world_size(group)
+    stage = RecordingStage(build_stage(model, rank, num_stages), group)
+    actions = SCHEDULES[name](rank, num_stages, num_micro_batches)
+    results = train(stage.layers, partial(forward_backward, stage, actions), num_micro_batches)
+
+    errors = [(tensor - reference[key]).abs().max() for key, tensor in results.items()]
+    error = torch.stack(errors).max().item()  # NaN if any error is NaN
+    stored = sum(p.nbytes for p in stage.layers.parameters())
+    found = (error, stored, stage.max_in_flight, stage.bytes_sent, stage.actions)
+    gathered = [None] * num_stages
+    dist.all_gather_object(gathered, found, group=group)
+    errors, all_stored, in_flight, bytes_sent, schedule = map(list, zip(*gathered, strict=True))
+
+    timelines = simulate(schedule)
+    compute_time = 3 * num_micro_batches
+    idle_time = max(timeline[-1][-1] for timeline in timelines) - compute_time
+    full = sum(p.nbytes for p in model.parameters())
+    measured = (round(idle_time / compute_time, 6), in_flight, bytes_sent, sum(all_stored))
+    expected = (*expected_numbers(name, num_stages, num_micro_batches), full)
+    labels = ["idle time / compute time", "micro-batches in flight", "bytes sent per step"]
+    labels.append("bytes of parameters")
+    failures = [f"{name}: error {e:.1e}" for e in errors if not e <= 1e-10]  # also NaN
+    lines = [f"{name}: largest error {max(errors):.1e}", render(timelines)]
+    for label, value, formula in zip(labels, measured, expected, strict=True):
+        lines.append(f"    {label:25}{value}, expected {formula}")
+        if value != formula:
+            failures.append(f"{name}: {label} {value}, not {formula}")
+    if rank == 0:
+        print("\n".join([*lines, f"    of which on each rank    {all_stored}"]))
+    return failures
+
+
+def fail(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # one rank speaks for all
+        print(f"{os.path.basename(__file__)}: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Three orders of a pipeline, in one file.", allow_abbrev=False)
-    say = print if os.environ.get("RANK", "0") == "0" else lambda *_, **__: None  # one line, and not one for each rank
-    parser.error = lambda words: (say(f"{parser.prog}: {words}", file=sys.stderr), sys.exit(2))
-    parser.add_argument("--order", choices=list(ORDERS), help="default: all three")
+    parser = argparse.ArgumentParser(description="Pipeline in one file", allow_abbrev=False)
+    parser.error = fail
+    parser.add_argument("--schedule", choices=SCHEDULES, help="default: all three")
     parser.add_argument("--micro-batches", type=int, default=6)
     parser.add_argument("--layers", type=int, default=6)
-    args, p, gpus = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.device_count()
-    for name, lowest in (("micro_batches", 1), ("layers", p)):
-        if not lowest <= (value := getattr(args, name)) <= 64:
-            parser.error(f"--{name.replace('_', '-')} {value}: on {p} rank(s) use {lowest} to 64")
-    if 0 < gpus < (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-        parser.error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
-    device, backend = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpus else "cpu", {"backend": "gloo"}
-    if gpus:
+    args = parser.parse_args()
+    num_stages = int(os.environ.get("WORLD_SIZE", 1))
+    if not 1 <= args.micro_batches <= 64:
+        parser.error(f"--micro-batches {args.micro_batches}: use 1 to 64")
+    if not num_stages <= args.layers <= 64:
+        parser.error(f"--layers {args.layers}: on {num_stages} rank(s) use {num_stages} to 64")
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        backend = {"backend": "nccl", "device_id": torch.device(device)}
-    one = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**backend, **one, timeout=timedelta(seconds=60))
-    wrong = demo(args, dist.group.WORLD, device)
+    if "RANK" not in os.environ:  # started by python, not by torchrun
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",  # any free port
+        }
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    # Without a device, NCCL has one communicator for batches and others for single messages. What
+    # one rank sends in a batch and the other receives alone would never arrive.
+    device_id = device if device.type == "cuda" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=60), device_id=device_id)
+
+    model = build_model(args.layers).to(device)
+    reference = train(model, partial(reference_step, model), args.micro_batches)
+    failures = []
+    for name in [args.schedule] if args.schedule else SCHEDULES:
+        model = build_model(args.layers).to(device)
+        failures += check(name, model, reference, args.micro_batches, dist.group.WORLD)
+    blocked = [None] * dist.get_world_size()
+    dist.all_gather_object(blocked, find_deadlock(dist.group.WORLD))
+    if len(blocked) > 1 and not all(blocked):  # one rank has no messages
+        failures.append("1f1b, one by one: no deadlock")
+    if dist.get_rank() == 0:
+        print("1f1b, one by one:", "; ".join(blocked))
+        print(f"FAIL: {'; '.join(failures)}" if failures else "PASS")
     dist.destroy_process_group()
-    return 1 if wrong else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

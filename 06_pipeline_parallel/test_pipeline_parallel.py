@@ -1,16 +1,15 @@
-"""The ground floor: every order gives what one process gives, keeps and sends what the formulas say, never hangs."""
+"""The core file of the pipeline against one process, against in_depth, and against the harness's meters."""
 
-import argparse
 import contextlib
 import io
-import itertools
 import math
+import os
 import random
 import sys
 import time
 from functools import cache, partial
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,38 +19,40 @@ from harness.oracle import Trace, assert_same, assert_same_named, assert_same_tr
 from harness.ranks import run_ranks
 from torch import nn
 
-sys.path.insert(1, str(Path(__file__).resolve().parent / "in_depth"))  # the depth, which must agree
+sys.path.insert(1, str(Path(__file__).resolve().parent / "in_depth"))  # which must agree
 
 import pipeline_executor
 import pipeline_parallel as pipe
-from pipeline_parallel import IGNORE, ORDERS, Stage, batch_of, cut, timetable, whole_model
-from schedule_simulator import simulate
+import schedule_simulator
+from pipeline_parallel import IGNORE_INDEX, SCHEDULES, RecordingStage, build_model, build_stage, get_batch
 from schedules import build
 
-LIMIT = 20  # seconds: what deadlocks should not take a minute to say so
+TIMEOUT = 20  # seconds: a deadlock should not take a minute to be found
 CASES = [(1, 2), (2, 1), (3, 0), (5, 1), (6, 3), (8, 2)]  # micro-batches, blocks beyond one for each stage
+MESSAGE = (pipe.BATCH, pipe.SEQ_LEN, pipe.HIDDEN)
+MESSAGE_BYTES = 8 * math.prod(MESSAGE)
 
 
-def kept(order, p, m, s):
-    return {"naive": 1, "afab": m, "1f1b": min(p - s, m)}[order]
+def expected_in_flight(name, p, m, rank):
+    return {"naive": 1, "afab": m, "1f1b": min(p - rank, m)}[name]
 
 
-# --------------------------------------------------------------------- the whole model, written a second time: formulas
+# ---------------------------------------------------------------------- the reference: the full model, a second time
 
 
-def dense_loss(w, blocks, tokens, labels):
-    """The mean over valid tokens, from a dictionary of weights, in one piece."""
+def reference_loss(w, num_blocks, tokens, labels):
+    """The mean over valid tokens, from a dict of parameters, in one piece."""
     x = w["0.weight"][tokens]
-    size = x.shape[-1]
-    later = torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool()
-    for i in range(1, blocks + 1):
-        q, k, v = (norm(x, w[f"{i}.norm1.weight"]) @ w[f"{i}.qkv.weight"].T).split(size, -1)
-        scores = (q @ k.mT / math.sqrt(size)).masked_fill(later, -math.inf)
-        x = x + scores.softmax(-1) @ v @ w[f"{i}.out.weight"].T
-        up = norm(x, w[f"{i}.norm2.weight"]) @ w[f"{i}.up.weight"].T
-        x = x + (up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))) @ w[f"{i}.down.weight"].T
-    logits = norm(x, w[f"{blocks + 1}.0.weight"]) @ w[f"{blocks + 1}.1.weight"].T
-    valid = labels != IGNORE
+    future = torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool()
+    for i in range(1, num_blocks + 1):
+        h = norm(x, w[f"{i}.attn_norm.weight"])
+        q, k, v = (h @ w[f"{i}.{name}_proj.weight"].T for name in "qkv")
+        scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(future, -math.inf)
+        x = x + scores.softmax(-1) @ v @ w[f"{i}.o_proj.weight"].T
+        up = norm(x, w[f"{i}.mlp_norm.weight"]) @ w[f"{i}.up_proj.weight"].T
+        x = x + (up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))) @ w[f"{i}.down_proj.weight"].T
+    logits = norm(x, w[f"{num_blocks + 1}.0.weight"]) @ w[f"{num_blocks + 1}.1.weight"].T
+    valid = labels != IGNORE_INDEX
     return -logits.log_softmax(-1)[valid].gather(-1, labels[valid][:, None]).mean()
 
 
@@ -60,532 +61,566 @@ def norm(x, weight):
 
 
 @cache
-def oracle(blocks, m, dtype=torch.float64, steps=3):
-    model = whole_model(blocks).to(dtype)
-    weights = dict(model.named_parameters())
+def reference(num_blocks, m, dtype=torch.float64, steps=3):
+    params = dict(build_model(num_blocks).to(dtype).named_parameters())
 
     def backward(step):
-        loss = dense_loss(weights, blocks, *batch_of(step, m))
+        loss = reference_loss(params, num_blocks, *get_batch(step, m))
         loss.backward()
         return loss.item()
 
-    return sgd_trace(weights, backward, steps=steps)
+    return sgd_trace(params, backward, steps=steps)
 
 
-def train(order, m, blocks, group, dtype=torch.float64, steps=3, change=None):
+def new_stage(num_blocks, group=None, dtype=torch.float64):
+    group = group or dist.group.WORLD
+    model = build_model(num_blocks).to(dtype)
+    return RecordingStage(build_stage(model, dist.get_rank(group), dist.get_world_size(group)), group)
+
+
+def run_step(stage, name, m, batch=None):
+    actions = SCHEDULES[name](stage.rank, stage.num_stages, m)
+    return pipe.forward_backward(stage, actions, *(batch or get_batch(0, m)))
+
+
+def train(name, m, num_blocks, group=None, dtype=torch.float64, steps=3, change=None):
     """The trace of this rank's stage, and the stage."""
-    stage = Stage(cut(whole_model(blocks), dist.get_rank(group), dist.get_world_size(group)).to(dtype), group)
+    stage = new_stage(num_blocks, group, dtype)
     if change is not None:
         change(stage)
-    weights = dict(stage.layers.named_parameters())
-    run = partial(stage.step, ORDERS[order], m)
-    return sgd_trace(weights, lambda step: run(*batch_of(step, m)).item(), steps=steps), stage
+    params = dict(stage.layers.named_parameters())
+    return sgd_trace(params, lambda step: run_step(stage, name, m, get_batch(step, m)).item(), steps=steps), stage
 
 
-def traces(order, cases, group=None):
-    """For each case what this rank's stage went through, the most it kept, and what it keeps after the last step."""
-    group = group or dist.group.WORLD
-    runs = [train(order, m, group.size() + more, group) for m, more in cases]
-    return [(trace, stage.peak, sorted(stage.kept)) for trace, stage in runs]
+def traces(name, cases, group=None):
+    """For each case the trace of this rank's stage, its most micro-batches in flight, and those left at the end."""
+    p = dist.get_world_size(group)
+    runs = [train(name, m, p + more, group) for m, more in cases]
+    return [(trace, stage.max_in_flight, sorted(stage.in_flight)) for trace, stage in runs]
 
 
-def assert_like_one_process(order, cases, ranks):
+def assert_match_reference(name, cases, ranks):
     """`ranks`: what `traces` returned on each rank of a group."""
     p = len(ranks)
     for (m, more), *stages in zip(cases, *ranks, strict=True):
-        want = oracle(p + more, m)
-        for s, (trace, peak, left) in enumerate(stages):
-            named = [{name: g for name, g in step.items() if name in trace.weights} for step in want.gradients]
-            weights = {name: w for name, w in want.weights.items() if name in trace.weights}
-            assert_same_trace(trace, Trace(want.losses, named, weights), rank=s)
-            assert peak == kept(order, p, m, s), f"{order}, rank {s}: kept {peak} of {m}"
-            assert not left, f"{order}, rank {s}: {left} are kept after the step"
-        held = sorted(name for trace, *_ in stages for name in trace.weights)
-        assert held == sorted(want.weights), "each weight lies on one rank"
+        expected = reference(p + more, m)
+        for rank, (trace, in_flight, left) in enumerate(stages):
+            named = [{name: g for name, g in step.items() if name in trace.weights} for step in expected.gradients]
+            params = {name: w for name, w in expected.weights.items() if name in trace.weights}
+            assert_same_trace(trace, Trace(expected.losses, named, params), rank=rank)
+            limit = expected_in_flight(name, p, m, rank)
+            assert in_flight == limit, f"{name}, rank {rank}: {in_flight} micro-batches in flight, not {limit}"
+            assert not left, f"{name}, rank {rank}: {left} are in flight after the step"
+        names = sorted(name for trace, *_ in stages for name in trace.weights)
+        assert names == sorted(expected.weights), "each parameter is on one rank"
 
 
 @pytest.mark.always("naive-2", "afab-4", "1f1b-4")
 @pytest.mark.parametrize("p", [1, 2, 4])
-@pytest.mark.parametrize("order", ORDERS)
-def test_loss_every_gradient_and_weights_are_those_of_one_process(order, p):
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_three_steps_match_reference(name, p):
     cases = CASES if p < 4 else CASES[2:5]
-    assert_like_one_process(order, cases, run_ranks(p, traces, order, cases, timeout=LIMIT))
+    assert_match_reference(name, cases, run_ranks(p, traces, name, cases, timeout=TIMEOUT))
 
 
-def test_there_may_be_fewer_micro_batches_than_stages():
+def test_fewer_micro_batches_than_stages():
     cases = [(1, 1), (2, 0)]
-    assert_like_one_process("1f1b", cases, run_ranks(4, traces, "1f1b", cases, timeout=LIMIT))
+    assert_match_reference("1f1b", cases, run_ranks(4, traces, "1f1b", cases, timeout=TIMEOUT))
 
 
-def in_slices(order):
-    rank, groups = dist.get_rank(), [dist.new_group([1, 3]), dist.new_group([0, 2])]
-    return traces(order, [(3, 1)], groups[0] if rank in (1, 3) else groups[1])
+def in_slices(name):
+    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]
+    return traces(name, [(3, 1)], groups[0] if dist.get_rank() in (1, 3) else groups[1])
 
 
-def test_a_group_may_be_a_slice_of_the_world():
-    for order in ("1f1b", "naive"):
-        ranks = run_ranks(4, in_slices, order, timeout=LIMIT)
-        assert_like_one_process(order, [(3, 1)], ranks[1::2])
-        assert_like_one_process(order, [(3, 1)], ranks[::2])
+def test_two_slices_of_the_world_train_two_models():
+    for name in ("1f1b", "naive"):
+        ranks = run_ranks(4, in_slices, name, timeout=TIMEOUT)
+        assert_match_reference(name, [(3, 1)], ranks[1::2])
+        assert_match_reference(name, [(3, 1)], ranks[::2])
 
 
-def test_layers_are_shared_out_evenly_and_the_ends_are_at_the_ends():
-    for blocks in range(1, 12):
-        for p in range(1, blocks + 1):
-            stages = [list(cut(whole_model(blocks), s, p)._modules) for s in range(p)]
-            assert [name for names in stages for name in names] == [str(i) for i in range(blocks + 2)]
+def test_every_layer_is_in_one_stage_and_stages_differ_by_one_block_at_most():
+    for num_blocks in range(1, 12):
+        for p in range(1, num_blocks + 1):
+            stages = [list(build_stage(build_model(num_blocks), s, p)._modules) for s in range(p)]
+            assert [name for names in stages for name in names] == [str(i) for i in range(num_blocks + 2)]
             sizes = [len(names) - (s == 0) - (s == p - 1) for s, names in enumerate(stages)]
-            assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1, (blocks, p, sizes)
+            assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1, (num_blocks, p, sizes)
 
 
-# ------------------------------------------------------------------------------------------------------- the depth
+# --------------------------------------------------------------------------------------------------------- in depth
 
 
-def both_floors(order, m, blocks):
-    group, p, s = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    tokens, labels = batch_of(0, m)
-    valid = (labels != IGNORE).sum().item()
-    stage = Stage(cut(whole_model(blocks), s, p), group)
-    loss = stage.step(ORDERS[order], m, tokens, labels)
-    other = cut(whole_model(blocks), s, p)
-    runner = pipeline_executor.Pipeline(
-        build(order, p, m, 1),
-        {(0, s): other},
-        group,
-        loss=lambda logits, labels: pipe.loss_sum(logits, labels) / valid,
-        example=stage.example,
+def core_and_in_depth(name, m, num_blocks):
+    stage = new_stage(num_blocks)
+    tokens, labels = get_batch(0, m)
+    num_valid = (labels != IGNORE_INDEX).sum().item()
+    loss = run_step(stage, name, m)
+    other = build_stage(build_model(num_blocks), stage.rank, stage.num_stages)
+    executor = pipeline_executor.Pipeline(
+        build(name, stage.num_stages, m, 1),
+        {(0, stage.rank): other},
+        stage.group,
+        loss=lambda logits, labels: pipe.loss_sum(logits, labels) / num_valid,
+        example=stage.new_message(),
     )
-    theirs = runner.step(tokens.chunk(m), labels.chunk(m), broadcast=True)
-    events = [(action.kind, action.micro_batch) for action, *_ in runner.timeline]
+    deep_loss = executor.step(tokens.chunk(m), labels.chunk(m), broadcast=True)
+    actions = [(action.kind, action.micro_batch) for action, *_ in executor.timeline]
     grads = [{name: w.grad for name, w in layers.named_parameters()} for layers in (stage.layers, other)]
-    return (loss, grads[0], stage.events, stage.peak), (theirs, grads[1], events, runner.peak)
+    return (loss, grads[0], stage.actions, stage.max_in_flight), (deep_loss, grads[1], actions, executor.peak)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_executor_of_the_depth_gives_the_same_in_the_same_order(order):
-    for p, m, blocks in ((2, 5, 3), (4, 6, 5)):
-        want = oracle(blocks, m, steps=1)
-        for s, ((loss, grads, *rest), (other, others, *more)) in enumerate(
-            run_ranks(p, both_floors, order, m, blocks, timeout=LIMIT)
-        ):
-            assert_same(loss, other, what="loss", rank=s)
-            assert_same_named(grads, others, what="gradient of", rank=s)
-            assert_same_named(grads, {name: want.gradients[0][name] for name in grads}, what="gradient of", rank=s)
-            assert rest == more, f"rank {s}: {first_difference(*rest, *more)}"
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_in_depth_agrees(name):
+    for p, m, num_blocks in ((2, 5, 3), (4, 6, 5)):
+        expected = reference(num_blocks, m, steps=1)
+        for rank, (core, deep) in enumerate(run_ranks(p, core_and_in_depth, name, m, num_blocks, timeout=TIMEOUT)):
+            assert_same(core[0], deep[0], what="loss", rank=rank)
+            assert_same_named(core[1], deep[1], what="gradient of", rank=rank)
+            assert_same_named(core[1], {n: expected.gradients[0][n] for n in core[1]}, what="gradient of", rank=rank)
+            assert core[2:] == deep[2:], f"rank {rank}: actions and micro-batches in flight"
 
 
-def first_difference(actions, kept, others, depth_kept):
-    names = ([f"{kind}{j}" for kind, j in row] for row in (actions, others))
-    for turn, (mine, theirs) in enumerate(itertools.zip_longest(*names, fillvalue="nothing"), 1):
-        if mine != theirs:
-            return f"action {turn} is {mine}, but should be {theirs}"
-    return f"{kept} micro-batches are kept, but should be {depth_kept}"
+# ------------------------------------------------------------------------------- schedules and messages, without ranks
 
 
-class Recorder:
-    """A stage between two others which does nothing but write down what it is asked for."""
+class MessageRecorder:
+    """A stage that computes nothing and writes down what it is asked for."""
 
-    s, p, previous, next = 1, 3, 0, 2
+    def __init__(self, rank, num_stages):
+        self.prev_rank = rank - 1 if rank > 0 else None
+        self.next_rank = rank + 1 if rank < num_stages - 1 else None
+        self.calls = []
 
-    def __init__(self):
-        self.asked = []
+    def forward(self, i, x):
+        self.calls.append(("F", i))
 
-    def forward(self, j, x):
-        self.asked.append(f"F{j}")
-
-    def backward(self, j, gradient):
-        self.asked.append(f"BW{j}")
+    def backward(self, i, grad_output):
+        self.calls.append(("BW", i))
 
     def send(self, x, to):
-        self.asked.append(f"send to {to}")
+        self.calls += [("send", to)] if to is not None else []
 
-    def receive(self, source):
-        self.asked.append(f"receive from {source}")
+    def recv(self, source):
+        self.calls += [("recv", source)] if source is not None else []
 
-
-def asked_for(order, m):
-    stage = Recorder()
-    crossing = {"exchange": lambda stage, x, peer: stage.asked.append(f"exchange with {peer}")}
-    ORDERS[order](stage, m, **(crossing if order == "1f1b" else {}))
-    return stage.asked
+    def send_recv(self, x, peer):
+        self.calls += [("send_recv", peer)] if peer is not None else []
 
 
-@pytest.mark.parametrize("order", ["naive", "afab"])
-def test_what_a_stage_has_made_leaves_before_it_makes_the_next(order):
-    """Otherwise the next stage has nothing to do, although all numbers and the order of actions are right."""
-    [asked] = run_ranks(1, asked_for, order, 3)
-    for kind, source, to in (("F", 0, 2), ("BW", 2, 0)):
-        for j in range(3):
-            at = asked.index(f"{kind}{j}")
-            around = asked[max(at - 1, 0) : at + 2]
-            assert around == [f"receive from {source}", f"{kind}{j}", f"send to {to}"], f"{order}: {around}"
+SIZES = [(p, m) for p in (1, 2, 3, 4, 8, 13) for m in (1, 2, 3, 7, 20)]
 
 
-def test_what_crosses_in_1f1b_goes_through_the_exchange_that_is_given():
-    [asked] = run_ranks(1, asked_for, "1f1b", 3)
-    crossing = [words for words in asked if words.startswith("exchange")]
-    assert crossing == ["exchange with 2", "exchange with 0", "exchange with 2"], asked
+def calls_of_all_stages(run, name):
+    """By size: for each rank its list of actions, and what the executor asked of the stage."""
+    calls = {}
+    for p, m in SIZES:
+        stages = [MessageRecorder(rank, p) for rank in range(p)]
+        schedule = [SCHEDULES[name](rank, p, m) for rank in range(p)]
+        for stage, actions in zip(stages, schedule, strict=True):
+            run(stage, actions)
+        calls[p, m] = schedule, [stage.calls for stage in stages]
+    return calls
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (3, 2), (4, 4), (4, 10), (8, 20)])
-def test_the_timetable_is_that_of_the_simulator(order, p, m):
-    schedule = build(order, p, m, 1)
-    timeline = simulate(schedule)  # F, B and W take 1 each
-    rows = timetable([[(action.kind, action.micro_batch) for action in row] for row in schedule.actions])
-    for s, row in enumerate(rows):
-        assert [x[2] for x in row] == list(timeline.start[s]), f"rank {s} starts"
-        assert [x[3] for x in row] == list(timeline.end[s]), f"rank {s} ends"
-    idle = max(x[3] for row in rows for x in row) - 3 * m
-    assert idle == 3 * (p - 1) * (m if order == "naive" else 1)
+def replay(calls):
+    """Run the calls with sends that block until they are received. Returns what each rank is blocked on, or fails."""
+    p = len(calls)
+    position = [0] * p
+    last = [None] * p  # what each rank has computed last
+    received = [[] for _ in range(p)]
+    halves = [set() for _ in range(p)]  # what is left of a rank's call: "send", "recv" or both, with the peer
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(p):
+            while not halves[rank] and position[rank] < len(calls[rank]):
+                kind, value = calls[rank][position[rank]]
+                position[rank] += 1
+                moved = True
+                if kind in ("F", "BW"):
+                    sender = rank - 1 if kind == "F" else rank + 1
+                    got = received[rank].pop() if 0 <= sender < p else (kind, value)
+                    assert got == (kind, value), f"rank {rank} has received {got} and computes {kind}{value}"
+                    assert not received[rank], f"rank {rank} received {received[rank]} for nothing"
+                    last[rank] = kind, value
+                else:
+                    halves[rank] = {(half, value) for half in kind.split("_")}
+            for half, peer in list(halves[rank]):
+                if half == "send" and ("recv", rank) in halves[peer]:
+                    halves[rank].remove(("send", peer))
+                    halves[peer].remove(("recv", rank))
+                    received[peer].append(last[rank])
+                    moved = True
+    return [sorted(left) for left in halves]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_size_deadlocks_and_every_action_has_the_right_input(name):
+    [calls] = run_ranks(1, calls_of_all_stages, pipe.run_schedule, name)
+    for (p, m), (schedule, calls_of) in calls.items():
+        assert replay(calls_of) == [[]] * p, f"{name}: deadlock with {p} stages and {m} micro-batches"
+        for rank, actions in enumerate(schedule):
+            made = [call for call in calls_of[rank] if call[0] in ("F", "BW")]
+            deep = [(a.kind, a.micro_batch) for a in build(name, p, m, 1).actions[rank]]
+            assert made == actions == deep, f"rank {rank} of {p}, {m} micro-batches: {actions}, in depth {deep}"
+            for call, after in zip(calls_of[rank], [*calls_of[rank][1:], ("end", None)], strict=True):
+                receiver = {"F": rank + 1, "BW": rank - 1}.get(call[0], -1)
+                sends = after[0].startswith("send") and after[1] == receiver
+                assert sends or not 0 <= receiver < p, f"{call} is not sent at once, but followed by {after}"
+
+
+def test_one_by_one_runs_all_but_1f1b():
+    for name in SCHEDULES:
+        [calls] = run_ranks(1, calls_of_all_stages, pipe.run_one_by_one, name)
+        for (p, m), (_, calls_of) in calls.items():
+            blocked = replay(calls_of)
+            crosses = name == "1f1b" and p > 1 and m > 1
+            assert (blocked != [[]] * p) == crosses, f"{name}, {p} stages, {m} micro-batches: {blocked}"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_simulate_gives_the_formulas_and_agrees_with_in_depth(name):
+    for p, m in [(1, 3), (2, 1), (3, 2), (4, 4), (4, 10), (8, 20)]:
+        schedule = build(name, p, m, 1)
+        expected = schedule_simulator.simulate(schedule)  # F, B and W take 1 each
+        timelines = pipe.simulate([SCHEDULES[name](rank, p, m) for rank in range(p)])
+        for rank, timeline in enumerate(timelines):
+            assert [start for *_, start, _ in timeline] == list(expected.start[rank]), f"rank {rank} starts"
+            assert [end for *_, end in timeline] == list(expected.end[rank]), f"rank {rank} ends"
+        idle = max(end for timeline in timelines for *_, end in timeline) - 3 * m
+        assert idle == 3 * (p - 1) * (m if name == "naive" else 1)
 
 
 def test_the_drawings_in_the_docstring_are_what_is_drawn():
-    for order in ORDERS:
-        actions = [[(a.kind, a.micro_batch) for a in row] for row in build(order, 2, 3, 1).actions]
-        for line in pipe.draw(timetable(actions)).splitlines():
-            assert line.strip().replace("rank ", "").split(" ", 1)[1].strip() in pipe.__doc__, (order, line)
-    long = pipe.draw(timetable([[("F", j) for j in range(64)]]))
-    assert len(long) < 120 and long.endswith("...")
+    for name in SCHEDULES:
+        drawing = pipe.render(pipe.simulate([SCHEDULES[name](rank, 2, 3) for rank in range(2)]))
+        assert all(line.strip() in pipe.__doc__ for line in drawing.splitlines()), drawing
+    long = pipe.render(pipe.simulate([[("F", i) for i in range(64)]]))
+    assert len(long) < 110 and long.endswith("...")
 
 
-# ------------------------------------------------------------------------------------------------ bytes sent and held
+# ------------------------------------------------------------------------------------------- bytes sent and stored
 
 
-def sent_bytes(order, m):
-    p, s = dist.get_world_size(), dist.get_rank()
-    stage = Stage(cut(whole_model(p + 1), s, p), dist.group.WORLD)
-    batch = batch_of(0, m)
+def bytes_of_a_step(name, m):
+    stage = new_stage(dist.get_world_size() + 1)
     with communication() as meter:
-        stage.step(ORDERS[order], m, *batch)
-    neighbours = (s > 0) + (s < p - 1)
-    assert meter.calls["send"] == meter.calls["recv"] == m * neighbours, dict(meter.calls)
-    assert meter.payload["send"] == stage.sent == m * neighbours * 2 * pipe.T * pipe.H * 8, f"rank {s}"
+        run_step(stage, name, m)
+    num_neighbours = (stage.prev_rank is not None) + (stage.next_rank is not None)
+    assert meter.calls["send"] == meter.calls["recv"] == m * num_neighbours, dict(meter.calls)
+    assert meter.payload["send"] == stage.bytes_sent == m * num_neighbours * MESSAGE_BYTES, f"rank {stage.rank}"
     assert meter.payload["all_reduce"] == 8 and set(meter.calls) <= {"send", "recv", "all_reduce"}, dict(meter.calls)
     return held_bytes(stage.layers).parameters
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_each_neighbour_gets_one_message_of_n_bytes_for_each_micro_batch_and_no_more(order):
-    held = run_ranks(4, sent_bytes, order, 6, timeout=LIMIT)
-    assert sum(held) == held_bytes(whole_model(5)).parameters and max(held) < sum(held) / 2
-    run_ranks(2, sent_bytes, order, 1, timeout=LIMIT)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bytes_stored_and_sent_match_the_formulas(name):
+    stored = run_ranks(4, bytes_of_a_step, name, 6, timeout=TIMEOUT)
+    assert sum(stored) == held_bytes(build_model(5)).parameters and max(stored) < sum(stored) / 2
+    run_ranks(2, bytes_of_a_step, name, 1, timeout=TIMEOUT)
 
 
-def one_peak(order, m):
-    """The most bytes that a second step allocates, gradients being there, and what is left of them."""
-    p, s = dist.get_world_size(), dist.get_rank()
-    stage, batch = Stage(cut(whole_model(p), s, p), dist.group.WORLD), batch_of(0, m)
-    stage.step(ORDERS[order], m, *batch)
-    dist.barrier()
-    with peak_memory() as memory:
-        stage.step(ORDERS[order], m, *batch)
-        left = memory.current
-    return memory.peak, left
+def memory_of_steps(name, m):
+    """The most bytes that a step allocates when gradients are there, and what is left after it: the least of three.
 
-
-def peaks(order, m):
-    """gloo's threads may let go of a buffer late: the least of three."""
-    runs = [one_peak(order, m) for _ in range(3)]
-    return min(peak for peak, _ in runs), min(left for _, left in runs)
+    A thread of Gloo may free a buffer late.
+    """
+    stage, batch = new_stage(dist.get_world_size()), get_batch(0, m)
+    run_step(stage, name, m, batch)
+    peaks, left = [], []
+    for _ in range(3):
+        dist.barrier()
+        with peak_memory() as memory:
+            run_step(stage, name, m, batch)
+            left.append(memory.current)
+        peaks.append(memory.peak)
+    return min(peaks), min(left)
 
 
 def bytes_of_one_forward():
-    """What one micro-batch keeps on this rank between F and BW: what autograd saves, and the output itself."""
-    p, s = dist.get_world_size(), dist.get_rank()
-    layers = cut(whole_model(p), s, p)
-    tokens, labels = batch_of(0, 1)
-    x = tokens if s == 0 else torch.randn(*tokens.shape, pipe.H, dtype=torch.float64, requires_grad=True)
-    with saved_activations(exclude=[*layers.parameters(), tokens, labels]) as saved:
-        y = layers(x)
-        if s == p - 1:
+    """What one micro-batch has in memory between F and BW: what autograd saves, and the output itself."""
+    stage = new_stage(dist.get_world_size())
+    tokens, labels = get_batch(0, 1)
+    x = tokens
+    if stage.rank > 0:
+        x = torch.randn(MESSAGE, dtype=torch.float64, requires_grad=True)
+    with saved_activations(exclude=[*stage.layers.parameters(), tokens, labels]) as saved:
+        y = stage.layers(x)
+        if stage.next_rank is None:
             y = pipe.loss_sum(y, labels) / 3
     assert y.requires_grad
-    return saved.bytes + (y.nbytes if s < p - 1 else 0)
+    return saved.bytes + (y.nbytes if stage.next_rank is not None else 0)
 
 
 def test_memory_grows_with_every_micro_batch_in_afab_and_not_at_all_in_1f1b_or_naive():
-    """Two ranks; peak bytes of everything that a step allocates."""
+    """Two ranks; peak bytes of everything that a step allocates, and nothing but a loss is left of it."""
     one = run_ranks(2, bytes_of_one_forward)
-    peak = {(order, m): run_ranks(2, peaks, order, m, timeout=LIMIT) for order in ORDERS for m in (4, 8)}
-    for s in range(2):
-        for order in ("naive", "1f1b"):
-            assert peak[order, 8][s] == peak[order, 4][s], (
-                f"{order}, rank {s}: {peak[order, 4][s]}, {peak[order, 8][s]}"
-            )
-        grows = peak["afab", 8][s][0] - peak["afab", 4][s][0]
-        assert 4 * one[s] <= grows <= 4.02 * one[s], f"afab, rank {s}: {grows} bytes for 4 times {one[s]}"
-        # What 1F1B keeps beyond naive is one micro-batch more on rank 0, and none on rank 1.
-        more = peak["1f1b", 8][s][0] - peak["naive", 8][s][0]
-        n = 2 * pipe.T * pipe.H * 8
-        assert (1 - s) * one[s] - 2 * n <= more <= (1 - s) * one[s] + 2 * n, f"rank {s}: {more} bytes"
+    memory = {(name, m): run_ranks(2, memory_of_steps, name, m, timeout=TIMEOUT) for name in SCHEDULES for m in (4, 8)}
+    for rank in range(2):
+        peak = {key: ranks[rank][0] for key, ranks in memory.items()}
+        for name in ("naive", "1f1b"):
+            assert peak[name, 8] == peak[name, 4], f"{name}, rank {rank}: {peak[name, 4]}, {peak[name, 8]}"
+        grows = peak["afab", 8] - peak["afab", 4]
+        assert 4 * one[rank] <= grows <= 4.02 * one[rank], f"afab, rank {rank}: {grows} bytes for 4 times {one[rank]}"
+        # 1F1B has one micro-batch more in flight than naive on rank 0, and as many on rank 1.
+        more = peak["1f1b", 8] - peak["naive", 8]
+        assert abs(more - (1 - rank) * one[rank]) <= 2 * MESSAGE_BYTES, f"rank {rank}: {more} bytes"
+        for key, ranks in memory.items():
+            assert ranks[rank][1] <= 1024, f"{key}, rank {rank}: {ranks[rank][1]} bytes are left after a step"
 
 
-def left_after_steps(order):
-    stage, batch = Stage(cut(whole_model(2), dist.get_rank(), 2), dist.group.WORLD), batch_of(0, 5)
-    stage.step(ORDERS[order], 5, *batch)
-    left = []
-    with peak_memory() as memory:
-        for _ in range(4):
-            stage.step(ORDERS[order], 5, *batch)
-            dist.barrier()
-            left.append(memory.current)
-    return left
+# ---------------------------------------------------------------------------------------------------- order in time
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_step_leaves_no_activation_and_no_message_behind(order):
-    for s, left in enumerate(run_ranks(2, left_after_steps, order, timeout=LIMIT)):
-        small = 2 * pipe.T * pipe.H * 8 + 1024  # the example of a message, and the loss
-        assert left[0] <= small and left[-1] <= left[0], f"rank {s}: {left} bytes"
-
-
-# ----------------------------------------------------------------------------------------------------- order in time
-
-
-def deadlocks_and_goes_on():
+def deadlock_and_train():
     began = time.monotonic()
-    stuck = pipe.would_deadlock(dist.group.WORLD)
+    blocked = pipe.find_deadlock(dist.group.WORLD)
     took = time.monotonic() - began
     dist.barrier()  # the group of the job is as before
-    return stuck, took, traces("1f1b", [(3, 1)])
+    return blocked, took, traces("1f1b", [(3, 1)])
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
-def test_sending_before_receiving_deadlocks_in_bounded_time_and_harms_nobody(p):
-    ends = run_ranks(p, deadlocks_and_goes_on, timeout=40)
-    stuck = [where for where, *_ in ends]
-    assert_like_one_process("1f1b", [(3, 1)], [after for *_, after in ends])
+def test_1f1b_one_by_one_deadlocks_in_bounded_time_and_the_job_goes_on(p):
+    ends = run_ranks(p, deadlock_and_train, timeout=40)
+    blocked = [where for where, *_ in ends]
+    assert_match_reference("1f1b", [(3, 1)], [after for *_, after in ends])
     if p == 1:
-        assert stuck == [""]
+        assert blocked == [""]
         return
     circle = [f"rank {p - 2} waits to send to rank {p - 1}", f"rank {p - 1} waits to send to rank {p - 2}"]
-    assert stuck[-2:] == circle and stuck[:-2] == [f"rank {s} waits to receive from rank {s + 1}" for s in range(p - 2)]
+    others = [f"rank {rank} waits to receive from rank {rank + 1}" for rank in range(p - 2)]
+    assert blocked == others + circle
     assert max(took for _, took, _ in ends) < 15
 
 
-def with_delays(order, seed):
+def with_delays(name, seed):
     """Every F and BW takes some time longer, now on this rank, now on that."""
-    rank = dist.get_rank()
-    dice = random.Random(100 * seed + rank)
+    dice = random.Random(100 * seed + dist.get_rank())
 
     def change(stage):
-        for name in ("forward", "backward"):
-            plain = getattr(stage, name)
-            slow = lambda *args, plain=plain: (time.sleep(dice.choice([0, 0, 0.003, 0.02])), plain(*args))[1]  # noqa: E731
-            setattr(stage, name, slow)
+        def slow(plain, *args):
+            time.sleep(dice.choice([0, 0, 0.003, 0.02]))
+            return plain(*args)
 
-    trace, _ = train(order, 6, 4, dist.group.WORLD, steps=1, change=change)
-    want = oracle(4, 6, steps=1)
-    assert_same_named(trace.gradients[0], {k: want.gradients[0][k] for k in trace.weights}, what="gradient", rank=rank)
+        stage.forward = partial(slow, stage.forward)
+        stage.backward = partial(slow, stage.backward)
+
+    trace, _ = train(name, 6, 4, steps=1, change=change)
+    expected = reference(4, 6, steps=1).gradients[0]
+    assert_same_named(trace.gradients[0], {name: expected[name] for name in trace.weights}, rank=dist.get_rank())
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_delay_anywhere_makes_1f1b_hang_or_changes_a_gradient(seed):
-    run_ranks(4, with_delays, "1f1b", seed, timeout=LIMIT)
+def test_random_delays_do_not_change_a_gradient_or_deadlock(seed):
+    run_ranks(4, with_delays, "1f1b", seed, timeout=TIMEOUT)
 
 
-def watched_exchanges():
-    """[(kinds of the messages of a batch, how many of them are waited for when the exchange returns)]"""
-    group, seen = dist.group.WORLD, []
+def view_with_gaps(factor):
+    return factor * torch.arange(math.prod(MESSAGE), dtype=torch.float64).view(MESSAGE[::-1]).permute(2, 1, 0)
+
+
+def crossing_messages():
+    """[(kinds of the messages of a batch, how many of them are waited for when send_recv returns)]"""
+    batches = []
     plain = dist.batch_isend_irecv
 
-    def watching(ops):
-        works = plain(ops)
-        waited = set()
-        seen.append((sorted(op.op.__name__ for op in ops), waited))
+    def watch(ops):
+        works = [Mock(wraps=work) for work in plain(ops)]
+        batches.append((sorted(op.op.__name__ for op in ops), works))
+        return works
 
-        class Watched:
-            def __init__(self, i):
-                self.i = i
-
-            def wait(self, *args):
-                waited.add(self.i)
-                return works[self.i].wait(*args)
-
-        return [Watched(i) for i in range(len(works))]
-
-    stage = Stage(cut(whole_model(2), dist.get_rank(), 2), group)
-    stage.example = torch.empty(2, 3, dtype=torch.float64)
-    stage.sent = 0
-    peer, x = 1 - stage.s, torch.full((3, 2), 1.0 + stage.s, dtype=torch.float64).t()  # a view: not one run of bytes
-    dist.batch_isend_irecv = watching
-    try:
-        got = pipe.both_at_once(stage, x, peer)
-    finally:
-        dist.batch_isend_irecv = plain
-    assert_same(got, torch.full((2, 3), 2.0 - stage.s, dtype=torch.float64), what="what came", rank=stage.s)
-    assert stage.sent == 48
-    assert pipe.both_at_once(stage, x, None) is None
-    return [(kinds, len(waited)) for kinds, waited in seen]
+    stage = new_stage(2)
+    stage.start_step(*get_batch(0, 1), 1)
+    with patch.object(dist, "batch_isend_irecv", watch):
+        received = stage.send_recv(view_with_gaps(1.0 + stage.rank), 1 - stage.rank)
+    assert_same(received, view_with_gaps(2.0 - stage.rank), what="what was received", rank=stage.rank)
+    assert stage.bytes_sent == MESSAGE_BYTES
+    assert stage.send_recv(received, None) is None
+    return [(kinds, sum(work.wait.called for work in works)) for kinds, works in batches]
 
 
-def test_what_crosses_is_started_as_one_batch_and_both_messages_are_waited_for():
-    assert run_ranks(2, watched_exchanges, timeout=8) == [[(["irecv", "isend"], 2)]] * 2
+def test_crossing_messages_are_one_batch_and_both_are_waited_for():
+    assert run_ranks(2, crossing_messages, timeout=8) == [[(["irecv", "isend"], 2)]] * 2
 
 
-class Turned(nn.Module):
-    """The same numbers in another order in memory."""
+class Transposed(nn.Module):
+    """The same values in another order in memory."""
 
-    def __init__(self, inside):
+    def __init__(self, layers):
         super().__init__()
-        self.inside = inside
+        self.layers = layers
 
     def forward(self, x):
-        return self.inside(x).transpose(0, 1).contiguous().transpose(0, 1)
+        return self.layers(x).transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def turned_stages(order):
+def train_transposed(name):
     def change(stage):
-        if stage.next is not None:
-            stage.layers = Turned(stage.layers)
+        if stage.next_rank is not None:
+            stage.layers = Transposed(stage.layers)
 
-    trace, _ = train(order, 3, 4, dist.group.WORLD, steps=1, change=change)
-    got = {name.removeprefix("inside."): g for name, g in trace.gradients[0].items()}
-    want = oracle(4, 3, steps=1).gradients[0]
-    assert_same_named(got, {name: want[name] for name in got}, what="gradient of", rank=dist.get_rank())
+    trace, _ = train(name, 3, 4, steps=1, change=change)
+    grads = {name.removeprefix("layers."): g for name, g in trace.gradients[0].items()}
+    expected = reference(4, 3, steps=1).gradients[0]
+    assert_same_named(grads, {name: expected[name] for name in grads}, what="gradient of", rank=dist.get_rank())
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_what_a_stage_returns_may_be_a_view_with_gaps(order):
-    run_ranks(3, turned_stages, order, timeout=LIMIT)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_output_of_a_stage_may_be_a_view_with_gaps(name):
+    run_ranks(3, train_transposed, name, timeout=TIMEOUT)
 
 
 def three_messages():
-    stage = Stage(cut(whole_model(2), dist.get_rank(), 2), dist.group.WORLD)
-    stage.example, stage.sent = torch.empty(2, 3, dtype=torch.float64), 0
-    view = torch.arange(6.0, dtype=torch.float64).view(3, 2).t()
-    if stage.s == 0:
-        for x, to in ((view, 1), (2 * view, 1), (view, None)):
-            stage.send(x, to)
-        assert stage.receive(None) is None and stage.sent == 96
+    stage = new_stage(2)
+    stage.start_step(*get_batch(0, 1), 1)
+    if stage.rank == 0:
+        for factor, to in ((1, 1), (2, 1), (3, None)):
+            stage.send(view_with_gaps(factor), to)
+        assert stage.recv(None) is None
         return []
-    got = [stage.receive(0), stage.receive(0), stage.example.zero_()]
-    assert stage.sent == 0
-    return got
+    return [stage.recv(0), stage.recv(0)]
 
 
-def test_a_message_arrives_as_it_was_and_nobody_before_or_after_is_no_message():
-    _, got = run_ranks(2, three_messages, timeout=LIMIT)
-    for x, times in zip(got, (1, 2, 0), strict=True):
-        assert_same(x, times * torch.arange(6.0, dtype=torch.float64).view(3, 2).t())
+def test_messages_arrive_as_they_were_sent():
+    _, received = run_ranks(2, three_messages, timeout=TIMEOUT)
+    for factor, x in enumerate(received, 1):
+        assert_same(x, view_with_gaps(factor))
 
 
-# -------------------------------------------------------------------------------------------------- modes, precision
+# ------------------------------------------------------------------------------------------------- modes, precision
 
 
 def steps_without_zero_grad():
-    stage, batch = Stage(cut(whole_model(3), dist.get_rank(), 2), dist.group.WORLD), batch_of(0, 4)
-    losses = [stage.step(ORDERS["1f1b"], 4, *batch) for _ in range(2)]
-    return losses, {name: w.grad for name, w in stage.layers.named_parameters()}
+    stage, batch = new_stage(3), get_batch(0, 4)
+    losses = [run_step(stage, "1f1b", 4, batch) for _ in range(2)]
+    grads = {name: w.grad.clone() for name, w in stage.layers.named_parameters()}
+    return losses, grads, [name for name in SCHEDULES if run_step(stage, name, 4, batch).requires_grad]
 
 
-def test_gradients_add_up_over_steps_until_they_are_zeroed():
-    want = oracle(3, 4)
-    for s, (losses, gradients) in enumerate(run_ranks(2, steps_without_zero_grad, timeout=LIMIT)):
-        assert_same(losses[0], want.losses[0], what="the loss of the first step", rank=s)
-        assert_same(losses[1], want.losses[0], what="the loss of the second step", rank=s)
-        twice = {name: 2 * want.gradients[0][name] for name in gradients}
-        assert_same_named(gradients, twice, what="gradient of", rank=s)
-
-
-def graphs_of_losses():
-    stage = Stage(cut(whole_model(2), dist.get_rank(), 2), dist.group.WORLD)
-    return {order: stage.step(ORDERS[order], 2, *batch_of(0, 2)).requires_grad for order in ORDERS}
-
-
-def test_the_loss_that_is_told_has_no_graph():
-    for s, graphs in enumerate(run_ranks(2, graphs_of_losses, timeout=LIMIT)):
-        assert not any(graphs.values()), f"rank {s} returns a loss with the graph of its micro-batches: {graphs}"
+def test_gradients_accumulate_over_steps_and_the_loss_has_no_graph():
+    expected = reference(3, 4)
+    for rank, (losses, grads, with_graph) in enumerate(run_ranks(2, steps_without_zero_grad, timeout=TIMEOUT)):
+        assert_same(losses[0], expected.losses[0], what="the loss of the first step", rank=rank)
+        assert_same(losses[1], expected.losses[0], what="the loss of the second step", rank=rank)
+        twice = {name: 2 * expected.gradients[0][name] for name in grads}
+        assert_same_named(grads, twice, what="gradient of", rank=rank)
+        assert not with_graph, f"rank {rank} returns a loss with the graph of its micro-batches: {with_graph}"
 
 
 def error_in_bf16(m):
-    """(error of the pipeline, error of one process) of all gradients: both in bf16, both against float64."""
-    trace, _ = train("1f1b", m, 3, dist.group.WORLD, torch.bfloat16, steps=1)
-    right, dense = oracle(3, m).gradients[0], oracle(3, m, torch.bfloat16, 1).gradients[0]
+    """Error of the pipeline and of one process in all gradients: both in bf16, both against float64."""
+    trace, _ = train("1f1b", m, 3, dtype=torch.bfloat16, steps=1)
+    runs = (trace, reference(3, m, torch.bfloat16, 1), reference(3, m))
     names = sorted(trace.weights)
-    mine, plain, exact = (
-        torch.cat([g[n].double().flatten() for n in names]) for g in (trace.gradients[0], dense, right)
-    )
-    return (mine - exact).norm().item(), (plain - exact).norm().item()
+    got, dense, exact = (torch.cat([run.gradients[0][n].double().flatten() for n in names]) for run in runs)
+    return (got - exact).norm().item(), (dense - exact).norm().item()
 
 
-def test_in_bf16_the_pipeline_is_no_further_from_float64_than_one_process_is():
-    errors = run_ranks(2, error_in_bf16, 2, timeout=LIMIT)
-    for s, (mine, dense) in enumerate(errors):
-        assert 0 < mine <= 1.5 * dense, f"rank {s}: {mine:.3g}, one process {dense:.3g}"
+def test_in_bf16_the_pipeline_is_no_further_from_float64_than_one_process():
+    for rank, (error, dense) in enumerate(run_ranks(2, error_in_bf16, 2, timeout=TIMEOUT)):
+        assert 0 < error <= 1.5 * dense, f"rank {rank}: {error:.3g}, one process {dense:.3g}"
 
 
-# ----------------------------------------------------------------------------------------------------------- the demo
+# ------------------------------------------------------------------------------------------------------- the script
 
 
-def said_by_the_demo(order=None, micro_batches=6, layers=6, spoil=False):
-    args = argparse.Namespace(order=order, micro_batches=micro_batches, layers=layers)
-    plain, said = pipe.whole_model, io.StringIO()
+def run_main(*options):
+    """Exit code, stdout, stderr of the script's own main, in the ranks that are there already."""
+    out, err = io.StringIO(), io.StringIO()
+    keep_group = patch.multiple(dist, init_process_group=lambda *a, **k: None, destroy_process_group=destroy_subgroup)
+    ranks = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())} if dist.is_initialized() else {}
+    said = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    arguments = patch.object(sys, "argv", ["pipeline_parallel.py", *options])
+    with keep_group, said[0], said[1], arguments, patch.dict(os.environ, ranks):
+        try:
+            code = pipe.main()
+        except SystemExit as end:
+            code = end.code
+    return code, out.getvalue(), err.getvalue()
 
-    def perhaps_with_nan(blocks):
-        model = plain(blocks)
-        if spoil:
-            model[1].up.weight.data[0, 0] = math.nan
-        return model
 
-    with contextlib.redirect_stdout(said), patch.object(pipe, "whole_model", perhaps_with_nan):
-        wrong = pipe.demo(args, dist.group.WORLD, "cpu")
-    return wrong, said.getvalue()
+def destroy_subgroup(group=None, destroy=dist.destroy_process_group):
+    if group is not None:
+        destroy(group)
+
+
+def run_main_twice():
+    return run_main(), run_main("--schedule", "1f1b", "--micro-batches", "3", "--layers", "5")
 
 
 @pytest.mark.always("2")
 @pytest.mark.parametrize("p", [1, 2, 4])
-def test_the_demo_passes_and_every_option_changes_what_it_says(p):
-    (wrong, said), *others = run_ranks(p, said_by_the_demo, timeout=LIMIT)
-    assert wrong == [] and said.endswith("\nPASS\n") and [text for _, text in others] == [""] * (p - 1)
-    assert all(f"\n{order}   " in f"\n{said}" for order in ORDERS)
-    if p == 2:
-        (wrong, other), _ = run_ranks(p, said_by_the_demo, "1f1b", 3, 5, timeout=LIMIT)
-        assert wrong == [] and "afab" not in other and "BW2" in other and "BW3" not in other
-        weights = [sum(w.nbytes for w in cut(whole_model(5), s, 2).parameters()) for s in range(2)]
-        assert f"by rank ({weights[0]}, {weights[1]})" in other
+def test_the_script_passes_and_every_option_changes_what_it_prints(p):
+    ends = run_ranks(p, run_main_twice, timeout=40)
+    (code, out, err), (other_code, other, _) = ends[0]
+    assert (code, other_code, err) == (0, 0, ""), out + other
+    assert out.endswith("\nPASS\n") and all(f"\n{name}: " in f"\n{out}" for name in SCHEDULES)
+    assert "afab" not in other and "BW2" in other and "BW3" not in other
+    assert str([held_bytes(build_stage(build_model(5), stage, p)).parameters for stage in range(p)]) in other
+    assert [said for one in ends[1:] for _, *said in one] == [["", ""]] * (2 * (p - 1))
 
 
-def test_the_demo_fails_on_nan():
-    (wrong, said), _ = run_ranks(2, said_by_the_demo, "1f1b", spoil=True, timeout=10)
-    assert any("off by nan" in line for line in wrong) and "FAIL" in said and "PASS" not in said
+def run_main_with_nan():
+    """One parameter of one block is NaN."""
+    plain = pipe.build_model
+
+    def build_with_nan(num_blocks):
+        model = plain(num_blocks)
+        model[1].up_proj.weight.data[0, 0] = math.nan
+        return model
+
+    with patch.object(pipe, "build_model", build_with_nan):
+        return run_main("--schedule", "1f1b")
+
+
+def test_nan_fails():
+    for code, out, _ in run_ranks(2, run_main_with_nan, timeout=10):
+        assert code == 1 and "PASS" not in out
+        assert not out or "FAIL: 1f1b: error nan" in out
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--order", "zb"], ["--order", "zb"]),
-        (["--order", ""], ["--order", "''"]),
+        (["--schedule", "zb"], ["--schedule", "zb"]),
+        (["--schedule", ""], ["--schedule", "''"]),
         (["--micro-batches", "0"], ["--micro-batches 0", "1 to 64"]),
         (["--micro-batches", "100000"], ["--micro-batches 100000", "1 to 64"]),
         (["--micro-batches", "nan"], ["--micro-batches", "nan"]),
-        (["--micro-batches"], ["--micro-batches"]),
         (["--layers", "3"], ["--layers 3", "4 rank(s)", "4 to 64"]),
         (["--layers", "-1"], ["--layers -1"]),
-        (["--layers", "2.5"], ["--layers", "2.5"]),
         (["--layer", "6"], ["--layer 6"]),
         (["7"], ["7"]),
     ],
 )
-def test_a_bad_option_is_one_line_and_exit_code_2_before_any_process_group(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["pipeline_parallel.py", *options])
+def test_a_bad_option_is_one_line_and_exit_code_2_before_any_process_group(options, words, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit) as end:
-        pipe.main()
-    said = capsys.readouterr()
-    assert end.value.code == 2 and said.out == "" and len(said.err.splitlines()) == 1
-    assert all(word in said.err for word in words), said.err
-    assert not dist.is_initialized()
+    code, out, err = run_main(*options)
+    assert (code, out, len(err.splitlines())) == (2, "", 1), err
+    assert all(word in err for word in words), err
 
 
-def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["pipeline_parallel.py"])
+def test_ranks_and_gpus(monkeypatch):
+    """More ranks than GPUs are refused. Else a rank starts NCCL on its own GPU, with one communicator."""
+    started = {}
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
-    with pytest.raises(SystemExit) as end:
-        pipe.main()
-    said = capsys.readouterr()
-    assert (end.value.code, said.out) == (2, "")
-    assert said.err == "pipeline_parallel.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: started.update(gpu=device))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **k: started.update(k, backend=backend) or sys.exit(7)
+    )
+    monkeypatch.setattr(sys, "argv", ["pipeline_parallel.py"])
+    for ranks, code in (("4", 2), ("2", 7)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as err:
+            pipe.main()
+        refused = "pipeline_parallel.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n"
+        assert (end.value.code, err.getvalue()) == (code, refused if code == 2 else "")
+        assert bool(started) == (code == 7), "a process group was started"
+    gpu = torch.device("cuda", 1)
+    assert (started["backend"], started["gpu"], started["device_id"]) == ("nccl", gpu, gpu)

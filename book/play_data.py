@@ -67,7 +67,7 @@ def schedule(name: str, p: int, m: int, times: tuple[float, ...]) -> dict[str, A
     held = [count / stages for count in timeline.peak_activations]
     summary = {
         "length": timeline.makespan,
-        "bubble": timeline.bubble / timeline.cost,
+        "bubble": timeline.bubble_ratio,  # of the compute time
         "held": held,
         "stages": made.stages,
     }

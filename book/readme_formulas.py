@@ -314,11 +314,11 @@ def pipeline_compared(read: Read) -> Pairs:
     of = referees.layout(pp=4, micro_batches=8)
     tokens_of_a_step = 8 * referees.BATCH * referees.SEQUENCE
     H, L, t = referees.MODEL.hidden, referees.MODEL.layers, 4
-    pipeline, three, _ = read(N=tokens_of_a_step, H=H, L=L, P=120, t=t)
+    pipeline, three, _ = read(T=tokens_of_a_step, H=H, L=L, t=t, **{"Ψ": 120})
     yield 2 * pipeline, referees.wire(of, "pp", "between stages", rank=1)
     yield 4 * three, zero_by_the_file(t, 1, 1)[-1]
     config = tensor_parallel.ModelConfig(64, 64, 2, 8, 4, 96, batch=2, seq_len=32)
-    said = read(N=config.batch * config.seq_len, H=config.hidden, L=1, P=120, t=t)[-1]
+    said = read(T=config.batch * config.seq_len, H=config.hidden, L=1, t=t, **{"Ψ": 120})[-1]
     yield 4 * said, tensor_parallel.expected_bytes(config, t, False, False)[2]
 
 

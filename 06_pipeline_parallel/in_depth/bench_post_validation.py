@@ -87,7 +87,7 @@ def main() -> None:
         sys.exit(f"a copy brought back something else: {rows[0]}")
     write_result(
         "06_post_validation",
-        f"Idle time / time of the work over {STEPS} steps, {RANKS} ranks, {MICRO_BATCHES} micro-batches, F = B = W = 1",
+        f"Idle time / compute time over {STEPS} steps, {RANKS} ranks, {MICRO_BATCHES} micro-batches, F = B = W = 1",
         ["schedule", "all wait for the norm", "nobody waits", "the parts may take", "forwards of a bad look, at most"],
         by_schedule(),
         "Simulated; a stage of zb-v is half as long. The parts: how long they may be under way after the last rank's "

@@ -96,7 +96,7 @@ def draw(axes, result) -> None:
         right.plot(micro_batches, held, **style)
     left.set(
         xlabel="micro-batches",
-        ylabel="bubble / ideal time",
+        ylabel="idle time / compute time",
         title=f"Idle time, {P} ranks, F = B = W",
         ylim=(-0.02, 0.9),
     )
@@ -117,7 +117,7 @@ def main() -> None:
         return
     verify()
     table, curve = side_by_side(P, 4 * P), curves(P)
-    columns = ["schedule", "stages per rank", "bubble", "by formula", "of ideal time", "stage activations held"]
+    columns = ["schedule", "stages per rank", "bubble", "by formula", "of compute time", "stage activations held"]
     write_result(
         "06_schedules",
         f"{P} ranks, {4 * P} micro-batches, F = B = W = 1 unit of time in one stage",
@@ -130,7 +130,7 @@ def main() -> None:
     write_result(
         "06_schedules_bubble",
         f"Bubble and memory against micro-batches, {P} ranks",
-        ["schedule", "micro-batches", "bubble of ideal time", "micro-batches of the whole model held"],
+        ["schedule", "micro-batches", "bubble of compute time", "micro-batches of the whole model held"],
         curve,
     )
     figures()

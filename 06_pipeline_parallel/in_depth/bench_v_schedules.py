@@ -96,7 +96,7 @@ def main() -> None:
     rows, measured = frontier(), optimum(12)
     write_result(
         "06_v_schedules",
-        f"Idle time / time of the work, two stages on each of {P} ranks, {M} micro-batches",
+        f"Idle time / compute time, two stages on each of {P} ranks, {M} micro-batches",
         [
             "half stages a rank may hold",
             "of what 1F1B holds",

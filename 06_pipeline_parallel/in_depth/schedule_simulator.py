@@ -28,7 +28,7 @@ Time, for stages that take f, b, w (Zero Bubble, arXiv 2401.10241: the times in 
     cost           the longest time any rank is occupied, from its own first start to its own last end: a rank may
                    begin its next step while others still finish this one
     bubble         cost - the time a rank computes, for the rank that idles most
-    bubble ratio   bubble / that computing time: idle as a fraction of ideal time, as in arXiv 2104.04473, section 2.2
+    bubble ratio   bubble / that computing time: idle time / compute time, as in arXiv 2104.04473, section 2.2
 
     python schedule_simulator.py     checks a tiny schedule, breaks it, shows what the checker says; last line PASS
 """

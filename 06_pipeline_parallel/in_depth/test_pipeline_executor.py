@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from argparse import Namespace
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial, partialmethod
 from unittest.mock import patch
@@ -288,6 +289,16 @@ def test_stages_may_hold_collectives_in_forward_and_backward():
 # ----------------------------------------------------------------------------------------- weights that exist twice
 
 
+@contextmanager
+def own_gradients(parameters):
+    """What is inside writes gradients where they are (views of a bucket), and no two share memory: clipped twice."""
+    before = [None if p.grad is None else p.grad.data_ptr() for p in parameters]
+    yield
+    after = [p.grad.data_ptr() for p in parameters]
+    assert all(old in (None, new) for old, new in zip(before, after, strict=True)), "a gradient has moved"
+    assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) == len(parameters), "gradients share memory"
+
+
 def copies_of_dualpipe():
     schedule, group = build("dualpipe", 4, 8), dist.group.WORLD
     rank, sizes = group.rank(), Sizes(hidden=HIDDEN, layers=4)
@@ -297,7 +308,8 @@ def copies_of_dualpipe():
     pipeline = Pipeline(schedule, stages, group, loss=token_loss_sum, example=example)
     pipeline.step(tokens[0], labels[0], [{"positions": POSITIONS}] * 8)
     before = {s: [p.grad.clone() for p in stages[d, s].parameters()] for d, s in stages}
-    with communication() as sent:
+    parameters = [p for module in stages.values() for p in module.parameters()]
+    with communication() as sent, own_gradients(parameters):
         sum_mirrored(schedule, stages, group)
     gradients = sum(p.grad.nbytes for module in stages.values() for p in module.parameters())
     assert sent.payload["send"] == gradients, "one message with the gradients of both stages"
@@ -323,12 +335,14 @@ def tied_by_hand():
         (v, dist.group.WORLD, {0: [1.0, 10.0], 1: [], 2: []}),
         (both, two_ranks, {0: [1.0, 10.0], 2: [10.0, 1.0]}),  # after sum_mirrored: both ranks have both
         (one_way, dist.group.WORLD, {0: [1.0], 1: [], 2: [None]}),  # an end that got no gradient
+        (v, dist.group.WORLD, {0: [None, None], 1: [], 2: []}),  # none at all: zeros
     ):
         copies = [nn.Parameter(torch.zeros(2)) for _ in held.get(rank, [])]
         for copy, value in zip(copies, held.get(rank, []), strict=True):
             copy.grad = None if value is None else torch.full((2,), value)
         if rank in held:
-            sum_tied(schedule, copies, group)
+            with own_gradients(copies):
+                sum_tied(schedule, copies, group)
         got.append([copy.grad.tolist() for copy in copies])
     return got
 
@@ -336,9 +350,9 @@ def tied_by_hand():
 def test_a_tied_weight_gets_the_gradient_of_both_its_ends_once():
     first, middle, last = run_ranks(3, tied_by_hand)
     eleven = [11.0, 11.0]
-    assert first == [[eleven], [eleven, eleven], [eleven, eleven], [[1.0, 1.0]]]
-    assert middle == [[], [], [], []]
-    assert last == [[eleven], [], [eleven, eleven], [[1.0, 1.0]]]
+    assert first == [[eleven], [eleven, eleven], [eleven, eleven], [[1.0, 1.0]], [[0.0, 0.0]] * 2]
+    assert middle == [[]] * 5
+    assert last == [[eleven], [], [eleven, eleven], [[1.0, 1.0]], []]
 
 
 # ------------------------------------------------------------------------------------------------------- small stages

@@ -7,8 +7,8 @@ controls({ schedule: "1f1b", ranks: 4, "micro-batches": 8 }, (row, chosen) => {
     return;
   }
   const wide = 1000, high = 26, scale = (wide - 60) / row.length;
-  const says = `length ${row.length.toFixed(1)}, idle ${(100 * row.bubble).toFixed(1)} %, ` +
-    `micro-batches kept by each rank: ${row.held.join(", ")}`;
+  const says = `length ${row.length.toFixed(1)}, idle time / compute time ${(100 * row.bubble).toFixed(1)} %, ` +
+    `micro-batches in flight on each rank, at most: ${row.held.join(", ")}`;
   const { svg, give } = picture(wide, row.ranks.length * (high + 6), `${chosen.join(", ")}: ${says}`);
   row.ranks.forEach((actions, rank) => {
     const y = rank * (high + 6);
