@@ -34,9 +34,10 @@ Sources: Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Swit
     torchrun --nproc_per_node 2 expert_parallel.py --top-k 3 --experts 6
     torchrun --nproc_per_node 2 expert_parallel.py --top-k 2 --capacity-factor 1.25
 
-Each case trains a small model for three steps next to a reference: one process that has all tokens
-and lets every expert compute all of them. The last line is PASS if losses, gradients and parameters
-agree to 1e-10 and the bytes stored and sent match the formulas; otherwise the exit code is 1.
+By default there are three cases: K = 1, K = 2, and K = 1 with a capacity factor of 1. Each trains a
+small model for three steps next to a reference: one process that has all tokens and lets every
+expert compute all of them. The last line is PASS if losses, gradients and parameters agree to 1e-10
+and the bytes stored and sent match the formulas; otherwise the exit code is 1.
 """
 
 import argparse
@@ -383,8 +384,8 @@ def count_bytes_sent(group: dist.ProcessGroup) -> Iterator[Counter]:
 def expected_bytes(tables: list[Tensor], rank: int) -> Counter:
     """What leaves a rank. tables: the rows of each rank for each expert, [ep, E], for each layer.
 
-    Forward, n rows leave, m rows arrive, and their m outputs leave. Backward, the gradients of the
-    n outputs leave, and those of the m rows. 8 bytes per element of float64 and per count.
+    In the forward pass rows leave, and so do the outputs of the rows that arrived. In the backward
+    pass the gradients of both leave in the other direction. An element and a count have 8 bytes.
     """
     table = sum(tables)
     ep, num_experts = table.shape
@@ -498,12 +499,12 @@ class OneLineParser(argparse.ArgumentParser):
 def main() -> int:
     parser = OneLineParser(description="Expert parallelism in one file", allow_abbrev=False)
     parser.add_argument("--experts", type=int, default=8, help="in each layer")
-    parser.add_argument("--top-k", type=int, help="experts per token (default: 1, then 2)")
-    parser.add_argument("--capacity-factor", type=float, help="default: none, then 1")
+    parser.add_argument("--top-k", type=int, help="experts per token (default: 1)")
+    parser.add_argument("--capacity-factor", type=float, help="default: no limit")
     args = parser.parse_args()
     ep = int(os.environ.get("WORLD_SIZE", 1))
     if not 1 <= args.experts <= 1024 or args.experts % ep:
-        parser.error(f"--experts {args.experts}: use a multiple of {ep} ranks, up to 1024")
+        parser.error(f"--experts {args.experts}: use a multiple of {ep} (ranks), up to 1024")
     if args.top_k is not None and not 1 <= args.top_k <= args.experts:
         parser.error(f"--top-k {args.top_k} of {args.experts} experts: use 1 to {args.experts}")
     if args.capacity_factor is not None and not 0 < args.capacity_factor <= 1024:  # NaN fails
@@ -527,12 +528,12 @@ def main() -> int:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
 
-    cases = [(args.top_k, args.capacity_factor)]
-    if cases == [(None, None)]:
+    cases = [(args.top_k or 1, args.capacity_factor)]
+    if args.top_k is None and args.capacity_factor is None:
         cases = [(1, None), (min(2, args.experts), None), (1, 1.0)]
     failures = []
     for top_k, capacity_factor in cases:
-        failures += check(top_k or 1, capacity_factor, args.experts, dist.group.WORLD, device)
+        failures += check(top_k, capacity_factor, args.experts, dist.group.WORLD, device)
     if dist.get_rank() == 0:
         print(f"FAIL: {'; '.join(failures)}" if failures else "PASS")
     dist.destroy_process_group()
