@@ -1,9 +1,9 @@
-"""The ground floor against every expert on every token, and against in_depth; and the data of the chapter's figures.
+"""The core file against every expert on every token, and against in_depth; and the data of the chapter's figures.
 
     python 07_expert_parallel/bench_expert_parallel.py               4 ranks on the CPU: ratios, bytes, figures
     python 07_expert_parallel/bench_expert_parallel.py --figures     draw the figures again from the results
 
-First the script's own check must find nothing wrong, and all three layers must agree, forward and backward, on output,
+First the script's own check must find no failure, and all three layers must agree, forward and backward, on output,
 gradients and bytes; only then is anything timed.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
 
-import expert_parallel as ep
+import expert_parallel as core
 import torch
 import torch.distributed as dist
 from harness.figures import COLOURS, GREY, write_figure
@@ -31,33 +31,34 @@ from moe_layer import MoE, MoEConfig
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-P, E, T, H, FF = 4, 16, 512, 128, 256  # ranks, experts, tokens of a rank, hidden, inside an expert
-BALANCE = 0.1  # factor of the balance loss, the same in all three
+EP, E, T, HIDDEN, FFN_HIDDEN = 4, 16, 512, 128, 256  # ranks, experts, tokens of a rank, sizes
+AUX_LOSS_COEF = 0.1  # the same in all three
 BUSY = 2048  # tokens of a rank in the timeline, so that its parts can be seen
 
 
-def weights_of(P: int, rank: int) -> dict[str, Tensor]:
+def weights_of(ep: int, rank: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"gate": (E, H), "w1": (E, FF, H), "w3": (E, FF, H), "w2": (E, H, FF)}
-    whole = {name: torch.randn(*shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
-    return ep.my_weights(whole, rank, P)
+    shapes = {"router": (E, HIDDEN), "w1": (E, FFN_HIDDEN, HIDDEN), "w3": (E, FFN_HIDDEN, HIDDEN)}
+    shapes |= {"w2": (E, HIDDEN, FFN_HIDDEN)}
+    full = {name: torch.randn(*shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    return core.shard_experts(full, rank, ep)
 
 
 def tokens_of(rank: int, count: int = T) -> Tensor:
-    return torch.randn(count, H, generator=torch.Generator().manual_seed(10 + rank))
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(10 + rank))
 
 
 Step = Callable[[], dict[str, Tensor]]
 
 
-def step_of(way: str, K: int, count: int = T) -> Step:
-    """Forward and backward of one layer on this rank; returns output and gradients, those of the experts held here."""
-    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+def step_of(form: str, top_k: int, count: int = T) -> Step:
+    """Forward and backward of one layer on this rank; returns output and gradients, those of the experts stored."""
+    rank, ep, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     x = tokens_of(rank, count).requires_grad_()
-    w = weights_of(1 if way == "naive" else world, 0 if way == "naive" else rank)
-    if way == "in_depth":
-        layer = MoE(MoEConfig(H, FF, E, K, balance=BALANCE), group, group)
-        parameters = {name.split(".")[-2]: p for name, p in layer.named_parameters()}
+    w = weights_of(1 if form == "dense" else ep, 0 if form == "dense" else rank)
+    if form == "in_depth":
+        layer = MoE(MoEConfig(HIDDEN, FFN_HIDDEN, E, top_k, balance=AUX_LOSS_COEF), group, group)
+        parameters = {name.split(".")[-2].replace("gate", "router"): p for name, p in layer.named_parameters()}
         for name, p in parameters.items():
             p.data.copy_(w[name])
         w = parameters
@@ -65,97 +66,85 @@ def step_of(way: str, K: int, count: int = T) -> Step:
     def step() -> dict[str, Tensor]:
         for t in (x, *w.values()):
             t.grad = None
-        if way == "in_depth":  # its balance loss is attached to its output
+        if form == "in_depth":  # its loss is attached to its output
             y = layer(x)
             y.square().sum().backward()
         else:
-            y, share, _ = {"naive": ep.moe_naive, "ground": ep.moe}[way](x, *w.values(), K, group)
-            (y.square().sum() + BALANCE * share).backward()
+            y, aux_loss, _ = {"dense": core.moe_dense, "core": core.moe}[form](x, *w.values(), top_k, None, group)
+            (y.square().sum() + AUX_LOSS_COEF * aux_loss).backward()
         return {"y": y.detach(), "x": x.grad, **{name: t.grad for name, t in w.items()}}
 
-    step.held = storage_bytes(t for name, t in w.items() if name != "gate")
+    step.stored = storage_bytes(t for name, t in w.items() if name != "router")
     return step
 
 
-def verify(K: int) -> None:
-    """Raises unless the script's check is satisfied, and ground floor and in_depth equal the naive layer."""
+def verify(top_k: int) -> None:
+    """Raises unless the script's check finds no failure, and core file and in_depth equal the dense layer."""
     with contextlib.redirect_stdout(io.StringIO()):
-        wrong = ep.check(K, 8, dist.group.WORLD, "cpu")
-    if wrong:
-        raise ValueError("; ".join(wrong))
+        failures = core.check(top_k, None, 8, dist.group.WORLD, torch.device("cpu"))
+    if failures:
+        raise ValueError("; ".join(failures))
     rank = dist.get_rank()
-    want = step_of("naive", K)()
-    for name in ep.EXPERTS:  # the naive way leaves a share of every expert's gradient on every rank
-        dist.all_reduce(want[name])
-        want[name] = want[name].chunk(P)[rank]
-    for way in ("ground", "in_depth"):
-        assert_same_named(step_of(way, K)(), want, 2e-5, f"{way}, K = {K}:", rank)
+    expected = step_of("dense", top_k)()
+    for name in core.EXPERT_WEIGHTS:  # in the dense form every rank has a part of every expert's gradient
+        dist.all_reduce(expected[name])
+        expected[name] = expected[name].chunk(EP)[rank]
+    for form in ("core", "in_depth"):
+        assert_same_named(step_of(form, top_k)(), expected, 2e-5, f"{form}, K = {top_k}:", rank)
 
 
-def measure(K: int) -> dict:
+def rows_between(sender: int, receiver: int, top_k: int) -> int:
+    experts, _, _ = core.route(tokens_of(sender), weights_of(1, 0)["router"], top_k)
+    return int((experts // (E // EP) == receiver).sum())
+
+
+def measure(top_k: int) -> dict:
     """Of this rank: ratios of seconds; bytes; and multiplications, counted."""
-    ways = {way: step_of(way, K) for way in ("naive", "ground", "in_depth")}
-    found = {"held": {way: step.held for way, step in ways.items()}, "flops": {}, "sent": {}}
-    for way, step in ways.items():
+    forms = {form: step_of(form, top_k) for form in ("dense", "core", "in_depth")}
+    found = {"stored": {form: step.stored for form, step in forms.items()}, "flops": {}, "sent": {}}
+    for form, step in forms.items():
         with FlopCounterMode(display=False) as counter, communication() as wire:
             step()
-        found["flops"][way], found["sent"][way] = counter.get_total_flops(), wire.sent["all_to_all"]
-    others = ("naive", "in_depth")
-    found |= {other: paired(ways["ground"], ways[other], repeats=9, setup=dist.barrier) for other in others}
-    experts = ep.route(tokens_of(dist.get_rank()), weights_of(1, 0)["gate"], K)[0]
-    found["leave"] = int((experts // (E // P) != dist.get_rank()).sum())
-    found["arrive"] = sum(
-        int((ep.route(tokens_of(r), weights_of(1, 0)["gate"], K)[0] // (E // P) == dist.get_rank()).sum())
-        for r in range(P)
-        if r != dist.get_rank()
-    )
+        found["flops"][form], found["sent"][form] = counter.get_total_flops(), wire.sent["all_to_all"]
+    for other in ("dense", "in_depth"):
+        found[other] = paired(forms["core"], forms[other], repeats=9, setup=dist.barrier)
+    rank = dist.get_rank()
+    others = [r for r in range(EP) if r != rank]
+    found["leave"] = sum(rows_between(rank, r, top_k) for r in others)
+    found["arrive"] = sum(rows_between(r, rank, top_k) for r in others)
     return found
 
 
 # -------------------------------------------------------------------------------------------------- data of figures
 
 
-def holdings() -> tuple[list, list]:
-    """[rank, expert, bytes] of every expert this rank holds a storage of, naive and expert parallel, layer 0."""
-    rank, whole = dist.get_rank(), ep.whole_weights(8, "cpu")
-    found = []
-    for shards in (1, P):
-        w = ep.my_weights(whole, rank if shards > 1 else 0, shards)
-        held = [sum(w[f"0.{name}"][i].nbytes for name in ep.EXPERTS) for i in range(len(w["0.w1"]))]
-        first = next(e for e in range(8) if torch.equal(whole["0.w1"][e], w["0.w1"][0]))
-        found.append([[rank, first + i, size] for i, size in enumerate(held)])
-    return tuple(found)
-
-
 def dispatch_tables() -> list:
-    """[K, rank, expert, rows] for this rank, as counted by the script in the first layer of its first step."""
+    """[K, rank, expert, rows] of this rank, in the first layer of the script's first step."""
     rank, rows = dist.get_rank(), []
-    for K in (1, 2):
-        kept, plain = [], ep.dispatch_table
-        ep.dispatch_table = lambda *args, kept=kept, plain=plain: kept.append(plain(*args)) or kept[-1]
-        w = ep.my_weights(ep.whole_weights(8, "cpu"), rank, P)
-        ep.loss_of(w, *ep.text(0, rank, "cpu"), 1, partial(ep.moe, K=K, group=dist.group.WORLD))
-        ep.dispatch_table = plain
-        rows += [[K, rank, e, n] for e, n in enumerate(kept[0][1].flatten().tolist())]
+    params = core.shard_experts(core.build_model(8, "cpu"), rank, EP)
+    for top_k in (1, 2):
+        layer = partial(core.moe, top_k=top_k, capacity_factor=None, group=dist.group.WORLD)
+        _, _, experts = core.run_model(params, core.get_batch(0, rank, "cpu")[0], layer)
+        rows += [[top_k, rank, e, n] for e, n in enumerate(experts[0].flatten().bincount(minlength=8).tolist())]
     return rows
 
 
 def timeline() -> list:
     """[what, start, end] in seconds of every part of a forward and backward pass on this rank, in order."""
-    step, found = step_of("ground", 2, BUSY), []
+    step, found = step_of("core", 2, BUSY), []
 
     def timed(name: str) -> None:
-        plain = getattr(ep, name)
+        function = getattr(core, name)
 
         def run(*args):
             start = time.perf_counter()
-            result = plain(*args)
+            result = function(*args)
             found.append([name, start, time.perf_counter()])
             return result
 
-        setattr(ep, name, run)
+        setattr(core, name, run)
 
-    for name in ("route", "dispatch_table", "exchange_rows", "run_experts"):
+    for name in ("route", "plan_dispatch", "all_to_all_rows", "run_experts"):
         timed(name)
     for _ in range(5):  # the last one counts
         found.clear()
@@ -167,7 +156,7 @@ def timeline() -> list:
 
 
 def with_waiting(ranks: list[list]) -> list:
-    """[rank, what, start, end] in milliseconds from the first start. A message begins when the last rank has come to
+    """[rank, what, start, end] in milliseconds from the first start. A message begins when the last rank has reached
     it; until then a rank waits. Between the parts that have a name lie sorting and indexing, and, between the last two
     messages, backward of the experts."""
     zero = min(parts[0][1] for parts in ranks)
@@ -178,9 +167,9 @@ def with_waiting(ranks: list[list]) -> list:
         pieces = []
         for i, ((what, a, b), everyone) in enumerate(zip(named, last, strict=True), 1):
             pieces.append(["backward" if i == len(named) else "sorting", at, a])
-            if what in ("dispatch_table", "exchange_rows"):
+            if what in ("plan_dispatch", "all_to_all_rows"):
                 begin = min(max(a, everyone), b)
-                message = "rows" if what == "exchange_rows" else "table"
+                message = "rows" if what == "all_to_all_rows" else "table"
                 pieces += [["waiting", a, begin], [message, begin, b]]
             else:
                 pieces.append([{"route": "router", "run_experts": "experts"}[what], a, b])
@@ -193,42 +182,27 @@ def with_waiting(ranks: list[list]) -> list:
 # ----------------------------------------------------------------------------------------------------------- figures
 
 
-def draw_holdings(axes, record: dict) -> None:
-    titles = ("without: every rank, all experts", "expert parallel: each expert once")
-    for ax, title, way in zip(axes, titles, ("naive", "expert parallel"), strict=True):
-        for _, rank, expert, _ in (row for row in record["rows"] if row[0] == way):
-            ax.barh(rank, 0.9, left=expert + 0.05, height=0.7, color=COLOURS["weights"])
-            ax.text(expert + 0.5, rank, f"e{expert}", ha="center", va="center", color="white")
-        total = sum(row[3] for row in record["rows"] if row[0] == way and row[1] == 0)
-        ax.set(
-            title=f"{title}\n{total:,} bytes on a rank", yticks=range(P), yticklabels=[f"rank {r}" for r in range(P)]
-        )
-        ax.set(xlim=(0, 8), xticks=[], ylim=(P - 0.4, -0.6))
-        ax.grid(False)
-
-
 def draw_tables(axes, record: dict) -> None:
     for ax, K in zip(axes, (1, 2), strict=True):
         rows = [row for row in record["rows"] if row[0] == K]
         most = max(row[3] for row in rows)
         for _, rank, expert, n in rows:
-            home = expert // 2 == rank
-            colour = COLOURS["compute"] if home else COLOURS["messages"]
+            colour = COLOURS["compute"] if expert // 2 == rank else COLOURS["messages"]
             ax.barh(rank, 0.96, left=expert + 0.02, height=0.9, color=colour, alpha=0.15 + 0.85 * n / most)
             ax.text(expert + 0.5, rank, str(n), ha="center", va="center", color=GREY if n < most / 2 else "black")
         for border in (2, 4, 6):
             ax.axvline(border, color=GREY, linewidth=1.5)
-        ax.set(title=f"K = {K}: rows to each expert (blue: they stay)", xlim=(0, 8), ylim=(P - 0.4, -0.6))
+        ax.set(title=f"K = {K}: rows for each expert (blue: not sent)", xlim=(0, 8), ylim=(EP - 0.4, -0.6))
         ax.set(xticks=[e + 0.5 for e in range(8)], xticklabels=[f"e{e}" for e in range(8)])
-        ax.set(yticks=range(P), yticklabels=[f"from rank {r}" for r in range(P)])
+        ax.set(yticks=range(EP), yticklabels=[f"from rank {r}" for r in range(EP)])
         ax.grid(False)
 
 
 def draw_timeline(ax, record: dict) -> None:
     kinds = {  # colour, how strong, label
         "router": ("compute", 0.5, "router"),
-        "table": ("messages", 0.5, "dispatch table: sort, count, exchange"),
-        "rows": ("messages", 1.0, "rows travel"),
+        "table": ("messages", 0.5, "plan: sort, all-to-all of counts"),
+        "rows": ("messages", 1.0, "all-to-all of rows"),
         "experts": ("compute", 1.0, "experts"),
         "backward": ("gradients", 1.0, "experts, backward"),
         "sorting": ("activations", 1.0, "sorting, and what is left of backward"),
@@ -242,93 +216,80 @@ def draw_timeline(ax, record: dict) -> None:
         seen.add(what)
     ranks = sorted({row[0] for row in record["rows"]})
     ax.set(yticks=ranks, yticklabels=[f"rank {r}" for r in ranks], ylim=(max(ranks) + 0.6, -0.6))
-    ax.set(xlabel="milliseconds: forward and backward of one layer", title="What computes and what travels")
+    ax.set(xlabel="milliseconds: forward and backward of one layer", title="What computes and what is sent")
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, labelcolor=GREY)
     ax.grid(False)
 
 
 def figures() -> None:
     folder = "07_expert_parallel/figures"
-    write_figure(f"{folder}/who_holds_what.svg", ["07_ground_held"], draw_holdings, shape=(1, 2), size=(10, 2.6))
     write_figure(f"{folder}/dispatch_table.svg", ["07_ground_table"], draw_tables, shape=(1, 2), size=(10, 2.8))
     write_figure(f"{folder}/timeline.svg", ["07_ground_timeline"], draw_timeline, size=(10, 3.6))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="The ground floor of expert parallelism, measured.", allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description="The core file of chapter 07, measured.", allow_abbrev=False)
     parser.add_argument("--figures", action="store_true", help="only draw, from the results that are there")
     if parser.parse_args().figures:
         figures()
         return
-    for K in (1, 2):
-        run_ranks(P, verify, K, timeout=120)
+    for top_k in (1, 2):
+        run_ranks(EP, verify, top_k, timeout=120)
     rows = []
-    for K in (1, 2):
-        ranks = run_ranks(P, measure, K, timeout=300)
+    for top_k in (1, 2):
+        ranks = run_ranks(EP, measure, top_k, timeout=300)
         for rank, found in enumerate(ranks):
-            bytes_sent = 2 * (found["leave"] + found["arrive"]) * H * 4 + (P - 1) * E // P * 8
-            if found["sent"]["ground"] != bytes_sent:
-                sys.exit(f"rank {rank} sends {found['sent']['ground']} bytes; the formula says {bytes_sent}")
-            if found["held"]["ground"] * P != found["held"]["naive"]:
-                sys.exit(f"rank {rank} holds {found['held']['ground']} of {found['held']['naive']} bytes of experts")
+            bytes_sent = 2 * (found["leave"] + found["arrive"]) * HIDDEN * 4 + (EP - 1) * E // EP * 8
+            if found["sent"]["core"] != bytes_sent:
+                sys.exit(f"rank {rank} sends {found['sent']['core']} bytes; the formula says {bytes_sent}")
+            if found["stored"]["core"] * EP != found["stored"]["dense"]:
+                sys.exit(f"rank {rank} stores {found['stored']['core']} of {found['stored']['dense']} bytes of experts")
         total = {
-            key: {way: sum(f[key][way] for f in ranks) for way in ("naive", "ground")} for key in ("held", "flops")
+            key: {form: sum(f[key][form] for f in ranks) for form in ("dense", "core")} for key in ("stored", "flops")
         }
         rows.append(
             [
-                K,
-                ranks[0]["naive"],
+                top_k,
+                ranks[0]["dense"],
                 ranks[0]["in_depth"],
-                total["flops"]["ground"] / total["flops"]["naive"],
-                total["held"]["ground"] / total["held"]["naive"],
-                sum(f["leave"] for f in ranks) / (P * T),
-                sum(f["sent"]["ground"] for f in ranks) / (P * T),
+                total["flops"]["core"] / total["flops"]["dense"],
+                total["stored"]["core"] / total["stored"]["dense"],
+                sum(f["leave"] for f in ranks) / (EP * T),
+                sum(f["sent"]["core"] for f in ranks) / (EP * T),
             ]
         )
     write_result(
         "07_ground",
-        f"One layer of the ground floor, forward and backward, on {P} ranks",
+        f"One layer of the core file, forward and backward, on {EP} ranks",
         [
             "K",
-            "seconds over naive",
-            "seconds over in_depth",
-            "multiplications over naive",
-            "experts' bytes over naive",
-            "rows that leave, per token",
+            "seconds / dense",
+            "seconds / in_depth",
+            "multiplications / dense",
+            "bytes of experts / dense",
+            "rows sent per token",
             "bytes sent per token",
         ],
         rows,
-        f"{E} experts, {T} tokens per rank, hidden size {H}, {FF} inside an expert, float32. Naive: every rank holds"
-        " all experts and computes them on all of its tokens. in_depth: version pairs, loop. Seconds:"
+        f"{E} experts, {T} tokens per rank, hidden size {HIDDEN}, {FFN_HIDDEN} inside an expert, float32. Dense: every"
+        " rank stores all experts and computes them on all of its tokens. in_depth: version pairs, loop. Seconds:"
         " median and quartiles of rank 0. Bytes equal the formula.",
-    )
-    before, after = zip(*run_ranks(P, holdings), strict=True)
-    write_result(
-        "07_ground_held",
-        "Experts on each rank, layer 0 of the script's model",
-        ["way", "rank", "expert", "bytes"],
-        [["naive", *row] for part in before for row in part]
-        + [["expert parallel", *row] for part in after for row in part],
     )
     write_result(
         "07_ground_table",
         "The dispatch table of the script's first layer in its first step",
         ["K", "rank", "expert", "rows"],
-        sorted(row for part in run_ranks(P, dispatch_tables) for row in part),
+        sorted(row for part in run_ranks(EP, dispatch_tables) for row in part),
     )
     write_result(
         "07_ground_timeline",
-        "One layer on 2 ranks: what computes and what travels",
+        "One layer on 2 ranks: what computes and what is sent",
         ["rank", "what", "start ms", "end ms"],
         with_waiting(run_ranks(2, timeline)),
         f"2 of {E} experts, {BUSY} tokens per rank, otherwise as in the table of seconds.",
     )
-    if all(
-        (Path(__file__).resolve().parents[1] / "results" / f"07_ground_{name}.cpu.json").exists()
-        for name in ("held", "table", "timeline")
-    ):
+    results = Path(__file__).resolve().parents[1] / "results"
+    if all((results / f"07_ground_{name}.cpu.json").exists() for name in ("table", "timeline")):
         figures()
 
 

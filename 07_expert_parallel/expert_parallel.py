@@ -1,349 +1,543 @@
-"""Expert parallelism: a layer of many experts, of which each rank holds a few. The tokens travel.
+"""Expert parallelism: store the experts of a layer on different ranks, send each token to its own.
 
-A mixture of experts replaces one feed-forward layer by E small ones, the experts, of which each token uses only K.
-Parameters grow with E, computation with K. Two problems follow. Something has to choose the K experts of a token, in a
-way that can be trained: the router. And E experts are too many for one device: each of P ranks holds E/P of them,
-whole, and tokens travel to their experts and back. How many go where is known only after the choice.
+A mixture of experts (MoE) replaces one feed-forward layer by E small ones, the experts, of which
+each token uses K. Parameters grow with E, computation with K. Two problems follow. A router must
+choose the K experts of a token, in a way that can be trained. And E experts are too many for one
+GPU, so each of ep ranks stores E/ep of them. An all-to-all sends tokens to their experts, another
+one sends the results back. How many tokens go where is known only after the router has chosen.
 
-    E = 4, K = 1, P = 2           rank 0: experts 0, 1       rank 1: experts 2, 3
-    tokens want                   a>2  b>0  c>2  d>1         p>0  q>3  r>0  s>0
-    1. sort by expert             b d | a c                  p r s | q           by expert is by rank, too
-    2. all-to-all of counts       "1 1 | 2 0"                "3 0 | 0 1"         the dispatch table, line by line
-    3. all-to-all of rows         b d p r s                  a c q               sorted by sender
-    4. sort by expert, compute    b p r s > 0,  d > 1        a c > 2,  q > 3     each expert on its rows only
-    5. all of it back             a b c d                    p q r s             times weight, summed over the K
+Four experts, K = 1, two ranks with four tokens each:
 
-    y = sum over the K chosen e of  g_e expert_e(x)        expert_e(x) = w2_e (silu(w1_e x) * w3_e x)          (SwiGLU)
-    s = softmax(gate x), in float32;  g_e = s_e / (sum of the K chosen s), and for K = 1 the score itself, g_e = s_e
-    balance loss = sum over e of f_e P_e,  f_e = E/(K T) (how often e was chosen),  P_e = mean of s_e over the T tokens
+                                    rank 0: experts 0, 1       rank 1: experts 2, 3
+    1. route: choose                a>2  b>0  c>2  d>1         p>0  q>3  r>0  s>0
+    2. plan_dispatch: sort          b d | a c                  p r s | q
+       all-to-all of the counts     1 1 | 2 0                  3 0 | 0 1
+    3. dispatch: all-to-all         b d p r s                  a c q
+       sort by expert               b p r s | d                a c | q
+    4. run_experts                  expert 0 | expert 1        expert 2 | expert 3
+    5. combine: sort, all-to-all    b d | a c                  p r s | q
+       sort, weight and add         a b c d                    p q r s
 
-Through g, and through P_e in the balance loss, the router learns. With K = 1, a score divided by itself would be 1
-whatever the router says: its gradient would be zero. T and the counts in f are those of all ranks.
+A rank has consecutive experts, so tokens that are sorted by expert are also sorted by rank.
 
-A gradient that has come through the all-to-all is that of all tokens, wherever they were: it is complete. Nothing is
-divided by P: the loss was divided by the number of tokens of all ranks, before backward.
+                      stored on       gradient                sent by a layer, in elements
+    experts           one rank each   complete as it is       2 H R forward, 2 H R backward
+    everything else   every rank      summed over the ranks   nothing but that gradient
 
-    experts              held by one rank each      gradient summed over nobody      (over replicas, if there were any)
-    everything else      held by every rank         gradient summed over all ranks
+A row is what is sent for one token and one of its experts, H elements. R rows leave their rank, all
+ranks together. One expert has 3 H F elements.
+Sources: Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch Transformer,
+2101.03961 (K = 1, capacity, load-balancing loss); Jiang et al. 2024, Mixtral, 2401.04088 (K = 2).
 
-    held    E/P experts of 3 H FF numbers          sent by a layer, forward, all ranks together: 2 H (rows that leave)
-
-GShard (Lepikhin et al. 2020, arXiv 2006.16668); Switch (Fedus et al. 2021, 2101.03961, equations 2 and 4-6: K = 1 and
-the balance loss); Mixtral (Jiang et al. 2024, 2401.04088, section 2.1: K = 2 and SwiGLU experts).
-
-    python expert_parallel.py                                       one rank
-    torchrun --nproc_per_node 4 expert_parallel.py                  four: gloo on CPUs, nccl on GPUs
+    python expert_parallel.py                                  one rank
+    torchrun --nproc_per_node 4 expert_parallel.py             NCCL on GPUs, Gloo on CPUs
     torchrun --nproc_per_node 2 expert_parallel.py --top-k 3 --experts 6
-Ends with PASS when loss, every gradient and the weights after three steps are those of one process that has all tokens
-and computes all experts on all of them, to 1e-10, and bytes are what the formulas say.
+    torchrun --nproc_per_node 2 expert_parallel.py --top-k 2 --capacity-factor 1.25
+
+By default there are three cases: K = 1, K = 2, and K = 1 with a capacity factor of 1. Each trains a
+small model for three steps next to a reference: one process that has all tokens and lets every
+expert compute all of them. The last line is PASS if losses, gradients and parameters agree to 1e-10
+and the bytes stored and sent match the formulas; otherwise the exit code is 1.
 """
 
 import argparse
-import gc
+import math
 import os
 import sys
-import time
 import tokenize
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-# T tokens of this rank, H numbers for each (hidden size), FF numbers inside an expert, V words; E experts, of which a
-# token uses K; P ranks (P_e, with an index, is a mean of scores). A pair is a token with one of its K experts; a row is
-# what travels for it, H numbers.
-LAYERS, H, FF, V, LENGTH = 2, 32, 24, 256, 24
-SEQUENCES = (3, 1, 2, 2)  # of ranks 0, 1, 2, 3, and again from 4 on: uneven on purpose
-BALANCE, IGNORE = 0.02, -100  # factor of the balance loss; the label of a token that has none
-EXPERTS = ("w1", "w3", "w2")  # the weights that are cut; all others are on every rank
-sent = Counter()  # bytes that have left this rank, "rows" and "counts"
-
-# ------------------------------------------------------------------------------------------------------- the choice
+# Shapes: T tokens of this rank, H hidden, F ffn_hidden, E experts, K experts per token (top_k).
 
 
-def route(x: Tensor, gate: Tensor, K: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, H], gate [E, H] -> the K experts of each token [T, K], their weights g [T, K], all scores s [T, E].
+# ------------------------- The mixture of experts in one process: every expert computes every token
+def route(x: Tensor, router_weight: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Step 1: x [T, H], router_weight [E, H] -> experts, gate_weights [T, K], router_probs [T, E].
 
-    A choice is a comparison. In bf16, with three significant digits, experts would tie or swap places, so the scores
-    are computed in float32 (Switch, section 2.4), under autocast too.
+    The choice has no gradient. The gate weights have one: through them the loss trains the router.
     """
-    # --- exercise 7.1: scores in float32 or better, the K best, and what each of them counts ---
-    wide = torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast(x.device.type, enabled=False):
-        scores = F.linear(x.to(wide), gate.to(wide)).softmax(-1)
-    best, experts = scores.topk(K)
-    weights = best / best.sum(-1, keepdim=True) if K > 1 else best  # s/s = 1 would cut the router off
-    return experts, weights, scores
+    # --- exercise 7.1: probabilities in float32 or better, the K best experts, their weights ---
+    # A choice is a comparison. With the three significant digits of bf16, experts would tie.
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):  # it would cast both factors to bf16 again
+        router_probs = F.linear(x.to(dtype), router_weight.to(dtype)).softmax(-1)
+    gate_weights, experts = router_probs.topk(top_k)
+    if top_k > 1:  # a single probability divided by itself is 1: the router would get no gradient
+        gate_weights = gate_weights / gate_weights.sum(-1, keepdim=True)
+    return experts, gate_weights, router_probs
     # --- end exercise ---
 
 
-def balance_loss(scores: Tensor, experts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's share of  sum over e of f_e P_e;  the shares of all ranks add up to it. It is 1 for an even load.
-
-    f is a count, without gradient; P_e has one, and lowers the scores of busy experts. Busy are those that all ranks
-    together chose often: with counts of its own, each rank would even out its own few tokens, which is another loss.
-    """
-    E, K = scores.shape[1], experts.shape[1]
-    # --- exercise 7.2: f from the counts of all ranks, P_e as this rank's share of a mean over all tokens ---
-    counts = torch.bincount(experts.flatten(), minlength=E)  # [E]
-    if group is not None:
-        dist.all_reduce(counts, group=group)  # [E] -> [E], the sum over the ranks
-    pairs = counts.sum().to(scores.dtype)  # K T of all ranks; a quotient of two integers would be a float32
-    f = counts * (E / pairs)
-    return (f * scores.sum(0)).sum() / (pairs / K)
-    # --- end exercise ---
-
-
-def expert(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
-    """One expert on its rows, [n, H] -> [n, H]."""
+def expert_mlp(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+    """One expert, a SwiGLU layer: [n, H] -> [n, F] -> [n, H]."""
     return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
 
 
-def moe_naive(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, K: int, group=None) -> tuple:
-    """The simplest correct form: every expert computes every token, and most is multiplied by zero. E/K times the work,
-    and all experts on one device; nothing is sorted and nothing travels. This is the oracle."""
-    experts, weights, scores = route(x, gate, K)
-    share = torch.zeros_like(scores).scatter(1, experts, weights)  # [T, E], zero for those not chosen
-    every = torch.stack([expert(x, *w) for w in zip(w1, w3, w2, strict=True)], dim=1)  # [T, E, H]
-    return (every * share[..., None]).sum(1).to(x.dtype), balance_loss(scores, experts, group), experts
+def moe_dense(x, router_weight, w1, w3, w2, top_k, capacity_factor=None, group=None, sizes=None):
+    """The simplest correct form: E/K times the work, and all experts in one process.
+
+    Every expert computes every token, also those that did not choose it: these have the weight 0.
+    With a capacity, `sizes` are the numbers of tokens that the ranks of the parallel form have.
+    """
+    num_experts = len(router_weight)
+    experts, gate_weights, router_probs = route(x, router_weight, top_k)
+    aux_loss = load_balancing_loss(router_probs, experts, group)
+    if capacity_factor is not None:
+        by_rank = experts.split(sizes)
+        experts = torch.cat([drop_tokens(e, num_experts, capacity_factor) for e in by_rank])
+    y = torch.zeros_like(x, dtype=gate_weights.dtype)
+    for e, expert_weights in enumerate(zip(w1, w3, w2, strict=True)):
+        gate = (gate_weights * (experts == e)).sum(-1, keepdim=True)  # [T, 1], 0 if not chosen
+        y = y + gate * expert_mlp(x, *expert_weights)
+    return y.to(x.dtype), aux_loss, experts
 
 
-# --------------------------------------------------------------------------------------------------- the tokens travel
+def load_balancing_loss(router_probs: Tensor, experts: Tensor, group) -> Tensor:
+    """This rank's part of  sum over e of f_e P_e.  The parts of the group's ranks add up to it.
+
+    f_e is how often expert e was chosen, divided by K T/E, its part of an even load. P_e is the
+    mean of its router probability. T is the tokens of all ranks. An even load gives 1. f has no
+    gradient. P has one, which lowers the probability of busy experts. Without that, an expert that
+    is chosen more often learns more and is then chosen still more often.
+    """
+    num_experts = router_probs.shape[1]
+    top_k = experts.shape[1]
+    # --- exercise 7.2: f from the counts of all ranks, P as this rank's part of a mean ---
+    counts = torch.bincount(experts.flatten(), minlength=num_experts)  # [E]
+    if group is not None:
+        # With its own counts each rank would balance its own few tokens, which is another loss.
+        dist.all_reduce(counts, group=group)  # [E], summed
+    counts = counts.to(router_probs.dtype)  # torch divides integers in float32
+    num_tokens = counts.sum() / top_k  # of all ranks
+    load = counts * num_experts / (top_k * num_tokens)  # f
+    return (load * router_probs.sum(0)).sum() / num_tokens
+    # --- end exercise ---
 
 
-def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The first send[0] rows of x go to rank 0 of the group, the next send[1] to rank 1, and so on."""
-    y = x.new_empty(sum(receive), x.shape[1])
-    dist.all_to_all_single(y, x.contiguous(), receive, send, group=group)  # [n, H] -> all-to-all -> [n', H]
-    leave = len(x) - send[dist.get_rank(group)]  # what a rank sends to itself does not leave it
-    sent["rows"] += leave * x.shape[1] * x.element_size()
-    return y
+def drop_tokens(experts: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
+    """experts [T, K] of one rank -> the same, with E in place of an expert that is full.
+
+    An expert takes at most C = ceil(capacity_factor K T/E) rows from each rank, in the order of the
+    tokens. That bounds memory and time. No rank stores an expert E, so a dropped row is not sent
+    and adds nothing. If all K rows of a token are dropped, only its residual connection remains.
+    """
+    capacity = math.ceil(capacity_factor * experts.numel() / num_experts)
+    chosen = F.one_hot(experts.flatten(), num_experts)  # [T K, E]
+    position = (chosen.cumsum(0) * chosen).sum(1)  # 1 for the first row of an expert, 2, 3, ...
+    return experts.masked_fill(position.view_as(experts) > capacity, num_experts)
 
 
-class Exchange(torch.autograd.Function):
-    """`exchange_rows` with a derivative."""
+# -------------------- Expert parallel: each expert computes the tokens that chose it, and no others
+def all_to_all_rows(x: Tensor, input_splits: list[int], output_splits: list[int], group) -> Tensor:
+    """Send the first input_splits[0] rows of x to rank 0, the next input_splits[1] to rank 1, ...
+
+    Returns the rows that this rank receives, output_splits[r] of them from rank r, in this order.
+    """
+    output = x.new_empty(sum(output_splits), x.shape[1])
+    x = x.contiguous()
+    dist.all_to_all_single(output, x, output_splits, input_splits, group=group)
+    return output  # [n, H] -> all-to-all -> [n', H]
+
+
+class AllToAll(torch.autograd.Function):
+    """`all_to_all_rows` with a backward pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return exchange_rows(x, send, receive, group)
+    def forward(ctx, x: Tensor, input_splits: list[int], output_splits: list[int], group) -> Tensor:
+        ctx.input_splits = input_splits
+        ctx.output_splits = output_splits
+        ctx.group = group
+        return all_to_all_rows(x, input_splits, output_splits, group)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
-        # --- exercise 7.3: rows have moved and nothing was added up; where do their gradients go? ---
-        return exchange_rows(dy, ctx.receive, ctx.send, ctx.group), None, None, None
+    def backward(ctx, grad_output: Tensor):
+        # --- exercise 7.3: rows were moved and nothing was added; where do their gradients go? ---
+        # Back to the rank that sent the row, times 1: a factor ep or 1/ep has no place here.
+        grad = all_to_all_rows(grad_output, ctx.output_splits, ctx.input_splits, ctx.group)
+        return grad, None, None, None
         # --- end exercise ---
 
 
-def dispatch_table(experts: Tensor, E: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """experts [T, K] -> the pairs t K + k in the order of their experts [T K]; how many rows this rank sends to each
-    rank for each of its experts [P, E/P]; how many it receives from each rank for each of its own [P, E/P]."""
-    P = dist.get_world_size(group)
-    # --- exercise 7.4: sort the pairs, count them, and tell every rank what to expect ---
-    order = experts.flatten().argsort(stable=True)  # experts of rank 0 first, then those of rank 1: by rank, too
-    send = torch.bincount(experts.flatten(), minlength=E).view(P, E // P)  # [E] -> [P, E/P]
-    receive = torch.empty_like(send)
-    dist.all_to_all_single(receive, send, group=group)  # [P, E/P]: line r goes to rank r; line r came from rank r
+class DispatchPlan(NamedTuple):
+    """Which rows this rank sends and receives. Row t K + k is token t for its k-th expert."""
+
+    permutation: Tensor  # [n], the rows to send, sorted by expert and so by rank
+    input_splits: list[int]  # rows to send to each rank
+    output_splits: list[int]  # rows to receive from each rank
+    by_expert: Tensor  # [n'], the received rows, sorted by expert
+    num_tokens_per_expert: list[int]  # received rows for each of this rank's E/ep experts
+
+
+def plan_dispatch(experts: Tensor, num_experts: int, group: dist.ProcessGroup) -> DispatchPlan:
+    """Step 2: from experts [T, K] of this rank's tokens to a plan; one all-to-all of counts."""
+    ep = dist.get_world_size(group)
+    # --- exercise 7.4: sort the rows, count them, tell every rank what to expect, sort again ---
+    flat = experts.flatten()  # [T K]
+    counts = torch.bincount(flat, minlength=num_experts + 1)  # [E + 1], the last one: dropped
+    send_counts = counts[:num_experts].view(ep, -1)  # [ep, E/ep]: rows for each expert of each rank
+    recv_counts = torch.empty_like(send_counts)  # [ep, E/ep]: from each rank, for each own expert
+    dist.all_to_all_single(recv_counts, send_counts, group=group)  # row r goes to rank r
+    input_splits = send_counts.sum(1).tolist()
+    output_splits = recv_counts.sum(1).tolist()
+    permutation = flat.argsort(stable=True)[: sum(input_splits)]  # without the dropped ones
+    # Received rows are sorted by sender first: expert 0 1 .. from rank 0, 0 1 .. from rank 1, ...
+    local_experts = torch.arange(num_experts // ep, device=flat.device).repeat(ep)  # [E]
+    by_expert = local_experts.repeat_interleave(recv_counts.flatten()).argsort(stable=True)
+    num_tokens_per_expert = recv_counts.sum(0).tolist()
     # --- end exercise ---
-    sent["counts"] += send.nbytes - send[0].nbytes
-    return order, send, receive
+    return DispatchPlan(permutation, input_splits, output_splits, by_expert, num_tokens_per_expert)
 
 
-def run_experts(rows: Tensor, counts: list[int], w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
-    """Each expert of this rank on its own rows, [n', H] -> [n', H]. One without rows computes zero rows: its
-    gradient is zero, not None. A rank that skipped them all would miss the all-to-alls of the others' backward."""
-    return torch.cat([expert(x, *w) for x, *w in zip(rows.split(counts), w1, w3, w2, strict=True)])
+# --- exercise 7.5: to the experts, through them, and back ---
+def dispatch(x: Tensor, plan: DispatchPlan, top_k: int, group: dist.ProcessGroup) -> Tensor:
+    """Step 3: x [T, H] of this rank's tokens -> rows [n', H] for its experts, sorted by expert."""
+    rows = x[plan.permutation // top_k]  # [T, H] -> [n, H]
+    rows = AllToAll.apply(rows, plan.input_splits, plan.output_splits, group)  # -> [n', H]
+    return rows[plan.by_expert]
 
 
-def moe(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, K: int, group: dist.ProcessGroup) -> tuple:
-    """x [T, H] of this rank, w1, w3 [E/P, FF, H] and w2 [E/P, H, FF] of its experts -> y [T, H], its share of the
-    balance loss, experts [T, K]. The same numbers as `moe_naive`; an expert works on the rows that want it, only."""
-    experts, weights, scores = route(x, gate, K)
-    order, send, receive = dispatch_table(experts, len(gate), group)
-    # --- exercise 7.5: there, by expert, compute, and all the way back ---
-    out, back = send.sum(1).tolist(), receive.sum(1).tolist()  # rows for each rank, rows from each rank
-    rows = Exchange.apply(x[order // K], out, back, group)  # [T K, H] -> all-to-all -> [n', H], by sender, then expert
-    mine = torch.arange(receive.shape[1], device=x.device).repeat(len(receive))  # [P E/P]: 0 1 .. 0 1 .. for P senders
-    by_expert = mine.repeat_interleave(receive.flatten()).argsort(stable=True)  # [n']
-    answers = run_experts(rows[by_expert], receive.sum(0).tolist(), w1, w3, w2)
-    answers = answers[by_expert.argsort()]  # [n', H], by sender again
-    answers = Exchange.apply(answers, back, out, group)  # [n', H] -> all-to-all -> [T K, H], in the order they left
-    pairs = answers[order.argsort()].view(-1, K, x.shape[1])  # [T K, H] -> [T, K, H]
-    y = (pairs * weights[..., None]).sum(1).to(x.dtype)  # weights are float32 or better, and so is the sum
-    # --- end exercise ---
-    return y, balance_loss(scores, experts, group), experts
+def run_experts(rows: Tensor, num_tokens_per_expert: list[int], w1, w3, w2) -> Tensor:
+    """Step 4: each of this rank's experts computes its own rows, [n', H] -> [n', H].
+
+    An expert without rows computes zero rows: its gradient is zero and not None. A rank that
+    skipped all of its experts would miss the all-to-alls of the backward pass, and the others
+    would wait for it.
+    """
+    outs = []
+    split_rows = rows.split(num_tokens_per_expert)
+    for expert_rows, *expert_weights in zip(split_rows, w1, w3, w2, strict=True):
+        outs.append(expert_mlp(expert_rows, *expert_weights))
+    return torch.cat(outs)
 
 
-def sum_gradients(weights: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """After backward: every gradient becomes that of the tokens of all ranks."""
-    for name, weight in weights.items():
-        # --- exercise 7.6: whose gradient is not complete yet? ---
-        if not name.endswith(EXPERTS):
-            dist.all_reduce(weight.grad, group=group)  # a sum: the loss is divided by the tokens of all ranks already
+def combine(expert_out: Tensor, gate_weights: Tensor, plan: DispatchPlan, group) -> Tensor:
+    """Step 5: expert_out [n', H], sorted by expert -> y [T, H], a weighted sum over K."""
+    rows = expert_out[plan.by_expert.argsort()]  # the inverse permutation: sorted by sender again
+    rows = AllToAll.apply(rows, plan.output_splits, plan.input_splits, group)  # [n', H] -> [n, H]
+    num_tokens, top_k = gate_weights.shape
+    unsorted = rows.new_zeros(num_tokens * top_k, rows.shape[1])  # a dropped row stays zero
+    unsorted[plan.permutation] = rows
+    unsorted = unsorted.view(num_tokens, top_k, rows.shape[1])  # [T K, H] -> [T, K, H]
+    return (unsorted * gate_weights[..., None]).sum(1)  # in float32 or better, like gate_weights
+
+
+# --- end exercise ---
+
+
+def moe(x, router_weight, w1, w3, w2, top_k, capacity_factor, group):
+    """The same results as `moe_dense`, from the E/ep experts that this rank stores.
+
+    x [T, H] of this rank, router_weight [E, H], w1, w3 [E/ep, F, H], w2 [E/ep, H, F] -> y [T, H],
+    this rank's part of the load-balancing loss, and experts [T, K].
+    """
+    num_experts = len(router_weight)
+    experts, gate_weights, router_probs = route(x, router_weight, top_k)  # step 1
+    aux_loss = load_balancing_loss(router_probs, experts, group)  # before anything is dropped
+    if capacity_factor is not None:
+        experts = drop_tokens(experts, num_experts, capacity_factor)
+    plan = plan_dispatch(experts, num_experts, group)  # step 2
+    rows = dispatch(x, plan, top_k, group)  # step 3
+    expert_out = run_experts(rows, plan.num_tokens_per_expert, w1, w3, w2)  # step 4
+    y = combine(expert_out, gate_weights, plan, group)  # step 5
+    return y.to(x.dtype), aux_loss, experts
+
+
+# -------------------------------------------------------------------------------- The training step
+IGNORE_INDEX = -100  # a label without a target
+AUX_LOSS_COEF = 0.02
+EXPERT_WEIGHTS = ("w1", "w3", "w2")  # sharded over the ranks; every rank stores all other weights
+Params = dict[str, Tensor]
+
+
+def shard_experts(params: Params, rank: int, ep: int) -> Params:
+    """What one rank stores: E/ep experts, and all of the rest."""
+    shards = {}
+    for name, weight in params.items():
+        shard = weight.chunk(ep)[rank] if name.endswith(EXPERT_WEIGHTS) else weight
+        shards[name] = shard.clone().requires_grad_()  # a view would keep all experts in memory
+    return shards
+
+
+def all_reduce_grads(params: Params, group: dist.ProcessGroup) -> None:
+    """After the backward pass: make every gradient that of the tokens of all ranks."""
+    for name, weight in params.items():
+        # --- exercise 7.6: which gradients are not complete yet? ---
+        # An expert has seen the tokens of all ranks. Another rank has other experts by that name.
+        if not name.endswith(EXPERT_WEIGHTS):
+            dist.all_reduce(weight.grad, group=group)  # summed: the loss is divided already
         # --- end exercise ---
 
 
-# --------------------------------------------------------------------------------------------- a model, and its step
+def train_step(params: Params, tokens: Tensor, labels: Tensor, moe_layer: Callable, group):
+    """Forward and backward. Returns the loss of all ranks' tokens, and experts [T, K] by layer.
+
+    A rank's loss is a sum over its own tokens, divided by the number of valid tokens of all ranks.
+    So losses and gradients of the ranks only have to be added. A group of None is one process.
+    """
+    num_valid = (labels != IGNORE_INDEX).sum()
+    if group is not None:
+        dist.all_reduce(num_valid, group=group)
+    logits, aux_loss, experts = run_model(params, tokens, moe_layer)
+    logits = logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    loss = loss / num_valid.clamp(min=1) + AUX_LOSS_COEF * aux_loss
+    loss.backward()
+    loss = loss.detach()
+    if group is not None:
+        all_reduce_grads(params, group)
+        dist.all_reduce(loss, group=group)  # only for the log
+    return loss, experts
 
 
-def whole_weights(E: int, device: str) -> dict[str, Tensor]:
-    """The first weights of the whole model, the same in every layout."""
+# ----------------------------------------------- A small model, in float64, and text to train it on
+N_LAYERS = 2
+HIDDEN = 32
+FFN_HIDDEN = 24  # of one expert
+VOCAB_SIZE = 256
+SEQ_LEN = 24
+BATCH_OF_RANK = (3, 1, 2, 2)  # uneven on purpose; again from rank 4 on
+
+
+def build_model(num_experts: int, device) -> Params:
+    """The unsharded weights, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5).to(device)
+    def init(*shape: int) -> Tensor:
+        weight = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return (weight / shape[-1] ** 0.5).to(device)
 
-    weights = {"embed": draw(V, H), "head": draw(V, H)}
-    for i in range(LAYERS):
-        weights |= {f"{i}.qkv": draw(3 * H, H), f"{i}.out": draw(H, H), f"{i}.gate": draw(E, H)}
-        weights |= {f"{i}.w1": draw(E, FF, H), f"{i}.w3": draw(E, FF, H), f"{i}.w2": draw(E, H, FF)}
-    return weights
-
-
-def my_weights(whole: dict[str, Tensor], rank: int, P: int) -> dict[str, Tensor]:
-    """What a rank holds: E/P experts, and the rest. Clones, since a view would keep the whole weight alive."""
-    return {n: (w.chunk(P)[rank] if n.endswith(EXPERTS) else w).clone().requires_grad_() for n, w in whole.items()}
-
-
-def text(step: int, rank: int, device: str) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [B, LENGTH] of a rank: bytes of Python's own tokenizer. Rank 1 has not a single valid label."""
-    data = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8).long().to(device)
-    B = SEQUENCES[rank % len(SEQUENCES)]
-    both = data[(5000 * step + 300 * rank) % 20000 :][: B * (LENGTH + 1)].view(B, LENGTH + 1)
-    return both[:, :-1], torch.full_like(both[:, 1:], IGNORE) if rank == 1 else both[:, 1:]
+    params = {"embed": init(VOCAB_SIZE, HIDDEN), "head": init(VOCAB_SIZE, HIDDEN)}
+    for i in range(N_LAYERS):
+        params[f"{i}.qkv_proj"] = init(3 * HIDDEN, HIDDEN)
+        params[f"{i}.o_proj"] = init(HIDDEN, HIDDEN)
+        params[f"{i}.router"] = init(num_experts, HIDDEN)
+        params[f"{i}.w1"] = init(num_experts, FFN_HIDDEN, HIDDEN)
+        params[f"{i}.w3"] = init(num_experts, FFN_HIDDEN, HIDDEN)
+        params[f"{i}.w2"] = init(num_experts, HIDDEN, FFN_HIDDEN)
+    return params
 
 
-def loss_of(w: dict, tokens: Tensor, labels: Tensor, valid: int, layer: Callable) -> tuple[Tensor, list[Tensor]]:
-    """A rank's share of the loss: a sum over its tokens / `valid` ones of all ranks; and experts [T, K] by layer."""
-    x, balance, choices = w["embed"][tokens], 0.0, []
-    for i in range(LAYERS):
-        q, k, v = F.linear(F.rms_norm(x, (H,)), w[f"{i}.qkv"]).chunk(3, -1)
-        x = x + F.linear(F.scaled_dot_product_attention(q, k, v, is_causal=True), w[f"{i}.out"])
-        h = F.rms_norm(x, (H,)).flatten(0, 1)  # [B, LENGTH, H] -> [T, H]: to an expert, a token is a token
-        y, share, experts = layer(h, *(w[f"{i}.{name}"] for name in ("gate", *EXPERTS)))
-        x, balance = x + y.view_as(x), balance + share
-        choices.append(experts)
-    logits = F.linear(F.rms_norm(x, (H,)), w["head"])
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    return loss / valid + BALANCE * balance, choices
+def run_model(params: Params, tokens: Tensor, moe_layer: Callable):
+    """tokens [B, S] -> logits [B, S, V]; the aux losses of all layers; experts [T, K] by layer."""
+    x = params["embed"][tokens]
+    aux_loss = 0.0
+    experts_by_layer = []
+    for i in range(N_LAYERS):
+        h = F.rms_norm(x, (HIDDEN,))
+        q, k, v = F.linear(h, params[f"{i}.qkv_proj"]).chunk(3, dim=-1)  # one head
+        attn = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.linear(attn, params[f"{i}.o_proj"])
+        h = F.rms_norm(x, (HIDDEN,)).flatten(0, 1)  # [B, S, H] -> [T, H]: experts know no sequence
+        weights = [params[f"{i}.{name}"] for name in ("router", *EXPERT_WEIGHTS)]
+        y, layer_aux_loss, experts = moe_layer(h, *weights)
+        x = x + y.view_as(x)
+        aux_loss = aux_loss + layer_aux_loss
+        experts_by_layer.append(experts)
+    return F.linear(F.rms_norm(x, (HIDDEN,)), params["head"]), aux_loss, experts_by_layer
 
 
-def train(w: dict[str, Tensor], batches: list, valid: list[int], layer: Callable, group=None) -> tuple:
-    """Three steps of plain SGD -> losses, gradients of each step, and who went where in the last one."""
-    losses, gradients = [], []
-    for (tokens, labels), count in zip(batches, valid, strict=True):
-        sent.clear()
-        for weight in w.values():
+def get_batch(step: int, rank: int, device) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [B, S] of one rank. B differs between ranks; rank 1 has no valid label."""
+    text = torch.tensor(list(Path(tokenize.__file__).read_bytes()))
+    batch = BATCH_OF_RANK[rank % len(BATCH_OF_RANK)]
+    start = (5000 * step + 300 * rank) % 20000
+    text = text[start : start + batch * (SEQ_LEN + 1)].view(batch, SEQ_LEN + 1).to(device)
+    tokens = text[:, :-1]
+    labels = text[:, 1:].clone()
+    if rank == 1:
+        labels[:] = IGNORE_INDEX
+    return tokens, labels
+
+
+# ------------------------------------------------------- The check: three steps next to a reference
+@contextmanager
+def count_bytes_sent(group: dist.ProcessGroup) -> Iterator[Counter]:
+    """Count the bytes that this rank's all-to-alls send to other ranks: "rows" and "counts"."""
+    sent = Counter(rows=0, counts=0)
+    all_to_all = dist.all_to_all_single
+    rank = dist.get_rank(group)
+    ep = dist.get_world_size(group)
+
+    def counted(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
+        parts = input.split(input_split_sizes or len(input) // ep)
+        name = "rows" if input.is_floating_point() else "counts"
+        sent[name] += input.nbytes - parts[rank].nbytes  # a rank's own part does not leave it
+        return all_to_all(output, input, output_split_sizes, input_split_sizes, group=group)
+
+    with patch.object(dist, "all_to_all_single", counted):
+        yield sent
+
+
+def expected_bytes(tables: list[Tensor], rank: int) -> Counter:
+    """What leaves a rank. tables: the rows of each rank for each expert, [ep, E], for each layer.
+
+    In the forward pass rows leave, and so do the outputs of the rows that arrived. In the backward
+    pass the gradients of both leave in the other direction. An element and a count have 8 bytes.
+    """
+    table = sum(tables)
+    ep, num_experts = table.shape
+    table = table.view(ep, ep, -1).sum(2)  # [ep, E] -> [from rank, to rank]
+    leave = table[rank].sum() - table[rank, rank]
+    arrive = table[:, rank].sum() - table[rank, rank]
+    rows = 2 * (leave + arrive).item()
+    counts = len(tables) * (ep - 1) * num_experts // ep
+    return Counter(rows=8 * rows * HIDDEN, counts=8 * counts)
+
+
+def train(params: Params, batches: list, moe_layer: Callable, group=None):
+    """Three steps of plain SGD -> losses and gradients by step, experts by step and layer.
+
+    SGD, because Adam would hide a wrong scale of the gradients.
+    """
+    losses = []
+    grads = []
+    experts_by_layer = []
+    for tokens, labels in batches:
+        for weight in params.values():
             weight.grad = None
-        loss, choices = loss_of(w, tokens, labels, count, layer)
-        loss.backward()
-        losses.append(loss.detach())
-        if group is not None:
-            sum_gradients(w, group)
-            dist.all_reduce(losses[-1], group=group)  # for the log
-        gradients.append({name: weight.grad.clone() for name, weight in w.items()})
+        loss, experts = train_step(params, tokens, labels, moe_layer, group)
+        losses.append(loss)
+        experts_by_layer += experts
+        grads.append({name: weight.grad.clone() for name, weight in params.items()})
         with torch.no_grad():
-            for weight in w.values():
+            for weight in params.values():
                 weight -= 0.1 * weight.grad
-    return losses, gradients, choices
+    return losses, grads, experts_by_layer
 
 
-# ---------------------------------------------------------------------------------------------------------- the proof
+def check(top_k: int, capacity_factor: float | None, num_experts: int, group, device) -> list[str]:
+    """Train on the ranks and in one process, print the result, return what is wrong on any."""
+    ep = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    full_params = build_model(num_experts, device)
+    batches = []  # of each step: the batches of all ranks
+    for step in range(3):
+        batches.append([get_batch(step, r, device) for r in range(ep)])
 
+    params = shard_experts(full_params, rank, ep)
+    layer = partial(moe, top_k=top_k, capacity_factor=capacity_factor, group=group)
+    with count_bytes_sent(group) as sent:
+        losses, grads, _ = train(params, [by_rank[rank] for by_rank in batches], layer, group)
 
-def expected_bytes(tables: list[Tensor], rank: int) -> dict[str, int]:
-    """What leaves a rank in forward and backward. tables: of each layer [P, E], rows of each rank for each expert.
+    reference = shard_experts(full_params, 0, 1)
+    sizes = [tokens.numel() for tokens, _ in batches[0]]  # tokens of each rank
+    layer = partial(moe_dense, top_k=top_k, capacity_factor=capacity_factor, sizes=sizes)
+    full_batches = [map(torch.cat, zip(*by_rank, strict=True)) for by_rank in batches]
+    ref_losses, ref_grads, experts_by_layer = train(reference, full_batches, layer)
 
-    Of its own rows: the row, and in backward the gradient of the answer. Of others' rows: the answer, and in backward
-    the gradient of the row."""
-    P, E = tables[0].shape
-    here, table = slice(rank * E // P, (rank + 1) * E // P), sum(tables)
-    rows = 2 * (table[rank].sum() + table[:, here].sum() - 2 * table[rank, here].sum()).item()
-    return {"rows": rows * H * 8, "counts": len(tables) * (P - 1) * E // P * 8}
+    errors = [(a - b).abs() for a, b in zip(losses, ref_losses, strict=True)]
+    for got, expected in zip([*grads, params], [*ref_grads, reference], strict=True):
+        expected = shard_experts(expected, rank, ep)
+        errors += [(got[name] - expected[name]).detach().abs().max() for name in params]
+    error = torch.stack(errors).max().item()  # NaN if any error is NaN
 
+    tables = []
+    for experts in experts_by_layer:
+        counts = [e.flatten().bincount(minlength=num_experts + 1) for e in experts.split(sizes)]
+        tables.append(torch.stack(counts)[:, :num_experts])  # without the dropped ones
+    expected_sent = expected_bytes(tables, rank)
+    sharded = [weight for name, weight in params.items() if name.endswith(EXPERT_WEIGHTS)]
+    stored = sum(weight.untyped_storage().nbytes() for weight in sharded)
+    expected_stored = 8 * N_LAYERS * 3 * HIDDEN * FFN_HIDDEN * num_experts // ep
 
-def check(K: int, E: int, group: dist.ProcessGroup, device: str) -> list[str]:
-    """Train on the ranks, and on one process; what is off, in words."""
-    P, rank, whole = dist.get_world_size(group), dist.get_rank(group), whole_weights(E, device)
-    everyone = [[text(step, r, device) for r in range(P)] for step in range(3)]
-    valid = [sum(int((labels != IGNORE).sum()) for _, labels in ranks) for ranks in everyone]
-    w, right_w = my_weights(whole, rank, P), my_weights(whole, 0, 1)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # the first message of a group opens its connections
-    start = time.perf_counter()
-    mine = train(w, [ranks[rank] for ranks in everyone], valid, partial(moe, K=K, group=group), group)
-    seconds, measured = time.perf_counter() - start, dict(sent)
-    one_process = [[torch.cat(part) for part in zip(*ranks, strict=True)] for ranks in everyone]
-    right = train(right_w, one_process, valid, partial(moe_naive, K=K))
-
-    T = [tokens.numel() for tokens, _ in everyone[0]]  # of each rank
-    tables = [torch.stack([part.flatten().bincount(minlength=E) for part in c.split(T)]) for c in right[2]]
-    errors = [(a - b).abs() for a, b in zip(mine[0], right[0], strict=True)]
-    for got, want in [*zip(mine[1], right[1], strict=True), (w, right_w)]:
-        part = my_weights(want, rank, P)  # of the oracle's gradients or weights, those of this rank
-        errors += [(got[name] - part[name]).detach().abs().max() for name in w]
-    error, expected = torch.stack(errors).max().item(), expected_bytes(tables, rank)  # NaN stays NaN
-    held = sum(t.untyped_storage().nbytes() for name, t in w.items() if name.endswith(EXPERTS))
-    formula = LAYERS * 3 * H * FF * E // P * 8
-    wrong = [] if error <= 1e-10 else [f"K = {K}: rank {rank} is off by {error:.1e}"]  # NaN is not <= anything
-    if (measured, held) != (expected, formula):
-        wrong.append(f"K = {K}: rank {rank} sends {measured} and holds {held} bytes, not {expected} and {formula}")
     if rank == 0:
-        show(tables[0], K)
-        alive = min(mine[1][0][f"{i}.gate"].abs().max().item() for i in range(LAYERS))
-        print(f"largest error {error:.1e}; the routers' gradients go up to {alive:.1e}")
-        print(f"experts held: {held:,} bytes, formula {formula:,}, one process {formula * P:,}")
-        print(f"sent in a step, bytes: {measured}, formula {expected}; {3 * sum(T) / seconds:,.0f} tokens/s\n")
-    return wrong
+        num_dropped = sum((experts == num_experts).sum().item() for experts in experts_by_layer)
+        router_grad = min(grads[0][f"{i}.router"].abs().max().item() for i in range(N_LAYERS))
+        print(f"K = {top_k}, capacity factor {capacity_factor}: rows by rank and expert, layer 0")
+        print_table(tables[0])
+        print(f"largest error {error:.1e}; largest gradient of a router {router_grad:.1e}")
+        print(f"bytes of experts stored {stored:,}, by formula {expected_stored:,}")
+        print(f"bytes sent in three steps {dict(sent)}, by formula {dict(expected_sent)}")
+        print(f"rows dropped in three steps {num_dropped}\n")
+    failures = {
+        f"largest error {error:.1e}": not error <= 1e-10,  # NaN fails
+        f"{stored} bytes stored, by formula {expected_stored}": stored != expected_stored,
+        f"bytes sent {dict(sent)}, by formula {dict(expected_sent)}": sent != expected_sent,
+    }
+    failures = [f"K = {top_k}, rank {rank}: {what}" for what, wrong in failures.items() if wrong]
+    by_rank = [None] * ep
+    dist.all_gather_object(by_rank, failures, group=group)
+    return list(chain(*by_rank))  # one rank that is wrong makes all fail
 
 
-def show(table: Tensor, K: int) -> None:
-    """The dispatch table [P, E], with a bar between the experts of different ranks."""
-    P, E = table.shape
-    print(f"K = {K}, layer 0: rows of each rank (line) for each expert (column)")
-    lines = {"": [f"e{e}" for e in range(E)], **{f"rank {r}": table[r].tolist() for r in range(P)}}
-    for name, line in (lines | {"together": table.sum(0).tolist()}).items():
-        parts = (line[r * E // P : (r + 1) * E // P] for r in range(P))
-        print(f"{name:9}", " | ".join(" ".join(f"{n:>4}" for n in part) for part in parts))
+def print_table(table: Tensor) -> None:
+    """The rows of each rank for each expert, [ep, E], with a bar before each rank's experts."""
+    ep, num_experts = table.shape
+    lines = {"": [f"e{e}" for e in range(num_experts)]}
+    lines |= {f"rank {r}": table[r].tolist() for r in range(ep)}
+    lines["sum"] = table.sum(0).tolist()
+    for name, cells in lines.items():
+        line = f"{name:7}"
+        for e, cell in enumerate(cells):
+            bar = " |" if e % (num_experts // ep) == 0 else ""
+            line += f"{bar}{cell:>5}"
+        print(line)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
+    """Complains in one line, on one rank."""
+
+    def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+            print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
 
 
 def main() -> int:
     parser = OneLineParser(description="Expert parallelism in one file", allow_abbrev=False)
-    parser.add_argument("--top-k", type=int, help="experts of a token (default: 1, and then 2)")
     parser.add_argument("--experts", type=int, default=8, help="in each layer")
-    args, P, gpus = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.device_count()
-    if not 1 <= args.experts <= 1024 or args.experts % P:
-        parser.error(f"--experts {args.experts} cannot be shared evenly by {P} ranks; use a multiple of {P} up to 1024")
-    ways = [k for k in (1, 2) if k <= args.experts] if args.top_k is None else [args.top_k]
-    if not 1 <= ways[0] <= args.experts:
-        parser.error(f"--top-k {args.top_k} of {args.experts} experts is impossible; use 1 to {args.experts}")
-    if 0 < gpus < (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-        parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpus else "cpu"
-    if gpus:
+    parser.add_argument("--top-k", type=int, help="experts per token (default: 1)")
+    parser.add_argument("--capacity-factor", type=float, help="default: no limit")
+    args = parser.parse_args()
+    ep = int(os.environ.get("WORLD_SIZE", 1))
+    if not 1 <= args.experts <= 1024 or args.experts % ep:
+        parser.error(f"--experts {args.experts}: use a multiple of {ep} (ranks), up to 1024")
+    if args.top_k is not None and not 1 <= args.top_k <= args.experts:
+        parser.error(f"--top-k {args.top_k} of {args.experts} experts: use 1 to {args.experts}")
+    if args.capacity_factor is not None and not 0 < args.capacity_factor <= 1024:  # NaN fails
+        parser.error(f"--capacity-factor {args.capacity_factor}: use more than 0, up to 1024")
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
-    everyone: list[list[str]] = [[]] * P
-    dist.all_gather_object(everyone, [line for K in ways for line in check(K, args.experts, dist.group.WORLD, device)])
-    wrong = [line for lines in everyone for line in lines]  # a rank that is off makes all fail
+    if "RANK" not in os.environ:  # started by python, not by torchrun
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",  # any free port
+        }
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+
+    cases = [(args.top_k or 1, args.capacity_factor)]
+    if args.top_k is None and args.capacity_factor is None:
+        cases = [(1, None), (min(2, args.experts), None), (1, 1.0)]
+    failures = []
+    for top_k, capacity_factor in cases:
+        failures += check(top_k, capacity_factor, args.experts, dist.group.WORLD, device)
     if dist.get_rank() == 0:
-        print("FAIL: " + "; ".join(wrong) if wrong else "PASS")
-    gc.collect()  # what refers to the group in a cycle must not outlive it
+        print(f"FAIL: {'; '.join(failures)}" if failures else "PASS")
     dist.destroy_process_group()
-    return 1 if wrong else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

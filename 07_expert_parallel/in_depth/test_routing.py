@@ -159,6 +159,10 @@ def losses_of_this_rank(sizes: list[int]) -> tuple:
     counts = group_sum(before, group)
     total = balance_loss(routing.probabilities, counts, K) + 0.1 * z_loss(logits, counts, K)
     total.backward()
+    with torch.no_grad():
+        counts = group_sum(before, group)
+        again = balance_loss(routing.probabilities, counts, K) + 0.1 * z_loss(logits, counts, K)
+    assert torch.equal(again, total), "without gradients the losses are others"
     return total.detach(), logits.grad, counts, torch.equal(before, kept_before)
 
 
@@ -171,6 +175,8 @@ def test_shares_of_the_losses_add_up_to_those_of_one_process_however_uneven_the_
     want.backward()
     results = run_ranks(len(sizes), losses_of_this_rank, sizes)
     assert_same(sum(share for share, *_ in results), want.detach(), 1e-12, "loss")
+    large = z_loss(logits.detach() + 1000, results[0][2], K)  # e^1000 is no float64
+    assert_same(large, (logits.detach().logsumexp(1) + 1000).square().mean(), 1e-12, "z-loss of large logits")
     for rank, ((_, grad, counts, untouched), whole) in enumerate(zip(results, logits.grad.split(sizes), strict=True)):
         assert_same(grad, whole, 1e-12, "gradient of the logits", rank)
         assert counts.sum() == K * sum(sizes), rank
@@ -229,6 +235,10 @@ def test_two_slices_of_the_world_count_for_themselves():
 
 def test_the_capacity_is_rounded_up():
     assert [capacity(t, 8, 2, c) for t, c in ((16, 1.0), (17, 1.0), (16, 1.25), (1, 1.0))] == [4, 5, 5, 1]
+    for T in range(1, 300):  # all to one expert: as many are kept as fit, whether T is a tensor or not
+        for c in (0.7, 1.0, 1.1, 1.3):
+            kept = within_capacity(torch.zeros(T, 1, dtype=torch.int64), 4, c, None)
+            assert kept.sum() == min(T, capacity(T, 4, 1, c)), f"T = {T}, c = {c}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the bias
