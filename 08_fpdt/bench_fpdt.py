@@ -11,7 +11,6 @@ when it should compute, so the streams are drawn from the log of the core file: 
 import sys
 from collections import Counter
 from itertools import groupby, pairwise
-from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -182,7 +181,7 @@ LANES = {"compute": "compute", "h2d": "messages", "d2h": "activations"}  # strea
 
 
 def draw_lanes(panel, title: str, rows: list[list]) -> None:
-    """rows: [stream, operation, start, end]. The many copies for a pair of the backward pass have one label."""
+    """rows: [stream, operation, start, end]. The five copies for a pair of the backward pass have one label."""
     for lane, (stream, colour) in enumerate(LANES.items()):
         bars = [row[1:] for row in rows if row[0] == stream]
         for _, start, end in bars:
@@ -190,23 +189,25 @@ def draw_lanes(panel, title: str, rows: list[list]) -> None:
         for (_, _, end), (_, start, _) in pairwise(bars) if stream == "compute" else ():
             if start > end + 1e-9:
                 panel.barh(lane, start - end, left=end, height=0.8, color=COLOURS["idle"], alpha=0.4)
-        together = stream == "h2d" and title.startswith("backward")
-        labelled = [(label_of(name, together), start, end) for name, start, end in bars]
-        for label, group in groupby(labelled, itemgetter(0)):
-            of_label = list(group)
-            start, end = of_label[0][1], of_label[-1][2]
-            if end - start >= 0.4:
-                panel.text((start + end) / 2, lane, label, ha="center", va="center", color="black", size=7)
-    panel.set(yticks=range(3), yticklabels=LANES, xlabel="time of a pair of chunks in the forward pass")
+        for number, group in groupby(bars, lambda bar: bar[0].lstrip("qoutdlse") if bar[0][0] != "k" else bar[0]):
+            together = list(group)
+            if not (stream == "h2d" and len(together) == 5):
+                for name, start, end in together:
+                    label_bar(panel, lane, name, start, end)
+            else:
+                label_bar(panel, lane, f"chunk {number}", together[0][1], together[-1][2])
+    panel.set(yticks=range(3), yticklabels=LANES, xlabel="time; 1 is a pair of chunks in the forward pass")
     panel.set_title(title, fontsize=9)
     panel.invert_yaxis()
     panel.grid(False)
 
 
-def label_of(name: str, together: bool) -> str:
-    if together and not name.startswith("kv"):
-        return f"chunk {name[-1]}"
-    return name.replace(".", "\n")
+def label_bar(panel, lane: int, name: str, start: float, end: float) -> None:
+    if name[0] == "q" and lane == 0 and "." not in name:  # a chunk with itself
+        name = f"{name}.kv{name[1:]}"
+    if end - start >= 0.4:  # not the log-sum-exp
+        words = name.replace(".", "\n")
+        panel.text((start + end) / 2, lane, words, ha="center", va="center", color="black", size=7)
 
 
 def draw_streams(axes, result):
@@ -219,7 +220,9 @@ def draw_streams(axes, result):
 
 def draw_schedule(axes, result):
     for panel, title in zip(axes, ("forward pass", "backward pass"), strict=True):
-        draw_lanes(panel, title, [row[1:] for row in result["rows"] if row[0] == title])
+        rows = [row[1:] for row in result["rows"] if row[0] == title]
+        begin = 0 if title == "forward pass" else min(start for _, name, start, _ in rows if name == "q2")
+        draw_lanes(panel, title, [row for row in rows if row[2] >= begin])
 
 
 def figures() -> None:
