@@ -656,7 +656,8 @@ def check(num_chunks: int, num_buffers: int, seq_len: int, group, device) -> lis
     dist.all_gather_object(results, (right, lines), group=group)
     if comm.rank == 0:
         print("\n".join(lines))
-    return [f"rank {rank}: {lines[0]}" for rank, (right, lines) in enumerate(results) if not right]
+    reports = [f"rank {rank}: {';'.join(lines)}" for rank, (_, lines) in enumerate(results)]
+    return [report for report, (right, _) in zip(reports, results, strict=True) if not right]
 
 
 class OneLineParser(argparse.ArgumentParser):
