@@ -1,349 +1,709 @@
-"""FPDT: a sequence that no GPU can hold, in chunks that wait in the memory of the host.
+"""FPDT: train on a sequence that no GPU can hold, chunk by chunk, with help of the host's memory.
 
-Ulysses (chapter 5) gives each of P ranks all S tokens of some heads. At two million tokens not even these fit: queries,
-keys, values and outputs of one layer, and a gradient of each. But under a causal mask a chunk of the sequence needs, of
-all others, only the keys and values of those before it, and the host, with ten times the memory, can keep these:
+Ulysses (chapter 5) gives each of cp ranks all S tokens of some heads. At two million tokens even
+these do not fit: queries, keys, values and output of a layer, and a gradient of each. But under a
+causal mask a chunk of the sequence needs only its own keys and values (K/V) and those of earlier
+chunks. So u chunks are computed one after another. Their K/V are copied to the host, whose memory
+is several times larger, and back into a buffer on the device whenever a later chunk needs them:
 
-    device   q2 kv2   attend to kv2, then to | kv0 | kv1 |, fetched in turn into two slots        chunk 2 of u = 4
-    host     kv0 kv1 kv2, and for backward q0 q1 q2, out0 out1 out2, the log-sum-exps lse0 lse1 lse2
+    device   q2, kv2, and two buffers that hold kv0 and kv1             chunk 2 of u = 4
+    host     kv0 kv1 kv2; q, output and log-sum-exp (LSE) of chunks 0 and 1 for the backward pass
 
-    compute  | q2.kv2 | q2.kv0 | q2.kv1 | q3.kv3 |       what makes it fast: while the computation reads one slot,
-    fetch    | kv0 | kv1 |              | kv0 | kv1 |    the other one is filled, by a stream of its own;
-    offload           | kv2 |           | q2 out2 |      a third stream takes to the host what is done
+    compute  | q2.kv2 | q2.kv0 | q2.kv1 | q3.kv3 |        What makes it fast: the computation
+    h2d      | kv0 | kv1 |              | kv0 | kv1 |     reads one buffer while a copy fills the
+    d2h               | kv2 |           | q2 | out2 |     other. A third stream copies to the host.
 
-Backward turns the loops round: outer over the keys and values of chunk j, inner over the queries of all chunks i >= j.
-All else looks at one token at a time: feed-forward and loss go chunk by chunk, and are computed again in backward.
+The backward pass swaps the loops. The outer one is over K/V of chunk j, the inner one over the
+queries of all chunks i >= j. Feed-forward layers and the loss look at one token at a time, so they
+also run chunk by chunk, and again in the backward pass.
 
-Bytes of a chunk: Q its queries (or output, or a gradient of these), K its keys and values, L its log-sum-exps. A layer:
-    offloaded   u (2 Q + K + L) forward,  u Q + u(u+1)/2 Q backward       sent  u (4 Q + 2 K) (P-1)/P, for any u
-    fetched     u(u-1)/2 K forward,  u K + u(u+1)/2 (4 Q + L) backward    on the host  u (2 Q + K + L), then 2 u Q more
-    on the device a few chunks, whatever S is (`predicted`), beside S/P tokens of the residual stream
-Yao et al. 2024, arXiv 2408.16978, section 4. Chunked feed-forward and loss: Luo et al. 2024, 2407.15892.
+Bytes per layer and rank. Q is a chunk's queries, or its output, or a gradient of either; K is its
+keys and values; L is its LSE:
+
+                           forward pass            backward pass
+    copied to the host     u (2 Q + K + L)         u Q + u (u+1)/2 Q
+    copied to the device   u (u-1)/2 K             u K + u (u+1)/2 (4 Q + L)
+    sent by all-to-all     u (2 Q + K) (cp-1)/cp   u (2 Q + K) (cp-1)/cp
+    stored on the host     u (2 Q + K + L)         2 u Q more
+    stored on the device   some chunks, whatever S is, and S/cp tokens of the residual stream
+
+Sources: Yao et al. 2024, arXiv 2408.16978, section 4 (FPDT); Luo et al. 2024, 2407.15892 (feed-
+forward, loss); Dao 2023, 2307.08691, algorithms 1 and 2 (online softmax and its backward pass).
 
     python fpdt.py                                      one rank
-    torchrun --nproc_per_node 4 fpdt.py --chunks 8      four: gloo on CPUs, nccl on GPUs
-Ends with PASS when losses, gradients and weights are those of one process, to 1e-10, and bytes those of the formulas.
+    torchrun --nproc_per_node 4 fpdt.py --chunks 8      NCCL on GPUs, Gloo on CPUs
+
+It trains a small model for three steps next to a reference with the full sequence in one process:
+in one chunk, in several with one buffer, in several with two. The last line is PASS if losses,
+gradients and parameters agree to 1e-10 and all bytes match the table.
 """
 
 import argparse
 import os
 import sys
-import time
+import tokenize
 import weakref
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-import torch._dynamo  # and torch; dispatch modes import it: while a group is up, that would keep it to the end
+import torch
+import torch._dynamo  # else imported late, by dispatch modes, and then it keeps the group alive
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
-# One sequence of S tokens on P ranks in u chunks; c = S/u tokens in a chunk, s = c/P of them on this rank. H numbers a
-# token. N query heads of D numbers, N_kv heads of keys and values; n and m of them on this rank.
-count, on_host = Counter[str](), weakref.WeakValueDictionary()  # bytes in a step; storages on the host while they live
+# Shapes: one sequence of S tokens on cp ranks in u chunks. A chunk has c = S/u tokens; this rank
+# stores s = c/cp of them. There are N query heads of D elements and N_kv K/V heads; between the
+# all-to-alls this rank has n and m of them. The queries of the G = N/N_kv heads that share a K/V
+# head are one matrix of G c rows.
 
 
-def scores_of(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q [m, r, D], k [m, c, D] -> [m, r, c]. r: the queries of all r/c heads that share this head of keys."""
+# -------------------------------------------------------------------------------------------------
+# Attention of a chunk: an online softmax over chunks of keys and values
+# -------------------------------------------------------------------------------------------------
+
+
+def to_fp32(x: Tensor) -> Tensor:
+    """Sums over many terms need fp32: bf16 and fp16 are converted, fp64 stays as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def attention_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """q [m, G c, D], k [m, c, D] -> q k^T / sqrt(D), [m, G c, c]."""
     scores = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
-    if causal:
-        later = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu_(1)
-        scores.unflatten(1, (-1, k.shape[1])).masked_fill_(later, -torch.inf)
+    if causal:  # queries and keys of the same chunk
+        c = k.shape[1]
+        hidden = torch.ones(c, c, dtype=torch.bool, device=q.device).triu_(1)
+        scores.unflatten(1, (-1, c)).masked_fill_(hidden, -torch.inf)
     return scores
 
 
-def attend(q: Tensor, kvs) -> tuple[Tensor, Tensor]:
-    """A chunk of queries [m, r, D] to its own keys and values [2, m, c, D], the first of `kvs`, and to those of earlier
-    chunks: output [m, r, D] and log-sum-exp [m, r, 1]. If `kvs` is a list, this is the simplest form, on the device."""
-    wide = torch.promote_types(q.dtype, torch.float32)  # for all sums
-    out, dtype, q = torch.zeros_like(q, dtype=wide), q.dtype, q.to(wide)
-    total, top = torch.zeros_like(out[..., :1]), torch.full_like(out[..., :1], -torch.inf)
-    for number, kv in enumerate(kvs):
-        k, v = kv.to(wide)
+def chunk_attention(q: Tensor, kv_chunks: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Queries of one chunk attend to its own K/V, which come first, and to those of earlier chunks.
+
+    q [m, G c, D], each of kv_chunks [2, m, c, D] -> out [m, G c, D] and LSE [m, G c, 1]. One pair
+    of chunks is computed at a time, and it does not matter where the next K/V come from.
+    """
+    dtype = q.dtype
+    q = to_fp32(q)
+    acc = torch.zeros_like(q)
+    l_i = torch.zeros_like(q[..., :1])
+    m_i = torch.full_like(l_i, -torch.inf)
+    for index, kv in enumerate(kv_chunks):
+        k, v = to_fp32(kv)
         # --- exercise 8.1: online softmax ---
-        scores = scores_of(q, k, causal=number == 0)
-        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-        fade = top.sub_(higher).exp_()  # what was summed under a lower top weighs less under the new one
-        weights = scores.sub_(higher).exp_()
-        total.mul_(fade).add_(weights.sum(-1, keepdim=True))
-        out.mul_(fade).add_(weights @ v)
-        top.copy_(higher)
-        del scores, weights, higher, fade  # before the next pair makes its own
+        scores = attention_scores(q, k, causal=index == 0)
+        m_new = torch.maximum(m_i, scores.detach().amax(-1, keepdim=True))
+        alpha = (m_i - m_new).exp()  # what was summed relative to a lower maximum counts less now
+        p = scores.sub_(m_new).exp_()
+        l_i = l_i * alpha + p.sum(-1, keepdim=True)
+        acc = acc * alpha + p @ v
+        m_i = m_new
+        del scores, p  # before the next pair allocates its own
         # --- end exercise ---
-    return out.div_(total).to(dtype), total.log_().add_(top)
+    return (acc / l_i).to(dtype), l_i.log() + m_i
 
 
-def attend_backward(dq: Tensor, dkv: Tensor, given, kv: Tensor, causal: bool) -> None:
-    """Add a pair of chunks' share to dq and dkv; given = q, out, dout, lse. With the log-sum-exp of *all* keys,
-    exp(score - lse) are the final weights, so a pair needs no other one (FlashAttention-2, 2307.08691, algorithm 2)."""
-    (q, out, dout, lse), (k, v) = (x.to(dq.dtype) for x in given), kv.to(dq.dtype)
-    weights = scores_of(q, k, causal).sub_(lse).exp_()
-    dkv[1].add_(weights.mT @ dout)
-    delta = (dout * out).sum(-1, keepdim=True)
-    dscores = (dout @ v.mT).sub_(delta).mul_(weights).mul_(q.shape[-1] ** -0.5)
-    dkv[0].add_(dscores.mT @ q)
-    dq.add_(dscores @ k)
+def simple_fpdt(q: Tensor, k: Tensor, v: Tensor, num_chunks: int, kv_device) -> Tensor:
+    """Causal attention in chunks, q [N, S, D] and k, v [N_kv, S, D] -> [N, S, D].
+
+    K/V of all chunks wait on `kv_device` and are copied when they are needed. Autograd derives the
+    backward pass. This is exact and has two faults: the computation waits for each copy, and
+    autograd saves the probabilities of all pairs of chunks on the device.
+    """
+    kv = torch.stack((k, v))  # [2, N_kv, S, D]
+    kv_chunks = [chunk.to(kv_device) for chunk in kv.chunk(num_chunks, dim=2)]
+    outs = []
+    for i, q_chunk in enumerate(q.chunk(num_chunks, dim=1)):
+        needed = [kv_chunks[i], *kv_chunks[:i]]
+        copied = (chunk.to(q.device) for chunk in needed)  # each when the loop comes to it
+        out, _ = chunk_attention(q_chunk.reshape(len(k), -1, q.shape[-1]), copied)
+        outs.append(out.view(q_chunk.shape))
+    return torch.cat(outs, dim=1)
 
 
-def places_of(S: int, u: int, rank: int, P: int) -> Tensor:
-    """The places in the sequence of this rank's tokens [S/P]: an all-to-all must bring what is next to each other."""
-    # --- exercise 8.2: which tokens does a rank hold? ---
-    return torch.arange(S).view(u, P, -1)[:, rank].flatten()  # a part of every chunk, not a part of the sequence
-    # --- end exercise ---
+# -------------------------------------------------------------------------------------------------
+# Host memory: two streams for copies, and two buffers
+# -------------------------------------------------------------------------------------------------
 
 
-def exchange(x: Tensor, order: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """x[r] goes to rank r; what comes from rank r is [r] of the result, whose dimensions are put in another order."""
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
-    count["sent"] += x.nbytes // group.size() * (group.size() - 1)
-    here = received.permute(order).clone(memory_format=torch.contiguous_format)
-    for message in (x, received):  # gloo's threads forget a message some time after the call; its memory is free now
-        message.untyped_storage().resize_(0)
-    return here
+class HostTensor(NamedTuple):
+    data: Tensor
+    stored: Any  # the event that comes when `data` has arrived on the host
 
 
-def to_heads(*tensors: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Some tokens of a chunk, all heads -> all its tokens, some heads: each [s, heads, D] -> [heads/P, c, D]."""
-    # --- exercise 8.3: from tokens to heads ---
-    rows = [x.unflatten(1, (group.size(), -1)).permute(1, 2, 0, 3) for x in tensors]  # [P, heads/P, s, D]: to each rank
-    x = exchange(torch.cat(rows, 1), (1, 0, 2, 3), group)  # -> all_to_all -> [all heads/P, P, s, D]: from each rank
-    return x.flatten(1, 2)  # [all heads/P, c, D]
-    # --- end exercise ---
+class HostOffloader:
+    """Copies tensors to pinned host memory and back while the GPU computes.
 
+    A stream is a queue of work on the GPU. There are three: "compute", and "h2d" (host to device)
+    and "d2h" for copies. Streams run side by side and know nothing of each other. An event that is
+    recorded in one stream comes when all work that the stream has so far is done, and other streams
+    can wait for it. Four waits keep the streams in order:
 
-def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """And back: [heads/P, c, D] -> [P, heads/P, s, D] -> all_to_all -> [s, P, heads/P, D]."""
-    x = x.unflatten(1, (group.size(), -1)).transpose(0, 1)
-    return exchange(x.clone(memory_format=torch.contiguous_format), (2, 0, 1, 3), group)
+        copy to the host      until the tensor has been computed              offload
+        copy to the device    until the tensor has arrived on the host        start_h2d_copy
+        copy to the device    until the last reader is done with the buffer   start_h2d_copy
+        computation           until the copy has filled the buffer            read
+    """
 
+    def __init__(self, device: torch.device, num_buffers: int = 2):
+        self.device = device
+        self.num_buffers = num_buffers
+        self.streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h")}
 
-class Host:
-    """Memory where tensors wait, and three queues of work: compute, fetch (to the device), offload (to the host). On a
-    GPU these are CUDA's streams and events. A CPU does all in the order of the program, and writes down in `ops` what
-    each operation would have waited for: its events are the numbers of operations."""
+    def record_event(self, stream: str):
+        if stream == "compute":
+            return torch.cuda.current_stream(self.device).record_event()
+        return self.streams[stream].record_event()
 
-    def __init__(self, device: str, u: int, slots: int):
-        self.device, self.u, self.slots, self.last = device, u, slots, Counter[str]()
-        self.cuda = {s: torch.cuda.Stream(device) for s in ("fetch", "offload")} if "cuda" in device else {}
-        self.ops: list[tuple] = []  # (stream, name, bytes, the events that it comes after)
+    def wait_event(self, event, reader: str, name: str) -> None:
+        """The computation waits. `reader` reads tensor `name` next: for those who want a log."""
+        torch.cuda.current_stream(self.device).wait_event(event)
 
-    def event(self, stream: str) -> int | torch.cuda.Event:  # it comes when the stream has done all it was given so far
-        return (self.cuda.get(stream) or torch.cuda.current_stream()).record_event() if self.cuda else self.last[stream]
-
-    def put(self, stream: str, name: str, after: list = (), to: Tensor | None = None, source: Tensor | None = None):
-        """Give a stream a copy to do after these events, or say what the computation does next; returns its end."""
-        self.ops.append((stream, name, source.nbytes if to is not None else 0, after))
-        self.last[stream], count[stream] = len(self.ops), count[stream] + self.ops[-1][2]
-        with torch.cuda.stream(self.cuda.get(stream)):  # of None: as if it were not there
-            for event in after if self.cuda else ():
+    def start_copy(self, stream: str, dst: Tensor, src: Tensor, wait_for: list, name: str):
+        """Start a copy after these events. Returns the event of its end."""
+        with torch.cuda.stream(self.streams[stream]):
+            for event in wait_for:
                 event.wait()
-            if to is not None:
-                to.copy_(source, non_blocking=True)
-        if to is not None and source.is_cuda:  # what Python frees from now on is given away only after the copy
-            source.record_stream(self.cuda[stream])
-        return self.event(stream)
+            dst.copy_(src, non_blocking=True)
+        if src.is_cuda:  # Python may free it now, but its memory is in use until the copy ends
+            src.record_stream(self.streams[stream])
+        return self.record_event(stream)
 
-    def offload(self, stored: dict, i: int, **tensors: Tensor) -> None:
-        """Start to copy tensors to their places in `stored`, old or new. Nobody writes to one before its copy ends."""
-        for name, x in tensors.items():
-            data, _ = stored.get(f"{name}{i}", (None, None))
-            if data is None:
-                with _disable_current_modes():  # no meter of the device counts it. Unpinned, no copy runs beside work
-                    data = torch.empty(x.shape, dtype=x.dtype, pin_memory=bool(self.cuda))
-                on_host[data.untyped_storage()._cdata] = data.untyped_storage()
-                count["host"] = max(count["host"], sum(storage.nbytes() for storage in on_host.values()))
-            stored[f"{name}{i}"] = data, self.put("offload", f"{name}{i}", [self.event("compute")], data, x)
+    def empty_host(self, x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)  # unpinned, no copy overlaps
 
-    def fetched(self, stored: dict, items: list, user: str = "", readers: tuple = ("compute",)):
-        """The tensors of one item after the other, on the device; the next are on their way while some are used. To ask
-        for the next item is to be done with this one, but for what the streams `readers` still have to do with it."""
-        full: list = []
-        buffers = [[torch.empty_like(stored[x][0], device=self.device) for x in names] for names in items[: self.slots]]
+    def offload(self, host_tensors: dict[str, HostTensor], name: str, x: Tensor) -> None:
+        """Start to copy x to the host. x must not be written to before the copy ends."""
+        computed = self.record_event("compute")
+        data = host_tensors[name].data if name in host_tensors else self.empty_host(x)
+        stored = self.start_copy("d2h", data, x, [computed], name)
+        host_tensors[name] = HostTensor(data, stored)
 
-        def fetch() -> None:
-            # --- exercise 8.4: what must a fetch wait for? ---
-            free, slot = [self.event(stream) for stream in readers], buffers[len(full) % self.slots]
-            copies = zip(slot, items[len(full)], strict=True)
-            full.append([self.put("fetch", x, [*free, stored[x][1]], to, stored[x][0]) for to, x in copies][-1])
+    def prefetch_iter(self, host_tensors, items, reader="", reader_streams=("compute",)):
+        """Iterates over `items`, lists of names of host tensors, and yields them on the device.
+
+        The first copies start now, before the first item is asked for. To ask for the next item
+        says that all work which reads this one has been given to `reader_streams`.
+        """
+        buffers = []
+        for names in items[: self.num_buffers]:
+            tensors = [host_tensors[name].data for name in names]
+            buffers.append([torch.empty_like(x, device=self.device) for x in tensors])
+        ready_events = []  # of the items whose copies have started
+
+        def start_h2d_copy() -> None:
+            """Start to copy the next item into its buffer. Items use the buffers in turn."""
+            # --- exercise 8.2: what must a copy wait for? ---
+            # Also before a buffer's first use: its memory may still be read as an older tensor.
+            free_events = [self.record_event(stream) for stream in reader_streams]
+            names = items[len(ready_events)]
+            for dst, name in zip(buffers[len(ready_events) % len(buffers)], names, strict=True):
+                src, stored = host_tensors[name]
+                ready = self.start_copy("h2d", dst, src, [*free_events, stored], name)
+            ready_events.append(ready)  # a stream keeps its order, so the last copy ends last
             # --- end exercise ---
 
-        def use():
-            # --- exercise 8.5: double buffering ---
-            for turn, names in enumerate(items):
-                self.put("compute", user + names[0], [full[turn]])
-                yield buffers[turn % self.slots]
-                if len(full) < len(items):
-                    fetch()  # into the slot just used. The next item is under way, or has arrived
+        def read() -> Iterator[list[Tensor]]:
+            # --- exercise 8.3: double buffering ---
+            for index, names in enumerate(items):
+                self.wait_event(ready_events[index], reader, names[0])
+                yield buffers[index % len(buffers)]
+                if len(ready_events) < len(items):
+                    start_h2d_copy()  # into the buffer just used; the next item is in flight
             # --- end exercise ---
 
-        for _ in buffers:  # now, and not when somebody asks for the first
-            fetch()
-        return use()
+        for _ in buffers:
+            start_h2d_copy()
+        return read()
 
 
-class FPDT(torch.autograd.Function):
-    """x [S/P, H] -> what attention gives for it, [S/P, N D]. `project`: x [s, H] -> q, k, v [s, heads, D]."""
+# -------------------------------------------------------------------------------------------------
+# Ulysses on one chunk
+# -------------------------------------------------------------------------------------------------
+
+
+class AllToAllComm:
+    """All-to-alls over one group, and the bytes that they send to other ranks."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.cp = dist.get_world_size(group)
+        self.bytes_sent = 0
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x[r] is sent to rank r, and [r] of the result comes from rank r."""
+        x = x.contiguous()
+        recv = torch.empty_like(x)
+        dist.all_to_all_single(recv, x, group=self.group)
+        self.bytes_sent += x.nbytes // self.cp * (self.cp - 1)
+        return recv
+
+
+def token_positions(seq_len: int, num_chunks: int, rank: int, cp: int) -> Tensor:
+    """Positions of this rank's tokens in the sequence, [S/cp], in ascending order."""
+    # --- exercise 8.4: which tokens does a rank store? ---
+    # A part of every chunk: an all-to-all must give all tokens of one chunk, in order.
+    return torch.arange(seq_len).view(num_chunks, cp, -1)[:, rank].flatten()
+    # --- end exercise ---
+
+
+def seq_to_heads(tensors: Iterable[Tensor], comm: AllToAllComm) -> list[Tensor]:
+    """Some tokens of a chunk, all heads -> all its tokens, some heads, in one message.
+
+    Each [s, heads, D] -> [heads/cp, c, D].
+    """
+    # --- exercise 8.5: the all-to-all before attention ---
+    rows = []
+    for x in tensors:
+        x = x.unflatten(1, (comm.cp, -1))  # [s, cp, heads/cp, D]
+        rows.append(x.permute(1, 2, 0, 3))  # [cp, heads/cp, s, D]: what each rank gets
+    x = comm.all_to_all(torch.cat(rows, dim=1))  # -> all-to-all -> what each rank has sent
+    x = x.transpose(0, 1).flatten(1, 2)  # [sum of heads/cp, cp, s, D] -> [sum of heads/cp, c, D]
+    return list(x.split([row.shape[1] for row in rows]))
+    # --- end exercise ---
+
+
+def heads_to_seq(tensors: list[Tensor], comm: AllToAllComm) -> list[Tensor]:
+    """The way back, also in one message: each [heads/cp, c, D] -> [s, heads, D]."""
+    x = torch.cat(tensors).unflatten(1, (comm.cp, -1))  # [sum of heads/cp, cp, s, D]
+    x = comm.all_to_all(x.transpose(0, 1))  # [cp, sum of heads/cp, s, D] -> all-to-all
+    x = x.permute(2, 0, 1, 3)  # [s, cp, sum of heads/cp, D]
+    parts = x.split([len(tensor) for tensor in tensors], dim=2)
+    return [part.flatten(1, 2) for part in parts]
+
+
+# -------------------------------------------------------------------------------------------------
+# FPDT: both passes over the chunks
+# -------------------------------------------------------------------------------------------------
+
+
+def forward_chunk(i: int, x: Tensor, project_qkv, host_tensors, offloader, comm, save: bool):
+    """Attention of chunk i, from x [s, H] to [s, N D]; `save` for the backward pass."""
+    items = [[f"kv{j}"] for j in range(i)]
+    earlier = offloader.prefetch_iter(host_tensors, items, reader=f"q{i}")  # starts here
+    q, k, v = seq_to_heads(project_qkv(x), comm)  # [n, c, D], [m, c, D] twice
+    shape = q.shape
+    kv = torch.stack((k, v))  # [2, m, c, D]
+    q = q.reshape(len(k), -1, q.shape[-1])  # [m, G c, D]
+    offloader.offload(host_tensors, f"kv{i}", kv)
+    out, lse = chunk_attention(q, chain([kv], (buffer for (buffer,) in earlier)))
+    if save:
+        for name, tensor in {"q": q, "out": out, "lse": lse}.items():
+            offloader.offload(host_tensors, f"{name}{i}", tensor)
+    (out,) = heads_to_seq([out.view(shape)], comm)
+    return out.flatten(1)
+
+
+def chunk_attention_backward(dq, dkv, q, kv, out, dout, lse, causal: bool) -> None:
+    """Add the partial gradients of one pair of chunks to dq and dkv, in fp32 or better.
+
+    `out` and `lse` are those of *all* keys. So e^(score - LSE) is the probability in the full
+    softmax, dout . out is the sum of p * dp over all keys, and no other pair is needed.
+    """
+    q, out, dout = (to_fp32(x) for x in (q, out, dout))
+    k, v = to_fp32(kv)
+    p = attention_scores(q, k, causal).sub_(lse).exp_()  # [m, G c, c]
+    dkv[1] += p.mT @ dout
+    delta = (dout * out).sum(-1, keepdim=True)  # the derivative of the softmax subtracts this
+    ds = (dout @ v.mT).sub_(delta).mul_(p).mul_(q.shape[-1] ** -0.5)
+    dkv[0] += ds.mT @ q
+    dq += ds @ k
+
+
+def backward_row(j: int, kv: Tensor, host_tensors, num_chunks: int, offloader) -> list[Tensor]:
+    """All pairs of chunk j's K/V [2, m, c, D]. Returns dq, dk and dv of chunk j, now complete.
+
+    dq of a chunk is a sum over rows. It waits for the next row on the host, in fp32 or better.
+    """
+    # --- exercise 8.6: the inner loop of the backward pass ---
+    order = range(num_chunks - 1, j - 1, -1)  # the chunk's own queries last: then dq is complete
+    names = ("q", "out", "dout", "lse", "dq")
+    items = []
+    for i in order:
+        items.append([f"{name}{i}" for name in names])
+    # dq leaves from the buffer into which it was copied, so copies to the host read it as well.
+    queries = offloader.prefetch_iter(host_tensors, items, f"kv{j}", ("compute", "d2h"))
+    dkv = torch.zeros_like(to_fp32(kv))
+    for i, (q, out, dout, lse, dq) in zip(order, queries, strict=True):
+        chunk_attention_backward(dq, dkv, q, kv, out, dout, lse, causal=i == j)
+        if i > j:
+            offloader.offload(host_tensors, f"dq{i}", dq)
+    dk, dv = dkv
+    dq = dq.view(-1, *dk.shape[1:])  # [n, c, D]
+    # --- end exercise ---
+    return [dq, dk, dv]
+
+
+class FPDTAttention(torch.autograd.Function):
+    """x [S/cp, H] -> attention [S/cp, N D]; `project_qkv` maps [s, H] to q, k, v [s, heads, D].
+
+    Autograd sees x and `params`, the parameters of the projections, and none of the chunks.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, project, host: Host, group, keep: bool, *weights: Tensor) -> Tensor:
-        outs, stored, m = [], {}, N_KV // group.size()
-        for i, rows in enumerate(x.chunk(host.u)):
-            earlier = host.fetched(stored, [[f"kv{j}"] for j in range(i)], f"q{i}.")
-            host.put("compute", f"q{i}.kv{i}")
-            qkv = to_heads(*project(rows), group=group)  # [n + 2 m, c, D]
-            q, kv = qkv[: -2 * m].view(m, -1, D), qkv[-2 * m :].unflatten(0, (2, m))
-            host.offload(stored, i, kv=kv)
-            out, lse = attend(q, chain([kv], (kv for (kv,) in earlier)))
-            if keep:  # for backward
-                host.offload(stored, i, q=q, out=out, lse=lse)
-            outs.append(to_tokens(out.view(-1, *kv.shape[2:]), group).flatten(1))  # [s, N D]
-            del earlier, qkv, q, kv, out, lse
-        ctx.save_for_backward(x, *(data for data, _ in stored.values()))  # what backward has used, autograd lets go
-        ctx.rest = project, host, group, weights, list(stored)
+    def forward(ctx, x, project_qkv, num_chunks: int, offloader, comm, save: bool, *params):
+        host_tensors: dict[str, HostTensor] = {}
+        outs = []
+        for i, x_chunk in enumerate(x.chunk(num_chunks)):
+            out = forward_chunk(i, x_chunk, project_qkv, host_tensors, offloader, comm, save)
+            outs.append(out)
+        # Not as attributes of ctx: autograd frees what it has saved as soon as backward has run.
+        ctx.save_for_backward(x, *[host_tensor.data for host_tensor in host_tensors.values()])
+        ctx.names = list(host_tensors)
+        ctx.args = project_qkv, num_chunks, offloader, comm, params
         return torch.cat(outs)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
-        (x, *kept), (project, host, group, weights, names) = ctx.saved_tensors, ctx.rest
-        stored = {name: (data, host.event("offload")) for name, data in zip(names, kept, strict=True)}
-        wide, u = torch.promote_types(x.dtype, torch.float32), host.u
-        dx, *sums = (torch.zeros_like(y, dtype=wide) for y in (x, *weights))
-        for i, rows in enumerate(dout.chunk(u)):
-            do, like = rows.unflatten(1, (N, D)), kept[1].shape  # [s, N, D]; of q: [m, r, D]
-            host.offload(stored, i, dout=to_heads(do, group=group).view(like), dq=dx.new_zeros(like))
-        for j, (kv,) in enumerate(host.fetched(stored, [[f"kv{j}"] for j in range(u)])):
-            # --- exercise 8.6: the inner loop of the backward ---
-            order, dkv = range(u - 1, j - 1, -1), torch.zeros_like(kv, dtype=wide)  # chunk j's own queries last
-            items = [[f"{name}{i}" for name in ("q", "out", "dout", "lse", "dq")] for i in order]
-            queries = host.fetched(stored, items, f"kv{j}.", ("compute", "offload"))
-            for (*given, dq), i in zip(queries, order, strict=True):
-                attend_backward(dq, dkv, given, kv, causal=i == j)
-                if i > j:
-                    host.offload(stored, i, dq=dq)  # for the next j
-            dqkv = torch.cat((dq.view(-1, *kv.shape[2:]), dkv.flatten(0, 1))).to(x.dtype)  # [n + 2 m, c, D], complete
-            # --- end exercise ---
-            with torch.enable_grad():  # the projections again, to go back through them
-                qkv = project(rows := x.chunk(u)[j].detach().requires_grad_())
-            dqkv = to_tokens(dqkv, group).split([y.shape[1] // group.size() for y in qkv], 2)  # [s, P, heads/P, D]
-            shares = torch.autograd.grad(qkv, (rows, *weights), [y.flatten(1, 2) for y in dqkv])
-            for total, share in zip((dx.chunk(u)[j], *sums), shares, strict=True):
-                total.add_(share)
-            del given, dq, dkv, dqkv, rows, qkv, shares, share
-        return dx.to(x.dtype), None, None, None, None, *(y.to(x.dtype) for y in sums)
+        x, *saved = ctx.saved_tensors
+        project_qkv, num_chunks, offloader, comm, params = ctx.args
+        stored = offloader.record_event("d2h")  # later than all copies of the forward pass
+        host_tensors = {}
+        for name, data in zip(ctx.names, saved, strict=True):
+            host_tensors[name] = HostTensor(data, stored)
+        q_shape = host_tensors["q0"].data.shape  # [m, G c, D]
+
+        dx, *param_grads = [torch.zeros_like(to_fp32(tensor)) for tensor in (x, *params)]
+        for i, dout_chunk in enumerate(dout.chunk(num_chunks)):
+            (dout_i,) = seq_to_heads([dout_chunk.unflatten(1, (-1, q_shape[-1]))], comm)
+            offloader.offload(host_tensors, f"dout{i}", dout_i.reshape(q_shape))
+            offloader.offload(host_tensors, f"dq{i}", dx.new_zeros(q_shape))
+            del dout_i
+        rows = offloader.prefetch_iter(host_tensors, [[f"kv{j}"] for j in range(num_chunks)])
+        for j, (kv,) in enumerate(rows):
+            dqkv = backward_row(j, kv, host_tensors, num_chunks, offloader)
+            dqkv = heads_to_seq([grad.to(x.dtype) for grad in dqkv], comm)  # [s, heads, D]
+            with torch.enable_grad():  # the projections again, to backpropagate through them
+                x_chunk = x.chunk(num_chunks)[j].detach().requires_grad_()
+                qkv = project_qkv(x_chunk)
+            partial_grads = torch.autograd.grad(qkv, (x_chunk, *params), dqkv)
+            sums = (dx.chunk(num_chunks)[j], *param_grads)
+            for grad, partial_grad in zip(sums, partial_grads, strict=True):
+                grad += partial_grad
+            del dqkv, x_chunk, qkv, partial_grads, partial_grad  # before the next row allocates
+        grads = [grad.to(x.dtype) for grad in (dx, *param_grads)]
+        return grads[0], None, None, None, None, None, *grads[1:]
 
 
-def in_chunks(f, u: int, *xs: Tensor) -> Tensor:
-    """f looks at one token at a time: do a chunk, forget what happened inside, do it again in backward."""
-    return torch.cat([checkpoint(f, *y, use_reentrant=False) for y in zip(*[x.chunk(u) for x in xs], strict=True)])
+def fpdt_attention(x: Tensor, project_qkv, params, num_chunks: int, offloader, comm) -> Tensor:
+    save = torch.is_grad_enabled()  # inside of apply it is always off, even in training
+    return FPDTAttention.apply(x, project_qkv, num_chunks, offloader, comm, save, *params)
 
 
-N, N_KV, D, H, V, LAYERS, S = 8, 4, 8, 64, 256, 2, 500
+# -------------------------------------------------------------------------------------------------
+# The training step
+# -------------------------------------------------------------------------------------------------
 
 
-class Layer(nn.Module):
+def checkpointed_chunks(f, num_chunks: int, *xs: Tensor) -> Tensor:
+    """f looks at one token at a time: compute chunk by chunk, and again in the backward pass."""
+    chunks = zip(*[x.chunk(num_chunks) for x in xs], strict=True)
+    return torch.cat([checkpoint(f, *chunk, use_reentrant=False) for chunk in chunks])
+
+
+def shard_sequence(tokens: Tensor, num_chunks: int, rank: int, cp: int):
+    """This rank's tokens, their labels and their positions, all [S/cp].
+
+    Labels are shifted before the sequence is split: the label of a part's last token is on another
+    rank or in another chunk. Padding has no labels, and no token before it sees it.
+    """
+    padding = -len(tokens) % (num_chunks * cp)
+    labels = F.pad(tokens[1:], (0, 1 + padding), value=IGNORE_INDEX)
+    tokens = F.pad(tokens, (0, padding))
+    positions = token_positions(len(tokens), num_chunks, rank, cp).to(tokens.device)
+    return tokens[positions], labels[positions], positions
+
+
+def forward_backward(model: nn.ModuleList, shard, num_chunks: int, attention, group) -> Tensor:
+    """Returns the loss of the full sequence; gradients are complete on every rank.
+
+    Each rank divides the loss of its tokens by the number of labels of *all* ranks. So the ranks
+    hold parts of one loss, and their gradients are summed, not averaged.
+    """
+    tokens, labels, positions = shard
+    num_labels = (labels != IGNORE_INDEX).sum()
+    dist.all_reduce(num_labels, group=group)
+    x = model[0](tokens) + position_embedding(positions)  # [S/cp, H]
+    for block in model[1:-1]:
+        x = checkpointed_chunks(block.after_attention, num_chunks, x, attention(block, x))
+
+    def loss_sum(x: Tensor, labels: Tensor) -> Tensor:  # logits exist for one chunk at a time
+        logits = model[-1](x)
+        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return loss[None]
+
+    loss = checkpointed_chunks(loss_sum, num_chunks, x, labels).sum() / num_labels
+    loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=group)
+    loss = loss.detach()
+    dist.all_reduce(loss, group=group)  # only for the log
+    return loss
+
+
+# -------------------------------------------------------------------------------------------------
+# A small model, in float64, and text to train it on
+# -------------------------------------------------------------------------------------------------
+
+VOCAB = 256
+HIDDEN = 64
+N_HEADS = 8
+N_KV_HEADS = 4
+HEAD_DIM = 8
+FFN_HIDDEN = 256
+N_LAYERS = 2
+SEQ_LEN = 500
+IGNORE_INDEX = -100  # a label that is no target
+
+
+class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm1, self.qkv, self.out = nn.RMSNorm(H), nn.Linear(H, (N + 2 * N_KV) * D), nn.Linear(N * D, H)
-        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
+        self.attn_norm = nn.RMSNorm(HIDDEN)
+        self.q_proj = nn.Linear(HIDDEN, N_HEADS * HEAD_DIM, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, N_KV_HEADS * HEAD_DIM, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, N_KV_HEADS * HEAD_DIM, bias=False)
+        self.o_proj = nn.Linear(N_HEADS * HEAD_DIM, HIDDEN, bias=False)
+        self.mlp_norm = nn.RMSNorm(HIDDEN)
+        self.up_proj = nn.Linear(HIDDEN, FFN_HIDDEN, bias=False)
+        self.down_proj = nn.Linear(FFN_HIDDEN, HIDDEN, bias=False)
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:  # [s, H] -> [s, N or N_kv, D]
-        return self.qkv(self.norm1(x)).unflatten(1, (-1, D)).split((N, N_KV, N_KV), 1)
+    def qkv_params(self) -> list[nn.Parameter]:
+        modules = (self.attn_norm, self.q_proj, self.k_proj, self.v_proj)
+        return [module.weight for module in modules]
 
-    def attention(self, x: Tensor, host: Host | None, group) -> Tensor:  # [S/P, H] -> [S/P, N D]
-        if host:
-            weights = (*self.norm1.parameters(), *self.qkv.parameters())
-            return FPDT.apply(x, self.project, host, group, torch.is_grad_enabled(), *weights)  # in apply it is off
-        q, k, v = (y.transpose(0, 1)[None] for y in self.project(x))  # [1, heads, S, D]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+    def project_qkv(self, x: Tensor) -> list[Tensor]:  # [s, H] -> [s, N or N_kv, D]
+        h = self.attn_norm(x)
+        qkv = (self.q_proj(h), self.k_proj(h), self.v_proj(h))
+        return [y.unflatten(1, (-1, HEAD_DIM)) for y in qkv]
 
-    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        return (x := x + self.out(attended)) + self.down(F.gelu(self.up(x)))
-
-
-def train(S: int, host: Host | None, group, device: str) -> list[Tensor]:
-    """Three steps of SGD: losses, gradients, weights. With no host it is the oracle: all tokens; torch's attention."""
-    P, rank, u = (group.size(), group.rank(), host.u) if host else (1, 0, 1)
-    torch.manual_seed(0)  # the same weights and tokens on every rank
-    model = nn.ModuleList([nn.Embedding(V, H), *(Layer() for _ in range(LAYERS)), nn.Linear(H, V)])
-    weights, results = list(model.to(device, torch.float64).parameters()), []
-    for _ in range(3):
-        count.clear()
-        start, tokens = time.perf_counter(), torch.randint(V, (S,)).to(device)
-        more = -S % (u * P)  # tokens at the end that make chunks equal: no labels, and nobody before sees them
-        labels, tokens = F.pad(tokens[1:], (0, 1 + more), value=-100), F.pad(tokens, (0, more))  # shifted, then cut
-        where = places_of(S + more, u, rank, P).to(device)  # in the sequence, not on the rank
-        angle = where[:, None] * 10000.0 ** (-torch.arange(0, H, 2, device=device).double() / H)
-        x = model[0](tokens[where]) + torch.cat((angle.sin(), angle.cos()), 1)  # [S/P, H]
-        for layer in model[1:-1]:
-            x = in_chunks(layer.rest, u, x, layer.attention(x, host, group))
-        losses = in_chunks(lambda x, y: F.cross_entropy(model[-1](x), y, reduction="sum")[None], u, x, labels[where])
-        loss = losses.sum() / (S - 1)  # the labels of all ranks: an average of averages would be another number
-        loss.backward()
-        results += [loss.detach(), *(p.grad for p in weights)]
-        for tensor in results[-len(weights) - 1 :] if host else ():
-            dist.all_reduce(tensor, group=group)  # each rank used all weights, for its tokens: a sum
-        for p in weights:
-            p.data, p.grad = p.data - 0.1 * p.grad, None
-        count["tokens/s"] = int(S / (time.perf_counter() - start))
-    return results + [p.detach() for p in weights]
+    def after_attention(self, x: Tensor, attn: Tensor) -> Tensor:  # [s, H], [s, N D] -> [s, H]
+        x = x + self.o_proj(attn)
+        return x + self.down_proj(F.gelu(self.up_proj(self.mlp_norm(x))))
 
 
-def predicted(S: int, P: int, u: int, slots: int, b: int = 8) -> tuple[dict[str, int], int]:
-    """Bytes of a step on a rank, numbers of b >= 4 bytes; and on the device at most, in one layer's attention, if pairs
-    of chunks take most of it (c >= 10 D): x, dx, dout; weights and their gradients; slots; dkv; what a pair makes."""
-    S += -S % (u * P)
-    c, n, m, pairs = S // u, N // P, N_KV // P, u * (u - 1) // 2
-    Q, K, L, A = c * n * D * b, 2 * c * m * D * b, c * n * b, c * c * n * b  # A: the scores of a pair of chunks
-    R, W = S // P * H * b, (H + (H + 1) * (N + 2 * N_KV) * D) * b  # residual stream; weights of norm and projections
-    offload = LAYERS * (u * (4 * Q + K + L) + pairs * Q)
-    fetch = LAYERS * (pairs * K + u * K + (pairs + u) * (4 * Q + L))
-    host, sent = u * (LAYERS * (2 * Q + K + L) + 2 * Q), LAYERS * u * (4 * Q + 2 * K) * (P - 1) // P
-    device = 3 * R + 2 * W + min(slots, u) * (K + 4 * Q + L) + K + 2 * A + Q + L  # in backward, with the first keys
-    return {"offload": offload, "fetch": fetch, "host": host, "sent": sent}, device
+def build_model(device: torch.device) -> nn.ModuleList:
+    torch.manual_seed(0)  # the same initial parameters on every rank
+    embedding = nn.Embedding(VOCAB, HIDDEN)
+    blocks = [Block() for _ in range(N_LAYERS)]
+    head = nn.Linear(HIDDEN, VOCAB, bias=False)
+    return nn.ModuleList([embedding, *blocks, head]).to(device, torch.float64)
 
 
-def check(S: int, ways: list[tuple[int, int]], group: dist.ProcessGroup, device: str) -> list[str]:
-    """Each way (chunks, slots) beside one process. Rank 0 prints what was counted, which must be what was predicted."""
-    (P, rank), wrong, right = (group.size(), group.rank()), [], train(S, None, group, device)
-    lines = [f"{P} rank(s) on {device}, {S} tokens, {LAYERS} layers, {N} heads, {N_KV} of K/V. Bytes of rank 0:"]
-    lines += ["chunks slots   error    offload      fetch       host       sent   tokens/s   device, by the formula"]
-    for u, slots in ways:
-        found, (want, most) = [None] * P, predicted(S, P, u, slots)
-        got = train(S, Host(device, u, slots), group, device)
-        error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in zip(got, right, strict=True)]).max().item()
-        bad = [f"error {error:.1e}"] * (not error <= 1e-10)  # "not", so that NaN is wrong
-        bad += [f"{x} {count[x]:,} bytes, not {want[x]:,}" for x in want if count[x] != want[x]]
-        dist.all_gather_object(found, [f"{u} chunks, {slots} slots, rank {rank}: {x}" for x in bad], group=group)
-        wrong += chain(*found)
-        numbers = (*(count[x] for x in (*want, "tokens/s")), most if S // u >= 10 * D else "-")
-        lines += [f"{u:6}{slots:6}{error:8.1e}" + "".join(f"{x:>11}" for x in numbers)]
-    if rank == 0:
-        print("\n".join([*lines, f"FAIL: {'; '.join(wrong)}" if wrong else "PASS"]))
-    return wrong
+def position_embedding(positions: Tensor) -> Tensor:
+    """Positions in the *full* sequence, [S/cp] -> [S/cp, H]."""
+    inv_freq = 10000.0 ** (-torch.arange(0, HIDDEN, 2, device=positions.device).double() / HIDDEN)
+    angle = positions[:, None] * inv_freq
+    return torch.cat((angle.sin(), angle.cos()), dim=1)
+
+
+def get_batch(step: int, seq_len: int, device: torch.device) -> Tensor:
+    """Tokens [S] of the full sequence: bytes of a module of the standard library."""
+    text = torch.tensor(list(Path(tokenize.__file__).read_bytes()))
+    return text[(torch.arange(seq_len) + 700 * step) % len(text)].to(device)
+
+
+# -------------------------------------------------------------------------------------------------
+# For the check: what a CPU has instead of streams, and counters of bytes
+# -------------------------------------------------------------------------------------------------
+
+
+class RecordingOffloader(HostOffloader):
+    """Writes down each operation with the events that it waits for, and counts bytes.
+
+    It also runs on a CPU. There each copy is done when it is started, and an event is the number of
+    the last operation of its stream: the log says what would have waited for what on a GPU.
+    """
+
+    def __init__(self, device: torch.device, num_buffers: int = 2):
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            super().__init__(device, num_buffers)
+        self.device = device
+        self.num_buffers = num_buffers
+        self.log: list[tuple[str, str, int, list]] = []  # stream, name, bytes, events waited for
+        self.last_op = Counter[str]()  # by stream; operations are counted from 1
+        self.host_storages = weakref.WeakValueDictionary()  # those that are alive
+        self.max_host_bytes = 0
+
+    def write_down(self, stream: str, name: str, num_bytes: int, wait_for: list) -> None:
+        self.log.append((stream, name, num_bytes, wait_for))
+        self.last_op[stream] = len(self.log)
+
+    def bytes_copied(self, stream: str) -> int:
+        return sum(op[2] for op in self.log if op[0] == stream)
+
+    def record_event(self, stream: str):
+        return super().record_event(stream) if self.on_gpu else self.last_op[stream]
+
+    def wait_event(self, event, reader: str, name: str) -> None:
+        self.write_down("compute", f"{reader}.{name}" if reader else name, 0, [event])
+        if self.on_gpu:
+            super().wait_event(event, reader, name)
+
+    def start_copy(self, stream: str, dst: Tensor, src: Tensor, wait_for: list, name: str):
+        self.write_down(stream, name, src.nbytes, wait_for)
+        if self.on_gpu:
+            return super().start_copy(stream, dst, src, wait_for, name)
+        dst.copy_(src)
+        return self.last_op[stream]
+
+    def prefetch_iter(self, host_tensors, items, reader="", reader_streams=("compute",)):
+        result = super().prefetch_iter(host_tensors, items, reader, reader_streams)
+        self.write_down("compute", reader, 0, [])  # what the reader computes before the first item
+        return result
+
+    def empty_host(self, x: Tensor) -> Tensor:
+        with _disable_current_modes():  # a meter of the device's memory must not count it
+            data = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.on_gpu)
+        self.host_storages[data.untyped_storage()._cdata] = data.untyped_storage()
+        self.max_host_bytes = max(self.max_host_bytes, self.host_bytes())
+        return data
+
+    def host_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.host_storages.values())
+
+
+# -------------------------------------------------------------------------------------------------
+# The check: three steps next to a reference
+# -------------------------------------------------------------------------------------------------
+
+
+def reference_loss(model: nn.ModuleList, tokens: Tensor) -> Tensor:
+    """The mean over all labels, with the full sequence in one process and PyTorch's attention."""
+    x = model[0](tokens) + position_embedding(torch.arange(len(tokens), device=tokens.device))
+    for block in model[1:-1]:
+        q, k, v = (y.transpose(0, 1)[None] for y in block.project_qkv(x))  # [1, heads, S, D]
+        attn = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = block.after_attention(x, attn[0].transpose(0, 1).flatten(1))
+    return F.cross_entropy(model[-1](x)[:-1], tokens[1:])
+
+
+def train_next_to_reference(attention, num_chunks: int, seq_len: int, group, device) -> float:
+    """Three steps of both; returns the largest relative error of loss, gradients and parameters.
+
+    Plain SGD, because Adam would hide a wrong scale.
+    """
+    model = build_model(device)
+    reference = build_model(device)
+    errors = []
+    for step in range(3):
+        tokens = get_batch(step, seq_len, device)
+        rank = dist.get_rank(group)
+        shard = shard_sequence(tokens, num_chunks, rank, dist.get_world_size(group))
+        loss = forward_backward(model, shard, num_chunks, attention, group)
+        expected_loss = reference_loss(reference, tokens)
+        expected_loss.backward()
+        errors.append(relative_error(loss, expected_loss))
+        for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            errors.append(relative_error(p.grad, expected.grad))
+            p.data -= 0.1 * p.grad
+            expected.data -= 0.1 * expected.grad
+            errors.append(relative_error(p, expected))
+        model.zero_grad()
+        reference.zero_grad()
+    return torch.stack(errors).max().item()  # NaN if any error is NaN
+
+
+def relative_error(x: Tensor, expected: Tensor) -> Tensor:
+    return ((x - expected).abs().max() / expected.abs().max()).detach()
+
+
+def expected_bytes(seq_len: int, cp: int, num_chunks: int, b: int = 8) -> dict[str, int]:
+    """Bytes of a step, by the table on top, if an element has b >= 4 bytes: sums are no wider."""
+    u = num_chunks
+    c = -(-seq_len // (u * cp)) * cp  # with padding
+    Q = c * N_HEADS // cp * HEAD_DIM * b
+    K = 2 * c * N_KV_HEADS // cp * HEAD_DIM * b
+    L = c * N_HEADS // cp * b
+    pairs = u * (u + 1) // 2
+    return {
+        "copied to the host": N_LAYERS * (u * (3 * Q + K + L) + pairs * Q),
+        "copied to the device": N_LAYERS * pairs * (4 * Q + K + L),
+        "stored on the host": u * (N_LAYERS * (2 * Q + K + L) + 2 * Q),
+        "sent": N_LAYERS * u * (4 * Q + 2 * K) * (cp - 1) // cp,
+    }
+
+
+def check(num_chunks: int, num_buffers: int, seq_len: int, group, device) -> list[str]:
+    """Train in chunks, print the result on rank 0, and return what is wrong on any rank."""
+    offloader = RecordingOffloader(device, num_buffers)
+    comm = AllToAllComm(group)
+
+    def attention(block: Block, x: Tensor) -> Tensor:
+        return fpdt_attention(x, block.project_qkv, block.qkv_params(), num_chunks, offloader, comm)
+
+    error = train_next_to_reference(attention, num_chunks, seq_len, group, device)
+    counted = {
+        "copied to the host": offloader.bytes_copied("d2h") // 3,
+        "copied to the device": offloader.bytes_copied("h2d") // 3,
+        "stored on the host": offloader.max_host_bytes,
+        "sent": comm.bytes_sent // 3,
+    }
+    expected = expected_bytes(seq_len, comm.cp, num_chunks)
+    lines = [f"chunks {num_chunks}, buffers {num_buffers}: error {error:.1e}; bytes per step"]
+    lines += [f"    {what} {counted[what]:,}, expected {expected[what]:,}" for what in expected]
+    right = error <= 1e-10 and counted == expected  # NaN fails
+    results = [None] * comm.cp
+    dist.all_gather_object(results, (right, lines), group=group)
+    if comm.rank == 0:
+        print("\n".join(lines))
+    reports = [f"rank {rank}: {';'.join(lines)}" for rank, (_, lines) in enumerate(results)]
+    return [report for report, (right, _) in zip(reports, results, strict=True) if not right]
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Complains in one line, on one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{self.prog}: {message}", file=sys.stderr)
+        sys.exit(2)
 
 
 def main() -> int:
-    parser, lead = argparse.ArgumentParser(description="FPDT", allow_abbrev=False), os.environ.get("RANK", "0") == "0"
-    parser.error = lambda text: sys.exit((lead and print(f"{parser.prog}: {text}", file=sys.stderr)) or 2)
-    parser.add_argument("--chunks", type=int, default=4, help=f"of the {S} tokens; default %(default)s")
-    args, P, gpus, device = parser.parse_args(), int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.device_count(), "cpu"
-    if not 1 <= args.chunks <= S // 20:
-        parser.error(f"--chunks {args.chunks}: a chunk of {S} tokens has 20 or more; use 1 to {S // 20}")
-    if N_KV % P:
-        parser.error(f"--nproc_per_node {P} does not divide {N_KV} heads of keys and values; use 1, 2 or 4")
-    if 0 < gpus < (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-        parser.error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
-    if gpus:
-        torch.cuda.set_device(device := f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
-    wrong = check(S, [(1, 1), (args.chunks, 1), (args.chunks, 2)], dist.group.WORLD, device)
+    parser = OneLineParser(description="FPDT in one file", allow_abbrev=False)
+    parser.add_argument("--chunks", type=int, default=4, help=f"of {SEQ_LEN} tokens; default 4")
+    args = parser.parse_args()
+    if not 1 <= args.chunks <= SEQ_LEN // 20:
+        parser.error(f"--chunks {args.chunks}: use 1 to {SEQ_LEN // 20}")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if N_KV_HEADS % world_size:
+        parser.error(f"--nproc_per_node {world_size}: must divide the {N_KV_HEADS} K/V heads")
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:  # started by python, not by torchrun
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",  # any free port
+        }
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+
+    failures = []
+    for num_chunks, num_buffers in ((1, 1), (args.chunks, 1), (args.chunks, 2)):
+        failures += check(num_chunks, num_buffers, SEQ_LEN, dist.group.WORLD, device)
+    if dist.get_rank() == 0:
+        print(f"FAIL: {'; '.join(failures)}" if failures else "PASS")
     dist.destroy_process_group()
-    return 1 if wrong else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -323,16 +323,16 @@ def pipeline_compared(read: Read) -> Pairs:
 
 
 def fpdt_costs(read: Read) -> Pairs:
-    b, P = 4, 2  # numbers of 4 bytes: what is kept in fp32 has as many
+    b, cp, layers = 4, 2, fpdt.N_LAYERS  # elements of 4 bytes: sums have as many
     for u in (2, 4):
-        c, n, m = 96 // u, fpdt.N // P, fpdt.N_KV // P
-        Q, K, L = c * n * fpdt.D * b, 2 * c * m * fpdt.D * b, c * n * b
-        store, store_back, fetch, fetch_back, wire, waits = read(u=u, P=P, Q=Q, K=K, L=L, **{"Q'": Q})
-        counted, _ = fpdt.predicted(96, P, u, 2, b)
-        yield fpdt.LAYERS * (store + store_back), counted["offload"]
-        yield fpdt.LAYERS * (fetch + fetch_back), counted["fetch"]
-        yield fpdt.LAYERS * 2 * wire, counted["sent"]
-        yield fpdt.LAYERS * waits + u * 2 * Q, counted["host"]  # and the residual stream
+        c, n, m, D = 96 // u, fpdt.N_HEADS // cp, fpdt.N_KV_HEADS // cp, fpdt.HEAD_DIM
+        Q, K, L = c * n * D * b, 2 * c * m * D * b, c * n * b
+        offload, offload_back, fetch, fetch_back, sent, stored = read(u=u, cp=cp, Q=Q, K=K, L=L, **{"Q'": Q})
+        expected = fpdt.expected_bytes(96, cp, u, b)
+        yield layers * (offload + offload_back), expected["copied to the host"]
+        yield layers * (fetch + fetch_back), expected["copied to the device"]
+        yield layers * 2 * sent, expected["sent"]
+        yield layers * stored + u * 2 * Q, expected["stored on the host"]
 
 
 def rows_of_dispatch(read: Read) -> Pairs:

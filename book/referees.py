@@ -181,11 +181,12 @@ def expert() -> Verdict:
 
 
 def chunks() -> Verdict:
-    S, P, u, b = 96, 2, 4, 4
-    c, n, m = S // u, fpdt.N // P, fpdt.N_KV // P
-    symbols = {"u": u, "c": P, "L": fpdt.LAYERS, "Q": c * n * fpdt.D * b, "KV": 2 * c * m * fpdt.D * b, "Z": c * n * b}
-    counted, _ = fpdt.predicted(S, P, u, 2, b)
-    return Verdict(symbols, [counted["host"]], [counted["sent"], counted["offload"], counted["fetch"]])
+    S, cp, u, b = 96, 2, 4, 4
+    c, n, m, D = S // u, fpdt.N_HEADS // cp, fpdt.N_KV_HEADS // cp, fpdt.HEAD_DIM
+    symbols = {"u": u, "c": cp, "L": fpdt.N_LAYERS, "Q": c * n * D * b, "KV": 2 * c * m * D * b, "Z": c * n * b}
+    expected = fpdt.expected_bytes(S, cp, u, b)
+    sent = [expected[what] for what in ("sent", "copied to the host", "copied to the device")]
+    return Verdict(symbols, [expected["stored on the host"]], sent)
 
 
 REFEREES: dict[str, Callable[[], Verdict]] = {

@@ -245,7 +245,7 @@ BEFORE = {
     ),
     "the source of a copy is given away": (
         "fpdt.py",
-        [("source.record_stream(self.cuda[stream])", "pass")],
+        [("src.record_stream(self.streams[stream])", "pass")],
         "may still use it: wait for it first, or tell with record_stream",
     ),
     "scales to the bit": (
