@@ -72,10 +72,10 @@ class Batch(NamedTuple):
 
 
 def plain_step(model: nn.Module, batch: Batch, lr: float, group):
-    """One step of SGD, data parallel. Returns the loss of this rank's tokens, and the gradients.
+    """One step of SGD, data parallel. Returns this rank's part of the loss, and the gradients.
 
-    In fp32 this is all there is. After `model.half()` or `model.bfloat16()` it still runs, and each
-    line with a comment fails without a word.
+    In fp32 this is all there is. After `model.half()` or `model.bfloat16()` it still runs, but each
+    line with a comment fails without an error message.
     """
     params = list(model.parameters())
     model.zero_grad()
@@ -172,17 +172,18 @@ class LossScaler:
 def found_inf_on_any_rank(main_grads: list[Tensor], group: dist.ProcessGroup) -> bool:
     """Whether any gradient is infinite or NaN. All ranks return the same.
 
-    Overflow: fp16 ends at 65,504, and an infinity in one gradient is one in the parameters. Look
-    after the sum over ranks, since two finite halves can have an infinite sum. In plain data
-    parallelism each rank then has every gradient. With ZeRO, tensor or pipeline parallelism it has
-    only some, so here each rank looks only at every world_size-th of them.
+    Overflow: fp16 ends at 65,504, and the update would carry an infinity into the parameters. The
+    gradients are checked after the sum over ranks, since two finite halves can have an infinite
+    sum. With ZeRO, tensor or pipeline parallelism a rank then has only some of the gradients. This
+    function imitates that: each rank looks only at every world_size-th of them.
     """
     own_grads = main_grads[dist.get_rank(group) :: dist.get_world_size(group)]
     # --- exercise 10.3: the same answer on all ranks ---
     found_inf = torch.zeros((), device=main_grads[0].device)
     for grad in own_grads:
         found_inf += (~grad.isfinite()).any()
-    # A rank that kept this to itself would skip a step that others take: their parameters part.
+    # If a rank kept this to itself, it alone would skip the step, and from then on its parameters
+    # would differ from those of the other ranks.
     dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)  # [], 4 bytes
     return found_inf.item() > 0
     # --- end exercise ---
@@ -219,13 +220,13 @@ def scaled_step(model, master_weights, scaler, batch: Batch, lr: float, group, g
 
 
 def quantize_unscaled(x: Tensor, dtype: torch.dtype, group) -> tuple[Tensor, Tensor]:
-    """Underflow again, and worse: most gradients are below 2^-17, half of what e5m2 ends at."""
+    """Underflow again, and worse: e5m2 ends at 2^-16, and most gradients are below half of that."""
     largest = torch.finfo(dtype).max
     return x.clamp(-largest, largest).to(dtype), x.new_ones(())
 
 
 def quantize_scaled(x: Tensor, dtype: torch.dtype, group) -> tuple[Tensor, Tensor]:
-    """x is about values * scale: values in fp8, and one scale for what all ranks have of x.
+    """Returns values in fp8 and one scale for the x of all ranks, with x = values * scale.
 
     The tokens of all ranks are one batch, so their activations are one tensor with one amax. With
     a scale for each rank the result would depend on the number of ranks.
@@ -241,11 +242,11 @@ def quantize_scaled(x: Tensor, dtype: torch.dtype, group) -> tuple[Tensor, Tenso
 
 
 class Fp8Linear(torch.autograd.Function):
-    """y = x @ weight.T, of fp8 values, summed in the dtype of x. It saves fp8 values for backward.
+    """y = x @ weight.T of fp8 values, summed in the dtype of x. It saves fp8 values for backward.
 
-    A scale that is the same for all terms of a sum is applied once, to the sum. Backward treats
-    rounding as the identity (a straight-through gradient). Nothing else changes: the model is in
-    bf16 and takes `master_step`.
+    All terms of a sum have the same scale, so it is applied once, to the sum. Backward treats
+    rounding as the identity (a straight-through gradient). Nothing else changes: the rest of the
+    model is in bf16, and `master_step` trains it.
     """
 
     @staticmethod
@@ -338,7 +339,10 @@ REPLICAS = 4096  # as if so many ranks had this batch: a real loss is divided by
 
 
 class Block(nn.Module):
-    """`linear` is F.linear or fp8_linear. `run(op, *inputs)` runs an operation as one kernel."""
+    """`linear` is F.linear or its fp8 form. `run(op, *inputs)` runs an operation as one kernel.
+
+    On a GPU `run` need only call op. The check passes functions that also control the rounding.
+    """
 
     def __init__(self, linear: Callable, run: Callable):
         super().__init__()
@@ -464,7 +468,7 @@ def round_to_nearest(x: Tensor, man_bits: int) -> Tensor:
 
 
 def round_stored(x: Tensor, man_bits: int) -> Tensor:
-    """x as it would be stored, and in the backward pass its gradient likewise."""
+    """x rounded as if it were stored in few bits. In the backward pass its gradient is rounded."""
     rounded = x + (round_to_nearest(x, man_bits) - x).detach()
     rounded.register_hook(partial(round_to_nearest, man_bits=man_bits))
     return rounded

@@ -30,6 +30,7 @@ DONE = {
     *("01_single_gpu/single_gpu.py", "02_data_parallel/data_parallel.py", "03_zero/zero.py"),
     *("04_tensor_parallel/tensor_parallel.py", "05_context_parallel/ring_attention.py"),
     "05_context_parallel/ulysses.py",
+    "10_mixed_precision/mixed_precision.py",
 }
 NOT_YET = set(CORE) - DONE
 
