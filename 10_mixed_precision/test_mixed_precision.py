@@ -147,11 +147,6 @@ def test_a_repaired_run_is_at_the_rounding_floor(name):
     assert torch.equal(first.weights, second.weights), "ranks have different weights"
 
 
-@pytest.mark.parametrize(("name", "least"), [("fp16", 0.3), ("fp16-master", 0.3), ("bf16", 0.1), ("fp8-unscaled", 0.5)])
-def test_without_its_repair_a_run_fails(name, least):
-    assert mp.relative_error(train(name), reference()) > least
-
-
 @pytest.mark.parametrize("name", mp.RECIPES)
 def test_bytes_stored_and_sent_match_the_formulas(name):
     num_params, short_sums = reference().weights.shape[1], name in ("fp16", "bf16", "fp16-master") or "short" in name
@@ -293,6 +288,8 @@ def test_the_largest_value_is_scaled_to_the_largest_of_the_format():
         assert scale == 1 and values.float().tolist() == [0, 0, 0]
         values, scale = mp.quantize_scaled(torch.zeros(0, 4), dtype, dist.group.WORLD)
         assert scale == 1 and values.shape == (0, 4)
+        values, scale = mp.quantize_scaled(torch.tensor([1e-42, 0.0]), dtype, dist.group.WORLD)
+        assert values.float().isfinite().all() and scale.isfinite(), "a scale below the smallest normal value"
         values, scale = mp.quantize_scaled(torch.tensor([math.nan, 1.0]), dtype, dist.group.WORLD)
         assert scale.isnan() and values.float().isnan().all()
 
