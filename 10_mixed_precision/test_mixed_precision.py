@@ -5,6 +5,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).resolve().parent / "in_depth"))  # to compare with
 
@@ -190,6 +191,22 @@ def test_all_ranks_of_the_group_learn_of_an_overflow(ranks, value):
     for rank, answer in enumerate(run_ranks(4, one_rank_overflows, ranks, value)):
         assert answer is (True if rank in ranks else None), f"rank {rank}"
     assert not any(run_ranks(2, one_rank_overflows, [0, 1], 65504.0))
+
+
+def grads_that_are_checked() -> list[Tensor]:
+    model, checked = build_model(torch.float16), []
+    state = [p.detach().float() for p in model.parameters()]
+    batch = mp.get_batch(0, dist.group.WORLD, "cpu")
+    with patch.object(mp, "found_inf_on_any_rank", lambda grads, group: checked.extend(g.clone() for g in grads)):
+        mp.scaled_step(model, state, mp.LossScaler(2.0**30), batch, 0.0, dist.group.WORLD)
+    return checked
+
+
+def test_infinities_are_looked_for_after_the_sum():
+    """Two finite halves can have an infinite sum. Before the sum the ranks have different gradients."""
+    first, second = run_ranks(2, grads_that_are_checked)
+    assert len(first) == len(second) > 0
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_the_loss_scale_follows_grad_scaler():
