@@ -1,9 +1,9 @@
-"""The ground floor against torch.amp and in_depth, in one run; and the data of its figures.
+"""The core file against torch.amp and in_depth, in one run; and the data of its figures.
 
     python 10_mixed_precision/bench_mixed_precision.py               ratios, errors, figures
     python 10_mixed_precision/bench_mixed_precision.py --figures     draw again
 
-First the script's own check must find nothing wrong and the fp8 layer must equal the depth's; then it is timed.
+First the script's own check must find nothing wrong and the fp8 layer must equal in_depth's; then it is timed.
 """
 
 import contextlib
@@ -24,9 +24,10 @@ from harness.figures import COLOURS, GREY, write_figure
 from harness.report import paired, write_result
 
 FOLDER = "10_mixed_precision/figures"
+CPU = torch.device("cpu")
 
 
-def products(linear) -> list[torch.Tensor]:
+def matmuls(linear) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 256, generator=generator).requires_grad_() for n in (512, 256))
     y = linear(x, w)
@@ -39,70 +40,118 @@ def amp_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.linear(x, w).float()
 
 
-def verify(ours, depth) -> None:
+def verify(ours, in_depth) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        wrong = mp.check(dist.group.WORLD, "cpu")
-    pairs = zip(products(ours), products(depth), strict=True)
-    # The same 8-bit numbers, but scaled and summed in fp32 in another order: a sum that comes out near 0 has no digits
-    # to compare, so each product is compared as a whole. Only the order may differ.
-    off = {what: ((a - b).norm() / b.norm()).item() for what, (a, b) in zip(("y", "dx", "dW"), pairs, strict=True)}
-    wrong += [f"{what} of the fp8 linear is {e:.0e} from the depth's" for what, e in off.items() if not e <= 1e-5]
-    if wrong:
-        sys.exit("bench_mixed_precision.py: " + "; ".join(wrong))
+        failures = mp.check(dist.group.WORLD, CPU)
+    pairs = zip(matmuls(ours), matmuls(in_depth), strict=True)
+    # The same fp8 values, but scaled and summed in fp32 in another order: a sum that comes out near 0 has no digits to
+    # compare, so each matmul is compared as a whole. Only the order may differ.
+    for what, (a, b) in zip(("y", "grad_x", "grad_weight"), pairs, strict=True):
+        error = ((a - b).norm() / b.norm()).item()
+        if not error <= 1e-5:
+            failures.append(f"{what} of the fp8 linear layer is {error:.0e} from in_depth's")
+    if failures:
+        sys.exit("bench_mixed_precision.py: " + "; ".join(failures))
 
 
 def measure() -> None:
     group = dist.group.WORLD
-    ours, depth = lambda x, w: mp.Fp8Linear.apply(x, w, "scaled", group), Fp8Linear("tensor")
-    verify(ours, depth)
-    others = {"in_depth/fp8.py, recipe tensor": depth, "torch.autocast, bf16": amp_linear, "F.linear, fp32": F.linear}
-    rows = [[name, paired(lambda: products(ours), lambda o=o: products(o))] for name, o in others.items()]
+    in_depth = Fp8Linear("tensor")
+
+    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return mp.Fp8Linear.apply(x, w, mp.quantize_scaled, group)
+
+    verify(ours, in_depth)
+    others = {
+        "in_depth/fp8.py, recipe tensor": in_depth,
+        "torch.autocast, bf16": amp_linear,
+        "F.linear, fp32": F.linear,
+    }
+    rows = [[name, paired(lambda: matmuls(ours), lambda o=o: matmuls(o))] for name, o in others.items()]
     write_result(
-        "10_ground", "The fp8 linear of the ground floor, emulated: seconds / seconds of others",
+        "10_ground", "The fp8 linear layer of the core file, emulated: seconds / seconds of others",
         ["against", "forward and backward"], rows, "512 x 256 x 256; on a CPU 8 bits save memory and cost time.",
     )  # fmt: skip
-    right = mp.train(mp.EXACT["fp64"], group, "cpu")
-    rows, P = [], right["states"].shape[1]
-    for name, policy in mp.POLICIES.items():
-        run, kind = mp.train(policy, group, "cpu"), name.split("-")[0]
-        must = mp.distance(mp.train(mp.MUST[kind], group, "cpu"), right) if kind in mp.MUST else "-"
-        zeros = (run["gradients"][0] == 0)[right["gradients"][0] != 0].double().mean().item()
-        moved = run["states"].diff(dim=0) / run["gradients"]  # lost: where not half of an update arrived
-        lost = (moved > -mp.LR / 2)[run["gradients"] != 0].double().mean().item()
-        rows.append([name, run["held"] // P, mp.distance(run, right), must, zeros, lost, run["skipped"]])
-    columns = ["policy", "bytes per weight", "error", "rounding alone", "gradients zero", "updates lost", "skipped"]
+    expected = mp.train(mp.EXACT["fp64"], group, CPU)
+    rows, num_params = [], expected.weights.shape[1]
+    for name, recipe in mp.RECIPES.items():
+        run, floor = mp.train(recipe, group, CPU), "-"
+        if name != "fp32":
+            floor = mp.relative_error(mp.rounding_floor(name, group, CPU), expected)
+        zeros, lost = mp.shares(run, expected)
+        error = mp.relative_error(run, expected)
+        rows.append([name, run.bytes_stored // num_params, error, floor, zeros, lost, run.skipped])
+    columns = ["recipe", "bytes per parameter", "error", "rounding alone", "gradients zero", "updates lost", "skipped"]
     write_result(
-        "10_ground_policies", "Three steps of each policy: how far the weights are from where float64 moves them",
+        "10_ground_policies", "Three steps of each recipe: how far the weights are from where float64 moves them",
         columns, rows,
-        "Errors are parts of the way that float64 moves the weights. Gradients zero: share of those of the first step "
+        "Errors are shares of how far float64 moves the weights. Gradients zero: share of those of the first step "
         "that are not zero in float64. Updates lost: share of those by a gradient that is not zero. Skipped: steps.",
     )  # fmt: skip
     rows = []
-    for name, form in mp.FORMATS.items():
-        values = form.decode(torch.arange(2 ** (1 + form.E + form.M)))
+    for name, fmt in mp.FORMATS.items():
+        values = fmt.decode(torch.arange(2 ** (1 + fmt.exp_bits + fmt.man_bits)))
         finite = values[values.isfinite() & (values > 0)].sort().values
         for k in range(-30, 21):
             inside = finite[(finite >= 2.0**k) & (finite < 2.0 ** (k + 1))]
             rows.append([name, k, len(inside)])
-    write_result("10_ground_formats", "Numbers between 2^k and 2^(k+1), decoded", ["format", "k", "numbers"], rows)
+    write_result("10_ground_formats", "Values between 2^k and 2^(k+1), decoded", ["format", "k", "values"], rows)
 
 
-def draw_formats(axes, result) -> None:
-    colours = dict(zip(mp.FORMATS, ("gradients", "weights", "messages", "activations"), strict=True))
-    for name, colour in colours.items():
-        pairs = [(k, n) for form, k, n in result["rows"] if form == name and n]
-        axes.step(*zip(*pairs, strict=True), where="post", color=COLOURS[colour], label=name)
-    axes.set_yscale("log", base=2)
-    axes.set(xlabel="k", ylabel="numbers between 2^k and 2^(k+1)", title="Range and resolution")
-    axes.legend(fontsize=8)
+def draw_where_bits_are_lost(axes, result) -> None:
+    """Above, the powers of two that each format has; below, the values of bf16 around an update and around a sum."""
+    axes[0].get_gridspec().set_height_ratios([3, 1, 1])
+    count = {(name, k): n for name, k, n in result["rows"]}
+    draw_ranges(axes[0], count)
+    gap = 1 / count["bf16", 0]  # between 1 and 2
+    note = f"Lost update: 1 + {gap / 4:.3f} is less than half a gap from 1, so the weight stays at 1"
+    draw_gaps(axes[1], 1, gap, 1 + gap / 4, note)
+    stall = 2 / gap
+    note = f"Long sum: {stall:.0f} + 1 lies in the middle of a gap and rounds back to {stall:.0f}"
+    draw_gaps(axes[2], stall, 2, stall + 1, note)
+
+
+def draw_ranges(axes, count: dict) -> None:
+    first, last = min(k for _, k in count), max(k for _, k in count)
+    lost, one_arrow = COLOURS["gradients"], {"arrowstyle": "-|>"}
+    for row, name in enumerate(mp.FORMATS):
+        ends = [k for k in range(first, last + 1) if count[name, k]]
+        normal = next(k for k in ends if count[name, k] == count[name, 0])  # below it are subnormals
+        axes.barh(row, ends[-1] + 1 - normal, 0.6, left=normal, color=COLOURS["weights"])
+        axes.barh(row, normal - ends[0], 0.6, left=ends[0], color=COLOURS["weights"], alpha=0.4)
+        for x, step in ((first, -3), (last + 1, 3)) if ends[0] == first else ():
+            axes.annotate("", (x + step, row), (x, row), arrowprops=one_arrow | {"color": COLOURS["weights"]})
+        label = f"{count[name, 0]:,} values per power of two"
+        label += ", from 2^−133 to 2^128" if ends[0] == first else ""
+        axes.text((normal + ends[-1] + 1) / 2, row, label, ha="center", va="center", color="white", fontsize=9)
+    axes.text(-24.4, 0, "underflow: 0", fontsize=10, ha="right", va="center", color=lost)
+    axes.text(16.4, 0, "overflow: infinite", fontsize=10, va="center", color=lost)
+    axes.plot(-29.75, 4, "o", color=lost)
+    axes.annotate("", (1.25, 4), (-29.75, 4), arrowprops=one_arrow | {"color": lost})
+    axes.text(2, 4, "a gradient, times the loss scale 2^31", va="center", fontsize=10, color=lost)
+    axes.set(yticks=range(5), yticklabels=[*mp.FORMATS, "loss scale"], ylim=(4.5, -0.6), xlim=(-35, 26))
+    axes.grid(False, axis="y")
+    axes.set(title="Range: all bits of mantissa where solid, fewer where pale (subnormals)")
+    axes.set_xticks(range(-30, 21, 10), [f"$2^{{{k}}}$" for k in range(-30, 21, 10)])
+
+
+def draw_gaps(axes, middle: float, gap: float, exact: float, note: str) -> None:
+    """The values of bf16 around a power of two; what should come out, and the value to which it is rounded."""
+    values = [middle - i * gap / 2 for i in range(1, 5)] + [middle + i * gap for i in range(4)]
+    axes.plot(values, [0] * len(values), "|", markersize=20, markeredgewidth=2, color=COLOURS["weights"])
+    axes.plot(exact, 0, "o", color=COLOURS["gradients"])
+    arrow = {"arrowstyle": "-|>", "color": COLOURS["gradients"], "connectionstyle": "arc3,rad=0.5"}
+    axes.annotate("", (middle, 0.5), (exact, 0.2), arrowprops=arrow)
+    axes.set(yticks=[0], yticklabels=["bf16"], ylim=(-0.8, 1.2), title=note)
+    axes.set_xticks([middle - gap, middle, middle + gap, middle + 2 * gap])
+    axes.grid(False)
 
 
 def draw_repairs(axes, result) -> None:
     rows = [row for row in result["rows"] if row[0] != "fp32"]
-    for i, (name, _, error, must, *_) in enumerate(rows):
-        mended = "mended" in name or name == "fp16-scaling"
-        axes.barh(i, error - 1e-4, left=1e-4, color=COLOURS["weights" if mended else "gradients"])
-        axes.plot([must, must], [i - 0.45, i + 0.45], color=GREY, lw=2)
+    for i, (name, _, error, floor, *_) in enumerate(rows):
+        axes.barh(i, error - 1e-4, left=1e-4, color=COLOURS["gradients" if name in mp.FAILING else "weights"])
+        axes.plot([floor, floor], [i - 0.45, i + 0.45], color=GREY, lw=2)
     axes.set_xscale("log")
     axes.invert_yaxis()
     axes.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], xlim=(1e-4, 2))
@@ -116,8 +165,9 @@ def main() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         measure()
         dist.destroy_process_group()
-    write_figure(f"{FOLDER}/range.svg", ["10_ground_formats"], draw_formats)
-    write_figure(f"{FOLDER}/repairs.svg", ["10_ground_policies"], draw_repairs, size=(6.5, 3.6))
+    sources = ["10_ground_formats"]
+    write_figure(f"{FOLDER}/where_bits_are_lost.svg", sources, draw_where_bits_are_lost, shape=(3, 1), size=(9, 5.2))
+    write_figure(f"{FOLDER}/repairs.svg", ["10_ground_policies"], draw_repairs, size=(7, 3.6))
 
 
 if __name__ == "__main__":

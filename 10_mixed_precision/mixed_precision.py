@@ -1,347 +1,700 @@
-"""Mixed precision: train in 16 or 8 bits, and put back what so few bits cannot do.
+"""Mixed precision: train in 16 or 8 bits, and keep in fp32 what so few bits cannot hold.
 
-A number of 16 bits takes half the memory of one of 32, half the time to send, and tensor cores multiply it many times
-as fast. But convert everything to fp16 and the model does not learn, for three reasons. Each has its own repair:
-    too small    a gradient below 2^-25 is rounded to 0        multiply the loss by a scale, divide before the update
-    lost         w + u = w where u is below half a gap at w    keep a master copy of the weights in fp32; update that
-    sums stall   every addition rounds to 10 bits again        add gradients up in fp32, over micro-batches and ranks
+A value of 16 bits takes half the memory and half the time to send of one in fp32, and tensor cores
+multiply it many times as fast. But convert a whole model to fp16 and it does not learn. There are
+four failures, and each has its own repair:
 
-    fp32               16 bits                     fp32
-    masters --round--> weights --> forward,        sums of (scale x gradients)
-       ^                           backward -----> over micro-batches and ranks
-       +------ - lr / scale x sum <-- all finite, on all ranks? --+-- no: half the scale, and the step again
+    underflow      gradients below 2^-25 become 0 in fp16      multiply the loss by a scale
+    overflow       a scaled gradient above 65,504 is infinite  skip the step, on all ranks; halve it
+    lost updates   w - u = w if u is below half a gap at w     update a master copy in fp32
+    long sums      every addition rounds: 2,048 + 1 = 2,048    add up the gradients in fp32
 
-    fp16   5 bits of exponent e, 10 of mantissa m     e > 0   (-1)^s 2^(e - bias) (1 + m / 2^M)   bias = 2^(E-1) - 1
-    bf16   8                      7                   e = 0   (-1)^s 2^(1 - bias) m / 2^M         the same steps to zero
-    e5m2   5                      2                   e all ones: infinity (m = 0) or NaN; but e4m3 has no infinity, and
-    e4m3   4                      3                   NaN only where m is all ones, too: it ends at 448, not at 240
+    fp32                  16 bits                       fp32
+    master_weights -----> params -----> forward,  ----> main_grads: a sum over micro-batches
+      ^            round                backward          and ranks, times the scale
+      |                                                     |
+      +-- minus lr / scale * main_grads <-- all finite on all ranks? -- no: skip, halve the scale
 
-bf16 has the range of fp32: its loss needs no scale. In fp8 every tensor has one, amax / largest number, where amax is
-the largest |x| on all ranks; a linear layer is then three products of 8-bit numbers, each multiplied by two scales.
-Bytes per weight, with SGD: 4 + 4 (weights, sums) in fp32, 2 + 2 in 16 bits, 2 + 4 + 4 (masters) mended. Adam's moments
-add 8. Sent in a step: an all-reduce of the sums, 4 bytes (or 2) per weight, and one of 4 bytes that says "an overflow".
-Micikevicius et al. 2017 (arXiv 1710.03740, section 3: the three repairs) and 2022 (2209.05433: fp8).
-    python mixed_precision.py; torchrun --nproc_per_node 4 mixed_precision.py        gloo on CPUs, nccl on GPUs
-Ends with PASS when every bit pattern has torch's value, each failure was seen, each mended run is at most 1.5 times as
-far from float64 as rounding alone must be, and ranks equal one process to 1e-10 wherever sums are float64.
+bf16 has the range of fp32, so it needs no scale, but it has lost updates and long sums. In fp8 each
+tensor has a scale: amax, its largest absolute value on all ranks, becomes the largest fp8 value.
+
+          bits of exponent, mantissa   bytes per parameter (SGD): params, main_grads, master_weights
+    fp32        8         23           4 + 4
+    fp16        5         10           2 + 4 + 4        Adam's two moments add 8
+    bf16        8          7           2 + 4 + 4
+    e4m3        4          3           as bf16: linear layers round their 16-bit inputs to 8 bits,
+    e5m2        5          2           activations and weights to e4m3, gradients to e5m2
+
+Sent per step: an all-reduce of the gradients, 4 bytes per parameter, and one of 4 bytes for what
+the ranks must agree on: found_inf in fp16, an amax for each tensor in fp8.
+Sources: Micikevicius et al. 2017, arXiv 1710.03740, section 3; and 2022, arXiv 2209.05433 (fp8).
+
+    python mixed_precision.py                                one rank
+    torchrun --nproc_per_node 4 mixed_precision.py           NCCL on GPUs, Gloo on CPUs
+
+The last line is PASS if every bit pattern is read as torch reads it, each failure shows, each
+repaired run is at most 1.5 times as far from float64 as rounding alone must be, and the ranks equal
+one process to 1e-10 where sums are float64; otherwise the exit code is 1.
 """
 
 import argparse
-import gc
+import inspect
 import os
 import sys
-import time
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
+from functools import partial
+from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-# B sequences of T tokens, H numbers for each (hidden size), FF inside the MLP, V words. A global batch is MICRO
-# micro-batches of 4 sequences; rank r of N takes sequences r, r + N, ... of each. Linear layers: K inputs, O outputs.
-LAYERS, H, FF, V, T, MICRO, STEPS, LR, IGNORE = 2, 32, 64, 256, 32, 8, 3, 0.05, -100
-REPLICAS = 4096  # the loss of a real batch is divided by millions of tokens: as if so many had this one, and summed up
-fp16, bf16, fp32, fp64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-sent = Counter()  # bytes handed to all-reduces by this rank, by what they are
-
-
-@dataclass(frozen=True)
-class Format:
-    E: int  # bits of exponent
-    M: int  # bits of mantissa
-    largest: float  # finite number
-    dtype: torch.dtype
-    infinite: bool = True  # whether the largest exponent is kept for infinity and NaN
-
-    def decode(self, pattern: Tensor) -> Tensor:
-        """Bit patterns, as integers [n] -> the numbers that they stand for, in fp64 [n]."""
-        # --- exercise 10.1: the value of a bit pattern ---
-        m, e = pattern & (2**self.M - 1), pattern >> self.M & (2**self.E - 1)
-        sign, bias = 1.0 - 2.0 * (pattern >> (self.M + self.E)), 2 ** (self.E - 1) - 1
-        fraction = m.to(fp64) / 2**self.M
-        value = torch.where(e > 0, torch.ldexp(1 + fraction, e - bias), fraction * 2.0 ** (1 - bias))
-        top = e == 2**self.E - 1
-        if self.infinite:
-            return sign * value.masked_fill(top, torch.inf).masked_fill(top & (m > 0), torch.nan)
-        return sign * value.masked_fill(top & (m == 2**self.M - 1), torch.nan)
-        # --- end exercise ---
-
-    def nearest(self, x: Tensor, limits: bool = True) -> Tensor:
-        """x rounded to the nearest number, or the even one, in fp64. Without `limits`: by M bits alone, at any size."""
-        lowest = 2 - 2 ** (self.E - 1) if limits else -900  # below 2^lowest gaps do not shrink any more
-        exponent = (torch.frexp(x.to(fp64)).exponent - 1).clamp(min=lowest)  # |x| = 2^exponent (1 <= ... < 2)
-        gap = torch.ldexp(torch.ones_like(x, dtype=fp64), exponent - self.M)
-        return torch.round(x.to(fp64) / gap) * gap  # torch.round takes the even one; the fp8 cast below stays in range
+fp16 = torch.float16
+bf16 = torch.bfloat16
+fp32 = torch.float32
+fp64 = torch.float64
+e4m3 = torch.float8_e4m3fn
+e5m2 = torch.float8_e5m2
 
 
-FORMATS = {
-    "fp16": Format(5, 10, 65504.0, fp16),
-    "bf16": Format(8, 7, 2.0**127 * (2 - 2.0**-7), bf16),
-    "e5m2": Format(5, 2, 57344.0, torch.float8_e5m2),
-    "e4m3": Format(4, 3, 448.0, torch.float8_e4m3fn, infinite=False),
-}
+# -------------------------------------------------------------------------------------------------
+# fp32: a training step in one precision
+# -------------------------------------------------------------------------------------------------
 
 
-def unlike_torch(form: Format) -> int:
-    """How many patterns torch reads otherwise; how many numbers, halves between two, and next to these it rounds so."""
-    pattern = torch.arange(2 ** (1 + form.E + form.M))
-    raw = pattern.to(torch.uint8) if form.dtype.itemsize == 1 else (pattern - (pattern >> 15 << 16)).to(torch.int16)
-    ours, theirs = form.decode(pattern), raw.view(form.dtype).to(fp64)
-    alike = (ours == theirs) & (ours.signbit() == theirs.signbit()) | ours.isnan() & theirs.isnan()
-    finite = ours[ours.isfinite()].sort().values
-    half = (finite[1:] + finite[:-1]) / 2  # exact in fp32, from which torch casts
-    x = torch.cat([finite, half, half * (1 + 2.0**-20), half * (1 - 2.0**-20)]).to(fp32)
-    return int((~alike).sum() + (form.nearest(x) != x.to(form.dtype).to(fp64)).sum() + (finite[-1] != form.largest))
+class Batch(NamedTuple):
+    micro_batches: list[tuple[Tensor, Tensor]]  # this rank's tokens and labels, [B, S] each
+    num_labels: int  # of all ranks, so that their losses and gradients simply add up
 
 
-@dataclass(frozen=True)
-class Policy:
-    weights: torch.dtype  # and activations, and their gradients
-    sums: torch.dtype  # of gradients, over micro-batches and ranks
-    masters: bool = False  # a copy of the weights in fp32
-    scaling: bool = False  # of the loss
-    fp8: str = ""  # linear layers of the blocks in 8 bits: "unscaled", "scaled", or "must"
-    must: Format | None = None  # fp64, rounded to M bits wherever something is stored: what M bits cost at least
+def plain_step(model: nn.Module, batch: Batch, lr: float, group):
+    """One step of SGD, data parallel. Returns this rank's part of the loss, and the gradients.
 
-    def up(self, x: Tensor) -> Tensor:
-        """From memory into a kernel, which computes in fp32. Backward, a gradient goes to memory."""
-        y = x.view_as(x) if self.must else x.to(torch.promote_types(x.dtype, fp32))
-        if self.must:
-            y.register_hook(lambda gradient: self.must.nearest(gradient, limits=False))
-        return y
-
-    def down(self, x: Tensor) -> Tensor:
-        """From a kernel to memory."""
-        if self.must is None:
-            return x.to(self.weights)
-        return self.up(x + (self.must.nearest(x, limits=False) - x).detach())
+    In fp32 this is all there is. After `model.half()` or `model.bfloat16()` it still runs, but each
+    line with a comment fails without an error message.
+    """
+    params = list(model.parameters())
+    model.zero_grad()
+    total_loss = 0.0
+    for tokens, labels in batch.micro_batches:
+        loss = loss_sum(model(tokens), labels) / batch.num_labels
+        loss.backward()  # underflow; and long sums, since p.grad adds up in 16 bits
+        total_loss += loss.detach()
+    for p in params:
+        dist.all_reduce(p.grad, group=group)  # a sum over ranks, again in 16 bits
+        p.data -= lr * p.grad  # lost updates
+    return total_loss, [p.grad for p in params]
 
 
-POLICIES = {
-    "fp32": Policy(fp32, fp32),
-    "fp16": Policy(fp16, fp16),
-    "fp16-masters": Policy(fp16, fp16, masters=True),
-    "fp16-scaling": Policy(fp16, fp16, masters=True, scaling=True),
-    "fp16-mended": Policy(fp16, fp32, masters=True, scaling=True),
-    "bf16": Policy(bf16, bf16),
-    "bf16-mended": Policy(bf16, fp32, masters=True),
-    "fp8": Policy(bf16, fp32, masters=True, fp8="unscaled"),
-    "fp8-mended": Policy(bf16, fp32, masters=True, fp8="scaled"),
-}
-EXACT = {"fp64": Policy(fp64, fp64), "fp8 summed in fp64": Policy(fp64, fp64, fp8="scaled")}
-MUST = {name: Policy(fp64, fp64, must=FORMATS[name]) for name in ("fp16", "bf16")}
-MUST["fp8"] = Policy(fp64, fp64, must=FORMATS["bf16"], fp8="must")
+# -------------------------------------------------------------------------------------------------
+# bf16: a master copy against lost updates, main_grads against long sums
+# -------------------------------------------------------------------------------------------------
 
 
-def all_reduce(x: Tensor, op, group: dist.ProcessGroup, what: str) -> Tensor:
-    sent[what] += x.nbytes
-    dist.all_reduce(x, op=op, group=group)
-    return x
+def update_master(param: Tensor, master: Tensor, grad: Tensor, lr: float) -> None:
+    """Update the fp32 copy of a parameter, and round the result into the parameter.
 
-
-def quantize(x: Tensor, form: Format, how: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """x ~ values x scale: values in 8 bits, and one scale, for what the ranks hold are parts of one tensor."""
-    scale = torch.ones((), dtype=x.dtype, device=x.device)
-    if how == "must":
-        return form.nearest(x, limits=False), scale
-    if how == "scaled":
-        # --- exercise 10.5: the scale that puts the largest |x| of all ranks on the largest number ---
-        amax = x.abs().amax() if x.numel() else 0 * scale  # a rank may have no tokens, and takes part
-        all_reduce(amax, dist.ReduceOp.MAX, group, "amax")
-        scale = torch.where(amax == 0, scale, amax / form.largest)  # zeros stay zeros; the scale of NaN is NaN
-        # --- end exercise ---
-    return (x / scale).clamp(-form.largest, form.largest).to(form.dtype), scale
-
-
-class Fp8Linear(torch.autograd.Function):
-    """y = x Wᵀ, x [..., K], W [O, K]: 8-bit numbers, summed in fp32 (or fp64), and kept for backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, how: str, group: dist.ProcessGroup) -> Tensor:
-        (xq, sx), (wq, sw) = (quantize(t, FORMATS["e4m3"], how, group) for t in (x, w))
-        ctx.save_for_backward(xq, sx, wq, sw)
-        ctx.how, ctx.group = how, group
-        return F.linear(xq.to(x.dtype), wq.to(x.dtype)) * (sx * sw)  # [..., K], [O, K] -> [..., O]
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        xq, sx, wq, sw = ctx.saved_tensors
-        # --- exercise 10.6: the other two products, of 8-bit numbers, too ---
-        dyq, sdy = quantize(dy, FORMATS["e5m2"], ctx.how, ctx.group)
-        dyq, xq, wq = (q.to(dy.dtype) for q in (dyq, xq, wq))
-        dx = dyq @ wq * (sdy * sw)  # [..., O] [O, K] -> [..., K]
-        dw = dyq.flatten(0, -2).T @ xq.flatten(0, -2) * (sdy * sx)  # [O, B T] [B T, K] -> [O, K]
-        return dx, dw, None, None
-        # --- end exercise ---
-
-
-def first_weights(device: str) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)  # the same on every rank, in fp64
-    block = {"norm1": (H,), "qkv": (3 * H, H), "out": (H, H), "norm2": (H,)}
-    block |= {"gate": (FF, H), "value": (FF, H), "down": (H, FF)}
-    shapes = {f"{i}.{name}": shape for i in range(LAYERS) for name, shape in block.items()}
-    shapes |= {"embed": (V, H), "norm": (H,), "head": (V, H)}
-    draw = {name: torch.randn(shape, generator=generator, dtype=fp64) for name, shape in shapes.items()}
-    return {n: (w / w.shape[-1] ** 0.5 if w.dim() > 1 else 1 + 0.1 * w).to(device) for n, w in draw.items()}
-
-
-def loss_sum(w: dict, tokens: Tensor, labels: Tensor, policy: Policy, group: dist.ProcessGroup) -> Tensor:
-    """Summed over the tokens [B, T] that have a label. Between `up` and `down` stands what one kernel does, in fp32."""
-    up, down = policy.up, policy.down
-    w = {name: down(weight) for name, weight in w.items()}  # as they are, except in fp64 with a `must`
-
-    def linear(x: Tensor, weight: Tensor, fp8: str = policy.fp8) -> Tensor:
-        return down(Fp8Linear.apply(up(x), up(weight), fp8, group) if fp8 else F.linear(up(x), up(weight)))
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return down(F.rms_norm(up(x), (H,), up(weight), 1e-5))
-
-    x = down(F.embedding(tokens, up(w["embed"])))  # [B, T] -> [B, T, H]
-    for i in range(LAYERS):
-        q, k, v = (up(t) for t in linear(norm(x, w[f"{i}.norm1"]), w[f"{i}.qkv"]).chunk(3, -1))
-        mixed = down(F.scaled_dot_product_attention(q, k, v, is_causal=True))  # one head
-        x = down(up(x) + up(linear(mixed, w[f"{i}.out"])))
-        h = norm(x, w[f"{i}.norm2"])
-        inner = down(F.silu(up(linear(h, w[f"{i}.gate"]))) * up(linear(h, w[f"{i}.value"])))
-        x = down(up(x) + up(linear(inner, w[f"{i}.down"])))
-    logits = up(linear(norm(x, w["norm"]), w["head"], fp8=""))  # [B, T, V]; embedding and head stay out of fp8
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
-def text(step: int, device: str) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [MICRO, 4, T] of a global batch: bytes of Python's own argparse; some have no label."""
-    data = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long().to(device)
-    both = data[1000 * step :][: MICRO * 4 * (T + 1)].view(MICRO, 4, T + 1)
-    labels = both[..., 1:].clone()
-    labels[:, 1, T // 2 :] = labels[0, 2] = IGNORE
-    return both[..., :-1], labels
-
-
-def add_up(sums: dict[str, Tensor], weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """After the backward of a micro-batch: its gradients join the sums, and are dropped."""
-    for name, weight in weights.items():
-        # --- exercise 10.4: add in the wide format, and let the narrow gradient go ---
-        gradient, weight.grad = weight.grad.to(dtype), None
-        sums[name] = sums[name] + gradient if name in sums else gradient
-        # --- end exercise ---
-
-
-def overflow(sums: dict[str, Tensor], group: dist.ProcessGroup, device: str) -> bool:
-    """Whether any gradient is infinite or NaN. Each rank looks at every N-th of them only, as if it had no more."""
-    mine = [*sums.values()][dist.get_rank(group) :: dist.get_world_size(group)]
-    # --- exercise 10.3: the same answer on all ranks ---
-    found = torch.tensor(float(any(not g.isfinite().all() for g in mine)), device=device)
-    return bool(all_reduce(found, dist.ReduceOp.MAX, group, "overflow"))  # or some would step, and others not
+    Lost updates: between 2^k and 2^(k+1) the values of a format with m bits of mantissa lie 2^(k-m)
+    apart, and an update of less than half of that leaves the parameter as it is. For bf16 that is
+    every update below 1/512 of the parameter. In fp32 such updates add up until they show.
+    """
+    # --- exercise 10.2: the update happens where there are bits for it ---
+    master -= lr * grad.to(master.dtype)
+    param.data.copy_(master)  # rounded here, and never read back: the master keeps all its bits
     # --- end exercise ---
 
 
-def flat(tensors: dict[str, Tensor]) -> Tensor:
-    return torch.cat([t.detach().to(fp64).flatten() for t in tensors.values()])
+def accumulate_grads(params: list[nn.Parameter], main_grads: list[Tensor]) -> None:
+    """After the backward pass of a micro-batch, move its gradients into the sums.
+
+    Long sums: at 2^(m+1) the gap is 2, so 4,096 gradients of 1 add up to 2,048 in fp16 and to 256
+    in bf16. In fp32 the sum is 4,096.
+    """
+    for p, main_grad in zip(params, main_grads, strict=True):
+        # --- exercise 10.4: add in the wide dtype, and free the narrow gradient ---
+        main_grad += p.grad.to(main_grad.dtype)
+        p.grad = None  # else autograd adds the next micro-batch to it, in 16 bits
+        # --- end exercise ---
 
 
-def train(policy: Policy, group: dist.ProcessGroup, device: str, scale: float = 2.0**34) -> dict:
-    """STEPS steps of SGD, the batch cut over the ranks of `group`. A scale begins far too high, to show the search."""
-    N, rank, start = dist.get_world_size(group), dist.get_rank(group), first_weights(device)
-    w = {name: value.to(policy.weights, copy=True).requires_grad_() for name, value in start.items()}
-    masters = {name: value.to(fp32) for name, value in start.items()} if policy.masters else {}  # not from the rounded
-    losses, gradients, states, skipped = [], [], [flat(masters or w)], 0
-    scale = scale if policy.scaling else 1.0  # then overflow() only refuses infinities and NaN
+def master_step(model, master_weights, batch: Batch, lr: float, group, grad_dtype=fp32):
+    """One step of SGD in bf16, also if linear layers compute in fp8."""
+    params = list(model.parameters())
+    main_grads = [torch.zeros_like(p, dtype=grad_dtype) for p in params]
+    total_loss = 0.0
+    for tokens, labels in batch.micro_batches:
+        loss = loss_sum(model(tokens), labels) / batch.num_labels
+        loss.backward()
+        accumulate_grads(params, main_grads)
+        total_loss += loss.detach()
+    for p, master, main_grad in zip(params, master_weights, main_grads, strict=True):
+        dist.all_reduce(main_grad, group=group)
+        update_master(p, master, main_grad, lr)
+    return total_loss, main_grads
+
+
+# -------------------------------------------------------------------------------------------------
+# fp16: a loss scale against underflow, skipped steps against overflow
+# -------------------------------------------------------------------------------------------------
+
+
+class LossScaler:
+    """The factor on the loss, with the numbers of torch.amp.GradScaler.
+
+    Underflow: fp16 ends at 2^-24, and half of that rounds to 0. Gradients are linear in the loss,
+    so backward of scale * loss gives scale times each of them. A power of two changes exponents
+    only and rounds nothing. The largest scale that does not overflow is best, and training finds
+    it: halve it after an overflow, double it after `growth_interval` good steps.
+    """
+
+    def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000):
+        self.scale = scale
+        self.growth_interval = growth_interval
+        self.good_steps = 0  # since the scale has changed
+
+    def update(self, found_inf: bool) -> None:
+        if found_inf:
+            self.scale /= 2
+            self.good_steps = 0
+            if self.scale < 1:  # NaN in the input: no scale helps, and skipping would never end
+                raise FloatingPointError("gradients are infinite or NaN at a loss scale of 1")
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= 2
+            self.good_steps = 0
+
+
+def found_inf_on_any_rank(main_grads: list[Tensor], group: dist.ProcessGroup) -> bool:
+    """Whether any gradient is infinite or NaN. All ranks return the same.
+
+    Overflow: fp16 ends at 65,504, and the update would carry an infinity into the parameters. The
+    gradients are checked after the sum over ranks, since two finite halves can have an infinite
+    sum. With ZeRO, tensor or pipeline parallelism a rank then has only some of the gradients. This
+    function imitates that: each rank looks only at every world_size-th of them.
+    """
+    own_grads = main_grads[dist.get_rank(group) :: dist.get_world_size(group)]
+    # --- exercise 10.3: the same answer on all ranks ---
+    found_inf = torch.zeros((), device=main_grads[0].device)
+    for grad in own_grads:
+        found_inf += (~grad.isfinite()).any()
+    # If a rank kept this to itself, it alone would skip the step, and from then on its parameters
+    # would differ from those of the other ranks.
+    dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)  # [], 4 bytes
+    return found_inf.item() > 0
+    # --- end exercise ---
+
+
+def scaled_step(model, master_weights, scaler, batch: Batch, lr: float, group, grad_dtype=fp32):
+    """One step of SGD in fp16. A skipped step changes only the scale, and its gradients are None.
+
+    With Adam or clipping the order is: sum over ranks, look for infinities, divide by the scale,
+    clip, update. In a skipped step Adam's moments and its count of steps stay as they are.
+    """
+    params = list(model.parameters())
+    main_grads = [torch.zeros_like(p, dtype=grad_dtype) for p in params]
+    total_loss = 0.0
+    for tokens, labels in batch.micro_batches:
+        loss = loss_sum(model(tokens), labels) / batch.num_labels
+        (scaler.scale * loss).backward()
+        accumulate_grads(params, main_grads)
+        total_loss += loss.detach()
+    for main_grad in main_grads:
+        dist.all_reduce(main_grad, group=group)
+    found_inf = found_inf_on_any_rank(main_grads, group)
+    if not found_inf:
+        for p, master, main_grad in zip(params, master_weights, main_grads, strict=True):
+            grad = main_grad.to(fp32) / scaler.scale  # in fp16 the zeros would come back
+            update_master(p, master, grad, lr)
+    scaler.update(found_inf)  # last: these gradients carry the scale from before
+    return total_loss, None if found_inf else main_grads
+
+
+# -------------------------------------------------------------------------------------------------
+# fp8: a scale for each tensor of a linear layer
+# -------------------------------------------------------------------------------------------------
+
+
+def quantize_unscaled(x: Tensor, dtype: torch.dtype, group) -> tuple[Tensor, Tensor]:
+    """Underflow again, and worse: e5m2 ends at 2^-16, and most gradients are below half of that."""
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype), x.new_ones(())
+
+
+def quantize_scaled(x: Tensor, dtype: torch.dtype, group) -> tuple[Tensor, Tensor]:
+    """Returns values in fp8 and one scale for the x of all ranks, with x = values * scale.
+
+    The tokens of all ranks are one batch, so their activations are one tensor with one amax. With
+    a scale for each rank the result would depend on the number of ranks.
+    """
+    largest = torch.finfo(dtype).max  # 448 in e4m3, 57,344 in e5m2
+    # --- exercise 10.5: the scale that puts the largest |x| of all ranks on the largest value ---
+    amax = x.abs().amax() if x.numel() > 0 else x.new_zeros(())  # a rank without tokens takes part
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)  # [], 4 bytes
+    scale = amax / largest
+    scale = torch.where(scale == 0, 1.0, scale)  # zeros stay zeros; NaN stays NaN
+    # --- end exercise ---
+    values = (x / scale).clamp(-largest, largest)  # a subnormal scale may be too small
+    return values.to(dtype), scale
+
+
+class Fp8Linear(torch.autograd.Function):
+    """y = x @ weight.T of fp8 values, summed in the dtype of x. It saves fp8 values for backward.
+
+    All terms of a sum have the same scale, so it is applied once, to the sum. Backward treats
+    rounding as the identity (a straight-through gradient). Nothing else changes: the rest of the
+    model is in bf16, and `master_step` trains it.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, quantize: Callable, group) -> Tensor:
+        x_fp8, x_scale = quantize(x, e4m3, group)
+        weight_fp8, weight_scale = quantize(weight, e4m3, group)
+        ctx.save_for_backward(x_fp8, x_scale, weight_fp8, weight_scale)
+        ctx.quantize = quantize
+        ctx.group = group
+        y = F.linear(x_fp8.to(x.dtype), weight_fp8.to(x.dtype))  # [B, S, K], [O, K] -> [B, S, O]
+        return y * (x_scale * weight_scale)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        x_fp8, x_scale, weight_fp8, weight_scale = ctx.saved_tensors
+        # --- exercise 10.6: the other two matmuls, also of fp8 values ---
+        grad_fp8, grad_scale = ctx.quantize(grad_y, e5m2, ctx.group)  # range before resolution
+        grad = grad_fp8.to(grad_y.dtype)
+        grad_x = grad @ weight_fp8.to(grad.dtype)  # [B, S, O], [O, K] -> [B, S, K]
+        rows = grad.flatten(0, -2)  # [B S, O]
+        grad_weight = rows.T @ x_fp8.to(grad.dtype).flatten(0, -2)  # [O, B S], [B S, K] -> [O, K]
+        grad_x *= grad_scale * weight_scale
+        grad_weight *= grad_scale * x_scale
+        return grad_x, grad_weight, None, None
+        # --- end exercise ---
+
+
+# -------------------------------------------------------------------------------------------------
+# What the bits mean
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A sign, exp_bits that read e, and man_bits that read f. With bias = 2^(exp_bits - 1) - 1:
+
+    e > 0          (-1)^sign 2^(e - bias) (1 + f / 2^man_bits)    equal steps between powers of two
+    e = 0          (-1)^sign 2^(1 - bias) f / 2^man_bits          the same steps down to zero
+    e all ones     infinity (f = 0) or NaN. But e4m3 has no infinity, and NaN only if f is all ones
+                   as well: it ends at 448 instead of 240
+    """
+
+    dtype: torch.dtype
+    exp_bits: int
+    man_bits: int
+    has_inf: bool = True
+
+    def decode(self, pattern: Tensor) -> Tensor:
+        """Bit patterns, as integers [n] -> their values in float64 [n]."""
+        # --- exercise 10.1: the value of a bit pattern ---
+        bias = 2 ** (self.exp_bits - 1) - 1
+        f = pattern & (2**self.man_bits - 1)
+        e = pattern >> self.man_bits & (2**self.exp_bits - 1)
+        sign = 1.0 - 2.0 * (pattern >> (self.exp_bits + self.man_bits))
+        fraction = f.to(fp64) / 2**self.man_bits
+        normal = torch.ldexp(1 + fraction, e - bias)
+        subnormal = fraction * 2.0 ** (1 - bias)
+        magnitude = torch.where(e > 0, normal, subnormal)
+        top = e == 2**self.exp_bits - 1
+        if self.has_inf:
+            is_nan = top & (f > 0)
+            magnitude = magnitude.masked_fill(top, torch.inf)
+        else:
+            is_nan = top & (f == 2**self.man_bits - 1)
+        return sign * magnitude.masked_fill(is_nan, torch.nan)
+        # --- end exercise ---
+
+
+FORMATS = {
+    "fp16": FloatFormat(fp16, exp_bits=5, man_bits=10),
+    "bf16": FloatFormat(bf16, exp_bits=8, man_bits=7),
+    "e5m2": FloatFormat(e5m2, exp_bits=5, man_bits=2),
+    "e4m3": FloatFormat(e4m3, exp_bits=4, man_bits=3, has_inf=False),
+}
+
+
+# -------------------------------------------------------------------------------------------------
+# A small Llama, and text to train it on
+# -------------------------------------------------------------------------------------------------
+
+VOCAB_SIZE = 256  # bytes
+HIDDEN = 32
+FFN_HIDDEN = 64
+N_LAYERS = 2
+MICRO_BATCHES = 8
+BATCH = 4  # sequences of a micro-batch, on all ranks together
+SEQ_LEN = 32
+IGNORE_INDEX = -100  # a label that does not count
+REPLICAS = 4096  # as if so many ranks had this batch: a real loss is divided by millions of labels
+
+
+class Block(nn.Module):
+    """`linear` is F.linear or its fp8 form. `run(op, *inputs)` runs an operation as one kernel.
+
+    On a GPU `run` need only call op. The check passes functions that also control the rounding.
+    """
+
+    def __init__(self, linear: Callable, run: Callable):
+        super().__init__()
+        self.linear = linear
+        self.run = run
+        self.attn_norm = draw_weight(HIDDEN)
+        self.qkv_proj = draw_weight(3 * HIDDEN, HIDDEN)
+        self.o_proj = draw_weight(HIDDEN, HIDDEN)
+        self.mlp_norm = draw_weight(HIDDEN)
+        self.gate_proj = draw_weight(FFN_HIDDEN, HIDDEN)
+        self.up_proj = draw_weight(FFN_HIDDEN, HIDDEN)
+        self.down_proj = draw_weight(HIDDEN, FFN_HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, S, H] -> [B, S, H]
+        linear = partial(self.run, self.linear)
+        h = self.run(rms_norm, x, self.attn_norm)
+        q, k, v = linear(h, self.qkv_proj).chunk(3, dim=-1)
+        attention = partial(F.scaled_dot_product_attention, is_causal=True)  # one head
+        attn = self.run(attention, q, k, v)
+        x = self.run(torch.add, x, linear(attn, self.o_proj))
+        h = self.run(rms_norm, x, self.mlp_norm)
+        h = self.run(swiglu, linear(h, self.gate_proj), linear(h, self.up_proj))
+        return self.run(torch.add, x, linear(h, self.down_proj))
+
+
+class Transformer(nn.Module):
+    def __init__(self, linear: Callable, run: Callable):
+        super().__init__()
+        torch.manual_seed(0)  # the same initial parameters on every rank
+        self.run = run
+        self.blocks = nn.Sequential(*[Block(linear, run) for _ in range(N_LAYERS)])
+        self.embed = draw_weight(VOCAB_SIZE, HIDDEN)
+        self.norm = draw_weight(HIDDEN)
+        self.head = draw_weight(VOCAB_SIZE, HIDDEN)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [B, S] -> [B, S, V]
+        x = self.run(partial(F.embedding, tokens), self.embed)
+        x = self.run(rms_norm, self.blocks(x), self.norm)
+        return self.run(F.linear, x, self.head)  # embedding and head stay out of fp8
+
+
+def draw_weight(*shape: int) -> nn.Parameter:
+    weight = torch.randn(shape, dtype=fp64)
+    is_norm = len(shape) == 1
+    return nn.Parameter(1 + 0.1 * weight if is_norm else weight / shape[-1] ** 0.5)
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (HIDDEN,), weight, 1e-5)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum, not the mean, over the tokens that have a label; in fp32 or better."""
+    logits = logits.to(torch.promote_types(logits.dtype, fp32)).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def get_batch(step: int, group: dist.ProcessGroup, device: torch.device) -> Batch:
+    """Rank r of P takes the sequences r, r + P, ... of each micro-batch of a text."""
+    data = torch.tensor(list(inspect.getsource(argparse).encode()))[1000 * step :]
+    text = data[: MICRO_BATCHES * BATCH * (SEQ_LEN + 1)].view(MICRO_BATCHES, BATCH, SEQ_LEN + 1)
+    tokens = text[..., :-1].to(device)
+    labels = text[..., 1:].clone().to(device)
+    labels[:, 1, SEQ_LEN // 2 :] = IGNORE_INDEX
+    labels[0, 2] = IGNORE_INDEX
+    own = slice(dist.get_rank(group), None, dist.get_world_size(group))
+    micro_batches = list(zip(tokens[:, own], labels[:, own], strict=True))
+    return Batch(micro_batches, REPLICAS * int((labels != IGNORE_INDEX).sum()))
+
+
+# -------------------------------------------------------------------------------------------------
+# The check: each recipe next to float64, and next to what rounding alone costs
+# -------------------------------------------------------------------------------------------------
+
+STEPS = 3
+LR = 0.05
+
+
+@dataclass(frozen=True)
+class Recipe:
+    param_dtype: torch.dtype  # of parameters, activations and their gradients
+    grad_dtype: torch.dtype  # of sums of gradients
+    has_master: bool = False
+    has_scaler: bool = False
+    quantize: Callable | None = None  # the linear layers of the blocks compute in fp8
+
+
+RECIPES = {
+    "fp32": Recipe(fp32, fp32),
+    "fp16": Recipe(fp16, fp16),
+    "fp16-master": Recipe(fp16, fp16, has_master=True),
+    "fp16-scaled-short-sums": Recipe(fp16, fp16, has_master=True, has_scaler=True),
+    "fp16-scaled": Recipe(fp16, fp32, has_master=True, has_scaler=True),
+    "bf16": Recipe(bf16, bf16),
+    "bf16-master": Recipe(bf16, fp32, has_master=True),
+    "fp8-unscaled": Recipe(bf16, fp32, has_master=True, quantize=quantize_unscaled),
+    "fp8-scaled": Recipe(bf16, fp32, has_master=True, quantize=quantize_scaled),
+}
+FAILING = ("fp16", "fp16-master", "bf16", "fp8-unscaled")
+EXACT = {"fp64": Recipe(fp64, fp64), "fp8 in fp64": Recipe(fp64, fp64, quantize=quantize_scaled)}
+
+
+def emulate_kernel(op: Callable, *inputs: Tensor) -> Tensor:
+    """What a kernel of a GPU does: read 16 bits, compute in fp32, round once, write 16 bits.
+
+    In the backward pass autograd reverses the casts, so a gradient is rounded where it is stored.
+    A CPU's own operations in 16 bits are slow, and some round in between.
+    """
+    storage_dtype = inputs[0].dtype
+    compute_dtype = torch.promote_types(storage_dtype, fp32)
+    return op(*[x.to(compute_dtype) for x in inputs]).to(storage_dtype)
+
+
+def round_to_nearest(x: Tensor, man_bits: int) -> Tensor:
+    """x in float64, rounded to man_bits of mantissa; the exponent may have any size."""
+    exponent = torch.frexp(x.to(fp64)).exponent - 1  # |x| = 2^exponent * (1 to 2)
+    gap = torch.ldexp(torch.ones_like(x, dtype=fp64), exponent.clamp(min=-900) - man_bits)
+    return torch.round(x.to(fp64) / gap) * gap  # torch.round takes the even one of two
+
+
+def round_stored(x: Tensor, man_bits: int) -> Tensor:
+    """x rounded as if it were stored in few bits. In the backward pass its gradient is rounded."""
+    rounded = x + (round_to_nearest(x, man_bits) - x).detach()
+    rounded.register_hook(partial(round_to_nearest, man_bits=man_bits))
+    return rounded
+
+
+def rounding_floor_kernel(man_bits: int, op: Callable, *inputs: Tensor) -> Tensor:
+    """Compute in float64, and round to man_bits at any exponent: no underflow and no overflow."""
+    return round_stored(op(*[round_stored(x, man_bits) for x in inputs]), man_bits)
+
+
+def quantize_floor(x: Tensor, dtype: torch.dtype, group) -> tuple[Tensor, Tensor]:
+    man_bits = {e4m3: 3, e5m2: 2}[dtype]
+    return round_to_nearest(x, man_bits), x.new_ones(())
+
+
+def rounding_floor(name: str, group: dist.ProcessGroup, device: torch.device) -> "Run":
+    """A run that loses what rounding alone must cost, and nothing else: the lower bound on errors.
+
+    Updates and sums are float64. What is stored in 16 bits, or multiplied in 8, is rounded.
+    """
+    man_bits = FORMATS["fp16" if "fp16" in name else "bf16"].man_bits
+    recipe = Recipe(fp64, fp64, quantize=quantize_floor if "fp8" in name else None)
+    return train(recipe, group, device, run=partial(rounding_floor_kernel, man_bits))
+
+
+class Run(NamedTuple):
+    """Three steps of a recipe. All values in float64, gradients without the loss scale."""
+
+    losses: Tensor  # [3]
+    grads: Tensor  # [3, number of parameters]
+    weights: Tensor  # [4, number of parameters], at first and after each step; of the master copy
+    bytes_stored: int
+    bytes_sent: int  # handed to all-reduces in the last step
+    skipped: int
+
+
+def flatten(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.detach().to(fp64).flatten() for t in tensors])
+
+
+def counted(sizes: list[int], all_reduce: Callable, tensor: Tensor, *args, **kwargs):
+    sizes.append(tensor.nbytes)
+    return all_reduce(tensor, *args, **kwargs)
+
+
+def train(recipe: Recipe, group, device, scale=2.0**34, run: Callable = emulate_kernel) -> Run:
+    """The scale begins far too high, to show how it is found."""
+
+    def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
+        return Fp8Linear.apply(x, weight, recipe.quantize, group)
+
+    model = Transformer(fp8_linear if recipe.quantize else F.linear, run).to(device)
+    params = list(model.parameters())
+    master_weights = []
+    if recipe.has_master:
+        master_weights = [p.detach().to(fp32) for p in params]  # before the parameters lose bits
+    model.to(recipe.param_dtype)
+    scaler = LossScaler(scale)
+    if recipe.has_scaler:
+        args = (model, master_weights, scaler)
+        step = partial(scaled_step, *args, grad_dtype=recipe.grad_dtype)
+    elif recipe.has_master:
+        step = partial(master_step, model, master_weights, grad_dtype=recipe.grad_dtype)
+    else:
+        step = partial(plain_step, model)
+    losses = []
+    all_grads = []
+    weights = [flatten(master_weights or params)]
+    skipped = 0
     while len(losses) < STEPS:
-        sent.clear()
-        tokens, labels = text(len(losses), device)
-        valid, sums, total = int((labels != IGNORE).sum()), {}, torch.zeros((), dtype=fp64, device=device)
-        for some, wanted in zip(tokens, labels, strict=True):
-            loss = loss_sum(w, some[rank::N], wanted[rank::N], policy, group) / valid  # tokens of all ranks, not ours
-            (loss / REPLICAS * scale).backward()
-            add_up(sums, w, policy.sums)
-            total += loss.detach()
-        held = sum(t.untyped_storage().nbytes() for t in [*w.values(), *masters.values(), *sums.values()])
-        for gradient in sums.values():
-            all_reduce(gradient, dist.ReduceOp.SUM, group, "gradients")  # a sum: `valid` counts the tokens of all ranks
-        if overflow(sums, group, device):
-            assert scale > 1, "gradients are infinite or NaN, and no smaller scale can help"
-            scale, skipped = scale / 2, skipped + 1
+        scale = scaler.scale if recipe.has_scaler else 1.0
+        sizes = []
+        with patch.object(dist, "all_reduce", partial(counted, sizes, dist.all_reduce)):
+            loss, grads = step(get_batch(len(losses), group, device), LR * REPLICAS, group)
+        if grads is None:  # a trainer goes on with the next batch; here the steps have to match
+            skipped += 1
             continue
-        lr = LR * REPLICAS / scale  # which undoes the scale: here, in fp32; in fp16, zeros would come back
-        for name, gradient in sums.items():
-            # --- exercise 10.2: the update happens where there are bits for it ---
-            (masters or w)[name].data -= lr * gradient.to((masters or w)[name].dtype)
-            w[name].data.copy_((masters or w)[name])  # rounded once, and never read back
-            # --- end exercise ---
-        losses.append(all_reduce(total, dist.ReduceOp.SUM, group, "loss"))
-        gradients.append(flat(sums) * (REPLICAS / scale))
-        states.append(flat(masters or w))
-    tensors = zip(("losses", "gradients", "states"), map(torch.stack, (losses, gradients, states)), strict=True)
-    return dict(tensors) | {"held": held, "sent": dict(sent), "scale": scale, "skipped": skipped}
+        dist.all_reduce(loss, group=group)
+        losses.append(loss * REPLICAS)
+        all_grads.append(flatten(grads) * (REPLICAS / scale))
+        weights.append(flatten(master_weights or params))
+    narrow_grads = [p.grad for p in params if p.grad is not None]
+    tensors = [*params, *master_weights, *grads, *narrow_grads]
+    stored = sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+    history = [torch.stack(tensors) for tensors in (losses, all_grads, weights)]
+    return Run(*history, stored, sum(sizes), skipped)
 
 
-def distance(run: dict, right: dict) -> float:
-    """How far the weights are from where they should have moved, as a part of that way."""
-    way, true = (made["states"][-1] - made["states"][0] for made in (run, right))
-    return ((way - true).norm() / true.norm()).item()
+def relative_error(run: Run, expected: Run) -> float:
+    """The error of the weights as a share of how far float64 has moved them."""
+    moved = run.weights[-1] - run.weights[0]
+    expected_move = expected.weights[-1] - expected.weights[0]
+    return ((moved - expected_move).norm() / expected_move.norm()).item()
 
 
-def check(group: dist.ProcessGroup, device: str) -> list[str]:
-    """Train by each policy, beside one process in float64 -> what is off, in words."""
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    say, wrong = print if dist.get_rank(group) == 0 else lambda *_: None, []
-    wrong += [f"{name} is not torch's: {n} numbers" for name, form in FORMATS.items() if (n := unlike_torch(form))]
-    for dtype, stall in ((fp16, 2048), (bf16, 256), (fp32, 4096)):
-        sums = {}
+def shares(run: Run, expected: Run) -> tuple[float, float]:
+    """Of the first step's gradients that should not be zero, the share that is; of all updates, the
+    share of which not half has arrived where the update is made."""
+    zero_grads = (run.grads[0] == 0)[expected.grads[0] != 0]
+    arrived = run.weights.diff(dim=0) / -run.grads
+    lost_updates = (arrived < LR / 2)[run.grads != 0]
+    return zero_grads.double().mean().item(), lost_updates.double().mean().item()
+
+
+def expected_bytes(recipe: Recipe, num_params: int) -> tuple[int, int]:
+    """Stored and sent, by the table at the top."""
+    grad_bytes = recipe.grad_dtype.itemsize
+    stored = recipe.param_dtype.itemsize + grad_bytes + 4 * recipe.has_master
+    # x, weight and grad_y of five linear layers per block
+    num_amax = 3 * 5 * N_LAYERS * MICRO_BATCHES if recipe.quantize is quantize_scaled else 0
+    return stored * num_params, grad_bytes * num_params + 4 * recipe.has_scaler + 4 * num_amax
+
+
+def check_formats() -> list[str]:
+    """The value of every bit pattern against torch."""
+    failures = []
+    for name, fmt in FORMATS.items():
+        pattern = torch.arange(2 ** (1 + fmt.exp_bits + fmt.man_bits))
+        raw = pattern.to(torch.uint8 if fmt.dtype.itemsize == 1 else torch.uint16)
+        value = fmt.decode(pattern)
+        expected = raw.view(fmt.dtype).to(fp64)
+        same = (value == expected) & (value.signbit() == expected.signbit())
+        if not (same | value.isnan() & expected.isnan()).all():
+            failures.append(f"{name} is not read as by torch")
+    return failures
+
+
+def check_sums() -> list[str]:
+    failures = []
+    for dtype, expected in {fp16: 2048, bf16: 256, fp32: 4096}.items():
+        p = nn.Parameter(torch.zeros(1, dtype=dtype))
+        main_grad = torch.zeros(1, dtype=dtype)
         for _ in range(4096):
-            add_up(sums, {"w": SimpleNamespace(grad=torch.ones(1, dtype=dtype))}, dtype)
-        say(f"4,096 gradients of 1, added up in {dtype}: {sums['w'].item():,.0f}")
-        wrong += [] if sums["w"].item() == stall else [f"a sum in {dtype} ends at {sums['w'].item()}"]
-    for name, policy in reversed(EXACT.items()):
-        mine, right = train(policy, group, device), train(policy, alone, device)
-        error = max((mine[k] - right[k]).abs().max().nan_to_num(9e9) for k in ("losses", "gradients", "states")).item()
-        say(f"{name}: loss, gradients and weights of the ranks differ from those of one process by {error:.1e}")
-        wrong += [] if error <= 1e-10 else [f"{name} is off by {error:.1e}"]
-    say("policy           error  must be  zeros  lost      held (formula)      sent (formula) tokens/s  skipped")
-    for name, policy in POLICIES.items():
-        start, kind, P = time.perf_counter(), name.split("-")[0], right["states"].shape[1]
-        run = train(policy, group, device)
-        speed = 4 * MICRO * T * (STEPS + run["skipped"]) / (time.perf_counter() - start)
-        must = distance(train(MUST[kind], alone, device), right) if kind in MUST else 1e-4  # what so few bits cost
-        error, limit = distance(run, right), 1.5 * must
-        zeros = (run["gradients"][0] == 0)[right["gradients"][0] != 0].double().mean()  # lost: not half arrived
-        lost = (run["states"].diff(dim=0) / run["gradients"] > -LR / 2)[run["gradients"] != 0].double().mean()
-        counted = run["held"], sum(run["sent"].values())
-        amaxes = 3 * 5 * LAYERS * MICRO if policy.fp8 == "scaled" else 0  # of x, W and dy of 5 linear layers
-        held, sends = policy.weights.itemsize + policy.sums.itemsize + 4 * policy.masters, policy.sums.itemsize
-        formula = P * held, P * sends + 4 + 8 + 4 * amaxes
-        cells = "".join(f"{f'{n:,} ({f:,})':>20}" for n, f in zip(counted, formula, strict=True))
-        say(f"{name:13}{error:9.5f}{must:9.5f}{zeros:7.0%}{lost:6.0%}{cells}{speed:9,.0f}{run['skipped']:9}")
-        wrong += [f"{name} holds and sends {counted} bytes, not {formula}"] if counted != formula else []
-        if not (error > 5 * limit if name in ("fp16", "fp16-masters", "bf16", "fp8") else error <= limit):
-            wrong.append(f"{name} is off by {error:.5f}, and the limit, 1.5 times what rounding costs, is {limit:.5f}")
-    return wrong
+            p.grad = torch.ones_like(p)
+            accumulate_grads([p], [main_grad])
+        print_once(f"4,096 gradients of 1, added up in {dtype}: {main_grad.item():,.0f}")
+        if main_grad.item() != expected:
+            failures.append(f"a sum in {dtype} ends at {main_grad.item()}, expected {expected}")
+    return failures
+
+
+def check_recipe(name: str, expected: Run, group, self_group, device) -> list[str]:
+    recipe = RECIPES[name]
+    run = train(recipe, group, device)
+    error = relative_error(run, expected)
+    floor = 1e-4
+    if name != "fp32":
+        floor = relative_error(rounding_floor(name, self_group, device), expected)
+    zeros, lost = shares(run, expected)
+    measured = (run.bytes_stored, run.bytes_sent)
+    formula = expected_bytes(recipe, expected.weights.shape[1])
+    cells = [f"{m:,} ({f:,})" for m, f in zip(measured, formula, strict=True)]
+    row = f"{name:23}{error:8.5f}{floor:9.5f}{zeros:7.0%}{lost:6.0%}"
+    print_once(f"{row}{cells[0]:>20}{cells[1]:>20}{run.skipped:9}")
+    failures = []
+    if measured != formula:
+        failures.append(f"{name} stores and sends {measured} bytes, by formula {formula}")
+    if name in FAILING and not error > 5 * 1.5 * floor:
+        failures.append(f"{name} has an error of only {error:.5f}: its failure does not show")
+    if name not in FAILING and not error <= 1.5 * floor:  # NaN fails
+        failures.append(f"{name} has an error of {error:.5f}, above 1.5 times {floor:.5f}")
+    return failures
+
+
+def check(group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """What is wrong, in words."""
+    failures = check_formats() + check_sums()
+    self_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    references = {}
+    for name, recipe in EXACT.items():  # where sums are float64, ranks equal one process
+        run = train(recipe, group, device)
+        references[name] = train(recipe, self_group, device)
+        errors = [(run[i] - references[name][i]).abs().max() for i in range(3)]
+        error = torch.stack(errors).max().item()  # NaN if any error is NaN
+        print_once(f"{name}: ranks and one process differ by {error:.1e}")
+        if not error <= 1e-10:
+            failures.append(f"{name}: ranks and one process differ by {error:.1e}")
+    columns = "error    floor  zeros  lost    stored (formula)      sent (formula)  skipped"
+    print_once(f"{'recipe':26}{columns}")
+    for name in RECIPES:
+        failures += check_recipe(name, references["fp64"], group, self_group, device)
+    return failures
+
+
+def print_once(message: str, file=None) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=file)
+
+
+def fail(message: str) -> None:
+    print_once(f"{os.path.basename(__file__)}: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Mixed precision in one file", allow_abbrev=False)
-    say = print if os.environ.get("RANK", "0") == "0" else lambda *_, **__: None  # one line, and not one for each rank
-    parser.error = lambda words: (say(f"{parser.prog}: {words}", file=sys.stderr), sys.exit(2))
+    parser.error = fail  # one line, on one rank
     parser.parse_args()
-    if 0 < (gpus := torch.cuda.device_count()) < (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-        parser.error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpus else "cpu"
-    if gpus:
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **single)
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, check(dist.group.WORLD, device))  # a rank that is off makes all fail
-    wrong = [line for lines in everyone for line in lines]
-    say("FAIL: " + "; ".join(wrong) if wrong else "PASS")
-    gc.collect()  # what refers to the group in a cycle must not outlive it
+    if "RANK" not in os.environ:  # started by python, not by torchrun
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",  # any free port
+        }
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+
+    results = [None] * dist.get_world_size()
+    dist.all_gather_object(results, check(dist.group.WORLD, device))
+    failures = []
+    for result in results:
+        failures += result
+    print_once(f"FAIL: {'; '.join(failures)}" if failures else "PASS")
     dist.destroy_process_group()
-    return 1 if wrong else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

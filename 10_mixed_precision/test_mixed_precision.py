@@ -1,10 +1,11 @@
-"""The ground floor: formats against torch, a model in float64 written differently, in_depth, and each repair alone."""
+"""The core file against torch, a model written a second time in float64, in_depth; and each repair alone."""
 
 import math
 import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).resolve().parent / "in_depth"))  # to compare with
 
@@ -19,9 +20,10 @@ from harness.meter import communication
 from harness.oracle import assert_same
 from harness.programs import run_script
 from harness.ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
-TRAINS = {**mp.EXACT, **mp.POLICIES}
+ALL = {**mp.EXACT, **mp.RECIPES}
+HISTORY = ("losses", "grads", "weights")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,179 +34,249 @@ def one_rank():
     dist.destroy_process_group()
 
 
-# -------------------------------------------------------------------------------------------------------------- formats
+def train(name: str, **options) -> mp.Run:
+    return mp.train(ALL[name], dist.group.WORLD, torch.device("cpu"), **options)
+
+
+def build_model(dtype: torch.dtype = torch.float64, run=mp.emulate_kernel) -> nn.Module:
+    return mp.Transformer(F.linear, run).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------ formats
 
 
 @pytest.mark.parametrize("name", mp.FORMATS)
-def test_every_bit_pattern_has_the_value_that_torch_reads(name):
-    form, bits = mp.FORMATS[name], 1 + mp.FORMATS[name].E + mp.FORMATS[name].M
+def test_every_bit_pattern_has_the_value_of_torch(name):
+    fmt = mp.FORMATS[name]
+    bits = 1 + fmt.exp_bits + fmt.man_bits
     patterns = torch.arange(2**bits)
     raw = patterns.to(torch.uint8) if bits == 8 else patterns.to(torch.int32).to(torch.int16)
-    [got], want = run_ranks(1, form.decode, patterns), raw.view(form.dtype).double()
-    assert torch.equal(got.isnan(), want.isnan()), name
-    assert torch.equal(got.nan_to_num(0, math.inf, -math.inf), want.nan_to_num(0, math.inf, -math.inf)), name
-    assert [form.decode(patterns[i : i + 1]).item() for i in (1, 77)] == [DEPTH[name].value(1), DEPTH[name].value(77)]
-    assert mp.unlike_torch(form) == 0
+    [got], expected = run_ranks(1, fmt.decode, patterns), raw.view(fmt.dtype).double()
+    assert torch.equal(got.isnan(), expected.isnan()), name
+    assert torch.equal(got.nan_to_num(0, math.inf, -math.inf), expected.nan_to_num(0, math.inf, -math.inf)), name
+    assert [fmt.decode(patterns[i : i + 1]).item() for i in (1, 77)] == [DEPTH[name].value(1), DEPTH[name].value(77)]
+    assert mp.check_formats() == []
 
 
-@pytest.mark.parametrize("name", mp.FORMATS)
-def test_rounding_is_that_of_torch_and_of_the_depth(name):
-    form = mp.FORMATS[name]
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 5000)
-    assert_same(form.nearest(x), x.to(form.dtype).double(), 0.0, name)
-    assert_same(form.nearest(x), DEPTH[name].round(x), 0.0, name)
-    free = form.nearest(x * 2.0**-60, limits=False)
-    assert_same(free * 2.0**60, form.nearest(x, limits=False), 0.0, f"{name} without limits")
+def test_rounding_matches_torch_and_in_depth_and_has_no_range():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5000, generator=generator).sign() * 2 ** (torch.rand(5000, generator=generator) * 13 - 5)
+    for name, fmt in mp.FORMATS.items():
+        nearest = x.to(fmt.dtype).double()
+        ties = (nearest + 2.0 ** (torch.frexp(nearest).exponent - 2 - fmt.man_bits)).float()
+        for values in (x, ties[ties.abs() < 256]):
+            rounded = mp.round_to_nearest(values, fmt.man_bits)
+            assert_same(rounded, values.to(fmt.dtype).double(), 0.0, name)
+            assert_same(rounded, DEPTH[name].round(values), 0.0, name)
+        tiny = mp.round_to_nearest(x.double() * 2.0**-600, fmt.man_bits)
+        assert_same(tiny * 2.0**600, nearest, 0.0, f"{name} without underflow")
 
 
-# ------------------------------------------------------------------------ the oracle: whole batch, one process, float64
+# -------------------------------------------------------------------- the reference: full batch, one process, float64
 
 
-def slow_loss(w: dict, tokens: Tensor, labels: Tensor) -> Tensor:
+def reference_loss(w: dict, tokens: Tensor, labels: Tensor) -> Tensor:
     def norm(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
     x, length = w["embed"][tokens], tokens.shape[1]
-    for i in range(mp.LAYERS):
-        q, k, v = (norm(x, w[f"{i}.norm1"]) @ w[f"{i}.qkv"].T).chunk(3, -1)
-        seen = torch.ones(length, length).tril().bool()
-        x = x + (q @ k.mT / mp.H**0.5).masked_fill(~seen, -math.inf).softmax(-1) @ v @ w[f"{i}.out"].T
-        h = norm(x, w[f"{i}.norm2"])
-        g = h @ w[f"{i}.gate"].T
-        x = x + (g * g.sigmoid() * (h @ w[f"{i}.value"].T)) @ w[f"{i}.down"].T
+    for i in range(mp.N_LAYERS):
+        block = {name.rpartition(".")[2]: p for name, p in w.items() if name.startswith(f"blocks.{i}.")}
+        q, k, v = (norm(x, block["attn_norm"]) @ block["qkv_proj"].T).chunk(3, -1)
+        visible = torch.ones(length, length).tril().bool()
+        probs = (q @ k.mT / mp.HIDDEN**0.5).masked_fill(~visible, -math.inf).softmax(-1)
+        x = x + probs @ v @ block["o_proj"].T
+        h = norm(x, block["mlp_norm"])
+        gate = h @ block["gate_proj"].T
+        x = x + (gate * gate.sigmoid() * (h @ block["up_proj"].T)) @ block["down_proj"].T
     logs = (norm(x, w["norm"]) @ w["head"].T).log_softmax(-1)
     chosen = logs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-    return -chosen[labels != mp.IGNORE].sum() / (labels != mp.IGNORE).sum()
+    return -chosen[labels != mp.IGNORE_INDEX].sum() / (labels != mp.IGNORE_INDEX).sum()
 
 
 @cache
-def oracle() -> dict:
-    w = {name: t.requires_grad_() for name, t in mp.first_weights("cpu").items()}
-    losses, gradients, states = [], [], [mp.flat(w)]
+def reference() -> mp.Run:
+    w = {name: p.detach().requires_grad_() for name, p in build_model().named_parameters()}
+    losses, all_grads, weights = [], [], [mp.flatten(w.values())]
     for step in range(mp.STEPS):
-        tokens, labels = (t.flatten(0, 1) for t in mp.text(step, "cpu"))
-        loss = slow_loss(w, tokens, labels)
-        found = torch.autograd.grad(loss, list(w.values()))
-        gradients.append(torch.cat([g.flatten() for g in found]))
-        w = {n: (p - mp.LR * g).detach().requires_grad_() for (n, p), g in zip(w.items(), found, strict=True)}
+        micro_batches = mp.get_batch(step, dist.group.WORLD, "cpu").micro_batches
+        tokens, labels = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+        loss = reference_loss(w, tokens, labels)
+        grads = torch.autograd.grad(loss, list(w.values()))
+        all_grads.append(mp.flatten(grads))
+        w = {n: (p - mp.LR * g).detach().requires_grad_() for (n, p), g in zip(w.items(), grads, strict=True)}
         losses.append(loss.detach())
-        states.append(mp.flat(w))
-    return {"losses": torch.stack(losses), "gradients": torch.stack(gradients), "states": torch.stack(states)}
+        weights.append(mp.flatten(w.values()))
+    return mp.Run(torch.stack(losses), torch.stack(all_grads), torch.stack(weights), 0, 0, 0)
 
 
-def run_of(name: str, ranks: list[int]) -> dict | None:
+def train_in(name: str, ranks: list[int]) -> mp.Run | None:
     group = dist.new_group(ranks)
-    return mp.train(TRAINS[name], group, "cpu") if dist.get_rank() in ranks else None
+    return mp.train(ALL[name], group, torch.device("cpu")) if dist.get_rank() in ranks else None
 
 
 @cache
-def runs(name: str, ranks: tuple[int, ...]) -> list[dict]:
-    return [run for run in run_ranks(max(ranks) + 1, run_of, name, list(ranks)) if run]
+def runs(name: str, ranks: tuple[int, ...]) -> list[mp.Run]:
+    return [run for run in run_ranks(max(ranks) + 1, train_in, name, list(ranks)) if run]
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 2, 3), (1, 3), (0, 1, 2)])
-def test_losses_gradients_and_weights_equal_a_model_of_one_process_to_1e_10(ranks):
+def test_three_steps_match_reference(ranks):
     for rank, run in enumerate(runs("fp64", ranks)):
-        for what, want in oracle().items():
-            assert_same(run[what], want, 1e-10, what, rank)
+        for what in HISTORY:
+            assert_same(getattr(run, what), getattr(reference(), what), 1e-10, what, rank)
 
 
 @pytest.mark.always("ranks1")
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2, 3), (2, 0)])
-def test_ranks_round_to_8_bits_as_one_process_does(ranks):
-    """Sums are float64 here, so that only a scale of one's own could make a difference."""
-    one = mp.train(TRAINS["fp8 summed in fp64"], dist.group.WORLD, "cpu")
-    for rank, run in enumerate(runs("fp8 summed in fp64", ranks)):
-        for what in ("losses", "gradients", "states"):
-            assert_same(run[what], one[what], 1e-10, what, rank)
+def test_fp8_on_ranks_equals_one_process(ranks):
+    """Sums are float64 here, so only a scale of a rank's own could make a difference."""
+    one = train("fp8 in fp64")
+    for rank, run in enumerate(runs("fp8 in fp64", ranks)):
+        for what in HISTORY:
+            assert_same(getattr(run, what), getattr(one, what), 1e-10, what, rank)
 
 
-@pytest.mark.always("fp8-mended")
-@pytest.mark.parametrize("name", ["fp16-mended", "bf16-mended", "fp8-mended"])
-def test_a_mended_run_is_as_far_from_float64_as_rounding_must_be(name):
-    must = mp.distance(mp.train(mp.MUST[name.split("-")[0]], dist.group.WORLD, "cpu"), oracle())
-    for rank, run in enumerate(runs(name, (0, 1))):
-        error = mp.distance(run, oracle())
-        assert must / 3 <= error <= 1.5 * must, f"{name}, rank {rank}: {error:.5f}, rounding alone {must:.5f}"
+@pytest.mark.always("fp8-scaled")
+@pytest.mark.parametrize("name", ["fp16-scaled", "bf16-master", "fp8-scaled"])
+def test_a_repaired_run_is_at_the_rounding_floor(name):
+    floor = mp.relative_error(mp.rounding_floor(name, dist.group.WORLD, torch.device("cpu")), reference())
     first, second = runs(name, (0, 1))
-    assert torch.equal(first["states"], second["states"]), "ranks have different weights"
+    for rank, run in enumerate((first, second)):
+        error = mp.relative_error(run, reference())
+        assert floor / 3 <= error <= 1.5 * floor, f"{name}, rank {rank}: {error:.5f}, rounding alone {floor:.5f}"
+    assert torch.equal(first.weights, second.weights), "ranks have different weights"
 
 
-@pytest.mark.parametrize(("name", "least"), [("fp16", 0.3), ("fp16-masters", 0.3), ("bf16", 0.1), ("fp8", 0.5)])
-def test_without_its_repair_a_run_fails(name, least):
-    assert mp.distance(mp.train(mp.POLICIES[name], dist.group.WORLD, "cpu"), oracle()) > least
-
-
-@pytest.mark.parametrize("name", mp.POLICIES)
-def test_bytes_held_and_sent_are_those_of_the_policy(name):
-    policy, P = mp.POLICIES[name], oracle()["states"].shape[1]
+@pytest.mark.parametrize("name", mp.RECIPES)
+def test_bytes_stored_and_sent_match_the_formulas(name):
+    num_params, short_sums = reference().weights.shape[1], name in ("fp16", "bf16", "fp16-master") or "short" in name
     with communication() as wire:
-        run = mp.train(policy, dist.group.WORLD, "cpu", scale=1024.0)
-    each = {"fp32": 8, "fp16": 4, "bf16": 4, "fp16-masters": 8, "fp16-scaling": 8}.get(name, 10)
-    assert run["held"] == each * P
-    wide = 2 if name in ("fp16", "bf16", "fp16-masters", "fp16-scaling") else 4
-    want = {"gradients": wide * P, "overflow": 4, "loss": 8} | ({"amax": 960} if name == "fp8-mended" else {})
-    assert run["sent"] == want
-    assert wire.calls["all_reduce"] == mp.STEPS * (len(mp.first_weights("cpu")) + 2 + (240 if "amax" in want else 0))
+        run = train(name, scale=1024.0)
+    stored = {"fp32": 8, "fp16": 4, "bf16": 4, "fp16-master": 8, "fp16-scaled-short-sums": 8}.get(name, 10)
+    extra = {"fp16-scaled": 4, "fp16-scaled-short-sums": 4, "fp8-scaled": 960}.get(name, 0)
+    assert run.bytes_stored == stored * num_params
+    assert run.bytes_sent == (2 if short_sums else 4) * num_params + extra
+    assert wire.calls["all_reduce"] == mp.STEPS * (len(list(build_model().parameters())) + 1 + extra // 4)
 
 
-# ---------------------------------------------------------------------------------------------------- each repair alone
+# --------------------------------------------------------------------------------------------------- each repair alone
 
 
-def add_up_4000_ones(dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    sums = {}
+def add_up(dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    main_grad = torch.zeros(3, dtype=dtype)
     for _ in range(4000):
-        weight = SimpleNamespace(grad=torch.ones(3, dtype=torch.float16 if dtype == mp.fp32 else dtype))
-        mp.add_up(sums, {"w": weight}, dtype)
-    return sums["w"], weight.grad
+        p = SimpleNamespace(grad=torch.ones(3, dtype=torch.float16 if dtype == torch.float32 else dtype))
+        mp.accumulate_grads([p], [main_grad])
+    return main_grad, p.grad
 
 
-def test_a_sum_in_fp32_does_not_stall_and_lets_the_gradient_go():
-    for dtype, want in ((torch.float16, 2048), (torch.bfloat16, 256), (torch.float32, 4000)):
-        [(total, left)] = run_ranks(1, add_up_4000_ones, dtype)
-        assert total.dtype == dtype and total.tolist() == [want] * 3
+def test_a_sum_in_fp32_does_not_stall_and_the_gradient_is_freed():
+    for dtype, expected in ((torch.float16, 2048), (torch.bfloat16, 256), (torch.float32, 4000)):
+        [(total, left)] = run_ranks(1, add_up, dtype)
+        assert total.dtype == dtype and total.tolist() == [expected] * 3
         assert left is None
 
 
-def test_a_weight_in_fp32_gives_away_its_gradient_and_not_a_share_of_it():
-    weight, sums = SimpleNamespace(grad=torch.ones(3)), {}
-    mp.add_up(sums, {"w": weight}, torch.float32)
-    weight.grad = torch.ones(3)
-    mp.add_up(sums, {"w": weight}, torch.float32)
-    assert weight.grad is None and sums["w"].tolist() == [2, 2, 2]
-
-
-def one_rank_overflows(ranks: list[int], bad: float) -> bool | None:
+def one_rank_overflows(ranks: list[int], value: float) -> bool | None:
     group = dist.new_group(ranks)
     if dist.get_rank() in ranks:
-        return mp.overflow({"a": torch.ones(2), "b": torch.tensor([1.0, bad])}, group, "cpu")
+        return mp.found_inf_on_any_rank([torch.ones(2), torch.tensor([1.0, value])], group)
     return None
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("ranks", [[0, 1], [1, 3, 0]])
-def test_an_overflow_that_one_rank_sees_is_one_on_all_ranks_of_the_group(ranks, bad):
-    for rank, answer in enumerate(run_ranks(4, one_rank_overflows, ranks, bad)):
+def test_all_ranks_of_the_group_learn_of_an_overflow(ranks, value):
+    for rank, answer in enumerate(run_ranks(4, one_rank_overflows, ranks, value)):
         assert answer is (True if rank in ranks else None), f"rank {rank}"
     assert not any(run_ranks(2, one_rank_overflows, [0, 1], 65504.0))
 
 
-def test_the_scale_halves_until_nothing_overflows_and_changes_nothing_else():
-    high, fits = (mp.train(mp.POLICIES["fp16-mended"], dist.group.WORLD, "cpu", scale) for scale in (2.0**36, 2.0**30))
-    assert high["skipped"] > 3 and fits["skipped"] == 0 and high["scale"] == 2.0**36 / 2 ** high["skipped"]
-    assert mp.distance(high, fits) < 2e-3, "powers of two only move the exponent"
+def grads_that_are_checked() -> list[Tensor]:
+    model, checked = build_model(torch.float16), []
+    state = [p.detach().float() for p in model.parameters()]
+    batch = mp.get_batch(0, dist.group.WORLD, "cpu")
+    with patch.object(mp, "found_inf_on_any_rank", lambda grads, group: checked.extend(g.clone() for g in grads)):
+        mp.scaled_step(model, state, mp.LossScaler(2.0**30), batch, 0.0, dist.group.WORLD)
+    return checked
 
 
-def test_masters_start_with_all_their_digits_and_weights_are_their_rounded_copies():
-    run = mp.train(mp.POLICIES["bf16-mended"], dist.group.WORLD, "cpu")
-    assert_same(run["states"][0], mp.flat(mp.first_weights("cpu")), 1e-7, "master")
-    assert ((run["states"].diff(dim=0) == 0)[run["gradients"] != 0]).double().mean() < 1e-3
+def test_infinities_are_looked_for_after_the_sum():
+    """Two finite halves can have an infinite sum. Before the sum the ranks have different gradients."""
+    first, second = run_ranks(2, grads_that_are_checked)
+    assert len(first) == len(second) > 0
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------------------ fp8
+def test_the_loss_scale_follows_grad_scaler():
+    ours = mp.LossScaler(2.0**10, growth_interval=3)
+    torchs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    p = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=0.0)
+    for value in [1, 1, math.inf, 1, 1, 1, 1, 1, math.nan, math.inf, 1, 1, 1, 1, 1, 1, 1]:
+        torchs.scale(torch.zeros(()))
+        p.grad = torch.full((1,), float(value))
+        torchs.step(optimizer)
+        torchs.update()
+        ours.update(found_inf=not math.isfinite(value))
+        assert ours.scale == torchs.get_scale()
+    with pytest.raises(FloatingPointError, match="loss scale of 1"):
+        for _ in range(12):
+            ours.update(found_inf=True)
 
 
-def products_of(linear, M=24, K=40, N=32) -> list[Tensor]:
+def test_a_larger_scale_is_halved_until_it_fits_and_changes_nothing_else():
+    high, fits = (train("fp16-scaled", scale=scale) for scale in (2.0**36, 2.0**30))
+    assert high.skipped > 3 and fits.skipped == 0
+    assert mp.relative_error(high, fits) < 2e-3, "powers of two only move the exponent"
+
+
+def test_a_step_leaves_nothing_to_the_next_one_and_a_skipped_step_nothing_at_all():
+    """The third step of a model equals the first one of a new model with the same weights."""
+    group, lr = dist.group.WORLD, mp.LR * mp.REPLICAS
+
+    def plain(model, master, batch, scaler):
+        return mp.plain_step(model, batch, lr, group)[1]
+
+    def master(model, master, batch, scaler):
+        return mp.master_step(model, master, batch, lr, group)[1]
+
+    def scaled(model, master, batch, scaler):
+        return mp.scaled_step(model, master, scaler, batch, lr, group)[1]
+
+    for step in (plain, master, scaled):
+        model, new = build_model(torch.float16), build_model(torch.float16)
+        state = [p.detach().float() for p in model.parameters()]
+        batches = [mp.get_batch(number, group, "cpu") for number in range(3)]
+        for batch in batches[:2]:
+            step(model, state, batch, mp.LossScaler(2.0**30))
+        tensors = [*state, *model.parameters()]
+        new.load_state_dict(model.state_dict())
+        new_state, before = [t.clone() for t in state], [t.clone() for t in tensors]
+        if step is scaled:
+            assert step(model, state, batches[2], mp.LossScaler(2.0**40)) is None
+            assert all(torch.equal(t, old) for t, old in zip(tensors, before, strict=True))
+        grads = step(model, state, batches[2], mp.LossScaler(2.0**30, growth_interval=1))  # it grows after the step
+        expected = step(new, new_state, batches[2], mp.LossScaler(2.0**30))
+        for got, want in zip([*grads, *tensors], [*expected, *new_state, *new.parameters()], strict=True):
+            assert torch.equal(got, want), step.__name__
+        masters = state if step is not plain else model.parameters()
+        for p, weight in zip(model.parameters(), masters, strict=True):
+            assert torch.equal(p, weight.to(p.dtype)), step.__name__
+        assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads), "gradients share memory"
+
+
+def test_master_weights_start_with_all_their_digits_and_arrive():
+    run = train("bf16-master")
+    assert_same(run.weights[0], mp.flatten(build_model().parameters()), 1e-7, "master")
+    assert ((run.weights.diff(dim=0) == 0)[run.grads != 0]).double().mean() < 1e-3
+
+
+# ----------------------------------------------------------------------------------------------------------------- fp8
+
+
+def matmuls_of(linear, M=24, K=40, N=32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, w = (torch.randn(n, K, generator=generator, dtype=torch.float64).requires_grad_() for n in (M, N))
     y = linear(x, w)
@@ -212,88 +284,80 @@ def products_of(linear, M=24, K=40, N=32) -> list[Tensor]:
     return [y.detach(), x.grad, w.grad]
 
 
-def products_on_a_rank() -> list[Tensor]:
-    return products_of(lambda x, w: mp.Fp8Linear.apply(x, w, "scaled", dist.group.WORLD))
+def matmuls_on_a_rank() -> list[Tensor]:
+    return matmuls_of(lambda x, w: mp.Fp8Linear.apply(x, w, mp.quantize_scaled, dist.group.WORLD))
 
 
-def test_the_three_products_are_those_of_the_depth():
-    [ours] = run_ranks(1, products_on_a_rank)
-    for what, got, want in zip(("y", "dx", "dW"), ours, products_of(Fp8Linear("tensor")), strict=True):
-        assert_same(got, want, 1e-6, what)  # its scales are fp32, ours fp64 here
-    for what, got, want in zip(("y", "dx", "dW"), ours, products_of(F.linear), strict=True):
-        assert 0.001 < (got - want).norm() / want.norm() < 0.1, what
+def test_the_three_matmuls_match_in_depth():
+    [ours] = run_ranks(1, matmuls_on_a_rank)
+    for what, got, expected in zip(("y", "grad_x", "grad_weight"), ours, matmuls_of(Fp8Linear("tensor")), strict=True):
+        assert_same(got, expected, 1e-6, what)  # its scales are fp32, ours fp64 here
+    for what, got, expected in zip(("y", "grad_x", "grad_weight"), ours, matmuls_of(F.linear), strict=True):
+        assert 0.001 < (got - expected).norm() / expected.norm() < 0.1, what
 
 
-def test_scaling_puts_the_largest_on_the_largest_and_zeros_nan_and_no_tokens_are_no_trouble():
-    for form in (mp.FORMATS["e4m3"], mp.FORMATS["e5m2"]):
-        q, scale = mp.quantize(torch.tensor([-7.0, 3.0, 0.0]), form, "scaled", dist.group.WORLD)
-        assert q.dtype == form.dtype and q[0].float() == -form.largest and scale == 7 / form.largest
-        q, scale = mp.quantize(torch.zeros(3), form, "scaled", dist.group.WORLD)
-        assert scale == 1 and q.float().tolist() == [0, 0, 0]
-        q, scale = mp.quantize(torch.zeros(0, 4), form, "scaled", dist.group.WORLD)
-        assert scale == 1 and q.shape == (0, 4)
-        q, scale = mp.quantize(torch.tensor([math.nan, 1.0]), form, "scaled", dist.group.WORLD)
-        assert scale.isnan() and q.float().isnan().all()
+def test_the_largest_value_is_scaled_to_the_largest_of_the_format():
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        largest = torch.finfo(dtype).max
+        values, scale = mp.quantize_scaled(torch.tensor([-7.0, 3.0, 0.0]), dtype, dist.group.WORLD)
+        assert values.dtype == dtype and values[0].float() == -largest and scale == 7 / largest
+        values, scale = mp.quantize_scaled(torch.zeros(3), dtype, dist.group.WORLD)
+        assert scale == 1 and values.float().tolist() == [0, 0, 0]
+        values, scale = mp.quantize_scaled(torch.zeros(0, 4), dtype, dist.group.WORLD)
+        assert scale == 1 and values.shape == (0, 4)
+        values, scale = mp.quantize_scaled(torch.tensor([1e-42, 0.0]), dtype, dist.group.WORLD)
+        assert values.float().isfinite().all() and scale.isfinite(), "a scale below the smallest normal value"
+        values, scale = mp.quantize_scaled(torch.tensor([math.nan, 1.0]), dtype, dist.group.WORLD)
+        assert scale.isnan() and values.float().isnan().all()
 
 
-def scale_here() -> float:
-    return mp.quantize(torch.full((3,), 1.0 + 9 * dist.get_rank()), mp.FORMATS["e4m3"], "scaled", dist.group.WORLD)[1]
+def scale_of_rank() -> Tensor:
+    x = torch.full((3,), 1.0 + 9 * dist.get_rank())
+    return mp.quantize_scaled(x, torch.float8_e4m3fn, dist.group.WORLD)[1]
 
 
 def test_ranks_share_the_largest_amax():
-    assert [float(s) for s in run_ranks(2, scale_here)] == [pytest.approx(10 / 448)] * 2
+    assert [float(s) for s in run_ranks(2, scale_of_rank)] == [pytest.approx(10 / 448)] * 2
 
 
-def test_backward_keeps_8_bit_numbers_only():
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+def test_only_fp8_values_and_scales_are_saved_for_backward():
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
-        mp.Fp8Linear.apply(x, w, "scaled", dist.group.WORLD)
-    assert sum(t.nbytes for t in kept) == 4 * 8 + 6 * 8 + 2 * 4
+        mp.Fp8Linear.apply(x, w, mp.quantize_scaled, dist.group.WORLD)
+    assert sum(t.nbytes for t in saved) == 4 * 8 + 6 * 8 + 2 * 4
 
 
-# ------------------------------------------------------------------------------------------------------- the whole file
+# ------------------------------------------------------------------------------------------------------ the whole file
 
 
-@pytest.mark.parametrize(("what", "value"), [("losses", math.nan), ("states", 1e-3)])
-def test_the_check_says_what_is_off_and_nan_is(what, value, monkeypatch, capsys):
-    plain, calls = mp.train, []
+@pytest.mark.parametrize(("what", "value"), [("losses", math.nan), ("weights", 1e-3)])
+def test_the_check_fails_on_an_error_and_on_nan(what, value, monkeypatch, capsys):
+    original, calls = mp.train, []
 
-    def spoiled(policy, group, device, **more):
-        run = plain(policy, group, device, **more)
-        calls.append(policy)
+    def spoiled(*args, **options):
+        run = original(*args, **options)
+        calls.append(args)
         if len(calls) == 1:
-            run[what][0] += value
+            getattr(run, what)[0] += value
         return run
 
     monkeypatch.setattr(mp, "train", spoiled)
-    monkeypatch.setattr(mp, "POLICIES", {})
-    assert any("is off" in line for line in mp.check(dist.group.WORLD, "cpu"))
+    monkeypatch.setattr(mp, "RECIPES", {})
+    assert any("differ by" in failure for failure in mp.check(dist.group.WORLD, torch.device("cpu")))
 
 
-def test_an_update_that_is_taken_back_is_counted_as_lost_also_where_there_are_masters(monkeypatch, capsys):
-    plain = mp.train
-
-    def taken_back(policy, group, device, **more):
-        run = plain(policy, group, device, **more)
-        if policy.masters:  # the last update of every other weight: all but a thousandth of it
-            before, after = run["states"][-2:, ::2]
-            after += 0.999 * (before - after)
-        return run
-
-    monkeypatch.setattr(mp, "train", taken_back)
-    monkeypatch.setattr(mp, "POLICIES", {"bf16-mended": mp.POLICIES["bf16-mended"]})
-    monkeypatch.setattr(mp, "EXACT", {"fp64": mp.EXACT["fp64"]})
-    monkeypatch.setattr(mp, "FORMATS", {})
-    mp.check(dist.group.WORLD, "cpu")
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16-mended")]
-    assert line.split()[4] == "17%", f"of three updates one, of half the weights, is a sixth: {line}"
+def test_an_update_that_is_taken_back_counts_as_lost():
+    run = train("bf16-master")
+    before, after = run.weights[-2:, ::2]
+    after += 0.999 * (before - after)  # the last update of every other weight: all but a thousandth of it
+    assert mp.shares(run, reference())[1] == pytest.approx(1 / 6, abs=0.01), "of three updates one, of half the weights"
 
 
 def test_an_unknown_option_is_one_line_and_exit_code_2(tmp_path):
-    done = run_script(mp.__file__, "--policy", "fp4", cwd=tmp_path)
+    done = run_script(mp.__file__, "--recipe", "fp4", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "--policy" in done.stderr
+    assert "--recipe" in done.stderr
 
 
 def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
@@ -305,4 +369,4 @@ def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypat
         mp.main()
     said = capsys.readouterr()
     assert (end.value.code, said.out) == (2, "")
-    assert said.err == "mixed_precision.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"
+    assert said.err == "mixed_precision.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n"
