@@ -19,7 +19,8 @@ one of flash_kernels.py with three changes: a descriptor is made for each head; 
 loop; and with one loop, every tile is compared with the band, which costs two instructions a score. Where no tile is
 cut (no mask, and S a multiple of the tile), the comparison is compiled away.
 
-Whether it pays is a question for a GPU: bench_flash_kernels.py --gpu measures both. It is never chosen by itself.
+Whether it pays is a question for a GPU: bench_flash_attention_hopper.py --gpu measures both. It is never chosen by
+itself, and refuses Triton 3.6, whose binary gave wrong numbers on an H200 (the interpreter's are right).
 
 Formulas: in flash_tiles.py. Warp specialisation of attention: FlashAttention-3, Shah et al. 2024 (arXiv 2407.08608,
 section 3.1, also for the rate of exponentials).
@@ -35,7 +36,7 @@ import math
 import sys
 
 import torch
-from _flash_launch import Tiles, check_inputs, fit
+from _flash_launch import OLD, Tiles, check_inputs, fit
 from _interpreter import INTERPRETED, tl, triton
 from flash_kernels import LOG2_E, SIZES, dot, parse_arguments, triton_backward
 from flash_tiles import Version, band, run
@@ -104,6 +105,13 @@ def specialised_kernel(
     tl.store(lse + head.to(tl.int64) * S_q + i, (m + tl.log2(total)) / LOG2_E, mask=i < S_q)
 
 
+def refusal() -> str:
+    """Why this Triton is not for the kernel, in one line; "" if it is, or if it interprets."""
+    if INTERPRETED or not OLD:
+        return ""
+    return f"Triton {triton.__version__} divides the warps wrongly; use 3.7 or later, or flash_kernels.py"
+
+
 # Four warps: the compiler adds a second group of consumers and the producer. Registers and shared memory are full with
 # these tiles and D = 128.
 TILES = Tiles(32, 16) if INTERPRETED else Tiles(128, 128, 4, 2)
@@ -130,6 +138,8 @@ def specialised_forward(
         raise ValueError(f"head dim {q.shape[-1]} does not fit the specialised kernel (128); use flash_kernels.py")
     if not INTERPRETED and torch.cuda.get_device_capability(q.device)[0] != 9:
         raise ValueError(f"{torch.cuda.get_device_name(q.device)} is no sm_90; use the kernels of flash_kernels.py")
+    if reason := refusal():
+        raise ValueError(reason)
     if not INTERPRETED and q.dtype == torch.float32:
         raise ValueError("float32 has no warp-specialised kernel; use the kernels of flash_kernels.py")
     B, S_q, N, D = q.shape
@@ -153,4 +163,8 @@ SPECIALISED = Version(specialised_forward, triton_backward)  # flash_attention(.
 
 
 if __name__ == "__main__":
-    sys.exit(run(parse_arguments(hopper=True), SPECIALISED))
+    arguments = parse_arguments(hopper=True)
+    if why_not := refusal():
+        print(f"flash_attention_hopper.py: {why_not}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(run(arguments, SPECIALISED))

@@ -8,6 +8,7 @@ divided among warps can only be read from the binary.
 import json
 import math
 
+import flash_attention_hopper
 import pytest
 import torch
 from _flash_launch import Tiles
@@ -27,6 +28,20 @@ from test_flash_kernels import (
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="the warp-specialised kernel is for sm_90")
 HALF = torch.float16
+if why_not := flash_attention_hopper.refusal():
+    pytest.skip(why_not, allow_module_level=True)
+
+
+def test_a_compiler_that_was_seen_to_be_wrong_is_refused_in_one_line(monkeypatch):
+    q = torch.zeros(1, 16, 1, 32, dtype=torch.float16)
+    monkeypatch.setattr(flash_attention_hopper, "INTERPRETED", False)
+    monkeypatch.setattr(flash_attention_hopper, "OLD", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    with pytest.raises(ValueError, match=r"Triton .* divides the warps wrongly; use 3\.7 or later") as error:
+        specialised_forward(q, q, q, causal=True)
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(flash_attention_hopper, "OLD", False)
+    assert flash_attention_hopper.refusal() == ""
 
 
 @on_hopper
