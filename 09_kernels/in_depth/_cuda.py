@@ -195,7 +195,9 @@ def cublas() -> tuple[str, ...]:
 
 
 @cache
-def library(source: str, device_type: str, capability: tuple[int, int], headers: tuple[str, ...] = ()) -> ctypes.CDLL:
+def library(
+    source: str | Path, device_type: str, capability: tuple[int, int], headers: tuple[str, ...] = ()
+) -> ctypes.CDLL:
     """The library of a source, loaded. `headers`: files that go into it beside those that it includes."""
     arch = architecture(capability) if device_type == "cuda" else "cpu"
     return ctypes.CDLL(str(library_file(HERE / source, arch, [HERE / name for name in headers])))
@@ -230,7 +232,7 @@ def build_all(files: Sequence[Path], arch: str) -> list[str]:
 
 
 def call(
-    source: str,
+    source: str | Path,
     function: str,
     *arguments: Tensor | int | float,
     order: int = FORWARD,
@@ -262,7 +264,7 @@ def call(
         lib.cuda_on_cpu_set(order, int(counting))
         error = run(*c_arguments, None)
     if error:
-        raise CudaError(f"{source}, {function}: {error.decode()}")
+        raise CudaError(f"{Path(source).name}, {function}: {error.decode()}")
     return read_counters(lib) if counting and not on_gpu else None
 
 
@@ -295,14 +297,14 @@ def read_counters(lib: ctypes.CDLL) -> Counters:
     )
 
 
-def resources(source: str, arch: str, cubin: Path | None = None) -> dict[str, Resources]:
+def resources(source: str | Path, arch: str, cubin: Path | None = None) -> dict[str, Resources]:
     """Registers, spills and shared memory of each kernel, as nvcc reports them. A template: its most demanding one.
 
     Compiles for `arch`, which need not be there; `cubin` is where to leave the machine code, if anybody wants it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = ["nvcc", "-O3", machine_code_for(arch), "-cubin", "-Xptxas", "-v", str(HERE / source)]
-        report = run_compiler([*command, "-o", str(cubin or f"{folder}/out.cubin")], source)
+        command = ["nvcc", "-O3", machine_code_for(arch), "-cubin", "-Xptxas", "-v", f"-I{HERE}"]
+        report = run_compiler([*command, str(HERE / source), "-o", str(cubin or f"{folder}/out.cubin")], str(source))
     found: dict[str, Resources] = {}
     for part in report.split("Compiling entry function")[1:]:
         mangled = re.search(r"'_Z(\d+)(\w+)'", part)

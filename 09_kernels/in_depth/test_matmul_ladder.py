@@ -1,6 +1,5 @@
 """The ladder against float64, predictions against counts, and the shim against kernels that are wrong on purpose."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -168,38 +167,29 @@ def test_one_command_builds_what_every_launch_on_a_gpu_loads(tmp_path, monkeypat
         commands.append(command)
         Path(command[-1]).write_text("")
 
-    copy = HERE.parents[1] / "10_mixed_precision" / "in_depth" / "_cuda_build.py"
-    spec = importlib.util.spec_from_file_location("_cuda_build_beside", copy)
-    chapter_10 = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = chapter_10  # dataclasses look there
     monkeypatch.setattr(sys, "argv", ["_cuda.py", "--build"])
     monkeypatch.setenv("CUDA_BUILDS", str(tmp_path / "builds"))
     monkeypatch.setattr(_cuda, "cublas", lambda: ("-lcublas",))
-    try:
-        spec.loader.exec_module(chapter_10)
-        for module in (_cuda, chapter_10):
-            monkeypatch.setattr(module, "run_compiler", compiler)
-            monkeypatch.setattr(module.ctypes, "CDLL", lambda file: loaded.append(file))
-        assert _cuda.main() == 1, "one of them fails"
-        lines = capsys.readouterr().out.splitlines()
-        made = {line.split(":")[0] for line in lines}
-        assert (
-            made == {source.name for source in HERE.parents[1].glob("[01][0-9]_*/**/*.cu")}
-            and len(made) == len(lines) >= 8
-        )
-        assert [line for line in lines if "FAILED" in line] == ["elu.cu: FAILED: elu.cu: no"]
-        built = len(commands)
-        assert built == len(made) - 1
-        assert all("-gencode=arch=compute_90a,code=sm_90a" in command for command in commands)
-        headers = {"flash_attention_cuda.cu": ("ptx_attention.h",)}
-        for source in sorted(made - {"elu.cu", "fp8_matmul.cu", "matmul.cu"}):
-            _cuda.library.__wrapped__(source, "cuda", (9, 0), headers.get(source, ()))
-        chapter_10.library.__wrapped__("fp8_matmul.cu", "cuda", (9, 0))
-        _cuda.program_file(HERE.parent / "matmul.cu", "sm_90a")
-        assert len(commands) == built, f"built again: {commands[built:]}"
-        assert {Path(file).parent for file in loaded} == {tmp_path / "builds"} and len(loaded) == len(made) - 2
-    finally:
-        del sys.modules[spec.name]
+    monkeypatch.setattr(_cuda, "run_compiler", compiler)
+    monkeypatch.setattr(_cuda.ctypes, "CDLL", lambda file: loaded.append(file))
+    assert _cuda.main() == 1, "one of them fails"
+    lines = capsys.readouterr().out.splitlines()
+    made = {line.split(":")[0] for line in lines}
+    assert (
+        made == {source.name for source in HERE.parents[1].glob("[01][0-9]_*/**/*.cu")} and len(made) == len(lines) >= 8
+    )
+    assert [line for line in lines if "FAILED" in line] == ["elu.cu: FAILED: elu.cu: no"]
+    built = len(commands)
+    assert built == len(made) - 1
+    assert all("-gencode=arch=compute_90a,code=sm_90a" in command for command in commands)
+    headers = {"flash_attention_cuda.cu": ("ptx_attention.h",)}
+    for source in sorted(made - {"elu.cu", "fp8_matmul.cu", "matmul.cu"}):
+        _cuda.library.__wrapped__(source, "cuda", (9, 0), headers.get(source, ()))
+    fp8 = HERE.parents[1] / "10_mixed_precision" / "in_depth" / "fp8_matmul.cu"
+    _cuda.library.__wrapped__(fp8, "cuda", (9, 0))
+    _cuda.program_file(HERE.parent / "matmul.cu", "sm_90a")
+    assert len(commands) == built, f"built again: {commands[built:]}"
+    assert {Path(file).parent for file in loaded} == {tmp_path / "builds"} and len(loaded) == len(made) - 2
 
 
 def test_a_changed_header_is_a_new_library(tmp_path, monkeypatch):

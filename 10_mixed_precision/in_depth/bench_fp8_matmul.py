@@ -26,11 +26,22 @@ if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
 
 import fp8_kernels
 import fp8_matmul
-from _cuda_build import FORWARD, REVERSE, CudaError, ahead, racing, resources
 from _precision_demo import OneLineParser
 from formats import TILE, Quantized, e4m3, quantize
 from fp8 import tensor_core_matmul
-from fp8_matmul import PRODUCTS, accumulator, cuda_matmul, error, operands
+from fp8_matmul import (
+    FORWARD,
+    PRODUCTS,
+    REVERSE,
+    CudaError,
+    accumulator,
+    ahead,
+    cuda_matmul,
+    error,
+    operands,
+    racing,
+    resources,
+)
 from harness import predictions
 from harness.ceilings import Table, device_here, paired_seconds
 from harness.report import ratio_of, write_result

@@ -6,7 +6,7 @@
 // Nothing else is new. The copy engine moves bytes: to it two neighbours of 8 bits are one number of 16. So a row of
 // 128 fp8 numbers is a row of TILE_K = 64 of ptx.h, with the same swizzle, and the same descriptors find it.
 #pragma once
-#include "clusters_hopper.h"
+#include "clusters.h"  // chapter 09's
 
 constexpr int TILE = 128;  // numbers of 8 bits in a row of a tile, and terms that share their scales
 using Pair = bf16;         // two neighbours of 8 bits, to the copy engine
@@ -39,7 +39,7 @@ __device__ inline void wgmma_fp8(float (&d)[64], uint64_t a, uint64_t b) {
                                : D64(0)
                                : "l"(a), "l"(b), "n"(int(ADD))));
 }
-template <int LEFT>  // as in ptx_hopper.h, for 64 sums: until at most LEFT of my groups of products are unfinished
+template <int LEFT>  // as in ptx.h, for 64 sums: until at most LEFT of my groups of products are unfinished
 __device__ inline void wgmma_wait(float (&d)[64]) {
     ON_HOPPER(asm volatile("wgmma.wait_group.sync.aligned %64;\n" : D64(0) : "n"(LEFT) : "memory"));
 }

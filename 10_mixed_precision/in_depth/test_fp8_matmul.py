@@ -1,7 +1,5 @@
 """The product in CUDA, emulated on the CPU: against its definition in float64 with sums of 14 bits, at every edge and
-in any order of its warps; what nvcc makes of it; and that chapter 09's parts are chapter 09's.
-
-    python test_fp8_matmul.py          copy those parts again, after they have changed there
+in any order of its warps; and what nvcc makes of it.
 """
 
 import re
@@ -9,16 +7,29 @@ import shutil
 import sys
 from pathlib import Path
 
-import _cuda_build
-import fp8_matmul
+import fp8_matmul  # which finds chapter 09's build
 import pytest
 import torch
 import torch.nn.functional as F
-from _cuda_build import FORWARD, REVERSE, CudaError, ahead, behind, racing
 from formats import FORMATS, TILE, Quantized, e4m3, emulated_matmul, quantize, transpose
 from fp8 import Fp8Linear, tensor_core_matmul
-from fp8_matmul import PRODUCTS, THREADS, accumulator, cuda_matmul, error, lines, operands
+from fp8_matmul import (
+    FORWARD,
+    PRODUCTS,
+    REVERSE,
+    THREADS,
+    CudaError,
+    accumulator,
+    ahead,
+    behind,
+    cuda_matmul,
+    error,
+    lines,
+    operands,
+    racing,
+)
 
+_cuda = sys.modules["_cuda"]
 e5m2 = torch.float8_e5m2
 HERE = Path(__file__).resolve().parent
 NVCC = pytest.mark.skipif(
@@ -130,7 +141,7 @@ def test_bf16_is_the_rounded_fp32_result_and_nothing_beside_it_is_written():
         sizes = (3, 5, 32, lines(a).shape[1], 1)
         b5 = operands(3, 5, 32, "Fprop", "cpu")[1]
         arguments = (*kinds, *sizes, a.values, b5.values, lines(a), lines(b5), field)
-        _cuda_build.call(fp8_matmul.SOURCE, "run_fp8_matmul", *arguments)
+        _cuda.call(fp8_matmul.SOURCE, "run_fp8_matmul", *arguments)
         assert (field[15:] == 7).all() and (field[:15] != 7).all(), dtype
 
 
@@ -181,12 +192,10 @@ def test_the_bits_are_the_same_in_this_order_of_the_warps(name, forward):
 @pytest.mark.prove
 def test_the_bits_are_the_same_when_any_warp_is_ahead_or_behind(forward):
     both = 2 * THREADS  # of a cluster
-    assert_same_bits(
-        forward, {order: order for order in [*_cuda_build.uneven(both, CHOSEN), *map(racing, range(3, 8))]}
-    )
+    assert_same_bits(forward, {order: order for order in [*_cuda.uneven(both, CHOSEN), *map(racing, range(3, 8))]})
     a, b = operands(300, 300, 160, "Fprop", "cpu")  # four tiles for one cluster
     again = (a, b, cuda_matmul(a, b, torch.float32))
-    assert_same_bits(again, {order: order for order in [*_cuda_build.uneven(both, CHOSEN), REVERSE]})
+    assert_same_bits(again, {order: order for order in [*_cuda.uneven(both, CHOSEN), REVERSE]})
 
 
 def assert_same_bits(forward, orders):
@@ -309,9 +318,9 @@ def test_a_kernel_that_writes_nothing_does_not_pass(monkeypatch):
 @NVCC
 def test_no_stack_frame_no_spill_and_products_that_are_not_put_in_a_row(tmp_path):
     cubin, source = tmp_path / "product.cubin", HERE / fp8_matmul.SOURCE
-    options = [_cuda_build.machine_code_for("sm_90a"), "-cubin", "-Xptxas", "-v"]
+    options = [_cuda.machine_code_for("sm_90a"), f"-I{_cuda.HERE}", "-cubin", "-Xptxas", "-v"]
     command = ["nvcc", "-O3", *options, str(source), "-o", str(cubin)]
-    said = _cuda_build.run_compiler(command, fp8_matmul.SOURCE)
+    said = _cuda.run_compiler(command, fp8_matmul.SOURCE)
     assert "serialized" not in said, said  # what ptxas says where it waits for every product at once
     assert said.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 4, said
     # setmaxnreg moves registers between warps, and counts on an even split.
@@ -346,34 +355,3 @@ def test_the_operands_are_e4m3_and_e5m2_by_the_numbers_that_they_hold():
     for product, form in (("Fprop", "e4m3"), ("Dgrad, e5m2", "e5m2")):
         a, _ = operands(4, 4, 32, product, "cpu")
         assert a.values.dtype == FORMATS[form].dtype
-
-
-# ------------------------------------------------------------------------------------------------- chapter 09's parts
-
-ORIGINALS = HERE.parents[1] / "09_kernels" / "in_depth"
-COPIES = {
-    "gpu_on_cpu.h": "cuda_on_cpu.h",
-    "ptx_hopper.h": "ptx.h",
-    "clusters_hopper.h": "clusters.h",
-    "_cuda_build.py": "_cuda.py",
-}
-
-
-def copied(name):
-    """What the copy of a file of chapter 09 must be: the same text, with the names that files have here."""
-    mark = "#" if name.endswith(".py") else "//"
-    text = (ORIGINALS / COPIES[name]).read_text()
-    for new, old in COPIES.items():
-        text = text.replace(f'"{old}"', f'"{new}"')
-    return f"{mark} A copy of 09_kernels/in_depth/{COPIES[name]}; `python test_fp8_matmul.py` makes it anew.\n{text}"
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_what_this_chapter_has_of_chapter_09_is_what_that_has(name):
-    same = (HERE / name).read_text() == copied(name)
-    assert same, f"{name} is not {COPIES[name]} any more; `python in_depth/test_fp8_matmul.py` copies it again"
-
-
-if __name__ == "__main__":
-    for name in COPIES:
-        (HERE / name).write_text(copied(name))

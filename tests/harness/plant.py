@@ -256,8 +256,16 @@ def tests_for(changed: set[Path]) -> set[Path]:
 
 
 def needed_by(script: Path) -> list[Path]:
-    """A script and the files beside it that have to be copied with it."""
-    return [script, *sorted(file for file in reached([script]) if file.parent == script.parent and file != script)]
+    """A script and the files to copy with it: those beside it, and chapter 09's build where it uses that."""
+    near = {file for file in reached([script]) if file.parent == script.parent or file in shared_build()}
+    return [script, *sorted(near - {script}, key=lambda file: file.name)]
+
+
+@cache
+def shared_build() -> frozenset[Path]:
+    """What builds CUDA sources and emulates a GPU, for all chapters, with the headers of the kernels."""
+    folder = ROOT / "09_kernels" / "in_depth"
+    return frozenset({folder / "_cuda.py", *folder.glob("*.h")})
 
 
 @cache
@@ -282,5 +290,6 @@ def _near(file: Path) -> set[Path]:
                 names |= {f"harness.{alias.name}" for alias in node.names}
         text = "\n".join(f'"{n.value}"' for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
     own = {"harness." + name for name in names if file.parent.name == "harness"}
-    quoted = {file.with_name(name) for name in re.findall(r"[\"']([\w-]+\.(?:py|cu|h|sbatch))[\"']", text)}
+    named = re.findall(r"[\"']([\w-]+\.(?:py|cu|h|sbatch))[\"']", text)
+    quoted = {file.with_name(name) for name in named} | {header for header in shared_build() if header.name in named}
     return {f for f in quoted if f.is_file()} | {_modules()[name] for name in names | own if name in _modules()}
