@@ -18,11 +18,11 @@ Four experts, K = 1, two ranks with four tokens each:
     5. combine: sort, all-to-all    b d | a c                  p r s | q
        sort, weight and add         a b c d                    p q r s
 
-A rank has consecutive experts, so tokens that are sorted by expert are also sorted by rank.
+A rank stores consecutive experts, so rows that are sorted by expert are also sorted by rank.
 
                       stored on       gradient                sent by a layer, in elements
     experts           one rank each   complete as it is       2 H R forward, 2 H R backward
-    everything else   every rank      summed over the ranks   nothing but that gradient
+    everything else   every rank      summed over the ranks   only the gradients to be summed
 
 A row is what is sent for one token and one of its experts, H elements. R rows leave their rank, all
 ranks together. One expert has 3 H F elements.
@@ -70,7 +70,7 @@ def route(x: Tensor, router_weight: Tensor, top_k: int) -> tuple[Tensor, Tensor,
     The choice has no gradient. The gate weights have one: through them the loss trains the router.
     """
     # --- exercise 7.1: probabilities in float32 or better, the K best experts, their weights ---
-    # A choice is a comparison. With the three significant digits of bf16, experts would tie.
+    # The choice compares numbers. With the three significant digits of bf16, experts would tie.
     dtype = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):  # it would cast both factors to bf16 again
         router_probs = F.linear(x.to(dtype), router_weight.to(dtype)).softmax(-1)
@@ -89,8 +89,8 @@ def expert_mlp(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
 def moe_dense(x, router_weight, w1, w3, w2, top_k, capacity_factor=None, group=None, sizes=None):
     """The simplest correct form: E/K times the work, and all experts in one process.
 
-    Every expert computes every token, also those that did not choose it: these have the weight 0.
-    With a capacity, `sizes` are the numbers of tokens that the ranks of the parallel form have.
+    Every expert computes every token, and the tokens that did not choose it give it the weight 0.
+    In the parallel form each rank drops rows of its own: `sizes` are the ranks' numbers of tokens.
     """
     num_experts = len(router_weight)
     experts, gate_weights, router_probs = route(x, router_weight, top_k)
@@ -109,7 +109,7 @@ def load_balancing_loss(router_probs: Tensor, experts: Tensor, group) -> Tensor:
     """This rank's part of  sum over e of f_e P_e.  The parts of the group's ranks add up to it.
 
     f_e is how often expert e was chosen, divided by K T/E, its part of an even load. P_e is the
-    mean of its router probability. T is the tokens of all ranks. An even load gives 1. f has no
+    mean of its router probability. T counts the tokens of all ranks. An even load gives 1. f has no
     gradient. P has one, which lowers the probability of busy experts. Without that, an expert that
     is chosen more often learns more and is then chosen still more often.
     """
@@ -132,7 +132,8 @@ def drop_tokens(experts: Tensor, num_experts: int, capacity_factor: float) -> Te
 
     An expert takes at most C = ceil(capacity_factor K T/E) rows from each rank, in the order of the
     tokens. That bounds memory and time. No rank stores an expert E, so a dropped row is not sent
-    and adds nothing. If all K rows of a token are dropped, only its residual connection remains.
+    and adds nothing. The gate weights of the token's other rows do not change. If all K rows of a
+    token are dropped, only its residual connection remains.
     """
     capacity = math.ceil(capacity_factor * experts.numel() / num_experts)
     chosen = F.one_hot(experts.flatten(), num_experts)  # [T K, E]
@@ -172,12 +173,12 @@ class AllToAll(torch.autograd.Function):
 
 
 class DispatchPlan(NamedTuple):
-    """Which rows this rank sends and receives. Row t K + k is token t for its k-th expert."""
+    """Which n rows this rank sends, and the n' it receives. Row t K + k: token t, k-th expert."""
 
-    permutation: Tensor  # [n], the rows to send, sorted by expert and so by rank
+    permutation: Tensor  # [n], indices of the rows to send, sorted by expert and so by rank
     input_splits: list[int]  # rows to send to each rank
     output_splits: list[int]  # rows to receive from each rank
-    by_expert: Tensor  # [n'], the received rows, sorted by expert
+    by_expert: Tensor  # [n'], indices of the received rows, sorted by expert
     num_tokens_per_expert: list[int]  # received rows for each of this rank's E/ep experts
 
 
@@ -193,7 +194,7 @@ def plan_dispatch(experts: Tensor, num_experts: int, group: dist.ProcessGroup) -
     input_splits = send_counts.sum(1).tolist()
     output_splits = recv_counts.sum(1).tolist()
     permutation = flat.argsort(stable=True)[: sum(input_splits)]  # without the dropped ones
-    # Received rows are sorted by sender first: expert 0 1 .. from rank 0, 0 1 .. from rank 1, ...
+    # Received rows are sorted by sender, then by expert: 0 1 .. of rank 0, 0 1 .. of rank 1, ...
     local_experts = torch.arange(num_experts // ep, device=flat.device).repeat(ep)  # [E]
     by_expert = local_experts.repeat_interleave(recv_counts.flatten()).argsort(stable=True)
     num_tokens_per_expert = recv_counts.sum(0).tolist()
@@ -263,7 +264,7 @@ Params = dict[str, Tensor]
 
 
 def shard_experts(params: Params, rank: int, ep: int) -> Params:
-    """What one rank stores: E/ep experts, and all of the rest."""
+    """What one rank stores: E/ep experts of each layer, and all other weights."""
     shards = {}
     for name, weight in params.items():
         shard = weight.chunk(ep)[rank] if name.endswith(EXPERT_WEIGHTS) else weight
@@ -272,10 +273,10 @@ def shard_experts(params: Params, rank: int, ep: int) -> Params:
 
 
 def all_reduce_grads(params: Params, group: dist.ProcessGroup) -> None:
-    """After the backward pass: make every gradient that of the tokens of all ranks."""
+    """After the backward pass: complete the gradients that come from this rank's tokens alone."""
     for name, weight in params.items():
         # --- exercise 7.6: which gradients are not complete yet? ---
-        # An expert has seen the tokens of all ranks. Another rank has other experts by that name.
+        # An expert has computed tokens of all ranks. Other ranks store other experts by that name.
         if not name.endswith(EXPERT_WEIGHTS):
             dist.all_reduce(weight.grad, group=group)  # summed: the loss is divided already
         # --- end exercise ---
@@ -284,8 +285,8 @@ def all_reduce_grads(params: Params, group: dist.ProcessGroup) -> None:
 def train_step(params: Params, tokens: Tensor, labels: Tensor, moe_layer: Callable, group):
     """Forward and backward. Returns the loss of all ranks' tokens, and experts [T, K] by layer.
 
-    A rank's loss is a sum over its own tokens, divided by the number of valid tokens of all ranks.
-    So losses and gradients of the ranks only have to be added. A group of None is one process.
+    A rank's loss is a sum over its own tokens, divided by a number that is counted on all ranks.
+    So the losses and gradients of the ranks only have to be added. A group of None: one process.
     """
     num_valid = (labels != IGNORE_INDEX).sum()
     if group is not None:
@@ -308,7 +309,7 @@ HIDDEN = 32
 FFN_HIDDEN = 24  # of one expert
 VOCAB_SIZE = 256
 SEQ_LEN = 24
-BATCH_OF_RANK = (3, 1, 2, 2)  # uneven on purpose; again from rank 4 on
+BATCH_OF_RANK = (3, 1, 2, 2)  # uneven on purpose; rank 4 has 3 again
 
 
 def build_model(num_experts: int, device) -> Params:
@@ -351,7 +352,7 @@ def run_model(params: Params, tokens: Tensor, moe_layer: Callable):
 
 def get_batch(step: int, rank: int, device) -> tuple[Tensor, Tensor]:
     """Tokens and labels [B, S] of one rank. B differs between ranks; rank 1 has no valid label."""
-    text = torch.tensor(list(Path(tokenize.__file__).read_bytes()))
+    text = torch.tensor(list(Path(tokenize.__file__).read_bytes()))  # Python source; token = byte
     batch = BATCH_OF_RANK[rank % len(BATCH_OF_RANK)]
     start = (5000 * step + 300 * rank) % 20000
     text = text[start : start + batch * (SEQ_LEN + 1)].view(batch, SEQ_LEN + 1).to(device)
@@ -382,12 +383,12 @@ def count_bytes_sent(group: dist.ProcessGroup) -> Iterator[Counter]:
 
 
 def expected_bytes(tables: list[Tensor], rank: int) -> Counter:
-    """What leaves a rank. tables: the rows of each rank for each expert, [ep, E], for each layer.
+    """The bytes that a rank sends. Each table has the rows of each rank for each expert, [ep, E].
 
-    In the forward pass rows leave, and so do the outputs of the rows that arrived. In the backward
-    pass the gradients of both leave in the other direction. An element and a count have 8 bytes.
+    In the forward pass a rank sends its rows, and the outputs of the rows that it received. In the
+    backward pass it sends as many gradients. An element and a count have 8 bytes.
     """
-    table = sum(tables)
+    table = sum(tables)  # over layers and steps
     ep, num_experts = table.shape
     table = table.view(ep, ep, -1).sum(2)  # [ep, E] -> [from rank, to rank]
     leave = table[rank].sum() - table[rank, rank]
@@ -435,7 +436,10 @@ def check(top_k: int, capacity_factor: float | None, num_experts: int, group, de
     reference = shard_experts(full_params, 0, 1)
     sizes = [tokens.numel() for tokens, _ in batches[0]]  # tokens of each rank
     layer = partial(moe_dense, top_k=top_k, capacity_factor=capacity_factor, sizes=sizes)
-    full_batches = [map(torch.cat, zip(*by_rank, strict=True)) for by_rank in batches]
+    full_batches = []
+    for by_rank in batches:
+        tokens, labels = zip(*by_rank, strict=True)
+        full_batches.append((torch.cat(tokens), torch.cat(labels)))
     ref_losses, ref_grads, experts_by_layer = train(reference, full_batches, layer)
 
     errors = [(a - b).abs() for a, b in zip(losses, ref_losses, strict=True)]
@@ -458,7 +462,7 @@ def check(top_k: int, capacity_factor: float | None, num_experts: int, group, de
         router_grad = min(grads[0][f"{i}.router"].abs().max().item() for i in range(N_LAYERS))
         print(f"K = {top_k}, capacity factor {capacity_factor}: rows by rank and expert, layer 0")
         print_table(tables[0])
-        print(f"largest error {error:.1e}; largest gradient of a router {router_grad:.1e}")
+        print(f"largest error {error:.1e}; gradients of the routers reach {router_grad:.1e}")
         print(f"bytes of experts stored {stored:,}, by formula {expected_stored:,}")
         print(f"bytes sent in three steps {dict(sent)}, by formula {dict(expected_sent)}")
         print(f"rows dropped in three steps {num_dropped}\n")
@@ -470,7 +474,7 @@ def check(top_k: int, capacity_factor: float | None, num_experts: int, group, de
     failures = [f"K = {top_k}, rank {rank}: {what}" for what, wrong in failures.items() if wrong]
     by_rank = [None] * ep
     dist.all_gather_object(by_rank, failures, group=group)
-    return list(chain(*by_rank))  # one rank that is wrong makes all fail
+    return list(chain(*by_rank))  # a failure on one rank fails all
 
 
 def print_table(table: Tensor) -> None:
