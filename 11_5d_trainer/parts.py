@@ -18,7 +18,7 @@ fp16            fp32       fp16 (autocast)               the loss is scaled, and
 bf16-master     bf16       bf16                          ZeRO keeps each weight once more in fp32 (--zero 1 or more)
 fp8-...         fp32       fp8 in the layers             bf16 for the rest; the output layer stays in bf16
 
-With --kernels cuda on Hopper, where nvcc is, the products of fp8-block are chapter 10's in CUDA; else Triton's.
+The products of fp8-block are chapter 10's in CUDA on Hopper, where nvcc is, and else Triton's.
 """
 
 from dataclasses import replace
@@ -75,15 +75,15 @@ def make_parts(
     if precision == "fp16":
         parts = replace(parts, linear=linear_fp16)
     if precision in FP8:
-        product = fp8_product(FP8[precision], kernels, device)
+        product = fp8_product(FP8[precision], device)
         linear = Fp8Linear(FP8[precision], mesh.groups["stage"], device=device, product=product)
         parts = replace(parts, linear=linear, linears=linear.several if whole_layers else None)
     return parts
 
 
-def fp8_product(recipe: str, kernels: str, device: torch.device | str) -> str:
+def fp8_product(recipe: str, device: torch.device | str) -> str:
     """Which kernel multiplies in fp8 on a GPU, "cuda" or "triton"; for other recipes than "block" both mean cuBLAS."""
-    if recipe != "block" or kernels != "cuda" or torch.device(device).type != "cuda":
+    if recipe != "block" or torch.device(device).type != "cuda":
         return "triton"
     import fp8_matmul
 
