@@ -2,13 +2,13 @@
 
 A model that is too deep for one GPU is split into p stages of consecutive layers; rank s stores
 stage s. Activations are sent to the next rank and their gradients to the previous one, nothing
-else. But a stage cannot start before the stage in front of it. So the batch is split into m
+else. But a stage cannot start before the previous stage has ended. So the batch is split into m
 micro-batches: while the next rank computes micro-batch 0, this rank computes micro-batch 1.
 
 For each micro-batch i a rank has two actions: Fi, the forward pass of its layers, and BWi, their
-backward pass. BW computes two gradients, B of the input and W of the weights. F, B and W each need
-one matmul per weight matrix, so F takes one unit of time and BW takes two. The order of a rank's
-actions is called the schedule:
+backward pass. BW computes the gradients of the input and of the weights, each with one matmul per
+weight matrix. F needs one, so F takes one unit of time and BW takes two. The order of a rank's
+actions is called the schedule. With p = 2 and m = 3:
 
     naive: one micro-batch at a time, so one rank computes and the others are idle
         rank 0   F0          BW0-- F1          BW1-- F2          BW2--
@@ -26,18 +26,17 @@ actions is called the schedule:
     parameters stored by a rank           Ψ/p, if all stages are equal
     elements sent by a rank per step      m B S H to the next rank, m B S H to the previous one
 
-In flight is a micro-batch between its F and its BW: its activations are saved for the backward
+Between its F and its BW a micro-batch is in flight: its activations are saved for the backward
 pass. Ψ is the number of parameters; a micro-batch has B sequences of S tokens with H elements each.
-Sources: Huang et al. 2018, arXiv 1811.06965 (GPipe); Narayanan et al. 2021, 2104.04473, section 2.2
-(1F1B).
+Sources: Huang et al. 2018, arXiv 1811.06965 (GPipe); Narayanan et al. 2021, 2104.04473 (1F1B).
 
     python pipeline_parallel.py                                          one rank: one stage
     torchrun --nproc_per_node 4 pipeline_parallel.py --micro-batches 8   NCCL on GPUs, Gloo on CPUs
     torchrun --nproc_per_node 2 pipeline_parallel.py --schedule 1f1b --layers 5
 
 Each schedule trains a small model for three steps next to a reference in one process. The last
-line is PASS if losses, gradients and parameters agree to 1e-10, the numbers of the table hold, and
-a run that must deadlock did; otherwise the exit code is 1.
+line is PASS if losses, gradients and parameters agree to 1e-10, the formulas of the table hold, and
+the run that must deadlock did; otherwise the exit code is 1.
 """
 
 import argparse
@@ -103,10 +102,10 @@ class Stage:
     def backward(self, i: int, grad_output: Tensor | None) -> Tensor | None:
         """BW: the gradient of what `forward` returned -> the gradient of what it received.
 
-        The last stage receives None, for it starts from the loss. The first stage returns None.
+        The last stage receives None and starts from the loss. The first stage returns None.
         """
         # --- exercise 6.2: the backward pass of one stage ---
-        x, y = self.in_flight.pop(i)  # a copy left behind would keep the graph alive
+        x, y = self.in_flight.pop(i)  # an entry left behind would keep the graph alive
         y.backward(grad_output)  # adds to the gradient of each parameter
         return x.grad
         # --- end exercise ---
@@ -125,7 +124,7 @@ class Stage:
         """Wait for the next message of rank `source`."""
         if source is None:
             return None
-        x = self.new_message()  # not a common buffer: an earlier message is still in flight
+        x = self.new_message()  # not a common buffer: an earlier input is saved for its BW
         dist.recv(x, group=self.group, group_src=source)
         return x
 
@@ -143,7 +142,7 @@ class Stage:
         received = self.new_message()
         send = dist.P2POp(dist.isend, x, group=self.group, group_peer=peer)
         recv = dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer)
-        # As one batch, since NCCL runs separate messages of two ranks one after the other.
+        # One batch, since NCCL runs separate messages between two ranks one after the other.
         for work in dist.batch_isend_irecv([send, recv]):
             work.wait()  # both: x must stay as it is until it has been sent
         return received
@@ -173,8 +172,8 @@ def all_forward_all_backward(rank: int, num_stages: int, num_micro_batches: int)
 def one_forward_one_backward(rank: int, num_stages: int, num_micro_batches: int) -> list[Action]:
     """A backward pass as soon as its gradient can be here: it frees what its forward pass saved.
 
-    When the gradient of micro-batch 0 arrives at a rank, the ranks after it work on the next
-    micro-batches, one on each. This rank has computed these during its warm-up.
+    While micro-batch 0 passes through the later ranks and back, this rank computes one more F for
+    each of them. With F0 these are the warm-up and the first F of the steady state.
     """
     # --- exercise 6.5: one forward, one backward ---
     # Warm-up
@@ -214,16 +213,16 @@ def run_one_by_one(stage: Stage, actions: list[Action]) -> None:
 
 
 def run_schedule(stage: Stage, actions: list[Action]) -> None:
-    """The same without deadlock: a message to a rank crosses the next message from that rank."""
+    """The same without deadlock: send and receive in one batch if both are with the same rank."""
     # --- exercise 6.6: run any of the three schedules ---
-    senders = {"F": stage.prev_rank, "BW": stage.next_rank, "end": None}
-    receivers = {"F": stage.next_rank, "BW": stage.prev_rank}
+    senders = {"F": stage.prev_rank, "BW": stage.next_rank, "end": None}  # of an input
+    receivers = {"F": stage.next_rank, "BW": stage.prev_rank}  # of a result
     received = stage.recv(senders["F"])  # every schedule begins with a forward pass
     for (kind, i), (next_kind, _) in pairwise([*actions, ("end", 0)]):
         result = stage.forward(i, received) if kind == "F" else stage.backward(i, received)
         receiver = receivers[kind]
         sender = senders[next_kind]
-        if sender == receiver:
+        if sender == receiver:  # if both are None, nothing is sent or received
             received = stage.send_recv(result, receiver)
         else:
             stage.send(result, receiver)
@@ -232,7 +231,7 @@ def run_schedule(stage: Stage, actions: list[Action]) -> None:
 
 
 def forward_backward(stage, actions: list[Action], tokens, labels, run=run_schedule) -> Tensor:
-    """Add to the gradients of all parameters. Returns the loss of the full batch, on every rank."""
+    """Add to the gradients of the stage. Returns the loss of the full batch, on every rank."""
     stage.start_step(tokens, labels, num_micro_batches=len(actions) // 2)
     run(stage, actions)
     dist.all_reduce(stage.loss, group=stage.group)  # zero on all ranks but the last
@@ -251,12 +250,12 @@ def simulate(schedule: list[list[Action]]) -> list[list[tuple[str, int, int, int
 
     @cache
     def end_of(rank: int, index: int) -> int:
-        if index < 0:
+        if index < 0:  # before the first action
             return 0
         kind, i = schedule[rank][index]
         sender = rank - 1 if kind == "F" else rank + 1
-        start = end_of(rank, index - 1)  # when this rank is free, and its input is there
-        if 0 <= sender < len(schedule):
+        start = end_of(rank, index - 1)  # when this rank is free
+        if 0 <= sender < len(schedule):  # and its input is there
             start = max(start, end_of(sender, schedule[sender].index((kind, i))))
         return start + DURATION[kind]
 
@@ -341,7 +340,7 @@ def build_stage(model: nn.Sequential, stage: int, num_stages: int) -> nn.Sequent
 
 
 def get_batch(step: int, num_micro_batches: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [m B, S]. Each sequence has another number of valid labels.
+    """Tokens and labels [m B, S]. Sequences differ in their number of valid labels.
 
     The last of several micro-batches has none, so its mean loss would be 0/0.
     """
@@ -401,12 +400,13 @@ class RecordingStage(Stage):
 
 
 def find_deadlock(group: dist.ProcessGroup) -> str:
-    """Run 1F1B with `run_one_by_one`. Returns what this rank was blocked on, or "" at the end."""
+    """Run 1F1B with `run_one_by_one`. Returns what this rank was blocked on, or "" if nothing."""
     rank = dist.get_rank(group)
     ranks = dist.get_process_group_ranks(group)
     layers = build_stage(build_model(len(ranks)), rank, len(ranks))
     actions = one_forward_one_backward(rank, len(ranks), num_micro_batches=2)
     dist.barrier(group)  # a late rank would find that the others have given up
+    # On CPUs even where there are GPUs: Gloo's timeout is an exception, NCCL's ends the process.
     doomed = dist.new_group(ranks, timedelta(seconds=2), "gloo", use_local_synchronization=True)
     stage = RecordingStage(layers, doomed)
     try:
@@ -462,8 +462,8 @@ def check(name: str, model: nn.Module, reference: dict, num_micro_batches: int, 
     actions = SCHEDULES[name](rank, num_stages, num_micro_batches)
     results = train(stage.layers, partial(forward_backward, stage, actions), num_micro_batches)
 
-    errors = [(tensor - reference[key]).abs().max() for key, tensor in results.items()]
-    error = torch.stack(errors).max().item()  # NaN if any error is NaN
+    differences = [(tensor - reference[key]).abs().max() for key, tensor in results.items()]
+    error = torch.stack(differences).max().item()  # NaN if any difference is NaN
     stored = sum(p.nbytes for p in stage.layers.parameters())
     found = (error, stored, stage.max_in_flight, stage.bytes_sent, stage.actions)
     gathered = [None] * num_stages
@@ -476,14 +476,14 @@ def check(name: str, model: nn.Module, reference: dict, num_micro_batches: int, 
     full = sum(p.nbytes for p in model.parameters())
     measured = (round(idle_time / compute_time, 6), in_flight, bytes_sent, sum(all_stored))
     expected = (*expected_numbers(name, num_stages, num_micro_batches), full)
-    labels = ["idle time / compute time", "micro-batches in flight", "bytes sent per step"]
-    labels.append("bytes of parameters")
+    quantities = ["idle time / compute time", "micro-batches in flight"]
+    quantities += ["bytes sent per step", "bytes of parameters"]
     failures = [f"{name}: error {e:.1e}" for e in errors if not e <= 1e-10]  # also NaN
     lines = [f"{name}: largest error {max(errors):.1e}", render(timelines)]
-    for label, value, formula in zip(labels, measured, expected, strict=True):
-        lines.append(f"    {label:25}{value}, expected {formula}")
+    for quantity, value, formula in zip(quantities, measured, expected, strict=True):
+        lines.append(f"    {quantity:25}{value}, expected {formula}")
         if value != formula:
-            failures.append(f"{name}: {label} {value}, not {formula}")
+            failures.append(f"{name}: {quantity} {value}, not {formula}")
     if rank == 0:
         print("\n".join([*lines, f"    of which on each rank    {all_stored}"]))
     return failures
@@ -540,7 +540,7 @@ def main() -> int:
     if len(blocked) > 1 and not all(blocked):  # one rank has no messages
         failures.append("1f1b, one by one: no deadlock")
     if dist.get_rank() == 0:
-        print("1f1b, one by one:", "; ".join(blocked))
+        print("1f1b, one by one:", "; ".join(blocked) or "one rank sends no message")
         print(f"FAIL: {'; '.join(failures)}" if failures else "PASS")
     dist.destroy_process_group()
     return 1 if failures else 0
