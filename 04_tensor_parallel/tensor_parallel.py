@@ -4,27 +4,16 @@ Data parallelism splits the batch, and every rank still stores and computes ever
 layer is too large for one GPU, or too slow on it, its matrices have to be split. There are two ways
 to split a matmul, and they fit together:
 
-    by columns   x [A1 A2] = [x A1, x A2]            rank r needs x, and computes some columns of y
-    by rows      [y1 y2] [B1; B2] = y1 B1 + y2 B2    rank r needs these columns of y, and computes
-                                                     a partial sum of z
+    by columns   x [A1 A2] = [x A1, x A2]           each rank needs x, and has some columns of y
+    by rows      [y1 y2] [B1; B2] = y1 B1 + y2 B2   needs only these, and has a partial sum of z
 
-    x = [1 2]   A = [1 3]   B = [1 0]    rank 0: y1 = x [1; 2] = 5     y1 [1 0] = [ 5  0]
-                    [2 4]       [2 1]    rank 1: y2 = x [3; 4] = 11    y2 [2 1] = [22 11]
-                                         all-reduce: z = [27 11] = x A B
-
-Nothing is sent between A and B. In the backward pass the gradient of x needs an all-reduce as well,
-since x entered the matmuls of all ranks. Sequence parallelism splits each all-reduce into a
-reduce-scatter and an all-gather. Between the two, a rank has 1/tp of the tokens, so the norms and
-the residual stream are split as well.
-
-    operator               forward          backward         where       in the paper
-    copy_to_tp             nothing          all-reduce       before A    f of 1909.08053
-    reduce_from_tp         all-reduce       nothing          after B     g of 1909.08053
-    gather_from_sp         all-gather       reduce-scatter   before A    g of 2205.05198
-    reduce_scatter_to_sp   reduce-scatter   all-gather       after B     its conjugate
+Nothing is sent between A and B; an all-reduce adds up z. In the backward pass the gradient of x
+needs an all-reduce as well, since x entered the matmuls of all ranks. Sequence parallelism splits
+each all-reduce into a reduce-scatter and an all-gather. Between the two, a rank has 1/tp of the
+tokens, so the norms and the residual stream are split as well.
 
                                      each rank stores               each rank sends per block
-                                     parameters   activations       (forward and backward)
+                                     parameters   activations       (forward and backward, by rings)
     tensor parallel                  Ψ/tp         X + Y/tp           8 T H (tp-1)/tp
     tensor + sequence parallel       Ψ/tp         (X' + Y)/tp + 2TH  8 T H (tp-1)/tp
     the same, overlapped             Ψ/tp         (X + Y)/tp        10 T H (tp-1)/tp
@@ -34,25 +23,19 @@ backward pass a block saves X = 6 T H + 2 T elements outside of the pairs A, B a
 X' = X - 2 T H. Sources: Shoeybi et al. 2019, arXiv 1909.08053, section 3 (tensor parallelism);
 Korthikanti et al. 2022, arXiv 2205.05198, section 4 (sequence parallelism).
 
-    python tensor_parallel.py                                      one rank
-    torchrun --nproc_per_node 4 tensor_parallel.py                 NCCL on GPUs, Gloo on CPUs
-    torchrun --nproc_per_node 2 tensor_parallel.py --kv-heads 1    both ranks store the same head
+    python tensor_parallel.py                        one rank
+    torchrun --nproc_per_node 4 tensor_parallel.py   NCCL on GPUs, Gloo on CPUs
 
 Each form trains a small model for three steps next to a reference on one rank. The last line is
-PASS if losses, gradients and parameters agree to 1e-10 and the bytes stored, saved for the backward
-pass and sent match the formulas; otherwise the exit code is 1.
+PASS if losses, gradients and parameters agree to 1e-10 and all bytes match the formulas.
 """
 
 import argparse
 import math
 import os
 import sys
-import tokenize
-import zlib
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch._dynamo  # else imported late, by CommCounter, and then it keeps the group alive
@@ -60,9 +43,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-# New names in torch 2.13.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Params = dict[str, Tensor]  # by name, such as "0.q_proj.weight": of block 0
@@ -91,12 +74,23 @@ class TPContext:
         self.column_linear = column_linear or column_parallel_linear  # or the overlapped form
 
 
-# -------------------------------------------------------------------------------------------------
-# The four operators
-# -------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------- The four operators
+class CommFunction(torch.autograd.Function):
+    """One collective in the forward pass, and its conjugate in the backward pass."""
 
-# Rows are tokens: x is [T, H], or [T/tp, H] where the tokens are split. All ranks compute one and
-# the same loss, and the backward pass brings the gradient of this one loss.
+    @staticmethod
+    def forward(ctx, x: Tensor, group, forward_comm, backward_comm) -> Tensor:
+        ctx.group = group
+        ctx.backward_comm = backward_comm
+        return forward_comm(x, group)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return ctx.backward_comm(grad_output, ctx.group), None, None, None
+
+
+def identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
 # --- exercise 4.1: three collectives, and the four operators that are made of them ---
@@ -122,63 +116,37 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_to_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x enters the matmuls of tp ranks, so its gradient is the sum of tp gradients."""
+    """Before A. x enters the matmuls of tp ranks, so its gradient is a sum. (f of 1909.08053)"""
     return CommFunction.apply(x, group, identity, all_reduce)
 
 
 def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """z is a sum of tp terms, and its derivative by each of them is 1.
+    """After B. z is a sum, and its derivative by each term is 1. (g of 1909.08053)
 
     `torch.distributed.nn.all_reduce` sums in the backward pass too, for ranks with losses of their
-    own. Here, with one loss, gradients would become tp times too large.
+    own. Here all compute the same loss, and gradients would become tp times too large.
     """
     return CommFunction.apply(x, group, all_reduce, identity)
 
 
 def gather_from_sp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`copy_to_tp` of an x of which each rank has T/tp tokens."""
+    """`copy_to_tp` of an x of which each rank has T/tp tokens. (g of 2205.05198)"""
     return CommFunction.apply(x, group, all_gather, reduce_scatter)
 
 
 def reduce_scatter_to_sp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`reduce_from_tp` for a z of which each rank needs T/tp tokens."""
+    """`reduce_from_tp` to a z of which each rank needs T/tp tokens. (its conjugate)"""
     return CommFunction.apply(x, group, reduce_scatter, all_gather)
 
 
 # --- end exercise ---
-
-
-def identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.view_as(x)
-
-
-class CommFunction(torch.autograd.Function):
-    """One collective in the forward pass, and its conjugate in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group, forward_comm: Callable, backward_comm: Callable) -> Tensor:
-        ctx.group = group
-        ctx.backward_comm = backward_comm
-        return forward_comm(x, group)
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor):
-        return ctx.backward_comm(grad_output, ctx.group), None, None, None
-
-
-# -------------------------------------------------------------------------------------------------
-# Linear layers in pairs: by columns, then by rows
-# -------------------------------------------------------------------------------------------------
-
-# Weights are [out, in], as in nn.Linear. So A's columns are rows of its weight (dimension 0), and
-# B's rows are columns of its weight (dimension 1).
-
-
+# ------------------------------------------------- Linear layers in pairs: by columns, then by rows
 # --- exercise 4.2: which operator stands before A, and which one after B? ---
 def column_parallel_linear(x: Tensor, weights: list, biases: list, tp: TPContext) -> tuple:
     """Linear layers that read the same x. [T, H], or [T/tp, H] -> [T, out/tp] for each weight.
 
-    q, k and v come together, so that one collective in each direction serves all three.
+    q, k and v come together, so that one collective in each direction serves all three. Weights are
+    [out, in], as in nn.Linear: A's columns are rows of its weight, B's rows are columns of its own.
     """
     full_x = gather_from_sp(x, tp.group) if tp.sequence_parallel else copy_to_tp(x, tp.group)
     return tuple(F.linear(full_x, w, bias) for w, bias in zip(weights, biases, strict=True))
@@ -192,19 +160,12 @@ def row_parallel_linear(y: Tensor, weight: Tensor, bias: Tensor, tp: TPContext) 
 
 def sum_over_tp(partial_sum: Tensor, tp: TPContext) -> Tensor:
     """[T, H] -> all-reduce -> [T, H], or reduce-scatter -> [T/tp, H]"""
-    if tp.sequence_parallel:
-        return reduce_scatter_to_sp(partial_sum, tp.group)
-    return reduce_from_tp(partial_sum, tp.group)
+    operator = reduce_scatter_to_sp if tp.sequence_parallel else reduce_from_tp
+    return operator(partial_sum, tp.group)
 
 
 # --- end exercise ---
-
-
-# -------------------------------------------------------------------------------------------------
-# Embedding and loss: the vocabulary is split
-# -------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------ Embedding and loss: the vocabulary is split
 def vocab_parallel_embedding(tokens: Tensor, weight: Tensor, tp: TPContext) -> Tensor:
     """tokens [T] -> [T, H], or [T/tp, H]: the rank that has a token adds its row, the others 0."""
     index = tokens - tp.rank * len(weight)
@@ -216,8 +177,7 @@ def vocab_parallel_embedding(tokens: Tensor, weight: Tensor, tp: TPContext) -> T
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, tp: TPContext):
     """Logits [T, V/tp], labels [T] -> the sum of -log p(label), the same on every rank.
 
-    log(sum of exp(logit - max)) - (logit of the label - max) takes three values per token from the
-    other ranks, instead of their logits.
+    -log p = log(sum of exp(logit - max)) - (logit of the label - max): three values per token.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # --- exercise 4.3: a softmax over V tokens, of which this rank has V/tp ---
@@ -241,10 +201,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
     # --- end exercise ---
 
 
-# -------------------------------------------------------------------------------------------------
-# Which shard of a weight a rank stores, and which gradients are partial sums
-# -------------------------------------------------------------------------------------------------
-
+# ---------------------- Which shard of a weight a rank stores, and which gradients are partial sums
 COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")
 KEY_VALUE = ("k_proj", "v_proj")  # also by columns, but never less than one head
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -299,11 +256,7 @@ def all_reduce_partial_grads(params: Params, config: ModelConfig, tp: TPContext)
         # --- end exercise ---
 
 
-# -------------------------------------------------------------------------------------------------
-# A transformer block: two pairs of linear layers
-# -------------------------------------------------------------------------------------------------
-
-
+# -------------------------------------------------- A transformer block: two pairs of linear layers
 def norm(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm. It looks at one token at a time, so the tokens may be split."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -311,10 +264,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention. q [B, N, S, D], k and v [B, N_kv, S, D] -> [B, N, S, D]
-
-    It mixes tokens but never heads, so the heads may be split, and all tokens must be there.
-    """
+    """Causal attention [B, N, S, D]. It mixes tokens but never heads, so the heads may be split."""
     queries_per_kv = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(queries_per_kv, dim=1)  # [B, N_kv, S, D] -> [B, N, S, D]
     v = v.repeat_interleave(queries_per_kv, dim=1)
@@ -325,10 +275,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def block(x: Tensor, params: Params, i: int, config: ModelConfig, tp: TPContext) -> Tensor:
-    """Block i. [T, H] -> [T, H], or [T/tp, H] -> [T/tp, H]
-
-    Position embeddings are left out: RoPE rotates each head by itself, which needs no collective.
-    """
+    """Block i, without RoPE. [T, H] -> [T, H], or [T/tp, H] -> [T/tp, H]"""
 
     def columns(h: Tensor, *layers: str) -> tuple[Tensor, ...]:
         weights = [params[f"{i}.{layer}.weight"] for layer in layers]
@@ -352,26 +299,19 @@ def block(x: Tensor, params: Params, i: int, config: ModelConfig, tp: TPContext)
     return x + rows(F.silu(gate) * up, "down_proj")
 
 
-# -------------------------------------------------------------------------------------------------
-# The overlapped form: collectives in flight while the gradients of the weights are computed
-# -------------------------------------------------------------------------------------------------
-
-# The backward pass of column_parallel_linear waits for each collective at once. But only grad_x is
-# needed soon, by the layers before this one. The gradients of the weights are not sent anywhere, so
-# they are computed while grad_x is summed over the ranks:
-#
-#     plain         compute    grad_W = dyᵀ x, grad_x = dy W |                     | layers before
-#                   network                                  | sum grad_x          |
-#
-#     overlapped    compute    grad_x = dy W | grad_W = dyᵀ x      | layers before
-#                   network    all-gather x  | sum grad_x          |
-#
-# With sequence parallelism it saves only this rank's T/tp tokens of x and gathers the others again
-# (2205.05198, section 4.2.2). This all-gather is overlapped as well.
-
-
+# ------- The overlapped form: collectives in flight while the gradients of the weights are computed
 def overlapped_column_parallel_linear(x: Tensor, weights: list, biases: list, tp: TPContext):
-    """The same results as `column_parallel_linear`, bit by bit."""
+    """The same results as `column_parallel_linear`, bit by bit, with less waiting.
+
+    grad_x is needed first, by the layers before this one. It is summed while grad_W is computed:
+
+        plain        compute   grad_W = dyᵀ x, grad_x = dy W |                | layers before
+                     network                                 | sum grad_x     |
+        overlapped   compute   grad_x = dy W | grad_W = dyᵀ x | layers before
+                     network   all-gather x  | sum grad_x     |
+
+    With sequence parallelism it saves T/tp tokens of x, and gathers all again (2205.05198, 4.2.2).
+    """
     return OverlappedColumnLinear.apply(x, tp, len(weights), *weights, *biases)
 
 
@@ -402,8 +342,7 @@ class OverlappedColumnLinear(torch.autograd.Function):
         for dy, w in zip(grad_outputs[-2::-1], weights[-2::-1], strict=True):
             partial_sum.addmm_(dy, w)
         if tp.sequence_parallel:
-            # [T, H] -> reduce-scatter -> [T/tp, H]
-            grad_x = torch.empty_like(x)
+            grad_x = torch.empty_like(x)  # [T, H] -> reduce-scatter -> [T/tp, H]
             reduce_work = reduce_scatter_single(grad_x, partial_sum, group=tp.group, async_op=True)
             gather_work.wait()
         else:
@@ -418,11 +357,7 @@ class OverlappedColumnLinear(torch.autograd.Function):
         return grad_x, None, None, *grad_weights, *grad_biases
 
 
-# -------------------------------------------------------------------------------------------------
-# The training step
-# -------------------------------------------------------------------------------------------------
-
-
+# -------------------------------------------------------------------------------- The training step
 def loss_sum(params: Params, tokens, labels, config: ModelConfig, tp: TPContext) -> Tensor:
     """tokens, labels [B, S], the same on every rank -> the sum of the losses, the same as well."""
     # No rank has an id beyond the vocabulary: all would add 0, and the loss would look plausible.
@@ -439,10 +374,7 @@ def loss_sum(params: Params, tokens, labels, config: ModelConfig, tp: TPContext)
 
 
 def train(config: ModelConfig, tp: TPContext, device="cpu") -> tuple[list[Tensor], list[Params]]:
-    """Losses of three steps; gradients of each step and, as a fourth entry, the parameters.
-
-    The optimizer is plain SGD because Adam would hide gradients that are tp times too large.
-    """
+    """Losses of three steps; gradients of each step and, as a fourth entry, the parameters."""
     params = {}
     for name, full in full_params(config).items():
         params[name] = shard_weight(name, full, config, tp).to(device).requires_grad_()
@@ -450,29 +382,24 @@ def train(config: ModelConfig, tp: TPContext, device="cpu") -> tuple[list[Tensor
     history = []
     for step in range(3):
         tokens, labels = get_batch(step, config, device)
-        # The loss is a sum over tokens, divided by the number of labels that count. Every rank has
-        # computed it from all tokens, so nothing is averaged over the ranks.
+        # Every rank computes the loss of all tokens, so nothing is averaged over the ranks.
         loss = loss_sum(params, tokens, labels, config, tp) / (labels != IGNORE_INDEX).sum()
         loss.backward()
         all_reduce_partial_grads(params, config, tp)
         losses.append(loss.detach())
         history.append({name: p.grad for name, p in params.items()})
         for p in params.values():
-            p.data -= 0.1 * p.grad
+            p.data -= 0.1 * p.grad  # SGD: Adam would hide gradients that are tp times too large
             p.grad = None
     return losses, [*history, params]
 
 
-# -------------------------------------------------------------------------------------------------
-# A small model, in float64, and text to train it on
-# -------------------------------------------------------------------------------------------------
-
-# 256 bytes and an end of text: an odd vocabulary, so that its shards need padding.
-TINY = ModelConfig(257, 64, 2, 8, 2, 96, batch=2, seq_len=32)
+# ----------------------------------------------------------------------- Model and data, in float64
+TINY = ModelConfig(257, 64, 2, 8, 2, 96, batch=2, seq_len=32)  # 257: the shards need padding
 
 
 def full_params(config: ModelConfig) -> Params:
-    """The unsharded model. Each parameter is drawn from its own name, whatever tp is."""
+    """The unsharded model, the same on every rank and whatever tp is."""
     hidden = config.hidden
     kv_hidden = config.n_kv_heads * hidden // config.n_heads
     layers = {"q_proj": (hidden, hidden), "o_proj": (hidden, hidden)}  # [out, in]
@@ -485,61 +412,47 @@ def full_params(config: ModelConfig) -> Params:
         shapes |= {f"{i}.attn_norm.weight": (hidden,), f"{i}.mlp_norm.weight": (hidden,)}
         for layer, shape in layers.items():
             shapes |= {f"{i}.{layer}.weight": shape, f"{i}.{layer}.bias": shape[:1]}
+    generator = torch.Generator().manual_seed(0)
     params = {}
     for name, shape in shapes.items():
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         values = torch.randn(shape, generator=generator).double() / math.sqrt(shape[-1])
         params[name] = values + 1 if "norm" in name else values
     return params
 
 
 def get_batch(step: int, config: ModelConfig, device="cpu") -> tuple[Tensor, Tensor]:
-    """Tokens and labels [B, S] of one step. The first label of each sequence does not count."""
-    source = Path(tokenize.__file__).read_bytes()
-    start = 500 * step
-    text = torch.tensor(list(source[start : start + config.batch * (config.seq_len + 1)]))
-    text = (text % config.vocab_size).view(config.batch, config.seq_len + 1).to(device)
+    """Random tokens and their next tokens as labels [B, S]. The first of these does not count."""
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(config.vocab_size, (config.batch, config.seq_len + 1), generator=generator)
     labels = text[:, 1:].clone()
     labels[:, 0] = IGNORE_INDEX
-    return text[:, :-1], labels
+    return text[:, :-1].to(device), labels.to(device)
 
 
-# -------------------------------------------------------------------------------------------------
-# The check: three steps next to a reference, and the bytes of a block
-# -------------------------------------------------------------------------------------------------
-
-
+# ----------------------------- The check: three steps next to a reference, and the bytes of a block
 class CommCounter(TorchDispatchMode):
-    """Bytes that a rank sends in collectives, by rings."""
+    """Bytes of collectives' full tensors: the larger of output and input, twice if all-reduced."""
 
-    bytes_sent = 0
+    num_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            # The full tensor is the output of an all-gather and the input of the others. A ring
-            # passes over it once, but twice in an all-reduce: reduce-scatter and all-gather.
-            full = args[1] if func._opname == "_reduce_scatter_base_" else args[0]
-            passes = 2 if func._opname == "allreduce_" else 1
-            full = full[0] if isinstance(full, list) else full
-            self.bytes_sent += passes * full.nbytes
+            sizes = [arg.nbytes for arg in tree_leaves(args) if isinstance(arg, Tensor)]
+            self.num_bytes += max(sizes) * (2 if func._opname == "allreduce_" else 1)
         return func(*args, **(kwargs or {}))
 
 
 def expected_bytes(config, tp: int, sequence_parallel: bool, overlapped: bool, e=8) -> list[int]:
-    """Bytes stored, saved and sent by the table at the top, for elements of e bytes.
-
-    Stored are the parameters of the model. Saved (by autograd) and sent are those of one block.
-    """
+    """Bytes stored by the model, saved and sent by a block: the table at the top times e bytes."""
     hidden = config.hidden
     ffn_hidden = config.ffn_hidden
     num_tokens = config.batch * config.seq_len
     kv_hidden = max(config.n_kv_heads // tp, 1) * hidden // config.n_heads  # of a rank
     attn = (2 * hidden * hidden + hidden) // tp + 2 * kv_hidden * (hidden + 1)
     mlp = (3 * hidden * ffn_hidden + 2 * ffn_hidden) // tp
-    replicated = 4 * hidden  # two norms, two biases
     vocab = 2 * -(-config.vocab_size // tp) * hidden
-    stored = vocab + config.n_layers * (attn + mlp + replicated) + hidden
-
+    # In full are two norms and two biases of each block, and the last norm.
+    stored = vocab + config.n_layers * (attn + mlp + 4 * hidden) + hidden
     # Between A and B: q, repeated k and v, output and probabilities; gate, silu, up, product.
     saved = (4 * hidden + config.n_heads * config.seq_len + 4 * ffn_hidden) * num_tokens // tp
     # Of the two norms: the input, the input / RMS and 1 / RMS. Their outputs are the inputs of A.
@@ -567,7 +480,7 @@ def measured_bytes(params: Params, config: ModelConfig, tp: TPContext) -> list[i
     for p in params.values():
         storages.pop(p.untyped_storage().data_ptr(), None)
     stored = sum(p.nbytes for p in params.values())
-    return [stored, sum(storages.values()), counter.bytes_sent * (tp.size - 1) // tp.size]
+    return [stored, sum(storages.values()), counter.num_bytes * (tp.size - 1) // tp.size]
 
 
 def check(name: str, config: ModelConfig, tp: TPContext, reference: tuple, device) -> bool:
@@ -576,9 +489,8 @@ def check(name: str, config: ModelConfig, tp: TPContext, reference: tuple, devic
     ref_losses, ref_history = reference
     errors = [(a - b).abs() for a, b in zip(losses, ref_losses, strict=True)]
     for tensors, ref_tensors in zip(history, ref_history, strict=True):
-        for key, tensor in tensors.items():
-            expected = shard_weight(key, ref_tensors[key], config, tp)
-            errors.append((tensor - expected).abs().max())
+        shards = {key: shard_weight(key, x, config, tp) for key, x in ref_tensors.items()}
+        errors += [(tensors[key] - shards[key]).abs().max() for key in shards]
     error = torch.stack(errors).max().item()  # NaN if any error is NaN
     measured = measured_bytes(history[-1], config, tp)
     overlapped = tp.column_linear is overlapped_column_parallel_linear
@@ -594,9 +506,8 @@ def check(name: str, config: ModelConfig, tp: TPContext, reference: tuple, devic
     return all(passed for _, passed in results)
 
 
-def fail(message: str) -> NoReturn:
-    """Complain in one line, on one rank."""
-    if os.environ.get("RANK", "0") == "0":
+def fail(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # one rank speaks for all
         print(f"tensor_parallel.py: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -611,24 +522,14 @@ def main() -> int:
     if world_size not in (1, 2, 4, 8):
         parser.error(f"--nproc_per_node {world_size} must divide 8 query heads: 1, 2, 4 or 8")
     num_gpus = torch.cuda.device_count()
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if 0 < num_gpus < num_local:
-        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
-
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:  # started by python, not by torchrun
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",  # any free port
-        }
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
-
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < local_ranks:
+        parser.error(f"--nproc_per_node {local_ranks}: this machine has {num_gpus} GPUs")
+    if num_gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # or all would use GPU 0
+    device = torch.device("cuda" if num_gpus else "cpu")
+    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if num_gpus else "gloo", timeout=timedelta(seconds=60), **single)
     config = TINY._replace(n_kv_heads=args.kv_heads)
     # The reference runs in a group of this rank only, where every shard is the full weight.
     self_group, _ = dist.new_subgroups(group_size=1, timeout=timedelta(seconds=60))
