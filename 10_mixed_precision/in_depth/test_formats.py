@@ -88,6 +88,18 @@ def test_stochastic_rounding_takes_one_of_two_neighbours_and_is_right_on_average
     )
 
 
+def test_stochastic_rounding_draws_from_its_generator_and_leaves_the_global_one_alone():
+    x = torch.linspace(1, 2, 1000)
+    drawn = []
+    with torch.random.fork_rng(devices=[]):
+        for global_seed, seed in ((1, 0), (2, 0), (2, 5)):
+            before = torch.manual_seed(global_seed).get_state()
+            drawn.append(stochastic_round(x, torch.bfloat16, torch.Generator().manual_seed(seed)))
+            assert torch.equal(torch.get_rng_state(), before), "the global generator has moved"
+    assert torch.equal(drawn[0], drawn[1]), "another global seed, other bits"
+    assert not torch.equal(drawn[1], drawn[2]), "another seed, the same bits"
+
+
 @by_name
 def test_stochastic_rounding_of_a_finite_number_is_finite(form):
     """Next to the largest number there is no neighbour above: an update must not make infinity or NaN of it."""
