@@ -118,7 +118,7 @@ def test_vector_add_writes_every_element_and_nothing_else(inside):
         a, b, field = torch.randn(n + 256), torch.randn(n + 256), torch.full((n + 256,), float("nan"))
         call(inside, "run_vector_add", n, a, b, field)
         assert torch.equal(field[:n], a[:n] + b[:n])
-        assert field[n:].isnan().all(), "it wrote behind the end"
+        assert field[n:].isnan().all(), "it wrote past the end"
 
 
 def test_infinity_stays_in_its_row(inside):
@@ -135,7 +135,7 @@ COUNTED = (128, 256, 64)  # whole tiles of every kernel
 
 
 def predicted(kernel):
-    """Of one product: sectors loaded and stored, loads of a warp from shared memory, turns for each, for each store."""
+    """Sectors loaded and stored, shared loads of a warp, wavefronts per shared load and per shared store."""
     M, N, K = COUNTED
     loaded = {
         "naive": M * N * K * 33 // 32,
@@ -151,11 +151,11 @@ def predicted(kernel):
 def test_sectors_and_wavefronts_match_the_formulas(inside, kernel):
     M, N, K = COUNTED
     got = run_kernel(inside, kernel, torch.randn(M, K), torch.randn(K, N), counting=True)
-    turns = [
+    wavefronts = [
         taken / least if least else 1.0
         for taken, least in ((got.bank_turns, got.bank_turns_least), (got.store_turns, got.store_turns_least))
     ]
-    assert (got.load_sectors, got.store_sectors, got.shared_requests, *turns) == predicted(kernel)
+    assert (got.load_sectors, got.store_sectors, got.shared_requests, *wavefronts) == predicted(kernel)
 
 
 def test_threads_of_register_tiles_own_each_element_once(inside):
@@ -231,7 +231,7 @@ def test_wrong_option_is_one_line_and_exit_code_2(program, options):
     [
         ("col < N) C[row * N + col] = sum;\n}", "col < N && row) C[row * N + col] = sum;\n}", "WRONG"),
         ("int k = 0; k < K; k++) sum += A", "int k = 1; k < K; k++) sum += A", "WRONG"),
-        ("        __syncthreads();  // no thread reads", "        if (x) __syncthreads();  // no thread reads", "deadlock"),
+        ("__syncthreads();  // no thread reads", "if (x) __syncthreads();  // no thread reads", "deadlock"),
         ("    if (i < n) c[i] = ", "    c[i] = ", "WRONG"),
     ],
     ids=["not_written", "a_term_is_missing", "not_all_come_to_the_barrier", "beyond_the_end"],
@@ -267,7 +267,7 @@ def test_max_error_notices_nan_low_precision_and_writes_outside(inside):
 def test_deadlock_is_an_error_and_the_next_launch_works(inside, tmp_path):
     broken = tmp_path / "matmul.cu"
     text = PROGRAM.read_text()
-    broken.write_text(text.replace("        __syncthreads();  // no thread reads", "        if (x) __syncthreads();  //"))
+    broken.write_text(text.replace("__syncthreads();  // no thread reads", "if (x) __syncthreads();  //"))
     source = _cuda.program_inside(for_cpu(broken), INSIDE)
     a, b = torch.randn(4, 4), torch.randn(4, 4)
     with pytest.raises(CudaError, match="deadlock in block"):
