@@ -177,7 +177,7 @@ def count(inside: str) -> None:
         rows,
         "Sectors of 32 bytes that loads ask for. Shared loads and FMAs: of a thread, in the machine code for sm_90. "
         f"Blocks: on a multiprocessor, by registers. Bounds: HBM with {DRAM} TB/s, without caches; "
-        "L1 or shared memory with 128 bytes (4 sectors) per cycle in each multiprocessor and at least a cycle per load; "
+        "L1 or shared memory with 128 bytes (4 sectors) per cycle in each multiprocessor, at least a cycle per load; "
         f"at most {PEAK} TFLOP/s. Computed, not timed.",
     )
     rows = []
