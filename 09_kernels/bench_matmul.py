@@ -41,7 +41,7 @@ PROGRAM = Path(__file__).resolve().with_name("matmul.cu")
 KERNELS = {"naive": 1, "coalesced": 2, "shared_tiles": 3, "register_tiles": 4}
 COUNTED = (128, 256, 64)
 FIGURES = "09_kernels/figures"
-LABEL = 11  # points; at the width of a README they are 9 pixels or more
+LABEL = 10  # points; at the width of a README they are 9 pixels or more
 MATMUL = """
 extern "C" const char* run_matmul(int kernel, int M, int N, int K, const float* A, const float* B, float* C, void*) {
     matmul(kernel, M, N, K, A, B, C);  // in the default stream, which is also PyTorch's
@@ -219,7 +219,7 @@ def write_places(inside: str) -> None:
         "load a[0]": rows[:32, 0],
         "load b[0]": cols[:32, 0],
         "store As": stores[:32],
-        "store As, if AS_STRIDE were 128": torch.tensor([lane % 8 * 128 + lane // 8 for lane in range(32)]),
+        "store As without padding": torch.tensor([lane % 8 * 128 + lane // 8 for lane in range(32)]),
     }
     write_result(
         "09_banks",
@@ -360,7 +360,7 @@ def draw_tile(axes, places, banks) -> None:
             colour = COLOURS["compute"] if corner[r, c] == lane else "none"
             middle.add_patch(Rectangle((c, r), 1, 1, facecolor=colour, alpha=0.7, edgecolor=GREY, lw=0.4))
             if r < 4 and c < 8:  # each lane once
-                middle.text(c + 0.5, r + 0.52, int(corner[r, c]), ha="center", va="center", fontsize=LABEL)
+                middle.text(c + 0.5, r + 0.52, int(corner[r, c]), ha="center", va="center", fontsize=9)
     for at in range(0, 17, 4):
         middle.plot([0, 16], [at, at], color=GREY, lw=1.6)
         middle.plot([at, at], [0, 8], color=GREY, lw=1.6 if at % 8 == 0 else 0)
