@@ -29,7 +29,7 @@ CORE = [
 DONE = {
     *("01_single_gpu/single_gpu.py", "02_data_parallel/data_parallel.py", "03_zero/zero.py"),
     *("04_tensor_parallel/tensor_parallel.py", "05_context_parallel/ring_attention.py"),
-    "05_context_parallel/ulysses.py",
+    *("05_context_parallel/ulysses.py", "09_kernels/flash_attention.py"),
 }
 NOT_YET = set(CORE) - DONE
 
