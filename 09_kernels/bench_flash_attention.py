@@ -1,12 +1,12 @@
-"""FlashAttention on the ground floor: bytes that its tiles move, beside dense attention and the kernels in depth.
+"""flash_attention.py: bytes that its tiles move, beside dense attention and the kernels in depth.
 
     python 09_kernels/bench_flash_attention.py             no GPU: verify, count, write results and figures
     python 09_kernels/bench_flash_attention.py --gpu       on a GPU: verify, time; [--out DIR] for the result
     python 09_kernels/bench_flash_attention.py --figures   only draw
 
 Without a GPU nothing is timed: Triton's interpreter says nothing about speed. But it executes load by load, so the
-bytes that kernels move, the tiles that they meet and the order of both are counted and not computed. --gpu --dry --out
-DIR goes through the motions of --gpu in the interpreter.
+bytes that kernels move, the tiles that they load and the order of both are counted and not computed. --gpu --dry --out
+DIR does the same as --gpu in the interpreter, without results.
 """
 
 import sys
@@ -49,9 +49,9 @@ def verify() -> None:
     for dtype in (torch.float64, torch.float16 if INTERPRETED else torch.bfloat16):
         for causal in (True, False):
             given = inputs(77, dtype)
-            want, _ = script.run(script.dense_attention, *(x.double() for x in given), causal=causal)
-            dense, _ = script.run(script.dense_attention, *given, causal=causal)
-            got, _ = script.run(script.flash_attention, *given, causal=causal)
+            want, _ = script.run_attention(script.dense_attention, *(x.double() for x in given), causal=causal)
+            dense, _ = script.run_attention(script.dense_attention, *given, causal=causal)
+            got, _ = script.run_attention(script.flash_attention, *given, causal=causal)
             for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, want, dense, strict=True):
                 error, own = (((a.double() - y).norm() / y.norm()).item() for a in (x, z))
                 if not error <= (1e-10 if dtype == torch.float64 else 1.5 * own):
@@ -104,13 +104,13 @@ def additions() -> Iterator[list[int]]:
 
 
 def depth_bytes(given: list[Tensor], R: int, C: int, repeatable: bool) -> list[int]:
-    """Of the kernels in depth, with the same tiles and without the copy engine's descriptors: with dq as a sum of its
-    own, or added to by the programs of dk and dv."""
+    """Of the kernels in depth with the same tiles and without tensor descriptors: with a kernel of its own for dq, or
+    with dq added to by the programs of dk and dv."""
     q, k, v, dout = given
     plan = Plan(Tiles(R, C), Tiles(R, C), Tiles(R, C), tma=False)
-    with script.traffic() as forward:
+    with script.count_traffic() as forward:
         out, lse = triton_forward(q, k, v, causal=True, dtype=q.dtype, plan=plan)
-    with script.traffic() as backward, additions() as added:
+    with script.count_traffic() as backward, additions() as added:
         triton_backward(dout, q, k, v, out, lse, causal=True, dtype=q.dtype, plan=plan, repeatable=repeatable)
     zeros = 0 if repeatable else q.nbytes  # in fp32, so that the sum needs no rounding in the end
     return [forward[0], backward[0] + added[0] + zeros, sum(x.nbytes for x in (q, k, v, out, lse))]
@@ -121,12 +121,12 @@ def count() -> None:
     whole = dense_bytes(given)
     rows = [["dense, operation by operation", *whole, 1, 1, 1]]
     for R, C in ((16, 16), (32, 32), (64, 64), (128, 64)):
-        _, found = script.run(script.flash_attention, *given, causal=True, tiles=(R, C))
+        _, found = script.run_attention(script.flash_attention, *given, causal=True, blocks=(R, C))
         formula = list(script.bytes_moved(*given[:2], True, R, C))
         if found[:2] != formula:
             sys.exit(f"tiles of {R} x {C} move {found[:2]} bytes, the formula says {formula}")
         rows.append([f"tiles of {R} x {C}", *found, *(x / y for x, y in zip(found, whole, strict=True))])
-    for name, repeatable in (("seven products", True), ("five products", False)):
+    for name, repeatable in (("seven matmuls", True), ("five matmuls", False)):
         found = depth_bytes(given, 64, 64, repeatable)
         rows.append([f"in_depth, 64 x 64, {name}", *found, *(x / y for x, y in zip(found, whole, strict=True))])
     write_result(
@@ -136,14 +136,14 @@ def count() -> None:
             "version",
             "forward moves",
             "backward moves",
-            "keeps",
+            "saves",
             "forward, of dense",
             "backward, of dense",
-            "keeps, of dense",
+            "saves, of dense",
         ],
         [[round(x, 3) if isinstance(x, float) else x for x in row] for row in rows],
-        "Tiles: every load and store of the interpreter, as many as the formula says. Dense: inputs and outputs of "
-        "every operation. Five products: with dq's zeros and all that is added to it. No cache is counted.",
+        "Tiles: every load and store of the interpreter, equal to the formula. Dense: inputs and outputs of "
+        "every operation. Five matmuls: with dq's zeros and all that is added to it. No cache is counted.",
     )
 
 
@@ -182,7 +182,7 @@ def walks() -> tuple[list[list], list[list]]:
     given, (R, C) = inputs(WALK_S, torch.float32, 1, 1), WALK
     q, k, v, dout = (x.detach().requires_grad_() for x in given)
     with watched() as forward:
-        out = script.flash_attention(q, k, v, tiles=WALK)
+        out = script.flash_attention(q, k, v, blocks=WALK)
     with watched() as backward:
         torch.autograd.grad(out, (q, k, v), dout)
     programs = -(-WALK_S // R), -(-WALK_S // C)
@@ -242,7 +242,7 @@ def draw_tiles(axes, result):
         panel.set(xlabel="keys", ylabel="queries", xlim=(0, S), ylim=(S, 0))
         panel.grid(False)
         panel.set_title(
-            "out (and dq): a program is a row" if kernel == "out" else "dk, dv: a program is a column", fontsize=10
+            "out and dq: one program per row" if kernel == "out" else "dk and dv: one program per column", fontsize=10
         )
 
 
@@ -256,18 +256,18 @@ def draw_traffic(axes, bytes_, timeline):
     names = ["dense" if "dense" in row[0] else row[0] for row in rows]
     left.set(yticks=range(len(rows)), yticklabels=names, xlabel="MiB read and written")
     left.invert_yaxis()
-    left.legend(fontsize=8)
+    left.legend(fontsize=9)
     steps = [dict(zip(timeline["columns"], row, strict=True)) for row in timeline["rows"]]
     products = [row for row in steps if row["FLOPs"]]
     for row in steps:
         right.bar(row["step"], row["bytes"] / 1024, width=0.85, color=COLOURS["messages"])
         name = "" if row["FLOPs"] else row["what"]
-        right.text(row["step"], row["bytes"] / 1024 + 0.1, name, ha="center", fontsize=8)
-    label = f"a product on the chip, {products[0]['FLOPs']:,} FLOPs"
+        right.text(row["step"], row["bytes"] / 1024 + 0.1, name, ha="center", fontsize=9)
+    label = f"a matmul on the chip, {products[0]['FLOPs']:,} FLOPs"
     right.bar([row["step"] for row in products], -0.8, width=0.85, color=COLOURS["compute"], label=label)
     right.set(ylabel="KiB to and from HBM", ylim=(-1, 6), yticks=range(5))
     right.set(xlabel="events in the program of queries 64 to 95, in order")
-    right.legend(fontsize=8, loc="upper center")
+    right.legend(fontsize=9, loc="upper center")
     right.grid(False)
 
 
@@ -275,7 +275,7 @@ def figures() -> None:
     folder = "09_kernels/figures"
     write_figure(f"{folder}/flash_tiles.svg", ["09_ground_flash_walk"], draw_tiles, shape=(1, 2), size=(8, 4))
     sources = ["09_ground_flash", "09_ground_flash_program"]
-    write_figure(f"{folder}/flash_traffic.svg", sources, draw_traffic, shape=(1, 2), size=(10, 3.4))
+    write_figure(f"{folder}/flash_traffic.svg", sources, draw_traffic, shape=(1, 2), size=(9, 3.6))
 
 
 def write_walks() -> None:
@@ -300,7 +300,7 @@ def write_walks() -> None:
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-# Sequences, tokens, heads, numbers a head, causal. Where the depth has its goal first.
+# Sequences, tokens, heads, head dimension, causal. First the shape for which the depth has its goal.
 SHAPES = ((2, 8192, 16, 128, True), (2, 8192, 16, 64, True), (2, 8192, 16, 64, False), (2, 2048, 16, 64, True))
 
 
@@ -323,7 +323,7 @@ def time_on_gpu(folder: Path | None) -> None:
     gpu, dtype = predictions.here(), torch.float16 if INTERPRETED else torch.bfloat16
     table = Table(
         "09_ground_flash_gpu",
-        f"FlashAttention on the ground floor, {str(dtype)[6:]}, timed",
+        f"flash_attention.py, {str(dtype)[6:]}, timed",
         ["pass", "shape", "ms", "times as fast as PyTorch's own", "times as fast as in_depth", *predictions.COLUMNS],
         "Median of 20 calls with a cold L2 cache, in turns, through autograd; each shape verified before. PyTorch's "
         "own: the kernel that its scaled_dot_product_attention chooses. Predicted from the SASS "

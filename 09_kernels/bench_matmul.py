@@ -4,13 +4,12 @@
     python 09_kernels/bench_matmul.py --gpu        on a GPU: build with nvcc, verify, time
     python 09_kernels/bench_matmul.py --figures    only draw, from what results/ has
 
-First the program must say PASS, its kernels must be as exact as torch's product in four orders of their threads, equal
-in_depth's to the bit, and fetch what the formulas say. Only then is anything written. Sectors, loads and turns of banks
-are counted on the CPU (cuda_on_cpu.h); instructions in the machine code that nvcc makes for an H100.
+First the program must print PASS, and its kernels must be as exact as torch's matmul in four orders of their threads,
+equal in_depth's to the bit, and load as many sectors as the formulas say. Only then is anything written. Sectors and
+wavefronts are counted on the CPU (cuda_on_cpu.h), instructions in the machine code that nvcc makes for an H100.
 
---gpu [--seconds S] times the kernels beside torch.mm, which has its turn after each call, and holds every element of
-what was timed against float64; then the program itself has to say PASS. --gpu --dry --out DIR goes through the motions
-of --gpu on the CPU.
+--gpu [--seconds S] times the kernels, alternating with torch.mm, and compares every element of what was timed with
+float64; then the program itself must print PASS. --gpu --dry --out DIR does the same on the CPU, without results.
 """
 
 import math
@@ -32,6 +31,7 @@ import matmul_ladder
 import torch
 from _bench_options import bench_options
 from _cuda import FORWARD, REVERSE, call, multiplying_loop, racing
+from _plain_cuda import for_cpu
 from harness import predictions
 from harness.ceilings import Table, device_here, paired_seconds
 from harness.figures import COLOURS, GREY, write_figure
@@ -41,52 +41,53 @@ PROGRAM = Path(__file__).resolve().with_name("matmul.cu")
 KERNELS = {"naive": 1, "coalesced": 2, "shared_tiles": 3, "register_tiles": 4}
 COUNTED = (128, 256, 64)
 FIGURES = "09_kernels/figures"
-PRODUCT = """
-extern "C" const char* run_product(int kernel, int M, int N, int K, const float* A, const float* B, float* C, void*) {
-    product(kernel, M, N, K, A, B, C);  // in the stream that PyTorch has if nobody asks for another one
+LABEL = 10  # points; at the width of a README they are 9 pixels or more
+MATMUL = """
+extern "C" const char* run_matmul(int kernel, int M, int N, int K, const float* A, const float* B, float* C, void*) {
+    matmul(kernel, M, N, K, A, B, C);  // in the default stream, which is also PyTorch's
     cudaError_t error = cudaGetLastError();
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 """
 INSIDE = (
-    PRODUCT
+    MATMUL
     + """
-extern "C" const char* run_places(int* rows, int* cols, int* stores, void*) {
+extern "C" const char* run_elements(int* rows, int* cols, int* stores, void*) {
     for (int t = 0; t < THREADS; t++) {
-        for (int i = 0; i < 8; i++) rows[8 * t + i] = my_row(t, i), cols[8 * t + i] = my_col(t, i);
-        stores[t] = t % BK * LDA + t / BK;  // where a thread puts its first number of A
+        for (int i = 0; i < 8; i++) rows[8 * t + i] = thread_row(t, i), cols[8 * t + i] = thread_col(t, i);
+        stores[t] = t % BK * AS_STRIDE + t / BK;  // where a thread stores its first element of A
     }
     return nullptr;
 }
 """
 )
 
-# ----------------------------------------------------------------------------------------------- an H100 by its papers
+# ------------------------------------------------------------------------------------------- an H100 by its data sheet
 
 # NVIDIA H100 SXM: data sheet (TFLOP/s, HBM), white paper (multiprocessors, sizes), CUDA programming guide (32 banks of
-# 4 bytes a clock; 128 FMAs a clock, each of which reads three registers). L2's bytes a clock and the latencies in
-# clocks: table 3 of doi.org/10.1016/j.ultsonch.2023.106546. TB/s at the 1.755 GHz of that table; HBM's: data sheet.
+# 4 bytes per cycle; 128 FMAs per cycle, each of which reads three registers). L2's bytes per cycle and the latencies in
+# cycles: table 3 of doi.org/10.1016/j.ultsonch.2023.106546. TB/s at the 1.755 GHz of that table; HBM's: data sheet.
 CLOCK, SMS, PEAK, DRAM = 1.755e9, 132, 66.9, 3.35
-HIERARCHY = [  # name, whose, how many there are, bytes of one, bytes a clock of one, latency in clocks
-    ["registers", "a thread's, up to 255", SMS, 256 * 1024, 128 * 3 * 4, 0],
-    ["shared memory", "a block's", SMS, 228 * 1024, 32 * 4, 20],
-    ["L2 cache", "everybody's", 1, 50e6, 5120, 200],
-    ["HBM (global memory)", "everybody's", 1, 80e9, DRAM * 1e12 / CLOCK, 400],
+HIERARCHY = [  # name, visible to, how many there are, bytes of one, bytes per cycle of one, latency in cycles
+    ["registers", "one thread (at most 255)", SMS, 256 * 1024, 128 * 3 * 4, 0],
+    ["shared memory", "one block", SMS, 228 * 1024, 32 * 4, 20],
+    ["L2 cache", "all threads", 1, 50e6, 5120, 200],
+    ["HBM (global memory)", "all threads", 1, 80e9, DRAM * 1e12 / CLOCK, 400],
 ]
 
 
 def write_hierarchy() -> None:
     rows = [
-        [name, whose, n, round(size), round(n * size), n * per_clock * CLOCK / 1e12, latency]
-        for name, whose, n, size, per_clock, latency in HIERARCHY
+        [name, scope, n, round(size), round(n * size), n * per_clock * CLOCK / 1e12, latency]
+        for name, scope, n, size, per_clock, latency in HIERARCHY
     ]
     write_result(
         "09_hierarchy",
-        "The memories of an H100 (SXM), by its papers",
-        ["memory", "whose", "how many", "bytes of one", "bytes of all", "TB/s of all", "clocks until a load answers"],
+        "The memories of an H100 (SXM), by its data sheet",
+        ["memory", "visible to", "how many", "bytes of one", "bytes of all", "TB/s of all", "latency, cycles"],
         rows,
         f"{SMS} SMs at {CLOCK / 1e9} GHz. NVIDIA's data sheet, white paper and programming guide; L2's speed "
-        "and the latencies: doi 10.1016/j.ultsonch.2023.106546, table 3. Registers: what 128 FMAs a clock read. The "
+        "and the latencies: doi 10.1016/j.ultsonch.2023.106546, table 3. Registers: what 128 FMAs per cycle read. The "
         "data sheet's peaks, 66.9 TFLOP/s in fp32 and 989 in bf16, are at higher clocks: 1.98 and 1.83 GHz.",
     )
 
@@ -95,9 +96,10 @@ def write_hierarchy() -> None:
 
 
 def build(on_gpu: bool) -> Path:
-    """The program, by the command of its first lines; `python in_depth/_cuda.py --build` has made it before."""
-    arch = _cuda.architecture(torch.cuda.get_device_capability()) if on_gpu else "cpu"
-    return _cuda.program_file(PROGRAM, arch)
+    """The program, built. On a GPU `python in_depth/_cuda.py --build` has usually done that before."""
+    if on_gpu:
+        return _cuda.program_file(PROGRAM, _cuda.architecture(torch.cuda.get_device_capability()))
+    return _cuda.program_file(for_cpu(PROGRAM), "cpu")
 
 
 def passing_rows(program: Path, seconds: float = 500) -> Iterator[list[str]]:
@@ -105,7 +107,7 @@ def passing_rows(program: Path, seconds: float = 500) -> Iterator[list[str]]:
     line = ""
     with subprocess.Popen([str(program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         clock = threading.Timer(seconds, running.kill)
-        clock.daemon = True  # who stops reading half-way does not wait for it
+        clock.daemon = True  # a caller that stops reading does not wait for it
         clock.start()
         for line in running.stdout or ():
             yield line.split()
@@ -114,10 +116,10 @@ def passing_rows(program: Path, seconds: float = 500) -> Iterator[list[str]]:
         sys.exit(f"matmul: {line.strip()} (exit code {running.returncode})")
 
 
-def product(inside: str, kernel: str, a, b, order: int = FORWARD, counting: bool = False):
+def run_kernel(inside: str, kernel: str, a, b, order: int = FORWARD, counting: bool = False):
     c = torch.full((a.shape[0], b.shape[1]), float("nan"))
     sizes = a.shape[0], b.shape[1], a.shape[1]
-    counters = call(inside, "run_product", KERNELS[kernel], *sizes, a, b, c, order=order, counting=counting)
+    counters = call(inside, "run_matmul", KERNELS[kernel], *sizes, a, b, c, order=order, counting=counting)
     return counters if counting else c
 
 
@@ -126,11 +128,11 @@ def verify(inside: str) -> None:
     list(passing_rows(build(on_gpu=False)))
     for kernel in KERNELS:
         a, b = matmul_ladder.random_inputs(139, 130, 77, torch.float32, "cpu")
-        results = [product(inside, kernel, a, b, order) for order in (FORWARD, REVERSE, 7, racing(7))]
+        results = [run_kernel(inside, kernel, a, b, order) for order in (FORWARD, REVERSE, 7, racing(7))]
         error = matmul_ladder.error_ratio(results[0], a, b)
         rung = matmul_ladder.matmul(a, b, kernel.replace("register_tiles", "coarsened_2d"))
         if not error <= 2 or not all(torch.equal(rung, result) for result in results):
-            sys.exit(f"{kernel}: its error is {error} times that of torch's product, or an order of threads changes it")
+            sys.exit(f"{kernel}: its error is {error} times that of torch's matmul, or an order of threads changes it")
 
 
 def loops_of(source: str) -> dict:
@@ -148,17 +150,17 @@ def count(inside: str) -> None:
     tile = {"shared_tiles": 32, "register_tiles": 128}
     rows = []
     for kernel in KERNELS:
-        got = product(inside, kernel, torch.randn(M, K), torch.randn(K, N), counting=True)
+        got = run_kernel(inside, kernel, torch.randn(M, K), torch.randn(K, N), counting=True)
         asked = M * N * K / 32 * per_fma[kernel] if kernel in per_fma else M * N * K * 2 / tile[kernel] / 8
         if got.load_sectors != asked or got.bank_turns != got.bank_turns_least:
             sys.exit(f"{kernel}: {got.load_sectors} sectors, not {asked}, or conflicts between banks")
         loop, used = found[kernel]
-        # Clocks in which a multiprocessor's memory (128 bytes a clock: 4 sectors, or 1 turn of the banks) serves the 32
-        # FMAs of one instruction; the FMA units need a quarter of a clock for them. A load takes at least a clock.
-        clocks = loop.per_fma() if kernel in tile else {"naive": 32 / 4 + 1, "coalesced": 1 + 1}[kernel]
+        # Cycles in which a multiprocessor's memory (128 bytes per cycle: 4 sectors, or 1 wavefront) serves the 32 FMAs
+        # of one instruction; the FMA units need a quarter of a cycle for them. A load takes at least a cycle.
+        cycles = loop.per_fma() if kernel in tile else {"naive": 32 / 4 + 1, "coalesced": 1 + 1}[kernel]
         intensity = 2 * M * N * K / (got.load_sectors * 32)
         blocks = 65536 // (-(-used.registers // 8) * 8 * (256 if kernel == "register_tiles" else 1024))
-        dram, shared = min(PEAK, DRAM * intensity), PEAK / max(1, 4 * clocks)
+        dram, shared = min(PEAK, DRAM * intensity), PEAK / max(1, 4 * cycles)
         rows.append(
             [
                 *(kernel, round(asked), got.load_sectors, round(intensity, 3), f"{loop.shared_loads} / {loop.fmas}"),
@@ -167,16 +169,16 @@ def count(inside: str) -> None:
         )
     write_result(
         "09_ground",
-        f"The kernels of matmul.cu at {M} x {N} x {K}: what they ask of which memory, and what it allows on an H100",
+        f"The kernels of matmul.cu at {M} x {N} x {K}: what they load, and what that allows on an H100",
         [
             *("kernel", "sectors by formula", "counted", "FLOPs per byte", "shared loads / FMAs", "registers"),
-            *("blocks that fit", "TFLOP/s, if DRAM answered", "TFLOP/s, if the near memory did"),
+            *("blocks that fit", "TFLOP/s, bound by HBM", "TFLOP/s, bound by the nearer memory"),
         ],
         rows,
         "Sectors of 32 bytes that loads ask for. Shared loads and FMAs: of a thread, in the machine code for sm_90. "
-        f"Blocks: on a multiprocessor, by registers. Bounds: {DRAM} TB/s; 128 bytes (4 sectors) a clock of each "
-        f"multiprocessor, and at least a clock for each load; at most {PEAK} TFLOP/s. Computed, not timed: caches lie "
-        "between the two.",
+        f"Blocks: on a multiprocessor, by registers. Bounds: HBM with {DRAM} TB/s, without caches; "
+        "L1 or shared memory with 128 bytes (4 sectors) per cycle in each multiprocessor, at least a cycle per load; "
+        f"at most {PEAK} TFLOP/s. Computed, not timed.",
     )
     rows = []
     for name, (loop, used) in found.items():
@@ -184,7 +186,7 @@ def count(inside: str) -> None:
         rows.append([name, loop.fmas, loads, loop.global_loads, loop.instructions, used.registers, used.stack])
     write_result(
         "09_sass",
-        "Once round the innermost loop, in machine code for sm_90: the ground floor, and the rungs in fp32 of in_depth",
+        "One iteration of the innermost loop in machine code for sm_90: matmul.cu, and the fp32 rungs in depth",
         [
             "kernel",
             "FMAs",
@@ -203,7 +205,7 @@ def write_places(inside: str) -> None:
     """Which elements of the tile each thread of register_tiles owns, by the program's own functions."""
     rows, cols = torch.zeros(256, 8, dtype=torch.int32), torch.zeros(256, 8, dtype=torch.int32)
     stores = torch.zeros(256, dtype=torch.int32)
-    call(inside, "run_places", rows, cols, stores)
+    call(inside, "run_elements", rows, cols, stores)
     if len((rows[:, :, None] * 128 + cols[:, None, :]).unique()) != 128 * 128:
         sys.exit("register_tiles: not every element of the tile has an owner")
     places = [
@@ -217,11 +219,11 @@ def write_places(inside: str) -> None:
         "load a[0]": rows[:32, 0],
         "load b[0]": cols[:32, 0],
         "store As": stores[:32],
-        "store As, if LDA were 128": torch.tensor([lane % 8 * 128 + lane // 8 for lane in range(32)]),
+        "store As without padding": torch.tensor([lane % 8 * 128 + lane // 8 for lane in range(32)]),
     }
     write_result(
         "09_banks",
-        "register_tiles, at k = 0: the address in As or Bs, in numbers, that each lane of warp 0 asks for",
+        "register_tiles, at k = 0: the address in As or Bs, in floats, that each lane of warp 0 accesses",
         ["access", *(f"lane {lane}" for lane in range(32))],
         [[access, *asked.tolist()] for access, asked in addresses.items()],
         "The bank of an address is its remainder by 32.",
@@ -229,11 +231,11 @@ def write_places(inside: str) -> None:
 
 
 def time_on_gpu(dry: bool, folder: Path | None, limit: float) -> None:
-    """The kernels on this GPU beside torch's product and the prediction; then the program, which has to pass."""
+    """The kernels on this GPU beside torch.mm and the prediction; then the program, which must pass."""
     end = time.monotonic() + limit
     gpu, device = predictions.here(), device_here()
     on_gpu = device.type == "cuda" and torch.version.cuda is not None
-    inside = _cuda.program_inside(PROGRAM, PRODUCT, on_gpu=on_gpu)
+    inside = _cuda.program_inside(PROGRAM if on_gpu else for_cpu(PROGRAM), MATMUL, on_gpu=on_gpu)
     size = 128 if dry else 4096
     given = bench_matmul_ladder.problem((size, size, size), torch.float32, device)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -245,7 +247,7 @@ def time_on_gpu(dry: bool, folder: Path | None, limit: float) -> None:
             *(*predictions.COLUMNS, "the prediction is refuted by"),
         ],
         "fp32 without TF32. Medians of 20 calls with a cold L2 cache, torch.mm after each call, and their ratio with "
-        "quartiles. Every element of the product is held against float64, before and after.",
+        "quartiles. Every element of the result is compared with float64, before and after.",
         folder,
     )
     wrong = []
@@ -254,7 +256,7 @@ def time_on_gpu(dry: bool, folder: Path | None, limit: float) -> None:
         theirs = torch.empty_like(out)
 
         def run(out=out, number=number) -> None:
-            call(inside, "run_product", number, size, size, size, given.a, given.b, out)
+            call(inside, "run_matmul", number, size, size, size, given.a, given.b, out)
 
         run()
         if why := given.objection(out):
@@ -301,11 +303,11 @@ def draw_gpu(axes, result) -> None:
         axes.add_patch(Rectangle((x, y), width, height, facecolor="none", edgecolor=GREY, linewidth=0.8))
         axes.text(x + width / 2, y + height * at, words, ha="center", va="center", fontsize=fontsize)
 
-    def road(x, y0, y1, speed, words):
-        """As wide as it is fast, on a logarithmic scale."""
+    def link(x, y0, y1, speed, words):
+        """As wide as its bandwidth, on a logarithmic scale."""
         width = 1.5 * math.log2(speed)
         axes.plot([x, x], [y0, y1], color=COLOURS["messages"], linewidth=width, solid_capstyle="butt")
-        axes.text(x + 2, (y0 + y1) / 2, words, ha="left", va="center", fontsize=8.5)
+        axes.text(x + 2, (y0 + y1) / 2, words, ha="left", va="center", fontsize=9.5)
 
     registers, shared, l2, hbm = result["rows"]
     for x, n in ((2, 1), (52, registers[2])):
@@ -313,25 +315,25 @@ def draw_gpu(axes, result) -> None:
         box(x, 36, 46, 62, title, alpha=0.06, at=0.95)
         for part in range(4):
             words = "32 FMA units\n1 tensor core"
-            box(x + 1.5 + 10.9 * part, 79, 10.2, 11, words, COLOURS["compute"], 0.4, fontsize=8)
-        road(x + 8, 69, 79, registers[5], f"{registers[5]:.0f} TB/s in all SMs")
-        words = f"registers {human(registers[3])}: each thread has its part"
+            box(x + 1.5 + 10.9 * part, 79, 10.2, 11, words, COLOURS["compute"], 0.4, fontsize=9)
+        link(x + 8, 69, 79, registers[5], f"{registers[5]:.0f} TB/s in all SMs")
+        words = f"registers {human(registers[3])}: divided among the threads"
         box(x + 1.5, 60, 43, 9, words, COLOURS["activations"])
-        road(x + 8, 50, 60, shared[5], f"{shared[5]:.0f} TB/s in all SMs, after {shared[6]} clocks")
-        words = f"shared memory {human(shared[3])}: a block's own"
+        link(x + 8, 50, 60, shared[5], f"{shared[5]:.0f} TB/s in all SMs, {shared[6]} cycles")
+        words = f"shared memory {human(shared[3])}: divided among the blocks"
         box(x + 1.5, 41, 43, 9, words, COLOURS["weights"])
-        road(x + 8, 28, 36, l2[5], f"{l2[5]:.1f} TB/s to all SMs together, after {l2[6]} clocks" if n == 1 else "")
+        link(x + 8, 28, 36, l2[5], f"{l2[5]:.1f} TB/s to all SMs together, {l2[6]} cycles" if n == 1 else "")
     axes.text(50, 65, "...", ha="center", va="center", fontsize=14)
-    box(2, 19, 96, 9, f"L2 cache {human(l2[3])}: everybody's; what DRAM sent or took last", COLOURS["optimizer"])
-    road(10, 10, 19, hbm[5], f"{hbm[5]:.2f} TB/s, after {hbm[6]} clocks")
-    words = f"HBM, the GPU's DRAM, {human(hbm[3])}: global memory, where every tensor lies"
+    box(2, 19, 96, 9, f"L2 cache {human(l2[3])}: shared by all multiprocessors", COLOURS["optimizer"])
+    link(10, 10, 19, hbm[5], f"{hbm[5]:.2f} TB/s, {hbm[6]} cycles")
+    words = f"HBM {human(hbm[3])}: global memory, where every tensor is stored"
     box(2, 1, 96, 9, words, COLOURS["gradients"])
     axes.set(xlim=(0, 100), ylim=(0, 100), xticks=[], yticks=[])
     axes.axis("off")
 
 
 def draw_tile(axes, places, banks) -> None:
-    """The tile of a block by warps, that of warp 0 by lanes, and the banks that its lanes ask for."""
+    """The tile of a block by warps, the first elements of warp 0 by lanes, and the banks that warp 0 accesses."""
     from matplotlib.patches import Rectangle
 
     owner = torch.zeros(128, 128, dtype=torch.long)
@@ -343,46 +345,44 @@ def draw_tile(axes, places, banks) -> None:
     for warp in range(8):
         rows, cols = (warps == warp).nonzero().T
         centre = cols.double().mean().item() + 0.5, rows.double().mean().item() + 0.5
-        left.text(*centre, f"warp {warp}", ha="center", va="center", fontsize=9)
+        left.text(*centre, f"warp {warp}", ha="center", va="center", fontsize=LABEL)
         edge = COLOURS["compute"] if warp == 0 else GREY
         corner = int(cols.min()), int(rows.min())
         size = int(cols.max() - cols.min()) + 1, int(rows.max() - rows.min()) + 1
         left.add_patch(Rectangle(corner, *size, facecolor="none", edgecolor=edge, linewidth=3 if warp == 0 else 1))
-    left.set(title="a block: 128 x 128 of C, 8 warps", xticks=range(0, 129, 32), yticks=range(0, 129, 32))
+    left.set(xticks=range(0, 129, 64), yticks=range(0, 129, 32))
+    left.set_title("a block: 128 x 128 of C", fontsize=LABEL)
     rows, cols = (warps == 0).nonzero().T
-    corner = owner[int(rows.min()) :, int(cols.min()) :][:12, :24]  # the pattern repeats
+    corner = owner[int(rows.min()) :, int(cols.min()) :][:8, :16]  # the pattern repeats
     lane = 13
-    for r in range(12):
-        for c in range(24):
-            mine = corner[r, c] == lane
-            middle.add_patch(
-                Rectangle((c, r), 1, 1, facecolor=COLOURS["compute"] if mine else "none", edgecolor=GREY, lw=0.4)
-            )
-            middle.text(c + 0.5, r + 0.52, int(corner[r, c]), ha="center", va="center", fontsize=6.5)
-    for r in range(0, 13, 4):
-        middle.plot([0, 24], [r, r], color=GREY, lw=1.6)
-    for c in range(0, 25, 8):
-        middle.plot([c, c], [0, 12], color=GREY, lw=1.6)
-    middle.set(title="the first rows and columns of warp 0, by lanes", xlim=(0, 24), ylim=(12, 0))
-    middle.set(xticks=range(0, 25, 8), yticks=range(0, 13, 4), xlabel=f"blue: some of the 64 elements of lane {lane}")
-    for y, (_, *asked) in enumerate(banks["rows"]):
+    for r in range(8):
+        for c in range(16):
+            colour = COLOURS["compute"] if corner[r, c] == lane else "none"
+            middle.add_patch(Rectangle((c, r), 1, 1, facecolor=colour, alpha=0.7, edgecolor=GREY, lw=0.4))
+            if r < 4 and c < 8:  # each lane once
+                middle.text(c + 0.5, r + 0.52, int(corner[r, c]), ha="center", va="center", fontsize=9)
+    for at in range(0, 17, 4):
+        middle.plot([0, 16], [at, at], color=GREY, lw=1.6)
+        middle.plot([at, at], [0, 8], color=GREY, lw=1.6 if at % 8 == 0 else 0)
+    middle.set(xlim=(0, 16), ylim=(8, 0), xticks=range(0, 17, 8), yticks=range(0, 9, 4))
+    middle.set_title(f"of warp 0, by lane; blue: lane {lane}", fontsize=LABEL)
+    for y, (access, *asked) in enumerate(banks["rows"]):
         waits = [len({address for address in asked if address % 32 == bank}) for bank in range(32)]
-        for bank, turns in enumerate(waits):
-            colour = COLOURS["gradients"] if turns > 1 else COLOURS["weights"] if turns else "none"
-            bottom.add_patch(Rectangle((bank, y), 1, 0.8, facecolor=colour, alpha=0.5, edgecolor=GREY, lw=0.4))
-            if turns:
-                bottom.text(bank + 0.5, y + 0.42, str(turns), ha="center", va="center", fontsize=7)
-        bottom.text(32.5, y + 0.42, f"{max(waits)} turn{'s' * (max(waits) > 1)}", ha="left", va="center", fontsize=8)
-    bottom.set(title="different addresses on each bank", xlim=(0, 38), ylim=(len(banks["rows"]), -0.1))
-    bottom.set_yticks([y + 0.4 for y in range(len(banks["rows"]))], [row[0] for row in banks["rows"]], fontsize=8)
-    bottom.set(xticks=range(0, 33, 8), xlabel="bank")
+        for bank, wavefronts in enumerate(waits):
+            colour = COLOURS["gradients"] if wavefronts > 1 else COLOURS["weights"] if wavefronts else "none"
+            bottom.add_patch(Rectangle((bank, y), 1, 0.45, facecolor=colour, alpha=0.6, edgecolor=GREY, lw=0.4))
+        words = f"{access}: {max(waits)} wavefront{'s' * (max(waits) > 1)}"
+        bottom.text(0, y - 0.08, words, ha="left", va="bottom", fontsize=LABEL)
+    bottom.set(xlim=(0, 32), ylim=(len(banks["rows"]) - 0.4, -0.5), xticks=range(0, 33, 8), yticks=[])
+    bottom.set_title("banks that warp 0 accesses", fontsize=LABEL)
     for panel in axes:
         panel.grid(False)
+        panel.tick_params(labelsize=LABEL)
 
 
 def figures() -> None:
     write_figure(f"{FIGURES}/gpu.svg", ["09_hierarchy"], draw_gpu, size=(10, 6.2))
-    write_figure(f"{FIGURES}/register_tile.svg", ["09_places", "09_banks"], draw_tile, shape=(1, 3), size=(13, 4.2))
+    write_figure(f"{FIGURES}/register_tile.svg", ["09_places", "09_banks"], draw_tile, shape=(1, 3), size=(10.5, 3.6))
 
 
 def main() -> None:
@@ -394,7 +394,7 @@ def main() -> None:
     if not options.figures:
         if not shutil.which("nvcc"):
             sys.exit("bench_matmul.py: instructions are counted in what nvcc compiles, and nvcc is not on the PATH")
-        inside = _cuda.program_inside(PROGRAM, INSIDE)
+        inside = _cuda.program_inside(for_cpu(PROGRAM), INSIDE)
         verify(inside)
         write_hierarchy()
         count(inside)

@@ -1,37 +1,45 @@
-"""FlashAttention in Triton: from a row of softmax to attention that never writes its scores, forward and backward.
+"""FlashAttention in Triton: from a row of softmax to attention that never stores its scores.
 
-Problem. softmax(q kᵀ / sqrt(D)) v makes S x S scores a head: 128 MiB in bf16 at S = 8192, for one head of one sequence.
-Written to the GPU's memory (HBM), they are read for the softmax, its result is written, read for the product, and kept
-for backward. Moving these matrices takes longer than computing them.
+Problem. softmax(q kᵀ / √D) v makes S x S scores per head: 128 MiB in bf16 at S = 8192, for one head
+of one sequence. Dense attention writes them to the GPU's memory (HBM), reads them for the softmax,
+writes the probabilities, reads them for the matmul with v, and saves them for the backward pass.
+Moving these matrices takes longer than computing them.
 
-Idea. What is computed on the chip should be used up on the chip, and a softmax can be computed in pieces:
+Idea. Use up each tile of scores on the chip. A softmax can be computed in pieces:
 
-  1 fused     one program has a row in its registers: reads x once, writes y once           `softmax_kernel`
-  2 online    a row in blocks; maximum m and sum l of what came so far; when a larger
-              maximum comes, l shrinks by e^(m - new)                                       `online_softmax_kernel`
-  3 attention the row need not be written: what is wanted is the sum of e^score · v, and it
-              shrinks as l does. A program has R queries; C keys at a time pass by          `forward_kernel`
-  4 backward  no weight is kept: each is e^(score - LSE) again, with LSE = m + log l        `dq_kernel`, `dkdv_kernel`
+    1 fused      a row is loaded once, normalized in registers, stored once    softmax_kernel
+    2 online     a row in blocks: m is the maximum and l the denominator of    online_softmax_
+                 the blocks so far; a larger maximum rescales l by             kernel
+                 alpha = exp(m - m_new)
+    3 forward    acc, the sum of exp(score - m) v, is rescaled as l is. One    forward_kernel
+                 program has BLOCK_M queries and loops over BLOCK_N keys
+    4 backward   no probability was saved: each is exp(score - LSE)            dq_kernel,
+                 again, with LSE = m + log l                                   dkdv_kernel
 
-             keys 0    1    2    3      forward and dq: a program has a row of tiles and walks to the right
-    queries 0    [/]   .    .    .      dk and dv:      a program has a column of tiles and walks down
-            1    [#]  [/]   .    .      # all of the tile is seen    / the diagonal: half of it is masked
-            2    [#]  [#]  [/]   .      . causal: nothing is seen, so it is neither loaded nor computed
-            3    [#]  [#]  [#]  [/]     No two programs write to the same place, and none waits for another.
+             keys 0    1    2    3      out and dq: a program has a row of tiles
+    queries 0    [/]   .    .    .      dk and dv:  a program has a column of tiles
+            1    [#]  [/]   .    .      # every query of the tile sees every key
+            2    [#]  [#]  [/]   .      / the diagonal: the upper half of the tile is masked
+            3    [#]  [#]  [#]  [/]     . causal: neither loaded nor computed
 
-To and from HBM in forward: B sequences, N query heads of D numbers of b bytes; K̄ keys pass by a query's tile, S or, if
-causal, (S + R)/2 of them. Single numbers such as LSE are left out:
-    scores written out    4 b B N (S D + S²)          q, k, v, out; scores and weights, both written and read
-    in tiles of R rows    2 b B N S D (1 + K̄/R)       q and out once; K and V once for every tile of queries
-Tiles fill the M numbers of on-chip memory (SRAM): R ~ M/D, which gives Θ(S² D²/M) in place of Θ(S D + S²).
-Kept for backward: q, k, v, out and one LSE a row, O(S) in place of O(S²). FLOPs: forward 4 B N S K̄ D, two products;
-backward 14 B N S K̄ D, seven: five are needed, and two are computed twice so that no program waits for another.
-Online softmax: Milakov & Gimelshein 2018, arXiv 1805.02867. FlashAttention: Dao et al. 2022, 2205.14135, theorem 2;
-FlashAttention-2: Dao 2023, 2307.08691, algorithms 1 and 2.
+No two programs write to the same place. Elements moved by the forward pass (B sequences, N heads;
+S̄ is the mean number of keys per query tile: S, or (S + BLOCK_M)/2 with a causal mask):
 
-    python flash_attention.py                           no GPU: in Triton's interpreter; GPU: compiled
-    python flash_attention.py --tokens 77 --kv-heads 1 --rows 16
-Ends with PASS when outputs and gradients are those of dense attention, and bytes those of the formulas.
+    dense                   4 B N (S D + S²)            q, k, v, out; scores, probabilities twice
+    tiles of BLOCK_M rows   2 B N S D (1 + S̄/BLOCK_M)   q and out once; k, v once per query tile
+
+The backward pass gets q, k, v, out and one LSE per row: O(S) instead of O(S²). FLOPs: 4 B N S S̄ D
+in the forward pass (two matmuls) and 14 B N S S̄ D in the backward pass. Of its seven matmuls two
+are computed twice, so that no program has to add to the result of another.
+
+Sources: Milakov & Gimelshein 2018, arXiv 1805.02867 (online softmax); Dao et al. 2022, 2205.14135,
+theorem 2; Dao 2023 (FlashAttention-2), 2307.08691, algorithms 1 and 2.
+
+    python flash_attention.py                           on a GPU compiled, otherwise interpreted
+    python flash_attention.py --tokens 77 --kv-heads 1 --block-m 16
+
+The last line is PASS if outputs and gradients match dense attention in float64 and all bytes match
+the formulas; otherwise the exit code is 1.
 """
 
 import argparse
@@ -43,184 +51,279 @@ import torch
 from torch import Tensor
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it where a kernel is defined; programs run as Python
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read by Triton where a kernel is defined
 
 import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-for name, function in list(vars(tl.standard).items()):
-    if INTERPRETED.value and isinstance(function, triton.JITFunction):  # tl.sum and others are kernels, too, and were
-        setattr(tl.standard, name, triton.jit(function.fn))  # defined when somebody first imported Triton
-        setattr(tl, name, getattr(tl.standard, name))
+if INTERPRETED.value:
+    # tl.sum, tl.max and others are kernels as well. If another module has already imported Triton,
+    # they were defined for a GPU.
+    for name, function in list(vars(tl.standard).items()):
+        if isinstance(function, triton.JITFunction):
+            setattr(tl.standard, name, triton.jit(function.fn))
+            setattr(tl, name, getattr(tl.standard, name))
 
-# B sequences, S tokens, N query heads, N_kv heads of K/V, G = N / N_kv, D numbers a head. A tile is R queries (rows) by
-# C keys (columns), i is a query and j a key; `head` counts the heads of all sequences.
 
-
-# ------------------------------------------------------------------------------------------ 1 and 2: a row of softmax
-@triton.jit
-def softmax_kernel(x, y, length, BLOCK: tl.constexpr):
-    """Program r has row r of x [rows, length], all of it: BLOCK, a power of two, is `length` or more."""
-    row, j = tl.program_id(0).to(tl.int64) * length, tl.arange(0, BLOCK)
-    scores = tl.load(x + row + j, mask=j < length, other=float("-inf"))  # e^-inf = 0: what is not there
-    weights = tl.exp(scores - tl.max(scores, 0))  # without the maximum, e^89 is too large for float32
-    tl.store(y + row + j, weights / tl.sum(weights, 0), mask=j < length)
+# -------------------------------------------------------------------------------------------------
+# 1 and 2: softmax of a row, at once and online
+# -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def online_softmax_kernel(x, y, length, BLOCK: tl.constexpr):
-    """The same for a row of any length, BLOCK numbers at a time: one walk for m and l, and one that writes."""
-    row, j = tl.program_id(0).to(tl.int64) * length, tl.arange(0, BLOCK)
-    m = tl.load(x + row)  # any number of the row will do as the first maximum, unless the first block is all -inf
-    total = tl.zeros_like(m)  # l: the sum of e^(x - m) so far
-    # --- exercise 9.4: maximum and sum of a row in one walk ---
-    for start in range(0, length, BLOCK):
-        scores = tl.load(x + row + start + j, mask=start + j < length, other=float("-inf"))
-        new = tl.maximum(m, tl.max(scores, 0))
-        total = total * tl.exp(m - new) + tl.sum(tl.exp(scores - new), 0)
-        m = new
+def softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK: tl.constexpr):
+    """One program per row of x [rows, n_cols]. BLOCK is a power of two, n_cols or more."""
+    row_start = tl.program_id(0).to(tl.int64) * n_cols
+    offs = tl.arange(0, BLOCK)
+    mask = offs < n_cols
+    x = tl.load(x_ptr + row_start + offs, mask=mask, other=float("-inf"))  # exp(-inf) = 0
+    p = tl.exp(x - tl.max(x, 0))  # without the maximum, exp(89) overflows in float32
+    tl.store(y_ptr + row_start + offs, p / tl.sum(p, 0), mask=mask)
+
+
+@triton.jit
+def online_softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK: tl.constexpr):
+    """The same for rows of any length, in blocks: one pass for m and l, and one that writes."""
+    row_start = tl.program_id(0).to(tl.int64) * n_cols
+    offs = tl.arange(0, BLOCK)
+    m_i = tl.load(x_ptr + row_start)  # any element of the row can be the first maximum
+    l_i = tl.zeros_like(m_i)
+    # --- exercise 9.4: maximum and denominator of a row in one pass ---
+    for start in range(0, n_cols, BLOCK):
+        mask = start + offs < n_cols
+        x = tl.load(x_ptr + row_start + start + offs, mask=mask, other=float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(x, 0))
+        alpha = tl.exp(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(tl.exp(x - m_new), 0)
+        m_i = m_new
     # --- end exercise ---
-    for start in range(0, length, BLOCK):
-        scores = tl.load(x + row + start + j, mask=start + j < length, other=0.0)
-        tl.store(y + row + start + j, tl.exp(scores - m) / total, mask=start + j < length)
+    for start in range(0, n_cols, BLOCK):
+        mask = start + offs < n_cols
+        x = tl.load(x_ptr + row_start + start + offs, mask=mask, other=0.0)
+        tl.store(y_ptr + row_start + start + offs, tl.exp(x - m_i) / l_i, mask=mask)
 
 
 def softmax(x: Tensor, block: int | None = None) -> Tensor:
-    """Of rows x [rows, length], float32 or float64, at once or by `block`: a first one of only -inf gives NaN."""
+    """Of rows x [rows, n_cols]; with `block` online, where a first block of only -inf gives NaN."""
     x = x.contiguous()
-    kernel, y = online_softmax_kernel if block else softmax_kernel, torch.empty_like(x)
-    kernel[(len(x),)](x, y, x.shape[1], BLOCK=block or triton.next_power_of_2(x.shape[1]))
+    y = torch.empty_like(x)
+    rows, n_cols = x.shape
+    if block is None:
+        softmax_kernel[(rows,)](x, y, n_cols, BLOCK=triton.next_power_of_2(n_cols))
+    else:
+        online_softmax_kernel[(rows,)](x, y, n_cols, BLOCK=block)
     return y
 
 
-# ---------------------------------------------------------------------------------------------- 3: attention, forward
+# -------------------------------------------------------------------------------------------------
+# 3: attention, forward
+# -------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def tile_of(head, start, S, N, T: tl.constexpr, D: tl.constexpr):
-    """T tokens of one head of [B, S, N, D] -> where their numbers are [T, D], which exist [T, 1], their places [T]."""
-    t, first = start + tl.arange(0, T), (head // N).to(tl.int64) * S * N + head % N  # 64 bits: B S N D may pass 2^31
-    return (first + t[:, None] * N) * D + tl.arange(0, D)[None, :], t[:, None] < S, t
+def tile_offsets(tokens, batch, head, seq_len, n_heads, HEAD_DIM: tl.constexpr):
+    """Where these tokens of one head lie in a tensor [B, S, N, D]: [tokens] -> [tokens, D]."""
+    first_row = batch.to(tl.int64) * seq_len * n_heads + head  # B S N D can exceed 2^31: 64 bits
+    rows = first_row + tokens * n_heads
+    return rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
 
 
 @triton.jit
 def dot(a, b):
-    """a @ b, summed wide. "ieee": by default float32 is rounded to TF32, which keeps 10 of its 23 bits."""
-    if INTERPRETED and a.dtype == tl.bfloat16:  # which the interpreter would take for integers
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    """a @ b, summed in float32 (float64 for float64)."""
+    if INTERPRETED and a.dtype == tl.bfloat16:  # the interpreter would read it as integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")  # by default float32 is rounded to TF32: 10 bits
 
 
 @triton.jit
-def scores_of(q_i, k_j, start_i, start_j, S, CAUSAL: tl.constexpr):
-    """Queries [R, D] and keys [C, D], from tokens start_i and start_j on -> [R, C]; -inf where i does not see j."""
-    i, j = start_i + tl.arange(0, q_i.shape[0])[:, None], start_j + tl.arange(0, k_j.shape[0])[None, :]
-    seen = (j <= i if CAUSAL else i >= 0) & (j < S)  # a tile may run over the end: its zeros must not get weights
-    return tl.where(seen, dot(q_i, k_j.T) * q_i.shape[1] ** -0.5, float("-inf"))
+def masked_scores(q, k, offs_m, offs_n, seq_len, CAUSAL: tl.constexpr):
+    """q [M, D], k [N, D] -> scores [M, N], with -inf where a query does not see a key."""
+    scores = dot(q, k.T) * q.shape[1] ** -0.5
+    visible = offs_n[None, :] < seq_len  # past the end, k is 0, and exp(0) is not a small weight
+    if CAUSAL:
+        visible = visible & (offs_n[None, :] <= offs_m[:, None])
+    return tl.where(visible, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["S", "N"])  # one binary for all lengths
-def forward_kernel(q, k, v, out, lse, S, N, G, CAUSAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """out and LSE of R queries of one head. FlashAttention-2, algorithm 1."""
-    WIDE: tl.constexpr = lse.dtype.element_ty  # float32, or float64 for float64: all sums and maxima
-    head, start_i = tl.program_id(0) // tl.cdiv(S, R), tl.program_id(0) % tl.cdiv(S, R) * R
-    rows, there, i = tile_of(head, start_i, S, N, R, D)
-    q_i = tl.load(q + rows, mask=there, other=0.0)  # stays on the chip
-    m, total, acc = tl.full([R], float("-inf"), WIDE), tl.zeros([R], WIDE), tl.zeros([R, D], WIDE)
-    # --- exercise 9.5: R queries meet the keys that they see ---
-    stop = tl.minimum(start_i + R, S) if CAUSAL else S  # beyond it, tiles are neither loaded nor computed
-    for start_j in range(0, stop, C):
-        columns, exist, _ = tile_of(head // G, start_j, S, N // G, C, D)  # G query heads share it: nothing is expanded
-        k_j, v_j = tl.load(k + columns, mask=exist, other=0.0), tl.load(v + columns, mask=exist, other=0.0)
-        scores = scores_of(q_i, k_j, start_i, start_j, S, CAUSAL)
-        new = tl.maximum(m, tl.max(scores, 1))  # never -inf: everyone sees key 0, which is in the first tile
-        weights, shrink = tl.exp(scores - new[:, None]), tl.exp(m - new)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + dot(weights.to(v_j.dtype), v_j)  # [R, C] @ [C, D]: 16-bit factors, a wide sum
-        m = new
+@triton.jit(do_not_specialize=["seq_len", "n_heads", "group"])  # one binary for all of them
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    seq_len, n_heads, group,  # group: query heads that share a K/V head
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """out and LSE of BLOCK_M queries of one head: FlashAttention-2, algorithm 1."""
+    SUM_DTYPE: tl.constexpr = lse_ptr.dtype.element_ty  # float32, or float64 for float64
+    start_m = tl.program_id(0) * BLOCK_M
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < seq_len
+    q_offsets = tile_offsets(offs_m, batch, head, seq_len, n_heads, HEAD_DIM)
+    q = tl.load(q_ptr + q_offsets, mask=mask_m[:, None], other=0.0)  # stays on the chip
+
+    m_i = tl.full([BLOCK_M], float("-inf"), SUM_DTYPE)
+    l_i = tl.zeros([BLOCK_M], SUM_DTYPE)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], SUM_DTYPE)
+    # --- exercise 9.5: BLOCK_M queries loop over the keys that they see ---
+    kv_head = head // group
+    end_n = seq_len
+    if CAUSAL:
+        end_n = tl.minimum(start_m + BLOCK_M, seq_len)  # tiles behind the diagonal are skipped
+    for start_n in range(0, end_n, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < seq_len
+        # `group` query heads share this K/V head; it is never expanded
+        kv_offsets = tile_offsets(offs_n, batch, kv_head, seq_len, n_heads // group, HEAD_DIM)
+        k = tl.load(k_ptr + kv_offsets, mask=mask_n[:, None], other=0.0)
+        v = tl.load(v_ptr + kv_offsets, mask=mask_n[:, None], other=0.0)
+        scores = masked_scores(q, k, offs_m, offs_n, seq_len, CAUSAL)
+        m_new = tl.maximum(m_i, tl.max(scores, 1))  # finite: each query sees key 0, in tile 0
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(scores - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None] + dot(p.to(v.dtype), v)  # [M, N] @ [N, D], summed in SUM_DTYPE
+        m_i = m_new
     # --- end exercise ---
-    tl.store(out + rows, acc / total[:, None], mask=there)
-    tl.store(lse + head.to(tl.int64) * S + i, m + tl.log(total), mask=i < S)
+    tl.store(out_ptr + q_offsets, acc / l_i[:, None], mask=mask_m[:, None])
+    lse_offsets = (batch.to(tl.int64) * n_heads + head) * seq_len + offs_m  # [B, N, S]
+    tl.store(lse_ptr + lse_offsets, m_i + tl.log(l_i), mask=mask_m)
 
 
-# --------------------------------------------------------------------------------------------------------- 4: backward
+# -------------------------------------------------------------------------------------------------
+# 4: attention, backward
+# -------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def again(q_i, do_i, lse_i, delta_i, k_j, v_j, start_i, start_j, S, CAUSAL: tl.constexpr):
-    """The weights of a tile once more, [R, C], and the gradients of its scores. A row of weights sums to 1, so more for
-    one key is less for the others. How much less is one number for the row, delta = sum over all keys of
-    weight · dweight, and that is dout · out (algorithm 2, line 4)."""
-    # --- exercise 9.6: weights from the LSE, gradients of scores from delta ---
-    weights = tl.exp(scores_of(q_i, k_j, start_i, start_j, S, CAUSAL) - lse_i[:, None])
-    dscores = weights * (dot(do_i, v_j.T) - delta_i[:, None])  # [R, D] @ [D, C] are the gradients of the weights
+def recompute_p_ds(q, k, v, dout, lse, delta, offs_m, offs_n, seq_len, CAUSAL: tl.constexpr):
+    """The probabilities of a tile again, p [M, N], and the gradients of its scores, ds [M, N].
+
+    A row of p sums to 1, so a larger probability for one key means smaller ones for all others.
+    The derivative of softmax therefore subtracts delta, the sum of p dp over all keys of the row.
+    It equals the sum of dout out over D (algorithm 2, line 4), so one value per row is enough.
+    """
+    # --- exercise 9.6: probabilities from the LSE, gradients of the scores from delta ---
+    scores = masked_scores(q, k, offs_m, offs_n, seq_len, CAUSAL)
+    p = tl.exp(scores - lse[:, None])
+    dp = dot(dout, v.T)  # [M, D] @ [D, N]
+    ds = p * (dp - delta[:, None])
     # --- end exercise ---
-    return weights, dscores
+    return p, ds
 
 
-@triton.jit(do_not_specialize=["S", "N"])
+@triton.jit(do_not_specialize=["seq_len", "n_heads", "group"])
 def dq_kernel(
-    q, k, v, out, dout, lse, delta, dq, S, N, G, CAUSAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr
-):
-    """dq of R queries of one head, a sum over the keys that they see: the walk of forward. Leaves delta for dk, dv."""
-    WIDE: tl.constexpr = lse.dtype.element_ty
-    head, start_i = tl.program_id(0) // tl.cdiv(S, R), tl.program_id(0) % tl.cdiv(S, R) * R
-    rows, there, i = tile_of(head, start_i, S, N, R, D)
-    q_i, do_i = tl.load(q + rows, mask=there, other=0.0), tl.load(dout + rows, mask=there, other=0.0)
-    delta_i = tl.sum(do_i.to(WIDE) * tl.load(out + rows, mask=there, other=0.0).to(WIDE), 1)
-    single, acc = head.to(tl.int64) * S + i, tl.zeros([R, D], WIDE)
-    lse_i = tl.load(lse + single, mask=i < S, other=0.0)
-    tl.store(delta + single, delta_i, mask=i < S)
-    for start_j in range(0, tl.minimum(start_i + R, S) if CAUSAL else S, C):
-        columns, exist, _ = tile_of(head // G, start_j, S, N // G, C, D)
-        k_j, v_j = tl.load(k + columns, mask=exist, other=0.0), tl.load(v + columns, mask=exist, other=0.0)
-        _, dscores = again(q_i, do_i, lse_i, delta_i, k_j, v_j, start_i, start_j, S, CAUSAL)
-        acc += dot(dscores.to(k_j.dtype), k_j)  # [R, C] @ [C, D]
-    tl.store(dq + rows, acc * D**-0.5, mask=there)
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    seq_len, n_heads, group,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """dq of BLOCK_M queries of one head, by the loop of forward_kernel. Stores delta as well."""
+    SUM_DTYPE: tl.constexpr = lse_ptr.dtype.element_ty
+    start_m = tl.program_id(0) * BLOCK_M
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < seq_len
+    q_offsets = tile_offsets(offs_m, batch, head, seq_len, n_heads, HEAD_DIM)
+    q = tl.load(q_ptr + q_offsets, mask=mask_m[:, None], other=0.0)
+    out = tl.load(out_ptr + q_offsets, mask=mask_m[:, None], other=0.0)
+    dout = tl.load(dout_ptr + q_offsets, mask=mask_m[:, None], other=0.0)
+    lse_offsets = (batch.to(tl.int64) * n_heads + head) * seq_len + offs_m
+    lse = tl.load(lse_ptr + lse_offsets, mask=mask_m, other=0.0)
+    delta = tl.sum(dout.to(SUM_DTYPE) * out.to(SUM_DTYPE), 1)
+    tl.store(delta_ptr + lse_offsets, delta, mask=mask_m)
+
+    dq = tl.zeros([BLOCK_M, HEAD_DIM], SUM_DTYPE)
+    kv_head = head // group
+    end_n = seq_len
+    if CAUSAL:
+        end_n = tl.minimum(start_m + BLOCK_M, seq_len)
+    for start_n in range(0, end_n, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < seq_len
+        kv_offsets = tile_offsets(offs_n, batch, kv_head, seq_len, n_heads // group, HEAD_DIM)
+        k = tl.load(k_ptr + kv_offsets, mask=mask_n[:, None], other=0.0)
+        v = tl.load(v_ptr + kv_offsets, mask=mask_n[:, None], other=0.0)
+        _, ds = recompute_p_ds(q, k, v, dout, lse, delta, offs_m, offs_n, seq_len, CAUSAL)
+        dq += dot(ds.to(k.dtype), k)  # [M, N] @ [N, D]
+    tl.store(dq_ptr + q_offsets, dq * HEAD_DIM**-0.5, mask=mask_m[:, None])
 
 
-@triton.jit(do_not_specialize=["S", "N"])
+@triton.jit(do_not_specialize=["seq_len", "n_heads", "group"])
 def dkdv_kernel(
-    q, k, v, dout, lse, delta, dk, dv, S, N, G, CAUSAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr
-):
-    """dk and dv of C keys of one K/V head: sums over the queries that see them, in all G heads that share it."""
-    WIDE: tl.constexpr = lse.dtype.element_ty
-    kv_head, start_j = tl.program_id(0) // tl.cdiv(S, C), tl.program_id(0) % tl.cdiv(S, C) * C
-    columns, exist, _ = tile_of(kv_head, start_j, S, N // G, C, D)
-    k_j, v_j = tl.load(k + columns, mask=exist, other=0.0), tl.load(v + columns, mask=exist, other=0.0)
-    dk_j, dv_j = tl.zeros([C, D], WIDE), tl.zeros([C, D], WIDE)
-    # --- exercise 9.7: C keys meet the queries that see them ---
-    first = start_j // R * R if CAUSAL else 0  # the tile of queries in which key start_j is seen for the first time
-    for g in range(G):
-        head = kv_head * G + g
-        for start_i in range(first, S, R):
-            rows, there, i = tile_of(head, start_i, S, N, R, D)
-            q_i, do_i = tl.load(q + rows, mask=there, other=0.0), tl.load(dout + rows, mask=there, other=0.0)
-            single = head.to(tl.int64) * S + i
-            lse_i = tl.load(lse + single, mask=i < S, other=float("inf"))  # beyond the end: weights e^(0 - inf) = 0
-            delta_i = tl.load(delta + single, mask=i < S, other=0.0)
-            weights, dscores = again(q_i, do_i, lse_i, delta_i, k_j, v_j, start_i, start_j, S, CAUSAL)
-            dv_j += dot(weights.T.to(do_i.dtype), do_i)  # [C, R] @ [R, D]
-            dk_j += dot(dscores.T.to(q_i.dtype), q_i)
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    seq_len, n_heads, group,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BLOCK_N keys of one K/V head: sums over the queries of all its query heads."""
+    SUM_DTYPE: tl.constexpr = lse_ptr.dtype.element_ty
+    start_n = tl.program_id(0) * BLOCK_N
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2)
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < seq_len
+    kv_offsets = tile_offsets(offs_n, batch, kv_head, seq_len, n_heads // group, HEAD_DIM)
+    k = tl.load(k_ptr + kv_offsets, mask=mask_n[:, None], other=0.0)
+    v = tl.load(v_ptr + kv_offsets, mask=mask_n[:, None], other=0.0)
+
+    dk = tl.zeros([BLOCK_N, HEAD_DIM], SUM_DTYPE)
+    dv = tl.zeros([BLOCK_N, HEAD_DIM], SUM_DTYPE)
+    # --- exercise 9.7: BLOCK_N keys loop over the queries that see them, in every head ---
+    first_m = 0
+    if CAUSAL:
+        first_m = start_n // BLOCK_M * BLOCK_M  # the query tile that contains query start_n
+    for g in range(group):
+        head = kv_head * group + g
+        for start_m in range(first_m, seq_len, BLOCK_M):
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            mask_m = offs_m < seq_len
+            q_offsets = tile_offsets(offs_m, batch, head, seq_len, n_heads, HEAD_DIM)
+            q = tl.load(q_ptr + q_offsets, mask=mask_m[:, None], other=0.0)
+            dout = tl.load(dout_ptr + q_offsets, mask=mask_m[:, None], other=0.0)
+            lse_offsets = (batch.to(tl.int64) * n_heads + head) * seq_len + offs_m
+            # past the end: p = exp(0 - inf) = 0
+            lse = tl.load(lse_ptr + lse_offsets, mask=mask_m, other=float("inf"))
+            delta = tl.load(delta_ptr + lse_offsets, mask=mask_m, other=0.0)
+            p, ds = recompute_p_ds(q, k, v, dout, lse, delta, offs_m, offs_n, seq_len, CAUSAL)
+            dv += dot(p.T.to(dout.dtype), dout)  # [N, M] @ [M, D]
+            dk += dot(ds.T.to(q.dtype), q)
     # --- end exercise ---
-    tl.store(dk + columns, dk_j * D**-0.5, mask=exist)
-    tl.store(dv + columns, dv_j, mask=exist)
+    tl.store(dk_ptr + kv_offsets, dk * HEAD_DIM**-0.5, mask=mask_n[:, None])
+    tl.store(dv_ptr + kv_offsets, dv, mask=mask_n[:, None])
 
 
-# ---------------------------------------------------------------------------------------------------- under autograd
-def tile_sizes(x: Tensor) -> tuple[int, int]:
-    """(R, C). Larger tiles move fewer bytes, until the sums of a program no longer fit the registers of its threads."""
-    return (32, 16) if INTERPRETED.value else (64, 64 if x.shape[-1] <= 64 else 32) if x.itemsize == 2 else (16, 16)
+# -------------------------------------------------------------------------------------------------
+# Under autograd
+# -------------------------------------------------------------------------------------------------
 
 
-class Attention(torch.autograd.Function):
-    """(q, k, v, causal, R, C) -> out, LSE. A program for each tile of each head, in any order. Autograd keeps inputs,
-    output and a number a row: nothing is S x S, and K and V have N_kv heads."""
+def block_sizes(q: Tensor) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N). Larger tiles move fewer bytes, as long as their sums fit in registers."""
+    if INTERPRETED.value:
+        return 32, 16
+    if q.itemsize > 2:
+        return 16, 16
+    return (64, 64) if q.shape[-1] <= 64 else (64, 32)
+
+
+class FlashAttention(torch.autograd.Function):
+    """(q, k, v, causal, block_m, block_n) -> (out, LSE). Saves inputs, output and LSE."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, R: int, C: int) -> tuple[Tensor, Tensor]:
-        (B, S, N, D), (q, k, v) = q.shape, (x.contiguous() for x in (q, k, v))
-        out, lse = torch.empty_like(q), q.new_empty(B, N, S, dtype=torch.promote_types(q.dtype, torch.float32))
-        warps = 8 if q.itemsize == 2 else 4  # of 32 threads each, for one program
-        ctx.numbers = dict(S=S, N=N, G=N // k.shape[2], CAUSAL=causal, R=R, C=C, D=D, num_warps=warps)
-        forward_kernel[(B * N * triton.cdiv(S, R),)](q, k, v, out, lse, **ctx.numbers)
+    def forward(ctx, q, k, v, causal: bool, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+        q, k, v = (tensor.contiguous() for tensor in (q, k, v))
+        batch, seq_len, n_heads, head_dim = q.shape
+        out = torch.empty_like(q)
+        lse_dtype = torch.promote_types(q.dtype, torch.float32)
+        lse = torch.empty(batch, n_heads, seq_len, dtype=lse_dtype, device=q.device)
+        ctx.sizes = (seq_len, n_heads, n_heads // k.shape[2])
+        ctx.options = dict(CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, HEAD_DIM=head_dim)
+        ctx.options["num_warps"] = 8 if q.itemsize == 2 else 4  # of one program
+        grid = (triton.cdiv(seq_len, block_m), n_heads, batch)
+        forward_kernel[grid](q, k, v, out, lse, *ctx.sizes, **ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -228,122 +331,218 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor, _):
-        (q, k, v, out, lse), dout, numbers = ctx.saved_tensors, dout.contiguous(), ctx.numbers
-        tiles_q, tiles_k = (triton.cdiv(q.shape[1], numbers[tile]) for tile in "RC")
-        dq, dk, dv, delta = (torch.empty_like(x) for x in (q, k, v, lse))
-        dq_kernel[(len(q) * q.shape[2] * tiles_q,)](q, k, v, out, dout, lse, delta, dq, **numbers)
-        dkdv_kernel[(len(k) * k.shape[2] * tiles_k,)](q, k, v, dout, lse, delta, dk, dv, **numbers)
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = dout.contiguous()  # the gradient of a sum is one element with strides of 0
+        batch, seq_len, n_heads, _ = q.shape
+        dq = torch.empty_like(q)
+        dk = torch.empty_like(k)
+        dv = torch.empty_like(v)
+        delta = torch.empty_like(lse)
+        query_grid = (triton.cdiv(seq_len, ctx.options["BLOCK_M"]), n_heads, batch)
+        key_grid = (triton.cdiv(seq_len, ctx.options["BLOCK_N"]), k.shape[2], batch)
+        dq_kernel[query_grid](q, k, v, out, dout, lse, delta, dq, *ctx.sizes, **ctx.options)
+        dkdv_kernel[key_grid](q, k, v, dout, lse, delta, dk, dv, *ctx.sizes, **ctx.options)
         return dq, dk, dv, None, None, None
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, tiles: tuple = ()) -> Tensor:
-    """softmax(q kᵀ / sqrt(D)) v. q [B, S, N, D]; k, v [B, S, N_kv, D] -> like q."""
-    B, S, N, D = q.shape
-    if k.shape != v.shape or k.shape != (B, S, k.shape[2], D) or N % k.shape[2] or D not in (16, 32, 64, 128):
-        raise ValueError(f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}: D is 16, 32, 64 or 128; N_kv divides N")
-    return Attention.apply(q, k, v, causal, *(tiles or tile_sizes(q)))[0]
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal=True, blocks=None) -> Tensor:
+    """softmax(q kᵀ / √D) v. q [B, S, N, D]; k, v [B, S, N_kv, D] -> out [B, S, N, D]."""
+    batch, seq_len, n_heads, head_dim = q.shape
+    same_shapes = k.shape == v.shape == (batch, seq_len, k.shape[2], head_dim)
+    if not same_shapes or n_heads % k.shape[2] or head_dim not in (16, 32, 64, 128):
+        shapes = f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}"
+        raise ValueError(f"{shapes}: D must be 16, 32, 64 or 128, and N_kv must divide N")
+    block_m, block_n = blocks or block_sizes(q)
+    return FlashAttention.apply(q, k, v, causal, block_m, block_n)[0]
 
 
-# ------------------------------------------------------------------------------------------------------------ the proof
+# -------------------------------------------------------------------------------------------------
+# The check
+# -------------------------------------------------------------------------------------------------
+
+
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
-    """The definition, with a matrix of scores, and K and V copied for all heads that share them."""
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    """The definition, with all scores in a matrix and K and V copied for every head."""
+    k, v = (tensor.repeat_interleave(q.shape[2] // k.shape[2], 2) for tensor in (k, v))
     scores = torch.einsum("bind,bjnd->bnij", q, k) * q.shape[-1] ** -0.5  # [B, N, S, S]
     if causal:
-        scores = scores + torch.full(scores.shape[2:], -torch.inf, dtype=q.dtype, device=q.device).triu(1)
+        mask = torch.full(scores.shape[2:], -torch.inf, dtype=q.dtype, device=q.device)
+        scores = scores + mask.triu(1)
     return torch.einsum("bnij,bjnd->bind", scores.softmax(-1), v)
 
 
 @contextmanager
-def traffic():
-    """[bytes that kernels load and store]: the interpreter executes each load, and a mask says which numbers are there.
-    A cache would answer some of them. Compiled kernels are not counted: None."""
-    machine = triton.runtime.interpreter.interpreter_builder if INTERPRETED.value else None
-    count, plain = [0 if machine else None], {}
-    for mask, name in enumerate(("create_masked_load", "create_masked_store") if machine else (), 1):
-        plain[name] = getattr(machine, name)
+def count_traffic():
+    """Yields a list of one element: the bytes that kernels load and store, without any cache.
 
-        def counted(*args, mask=mask, function=plain[name]):
-            count[0] += int(args[mask].data.sum()) * args[0].get_element_ty().primitive_bitwidth // 8
-            return function(*args)
+    The interpreter executes every load and store, with its mask. For compiled kernels: None.
+    """
+    if not INTERPRETED.value:
+        yield [None]
+        return
+    moved = [0]
+    builder = triton.runtime.interpreter.interpreter_builder
+    load = builder.create_masked_load
+    store = builder.create_masked_store
 
-        setattr(machine, name, counted)
+    def count(pointers, mask):
+        moved[0] += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+
+    def counted_load(pointers, mask, *args):
+        count(pointers, mask)
+        return load(pointers, mask, *args)
+
+    def counted_store(pointers, values, mask, *args):
+        count(pointers, mask)
+        return store(pointers, values, mask, *args)
+
+    builder.create_masked_load = counted_load
+    builder.create_masked_store = counted_store
     try:
-        yield count
+        yield moved
     finally:
-        for name, function in plain.items():
-            setattr(machine, name, function)
+        builder.create_masked_load = load
+        builder.create_masked_store = store
 
 
-def bytes_moved(q: Tensor, k: Tensor, causal: bool, R: int, C: int) -> tuple[int, int]:
-    """(forward, backward), to the byte: the docstring's formula with all that it leaves out."""
-    (B, S, N, D), e = q.shape, q.itemsize
-    keys = sum(min(S, triton.cdiv(min(i + R, S), C) * C) if causal else S for i in range(0, S, R))  # for one head
-    queries = sum(S - j // R * R if causal else S for j in range(0, S, C))
-    one, kv, single = B * N * S * D * e, 2 * k.numel() * e, B * N * S * max(4, e)  # q, out or dq; K and V; LSE or delta
-    walk, down = B * N * keys * 2 * D * e, B * N * queries * 2 * (D * e + max(4, e))  # K, V; q, dout, LSE, delta
-    return 2 * one + single + walk, 4 * one + 2 * single + walk + 2 * kv + down
+def bytes_moved(q: Tensor, k: Tensor, causal: bool, block_m: int, block_n: int) -> tuple[int, int]:
+    """Bytes of the forward and of the backward pass: the formula above with all small terms."""
+    batch, seq_len, n_heads, head_dim = q.shape
+    keys = 0  # loaded for one head, over all its query tiles
+    for start_m in range(0, seq_len, block_m):
+        end_n = min(start_m + block_m, seq_len) if causal else seq_len
+        keys += min(seq_len, triton.cdiv(end_n, block_n) * block_n)
+    queries = 0  # loaded for one head, over all key tiles
+    for start_n in range(0, seq_len, block_n):
+        queries += seq_len - start_n // block_m * block_m if causal else seq_len
+    lse_bytes = max(4, q.itemsize)
+    row_bytes = head_dim * q.itemsize
+    heads = batch * n_heads
+    full = heads * seq_len * row_bytes  # q, out, dout or dq
+    per_row = heads * seq_len * lse_bytes  # LSE or delta
+    load_kv = heads * keys * 2 * row_bytes
+    load_q = heads * queries * 2 * (row_bytes + lse_bytes)  # q, dout; LSE, delta
+    forward = 2 * full + per_row + load_kv
+    backward_dq = 4 * full + 2 * per_row + load_kv
+    backward_dkdv = 4 * k.nbytes + load_q  # k, v, dk, dv
+    return forward, backward_dq + backward_dkdv
 
 
-def run(attention, *given: Tensor, **how) -> tuple[list[Tensor], list[int]]:
-    """[out, dq, dk, dv] and bytes: moved in forward, moved in backward, kept between them."""
-    (q, k, v), kept = (x.detach().requires_grad_() for x in given[:3]), {}
-    keep = lambda x: kept.update({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}) or x  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), traffic() as there:
-        out = attention(q, k, v, **how)
-    with traffic() as back:
-        gradients = torch.autograd.grad(out, (q, k, v), given[3])
-    return [out.detach(), *gradients], [there[0], back[0], sum(kept.values())]
+def run_attention(attention, q, k, v, dout, **options) -> tuple[list[Tensor], list[int]]:
+    """[out, dq, dk, dv]; and bytes moved forward, moved backward, and saved between them."""
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+    saved = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, count_traffic() as forward:
+        out = attention(q, k, v, **options)
+    with count_traffic() as backward:
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+    return [out.detach(), *grads], [forward[0], backward[0], sum(saved.values())]
 
 
-def check(S: int, N_kv: int, rows: int, device: str) -> list[str]:
-    """Each case beside dense attention in float64; prints a line for each, returns what is wrong."""
-    x, wrong = torch.randn(20, S, dtype=torch.float64, device=device), []
-    for name, block, moved in (("a row at once", None, 2 * x.nbytes), ("online", 16, 3 * x.nbytes + x[:, 0].nbytes)):
-        with traffic() as count:
+def relative_errors(tensors: list[Tensor], expected: list[Tensor]) -> Tensor:
+    pairs = zip(tensors, expected, strict=True)
+    return torch.stack([(a.double() - b).norm() / b.norm() for a, b in pairs])
+
+
+def check_softmax(seq_len: int, device: str) -> list[str]:
+    """Print a line for each kernel, and return what is wrong."""
+    x = torch.randn(20, seq_len, dtype=torch.float64, device=device)
+    online_bytes = 3 * x.nbytes + x[:, 0].nbytes  # and the first maximum of each row
+    failures = []
+    for name, block, formula in [("at once", None, 2 * x.nbytes), ("online", 16, online_bytes)]:
+        with count_traffic() as moved:
             error = (softmax(x, block) - x.softmax(-1)).abs().max().item()
-        print(f"softmax, {name:18}{error:8.1e} {1e-10:8.1e} {count[0] or '-':>8} ({moved:7})")
-        bad = not (error <= 1e-10 and count[0] in (moved, None))  # "not", so that NaN is bad
-        wrong += [f"softmax, {name}: error {error:.1e}, {count[0]} bytes"] * bad
-    f64, f32, f16 = torch.float64, torch.float32, torch.float16 if INTERPRETED.value else torch.bfloat16
-    cases = ((True, S, f64), (False, S, f64), (True, S, f32), (True, 2 * S, f32), (True, S, f16), (False, S, f16))
-    for causal, length, dtype in cases:
-        given = [torch.randn(1, length, n, 32, device=device).to(dtype) for n in (4, N_kv, N_kv, 4)]
-        tiles = (rows or tile_sizes(given[0])[0], tile_sizes(given[0])[1])
-        want, _ = run(dense_attention, *(x.double() for x in given), causal=causal)
-        dense, (*_, dense_keeps) = run(dense_attention, *given, causal=causal)
-        got, bytes_ = run(flash_attention, *given, causal=causal, tiles=tiles)
-        off = [torch.stack([(a - b).norm() / b.norm() for a, b in zip(z, want, strict=True)]) for z in (got, dense)]
-        allowed = {8: off[1] * 0 + 1e-10, 4: off[1] * 0 + 1e-5, 2: 1.5 * off[1]}[dtype.itemsize]  # out, dq, dk, dv
-        kept = sum(x.nbytes for x in given) + 4 * length * max(4, dtype.itemsize)  # q, k, v; out is like dout; LSE
-        pairs = list(zip(bytes_, (*bytes_moved(*given[:2], causal, *tiles), kept), strict=True))
-        name = f"{'causal' if causal else 'full'}, {length} tokens, {str(dtype)[6:]}"
-        columns = "".join(f"{n or '-':>9} ({formula:7})" for n, formula in pairs)
-        print(f"{name:27}{off[0].max():8.1e} {allowed.max():8.1e}{columns}{dense_keeps:>8}")
-        wrong += [f"{name}: errors {off[0].tolist()}"] * (not bool((off[0] <= allowed).all()))
-        wrong += [f"{name}: {n} bytes, not {formula}" for n, formula in pairs if n not in (formula, None)]
-    return wrong
+        counted = f"{moved[0] or '-':>9} ({formula:7})"
+        print(f"softmax, {name:18}{error:8.1e}  1.0e-10{counted}")
+        if not error <= 1e-10:  # "not", so that NaN fails
+            failures.append(f"softmax, {name}: error {error:.1e}")
+        if moved[0] not in (None, formula):
+            failures.append(f"softmax, {name}: {moved[0]} bytes, expected {formula}")
+    return failures
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        print(f"{self.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
+def check_attention(inputs: list[Tensor], causal: bool, block_m: int | None) -> list[str]:
+    """Compare with dense attention in float64; print a line, and return what is wrong."""
+    q, k, _, dout = inputs
+    default_m, block_n = block_sizes(q)
+    blocks = (block_m or default_m, block_n)
+    wide = [tensor.double() for tensor in inputs]
+    expected, _ = run_attention(dense_attention, *wide, causal=causal)
+    dense, dense_bytes = run_attention(dense_attention, *inputs, causal=causal)
+    results, measured = run_attention(flash_attention, *inputs, causal=causal, blocks=blocks)
+
+    errors = relative_errors(results, expected)  # of out, dq, dk, dv
+    if q.itemsize == 2:  # as close to float64 as dense attention in the same precision
+        allowed = 1.5 * relative_errors(dense, expected)
+    else:
+        allowed = torch.full_like(errors, 1e-5 if q.dtype == torch.float32 else 1e-10)
+    saved = sum(tensor.nbytes for tensor in inputs)  # q, k, v; out is as large as dout
+    saved += dout[..., 0].numel() * max(4, q.itemsize)  # LSE
+    formulas = [*bytes_moved(q, k, causal, *blocks), saved]
+
+    dtype = str(q.dtype).removeprefix("torch.")
+    name = f"{'causal' if causal else 'full'}, {q.shape[1]} tokens, {dtype}"
+    print(f"{name:27}{errors.max():8.1e} {allowed.max():8.1e}", end="")
+    failures = []
+    for bytes_, formula in zip(measured, formulas, strict=True):
+        print(f"{bytes_ or '-':>9} ({formula:7})", end="")
+        if bytes_ not in (None, formula):
+            failures.append(f"{name}: {bytes_} bytes, expected {formula}")
+    print(f"{dense_bytes[2]:>8}")
+    if not bool((errors <= allowed).all()):  # a NaN is not <= anything
+        failures.append(f"{name}: errors {errors.tolist()}")
+    return failures
+
+
+def check(seq_len: int, n_kv_heads: int, block_m: int | None, device: str) -> list[str]:
+    print("bytes: counted (formula)      error  allowed", end="")
+    print("     forward moves    backward moves             saved  dense")
+    failures = check_softmax(seq_len, device)
+    half = torch.float16 if INTERPRETED.value else torch.bfloat16
+    cases = [(seq_len, torch.float64, True), (seq_len, torch.float64, False)]
+    cases += [(seq_len, torch.float32, True), (2 * seq_len, torch.float32, True)]
+    cases += [(seq_len, half, True), (seq_len, half, False)]
+    for length, dtype, causal in cases:
+        heads = (4, n_kv_heads, n_kv_heads, 4)  # of q, k, v, dout
+        inputs = [torch.randn(1, length, n, 32, device=device).to(dtype) for n in heads]
+        failures += check_attention(inputs, causal, block_m)
+    return failures
+
+
+# -------------------------------------------------------------------------------------------------
+# main
+# -------------------------------------------------------------------------------------------------
+
+
+def fail(message: str) -> None:
+    print(f"flash_attention.py: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> int:
-    parser = Parser(description="FlashAttention in one file", allow_abbrev=False)
-    parser.add_argument("--tokens", type=int, default=50, help="of a sequence; default %(default)s")
-    parser.add_argument("--kv-heads", type=int, default=2, choices=(1, 2, 4), help="for 4 heads; default %(default)s")
-    parser.add_argument("--rows", type=int, choices=(16, 32, 64), help="queries in a tile; default: by dtype")
+    parser = argparse.ArgumentParser(description="FlashAttention in one file", allow_abbrev=False)
+    parser.error = fail
+    parser.add_argument("--tokens", type=int, default=50, help="sequence length, 2 or more")
+    parser.add_argument("--kv-heads", type=int, default=2, choices=(1, 2, 4), help="for 4 heads")
+    parser.add_argument("--block-m", type=int, choices=(16, 32, 64), help="queries per tile")
     args = parser.parse_args()
-    if args.tokens < 2 or not (INTERPRETED.value or torch.cuda.is_available()):
-        parser.error(f"--tokens {args.tokens}: use 2 or more" if args.tokens < 2 else "TRITON_INTERPRET=0 needs a GPU")
+    if args.tokens < 2:
+        parser.error(f"--tokens {args.tokens}: use 2 or more")
+    if not INTERPRETED.value and not torch.cuda.is_available():
+        parser.error("TRITON_INTERPRET=0 needs a GPU")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
     torch.manual_seed(0)
-    print("bytes: counted (formula)      error  allowed     forward moves    backward moves             keeps  dense")
-    wrong = check(args.tokens, args.kv_heads, args.rows or 0, "cuda" if torch.cuda.is_available() else "cpu")
-    print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
-    return 1 if wrong else 0
+    failures = check(args.tokens, args.kv_heads, args.block_m, device)
+    print(f"FAIL: {'; '.join(failures)}" if failures else "PASS")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -1,36 +1,45 @@
-// Chapter 9, the ground floor in CUDA: a matrix product, from one thread per number to 64 numbers per thread.
+// Matrix multiplication in CUDA: from one thread per element to 64 elements per thread.
 //
-// The problem. C = A · B, with A [M, K], B [K, N], C [M, N], makes M·N·K multiply-adds (FMAs). The first product that
-// one writes fetches two numbers for each of them. An H100 can do 33·10¹² FMAs in a second, but its memory delivers
-// only 0.84·10¹² numbers of 4 bytes. Without caches its units would compute in one of 80 clocks, and wait in 79.
+// Problem. C = A B with A [M, K], B [K, N] and C [M, N] takes M N K multiply-adds (FMAs). The
+// simplest kernel loads two floats for each of them. In fp32 an H100 can do 33e12 FMAs per second,
+// but its memory (HBM) delivers only 0.84e12 floats per second. Without caches the FMA units would
+// compute in one of 80 cycles and wait in the others.
 //
-// The idea. Fetch a number once, use it often, from ever nearer places:
+// Idea. Load a value once and use it many times, from ever nearer memories:
 //
-//     global memory     A, B, C: everybody's, 80 GB, far away
-//         |                 a block of 256 threads fetches 128 x 8 of A and 8 x 128 of B       1/128 + 1/128 per FMA
-//     shared memory     As, Bs: one block's, 8 KB, near
-//         |                 a thread fetches 8 numbers of As and 8 of Bs                       1/8 + 1/8 per FMA
-//     registers         a[8], b[8], sum[8][8]: one thread's, at hand                           nothing
+//                                                               floats loaded per FMA
+//                                                               shared_tiles    register_tiles
+//     global memory    A, B, C      80 GB, all threads
+//         |                         to As and Bs                1/32 + 1/32     1/128 + 1/128
+//     shared memory    As, Bs       8 KB, one thread block
+//         |                         to a and b                  1 + 1           1/8 + 1/8
+//     registers        a, b, sum    one thread
 //         |
-//     FMA units         sum[i][j] += a[i] * b[j]
+//     FMA units        sum += a * b
 //
-// Five kernels, one idea each, to be read from the top to the bottom:
+// Five kernels, one idea each:
 //
-//     vector_add        what a kernel is: one thread for each element, and a guard at the end
-//     naive             one thread for each element of C; its neighbours ask for addresses that are far apart
-//     coalesced         two words exchanged: neighbours ask for neighbours
-//     shared_tiles      a block fetches a tile once for all its threads         numbers from global memory: 1/32 + 1/32
-//     register_tiles    a thread computes 8 x 8 elements                        numbers from shared memory: 1/8 + 1/8
+//     vector_add        what a kernel is: one thread per element, and a guard at the end
+//     naive             one thread per element of C; the threads of a warp read down a column
+//     coalesced         x and y exchanged: the threads of a warp read along a row
+//     shared_tiles      a block loads a tile once for all its threads
+//     register_tiles    a thread computes 8 x 8 elements of C
 //
-// Each is compared with a plain product in double on the host, element by element, and then timed beside cuBLAS,
-// NVIDIA's own. (Roofline: Williams et al. 2009. Register tiles: Volkov & Demmel 2008.)
+// Sources: Volkov & Demmel 2008 (register tiles); Williams et al. 2009 (roofline); Boehm 2022, "How
+// to optimize a CUDA matmul kernel".
 //
-//     nvcc -O3 -arch=native -o matmul matmul.cu -lcublas && ./matmul    on a GPU; without cuBLAS's header leave -lcublas out
-//     ./matmul --size 8192 8192 8192                          another size
-//     g++ -x c++ -std=c++17 -O1 -U_FORTIFY_SOURCE -include in_depth/cuda_on_cpu.h -o matmul matmul.cu && ./matmul
-//                                                             without a GPU: the same kernels, thread by thread
+//     nvcc -O3 -arch=native -o matmul matmul.cu -lcublas && ./matmul      (or without -lcublas)
+//     ./matmul --size 8192 8192 8192
 //
-// The last line is PASS; or the program says what is off, and ends with exit code 1. (A wrong option: exit code 2.)
+// Without a GPU, g++ builds the same kernels, and a header runs them thread by thread on the CPU.
+// C++ has no <<<grid, block>>>, so sed writes each launch as a macro of that header:
+//
+//     sed -E 's/(\w+)<<<(.*)>>>\(/LAUNCH(\1, \2, /' matmul.cu | g++ -x c++ -std=c++17 -O1
+//         -U_FORTIFY_SOURCE -include in_depth/cuda_on_cpu.h -o matmul - && ./matmul
+//
+// Each kernel is compared with a reference in double, element by element, and on a GPU timed beside
+// cuBLAS. The last line is PASS; otherwise the exit code is 1 (2 for a wrong option).
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -38,43 +47,44 @@
 #include <cstring>
 #include <vector>
 
-#ifdef __CUDACC__  // nvcc, for a GPU. (Else cuda_on_cpu.h says what these words mean.)
-template <class T>
-using global = T* __restrict__;  // a pointer into global memory; __restrict__: nobody else writes what it points to
-template <class T>
-using shared = T*;  // a pointer into shared memory
-#define LAUNCH(kernel, grid, block, ...) kernel<<<grid, block>>>(__VA_ARGS__)  // CUDA's own words for a launch
+#ifdef __CUDACC__
 constexpr bool ON_GPU = true;
 #if !defined(HAS_CUBLAS) && __has_include(<cublas_v2.h>)
 #include <cublas_v2.h>
 #define HAS_CUBLAS 1
 #endif
 #else
-constexpr bool ON_GPU = false;
+constexpr bool ON_GPU = false;  // cuda_on_cpu.h gives CUDA's words their meaning
 #endif
 #ifndef HAS_CUBLAS
 #define HAS_CUBLAS 0
 #endif
 
-// ------------------------------------------------------------------------------------------------------- vector_add
+// -------------------------------------------------------------------------------------------------
+// vector_add: one thread per element
+// -------------------------------------------------------------------------------------------------
 
-// A *kernel* is a function that many threads run at one time, each with other values of `blockIdx` and `threadIdx`.
-// Threads come in *blocks* (here of 256), blocks in a *grid*. The grid covers n with whole blocks, so that the last one
-// may hang over the end: hence the `if`.
-__global__ void vector_add(int n, global<const float> a, global<const float> b, global<float> c) {
+// A kernel is a function that many threads run at the same time, each with its own threadIdx.
+// Threads are grouped in blocks (here of 256), and the blocks form a grid. The grid is rounded up,
+// so the last block may extend past the end of the vector: hence the guard.
+__global__ void vector_add(int n, const float* __restrict__ a, const float* __restrict__ b,
+                           float* __restrict__ c) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) c[i] = a[i] + b[i];
 }
 
-// ------------------------------------------------------------------------------------------------------------ naive
+// -------------------------------------------------------------------------------------------------
+// naive and coalesced: one thread per element of C
+// -------------------------------------------------------------------------------------------------
 
-// One thread, one element of C. Threads of a block are numbered with x first, and 32 in a row are a *warp*: its *lanes*
-// have x = 0 .. 31 and one y, and run the same instruction at the same time. When they load, memory is asked for 32
-// addresses at once, and answers with all the *sectors* of 32 bytes in which they lie.
+// The threads of a block are numbered with x first, and 32 consecutive ones form a warp. The 32
+// lanes of a warp execute the same instruction at the same time. When they load, memory delivers
+// every 32-byte sector that contains one of the 32 addresses.
 //
-// Here x counts rows. The lanes load A[row, k] of 32 rows: 32 sectors, of each of which 4 bytes are used. B[k, col] is
-// one number for all of them: 1 sector. 33 sectors for 32 FMAs.
-__global__ void naive(int M, int N, int K, global<const float> A, global<const float> B, global<float> C) {
+// Here x counts rows: the lanes read A[row][k] of 32 rows, which lie in 32 sectors, and use 4 bytes
+// of each. They all read the same B[k][col]: 1 sector. Together 33 sectors for 32 FMAs.
+__global__ void naive(int M, int N, int K, const float* __restrict__ A,
+                      const float* __restrict__ B, float* __restrict__ C) {
     int row = blockIdx.y * 32 + threadIdx.x;
     int col = blockIdx.x * 32 + threadIdx.y;
     if (row >= M || col >= N) return;
@@ -83,12 +93,12 @@ __global__ void naive(int M, int N, int K, global<const float> A, global<const f
     C[row * N + col] = sum;
 }
 
-// -------------------------------------------------------------------------------------------------------- coalesced
-
-// The same, but x counts columns. The lanes share a row: one number of A for all, 1 sector. In B they read 32
-// neighbours: 128 bytes, 4 sectors, all of them used. 33 have become 5, and the writes of C 4 instead of 32.
-__global__ void coalesced(int M, int N, int K, global<const float> A, global<const float> B, global<float> C) {
-    // --- exercise 9.1: which element is mine, so that the lanes of a warp read and write neighbours? ---
+// The same with x and y exchanged. The lanes share a row of A: 1 sector. In B they read 32
+// neighbours: 128 bytes, 4 sectors, all of them used. Together 5 sectors instead of 33, and storing
+// C takes 4 instead of 32. Such an access is called coalesced.
+__global__ void coalesced(int M, int N, int K, const float* __restrict__ A,
+                          const float* __restrict__ B, float* __restrict__ C) {
+    // --- exercise 9.1: the element of this thread, so that a warp reads and writes neighbours ---
     int row = blockIdx.y * 32 + threadIdx.y;
     int col = blockIdx.x * 32 + threadIdx.x;
     // --- end exercise ---
@@ -98,263 +108,371 @@ __global__ void coalesced(int M, int N, int K, global<const float> A, global<con
     C[row * N + col] = sum;
 }
 
-// ----------------------------------------------------------------------------------------------------- shared_tiles
+// -------------------------------------------------------------------------------------------------
+// shared_tiles: load a tile once for all threads of a block
+// -------------------------------------------------------------------------------------------------
 
-// X[row, col], or 0 where there is none: a tile that hangs over the edge is filled up with zeros, which add nothing.
-__device__ inline float at(global<const float> X, int row, int col, int rows, int cols) {
+// X[row][col], or 0 outside X. A tile that extends past the edge of a matrix is filled with zeros,
+// which add nothing. Both tiles need them: with zeros in one alone, 0 would meet whatever lies in
+// memory behind the other matrix, and 0 * NaN is NaN.
+__device__ inline float load_or_zero(const float* __restrict__ X, int row, int col, int rows,
+                                     int cols) {
     return row < rows && col < cols ? X[row * cols + col] : 0.0f;
 }
 
-// 32 x 32 threads compute 32 x 32 elements of C. Each of these needs a row of A and a column of B, and 32 threads need
-// the same row. So the block walks along K in steps of 32, and in each of them
+// A block of 32 x 32 threads computes a tile of 32 x 32 elements of C, for which it needs 32 rows
+// of A and 32 columns of B. It walks along K in steps of 32. In each step, every thread loads one
+// element of A and one of B into shared memory, and then does 32 FMAs from there.
 //
-//     fetches     32 x 32 of A and of B into shared memory, each thread one element of both
-//     waits       for all its threads: what I am going to read, others have written
-//     multiplies  each thread a row of As by a column of Bs: 32 FMAs, and nothing from global memory
-//     waits       again: what I am going to overwrite, others may still be reading
-//
-// Lanes read As at one address (which is sent to all of them) and Bs at 32 neighbouring ones. Shared memory consists of
-// 32 *banks*, 4 bytes wide: 32 neighbours lie on 32 banks and come in one turn. Two addresses on one bank take two.
-__global__ void shared_tiles(int M, int N, int K, global<const float> A, global<const float> B, global<float> C) {
+// Shared memory has 32 banks, each 4 bytes wide. The lanes of a warp read the same element of As,
+// which is a broadcast, and 32 neighbours in Bs, which lie in 32 different banks: one wavefront
+// each. Different addresses in the same bank are a bank conflict and take one wavefront each.
+__global__ void shared_tiles(int M, int N, int K, const float* __restrict__ A,
+                             const float* __restrict__ B, float* __restrict__ C) {
     constexpr int T = 32;
-    __shared__ float tile_a[T * T], tile_b[T * T];
-    shared<float> As = tile_a, Bs = tile_b;
-    int x = threadIdx.x, y = threadIdx.y;
-    int row = blockIdx.y * T + y, col = blockIdx.x * T + x;
+    __shared__ float As[T][T];
+    __shared__ float Bs[T][T];
+    int x = threadIdx.x;
+    int y = threadIdx.y;
+    int row = blockIdx.y * T + y;
+    int col = blockIdx.x * T + x;
     float sum = 0;
-    // --- exercise 9.2: walk along K: fetch a tile of A and one of B, wait, multiply, wait ---
+    // --- exercise 9.2: walk along K: load a tile of A and one of B, wait, multiply, wait ---
     for (int k0 = 0; k0 < K; k0 += T) {
-        As[y * T + x] = at(A, row, k0 + x, M, K);
-        Bs[y * T + x] = at(B, k0 + y, col, K, N);
-        __syncthreads();  // nobody reads before all have written
-        for (int k = 0; k < T; k++) sum += As[y * T + k] * Bs[k * T + x];
-        __syncthreads();  // nobody writes the next tiles before all have read these
+        As[y][x] = load_or_zero(A, row, k0 + x, M, K);
+        Bs[y][x] = load_or_zero(B, k0 + y, col, K, N);
+        __syncthreads();  // no thread reads the tiles before all have written them
+        for (int k = 0; k < T; k++) sum += As[y][k] * Bs[k][x];
+        __syncthreads();  // no thread overwrites the tiles before all have read them
     }
     // --- end exercise ---
     if (row < M && col < N) C[row * N + col] = sum;
 }
 
-// --------------------------------------------------------------------------------------------------- register_tiles
+// -------------------------------------------------------------------------------------------------
+// register_tiles: 8 x 8 elements of C per thread
+// -------------------------------------------------------------------------------------------------
 
-// shared_tiles loads two numbers from shared memory for each FMA, and shared memory gives a multiprocessor 32 numbers
-// in a clock, where its FMA units want 256. A thread that computes 8 x 8 elements of C loads 8 numbers of a column of A
-// and 8 of a row of B, and multiplies each with each: 16 loads for 64 FMAs. Its 64 sums live in registers throughout.
-constexpr int BM = 128, BN = 128, BK = 8, TM = 8, TN = 8, THREADS = 256;  // the block's tile, a step, a thread's tile
+// shared_tiles loads two floats from shared memory per FMA. Shared memory delivers 32 floats per
+// cycle to a multiprocessor, whose FMA units could use 256. A thread that computes 8 x 8 elements
+// loads 8 floats of A and 8 of B and multiplies each with each: 16 loads for 64 FMAs. The 64 sums
+// stay in registers.
+constexpr int BM = 128, BN = 128;  // tile of C of a block
+constexpr int BK = 8;              // step along K
+constexpr int TM = 8, TN = 8;      // elements of C of a thread
+constexpr int THREADS = 256;
 
-// Which elements of the tile are mine? 8 warps, 4 x 2, own 32 x 64 each; the 32 lanes of a warp, 4 x 8, own every 4th
-// row and every 8th column of it. So the lanes read 4 neighbours of As and 8 of Bs: no two addresses on one bank; and
-// write 8 neighbours of C, a whole sector.
-__device__ inline int my_row(int t, int i) { return t / 64 * 32 + i * 4 + t % 32 / 8; }
-__device__ inline int my_col(int t, int j) { return t / 32 % 2 * 64 + j * 8 + t % 8; }
+// Which elements belong to a thread? Each of 8 warps, 4 x 2, computes 32 x 64 elements of the tile.
+// Its lanes, 4 x 8, own every 4th row and every 8th column of them. So the lanes read 4 neighbours
+// of As and 8 of Bs, without bank conflicts, and write 8 neighbours of C, a full sector.
+__device__ inline int thread_row(int t, int i) {
+    int warp = t / 32;
+    int lane = t % 32;
+    return warp / 2 * 32 + i * 4 + lane / 8;
+}
 
-// As is stored column by column, so that the rows of one k are neighbours. A warp fetches 4 rows x 8 numbers of A, whole
-// sectors, and writes them to 8 columns of As: were a column 128 long, all 8 would begin on one bank. With LDA = 132
-// each begins 4 banks further, and 4 x 8 numbers fill the 32 banks.
-constexpr int LDA = BM + 4;
+__device__ inline int thread_col(int t, int j) {
+    int warp = t / 32;
+    int lane = t % 32;
+    return warp % 2 * 64 + j * 8 + lane % 8;
+}
 
-__global__ void __launch_bounds__(THREADS)  // tells the compiler how many threads have to share the registers
-register_tiles(int M, int N, int K, global<const float> A, global<const float> B, global<float> C) {
-    __shared__ float tile_a[BK * LDA], tile_b[BK * BN];
-    shared<float> As = tile_a, Bs = tile_b;
-    int t = threadIdx.x, row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
+// As is stored transposed, so that the rows of one k are neighbours. A warp loads 4 rows x 8
+// columns of A, full sectors, and writes them to 8 rows of As. If these were 128 long, all 8 would
+// begin in the same bank. With 132, each begins 4 banks further, and 4 x 8 floats fill 32 banks.
+constexpr int AS_STRIDE = BM + 4;
+
+// __launch_bounds__ tells the compiler how many threads have to share the registers.
+__global__ void __launch_bounds__(THREADS)
+register_tiles(int M, int N, int K, const float* __restrict__ A, const float* __restrict__ B,
+               float* __restrict__ C) {
+    __shared__ float As[BK][AS_STRIDE];
+    __shared__ float Bs[BK][BN];
+    int t = threadIdx.x;
+    int row0 = blockIdx.y * BM;
+    int col0 = blockIdx.x * BN;
     float sum[TM][TN] = {};
     for (int k0 = 0; k0 < K; k0 += BK) {
-        for (int i = t; i < BM * BK; i += THREADS) As[i % BK * LDA + i / BK] = at(A, row0 + i / BK, k0 + i % BK, M, K);
-        for (int i = t; i < BK * BN; i += THREADS) Bs[i] = at(B, k0 + i / BN, col0 + i % BN, K, N);
+        for (int i = t; i < BM * BK; i += THREADS) {
+            As[i % BK][i / BK] = load_or_zero(A, row0 + i / BK, k0 + i % BK, M, K);
+        }
+        for (int i = t; i < BK * BN; i += THREADS) {
+            Bs[i / BN][i % BN] = load_or_zero(B, k0 + i / BN, col0 + i % BN, K, N);
+        }
         __syncthreads();
-        // --- exercise 9.3: for each k of this step, 8 + 8 numbers from shared memory and 64 FMAs ---
+        // --- exercise 9.3: for each k of the step, 8 + 8 floats from shared memory and 64 FMAs ---
         for (int k = 0; k < BK; k++) {
-            float a[TM], b[TN];
-            for (int i = 0; i < TM; i++) a[i] = As[k * LDA + my_row(t, i)];
-            for (int j = 0; j < TN; j++) b[j] = Bs[k * BN + my_col(t, j)];
-            for (int i = 0; i < TM; i++)
+            float a[TM];
+            float b[TN];
+            for (int i = 0; i < TM; i++) a[i] = As[k][thread_row(t, i)];
+            for (int j = 0; j < TN; j++) b[j] = Bs[k][thread_col(t, j)];
+            for (int i = 0; i < TM; i++) {
                 for (int j = 0; j < TN; j++) sum[i][j] += a[i] * b[j];
+            }
         }
         // --- end exercise ---
         __syncthreads();
     }
-    for (int i = 0; i < TM; i++)
+    for (int i = 0; i < TM; i++) {
         for (int j = 0; j < TN; j++) {
-            int row = row0 + my_row(t, i), col = col0 + my_col(t, j);
+            int row = row0 + thread_row(t, i);
+            int col = col0 + thread_col(t, j);
             if (row < M && col < N) C[row * N + col] = sum[i][j];
         }
+    }
 }
 
-// -------------------------------------------------------------------------------------------------- the host's part
+// -------------------------------------------------------------------------------------------------
+// Launches
+// -------------------------------------------------------------------------------------------------
 
-static int blocks(int n, int size) { return (n + size - 1) / size; }  // rounded up: the last may hang over the edge
-enum { CUBLAS, NAIVE, COALESCED, SHARED_TILES, REGISTER_TILES };
-static const char* const NAMES[] = {"cublas", "naive", "coalesced", "shared_tiles", "register_tiles"};
+enum Kernel { CUBLAS, NAIVE, COALESCED, SHARED_TILES, REGISTER_TILES };
+const char* const NAMES[] = {"cublas", "naive", "coalesced", "shared_tiles", "register_tiles"};
 
-static void product(int kernel, int M, int N, int K, const float* A, const float* B, float* C) {
-    dim3 tiles(blocks(N, 32), blocks(M, 32)), threads(32, 32);
-    if (kernel == NAIVE) LAUNCH(naive, tiles, threads, M, N, K, A, B, C);
-    if (kernel == COALESCED) LAUNCH(coalesced, tiles, threads, M, N, K, A, B, C);
-    if (kernel == SHARED_TILES) LAUNCH(shared_tiles, tiles, threads, M, N, K, A, B, C);
-    if (kernel == REGISTER_TILES)
-        LAUNCH(register_tiles, dim3(blocks(N, BN), blocks(M, BM)), dim3(THREADS), M, N, K, A, B, C);
+int ceil_div(int n, int size) { return (n + size - 1) / size; }
+
+void launch_vector_add(int n, const float* a, const float* b, float* c) {
+    vector_add<<<ceil_div(n, 256), 256>>>(n, a, b, c);
+}
+
+void cublas_matmul(int M, int N, int K, const float* A, const float* B, float* C) {
 #if HAS_CUBLAS
     static cublasHandle_t handle = nullptr;
     if (!handle) cublasCreate(&handle);
-    const float one = 1, zero = 0;
-    if (kernel == CUBLAS)  // it stores matrices column by column, so it sees ours transposed: Cᵀ = Bᵀ · Aᵀ
-        cublasSgemm(handle, CUBLAS_OP_N, CUBLAS_OP_N, N, M, K, &one, B, N, A, K, &zero, C, N);
+    const float one = 1;
+    const float zero = 0;
+    // cuBLAS stores matrices by columns, so it sees ours transposed, and Cᵀ = Bᵀ Aᵀ.
+    cublasSgemm(handle, CUBLAS_OP_N, CUBLAS_OP_N, N, M, K, &one, B, N, A, K, &zero, C, N);
 #endif
 }
 
-// Stop with what CUDA says, if it says anything. A kernel's errors come late: when somebody waits for it.
-static void check(const char* what) {
+void matmul(int kernel, int M, int N, int K, const float* A, const float* B, float* C) {
+    dim3 grid(ceil_div(N, 32), ceil_div(M, 32));
+    dim3 block(32, 32);
+    dim3 grid_of_large_tiles(ceil_div(N, BN), ceil_div(M, BM));
+    switch (kernel) {
+        case CUBLAS:
+            cublas_matmul(M, N, K, A, B, C);
+            break;
+        case NAIVE:
+            naive<<<grid, block>>>(M, N, K, A, B, C);
+            break;
+        case COALESCED:
+            coalesced<<<grid, block>>>(M, N, K, A, B, C);
+            break;
+        case SHARED_TILES:
+            shared_tiles<<<grid, block>>>(M, N, K, A, B, C);
+            break;
+        case REGISTER_TILES:
+            register_tiles<<<grid_of_large_tiles, THREADS>>>(M, N, K, A, B, C);
+            break;
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// The check
+// -------------------------------------------------------------------------------------------------
+
+// Exit with CUDA's message if there is one. A launch returns at once, so the errors of a kernel
+// appear later, when the host waits for it.
+void check_cuda(const char* what) {
     cudaError_t error = cudaDeviceSynchronize();
     if (error == cudaSuccess) error = cudaGetLastError();
     if (error == cudaSuccess) return;
     printf("%s: %s\n", what, cudaGetErrorString(error));
     exit(1);
 }
-// A matrix on the GPU in the middle of a field of NaN: who reads beside it computes NaN, who writes beside it is seen.
-struct Matrix {
+
+// An array on the GPU between two margins of NaN: a kernel that reads outside it computes NaN, and
+// one that writes outside it is noticed.
+struct DeviceArray {
     static constexpr size_t MARGIN = 1024;
     size_t count;
-    float* field = nullptr;
-    explicit Matrix(size_t count) : count(count) {
-        cudaMalloc((void**)&field, (count + 2 * MARGIN) * sizeof(float));
-        check("no memory of a GPU to work in");
-        cudaMemset(field, 0xff, (count + 2 * MARGIN) * sizeof(float));  // four bytes of ones are a NaN
+    float* memory = nullptr;
+
+    explicit DeviceArray(size_t count) : count(count) {
+        size_t bytes = (count + 2 * MARGIN) * sizeof(float);
+        cudaMalloc((void**)&memory, bytes);
+        check_cuda("cannot allocate memory on a GPU");
+        cudaMemset(memory, 0xff, bytes);  // four bytes of ones are a NaN
     }
-    explicit Matrix(const std::vector<float>& numbers) : Matrix(numbers.size()) {
-        cudaMemcpy(data(), numbers.data(), count * sizeof(float), cudaMemcpyHostToDevice);
+    explicit DeviceArray(const std::vector<float>& values) : DeviceArray(values.size()) {
+        cudaMemcpy(data(), values.data(), count * sizeof(float), cudaMemcpyHostToDevice);
     }
-    ~Matrix() { cudaFree(field); }
-    float* data() { return field + MARGIN; }
-    std::vector<float> numbers() {  // with the margins. The copy waits until the kernels before it have ended
+    ~DeviceArray() { cudaFree(memory); }
+
+    float* data() { return memory + MARGIN; }
+
+    std::vector<float> with_margins() {  // the copy waits until the kernels before it are done
         std::vector<float> all(count + 2 * MARGIN);
-        cudaMemcpy(all.data(), field, all.size() * sizeof(float), cudaMemcpyDeviceToHost);
+        cudaMemcpy(all.data(), memory, all.size() * sizeof(float), cudaMemcpyDeviceToHost);
         return all;
     }
 };
 
-static std::vector<float> random_numbers(size_t count, unsigned seed) {
-    std::vector<float> numbers(count);
-    for (float& x : numbers) {
-        seed = seed * 1664525u + 1013904223u;  // a linear congruential generator, as in Numerical Recipes
+std::vector<float> random_values(size_t count, unsigned seed) {
+    std::vector<float> values(count);
+    for (float& x : values) {
+        seed = seed * 1664525u + 1013904223u;  // a linear congruential generator
         x = (seed >> 8) / float(1 << 23) - 1;  // in [-1, 1)
     }
-    return numbers;
+    return values;
 }
 
-// Seconds of one call of each of two: the medians of 20 turns, after one that does not count. As they take turns,
-// whatever slows the chip for a while slows both.
-template <class Run, class Other>
-static void seconds(Run run, Other other, double* of_run, double* of_other) {
-    std::vector<float> milliseconds[2] = {std::vector<float>(20), std::vector<float>(20)};
-#ifdef __CUDACC__  // threads that a CPU runs one after the other say nothing about time
-    cudaEvent_t event[3];
-    for (cudaEvent_t& e : event) cudaEventCreate(&e);
-    for (int i = -1; i < 20; i++) {
-        cudaEventRecord(event[0]);  // a launch returns at once; the GPU notes the time when it comes to the event
-        run();
-        cudaEventRecord(event[1]);
-        other();
-        cudaEventRecord(event[2]);
-        check("timing");
-        for (int j = 0; j < 2 && i >= 0; j++) cudaEventElapsedTime(&milliseconds[j][i], event[j], event[j + 1]);
-    }
-    for (cudaEvent_t& e : event) cudaEventDestroy(e);
-#endif
-    for (std::vector<float>& each : milliseconds) std::sort(each.begin(), each.end());
-    *of_run = milliseconds[0][10] / 1e3, *of_other = milliseconds[1][10] / 1e3;
-}
-
-// The largest error in C, as a part of Σ |a·b| of its row and column: of all elements, or of 5,000 of a large matrix.
-static double error_of(const std::vector<float>& C, const std::vector<float>& A, const std::vector<float>& B, int M,
-                       int N, int K) {
-    size_t count = size_t(M) * N, step = count <= 65536 ? 1 : count / 5003;
+// The largest error in C (with margins), relative to the sum of |a b| of its row and column. Of a
+// large matrix, some 5,000 elements are checked.
+double max_error(const std::vector<float>& C, const std::vector<float>& A,
+                 const std::vector<float>& B, int M, int N, int K) {
+    size_t count = size_t(M) * N;
+    size_t step = count <= 65536 ? 1 : count / 5003;
     double worst = 0;
     for (size_t i = 0; i < count; i += step) {
-        double sum = 0, size = 1e-30;
+        double sum = 0;
+        double size = 1e-30;
         for (int k = 0; k < K; k++) {
             double term = double(A[i / N * K + k]) * B[size_t(k) * N + i % N];
             sum += term;
             size += std::fabs(term);
         }
-        double error = std::fabs(C[Matrix::MARGIN + i] - sum) / size;
-        if (!(error <= worst)) worst = error;  // the other way round, `error > worst`, a NaN would pass
+        double error = std::fabs(C[DeviceArray::MARGIN + i] - sum) / size;
+        if (!(error <= worst)) worst = error;  // with `error > worst`, a NaN would pass
         if (std::isnan(worst)) return worst;
     }
-    for (size_t i = 0; i < Matrix::MARGIN; i++)
-        if (!std::isnan(C[i]) || !std::isnan(C[Matrix::MARGIN + count + i])) return INFINITY;  // written beside C
+    for (size_t i = 0; i < DeviceArray::MARGIN; i++) {
+        if (!std::isnan(C[i])) return INFINITY;  // written in front of C
+        if (!std::isnan(C[DeviceArray::MARGIN + count + i])) return INFINITY;  // or behind it
+    }
     return worst;
 }
 
-static int wrong = 0;
-static bool is_right(double error) {  // fp32 rounds by 6e-8; one number left out is far above 1e-6
+int failures = 0;
+
+bool is_right(double error) {  // fp32 rounds by 6e-8; a missing term is far above 1e-6
     if (error <= 1e-6) return true;
     printf("   WRONG: 1e-6 is allowed");
-    return !++wrong;
+    failures++;
+    return false;
 }
 
-static void add_vectors(int n, bool timed) {
-    std::vector<float> a = random_numbers(n + 256, 1), b = random_numbers(n + 256, 2);  // longer: who adds more is seen
-    Matrix on_a(a), on_b(b), on_c(a.size());
-    auto run = [&] { LAUNCH(vector_add, dim3(blocks(n, 256)), dim3(256), n, on_a.data(), on_b.data(), on_c.data()); };
+struct Seconds {
+    double ours;
+    double theirs;
+};
+
+// Median seconds of one call of each of two functions. They alternate, so that whatever slows the
+// GPU for a while slows both.
+template <class Ours, class Theirs>
+Seconds time_pair(Ours ours, Theirs theirs) {
+    Seconds median = {NAN, NAN};
+#ifdef __CUDACC__
+    constexpr int CALLS = 20;
+    std::vector<float> ms_ours(CALLS);
+    std::vector<float> ms_theirs(CALLS);
+    cudaEvent_t event[3];
+    for (cudaEvent_t& e : event) cudaEventCreate(&e);
+    for (int i = -1; i < CALLS; i++) {  // the first pair warms up and is not counted
+        cudaEventRecord(event[0]);      // the GPU notes the time when it reaches the event
+        ours();
+        cudaEventRecord(event[1]);
+        theirs();
+        cudaEventRecord(event[2]);
+        check_cuda("timing");
+        if (i < 0) continue;
+        cudaEventElapsedTime(&ms_ours[i], event[0], event[1]);
+        cudaEventElapsedTime(&ms_theirs[i], event[1], event[2]);
+    }
+    for (cudaEvent_t& e : event) cudaEventDestroy(e);
+    std::sort(ms_ours.begin(), ms_ours.end());
+    std::sort(ms_theirs.begin(), ms_theirs.end());
+    median = {ms_ours[CALLS / 2] / 1e3, ms_theirs[CALLS / 2] / 1e3};
+#endif
+    return median;
+}
+
+void check_vector_add(int n, bool timed) {
+    std::vector<float> a = random_values(n + 256, 1);  // longer than n, so that
+    std::vector<float> b = random_values(n + 256, 2);  // a missing guard is noticed
+    DeviceArray device_a(a);
+    DeviceArray device_b(b);
+    DeviceArray device_c(a.size());
+    auto run = [&] { launch_vector_add(n, device_a.data(), device_b.data(), device_c.data()); };
     run();
-    check("vector_add");
-    std::vector<float> c = on_c.numbers();
-    int off = !std::isnan(c[Matrix::MARGIN + n]);  // not ours
-    for (int i = 0; i < n; i++) off += !(c[Matrix::MARGIN + i] == a[i] + b[i]);
-    printf("%-16s%22d%12.2g", "vector_add", n, double(off));
-    if (is_right(off) && timed) {
-        double took, again;
-        seconds(run, run, &took, &again);
-        printf("%12.2f TB/s", 12e-12 * n / took);
+    check_cuda("vector_add");
+    std::vector<float> c = device_c.with_margins();
+    int errors = !std::isnan(c[DeviceArray::MARGIN + n]);
+    for (int i = 0; i < n; i++) errors += !(c[DeviceArray::MARGIN + i] == a[i] + b[i]);
+    printf("%-16s%22d%12.2g", "vector_add", n, double(errors));
+    if (is_right(errors) && timed) {
+        printf("%12.2f TB/s", 12e-12 * n / time_pair(run, run).ours);
     }
     printf("\n");
 }
 
-static void multiply(int M, int N, int K, bool timed) {
-    std::vector<float> A = random_numbers(size_t(M) * K, 3), B = random_numbers(size_t(K) * N, 4);
-    Matrix on_a(A), on_b(B), beside(timed ? size_t(M) * N : 0);
+void check_matmul(int M, int N, int K, bool timed) {
+    std::vector<float> A = random_values(size_t(M) * K, 3);
+    std::vector<float> B = random_values(size_t(K) * N, 4);
+    DeviceArray device_a(A);
+    DeviceArray device_b(B);
+    DeviceArray cublas_c(timed ? size_t(M) * N : 0);
     for (int kernel = HAS_CUBLAS ? CUBLAS : NAIVE; kernel <= REGISTER_TILES; kernel++) {
-        Matrix on_c(size_t(M) * N);  // NaN everywhere: what is not written cannot look right
-        auto run = [&] { product(kernel, M, N, K, on_a.data(), on_b.data(), on_c.data()); };
-        auto cublas = [&] { product(CUBLAS, M, N, K, on_a.data(), on_b.data(), beside.data()); };
+        DeviceArray device_c(size_t(M) * N);  // NaN: an element that is not written is noticed
+        auto run = [&] {
+            matmul(kernel, M, N, K, device_a.data(), device_b.data(), device_c.data());
+        };
+        auto cublas = [&] {
+            matmul(CUBLAS, M, N, K, device_a.data(), device_b.data(), cublas_c.data());
+        };
         run();
-        check(NAMES[kernel]);
-        double error = error_of(on_c.numbers(), A, B, M, N, K);
+        check_cuda(NAMES[kernel]);
+        double error = max_error(device_c.with_margins(), A, B, M, N, K);
         printf("%-16s%8d %6d %6d%12.2g", NAMES[kernel], M, N, K, error);
-        if (is_right(error) && timed) {  // verified first, then timed, and cuBLAS in turn with each of them
-            double took, theirs;
-            seconds(run, cublas, &took, &theirs);
-            printf("%12.2f TFLOP/s", 2e-12 * M * N * K / took);
-            if (HAS_CUBLAS) printf("%8.1f%% of cuBLAS", 100 * theirs / took);
+        if (is_right(error) && timed) {  // verified first, then timed
+            Seconds seconds = time_pair(run, cublas);
+            printf("%12.2f TFLOP/s", 2e-12 * M * N * K / seconds.ours);
+            if (HAS_CUBLAS) printf("%8.1f%% of cuBLAS", 100 * seconds.theirs / seconds.ours);
         }
         printf("\n");
     }
 }
 
-int main(int count, char** words) {
-    setvbuf(stdout, nullptr, _IOLBF, 0);  // a line is out when it is printed, also into a pipe
+// -------------------------------------------------------------------------------------------------
+// main
+// -------------------------------------------------------------------------------------------------
+
+// An integer from 1 to 32768, so that offsets fit into 32 bits; 0 for anything else.
+int parse_size(const char* text) {
+    char* end = nullptr;
+    double value = strtod(text, &end);
+    bool right = value >= 1 && value <= 32768 && value == int(value) && *end == 0;
+    return right ? int(value) : 0;
+}
+
+int main(int argc, char** argv) {
+    setvbuf(stdout, nullptr, _IOLBF, 0);  // a line appears when it is printed, also in a pipe
     int size[3] = {4096, 4096, 4096};
-    for (int i = 1; i < count; i++) {
-        bool right = !strcmp(words[i], "--size");
-        for (int& n : size) {
-            char* end = nullptr;
-            double value = right && ++i < count ? strtod(words[i], &end) : 0;
-            n = value >= 1 && value <= 32768 ? int(value) : 0;  // offsets are 32 bits
-            right = n && n == value && !*end;
-        }
-        if (right) continue;
-        fprintf(stderr, "matmul: %s: there is one option, --size M N K: three whole numbers from 1 to 32768\n",
-                i < count ? words[i] : "--size");
+    const char* wrong = nullptr;
+    if (argc > 1 && (argc != 5 || strcmp(argv[1], "--size"))) wrong = argv[1];
+    for (int i = 0; i < 3 && argc > 1 && !wrong; i++) {
+        size[i] = parse_size(argv[2 + i]);
+        if (!size[i]) wrong = argv[2 + i];
+    }
+    if (wrong) {
+        const char* usage = "the only option is --size M N K: three whole numbers from 1 to 32768";
+        fprintf(stderr, "matmul: %s: %s\n", wrong, usage);
         return 2;
     }
     printf("%-16s%22s%12s\n", "kernel", "M      N      K", "error");
-    if (count == 1) {
-        add_vectors(1000, false);
-        multiply(139, 263, 77, false);  // no multiple of any tile, and more than one of each
-        multiply(1, 1, 1, false);
-        if (ON_GPU) add_vectors(1 << 28, true);
+    if (argc == 1) {
+        check_vector_add(1000, false);
+        check_matmul(139, 263, 77, false);  // more than one tile, and no multiple of any
+        check_matmul(1, 1, 1, false);
+        if (ON_GPU) check_vector_add(1 << 28, true);
     }
-    if (count > 1 || ON_GPU) multiply(size[0], size[1], size[2], ON_GPU);
-    printf(wrong ? "%d of these are WRONG\n" : "PASS\n", wrong);
-    return wrong ? 1 : 0;
+    if (argc > 1 || ON_GPU) check_matmul(size[0], size[1], size[2], ON_GPU);
+    if (failures) {
+        printf("FAIL: %d of these are WRONG\n", failures);
+        return 1;
+    }
+    printf("PASS\n");
+    return 0;
 }

@@ -1,8 +1,8 @@
-"""matmul.cu, the very file, on the CPU: against float64, in_depth, its own formulas, and what NVIDIA's compiler makes.
+"""matmul.cu on the CPU, against float64, in_depth and its own formulas; and the machine code that nvcc makes of it.
 
-The program is built as its first lines say, and run. Its kernels are also called one by one, with torch's tensors: for
-that the file is included, as it is, into a source with a few C functions more (`INSIDE`), and on a rank: what a wrong
-kernel may do to its own process is not done to this one, which compares.
+The program is built as its first lines say, and run. Its kernels are also called one by one with torch's tensors, in
+another process, so that a wrong kernel cannot damage the process that compares. For that, `for_cpu` makes their
+accesses countable, and a few C functions (`INSIDE`) are added.
 """
 
 import re
@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).with_name("in_depth")))
 import _cuda
 import matmul_ladder
 from _cuda import FORWARD, REVERSE, CudaError
+from _plain_cuda import for_cpu
 from harness.ranks import run_ranks
 
 PROGRAM = Path(__file__).with_name("matmul.cu")
@@ -32,23 +33,23 @@ static const char* ended() {
     cuda_on_cpu::launch_error.clear();
     return error.empty() ? nullptr : error.c_str();
 }
-extern "C" const char* run_product(int kernel, int M, int N, int K, const float* A, const float* B, float* C, void*) {
-    product(kernel, M, N, K, A, B, C);
+extern "C" const char* run_matmul(int kernel, int M, int N, int K, const float* A, const float* B, float* C, void*) {
+    matmul(kernel, M, N, K, A, B, C);
     return ended();
 }
 extern "C" const char* run_vector_add(int n, const float* a, const float* b, float* c, void*) {
-    LAUNCH(vector_add, dim3(blocks(n, 256)), dim3(256), n, a, b, c);
+    launch_vector_add(n, a, b, c);
     return ended();
 }
-extern "C" const char* run_places(int* rows, int* cols, void*) {  // of the 64 elements of each thread
+extern "C" const char* run_elements(int* rows, int* cols, void*) {  // of the 64 elements of each thread
     for (int t = 0; t < THREADS; t++)
-        for (int i = 0; i < 8; i++) rows[8 * t + i] = my_row(t, i), cols[8 * t + i] = my_col(t, i);
+        for (int i = 0; i < 8; i++) rows[8 * t + i] = thread_row(t, i), cols[8 * t + i] = thread_col(t, i);
     return nullptr;
 }
-extern "C" const char* run_judge(int M, int N, int K, int count, const float* A, const float* B, const float* C,
-                                 float* says, void*) {  // C: with its margins
-    says[0] = error_of({C, C + count}, {A, A + M * K}, {B, B + K * N}, M, N, K);
-    says[1] = is_right(says[0]);
+extern "C" const char* run_max_error(int M, int N, int K, int count, const float* A, const float* B, const float* C,
+                                     float* result, void*) {  // C: with its margins
+    result[0] = max_error({C, C + count}, {A, A + M * K}, {B, B + K * N}, M, N, K);
+    result[1] = is_right(result[0]);
     return nullptr;
 }
 """
@@ -56,7 +57,7 @@ extern "C" const char* run_judge(int M, int N, int K, int count, const float* A,
 
 @pytest.fixture(scope="module")
 def inside():
-    return _cuda.program_inside(PROGRAM, INSIDE)
+    return _cuda.program_inside(for_cpu(PROGRAM), INSIDE)
 
 
 def on_a_rank(*arguments, **options):
@@ -77,7 +78,7 @@ def run_kernel(inside, kernel, a, b, order=FORWARD, counting=False, call=call):
     M, N, K = a.shape[0], b.shape[1], a.shape[1]
     field = torch.full((M * N + 512,), float("nan"))
     c = field[256 : 256 + M * N].view(M, N)
-    counters = call(inside, "run_product", KERNELS[kernel], M, N, K, a, b, c, order=order, counting=counting)
+    counters = call(inside, "run_matmul", KERNELS[kernel], M, N, K, a, b, c, order=order, counting=counting)
     assert field[:256].isnan().all() and field[256 + M * N :].isnan().all(), f"{kernel} writes beside C"
     return counters if counting else c
 
@@ -86,7 +87,7 @@ def run_kernel(inside, kernel, a, b, order=FORWARD, counting=False, call=call):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel_is_float64s_product_at_sizes_that_no_tile_divides(inside, kernel):
+def test_result_matches_float64_at_uneven_sizes(inside, kernel):
     for M, N, K in SIZES:
         a, b = matmul_ladder.random_inputs(M, N, K, torch.float32, "cpu")  # inside fields of NaN
         error = matmul_ladder.error_ratio(run_kernel(inside, kernel, a, b), a, b)
@@ -95,7 +96,7 @@ def test_every_kernel_is_float64s_product_at_sizes_that_no_tile_divides(inside, 
 
 @pytest.mark.always("shared_tiles", "register_tiles")
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_bits_are_the_same_in_every_order_of_the_threads(inside, kernel):
+def test_result_does_not_depend_on_the_order_of_threads(inside, kernel):
     threads = 256 if kernel == "register_tiles" else 1024
     for size, orders in (((139, 130, 77), (REVERSE, 7)), ((33, 31, 70), _cuda.uneven(threads))):
         a, b = matmul_ladder.random_inputs(*size, torch.float32, "cpu")
@@ -106,18 +107,18 @@ def test_the_bits_are_the_same_in_every_order_of_the_threads(inside, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_in_depth_and_the_ground_floor_give_the_same_bits(inside, kernel):
+def test_result_equals_the_rung_in_depth(inside, kernel):
     rung = kernel.replace("register_tiles", "coarsened_2d")
     a, b = matmul_ladder.random_inputs(139, 130, 77, torch.float32, "cpu")
     assert torch.equal(run_kernel(inside, kernel, a, b), matmul_ladder.matmul(a, b, rung))  # both add k = 0, 1, 2, ...
 
 
-def test_vector_addition_covers_any_length_and_writes_nothing_behind_it(inside):
+def test_vector_add_writes_every_element_and_nothing_else(inside):
     for n in (1, 256, 1000):
         a, b, field = torch.randn(n + 256), torch.randn(n + 256), torch.full((n + 256,), float("nan"))
         call(inside, "run_vector_add", n, a, b, field)
         assert torch.equal(field[:n], a[:n] + b[:n])
-        assert field[n:].isnan().all(), "it wrote behind the end"
+        assert field[n:].isnan().all(), "it wrote past the end"
 
 
 def test_infinity_stays_in_its_row(inside):
@@ -134,7 +135,7 @@ COUNTED = (128, 256, 64)  # whole tiles of every kernel
 
 
 def predicted(kernel):
-    """Of one product: sectors loaded and stored, loads of a warp from shared memory, turns for each, for each store."""
+    """Sectors loaded and stored, shared loads of a warp, wavefronts per shared load and per shared store."""
     M, N, K = COUNTED
     loaded = {
         "naive": M * N * K * 33 // 32,
@@ -147,19 +148,19 @@ def predicted(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_sectors_shared_loads_and_turns_of_the_banks_are_those_of_the_formulas(inside, kernel):
+def test_sectors_and_wavefronts_match_the_formulas(inside, kernel):
     M, N, K = COUNTED
     got = run_kernel(inside, kernel, torch.randn(M, K), torch.randn(K, N), counting=True)
-    turns = [
+    wavefronts = [
         taken / least if least else 1.0
         for taken, least in ((got.bank_turns, got.bank_turns_least), (got.store_turns, got.store_turns_least))
     ]
-    assert (got.load_sectors, got.store_sectors, got.shared_requests, *turns) == predicted(kernel)
+    assert (got.load_sectors, got.store_sectors, got.shared_requests, *wavefronts) == predicted(kernel)
 
 
-def test_the_threads_of_register_tiles_own_every_element_of_the_tile_once(inside):
+def test_threads_of_register_tiles_own_each_element_once(inside):
     rows, cols = torch.zeros(256, 8, dtype=torch.int32), torch.zeros(256, 8, dtype=torch.int32)
-    call(inside, "run_places", rows, cols)
+    call(inside, "run_elements", rows, cols)
     owned = (rows[:, :, None] * 128 + cols[:, None, :]).flatten()
     assert torch.equal(owned.sort().values, torch.arange(128 * 128, dtype=torch.int32))
     warp = (rows[:32, :, None] * 128 + cols[:32, None, :]).flatten()
@@ -169,12 +170,13 @@ def test_the_threads_of_register_tiles_own_every_element_of_the_tile_once(inside
 # ------------------------------------------------------------------------------------------------- the program itself
 
 
-def build(folder, source, *more):
-    """As the first lines of matmul.cu say, in a folder where nothing else lies."""
-    shutil.copy(_cuda.HERE / "cuda_on_cpu.h", folder)
+def build(folder, source):
+    """By the command in the first lines of matmul.cu, in a folder with the header and nothing else."""
+    (folder / "in_depth").mkdir()
+    shutil.copy(_cuda.HERE / "cuda_on_cpu.h", folder / "in_depth")
     (folder / "matmul.cu").write_text(source)
-    command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-include", "cuda_on_cpu.h", *more]
-    done = subprocess.run([*command, "-o", "matmul", "matmul.cu"], cwd=folder, capture_output=True, text=True)
+    command = re.sub(r"\n//", "", re.search(r"sed -E .*? -o matmul -", PROGRAM.read_text(), re.DOTALL)[0])
+    done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return folder / "matmul"
 
@@ -188,7 +190,7 @@ def run(program, *options):
     return subprocess.run([str(program), *options], capture_output=True, text=True, timeout=60)
 
 
-def test_alone_in_a_folder_it_is_built_and_passes(program):
+def test_program_builds_alone_in_a_folder_and_passes(program):
     done = run(program)
     assert done.returncode == 0 and done.stderr == ""
     title, *rows, last = done.stdout.splitlines()
@@ -197,7 +199,7 @@ def test_alone_in_a_folder_it_is_built_and_passes(program):
     assert all(float(row.split()[-1]) <= 1e-6 for row in rows)
 
 
-def test_another_size_is_what_is_multiplied(program):
+def test_size_option(program):
     done = run(program, "--size", "3", "70", "5")
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS"
     assert [row.split()[:4] for row in done.stdout.splitlines()[1:-1]] == [[k, "3", "70", "5"] for k in KERNELS]
@@ -217,7 +219,7 @@ def test_another_size_is_what_is_multiplied(program):
     ],
     ids=" ".join,
 )
-def test_a_wrong_option_is_one_line_and_exit_code_2(program, options):
+def test_wrong_option_is_one_line_and_exit_code_2(program, options):
     done = run(program, *options)
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r"matmul: .*--size M N K: three whole numbers from 1 to 32768\n", done.stderr), done.stderr
@@ -227,46 +229,46 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(program, options):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("C[row * N + col] = sum;\n}\n\n// ---", "if (row) C[row * N + col] = sum;\n}\n\n// ---", "WRONG"),
+        ("col < N) C[row * N + col] = sum;\n}", "col < N && row) C[row * N + col] = sum;\n}", "WRONG"),
         ("int k = 0; k < K; k++) sum += A", "int k = 1; k < K; k++) sum += A", "WRONG"),
-        ("        __syncthreads();  // nobody reads", "        if (x) __syncthreads();  // nobody reads", "deadlock"),
+        ("__syncthreads();  // no thread reads", "if (x) __syncthreads();  // no thread reads", "deadlock"),
         ("    if (i < n) c[i] = ", "    c[i] = ", "WRONG"),
     ],
     ids=["not_written", "a_term_is_missing", "not_all_come_to_the_barrier", "beyond_the_end"],
 )
-def test_a_program_with_a_wrong_kernel_does_not_say_pass(tmp_path, old, new, says):
+def test_program_with_a_wrong_kernel_fails(tmp_path, old, new, says):
     text = PROGRAM.read_text()
     assert old in text
     done = run(build(tmp_path, text.replace(old, new)))
     assert done.returncode == 1 and "PASS" not in done.stdout and says in done.stdout
 
 
-def test_its_judge_notices_nan_a_wrong_element_and_what_is_written_beside(inside):
+def test_max_error_notices_nan_low_precision_and_writes_outside(inside):
     M, N, K = 6, 5, 40
     a, b = torch.randn(M, K), torch.randn(K, N)
     field = torch.full((M * N + 2048,), float("nan"))
     field[1024 : 1024 + M * N] = (a.double() @ b.double()).float().flatten()
 
-    def says(changed):
+    def accepted(changed):
         out = torch.zeros(2)
-        call(inside, "run_judge", M, N, K, len(changed), a, b, changed, out)
+        call(inside, "run_max_error", M, N, K, len(changed), a, b, changed, out)
         return bool(out[1])
 
-    assert says(field)
+    assert accepted(field)
     for at, value in ((1024, float("nan")), (1024 + M * N - 1, float("nan")), (0, 1.0), (1024 + M * N, 0.0)):
         changed = field.clone()
         changed[at] = value
-        assert not says(changed), f"element {at - 1024} of C may be {value}"
+        assert not accepted(changed), f"element {at - 1024} of C may be {value}"
     rounded = field.clone()
     rounded[1024 : 1024 + M * N] = (a.bfloat16().float() @ b.bfloat16().float()).flatten()
-    assert not says(rounded), "inputs of 8 bits pass for fp32"
+    assert not accepted(rounded), "inputs of 8 bits pass for fp32"
 
 
-def test_a_kernel_that_deadlocks_is_an_error_and_the_next_launch_works(inside, tmp_path):
+def test_deadlock_is_an_error_and_the_next_launch_works(inside, tmp_path):
     broken = tmp_path / "matmul.cu"
     text = PROGRAM.read_text()
-    broken.write_text(text.replace("        __syncthreads();  // nobody reads", "        if (x) __syncthreads();  //"))
-    source = _cuda.program_inside(broken, INSIDE)
+    broken.write_text(text.replace("__syncthreads();  // no thread reads", "if (x) __syncthreads();  //"))
+    source = _cuda.program_inside(for_cpu(broken), INSIDE)
     a, b = torch.randn(4, 4), torch.randn(4, 4)
     with pytest.raises(CudaError, match="deadlock in block"):
         run_kernel(source, "shared_tiles", a, b, call=_cuda.call)
@@ -278,7 +280,7 @@ def test_a_kernel_that_deadlocks_is_an_error_and_the_next_launch_works(inside, t
 
 @NVCC
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_no_kernel_has_a_stack_frame_and_two_blocks_of_register_tiles_fit_on_a_multiprocessor(arch):
+def test_kernels_use_no_stack_and_two_blocks_of_register_tiles_fit(arch):
     found = _cuda.resources(str(PROGRAM), arch)
     assert found.keys() == {"vector_add", *KERNELS}
     for kernel, used in found.items():
@@ -287,7 +289,7 @@ def test_no_kernel_has_a_stack_frame_and_two_blocks_of_register_tiles_fit_on_a_m
 
 
 @NVCC
-def test_in_machine_code_a_thread_of_register_tiles_makes_16_shared_loads_for_64_fmas(tmp_path):
+def test_loads_and_fmas_in_machine_code(tmp_path):
     cubin = tmp_path / "matmul.cubin"
     _cuda.resources(str(PROGRAM), "sm_90", cubin)
     loops = {name: _cuda.multiplying_loop(code) for name, code in _cuda.disassembled(cubin).items() if name in KERNELS}
@@ -298,7 +300,7 @@ def test_in_machine_code_a_thread_of_register_tiles_makes_16_shared_loads_for_64
 
 
 @NVCC
-def test_nvcc_builds_the_program_and_without_a_gpu_it_says_so_in_one_line(tmp_path):
+def test_nvcc_builds_the_program(tmp_path):
     shutil.copy(PROGRAM, tmp_path)
     here = ["-arch=native"] if torch.cuda.is_available() else []
     command = ["nvcc", "-O3", *here, "-o", "matmul", "matmul.cu", *_cuda.cublas()]
@@ -306,13 +308,13 @@ def test_nvcc_builds_the_program_and_without_a_gpu_it_says_so_in_one_line(tmp_pa
     assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
     done = run(tmp_path / "matmul", "--size", "64", "64", "64")
     if not torch.cuda.is_available():
-        assert done.returncode == 1 and done.stdout.splitlines()[-1].startswith("no memory of a GPU to work in: ")
+        assert done.returncode == 1 and done.stdout.splitlines()[-1].startswith("cannot allocate memory on a GPU: ")
     else:
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout
     assert run(tmp_path / "matmul", "--size", "x").returncode == 2
 
 
-def test_the_benchmark_has_each_row_before_the_program_ends_and_no_result_without_pass(tmp_path):
+def test_benchmark_reads_rows_while_the_program_runs_and_needs_pass(tmp_path):
     import bench_matmul
 
     program, goes_on = tmp_path / "program", tmp_path / "goes_on"

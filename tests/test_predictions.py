@@ -152,7 +152,7 @@ import json, os, re, subprocess, sys, tempfile
 from pathlib import Path
 import torch, triton
 import _flash_compile as compiled
-import flash_attention as ground
+import flash_attention as core
 from _flash_launch import plan_for
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -183,16 +183,17 @@ def products(body, threads):
     return wide, sum(t.startswith("HMMA.16816") for t in body) * 16 * 8 * 16 * threads // 32
 
 out = {}
-for D, R, C in ((64, 64, 64), (128, 64, 32)):  # the ground floor's tiles on a GPU, 8 warps
+for D, R, C in ((64, 64, 64), (128, 64, 32)):  # the tiles of the core file on a GPU, 8 warps
     for name in ("forward", "dq", "dkdv"):
-        kernel = getattr(ground, name + "_kernel")
+        kernel = getattr(core, name + "_kernel")
         bodies = []
         for causal in (False, True):
-            known = dict(CAUSAL=causal, R=R, C=C, D=D, G=1)
-            kinds = dict(S="i32", N="i32", lse="*fp32", delta="*fp32") | dict.fromkeys(known, "constexpr")
+            known = dict(CAUSAL=causal, BLOCK_M=R, BLOCK_N=C, HEAD_DIM=D)
+            sizes = dict.fromkeys(("seq_len", "n_heads", "group"), "i32")
+            kinds = sizes | dict(lse_ptr="*fp32", delta_ptr="*fp32") | dict.fromkeys(known, "constexpr")
             signature = {key: kinds.get(key, "*bf16") for key in kernel.arg_names}
             places = {key: (place,) for place, key in enumerate(signature)}
-            aligned = {places[key]: [["tt.divisibility", 16]] for key in signature if key not in (*known, "S", "N")}
+            aligned = {places[key]: [["tt.divisibility", 16]] for key in signature if key not in (*known, *sizes)}
             source = ASTSource(kernel, signature, {places[key]: value for key, value in known.items()}, aligned)
             found = [b for b in loops(sass_of(source, num_warps=8)) if any("MUFU.EX2" in t for t in b)]
             bodies.append(min(found, key=len))

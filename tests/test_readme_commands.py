@@ -34,8 +34,10 @@ from harness.house import ROOT
 from harness.ranks import run_ranks
 
 REASONS = ("a GPU", "eight GPUs", "several machines", "a run on a cluster", "nvcc", "a network", "many minutes")
-PROGRAM = re.compile(r"([A-Z_]+=\S* )*(\S*/)?(make|python3?|torchrun|pip|pytest|git|nvcc|g\+\+|sbatch|srun|curl|uv) ")
-ALSO = re.compile(r"(bash|sh|cd|mkdir|cp|rm) ")  # in a block of commands; elsewhere these may be words
+PROGRAM = re.compile(
+    r"([A-Z_]+=\S* )*(\S*/)?(make|python3?|torchrun|pip|pytest|git|nvcc|ncu|g\+\+|sbatch|srun|curl|uv) "
+)
+ALSO = re.compile(r"(bash|sh|cd|mkdir|cp|rm|sed) ")  # in a block of commands; elsewhere these may be words
 RULE = re.compile(r"<!-- (shortened|not run|ends with \d+|first): (.*) -->")
 SPAN = re.compile(r"`((?:make|python3?|torchrun|sbatch) [^`]+)`")
 NO_COPY = shutil.ignore_patterns(".git", ".venv", "*cache*", "runs", "student", "pages", "site", "mkdocs.yml")

@@ -509,7 +509,7 @@ const char* launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
     return launch_clusters(1, kernel, grid, block, shared_bytes, stream, arguments...);
 }
 
-// ---- a program of its own: what matmul.cu, on the ground floor, uses of CUDA's runtime beside kernels
+// ---- a program of its own: what matmul.cu uses of CUDA's runtime beside kernels
 
 using cudaError_t = int;
 enum { cudaSuccess = 0, cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };

@@ -1,5 +1,5 @@
 """bfloat16, the precision that one trains in, judged without a GPU: every Triton kernel of the chapter errs at most 1.5
-times as much as PyTorch does in bfloat16, against float64. (flash_attention.py has its own, on the ground floor.)"""
+times as much as PyTorch does in bfloat16, against float64. (The core file flash_attention.py has a test of its own.)"""
 
 from functools import partial
 

@@ -100,18 +100,24 @@ def test_rows_that_lie_apart_are_read_at_their_stride():
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_gradients_that_are_a_broadcast_number_are_read_as_such(name):
-    """`out.sum().backward()` hands over one number with stride 0; kernels that assume rows read beyond it."""
+def test_gradients_with_any_strides_are_read_right(name):
+    """`out.sum().backward()` hands over one element with stride 0; the gradient of a slice has rows that lie apart."""
     tensors, rest = inputs(1, 3, 37)[name]
-    got = [x.to(DEVICE, copy=True).requires_grad_() for x in tensors]
-    want = [x.clone().requires_grad_() for x in tensors]
-    for function, leaves in ((FUSED[name], got), (REFERENCE[name], want)):
-        here = [x.to(leaves[0].device) if isinstance(x, torch.Tensor) else x for x in rest]
-        out = function(*leaves, *here)
-        sum(y.sum() for y in (out if isinstance(out, tuple) else (out,))).backward()
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        difference = (g.grad.cpu() - w.grad).abs().max().item()
-        assert difference <= 1e-10, f"{name}: gradient of input {i} differs by {difference:.1e}"
+    for kind in ("expanded", "slice"):
+        found = []
+        for function, device in ((FUSED[name], DEVICE), (REFERENCE[name], "cpu")):
+            leaves = [x.to(device, copy=True).requires_grad_() for x in tensors]
+            out = function(*leaves, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in rest))
+            outs = out if isinstance(out, tuple) else (out,)
+            grads = []
+            for y in outs:
+                wide = random(*y.shape[:-1], 2 * y.shape[-1], seed=7).to(device)
+                grads.append(wide[..., : y.shape[-1]] if kind == "slice" else wide.flatten()[0].expand(y.shape))
+                assert not grads[-1].is_contiguous()
+            found.append(torch.autograd.grad(outs, leaves, grads))
+        for i, (got, expected) in enumerate(zip(*found, strict=True)):
+            error = (got.cpu() - expected).abs().max().item()
+            assert error <= 1e-10, f"{name}, {kind}: gradient of input {i} differs by {error:.1e}"
 
 
 def test_large_numbers_overflow_nowhere():
