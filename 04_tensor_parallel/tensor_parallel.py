@@ -19,7 +19,7 @@ tokens, so the norms and the residual stream are split as well.
     the same, overlapped             Ψ/tp         (X + Y)/tp        10 T H (tp-1)/tp
 
 Ψ is the number of parameters in matrices, T the number of tokens, H the hidden size. For its
-backward pass a block saves X = 6 T H + 2 T elements outside of the pairs A, B and Y inside;
+backward pass a block saves X = 6 T H + 2 T elements outside of the pairs (A, B), and Y inside them;
 X' = X - 2 T H. Sources: Shoeybi et al. 2019, arXiv 1909.08053, section 3 (tensor parallelism);
 Korthikanti et al. 2022, arXiv 2205.05198, section 4 (sequence parallelism).
 
@@ -135,7 +135,7 @@ def gather_from_sp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter_to_sp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`reduce_from_tp` to a z of which each rank needs T/tp tokens. (its conjugate)"""
+    """`reduce_from_tp` to T/tp tokens of z on each rank. (conjugate of 2205.05198's g)"""
     return CommFunction.apply(x, group, reduce_scatter, all_gather)
 
 
@@ -146,7 +146,7 @@ def column_parallel_linear(x: Tensor, weights: list, biases: list, tp: TPContext
     """Linear layers that read the same x. [T, H], or [T/tp, H] -> [T, out/tp] for each weight.
 
     q, k and v come together, so that one collective in each direction serves all three. Weights are
-    [out, in], as in nn.Linear: A's columns are rows of its weight, B's rows are columns of its own.
+    [out, in], as in nn.Linear, so A is split along dimension 0, and B along dimension 1.
     """
     full_x = gather_from_sp(x, tp.group) if tp.sequence_parallel else copy_to_tp(x, tp.group)
     return tuple(F.linear(full_x, w, bias) for w, bias in zip(weights, biases, strict=True))
