@@ -20,6 +20,7 @@ import fpdt as script
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _fpdt_log import RecordingOffloader
 from fpdt_attention import EXPLICIT, fpdt_attention
 from fpdt_store import Store, machine_for
 from harness.figures import COLOURS, write_figure
@@ -45,7 +46,12 @@ def ways() -> dict:
 
     def simple(block, x: Tensor):
         q, k, v = (y.transpose(0, 1) for y in block.project_qkv(x))
-        return script.simple_fpdt(q, k, v, CHUNKS, CPU).transpose(0, 1).flatten(1), None
+        kv = torch.stack((k, v)).chunk(CHUNKS, dim=2)
+        outs = []
+        for i, q_chunk in enumerate(q.chunk(CHUNKS, dim=1)):
+            out, _ = script.chunk_attention(q_chunk.reshape(len(k), -1, q.shape[-1]), [kv[i], *kv[:i]])
+            outs.append(out.view(q_chunk.shape))
+        return torch.cat(outs, dim=1).transpose(0, 1).flatten(1), None
 
     def in_depth(block, x: Tensor):
         store = Store(machine_for(CPU))
@@ -67,7 +73,7 @@ def ways() -> dict:
 
 
 def attend(block, x: Tensor, num_chunks: int, num_buffers: int):
-    offloader, comm = script.RecordingOffloader(CPU, num_buffers), script.AllToAllComm(dist.group.WORLD)
+    offloader, comm = RecordingOffloader(CPU, num_buffers), script.AllToAllComm(dist.group.WORLD)
     args = block.project_qkv, block.qkv_params(), num_chunks, offloader, comm
     return script.fpdt_attention(x, *args), offloader
 
@@ -92,8 +98,8 @@ def measured() -> list[list]:
         with peak_memory() as memory:
             counter = one(way, S, torch.float32)[1]
         host = link = 0
-        if isinstance(counter, script.RecordingOffloader):
-            host, link = counter.max_host_bytes, counter.bytes_copied("d2h") + counter.bytes_copied("h2d")
+        if isinstance(counter, RecordingOffloader):
+            host, link = counter.max_host_bytes, counter.bytes_copied.total()
         elif counter:
             host, link = counter.host_peak, counter.offloaded + counter.fetched
         ratio = 1

@@ -89,9 +89,13 @@ def test_to_start_a_kernel_or_a_copy_takes_its_time_too():
     assert pair_seconds(LLAMA, h) == (1.0, 2.0)
 
 
-def test_chunks_change_nothing_on_the_network():
-    for P in (1, 2, 8, 16):
-        assert len({network_bytes(Sizes(2**16, P, u, 32, 8, 64)) for u in (1, 4, 64)}) == 1
+def test_bytes_on_the_network_are_those_of_whole_heads_for_any_ranks_and_kv_heads_whatever_the_chunks():
+    """A K/V head is repeated until all ranks have as many. Of its tokens' heads a rank keeps one P-th and sends the rest."""
+    for P, kv_heads, u in itertools.product(range(1, 9), range(1, 9), (1, 4)):
+        repeated = next(n for n in itertools.count(kv_heads, kv_heads) if n % P == 0)
+        of_a_rank = 2 * P * kv_heads // P + 2 * repeated // P  # q and output; k and v
+        z = Sizes(16 * P, P, u, heads=P * kv_heads, kv_heads=kv_heads, head_dim=3)
+        assert network_bytes(z) == (P - 1) * of_a_rank * 16 * 3 * 2, z
 
 
 def test_the_table_beside_published_totals_takes_half_of_14_tensors_off_and_says_how_many_would_be_exact():

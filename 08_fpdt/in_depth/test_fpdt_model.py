@@ -517,6 +517,10 @@ def small_and_large() -> tuple[Tensor, int]:
     home = HostGradients(layer, dist.group.WORLD, Store(CpuMachine()))
     (layer(torch.eye(4).bfloat16()) * (2.0**-9 if dist.get_rank() else 1)).sum().backward()
     pieces = home.take()
+    layer(torch.eye(4).bfloat16()).sum().backward()  # what was taken must survive the next step
+    again = home.take()
+    storages = {x.untyped_storage().data_ptr() for x in (*pieces.values(), *again.values())}
+    assert len(storages) == len(pieces) + len(again), "two steps' gradients share memory"
     return pieces[layer.weight], len(pieces)
 
 
