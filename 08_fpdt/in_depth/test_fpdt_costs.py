@@ -90,7 +90,7 @@ def test_to_start_a_kernel_or_a_copy_takes_its_time_too():
 
 
 def test_bytes_on_the_network_are_those_of_whole_heads_for_any_ranks_and_kv_heads_whatever_the_chunks():
-    """A K/V head is repeated until all ranks have as many. Of its tokens' heads a rank keeps one P-th and sends the rest."""
+    """A K/V head is repeated until all ranks have as many. Of its tokens' heads a rank keeps one P-th."""
     for P, kv_heads, u in itertools.product(range(1, 9), range(1, 9), (1, 4)):
         repeated = next(n for n in itertools.count(kv_heads, kv_heads) if n % P == 0)
         of_a_rank = 2 * P * kv_heads // P + 2 * repeated // P  # q and output; k and v
