@@ -96,7 +96,7 @@ def chunk_attention(q: Tensor, kv_chunks: Iterable[Tensor]) -> tuple[Tensor, Ten
 
 # --------------------------------------------- Host memory: two streams for copies, and two buffers
 class HostOffloader:
-    """Copies tensors to the host and back while the GPU computes. Unpinned, no copy would overlap.
+    """Copies tensors to the host and back while the GPU computes, which takes pinned memory.
 
     Computation and copies in each direction ("h2d": host to device) have a stream of their own, a
     queue of work. Streams run side by side, and can wait for an event in another. Four waits:
@@ -476,12 +476,12 @@ def train_next_to_reference(num_chunks: int, seq_len: int, offloader, comm) -> f
 
 
 def expected_bytes(seq_len: int, cp: int, num_chunks: int, b: int = 8) -> dict[str, int]:
-    """Bytes of a step, by the table on top, if an element has b >= 4 bytes: sums are no wider."""
+    """Bytes of a step if an element has b >= 4 bytes, so that sums over chunks are no wider."""
     u = num_chunks
     c = -(-seq_len // (u * cp)) * cp  # with padding
-    Q = c * N_HEADS // cp * HEAD_DIM * b
-    K = 2 * c * N_KV_HEADS // cp * HEAD_DIM * b
-    L = c * N_HEADS // cp * b
+    Q = c * N_HEADS // cp * HEAD_DIM * b  # of a chunk: q, out, dout or dq
+    K = 2 * c * N_KV_HEADS // cp * HEAD_DIM * b  # keys and values
+    L = c * N_HEADS // cp * b  # log-sum-exp
     pairs = u * (u + 1) // 2
     return {
         "copied to the host": N_LAYERS * (u * (3 * Q + K + L) + pairs * Q),
