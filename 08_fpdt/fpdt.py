@@ -9,7 +9,7 @@ the backward pass, queries, output and log-sum-exp (LSE) of each chunk are store
 
     compute  | q2.kv2 | q2.kv0 | q2.kv1 | q3.kv3 |        What makes it fast: the computation
     h2d      | kv0 | kv1 |              | kv0 | kv1 |     reads one buffer while a copy fills the
-    d2h               | kv2 |           | q2 | out2 |     other. A third stream copies to the host.
+    d2h          | kv2 |                | q2 | out2 |     other. A third stream copies to the host.
 
 The backward pass swaps the loops. The outer one is over K/V of chunk j, the inner one over the
 queries of all chunks i >= j. Feed-forward layers and the loss look at one token at a time, so they
@@ -144,7 +144,7 @@ class HostOffloader:
     def prefetch_iter(self, host_tensors, items, reader="", reader_streams=("compute",)):
         """Yields `items`, lists of names of host tensors, on the device. First copies start now.
 
-        To ask for the next item says that `reader_streams` have all work that reads this one.
+        Ask for the next item only when `reader_streams` have been given all work on this one.
         """
         buffers = []
         for names in items[: self.num_buffers]:
@@ -190,7 +190,7 @@ class AllToAllComm:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """x[r] is sent to rank r, and [r] of the result comes from rank r."""
-        recv = x.new_empty(x.shape)
+        recv = x.new_empty(x.shape)  # empty_like would keep the strides of a transposed x
         dist.all_to_all_single(recv, x.contiguous(), group=self.group)
         self.bytes_sent += x.nbytes // self.cp * (self.cp - 1)
         return recv
@@ -476,7 +476,7 @@ def train_next_to_reference(num_chunks: int, seq_len: int, offloader, comm) -> f
 
 
 def expected_bytes(seq_len: int, cp: int, num_chunks: int, b: int = 8) -> dict[str, int]:
-    """Bytes of a step if an element has b >= 4 bytes, so that sums over chunks are no wider."""
+    """Bytes of a step, by the README's table with Q' = Q and L in b bytes, so for b >= 4."""
     u = num_chunks
     c = -(-seq_len // (u * cp)) * cp  # with padding
     Q = c * N_HEADS // cp * HEAD_DIM * b  # of a chunk: q, out, dout or dq
