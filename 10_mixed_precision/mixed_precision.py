@@ -5,12 +5,12 @@ multiply it many times as fast. But convert a whole model to fp16 and it does no
 four failures, and each has its own repair:
 
     underflow      gradients below 2^-25 become 0 in fp16      multiply the loss by a scale
-    overflow       a scaled gradient above 65,504 is infinite  skip the step, on all ranks; halve it
+    overflow       a scaled gradient above 65,504 is infinite  skip it on all ranks, halve the scale
     lost updates   w - u = w if u is below half a gap at w     update a master copy in fp32
     long sums      every addition rounds: 2,048 + 1 = 2,048    add up the gradients in fp32
 
 bf16 has the range of fp32, so it needs no scale. In fp8, linear layers of a bf16 model multiply
-8-bit values. Each tensor has a scale, so that its largest absolute value is the largest in fp8.
+8-bit values. Each tensor has a scale that puts its largest absolute value on that of fp8.
 
     bytes per parameter (SGD)  params  main_grads  master_weights  sent per step
     fp32                         4         4             -         4
@@ -126,9 +126,9 @@ def master_step(model, master_weights: list[Tensor], batch: Batch, lr: float, gr
 class LossScaler:
     """The factor on the loss, with the numbers of torch.amp.GradScaler.
 
-    Underflow: fp16 ends at 2^-24, and half of that rounds to 0. Gradients are linear in the loss,
-    so they are multiplied by the same factor. A power of two changes only exponents: it rounds
-    nothing. The scale should be as large as it can be without overflow, and training finds it.
+    Underflow: the smallest value of fp16 is 2^-24, and half of that rounds to 0. Gradients are
+    linear in the loss, so the factor multiplies them as well. A power of two changes only exponents
+    and rounds nothing. The scale should be as large as overflow allows, and training finds it.
     """
 
     def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000):
@@ -150,9 +150,9 @@ class LossScaler:
 def found_inf_on_any_rank(main_grads: list[Tensor], group: dist.ProcessGroup) -> bool:
     """Whether any gradient is infinite or NaN. All ranks return the same.
 
-    Overflow: fp16 ends at 65,504, and two finite halves can have an infinite sum, so call this
-    after the sum over ranks. With ZeRO, tensor or pipeline parallelism a rank has only some of the
-    gradients. To imitate that, each rank looks only at every world_size-th of them.
+    Overflow: the largest value of fp16 is 65,504. Two finite partial sums can have an infinite sum,
+    so call this after the sum over ranks. With ZeRO, tensor or pipeline parallelism a rank has only
+    some of the gradients. To imitate that, each rank checks only every world_size-th of them.
     """
     own_grads = main_grads[dist.get_rank(group) :: dist.get_world_size(group)]
     # --- exercise 10.3: the same answer on all ranks ---
@@ -186,7 +186,7 @@ def scaled_step(model, master_weights, scaler: LossScaler, batch: Batch, lr: flo
 
 # --------------------------------------------------- fp8: a scale for each tensor of a linear layer
 def quantize_unscaled(x: Tensor, dtype: torch.dtype, group) -> tuple[Tensor, Tensor]:
-    """Underflow again, and worse: e5m2 ends at 2^-16, and most gradients are below half of that."""
+    """Underflow again: the smallest value of e5m2 is 2^-16, and most gradients are below half."""
     largest = torch.finfo(dtype).max
     return x.clamp(-largest, largest).to(dtype), x.new_ones(())
 
@@ -204,7 +204,7 @@ def quantize_scaled(x: Tensor, dtype: torch.dtype, group) -> tuple[Tensor, Tenso
     scale = amax / largest
     scale = torch.where(scale == 0, 1.0, scale)  # zeros stay zeros; NaN stays NaN
     # --- end exercise ---
-    values = (x / scale).clamp(-largest, largest)  # a subnormal scale may be too small
+    values = (x / scale).clamp(-largest, largest)  # a subnormal scale may be rounded down
     return values.to(dtype), scale
 
 
@@ -368,7 +368,7 @@ LR = 0.05
 class Recipe(NamedTuple):
     param_dtype: torch.dtype  # of parameters, activations and their gradients
     step: Callable
-    floor: float = 0.0  # the error that rounding alone costs; the benchmark measures it
+    floor: float = 0.0  # the error that rounding alone costs, by the benchmark; for fp32 a bound
     quantize: Callable | None = None  # the linear layers of the blocks compute in fp8
 
 
@@ -415,7 +415,7 @@ def train(recipe: Recipe, group, device, scale: float = 2.0**34) -> Run:
 
     model = Transformer(fp8_linear if recipe.quantize else F.linear).to(device)
     params = list(model.parameters())
-    weights = params  # the tensors that are updated
+    weights = params  # the tensors that are updated: the parameters, or their master copy
     if recipe.step is not plain_step:
         weights = [p.detach().to(fp32) for p in params]  # before the parameters lose bits
     model.to(recipe.param_dtype)
@@ -437,7 +437,7 @@ def train(recipe: Recipe, group, device, scale: float = 2.0**34) -> Run:
         all_grads.append(flatten(grads) * REPLICAS)
         all_weights.append(flatten(weights))
     tensors = [*params, *weights, *grads, *[p.grad for p in params if p.grad is not None]]
-    stored = sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+    stored = sum({t.data_ptr(): t.nbytes for t in tensors}.values())  # each address once
     sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list)
     history = [torch.stack(tensors) for tensors in (losses, all_grads, all_weights)]
     return Run(*history, stored, sent, skipped)
@@ -499,7 +499,7 @@ def check(group: dist.ProcessGroup, device: torch.device) -> bool:
     for name, recipe in EXACT.items():
         run = train(recipe, group, device)
         references[name] = train(recipe, self_group, device)
-        errors = [(run[i] - references[name][i]).abs().max() for i in range(3)]
+        errors = [(run[i] - references[name][i]).abs().max() for i in range(3)]  # not bytes
         error = torch.stack(errors).max().item()  # NaN if any error is NaN
         print_once(f"{name}: ranks and one process differ by {error:.1e}")
         passed.append(error <= 1e-10)
