@@ -5,7 +5,7 @@ of one sequence. Dense attention writes them to the GPU's memory (HBM), reads th
 writes the probabilities, reads them for the matmul with v, and saves them for the backward pass.
 Moving these matrices takes longer than computing them.
 
-Idea. Use up each tile of scores on the chip. A softmax can be computed in pieces:
+Idea. Compute, use and discard each tile of scores on the chip. A softmax can be computed in blocks:
 
     1 fused      a row is loaded once, normalized in registers, stored once    softmax_kernel
     2 online     a row in blocks: m is the maximum and l the denominator of    online_softmax_
@@ -25,12 +25,12 @@ Idea. Use up each tile of scores on the chip. A softmax can be computed in piece
 No two programs write to the same place. Elements moved by the forward pass (B sequences, N heads;
 S̄ is the mean number of keys per query tile: S, or (S + BLOCK_M)/2 with a causal mask):
 
-    dense                   4 B N (S D + S²)            q, k, v, out; scores, probabilities twice
+    dense                   4 B N (S D + S²)            q, k, v, out; scores and p, each twice
     tiles of BLOCK_M rows   2 B N S D (1 + S̄/BLOCK_M)   q and out once; k, v once per query tile
 
 The backward pass gets q, k, v, out and one LSE per row: O(S) instead of O(S²). FLOPs: 4 B N S S̄ D
-in the forward pass (two matmuls) and 14 B N S S̄ D in the backward pass. Of its seven matmuls two
-are computed twice, so that no program has to add to the result of another.
+in the forward pass (two matmuls) and 14 B N S S̄ D in the backward pass (seven). Five would do, but
+two are computed in both kernels, so that no program has to add to the result of another.
 
 Sources: Milakov & Gimelshein 2018, arXiv 1805.02867 (online softmax); Dao et al. 2022, 2205.14135,
 theorem 2; Dao 2023 (FlashAttention-2), 2307.08691, algorithms 1 and 2.
@@ -105,7 +105,7 @@ def online_softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK: tl.constexpr):
 
 
 def softmax(x: Tensor, block: int | None = None) -> Tensor:
-    """Of rows x [rows, n_cols]; with `block` online, where a first block of only -inf gives NaN."""
+    """Softmax of rows x [rows, n_cols]. With `block` online: a first block of -inf gives NaN."""
     x = x.contiguous()
     y = torch.empty_like(x)
     rows, n_cols = x.shape
@@ -142,13 +142,13 @@ def dot(a, b):
 def masked_scores(q, k, offs_m, offs_n, seq_len, CAUSAL: tl.constexpr):
     """q [M, D], k [N, D] -> scores [M, N], with -inf where a query does not see a key."""
     scores = dot(q, k.T) * q.shape[1] ** -0.5
-    visible = offs_n[None, :] < seq_len  # past the end, k is 0, and exp(0) is not a small weight
+    visible = offs_n[None, :] < seq_len  # a key past the end is 0, and its score as well: not -inf
     if CAUSAL:
         visible = visible & (offs_n[None, :] <= offs_m[:, None])
     return tl.where(visible, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["seq_len", "n_heads", "group"])  # one binary for all of them
+@triton.jit(do_not_specialize=["seq_len", "n_heads", "group"])  # one binary for all values
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     seq_len, n_heads, group,  # group: query heads that share a K/V head
@@ -171,7 +171,7 @@ def forward_kernel(
     kv_head = head // group
     end_n = seq_len
     if CAUSAL:
-        end_n = tl.minimum(start_m + BLOCK_M, seq_len)  # tiles behind the diagonal are skipped
+        end_n = tl.minimum(start_m + BLOCK_M, seq_len)  # tiles above the diagonal are skipped
     for start_n in range(0, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         mask_n = offs_n < seq_len

@@ -28,8 +28,8 @@
 // Sources: Volkov & Demmel 2008 (register tiles); Williams et al. 2009 (roofline); Boehm 2022, "How
 // to optimize a CUDA matmul kernel".
 //
-//     nvcc -O3 -arch=native -o matmul matmul.cu -lcublas && ./matmul      (or without -lcublas)
-//     ./matmul --size 8192 8192 8192
+//     nvcc -O3 -arch=native -o matmul matmul.cu -lcublas && ./matmul
+//     ./matmul --size 8192 8192 8192      (without cuBLAS: -DHAS_CUBLAS=0, not -lcublas)
 //
 // Without a GPU, g++ builds the same kernels, and a header runs them thread by thread on the CPU.
 // C++ has no <<<grid, block>>>, so sed writes each launch as a macro of that header:
@@ -37,8 +37,8 @@
 //     sed -E 's/(\w+)<<<(.*)>>>\(/LAUNCH(\1, \2, /' matmul.cu | g++ -x c++ -std=c++17 -O1
 //         -U_FORTIFY_SOURCE -include in_depth/cuda_on_cpu.h -o matmul - && ./matmul
 //
-// Each kernel is compared with a reference in double, element by element, and on a GPU timed beside
-// cuBLAS. The last line is PASS; otherwise the exit code is 1 (2 for a wrong option).
+// Each kernel is compared with a reference in double, element by element. On a GPU the matmuls are
+// timed beside cuBLAS. The last line is PASS; otherwise the exit code is 1 (2 for a wrong option).
 
 #include <algorithm>
 #include <cmath>
@@ -113,8 +113,8 @@ __global__ void coalesced(int M, int N, int K, const float* __restrict__ A,
 // -------------------------------------------------------------------------------------------------
 
 // X[row][col], or 0 outside X. A tile that extends past the edge of a matrix is filled with zeros,
-// which add nothing. Both tiles need them: with zeros in one alone, 0 would meet whatever lies in
-// memory behind the other matrix, and 0 * NaN is NaN.
+// which add nothing. Both tiles need them: with zeros in only one, 0 would be multiplied by what
+// lies in memory behind the other matrix, and 0 * NaN is NaN.
 __device__ inline float load_or_zero(const float* __restrict__ X, int row, int col, int rows,
                                      int cols) {
     return row < rows && col < cols ? X[row * cols + col] : 0.0f;
@@ -125,8 +125,8 @@ __device__ inline float load_or_zero(const float* __restrict__ X, int row, int c
 // element of A and one of B into shared memory, and then does 32 FMAs from there.
 //
 // Shared memory has 32 banks, each 4 bytes wide. The lanes of a warp read the same element of As,
-// which is a broadcast, and 32 neighbours in Bs, which lie in 32 different banks: one wavefront
-// each. Different addresses in the same bank are a bank conflict and take one wavefront each.
+// which is a broadcast, and 32 neighbours in Bs, which lie in 32 different banks. Either load takes
+// one wavefront. Different addresses in one bank are a bank conflict and take a wavefront each.
 __global__ void shared_tiles(int M, int N, int K, const float* __restrict__ A,
                              const float* __restrict__ B, float* __restrict__ C) {
     constexpr int T = 32;
@@ -182,7 +182,7 @@ __device__ inline int thread_col(int t, int j) {
 // begin in the same bank. With 132, each begins 4 banks further, and 4 x 8 floats fill 32 banks.
 constexpr int AS_STRIDE = BM + 4;
 
-// __launch_bounds__ tells the compiler how many threads have to share the registers.
+// __launch_bounds__ tells the compiler how many threads of a block share the registers.
 __global__ void __launch_bounds__(THREADS)
 register_tiles(int M, int N, int K, const float* __restrict__ A, const float* __restrict__ B,
                float* __restrict__ C) {
