@@ -29,7 +29,7 @@ from test_flash_kernels import (
 on_hopper = pytest.mark.skipif(not HOPPER, reason="the warp-specialised kernel is for sm_90")
 HALF = torch.float16
 if why_not := flash_attention_hopper.refusal():
-    pytest.skip(why_not, allow_module_level=True)
+    pytest.skip(f"another Triton is needed: {why_not}", allow_module_level=True)
 
 
 def test_a_compiler_that_was_seen_to_be_wrong_is_refused_in_one_line(monkeypatch):

@@ -42,13 +42,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _cuda_build import FORWARD, REVERSE, CudaError, ahead, behind, call, library, racing, resources  # noqa: F401
 from _precision_demo import OneLineParser, Report, launch
 from formats import TILE, Quantized, e4m3, emulated_matmul, quantize, transpose
 from torch import Tensor
-
-# Behind this folder's own: chapter 09 builds CUDA, and emulates it on a CPU.
-sys.path.append(str(Path(__file__).resolve().parents[2] / "09_kernels" / "in_depth"))
-from _cuda import FORWARD, REVERSE, CudaError, ahead, behind, call, library, racing, resources  # noqa: F401
 
 # Legend: a [M, K] and b [N, K] in 8 bits, out [M, N]; a tile and a step have TILE = 128 rows, columns and terms.
 SOURCE, KERNEL, THREADS = Path(__file__).with_name("fp8_matmul.cu"), "fp8_product", 384
