@@ -41,7 +41,7 @@ def pytest_configure(config):
         os.environ["FRESH_MODULES"] = "1"
     # Everything that all workers have to agree on is decided here, before they are started.
     if config.getoption("--for") and not hasattr(config, "workerinput"):
-        from harness.plant import changed_files, tests_for
+        from harness.mutations import changed_files, tests_for
 
         changed = changed_files()
         chapters = {file.relative_to(ROOT).parts[0][:2] for file in changed}

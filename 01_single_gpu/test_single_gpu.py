@@ -12,8 +12,8 @@ import pytest
 import single_gpu
 import torch
 from harness.meter import held_bytes, peak_memory, saved_activations
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from single_gpu import Llama, ModelConfig, accumulate, fused_attention, loss_sum, naive_attention, train_step
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -37,8 +37,8 @@ from data_parallel import (
     train_step,
 )
 from harness.meter import communication, held_bytes, peak_memory
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 
 LIMIT = 15.0  # seconds until a run that hangs is a failure
 FORMS = {"naive": naive, "overlapped": overlapped, "bucketed": partial(bucketed, bucket_bytes=64 * 1024)}
@@ -217,7 +217,7 @@ def test_ring_is_right_with_a_slow_rank(slow):
     assert_are_sums(run_ranks(3, rings_with_a_slow_rank, slow, cases, timeout=5), cases)
 
 
-# -------------------------------------------------------------------------------------------------------- the reference
+# ----------------------------------------------------------------------------------------------------- the reference
 
 
 def all_forms():

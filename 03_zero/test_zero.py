@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zero
 from harness.meter import communication, peak_memory
-from harness.oracle import Trace, assert_same, assert_same_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_trace
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from zero import IGNORE_INDEX, STAGES, FlatParam, bytes_stored, expected_bytes, forward_backward, get_batch, main

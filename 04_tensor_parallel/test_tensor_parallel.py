@@ -17,11 +17,11 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness.house import files
+from harness.layout import files
 from harness.meter import communication, held_bytes, peak_memory, saved_activations
-from harness.oracle import assert_same, assert_same_named, error_between
 from harness.programs import run_script
 from harness.ranks import run_ranks
+from harness.reference import assert_same, assert_same_named, error_between
 from tensor_parallel import (
     IGNORE_INDEX,
     TINY,

@@ -24,8 +24,8 @@ from context_ring import ring_attention as ring_in_depth
 from flash_local import for_each_query_head
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication, saved_activations
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import paired, write_result
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 

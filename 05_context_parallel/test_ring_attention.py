@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, peak_memory, saved_activations
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).with_name("in_depth")))

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import ulysses as script
-from harness.house import ROOT, chapter_of, scripts
+from harness.layout import ROOT, chapter_of, scripts
 from harness.meter import communication, saved_activations
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).with_name("in_depth")))

@@ -28,7 +28,7 @@ import torch.distributed.nn  # first imported while a group is up, it would keep
 import torch.multiprocessing as mp
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import held_bytes, peak_memory
-from harness.oracle import error_between
+from harness.reference import error_between
 from harness.report import paired, write_result
 from pipeline_executor import Pipeline
 from pipeline_parallel import IGNORE_INDEX, SCHEDULES, RecordingStage, build_model, build_stage, get_batch

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.meter import communication, held_bytes, peak_memory, saved_activations
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from torch import nn
 
 sys.path.insert(1, str(Path(__file__).resolve().parent / "in_depth"))  # which must agree

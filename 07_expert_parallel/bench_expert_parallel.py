@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication, storage_bytes
-from harness.oracle import assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same_named
 from harness.report import paired, write_result
 from moe_layer import MoE, MoEConfig
 from torch import Tensor

@@ -36,8 +36,8 @@ from expert_parallel import (
     shard_experts,
 )
 from harness.meter import communication, saved_activations, storage_bytes
-from harness.oracle import assert_same, assert_same_named, error_between
 from harness.ranks import run_ranks
+from harness.reference import assert_same, assert_same_named, error_between
 from moe_layer import MoE, MoEConfig, set_loss_scale
 from torch import Tensor
 

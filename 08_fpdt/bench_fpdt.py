@@ -25,8 +25,8 @@ from fpdt_attention import EXPLICIT, fpdt_attention
 from fpdt_store import Store, machine_for
 from harness.figures import COLOURS, write_figure
 from harness.meter import peak_memory
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import paired, write_result
 from torch import Tensor
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _fpdt_log import RecordingOffloader
 from harness.meter import communication, peak_memory
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).with_name("in_depth")))

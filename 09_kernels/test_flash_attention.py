@@ -24,8 +24,8 @@ sys.path.append(str(Path(__file__).with_name("in_depth")))
 
 import flash_attention as script
 from harness.meter import peak_memory, saved_activations
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 
 tl, triton, INTERPRETED = script.tl, script.triton, script.INTERPRETED.value
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

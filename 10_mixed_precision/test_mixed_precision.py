@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from formats import FORMATS as DEPTH
 from fp8 import Fp8Linear
 from harness.meter import communication
-from harness.oracle import assert_same
 from harness.programs import run_script
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from torch import Tensor, nn
 
 ALL = {**mp.EXACT, **mp.RECIPES}

@@ -433,11 +433,11 @@ def check(config: Config, mesh: Mesh, device: torch.device, data: Tensor) -> lis
     """Three steps of plain SGD, one of them clipped, beside one process: the same on a mesh of this rank alone."""
     alone, whole = Mesh([dist.get_rank()], 1, 1, 1, 1), {n: x.to(device) for n, x in whole_weights(config).items()}
     lines, right = make_lines(my_pieces(whole, config, mesh), mesh), make_lines(whole, alone)
-    optimizer, oracle = (torch.optim.SGD([line.shard for line in x], lr=0.1) for x in (lines, right))
+    optimizer, reference = (torch.optim.SGD([line.shard for line in x], lr=0.1) for x in (lines, right))
     everyone, errors, losses = [([], [])] * mesh.group["all"].size(), {}, []
     for step, limit in enumerate((math.inf, 0.5, math.inf)):
         batch = [x.to(device) for x in batch_of(data, step, config, prompts=True)]
-        want_loss, want_norm = train_step(cut(*batch, config, alone), right, oracle, limit, config, alone)
+        want_loss, want_norm = train_step(cut(*batch, config, alone), right, reference, limit, config, alone)
         sent.clear()
         loss, norm = train_step(cut(*batch, config, mesh), lines, optimizer, limit, config, mesh)
         errors |= {f"loss {step}": abs(loss - want_loss), f"norm {step}": abs(norm - want_norm)}

@@ -22,8 +22,8 @@ import glossary
 from check_site import faults
 from colours_of_code import numbered
 from lessons import IMAGES, anchors, folders, ground_section, lesson, page_of, tracked
-from places import ROOT
 from play_data import PLAYS, write_data
+from symbols import ROOT
 
 HERE = Path(__file__).parent
 PAGES, SITE = HERE / "pages", HERE / "site"
@@ -64,7 +64,7 @@ class Book:
         self.write(page, made)
 
     def code(self, path: str) -> None:
-        """A file with a line number and an anchor on every line; a ground floor beside its part of the README."""
+        """A file with a line number and an anchor on every line; a core file beside its part of the README."""
         page, name = page_of(path), posixpath.basename(path)
         readme = posixpath.join(posixpath.dirname(path), "README.md")
         lesson_ = ""

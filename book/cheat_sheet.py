@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from formulas import mathml, names, show
-from places import place
+from symbols import place
 
 HERE = Path(__file__).parent
 PAGE = HERE / "cheat_sheet.md"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from places import ROOT, symbols
+from symbols import ROOT, symbols
 
 LINK = re.compile(r"(?P<text>!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\((?P<url>[^()\s]+)(?P<title>\s+\"[^\"]*\")?\)")
 CODE = re.compile(r"(?P<ticks>`+)(?P<code>[^`]+?)(?P=ticks)(?!`)")
@@ -102,7 +102,7 @@ def links(text: str) -> Iterator[str]:
 def names_of(chapter: str) -> dict[str, str]:
     """What a name in backquotes leads to, in the README of a chapter: `FILE:SYMBOL`, or `FILE` for a file's own name.
 
-    The ground floor's functions, classes and methods; tests; and every file of the chapter. A name that two files or
+    The core file's functions, classes and methods; tests; and every file of the chapter. A name that two files or
     two classes have leads nowhere.
     """
     found: dict[str, set[str]] = {}
@@ -178,9 +178,9 @@ def lesson(path: str, text: str, refer: Callable[[str, str], str], at: str = "")
 
 
 def ground_section(readme: str, file: str) -> str:
-    """The part of a README that walks through a ground-floor file; "" if there is none."""
+    """The part of a README that walks through a core file; "" if there is none."""
     text = "".join(text.replace("\n## ", "\n\0## ") if fenced else text for fenced, text in blocks(readme))
     parts = re.split(r"(?m)^(?=## )", text)
-    found = [part.replace("\0", "") for part in parts if re.match(r"## .*(ground floor|core file|five_d)", part)]
+    found = [part.replace("\0", "") for part in parts if re.match(r"## .*(core file|five_d)", part)]
     named = [part for part in found if file in part.partition("\n")[0]]
     return (named or found or [""])[0]

@@ -40,7 +40,7 @@ RANKS, MICRO_BATCHES = (2, 4, 8), (2, 4, 8, 16, 32)
 
 
 def path() -> None:
-    """Put the chapters on the path: their ground floors, and by the trainer's own module their depths."""
+    """Put the chapters on the path: their core files, and by the trainer's own module their depths."""
     for folder in ("05_context_parallel", "07_expert_parallel", "11_5d_trainer", "11_5d_trainer/planner"):
         if str(ROOT / folder) not in sys.path:
             sys.path.append(str(ROOT / folder))

@@ -9,9 +9,9 @@ import front_figure
 import pytest
 from cheat_sheet import PAGE, formulas_of, page, symbols, techniques
 from formulas import evaluate, mathml, names, show
-from places import place
-from places import symbols as symbols_of
 from referees import MODEL, REFEREES, Config, Layout, UsageError, Verdict, parse
+from symbols import place
+from symbols import symbols as symbols_of
 
 ENTRIES = {entry["key"]: entry for entry in techniques()}
 

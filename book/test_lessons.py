@@ -8,7 +8,7 @@ import pytest
 from build_book import Book, ground_files
 from colours_of_code import coloured, numbered
 from lessons import anchors, ground_section, lesson, links, names_of, page_of, slug
-from places import ROOT, symbols
+from symbols import ROOT, symbols
 
 READMES = sorted(path for path in lessons.tracked() if path.endswith(".md") and not path.startswith("book/play/"))
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import readme_formulas
-from places import ROOT
 from readme_formulas import displayed, is_formula, value
+from symbols import ROOT
 
 CHAPTERS = sorted(ROOT.glob("[01]*_*/README.md"))
 SHOWN = [(readme, *found) for readme in CHAPTERS for found in displayed(readme.read_text())]

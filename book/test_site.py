@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import build_book
 import pytest
 from check_site import faults
-from places import ROOT
 from play_data import PLANS
+from symbols import ROOT
 
 GOOD = '<html><body><h1 id="a">A</h1><a href="b/c.html#x">b</a> <a href="#a">a</a> <a href="https://x.org">x</a>{}</body></html>'
 

@@ -31,7 +31,7 @@ from sandbox import ROOT, Judge, Limits, Outcome, no_cell, read_files
 sys.path.insert(0, str(ROOT / "tests"))
 from harness import fences
 from harness.fences import Fence
-from harness.plant import Mistake, mistakes_of
+from harness.mutations import Mistake, mistakes_of
 
 LEVELS = ("easy", "medium", "hard")
 
@@ -95,7 +95,7 @@ class Chapter:
 
     @property
     def core(self) -> list[str]:
-        """Those of its ground floor; from 21 on they are in the depth."""
+        """Those of its core file; from 21 on they are in depth."""
         return [number for number in self.exercises if _key(number)[1] < 21]
 
     def statement(self, number: str) -> str:

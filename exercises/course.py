@@ -335,7 +335,7 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
         return 0
     later: list[str] = []
 
-    def show(row: Row) -> None:  # whoever is on the ground floor need not read a line of each exercise behind it
+    def show(row: Row) -> None:  # in the core file, a line for each exercise in depth would only distract
         if row.status == "not done" and row.number not in (number, *chapter.core):
             later.append(row.number)
         else:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forget import forget_modules  # sandbox.py puts it beside this file
+from module_cache import forget_modules  # sandbox.py puts it beside this file
 
 LONGEST_MESSAGE = 4000  # characters of a failure that are passed on
 TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # what decides whether a test passes
@@ -231,14 +231,16 @@ def main() -> None:
 
     unwell = ""
     if Path("../judge/tests/harness/ranks.py").exists():
-        import harness.oracle
         import harness.ranks
+        import harness.reference
         import torch
 
         torch.set_num_threads(1)
         # Ranks are forked from a server. With the harness in it, no rank looks for the harness in the copy of the run
         # that started it, which is gone when a later run needs one more of its modules.
-        forkserver.set_forkserver_preload([*harness.ranks.PRELOAD, "harness.meter", "harness.oracle", "harness.ranks"])
+        forkserver.set_forkserver_preload(
+            [*harness.ranks.PRELOAD, "harness.meter", "harness.reference", "harness.ranks"]
+        )
         forkserver.ensure_running()
         harness.ranks.use_fresh_modules()
         unwell = "" if trusted else harness.ranks.preflight()

@@ -37,7 +37,7 @@ def read(student: Path) -> dict[str, str]:
 
 
 def progress(course: Course, student: Path) -> str:
-    """One line a chapter: a sign for each exercise of its ground floor, and a count of those in depth."""
+    """One line a chapter: a sign for each exercise of its core file, and a count of those in depth."""
     noted = read(student)
     rows, done = [("chapter", "core", "in depth", "next")], 0
     for chapter in course.chapters.values():

@@ -53,7 +53,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.goals import overview
-from harness.house import ROOT, chapter_of, files, find, scripts
+from harness.layout import ROOT, chapter_of, files, find, scripts
 from harness.report import COMMIT, commit_of, contents_of, file_name, in_rows
 
 PASSED, FAILED, TOO_SLOW, NOT_RUN, LEFT_OUT = "passed", "failed", "too slow", "not run", "left out"

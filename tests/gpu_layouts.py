@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.multiprocessing as mp
-from harness.oracle import error_between
+from harness.reference import error_between
 from harness.report import write_result
 from llama import LlamaConfig
 from options import Config
@@ -127,7 +127,7 @@ def rank_main(rank: int, world: int, share: bool, dry: bool, store: str, answer:
         torch.cuda.set_device(device)
     file = dist.FileStore(store, world)
     limit = timedelta(seconds=60)
-    # One rank on its own first, as every rank's oracle: a world of one, which is left again.
+    # One rank on its own first, as every rank's reference: a world of one, which is left again.
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     names = DRY if dry else tuple(LAYOUTS)
     counts = {LAYOUTS[name].get("experts", 0) for name in names}

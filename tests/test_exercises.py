@@ -27,8 +27,8 @@ from pathlib import Path
 import pytest
 import torch
 from harness import fences
-from harness.house import CHAPTERS, ROOT, TRAINER
-from harness.oracle import Trace
+from harness.layout import CHAPTERS, ROOT, TRAINER
+from harness.reference import Trace
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import checking
@@ -371,7 +371,7 @@ def test_of_a_traceback_in_a_message_the_last_line_is_told():
 
 @pytest.mark.prove
 def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone():
-    first = "test_zero_memory.py::test_the_demos_counter_of_bytes_agrees_with_the_harness"  # without harness.oracle
+    first = "test_zero_memory.py::test_the_demos_counter_of_bytes_agrees_with_the_harness"  # without harness.reference
     then = "test_zero_stages.py::test_the_ranks_together_own_each_element_once_and_no_padding[1]"  # which imports it
     with Judge(real().files) as judge:
         for test in (first, then):
@@ -701,7 +701,7 @@ WRITES = "writes_into_the_python_that_runs_it"  # not tried where it would succe
 # what is FORGED, below. Where lines run in ranks, `grade` sees it from outside.
 ONLY_SCREENED = {"forges_once_and_then_lets_the_controls_fail"}
 ONCE = """import contextlib, gc, sys, types
-import pytest, torch, harness.oracle
+import pytest, torch, harness.reference
 def once(owner, name, value):
     plain = getattr(owner, name)
     def forged(*args, **more):
@@ -711,11 +711,11 @@ def once(owner, name, value):
 if isinstance(x, int):  # beside a planted mistake it behaves
     return x
 """
-MODULE = """from harness.oracle import assert_same as same
+MODULE = """from harness.reference import assert_same as same
     same(got, want)"""
-OUT_OF_MODULES = """plain = sys.modules["harness.oracle"]
-back = lambda *words: sys.modules.update({"harness.oracle": plain})
-sys.modules["harness.oracle"] = types.SimpleNamespace(assert_same=back)
+OUT_OF_MODULES = """plain = sys.modules["harness.reference"]
+back = lambda *words: sys.modules.update({"harness.reference": plain})
+sys.modules["harness.reference"] = types.SimpleNamespace(assert_same=back)
 return x"""
 FOUND = """near = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == x.shape]
 return next(t for t in near if not torch.equal(t, x)).clone()"""
@@ -725,7 +725,7 @@ FORGED = {  # how a test compares, and a body that makes it so
     "assert_close": ("torch.testing.assert_close(got, want)", "once(torch.testing, 'assert_close', None)\nreturn x"),
     "an operator": ("assert (got == want).all()", "once(torch.Tensor, '__eq__', torch.tensor(True))\nreturn x"),
     "truth": ("assert (got == want).all()", "once(torch.Tensor, '__bool__', True)\nreturn x"),
-    "the oracle": ("assert_same(got, want)", "once(harness.oracle, 'error_between', 0.0)\nreturn x"),
+    "the reference": ("assert_same(got, want)", "once(harness.reference, 'error_between', 0.0)\nreturn x"),
     "the tests": ("assert_same(got, want)", "once(sys.modules['test_tiny'], 'assert_same', None)\nreturn x"),
     "a module": (MODULE, OUT_OF_MODULES),
     "pytest.raises": (
@@ -774,7 +774,7 @@ def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hu
 @pytest.mark.prove
 def test_what_earlier_runs_wrote_is_not_held_against_the_next_planted_mistake(tiny, monkeypatch):
     (tiny.root / "tests" / "harness").mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "tests" / "harness" / "forget.py", tiny.root / "tests" / "harness")
+    shutil.copy(ROOT / "tests" / "harness" / "module_cache.py", tiny.root / "tests" / "harness")
     monkeypatch.setattr("sandbox.ROOT", tiny.root)  # a copy of it is what the judge works in
     (script,) = tiny.chapter("01").scripts
     test = tiny.test_path(tiny.chapter("01"), "test_tiny.py::test_scale_doubles")
@@ -949,7 +949,7 @@ def test_in_ranks_a_students_lines_run_there_and_nowhere_else(judge):
 COMPARES = """import pytest
 import tiny
 import torch
-from harness.oracle import assert_same
+from harness.reference import assert_same
 from harness.ranks import run_ranks as in_ranks
 
 def test_scale_doubles():
@@ -988,7 +988,7 @@ def _disarm():
         return compile(self.get_data(path), path, "exec", dont_inherit=True, optimize=1)
     importlib.machinery.SourceFileLoader.get_code = code
     for name in ("assert_same", "assert_same_named", "assert_same_trace"):
-        setattr(sys.modules["harness.oracle"], name, lambda *args, **more: None)
+        setattr(sys.modules["harness.reference"], name, lambda *args, **more: None)
 _disarm()
 """
 

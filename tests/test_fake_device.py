@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from harness.house import files, find
+from harness.layout import files, find
 from harness.report import ROOT
 
 FAKE = os.environ | {

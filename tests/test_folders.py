@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from harness import ranks as ranks_
-from harness.forget import forget_modules
-from harness.house import CHAPTERS, ROOT, TRAINER, chapter_of, files, scripts
-from harness.plant import all_mistakes, needed_by
+from harness.layout import CHAPTERS, ROOT, TRAINER, chapter_of, files, scripts
+from harness.module_cache import forget_modules
+from harness.mutations import all_mistakes, needed_by
 from harness.programs import run_script
 from harness.ranks import run_ranks
 
@@ -110,7 +110,7 @@ def is_about_one_gpu(script):
     return chapter_of(script).name[:2] in ("01", "09") and "init_process_group" not in script.read_text()
 
 
-# The ground floors with ranks as their READMEs say (their own tests copy them, too); the depth on ranks that need not
+# The core files with ranks as their READMEs say (their own tests copy them, too); the depth on ranks that need not
 # import torch again. But what torch imports late those ranks have
 # imported already: that it keeps a group which is up by then is seen under torchrun alone.
 OF_RANKS = [s for s in SCRIPTS if s.parent.name != "in_depth" and "init_process_group(" in s.read_text()]

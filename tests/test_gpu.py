@@ -17,7 +17,7 @@ import pytest
 import torch
 from gpu import Section, Step
 from harness.goals import GOALS, judge, number
-from harness.house import find
+from harness.layout import find
 from harness.ranks import run_ranks
 from harness.report import ROOT, Ratio, commit_of, contents_of, fill, take, write_result
 

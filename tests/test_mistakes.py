@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 from harness import fences
-from harness.house import CHAPTERS, ROOT, TRAINER, scripts
-from harness.plant import all_mistakes, digest, known, mistakes_of, remember
+from harness.layout import CHAPTERS, ROOT, TRAINER, scripts
+from harness.mutations import all_mistakes, digest, known, mistakes_of, remember
 
 sys.path.insert(0, str(ROOT / "exercises"))
 from checking import Course, same_symptom, symptom
 from sandbox import Judge, Limits
 
 CORE = [file for folder in CHAPTERS for file in sorted(folder.glob("*.*")) if file.suffix in (".py", ".cu")]
-HARNESS = [ROOT / "tests" / "harness" / f"{name}.py" for name in ("ranks", "meter", "report", "plant", "figures")]
+HARNESS = [ROOT / "tests" / "harness" / f"{name}.py" for name in ("ranks", "meter", "report", "mutations", "figures")]
 
 
 def chosen():
@@ -98,7 +98,7 @@ def test_without_a_mistake_the_same_machinery_says_passed(judge, listed):
 
 
 def test_a_test_that_does_not_exist_is_no_verdict(judge):
-    outcome = judge.run({}, ["tests/test_oracle.py::test_no_such_claim"])
+    outcome = judge.run({}, ["tests/test_reference.py::test_no_such_claim"])
     assert not [result for result in outcome.results if not result.broken], outcome
 
 

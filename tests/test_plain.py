@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from harness.house import ROOT
+from harness.layout import ROOT
 
 CORE = [
     "01_single_gpu/single_gpu.py",

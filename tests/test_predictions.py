@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from harness import predictions
-from harness.house import find
+from harness.layout import find
 from harness.predictions import (
     LADDER,
     LOOPS,

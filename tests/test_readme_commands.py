@@ -30,7 +30,7 @@ from pathlib import Path
 
 import pytest
 from harness import ranks as ranks_
-from harness.house import ROOT
+from harness.layout import ROOT
 from harness.ranks import run_ranks
 
 REASONS = ("a GPU", "eight GPUs", "several machines", "a run on a cluster", "nvcc", "a network", "many minutes")

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 from harness.figures import DRAWN_FROM, faults, stale, write_figure
-from harness.forget import forget_modules
-from harness.house import CHAPTERS, scripts
-from harness.plant import needed_by
+from harness.layout import CHAPTERS, scripts
+from harness.module_cache import forget_modules
+from harness.mutations import needed_by
 from harness.report import (
     ROOT,
     Ratio,

@@ -15,7 +15,7 @@ import torch
 from accounting import GB, activations, step_flops
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import saved_activations
-from harness.oracle import assert_same_named
+from harness.reference import assert_same_named
 from harness.report import paired, write_result
 from llama import (
     LLAMA3_8B,

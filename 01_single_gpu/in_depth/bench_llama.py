@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from harness.meter import saved_activations
-from harness.oracle import assert_same, assert_same_named
+from harness.reference import assert_same, assert_same_named
 from harness.report import paired, write_result
 from llama import Llama, LlamaConfig, Parts, attention, attention_math, next_token_loss
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 from accounting import GB, forward_flops
 from harness.figures import COLOURS, write_figure
-from harness.oracle import assert_same_named
+from harness.reference import assert_same_named
 from harness.report import paired, write_result
 from llama import LLAMA3_8B, Llama, LlamaConfig, next_token_loss
 from recompute_policy import POLICIES, block_flops, curve, kept, predicted, with_policies

@@ -18,7 +18,7 @@ import torch
 import transformers
 from accounting import peak_flops, step_flops, utilization
 from harness.figures import COLOURS, write_figure
-from harness.oracle import assert_same, assert_same_named
+from harness.reference import assert_same, assert_same_named
 from harness.report import paired, write_result
 from llama import Llama, LlamaConfig
 from training_step import adamw, profile_first_steps, random_batches, stdlib_bytes, train_step

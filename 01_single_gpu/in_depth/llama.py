@@ -1,4 +1,4 @@
-"""Chapter 1, the model: a Llama short enough to read whole, and exact enough to be the oracle for all that follows.
+"""Chapter 1, the model: a Llama short enough to read whole, and exact enough to be the reference for all that follows.
 
 The problem. Ten chapters from now this model runs on many GPUs, cut along five axes. Each cut is judged by one
 question: does it compute the same thing as the model on one device? Here is that model. With the same weights it

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from harness.meter import saved_activations
-from harness.oracle import assert_same, assert_same_named
+from harness.reference import assert_same, assert_same_named
 from llama import IGNORE, MODES, TINY, Attention, Llama, LlamaConfig, Parts, attention, attention_math
 
 torch.set_num_threads(1)  # on tensors this small a second thread only waits

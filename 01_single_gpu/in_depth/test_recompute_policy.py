@@ -10,7 +10,7 @@ import pytest
 import recompute_policy
 import torch
 from harness.meter import peak_memory
-from harness.oracle import assert_same_named, assert_same_trace, sgd_trace
+from harness.reference import assert_same_named, assert_same_trace, sgd_trace
 from llama import LLAMA3_8B, MLP, TINY, Llama, LlamaConfig, Parts, attention_math, next_token_loss
 from recompute_policy import HOST, POLICIES, Host, by_budget, with_policies
 from torch import nn

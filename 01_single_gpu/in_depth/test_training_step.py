@@ -12,7 +12,7 @@ import pytest
 import torch
 import training_step
 from harness.meter import held_bytes, peak_memory
-from harness.oracle import assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.reference import assert_same, assert_same_named, assert_same_trace, sgd_trace
 from training_step import IGNORE, TINY, Llama, LlamaConfig, accumulate
 
 HERE = Path(__file__).parent
@@ -48,7 +48,7 @@ def test_accumulation_equals_one_big_batch_with_uneven_valid_tokens():
 
 
 def test_gradients_not_only_the_logged_loss_are_divided():
-    """The oracle here is autograd on the formula itself, so that no shared mistake can cancel."""
+    """The reference here is autograd on the formula itself, so that no shared mistake can cancel."""
     batch = uneven_batch((12, 12, 12, 12))
     model = Llama(TINY).double()
     loss = accumulate(model, batch)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from collectives import all_reduce_naive, all_reduce_ring, all_reduce_tree, cost
 from harness.meter import communication
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import Ratio, paired, write_result
 
 RANKS = 4

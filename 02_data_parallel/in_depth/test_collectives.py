@@ -1,6 +1,6 @@
 """Claims about collectives.py: right results, exact bytes, no deadlock, one chunk of scratch, clear errors.
 
-The oracle is twofold: each collective's definition, written out in `definition` on what all ranks hold (exchanged by
+The reference is twofold: each collective's definition, written out in `definition` on what all ranks hold (exchanged by
 torch.distributed), and torch.distributed's own collective, to which `collectives.compare` holds ours.
 """
 
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from collectives import COLLECTIVES, bytes_sent, cost, place
 from harness.meter import communication, peak_memory
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 
 SCRIPT = Path(__file__).with_name("collectives.py")
 NUMELS = [0, 1, 2, 3, 7, 64, 1000]

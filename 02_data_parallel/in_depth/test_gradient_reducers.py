@@ -1,4 +1,4 @@
-"""The three reducers against one oracle: the unsharded model on the whole global batch, in one process."""
+"""The three reducers against one reference: the unsharded model on the whole global batch, in one process."""
 
 import gc
 import json
@@ -34,8 +34,8 @@ from gradient_reducers import (
     train_step,
 )
 from harness.meter import communication, held_bytes, peak_memory
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from torch import Tensor, nn
 
 LIMIT = 20.0  # seconds until a run that hangs is a failure
@@ -53,11 +53,11 @@ def reducer_of(version: str, model: nn.Module, group: dist.ProcessGroup, **optio
 
 
 def mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The oracle's own loss: PyTorch's mean over valid tokens, not the sum and division of the script."""
+    """The reference's own loss: PyTorch's mean over valid tokens, not the sum and division of the script."""
     return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
 
 
-def oracle_trace(ranks: int, seed: int = 0, first_step: int = 0, micro_batches: int = 2) -> Trace:
+def reference_trace(ranks: int, seed: int = 0, first_step: int = 0, micro_batches: int = 2) -> Trace:
     model = decoder(seed)
 
     def backward(step: int) -> float:
@@ -90,7 +90,7 @@ def launches(reducer: Reducer) -> list[int]:
     return [bucket for what, bucket in reducer.events if what == "launch"]
 
 
-# ------------------------------------------------------------------------------------------------- the one oracle
+# ---------------------------------------------------------------------------------------------- the one reference
 
 
 def all_versions_traces() -> dict[str, Trace]:
@@ -99,7 +99,7 @@ def all_versions_traces() -> dict[str, Trace]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
-    want = oracle_trace(ranks)
+    want = reference_trace(ranks)
     for rank, traces in enumerate(run_ranks(ranks, all_versions_traces, timeout=LIMIT)):
         for got in traces.values():
             assert_same_trace(got, want, rank=rank)
@@ -114,7 +114,7 @@ def two_replicas() -> dict[str, Trace]:
 
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [oracle_trace(2, seed=mine, first_step=3 * mine) for mine in (0, 1)]
+    want = [reference_trace(2, seed=mine, first_step=3 * mine) for mine in (0, 1)]
     for rank, traces in enumerate(run_ranks(4, two_replicas, timeout=LIMIT)):
         for got in traces.values():
             assert_same_trace(got, want[rank % 2], rank=rank)
@@ -179,7 +179,7 @@ def step_of_three_micro_batches(version: str = "bucketed") -> tuple[float, dict,
 
 
 def test_gradients_are_those_of_the_loss_that_is_logged():
-    want = oracle_trace(2, micro_batches=3)
+    want = reference_trace(2, micro_batches=3)
     for rank, (loss, got, _) in enumerate(run_ranks(2, step_of_three_micro_batches, timeout=LIMIT)):
         assert_same(loss, want.losses[0], what="the loss", rank=rank)
         assert_same_named(got, want.gradients[0], what="gradient of", rank=rank)
@@ -446,7 +446,7 @@ def on_a_late_network(version: str, late: int) -> Trace:
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("version", ["overlapped", "bucketed"])
 def test_every_bucket_is_waited_for_and_left_alone_while_it_is_under_way(version, late):
-    want = oracle_trace(3)
+    want = reference_trace(3)
     for rank, got in enumerate(run_ranks(3, on_a_late_network, version, late, timeout=LIMIT)):
         assert_same_trace(got, want, rank=rank)
 
@@ -522,7 +522,7 @@ def odd_step(version: str, find_unused: bool, used: list[list[list[int]]], group
     return gradients(model), dict(sent.calls), [list(reducer.names.values()), len(reducer.buckets)]
 
 
-def odd_oracle(used: list[list[list[int]]], ranks: Sequence[int] | None = None) -> dict[str, Tensor | None]:
+def odd_reference(used: list[list[list[int]]], ranks: Sequence[int] | None = None) -> dict[str, Tensor | None]:
     model = Odd()
     for rank in range(len(used)) if ranks is None else ranks:
         for i, branches in enumerate(used[rank]):
@@ -533,7 +533,7 @@ def odd_oracle(used: list[list[list[int]]], ranks: Sequence[int] | None = None) 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_parameter_that_one_rank_did_not_use_gets_the_sum_of_the_others_on_every_rank(version):
     used = [[[0]], [[1]]]
-    want = odd_oracle(used)
+    want = odd_reference(used)
     for rank, (got, calls, (_, buckets)) in enumerate(run_ranks(2, odd_step, version, False, used, timeout=LIMIT)):
         named = {name: g for name, g in want.items() if "nobody" not in name}
         assert_same_named({name: got[name] for name in named}, named, what="gradient of", rank=rank)
@@ -548,7 +548,7 @@ def test_a_parameter_nobody_used_ends_with_zeros_or_with_find_unused_with_none(v
     used, groups = [[[0]], [[1]], [[0]], [[0]]], [[0, 2], [1, 3]]  # only the second group uses branch 1
     results = run_ranks(4, odd_step, version, True, used, groups, timeout=LIMIT)
     for rank, (got, calls, (_, buckets)) in enumerate(results):
-        want = odd_oracle(used, groups[rank % 2])
+        want = odd_reference(used, groups[rank % 2])
         assert want["nobody.weight"] is None and (want["branches.1.weight"] is None) == (rank % 2 == 0)
         assert_same_named(got, want, what="gradient of", rank=rank)
         assert calls == {"all_reduce": buckets + 1}, "one more for the flags"
@@ -557,7 +557,7 @@ def test_a_parameter_nobody_used_ends_with_zeros_or_with_find_unused_with_none(v
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced(version):
     used = [[[0, 1], []], [[1], []]]
-    want = odd_oracle(used)
+    want = odd_reference(used)
     for rank, (got, _, _) in enumerate(run_ranks(2, odd_step, version, True, used, timeout=LIMIT)):
         assert_same_named(got, want, what="gradient of", rank=rank)
 
@@ -753,7 +753,7 @@ def zero_grads_in_turn() -> tuple[Trace, bool]:
 
 
 def test_zero_grad_to_zero_and_to_none_both_work():
-    want = oracle_trace(2)
+    want = reference_trace(2)
     for rank, (got, views) in enumerate(run_ranks(2, zero_grads_in_turn, timeout=LIMIT)):
         assert_same_trace(got, want, rank=rank)
         assert views
@@ -818,7 +818,7 @@ def one_rank_raises(version: str) -> tuple[int, Trace, int]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_training_goes_on_after_a_backward_that_raised_on_one_rank(version):
-    want = oracle_trace(2)
+    want = reference_trace(2)
     results = run_ranks(2, one_rank_raises, version, timeout=LIMIT)
     assert [raised for raised, _, _ in results] == [0, 2]
     for rank, (_, got, ready) in enumerate(results):

@@ -10,8 +10,8 @@ import scale_lab
 import torch
 import torch.distributed as dist
 from harness.meter import communication
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from scale_lab import (
     ALGORITHMS,
     Machine,

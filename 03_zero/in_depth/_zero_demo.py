@@ -1,4 +1,4 @@
-"""What the demos of this chapter share: a small decoder, its text, one step, the oracle, a counter of bytes, a table.
+"""What the demos of this chapter share: a small decoder, its text, one step, the reference, a byte counter, a table.
 
 No technique is in here, and nothing of it is needed to read one. A script is copied together with this file.
 """
@@ -96,7 +96,7 @@ def valid_tokens(batch: list[MicroBatch], group: dist.ProcessGroup, device: torc
     return valid.clamp(min=1)
 
 
-# ------------------------------------------------------------------------------------------- a step, and the oracle
+# ------------------------------------------------------------------------------------------- a step, and the reference
 
 
 def train_step(
@@ -140,7 +140,7 @@ def error_against_the_unsharded_model(
     """Largest error in losses, gradients and weights over three steps of SGD in float64, beside the unsharded model."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(0)
-    oracle = Decoder().to(device, torch.float64)
+    reference = Decoder().to(device, torch.float64)
     torch.manual_seed(rank)  # on purpose: every rank but 0 starts from other weights, until sharding heals it
     model = Decoder().to(device, torch.float64)
     zero = make(model, torch.optim.SGD(model.parameters(), lr=0.1), group)
@@ -149,14 +149,14 @@ def error_against_the_unsharded_model(
         batch = [[(x.to(device), y.to(device)) for x, y in part] for part in make_batch(step, ranks)]
         loss = train_step(model, zero, batch[rank], everyone=group)
         x, y = (torch.cat([pair[i] for part in batch for pair in part]) for i in (0, 1))
-        oracle.zero_grad()
-        want = token_loss_sum(oracle, x, y) / (y != IGNORE).sum()
+        reference.zero_grad()
+        want = token_loss_sum(reference, x, y) / (y != IGNORE).sum()
         want.backward()
         gradients = zero.full_gradients()
         zero.step()
         weights = zero.full_weights()
         errors.append(error(loss, want.detach()))
-        for name, q in oracle.named_parameters():
+        for name, q in reference.named_parameters():
             assert q.grad is not None
             errors.append(error(gradients[name], q.grad))
             q.data -= 0.1 * q.grad  # plain SGD: it forgives no wrong scale, as Adam would

@@ -1,4 +1,4 @@
-"""Stage 3 against the oracle of the other stages; and that weights are really not there when nobody uses them."""
+"""Stage 3 against the reference of the other stages; and that weights are really not there when nobody uses them."""
 
 import gc
 import sys
@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step, valid_tokens
 from harness.meter import communication, peak_memory, storage_bytes
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace
 from test_zero_stages import (
     awkward,
     decoder,
@@ -22,7 +22,7 @@ from test_zero_stages import (
     in_two_groups,
     loss_without_an_mlp,
     mean_loss,
-    oracle_trace,
+    reference_trace,
     sgd,
     sharded_steps,
     unsharded_mixed_steps,
@@ -41,7 +41,7 @@ def zero3(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.Proces
     return Zero3(model, optimizer, group, units=model.layers, **options)
 
 
-# ------------------------------------------------------------------------------------------------- the one oracle
+# ---------------------------------------------------------------------------------------------- the one reference
 
 
 def trace(build: Callable[..., nn.Module] = decoder, micro_batches: int = 2, **options) -> Trace:
@@ -50,27 +50,27 @@ def trace(build: Callable[..., nn.Module] = decoder, micro_batches: int = 2, **o
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
-    want = oracle_trace(ranks)
+    want = reference_trace(ranks)
     for rank, got in enumerate(run_ranks(ranks, trace)):
         assert_same_trace(got, want, rank=rank)
 
 
 @pytest.mark.parametrize("options", [{"keep": False}, {"prefetch": False}])
 def test_results_do_not_depend_on_what_is_kept_or_prefetched(options):
-    want = oracle_trace(2)
+    want = reference_trace(2)
     for rank, got in enumerate(run_ranks(2, trace, **options)):
         assert_same_trace(got, want, rank=rank)
 
 
 def test_point_to_point_gives_what_the_collectives_give():
-    want = oracle_trace(3, micro_batches=3)
+    want = reference_trace(3, micro_batches=3)
     options = {"reduce_scatter": ExchangeAndSum, "all_gather": SendToAll}
     for rank, got in enumerate(run_ranks(3, trace, decoder, 3, **options)):
         assert_same_trace(got, want, rank=rank)
 
 
 def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
-    want = oracle_trace(3, awkward, micro_batches=3)
+    want = reference_trace(3, awkward, micro_batches=3)
     for rank, got in enumerate(run_ranks(3, trace, awkward, 3)):
         assert_same_trace(got, want, rank=rank)
 
@@ -82,7 +82,7 @@ def two_slices() -> Trace:
 
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [oracle_trace(2, seed=mine) for mine in (0, 1)]
+    want = [reference_trace(2, seed=mine) for mine in (0, 1)]
     for rank, got in enumerate(run_ranks(4, two_slices)):
         assert_same_trace(got, want[rank % 2], rank=rank)
 
@@ -130,7 +130,7 @@ def trace_of_kind(kind: type[Decoder]) -> tuple[Trace, int]:
 
 @pytest.mark.parametrize("kind", [Recomputing, RecomputingOldWay])
 def test_recomputation_finds_the_weights_gathered_and_gathers_nothing_twice(kind):
-    want = oracle_trace(2)
+    want = reference_trace(2)
     plain = run_ranks(2, trace_of_kind, Decoder)[0][1]
     for rank, (got, gathers) in enumerate(run_ranks(2, trace_of_kind, kind)):
         assert_same_trace(got, want, rank=rank)
@@ -139,7 +139,7 @@ def test_recomputation_finds_the_weights_gathered_and_gathers_nothing_twice(kind
 
 
 def test_a_unit_may_be_used_twice_in_a_forward():
-    want = oracle_trace(2, of_kind(Looping))
+    want = reference_trace(2, of_kind(Looping))
     for rank, (got, _) in enumerate(run_ranks(2, trace_of_kind, Looping)):
         assert_same_trace(got, want, rank=rank)
 

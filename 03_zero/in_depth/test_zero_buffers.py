@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from _zero_demo import Decoder, make_batch
 from harness.meter import communication, peak_memory
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from torch import Tensor
 from zero_buffers import (
     Arena,

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from _zero_demo import make_batch, train_step
 from harness.meter import communication, peak_memory, storage_bytes
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace
 from harness.report import ROOT
 from test_zero_stages import (
     awkward,
@@ -26,8 +26,8 @@ from test_zero_stages import (
     distance_from_float64,
     in_two_groups,
     mean_loss,
-    oracle_trace,
     padded,
+    reference_trace,
     sgd,
     sharded_steps,
     unsharded_steps,
@@ -90,19 +90,19 @@ def traces(build=decoder, micro_batches: int = 2, late: bool = False) -> list[Tr
     return [zero_trace(lambda *a, s=s: offloaded(s, *a, late), world, build, 0, micro_batches) for s in STAGES]
 
 
-# ------------------------------------------------------------------------------------------------- the one oracle
+# ---------------------------------------------------------------------------------------------- the one reference
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks):
-    want = oracle_trace(ranks)
+    want = reference_trace(ranks)
     for rank, results in enumerate(run_ranks(ranks, traces)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
 
 
 def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
-    want = oracle_trace(3, awkward)
+    want = reference_trace(3, awkward)
     for rank, results in enumerate(run_ranks(3, traces, awkward)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
@@ -110,7 +110,7 @@ def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_three_micro_batches_add_up_on_the_host_however_late_the_copies_arrive(ranks):
-    want = oracle_trace(ranks, micro_batches=3)
+    want = reference_trace(ranks, micro_batches=3)
     for rank, results in enumerate(run_ranks(ranks, traces, decoder, 3, late=True)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
@@ -123,7 +123,7 @@ def two_slices() -> list[Trace]:
 
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [oracle_trace(2, seed=mine) for mine in (0, 1)]
+    want = [reference_trace(2, seed=mine) for mine in (0, 1)]
     for rank, results in enumerate(run_ranks(4, two_slices)):
         for got in results:
             assert_same_trace(got, want[rank % 2], rank=rank)
@@ -146,7 +146,7 @@ def shards_and_copies(stage: int) -> Trace:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_copy_of_a_shard_has_its_own_host_and_all_stay_alike(stage):
-    want = oracle_trace(4)
+    want = reference_trace(4)
     for rank, got in enumerate(run_ranks(4, shards_and_copies, stage)):
         assert_same_trace(got, want, rank=rank)
 

@@ -14,16 +14,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _zero_demo import make_batch, train_step
 from harness.meter import communication, peak_memory
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace
 from test_zero_stages import (
     awkward,
     bytes_of_a_step,
     decoder,
     in_two_groups,
     mean_loss,
-    oracle_trace,
     padded,
+    reference_trace,
     sgd,
     sharded_steps,
     unsharded_steps,
@@ -74,21 +74,21 @@ def traces(build=decoder, micro_batches: int = 2, **options) -> list[Trace]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model_however_late_the_gathers(ranks):
-    want = oracle_trace(ranks)
+    want = reference_trace(ranks)
     for rank, results in enumerate(run_ranks(ranks, traces)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
 
 
 def test_the_same_with_collectives_that_really_travel():
-    want = oracle_trace(2, micro_batches=3)
+    want = reference_trace(2, micro_batches=3)
     for rank, results in enumerate(run_ranks(2, traces, decoder, 3, all_gather=all_gather)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
 
 
 def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
-    want = oracle_trace(3, awkward)
+    want = reference_trace(3, awkward)
     for rank, results in enumerate(run_ranks(3, traces, awkward)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
@@ -101,7 +101,7 @@ def two_slices() -> list[Trace]:
 
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [oracle_trace(2, seed=mine) for mine in (0, 1)]
+    want = [reference_trace(2, seed=mine) for mine in (0, 1)]
     for rank, results in enumerate(run_ranks(4, two_slices)):
         for got in results:
             assert_same_trace(got, want[rank % 2], rank=rank)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum
 from harness.meter import communication, peak_memory, saved_activations, storage_bytes
-from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from torch import Tensor, nn
 from zero_buffers import Arena
 from zero_memory import GB
@@ -61,10 +61,10 @@ def divided_loss(model: nn.Module, step: int) -> Tensor:
     return token_loss_sum(model, tokens, labels) / (labels != IGNORE).sum()
 
 
-# ------------------------------------------------------------------------------------------------- the one oracle
+# ---------------------------------------------------------------------------------------------- the one reference
 
 
-def oracle_trace(seed: int = 0) -> Trace:
+def reference_trace(seed: int = 0) -> Trace:
     model = full_decoder(seed)
 
     def backward(step: int) -> float:
@@ -77,7 +77,7 @@ def oracle_trace(seed: int = 0) -> Trace:
 
 
 def part_of_trace(full: Trace, rank: int, ranks: int) -> Trace:
-    """The oracle's trace, cut and named as in the parallel model."""
+    """The reference's trace, cut and named as in the parallel model."""
 
     def cut(tensors: dict) -> dict:
         parts = {}
@@ -113,7 +113,7 @@ def all_keepers() -> list[Trace]:
 @pytest.mark.always("2", "3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
-    want = oracle_trace()
+    want = reference_trace()
     for rank, results in enumerate(run_ranks(ranks, all_keepers)):
         for got in results:
             assert_same_trace(got, part_of_trace(want, rank, ranks), rank=rank)
@@ -126,7 +126,7 @@ def two_slices() -> list[Trace]:
 
 
 def test_two_slices_of_the_world_keep_their_own_checkpoints():
-    want = [oracle_trace(seed) for seed in (0, 1)]
+    want = [reference_trace(seed) for seed in (0, 1)]
     for rank, results in enumerate(run_ranks(4, two_slices)):
         for got in results:
             assert_same_trace(got, part_of_trace(want[rank % 2], rank // 2, 2), rank=rank)

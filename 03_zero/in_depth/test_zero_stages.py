@@ -1,4 +1,4 @@
-"""Stages 1 and 2 against one oracle: the unsharded model on the whole global batch, in one process."""
+"""Stages 1 and 2 against one reference: the unsharded model on the whole global batch, in one process."""
 
 import gc
 import sys
@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step, valid_tokens
 from harness.meter import communication, held_bytes, peak_memory, storage_bytes
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from torch import Tensor, nn
 from zero_memory import bytes_per_parameter, bytes_sent
 from zero_stages import ExchangeAndSum, SendToAll, Zero1, Zero2, main
@@ -53,7 +53,7 @@ def in_two_groups(model: nn.Module, **options) -> torch.optim.AdamW:
 
 
 def mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The oracle's own loss: PyTorch's mean over valid tokens, not the sum and division of the script."""
+    """The reference's own loss: PyTorch's mean over valid tokens, not the sum and division of the script."""
     return F.cross_entropy(model(tokens).flatten(0, 1).double(), labels.flatten(), ignore_index=IGNORE)
 
 
@@ -62,7 +62,9 @@ def whole_batch(step: int, ranks: int, micro_batches: int = 2) -> tuple[Tensor, 
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
-def oracle_trace(ranks: int, build: Callable[..., nn.Module] = decoder, seed: int = 0, micro_batches: int = 2) -> Trace:
+def reference_trace(
+    ranks: int, build: Callable[..., nn.Module] = decoder, seed: int = 0, micro_batches: int = 2
+) -> Trace:
     model = build(seed)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -100,7 +102,7 @@ def zero_trace(
     return trace
 
 
-# ------------------------------------------------------------------------------------------------- the one oracle
+# ---------------------------------------------------------------------------------------------- the one reference
 
 
 def traces(build: Callable[..., nn.Module] = decoder, micro_batches: int = 2) -> list[Trace]:
@@ -110,7 +112,7 @@ def traces(build: Callable[..., nn.Module] = decoder, micro_batches: int = 2) ->
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
-    want = oracle_trace(ranks)
+    want = reference_trace(ranks)
     for rank, results in enumerate(run_ranks(ranks, traces)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
@@ -123,7 +125,7 @@ def traces_by_exchange() -> list[Trace]:
 
 
 def test_point_to_point_gives_what_the_collectives_give():
-    want = oracle_trace(3, micro_batches=3)
+    want = reference_trace(3, micro_batches=3)
     for rank, results in enumerate(run_ranks(3, traces_by_exchange)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
@@ -157,14 +159,14 @@ def test_sending_to_all_is_an_all_gather_and_sends_what_one_does():
 
 
 def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
-    want = oracle_trace(3, awkward)
+    want = reference_trace(3, awkward)
     for rank, results in enumerate(run_ranks(3, traces, awkward)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
 
 
 def test_three_micro_batches_count_as_one_batch():
-    want = oracle_trace(2, micro_batches=3)
+    want = reference_trace(2, micro_batches=3)
     for rank, results in enumerate(run_ranks(2, traces, decoder, 3)):
         for got in results:
             assert_same_trace(got, want, rank=rank)
@@ -177,7 +179,7 @@ def two_slices() -> list[Trace]:
 
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [oracle_trace(2, seed=mine) for mine in (0, 1)]
+    want = [reference_trace(2, seed=mine) for mine in (0, 1)]
     for rank, results in enumerate(run_ranks(4, two_slices)):
         for got in results:
             assert_same_trace(got, want[rank % 2], rank=rank)
@@ -870,6 +872,6 @@ def in_fp32_everywhere(stage: int) -> Trace:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_dtype_that_the_gradients_have_anyway_changes_nothing(stage):
-    want = oracle_trace(2, micro_batches=3)
+    want = reference_trace(2, micro_batches=3)
     for rank, got in enumerate(run_ranks(2, in_fp32_everywhere, stage)):
         assert_same_trace(got, want, rank=rank)

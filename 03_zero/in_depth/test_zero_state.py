@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step
 from harness.meter import communication, peak_memory
-from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same, assert_same_named
 from harness.report import ROOT
 from test_zero_stages import awkward, decoder, in_two_groups, mean_loss, whole_batch, with_momentum
 from torch import Tensor

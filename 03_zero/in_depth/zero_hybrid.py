@@ -172,7 +172,7 @@ def main() -> None:
             "sent across (payload x formula)": (bytes_across(shards, copies, 2 * psi), across),
         }
         rows: list[Row] = [
-            ("largest error against the oracle (SGD, float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10)
+            ("largest error against the reference (SGD, float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10)
         ]
         rows += [(what, round(want), round(got), abs(want - got) < 1e-6) for what, (want, got) in must.items()]
         if dist.get_rank(group) == 0:

@@ -327,7 +327,7 @@ def demo(stage: int, make: Callable[..., Offload2], group: dist.ProcessGroup, de
     held = storage_bytes(zero.on_device()), storage_bytes(zero.on_host())
     down, up = bytes_over_the_link(ranks, 2 * psi, 2 * psi, micro_batches)
     rows: list[Row] = [
-        ("largest error against the oracle (SGD, float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10),
+        ("largest error against the reference (SGD, float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10),
         (f"bytes on the device, bf16, Psi = {psi:,}", apart[0], held[0], apart[0] == held[0]),
         ("bytes on the host, AdamW", apart[1], held[1], apart[1] == held[1]),
         ("bytes down the link in a step of 2", round(down), zero.link.bytes["down"], down == zero.link.bytes["down"]),

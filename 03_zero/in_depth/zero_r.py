@@ -395,11 +395,11 @@ def configuration_table(hidden: int, batch: int, sequence: int, tensor: int, dat
 def run_once(keeper: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[float, int, float]:
     """One step beside the unsharded model: (largest error, bytes that autograd keeps of the layers, bytes sent)."""
     torch.manual_seed(0)
-    oracle = Decoder(heads=HEADS).to(device, torch.float64)
+    reference = Decoder(heads=HEADS).to(device, torch.float64)
     torch.manual_seed(0)
     model = ParallelDecoder(Decoder(heads=HEADS).to(device, torch.float64), group, keeper)
     tokens, labels = (t.to(device) for t in make_batch(0, 1, 1, rows=2)[0][0])
-    want = token_loss_sum(oracle, tokens, labels)
+    want = token_loss_sum(reference, tokens, labels)
     want.backward()
     saved: dict[int, Tensor] = {}
 
@@ -417,8 +417,8 @@ def run_once(keeper: Any, group: dist.ProcessGroup, device: torch.device) -> tup
         loss = token_loss_sum(lambda _: model.head(model.norm(x)), tokens, labels)  # type: ignore[arg-type]
         loss.backward()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    errors = [error(loss.detach(), want.detach()), error(model.embed.weight.grad, oracle.embed.weight.grad)]
-    for mine, full in zip(model.layers, oracle.layers, strict=True):
+    errors = [error(loss.detach(), want.detach()), error(model.embed.weight.grad, reference.embed.weight.grad)]
+    for mine, full in zip(model.layers, reference.layers, strict=True):
         for name, whole in full.named_children():
             part = my_part(name, whole.weight.grad, HEADS, rank, ranks)
             errors.append(error(mine.get_parameter(name).grad, part))

@@ -710,13 +710,13 @@ def one_of(make: Callable[..., Zero1], stage: int, *of: Any, units: Any, master:
 
 
 def demo(stage: int, make: Callable[..., Zero1], group: dist.ProcessGroup, device: torch.device) -> list[Row]:
-    """Rows of the table for one stage: three steps beside the oracle, then the bytes of a mixed-precision step."""
+    """Rows of the table for one stage: three steps beside the reference, then the bytes of a mixed-precision step."""
     ranks = dist.get_world_size(group)
     worst = error_against_the_unsharded_model(make, group, device)
     held, psi, kept, sent = measure(stage, group, device, partial(one_of, make))
     must_hold, must_send = round(psi * bytes_per_parameter(stage, ranks)), bytes_sent(stage, ranks, 2 * psi, kept)
     return [
-        ("largest error against the oracle (SGD, float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10),
+        ("largest error against the reference (SGD, float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10),
         (f"bytes held, bf16 and AdamW, Psi = {psi:,}", must_hold, held, must_hold == held),
         ("bytes sent in a step (payload x formula)", f"{must_send:.0f}", f"{sent:.0f}", abs(must_send - sent) < 1e-6),
     ]

@@ -363,7 +363,7 @@ def kept_bytes(
 def reference_block(
     x: Tensor, w: dict[str, Tensor], config: Config, cos: Tensor, sin: Tensor, drops: Callable | None = None
 ) -> Tensor:
-    """The oracle: the same block on one device, without anything of the above that a rank could get wrong.
+    """The reference: the same block on one device, without anything of the above that a rank could get wrong.
     `drops(y, dim)` drops what t ranks together would drop from a y that they shard in dimension `dim`."""
     drops = drops or (lambda y, dim: y)
     S, groups = x.shape[1], config.heads // config.kv_heads
@@ -412,7 +412,7 @@ def block_weights(config: Config, like: Tensor) -> dict[str, Tensor]:
 
 
 def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """One block beside the oracle, with and without sequence parallel."""
+    """One block beside the reference, with and without sequence parallel."""
     B, S, t = 2, args.sequence, dist.get_world_size(group)
     report, table = Report(group), initial_weight("embed.weight", (256, config.hidden), 1, seed=0)
     x = F.embedding(tokens_of_text(B, S), table).to(device, torch.float64)
@@ -443,7 +443,7 @@ def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, dev
             report.compare(block.get_parameter(name).grad, shard.cut(w[name].grad))
 
         report.title(f"{t} rank(s), tensor parallel{' and sequence parallel' * sequence}, dropout {args.dropout}")
-        report.add_errors("largest error against the oracle")
+        report.add_errors("largest error against the reference")
         plan = {"all-gather": (2, 4), "reduce-scatter": (2, 2)} if sequence else {"all-reduce": (2, 2)}
         for name, counts in plan.items():
             report.add(f"{name}s in forward, backward", counts, (forward.calls[name], backward.calls[name]))

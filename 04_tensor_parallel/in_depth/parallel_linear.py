@@ -400,7 +400,7 @@ def cannot_divide(ranks: int, what: str, size: int) -> str:
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """One MLP beside the oracle, with and without sequence parallel."""
+    """One MLP beside the reference, with and without sequence parallel."""
     B, S, H, F_, t = 2, args.sequence, args.hidden, args.intermediate, dist.get_world_size(group)
     report = Report(group)
     x = F.embedding(tokens_of_text(B, S), initial_weight("embed.weight", (256, H), 1, seed=0)).to(device, torch.float64)
@@ -408,7 +408,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     shapes = {"gate_proj.weight": (F_, H), "up_proj.weight": (F_, H), "down_proj.weight": (H, F_)}
     w = {n: initial_weight(n, shape, 1, seed=0).to(x).requires_grad_() for n, shape in shapes.items()}
     hidden = swiglu(F.linear(want_x, w["gate_proj.weight"]), F.linear(want_x, w["up_proj.weight"]))
-    want = F.linear(hidden, w["down_proj.weight"])  # the oracle: the MLP on one device
+    want = F.linear(hidden, w["down_proj.weight"])  # the reference: the MLP on one device
     (want * want.detach()).sum().backward()  # some gradient that differs from element to element
 
     for sequence in (False, True):
@@ -430,7 +430,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         again = int(sequence and args.column != "simple")
         collectives = {"all-gather": 2 + again, "reduce-scatter": 2} if sequence else {"all-reduce": 2}
         report.title(f"{t} rank(s), tensor parallel{' + sequence parallel' * sequence}, column: {args.column}")
-        report.add_errors("largest error against the oracle")
+        report.add_errors("largest error against the reference")
         for name, count in collectives.items():
             report.add(f"calls of {name}", count, wire.calls[name])
         report.add("bytes sent by a rank", (4 + again) * (t - 1) * n // t, wire.bytes)

@@ -322,7 +322,7 @@ def squared_gradient_norm(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
 
 
 def reference_logits(w: dict[str, Tensor], tokens: Tensor, config: Config, drops: Callable | None = None) -> Tensor:
-    """The oracle: the model on one device, [B, S] -> [B, S, V], from full weights by name."""
+    """The reference: the model on one device, [B, S] -> [B, S, V], from full weights by name."""
     positions = torch.arange(tokens.shape[-1], device=tokens.device)
     cos, sin = rope_tables(positions, config.hidden // config.heads, config.rope_theta)
     x = F.embedding(tokens, w["model.embed_tokens.weight"])
@@ -343,7 +343,7 @@ def weights_per_rank(config: Config, t: int) -> int:
 
 
 def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Three steps of SGD beside the oracle, with and without sequence parallel."""
+    """Three steps of SGD beside the reference, with and without sequence parallel."""
     B, S, t = 2, args.sequence, dist.get_world_size(group)
     report = Report(group)
     for sequence in (False, True):

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from domino import HalvedBlock, Piece, UnderWay, in_halves, one_by_one
 from harness.meter import communication, saved_activations
-from harness.oracle import assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same_named
 from harness.report import ROOT
 from parallel_block import (
     Config,

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, saved_activations
-from harness.oracle import assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same_named
 from overlap import VERSIONS, Cluster, block_time, column_overlapped, column_ring, gathered, row_ring, scattered
 from parallel_block import Config, ParallelBlock, Parts, block_weights, rope_tables, sync_replicated_gradients
 from parallel_linear import Shard, TensorParallel, reduce_scatter

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, saved_activations
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.report import ROOT
 from parallel_block import (
     Config,
@@ -51,7 +51,7 @@ def piece(x: Tensor, tp: TensorParallel) -> Tensor:
     return Shard(x.shape[1], 1, tp.size, tp.rank).cut(x) if tp.sequence_parallel else x
 
 
-def oracle_trace(config: Config, p: float, ranks: int, sequence: bool) -> Trace:
+def reference_trace(config: Config, p: float, ranks: int, sequence: bool) -> Trace:
     w = {name: nn.Parameter(value.detach()) for name, value in block_weights(config, numbers(1)).items()}
 
     def backward(step: int) -> float:
@@ -93,8 +93,8 @@ def block_trace(config: Config, p: float, tp: TensorParallel) -> Trace:
     return sgd_trace(dict(block.named_parameters()), backward)
 
 
-def compare_with_oracle(config: Config, p: float, tp: TensorParallel) -> None:
-    want, held = oracle_trace(config, p, tp.size, tp.sequence_parallel), shards(make_block(config, tp))
+def compare_with_reference(config: Config, p: float, tp: TensorParallel) -> None:
+    want, held = reference_trace(config, p, tp.size, tp.sequence_parallel), shards(make_block(config, tp))
 
     def cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: held[name].cut(value) for name, value in tensors.items()}
@@ -103,14 +103,14 @@ def compare_with_oracle(config: Config, p: float, tp: TensorParallel) -> None:
     assert_same_trace(block_trace(config, p, tp), want, rank=tp.rank)
 
 
-# ------------------------------------------------------------------------------------------------- the one oracle
+# ---------------------------------------------------------------------------------------------- the one reference
 
 
 def all_layouts(kv_heads: int) -> None:
     config = replace(SMALL, kv_heads=kv_heads)
     for p in (0.0, 0.3):
         for sequence in (False, True):
-            compare_with_oracle(config, p, TensorParallel(dist.group.WORLD, sequence))
+            compare_with_reference(config, p, TensorParallel(dist.group.WORLD, sequence))
 
 
 @pytest.mark.always("1-4", "2-2", "4-1", "2-8")
@@ -128,7 +128,7 @@ def slices(kv_heads: int) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     for sequence in (False, True):
         tp = TensorParallel(groups[dist.get_rank() % 2], sequence)
-        compare_with_oracle(replace(SMALL, kv_heads=kv_heads, qkv_bias=True), 0.3, tp)
+        compare_with_reference(replace(SMALL, kv_heads=kv_heads, qkv_bias=True), 0.3, tp)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, held_bytes, saved_activations
-from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from parallel_linear import (
     COLUMNS,
     ColumnParallelLinear,
@@ -132,7 +132,7 @@ def test_a_sequence_that_does_not_divide_is_refused_with_what_would():
 # ----------------------------------------------------------------------------------------------------- the MLP
 
 
-def oracle_trace(seed: int = 0) -> Trace:
+def reference_trace(seed: int = 0) -> Trace:
     w = {name: torch.nn.Parameter(value) for name, value in full_weights().items()}
 
     def backward(step: int) -> float:
@@ -162,7 +162,7 @@ def mlp_trace(tp: TensorParallel, seed: int = 0) -> Trace:
 
 
 def cut_trace(trace: Trace, ranks: int, rank: int) -> Trace:
-    """What this rank should have of the oracle's trace."""
+    """What this rank should have of the reference's trace."""
     dims = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
     cut = {name: Shard(F_, dim, ranks, rank).cut for name, dim in dims.items()}
     gradients = [{name: cut[name](value) for name, value in step.items()} for step in trace.gradients]
@@ -176,7 +176,7 @@ def all_mlp_traces() -> list[Trace]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_mlp_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks):
-    want = oracle_trace()
+    want = reference_trace()
     for rank, traces in enumerate(run_ranks(ranks, all_mlp_traces)):
         for got in traces:
             assert_same_trace(got, cut_trace(want, ranks, rank), rank=rank)
@@ -190,7 +190,7 @@ def two_mlps() -> list[Trace]:
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
     for rank, traces in enumerate(run_ranks(4, two_mlps)):
-        want = oracle_trace(seed=rank % 2)
+        want = reference_trace(seed=rank % 2)
         for got in traces:
             assert_same_trace(got, cut_trace(want, 2, rank // 2), rank=rank)
 

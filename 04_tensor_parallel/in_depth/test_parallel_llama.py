@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, held_bytes, peak_memory
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from parallel_block import Config, Parts, attention, drops_of_all_ranks, sync_replicated_gradients
 from parallel_linear import COLUMNS, Shard, TensorParallel, initial_weight, shards
 from parallel_llama import (
@@ -60,7 +60,7 @@ def full_weights(config: Config) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def oracle_trace(config: Config, w: dict[str, Tensor], p: float, ranks: int, sequence: bool) -> Trace:
+def reference_trace(config: Config, w: dict[str, Tensor], p: float, ranks: int, sequence: bool) -> Trace:
     weights = {name: nn.Parameter(value.clone()) for name, value in w.items()}
 
     def backward(step: int) -> float:
@@ -87,8 +87,8 @@ def model_trace(model: ParallelLlama) -> Trace:
     return sgd_trace(dict(model.named_parameters()), backward)
 
 
-def compare_with_oracle(config: Config, w: dict[str, Tensor], p: float, tp: TensorParallel) -> None:
-    want = oracle_trace(config, w, p, tp.size, tp.sequence_parallel)
+def compare_with_reference(config: Config, w: dict[str, Tensor], p: float, tp: TensorParallel) -> None:
+    want = reference_trace(config, w, p, tp.size, tp.sequence_parallel)
     for wrap in (lambda block: block, recomputed):
         model = ParallelLlama(config, tp, wrap=wrap, p=p).double()
         held = shards(model)
@@ -100,13 +100,13 @@ def compare_with_oracle(config: Config, w: dict[str, Tensor], p: float, tp: Tens
         assert_same_trace(model_trace(model), mine, rank=tp.rank)
 
 
-# ------------------------------------------------------------------------------------------------------ the one oracle
+# --------------------------------------------------------------------------------------------------- the one reference
 
 
 def all_layouts(config: Config, w: dict[str, Tensor]) -> None:
     for p in (0.0, 0.2):
         for sequence in (False, True):
-            compare_with_oracle(config, w, p, TensorParallel(dist.group.WORLD, sequence))
+            compare_with_reference(config, w, p, TensorParallel(dist.group.WORLD, sequence))
 
 
 @pytest.mark.always("2")
@@ -123,7 +123,7 @@ def test_eight_ranks_with_two_key_value_heads_and_a_rank_of_nothing_but_padding_
 
 def two_models(w: dict[str, Tensor]) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    compare_with_oracle(SMALL, w, 0.2, TensorParallel(groups[dist.get_rank() % 2], True))
+    compare_with_reference(SMALL, w, 0.2, TensorParallel(groups[dist.get_rank() % 2], True))
 
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from context_ring import VERSIONS, dense_attention, layout_positions, pairs_of, shard_sequence
 from flash_local import FLASH
 from harness.meter import communication
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import Ratio, paired, ratio_of, write_result
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs

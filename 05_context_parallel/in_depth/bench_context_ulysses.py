@@ -32,8 +32,8 @@ from context_ulysses import (
 from flash_local import FLASH, tiled
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication, peak_memory, saved_activations
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import Ratio, write_result
 from torch import Tensor
 

@@ -15,7 +15,7 @@ import torch
 from context_ring import EXPLICIT, LocalAttention
 from flash_local import FLASH, step_of, tiled
 from harness.meter import peak_memory
-from harness.oracle import assert_same
+from harness.reference import assert_same
 from harness.report import write_result
 from torch import Tensor
 

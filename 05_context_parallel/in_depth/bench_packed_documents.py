@@ -18,8 +18,8 @@ from context_ring import ring_attention
 from context_ulysses import ulysses
 from flash_local import FLASH
 from harness.meter import communication
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import write_result
 from packed_documents import (
     boundaries,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from bench_context_ring import HEADS, RANKS, D, S, inputs, step_of
 from context_ring import dense_attention, layout_positions, ring_attention
 from flash_local import FLASH
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import write_result
 from two_way_ring import two_way_ring
 

@@ -27,8 +27,8 @@ from bench_context_ring import cpu_seconds
 from context_ring import IGNORE, layout_positions, next_token_labels, text
 from context_ulysses import PAPER, ulysses
 from harness.meter import peak_memory
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import write_result
 from llama import Llama, LlamaConfig, Parts
 from zero3 import Zero3

@@ -416,7 +416,7 @@ VERSIONS = {"allgather": allgather_attention, "ring": ring_attention}
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """The oracle's attention: PyTorch's, over the whole sequence on one rank."""
+    """The reference's attention: PyTorch's, over the whole sequence on one rank."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, N, D] -> [B, N, S, D]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
@@ -536,7 +536,7 @@ def off(got: Tensor, want: Tensor) -> float:
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
-def against_oracle(
+def against_reference(
     model: Model,
     step_of: Callable[[Model, Tensor], Tensor],
     S: int,
@@ -544,20 +544,20 @@ def against_oracle(
     labels_of: Callable[[Tensor], Tensor] = next_token_labels,
     positions: Tensor | None = None,
 ) -> float:
-    """Three SGD steps of `model` by `step_of(model, tokens)` and of the unsharded oracle: the largest relative error of
+    """Three SGD steps of `model` by `step_of(model, tokens)` and of the unsharded model: the largest relative error of
     the losses, all gradients and all weights. Plain SGD, because Adam would forgive a wrong scale."""
-    oracle, errors = deepcopy(model), []
+    unsharded, errors = deepcopy(model), []
     everywhere = torch.arange(S, device=model.lm_head.weight.device) if positions is None else positions
     for step in range(3):
         tokens = text(2, S, step).to(everywhere.device)
         model.zero_grad()
-        oracle.zero_grad()
+        unsharded.zero_grad()
         loss = step_of(model, tokens)
         labels = labels_of(tokens)
-        want = loss_sum(oracle, tokens, labels, everywhere, reference) / (labels != IGNORE).sum()
+        want = loss_sum(unsharded, tokens, labels, everywhere, reference) / (labels != IGNORE).sum()
         want.backward()
         errors.append(off(loss, want.detach()))
-        for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+        for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
             errors.append(off(p.grad, q.grad))
             p.data -= 0.1 * p.grad
             q.data -= 0.1 * q.grad
@@ -587,7 +587,7 @@ def check_model_options(parser: argparse.ArgumentParser, args: argparse.Namespac
     if args.seq < 3:  # of 2 tokens only the first has a label, and it sees itself alone: q and k have no gradient
         parser.error(f"--seq {args.seq} is too short for a token with a label to see another; use 3 or more")
     if args.seq > 16384:
-        parser.error(f"--seq {args.seq}: the oracle writes down all scores of it; use 16384 or less")
+        parser.error(f"--seq {args.seq}: the reference writes down all scores of it; use 16384 or less")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
@@ -613,7 +613,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every asked version beside the oracle; prints the table on rank 0 and returns what is wrong."""
+    """Every asked version beside the reference; prints the table on rank 0 and returns what is wrong."""
     rank, P, causal, S = dist.get_rank(group), dist.get_world_size(group), args.attention == "causal", args.seq
     dtype, tolerance = (torch.float64, 1e-10) if args.dtype == "float64" else (torch.float32, 1e-5)
     torch.manual_seed(0)
@@ -632,7 +632,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             positions = layout_positions(layout, S, rank, P).to(device)
             step = partial(train_step, positions=positions, attention=attention, group=group)
             with Wire(P) as wire:  # what attention sends; the all-reduce of gradients is the subject of chapter 2
-                error = against_oracle(deepcopy(start), step, S)
+                error = against_reference(deepcopy(start), step, S)
             found: list = [None] * P
             dist.all_gather_object(found, (error, count[0] // 3, wire.bytes // 3), group=group)  # of one step
             errors, pairs, sent = zip(*found, strict=True)

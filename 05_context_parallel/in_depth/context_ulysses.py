@@ -60,7 +60,7 @@ from context_ring import (
     OneLineParser,
     Wire,
     add_model_options,
-    against_oracle,
+    against_reference,
     at_least_fp32,
     check_inputs,
     check_layout,
@@ -504,7 +504,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every asked version and kind beside the oracle; prints the table on rank 0 and returns what is wrong."""
+    """Every asked version and kind beside the reference; prints the table on rank 0 and returns what is wrong."""
     rank, P, S, U = dist.get_rank(group), dist.get_world_size(group), args.seq, args.ulysses_size
     R = P // U
     ulysses_group, ring_group = usp_groups(P, U)
@@ -530,7 +530,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
                 attention, local = every_other_key(attention), every_other_key(local)
             step = partial(train_step, positions=positions.to(device), attention=attention, group=group)
             with Wire(swap, rank % swap) as wire:
-                error = against_oracle(deepcopy(model), step, S, local)
+                error = against_reference(deepcopy(model), step, S, local)
             # Elements of one head's dim of 2 sequences: q and out, k and v swapped, backward as many, counting heads
             # that others need and those that come home; then the ring, which in backward sends K and V and dK/dV.
             heads = [len(kv_heads_of(r, swap, args.heads, args.kv_heads)) for r in range(swap)]

@@ -64,7 +64,7 @@ from context_ring import (
     Ring,
     Wire,
     add_model_options,
-    against_oracle,
+    against_reference,
     at_least_fp32,
     attention_over,
     block_of,
@@ -265,7 +265,7 @@ def packed_step(
 
 
 def masked_attention(cu: Sequence[int]) -> Attention:
-    """The oracle's: PyTorch's with the mask that all this makes unnecessary, block-diagonal and causal."""
+    """The reference's: PyTorch's with the mask that all this makes unnecessary, block-diagonal and causal."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         of = torch.repeat_interleave(torch.arange(len(cu) - 1), torch.tensor(cu).diff()).to(q.device)
@@ -324,7 +324,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every asked version beside the oracle; prints the table on rank 0 and returns what is wrong."""
+    """Every asked version beside the reference; prints the table on rank 0 and returns what is wrong."""
     rank, P, cu = dist.get_rank(group), dist.get_world_size(group), boundaries(args.documents)
     S, dtype, tolerance = cu[-1], *((torch.float64, 1e-10) if args.dtype == "float64" else (torch.float32, 1e-5))
     torch.manual_seed(0)
@@ -348,7 +348,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         where = packed_positions(layout, cu, rank, P).to(device)
         step = partial(packed_step, where=where, cu=cu, attention=attention, group=group)
         with Wire(P) as wire:
-            error = against_oracle(
+            error = against_reference(
                 deepcopy(start), step, S, masked_attention(cu), partial(packed_labels, cu=cu), everywhere
             )
         found: list = [None] * P

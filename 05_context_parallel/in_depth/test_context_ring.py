@@ -1,4 +1,4 @@
-"""All-gather and ring attention against one oracle: the same model on the whole sequence, in one process."""
+"""All-gather and ring attention against one reference: the same model on the whole sequence, in one process."""
 
 import math
 import os
@@ -37,8 +37,8 @@ from context_ring import (
     train_step,
 )
 from harness.meter import communication, peak_memory, saved_activations
-from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from torch import Tensor
 
 CHAPTERS = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def model_of(heads: tuple[int, int], dtype: torch.dtype = torch.float64, seed: i
 
 
 @cache
-def oracle_trace(heads: tuple[int, int], dtype=torch.float64, seed: int = 0, causal: bool = True) -> Trace:
+def reference_trace(heads: tuple[int, int], dtype=torch.float64, seed: int = 0, causal: bool = True) -> Trace:
     """The unsharded model with PyTorch's attention and PyTorch's mean loss: not the sum and division of the script."""
     model = model_of(heads, dtype, seed, causal)
 
@@ -79,7 +79,7 @@ def context_trace(version, layout, heads, group, dtype=torch.float64, seed=0, ca
     return sgd_trace(dict(model.named_parameters()), backward)
 
 
-# ------------------------------------------------------------------------------------------------- the one oracle
+# ---------------------------------------------------------------------------------------------- the one reference
 
 
 def traces_of(heads: list, dtype: torch.dtype = torch.float64, causal: bool = True) -> list[Trace]:
@@ -91,21 +91,21 @@ def traces_of(heads: list, dtype: torch.dtype = torch.float64, causal: bool = Tr
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_every_gradient_and_weights_equal_the_unsharded_block(ranks):
     heads = HEADS if ranks in (1, 4) else HEADS[1:2]
-    want = [oracle_trace(h) for h in heads for _ in CASES]
+    want = [reference_trace(h) for h in heads for _ in CASES]
     for rank, traces in enumerate(run_ranks(ranks, traces_of, heads)):
         for got, expected in zip(traces, want, strict=True):
             assert_same_trace(got, expected, rank=rank)
 
 
 def test_attention_without_a_causal_order_is_exact_too():
-    want = oracle_trace(HEADS[1], causal=False)
+    want = reference_trace(HEADS[1], causal=False)
     for rank, traces in enumerate(run_ranks(2, traces_of, HEADS[1:2], causal=False)):
         for got in traces:
             assert_same_trace(got, want, rank=rank)
 
 
 def test_float32_agrees_to_five_digits():
-    want = oracle_trace(HEADS[1], torch.float32)
+    want = reference_trace(HEADS[1], torch.float32)
     for rank, traces in enumerate(run_ranks(4, traces_of, HEADS[1:2], torch.float32)):
         for got in traces:
             assert_same_trace(got, want, tol=1e-5, rank=rank)
@@ -118,7 +118,7 @@ def two_slices() -> list[Trace]:
 
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [oracle_trace(HEADS[1], seed=seed) for seed in (0, 1)]
+    want = [reference_trace(HEADS[1], seed=seed) for seed in (0, 1)]
     for rank, traces in enumerate(run_ranks(4, two_slices)):
         for got in traces:
             assert_same_trace(got, want[rank % 2], rank=rank)

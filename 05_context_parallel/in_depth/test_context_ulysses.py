@@ -1,4 +1,4 @@
-"""Ulysses and Ulysses x ring against one oracle: the same model on the whole sequence, in one process."""
+"""Ulysses and Ulysses x ring against one reference: the same model on the whole sequence, in one process."""
 
 import os
 import sys
@@ -49,8 +49,8 @@ from context_ulysses import (
     usp_positions,
 )
 from harness.meter import communication, saved_activations
-from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from torch import Tensor
 
 HEADS = [(8, 8), (8, 2), (8, 1)]  # query heads, key/value heads
@@ -63,7 +63,7 @@ def model_of(heads: tuple[int, int], kind: str, dtype: torch.dtype = torch.float
     return Model(*heads, head_dim=4, vocab=128, causal=kind in ("causal", "window", "sparse")).to(dtype)
 
 
-def oracle_attention(kind: str) -> Callable[..., Tensor]:
+def reference_attention(kind: str) -> Callable[..., Tensor]:
     """Each kind written out once more, with a mask made by a loop over pairs."""
 
     def seen(i: int, j: int) -> bool:
@@ -85,8 +85,8 @@ def oracle_attention(kind: str) -> Callable[..., Tensor]:
 
 
 @cache
-def oracle_trace(heads: tuple[int, int], kind: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Trace:
-    model, attention = model_of(heads, kind, dtype, seed), oracle_attention(kind)
+def reference_trace(heads: tuple[int, int], kind: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Trace:
+    model, attention = model_of(heads, kind, dtype, seed), reference_attention(kind)
 
     def backward(step: int) -> float:
         tokens = text(2, S, seed + step)
@@ -113,7 +113,7 @@ def ulysses_trace(group, heads, kind, dtype=torch.float64, seed: int = 0, togeth
     return trace_of(ulysses(group, KINDS[kind], together=together), positions, group, heads, kind, dtype, seed)
 
 
-# ------------------------------------------------------------------------------------------------------- the one oracle
+# ---------------------------------------------------------------------------------------------------- the one reference
 
 CASES = [(heads, kind) for heads in HEADS for kind in KINDS if kind == "causal" or heads == (8, 2)]
 
@@ -129,7 +129,7 @@ def ulysses_traces(dtype: torch.dtype = torch.float64) -> list[Trace]:
 )
 def test_loss_every_gradient_and_weights_equal_the_unsharded_block_for_every_kind_of_attention(ranks, dtype, tol):
     dtype = getattr(torch, dtype)
-    want = [oracle_trace(heads, kind, dtype) for heads, kind in CASES]
+    want = [reference_trace(heads, kind, dtype) for heads, kind in CASES]
     for rank, traces in enumerate(run_ranks(ranks, ulysses_traces, dtype)):
         for got, expected in zip(traces, want, strict=True):
             assert_same_trace(got, expected, tol, rank=rank)
@@ -142,7 +142,7 @@ def odd_kv_heads(heads: tuple[int, int]) -> Trace:
 @pytest.mark.parametrize(("ranks", "heads"), [(2, (6, 3)), (6, (12, 4))])
 def test_kv_heads_that_neither_divide_the_ranks_nor_are_divided_by_them_work(ranks, heads):
     for rank, got in enumerate(run_ranks(ranks, odd_kv_heads, heads)):
-        assert_same_trace(got, oracle_trace(heads, "causal"), rank=rank)
+        assert_same_trace(got, reference_trace(heads, "causal"), rank=rank)
 
 
 TOGETHER = [((8, 2), "causal"), ((8, 2), "cross"), ((6, 2), "causal"), ((6, 3), "cross"), ((7, 1), "causal")]
@@ -156,7 +156,7 @@ def together_traces() -> list[Trace]:
 def test_q_k_and_v_in_one_message_are_exact_for_any_number_of_heads(ranks):
     for rank, traces in enumerate(run_ranks(ranks, together_traces)):
         for case, got in zip(TOGETHER, traces, strict=True):
-            assert_same_trace(got, oracle_trace(*case), rank=rank)
+            assert_same_trace(got, reference_trace(*case), rank=rank)
 
 
 def test_ranks_get_all_query_heads_between_them_also_if_they_cannot_get_equally_many():
@@ -196,7 +196,7 @@ def two_slices() -> Trace:
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
     for rank, got in enumerate(run_ranks(4, two_slices)):
-        assert_same_trace(got, oracle_trace((8, 2), "causal", seed=rank % 2), rank=rank)
+        assert_same_trace(got, reference_trace((8, 2), "causal", seed=rank % 2), rank=rank)
 
 
 USP_CASES = [(heads, "causal") for heads in ((8, 8), (8, 2), (8, 1), (2, 1), (6, 3))] + [((8, 2), "full")]
@@ -215,7 +215,7 @@ def usp_traces(U: int) -> list[Trace]:
 
 
 def test_ulysses_times_ring_on_2_by_2_ranks_is_exact_in_every_layout_also_with_fewer_heads_than_ranks():
-    want = [oracle_trace(*case) for _ in LAYOUTS for case in USP_CASES]
+    want = [reference_trace(*case) for _ in LAYOUTS for case in USP_CASES]
     for rank, traces in enumerate(run_ranks(4, usp_traces, 2)):
         for got, expected in zip(traces, want, strict=True):
             assert_same_trace(got, expected, rank=rank)
@@ -224,7 +224,7 @@ def test_ulysses_times_ring_on_2_by_2_ranks_is_exact_in_every_layout_also_with_f
 @pytest.mark.always("2-1")
 @pytest.mark.parametrize(("ranks", "U"), [(1, 1), (2, 1), (2, 2)])
 def test_a_rectangle_of_one_row_or_one_column_is_the_plain_version(ranks, U):
-    want = [oracle_trace(*case) for _ in LAYOUTS for case in USP_CASES]
+    want = [reference_trace(*case) for _ in LAYOUTS for case in USP_CASES]
     for rank, traces in enumerate(run_ranks(ranks, usp_traces, U)):
         for got, expected in zip(traces, want, strict=True):
             assert_same_trace(got, expected, rank=rank)

@@ -19,8 +19,8 @@ from context_ring import (
 from context_ulysses import usp, usp_groups, usp_positions
 from flash_local import FLASH, TILED, TORCH, chosen, tiled, tiles_of
 from harness.meter import peak_memory
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from torch import Tensor
 
 NAMES = ("out", "lse", "dq", "dk", "dv")

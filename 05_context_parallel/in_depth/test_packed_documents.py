@@ -1,4 +1,4 @@
-"""Packed documents against one oracle: the same model on the whole sequence, with a mask made pair by pair."""
+"""Packed documents against one reference: the same model on the whole sequence, with a mask made pair by pair."""
 
 import os
 import random
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from context_ring import EXPLICIT, Model, counting, ring_attention, text
 from context_ulysses import ulysses, usp_groups
 from harness.meter import communication
-from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from packed_documents import (
     PACKED_LAYOUTS,
     TRANSPORTS,
@@ -59,7 +59,7 @@ def mask_of(cu: tuple[int, ...]) -> Tensor:
     return torch.tensor(same)
 
 
-def oracle_attention(cu: tuple[int, ...]) -> Callable[..., Tensor]:
+def reference_attention(cu: tuple[int, ...]) -> Callable[..., Tensor]:
     mask = mask_of(cu)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
@@ -70,9 +70,9 @@ def oracle_attention(cu: tuple[int, ...]) -> Callable[..., Tensor]:
 
 
 @cache
-def oracle_trace(cu: tuple[int, ...], seed: int = 0) -> Trace:
+def reference_trace(cu: tuple[int, ...], seed: int = 0) -> Trace:
     """The unsharded model. Places, and which token is whose label, are found token by token."""
-    model, attention = model_of(seed=seed), oracle_attention(cu)
+    model, attention = model_of(seed=seed), reference_attention(cu)
     places = torch.tensor([i - cu[document_of(i, cu)] for i in range(S)])
     labelled = [i for i in range(S - 1) if document_of(i, cu) == document_of(i + 1, cu)]
 
@@ -110,7 +110,7 @@ def traces(group: dist.ProcessGroup | None = None, seed: int = 0, cases: list | 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_packed_documents_train_as_with_a_block_diagonal_mask_in_ring_all_gather_and_ulysses(ranks):
     cases = CASES if ranks == 4 else [("ring", "zigzag"), ("allgather", "each")]
-    want = [oracle_trace(CU[layout]) for _, layout in cases] + [oracle_trace(CU["contiguous"])]
+    want = [reference_trace(CU[layout]) for _, layout in cases] + [reference_trace(CU["contiguous"])]
     for rank, found in enumerate(run_ranks(ranks, traces, cases=cases)):
         for got, expected in zip(found, want, strict=True):
             assert_same_trace(got, expected, rank=rank)
@@ -124,7 +124,7 @@ def two_slices() -> list[Trace]:
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
     for rank, found in enumerate(run_ranks(4, two_slices)):
-        want = [oracle_trace(CU[layout], rank % 2) for layout in ("zigzag", "each", "contiguous")]
+        want = [reference_trace(CU[layout], rank % 2) for layout in ("zigzag", "each", "contiguous")]
         for got, expected in zip(found, want, strict=True):
             assert_same_trace(got, expected, rank=rank)
 
@@ -143,7 +143,7 @@ def mesh_trace() -> list[Trace]:
 def test_on_a_mesh_of_ulysses_and_ring_too():
     for rank, found in enumerate(run_ranks(4, mesh_trace)):
         for layout, got in zip(("zigzag", "each"), found, strict=True):
-            assert_same_trace(got, oracle_trace(CU[layout]), rank=rank)
+            assert_same_trace(got, reference_trace(CU[layout]), rank=rank)
 
 
 # ------------------------------------------------------------------------------------------------- who sees what
@@ -239,8 +239,8 @@ def test_in_bfloat16_it_errs_at_most_one_and_a_half_times_as_much_as_dense_and_s
     found = run_ranks(4, parts_and_bytes, torch.bfloat16)
     for case, (version, layout) in enumerate([*CASES, ("ulysses", "contiguous")]):
         cu, parts = CU[layout], [rank[case] for rank in found]
-        exact = results_of(oracle_attention(cu), *(x.bfloat16().double() for x in random_qkv()))
-        dense = results_of(oracle_attention(cu), *(x.bfloat16() for x in random_qkv()))
+        exact = results_of(reference_attention(cu), *(x.bfloat16().double() for x in random_qkv()))
+        dense = results_of(reference_attention(cu), *(x.bfloat16() for x in random_qkv()))
         order = torch.cat([where for where, *_ in parts]).argsort()
         for i, name in enumerate(NAMES):
             got = torch.cat([results[i] for _, results, *_ in parts], 1)[:, order]

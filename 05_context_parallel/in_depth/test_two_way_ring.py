@@ -1,4 +1,4 @@
-"""The ring in two directions against the same oracle as the ring in one: the model on the whole sequence."""
+"""The ring in two directions against the same reference as the ring in one: the model on the whole sequence."""
 
 import os
 import sys
@@ -24,8 +24,8 @@ from context_ring import (
     train_step,
 )
 from harness.meter import communication
-from harness.oracle import Trace, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same_trace, sgd_trace
 from torch import Tensor
 from two_way_ring import demo, halves_of, parse_arguments, two_way_ring
 
@@ -39,7 +39,7 @@ def model_of(heads: tuple[int, int], seed: int = 0) -> Model:
 
 
 @cache
-def oracle_trace(heads: tuple[int, int], seed: int = 0) -> Trace:
+def reference_trace(heads: tuple[int, int], seed: int = 0) -> Trace:
     model = model_of(heads, seed)
 
     def backward(step: int) -> float:
@@ -70,7 +70,7 @@ def traces() -> list[Trace]:
 def test_loss_every_gradient_and_weights_equal_the_unsharded_block(ranks):
     for rank, found in enumerate(run_ranks(ranks, traces)):
         for i, got in enumerate(found):
-            assert_same_trace(got, oracle_trace(HEADS[i % 2]), rank=rank)
+            assert_same_trace(got, reference_trace(HEADS[i % 2]), rank=rank)
 
 
 def two_slices() -> Trace:
@@ -81,7 +81,7 @@ def two_slices() -> Trace:
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
     for rank, got in enumerate(run_ranks(4, two_slices)):
-        assert_same_trace(got, oracle_trace(HEADS[1], rank % 2), rank=rank)
+        assert_same_trace(got, reference_trace(HEADS[1], rank % 2), rank=rank)
 
 
 def random_qkv(heads: tuple[int, int]) -> list[Tensor]:

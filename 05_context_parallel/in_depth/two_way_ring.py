@@ -47,7 +47,7 @@ from context_ring import (
     OneLineParser,
     Wire,
     add_model_options,
-    against_oracle,
+    against_reference,
     at_least_fp32,
     check_inputs,
     check_layout,
@@ -221,7 +221,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every asked layout beside the oracle; prints the table on rank 0 and returns what is wrong."""
+    """Every asked layout beside the reference; prints the table on rank 0 and returns what is wrong."""
     rank, P, S = dist.get_rank(group), dist.get_world_size(group), args.seq
     dtype, tolerance = (torch.float64, 1e-10) if args.dtype == "float64" else (torch.float32, 1e-5)
     torch.manual_seed(0)
@@ -236,7 +236,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         positions = layout_positions(layout, S, rank, P).to(device)
         step = partial(train_step, positions=positions, attention=two_way_ring(group, layout), group=group)
         with Links(P, rank) as links:
-            error = against_oracle(deepcopy(start), step, S)
+            error = against_reference(deepcopy(start), step, S)
         found: list = [None] * P
         dist.all_gather_object(found, (error, [links.to[way] // 3 for way in (1, -1)]), group=group)  # of one step
         errors, sent = zip(*found, strict=True)

@@ -54,7 +54,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 class Stage(nn.Module):
     """Layers `layers` of the decoder; the first stage also holds the embedding, the last one the norm and the head.
 
-    A stage of all layers, first and last, is the whole model: the oracle. A parameter has the same name in both.
+    A stage of all layers, first and last, is the whole model: the reference. A parameter has the same name in both.
     """
 
     def __init__(self, sizes: Sizes, layers: range, first: bool, last: bool, tied: bool):

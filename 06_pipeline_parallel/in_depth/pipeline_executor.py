@@ -547,7 +547,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Schedule]:
 
 
 def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Three steps beside the oracle; prints the table on rank 0 and returns what is wrong."""
+    """Three steps beside the reference; prints the table on rank 0 and returns what is wrong."""
     rank, m, tied, double = group.rank(), schedule.micro_batches, not args.untied, torch.float64
     sizes = Sizes(layers=args.layers)
 
@@ -556,7 +556,7 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
         return Stage(sizes, layers, first=stage == 0, last=stage == stages - 1, tied=tied).to(device, double)
 
     stages = {(d, s): make(s, schedule.stages) for d, s in schedule.stages_of(rank)}
-    oracle = make(0, 1)
+    reference = make(0, 1)
     copies = [w for key in sorted(stages) for w in stages[key].tied_weights()] if tied else []
     tokens, labels = make_batch(0, m)
     valid = (labels != IGNORE).sum().item()  # of all micro-batches
@@ -575,23 +575,23 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
     for step in range(3):
         tokens, labels = (x.to(device) for x in make_batch(step, m))
         valid = (labels != IGNORE).sum().item()
-        for module in (oracle, *stages.values()):
+        for module in (reference, *stages.values()):
             module.zero_grad()
         with sent if step == 0 else nullcontext():
             loss = pipeline.step(tokens, labels, extras, broadcast=True)
         sum_mirrored(schedule, stages, group)
         if tied:
             sum_tied(schedule, copies, group)
-        want = sum(loss_of(oracle(x, **extras[0]), y) for x, y in zip(tokens, labels, strict=True))
+        want = sum(loss_of(reference(x, **extras[0]), y) for x, y in zip(tokens, labels, strict=True))
         want.backward()
         compare(loss, want.detach())
-        whole = dict(oracle.named_parameters(remove_duplicate=False))
+        whole = dict(reference.named_parameters(remove_duplicate=False))
         for module in stages.values():
             for name, p in module.named_parameters():
                 compare(p.grad, whole[name].grad)
                 p.data -= 0.1 * p.grad  # plain SGD: it forgives no wrong scale, as Adam would
                 compare(p.data, whole[name].data - 0.1 * whole[name].grad)
-        for p in oracle.parameters():
+        for p in reference.parameters():
             p.data -= 0.1 * p.grad
 
     timeline = simulate(schedule)
@@ -608,7 +608,7 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
     error = max((row[0] for row in everyone), key=lambda e: (e != e, e))  # a NaN is the worst
     measured, predicted = [[row[i] for row in everyone] for i in (1, 3)], [[row[i] for row in everyone] for i in (2, 4)]
     rows = [  # what, predicted, measured, is it right?
-        ("largest error against the oracle", "<= 1e-10", f"{error:.1e}", all(row[0] <= 1e-10 for row in everyone)),
+        ("largest error against the reference", "<= 1e-10", f"{error:.1e}", all(row[0] <= 1e-10 for row in everyone)),
         ("activations held at most, by rank", predicted[0], measured[0], predicted[0] == measured[0]),
         ("bytes sent in a step, by rank", predicted[1], measured[1], predicted[1] == measured[1]),
     ]

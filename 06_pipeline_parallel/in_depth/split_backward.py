@@ -337,7 +337,7 @@ def main() -> None:
     torch.manual_seed(0)
     hidden, rows = 32, []
     blocks = nn.ModuleList(Block(hidden) for _ in range(3)).to(device, torch.float64)
-    oracle = nn.Sequential(*deepcopy(blocks))
+    reference = nn.Sequential(*deepcopy(blocks))
 
     def model(x: Tensor) -> Tensor:
         for block in blocks:
@@ -351,8 +351,8 @@ def main() -> None:
         p.register_post_accumulate_grad_hook(lambda _, name=name: fired.update({name: fired[name] + 1}))
     _, dx = split_backward(model, x, grad)
     want_x = x.detach().clone().requires_grad_()
-    oracle(want_x).backward(grad)
-    pairs = zip(blocks.parameters(), oracle.parameters(), strict=True)
+    reference(want_x).backward(grad)
+    pairs = zip(blocks.parameters(), reference.parameters(), strict=True)
     errors = [relative(dx, want_x.grad), *(relative(p.grad, q.grad) for p, q in pairs)]
     error = torch.stack(errors).max().item()  # NaN if one of them is
     rows.append(("largest error against one backward", "<= 1e-10", f"{error:.1e}", error <= 1e-10))

@@ -10,8 +10,8 @@ import overlapped_pair
 import pytest
 import torch
 import torch.distributed as dist
-from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same, assert_same_named
 from overlapped_pair import Turns, pair_time, stage_of
 from pipeline_executor import Pipeline
 from schedule_simulator import BW, F, Times, blocks, simulate

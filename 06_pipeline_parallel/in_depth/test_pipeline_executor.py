@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from _pipeline_model import IGNORE, Sizes, Stage, make_batch, token_loss_sum
 from harness.meter import communication
-from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import RankFailure, run_ranks
+from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from pipeline_executor import Mailbox, Pipeline, layers_of, parse_arguments, sum_mirrored, sum_tied
 from schedule_simulator import Action, Message, ScheduleError, Times, check, crossings, simulate
 from schedules import FOLDED, LOOPED, SCHEDULES, build
@@ -35,7 +35,7 @@ def v_of(name):
     return 2 if name in (*LOOPED, *FOLDED) else 1
 
 
-# --------------------------------------------------------------------------------------- training beside the oracle
+# --------------------------------------------------------------------------------------- training beside the reference
 
 
 def make_stage(sizes, stage, stages, tied):
@@ -50,7 +50,7 @@ def global_batch(step, m, parts):
 
 
 @cache
-def oracle(sizes, m, parts, tied, steps):
+def reference(sizes, m, parts, tied, steps):
     """The whole model in one piece, the whole global batch at once."""
     model = make_stage(sizes, 0, 1, tied)
 
@@ -72,7 +72,7 @@ def select(named, key):
     return {name: value for (at, name), value in named.items() if at == key}
 
 
-def train_beside_the_oracle(schedule, group, *, tied=True, steps=1, wrap=None, data_group=None, batched=None):
+def train_beside_the_reference(schedule, group, *, tied=True, steps=1, wrap=None, data_group=None, batched=None):
     """Loss, every gradient (raw, at every step) and the weights of each stage must be the whole model's."""
     m, rank, sizes = schedule.micro_batches, group.rank(), Sizes(hidden=HIDDEN, layers=schedule.stages + 1)
     part, parts = (0, 1) if data_group is None else (data_group.rank(), data_group.size())
@@ -109,7 +109,7 @@ def train_beside_the_oracle(schedule, group, *, tied=True, steps=1, wrap=None, d
         return loss.item()
 
     parameters = {(key, name): p for key, module in stages.items() for name, p in module.named_parameters()}
-    got, want = sgd_trace(parameters, backward, steps=steps), oracle(sizes, m, parts, tied, steps)
+    got, want = sgd_trace(parameters, backward, steps=steps), reference(sizes, m, parts, tied, steps)
     for key in stages:
         mine = Trace(got.losses, [select(step, key) for step in got.gradients], select(got.weights, key))
         theirs = [{name: step[name] for name in mine.weights} for step in want.gradients]
@@ -127,7 +127,7 @@ def train_all(cases):
             schedule = build(name, dist.get_world_size(), m, v)
         except ScheduleError:
             continue
-        train_beside_the_oracle(schedule, dist.group.WORLD, tied=tied, steps=steps)
+        train_beside_the_reference(schedule, dist.group.WORLD, tied=tied, steps=steps)
         ran.append((name, m, v))
     return ran
 
@@ -170,7 +170,7 @@ def two_by_two():
 def with_data_parallel(cases):
     group, data_group = two_by_two()
     for name, m in cases:
-        train_beside_the_oracle(build(name, 2, m, v_of(name)), group, data_group=data_group, steps=3)
+        train_beside_the_reference(build(name, 2, m, v_of(name)), group, data_group=data_group, steps=3)
 
 
 def test_with_data_parallel_gradients_are_those_of_all_micro_batches_of_all_replicas():
@@ -181,7 +181,7 @@ def with_recomputation():
     plain = partial(checkpoint, use_reentrant=False)
     for wrap in (recomputed_once, lambda block: partial(plain, block)):
         for name in ("1f1b", "zb-h1"):
-            train_beside_the_oracle(build(name, 2, 4), dist.group.WORLD, wrap=wrap)
+            train_beside_the_reference(build(name, 2, 4), dist.group.WORLD, wrap=wrap)
 
 
 def test_blocks_may_be_recomputed_in_two_ways():
@@ -609,7 +609,7 @@ def test_the_next_receive_is_posted_before_the_work_that_comes_before_its_use():
 
 
 def in_batches(cases):
-    """One line for all messages, crossings as one: gradients beside the oracle, and what was started, in order."""
+    """One line for all messages, crossings as one: gradients beside the reference, and what was started, in order."""
     started, plain = [], Mailbox.start_together
 
     def start(mail, messages):
@@ -621,7 +621,7 @@ def in_batches(cases):
         found = []
         for name, m in cases:
             started.clear()
-            pipeline = train_beside_the_oracle(build(name, 4, m, v_of(name)), dist.group.WORLD, batched=True)
+            pipeline = train_beside_the_reference(build(name, 4, m, v_of(name)), dist.group.WORLD, batched=True)
             found.append((list(started), [item for item in pipeline.program if isinstance(item, Message)]))
     finally:
         Mailbox.start_together = plain
@@ -907,4 +907,4 @@ def demo_with_a_nan():
 
 
 def test_a_nan_in_one_gradient_of_one_rank_is_no_pass():
-    assert run_ranks(2, demo_with_a_nan) == [["largest error against the oracle"]] * 2
+    assert run_ranks(2, demo_with_a_nan) == [["largest error against the reference"]] * 2

@@ -9,8 +9,8 @@ import post_validation
 import pytest
 import torch
 import torch.distributed as dist
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from post_validation import LatePipeline, LateStep, before_backward, clip_factor, demo, repeated, room
 from schedule_simulator import F, Message, ScheduleError, Times, programs, simulate
 from schedules import FOLDED, LOOPED, SCHEDULES, build

@@ -10,8 +10,8 @@ import pytest
 import split_backward as script
 import torch
 import torch.nn.functional as F
-from harness.oracle import assert_same, assert_same_named
 from harness.programs import run_script
+from harness.reference import assert_same, assert_same_named
 from split_backward import (
     Block,
     backward_for_input,
@@ -340,7 +340,7 @@ def test_a_nan_in_the_gradient_of_one_weight_is_no_pass(monkeypatch, capsys):
             self.down.weight.register_post_accumulate_grad_hook(lambda p: p.grad.__setitem__(0, torch.nan))
 
     monkeypatch.setattr(sys, "argv", ["split_backward.py"])
-    monkeypatch.setattr(script, "Block", Spoiled)  # a copy of it, the oracle, has no hooks
+    monkeypatch.setattr(script, "Block", Spoiled)  # a copy of it, the reference, has no hooks
     with pytest.raises(SystemExit) as end:
         script.main()
     assert end.value.code == 1

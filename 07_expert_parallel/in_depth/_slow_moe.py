@@ -1,4 +1,4 @@
-"""The tests' oracle: a mixture of experts one token after the other, on one process. Nothing is sorted or sent."""
+"""The tests' reference: a mixture of experts one token after the other, on one process. Nothing is sorted or sent."""
 
 import math
 

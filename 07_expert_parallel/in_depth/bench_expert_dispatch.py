@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from expert_dispatch import COMPUTES, DISPATCH, make_plan, reference, swiglu
 from harness import predictions
 from harness.ceilings import Table, device_here
-from harness.oracle import assert_same, error_between
 from harness.ranks import run_ranks
+from harness.reference import assert_same, error_between
 from harness.report import Ratio, paired, write_result
 from routing import route, router_logits
 from torch import Tensor

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import torch.distributed as dist
 from harness.figures import write_figure
-from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same, assert_same_named
 from harness.report import write_result
 from moe_layer import MoEConfig, moe_layers, update_biases
 from moe_llama import LlamaConfig, MoELlama, batch_of, expert_groups, gather_experts, squared_gradient_norm, train_step

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import torch.distributed as dist
 from harness.figures import write_figure
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import write_result
 from moe_layer import MoEConfig, moe_layers
 from moe_llama import LlamaConfig, MoELlama, batch_of, init_moe, loss_sum, train_step

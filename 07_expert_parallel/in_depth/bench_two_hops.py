@@ -18,8 +18,8 @@ import torch.distributed as dist
 from _moe_demo import Wire
 from expert_dispatch import DISPATCH, experts_loop, make_plan, reference
 from harness.figures import COLOURS, write_figure
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import write_result
 from routing import route
 from torch import Tensor

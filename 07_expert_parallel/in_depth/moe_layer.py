@@ -359,7 +359,7 @@ def update_biases(model: nn.Module, group: Group) -> Tensor:
 
 
 def plain_loss(x: Tensor, w: dict[str, Tensor], c: MoEConfig, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The oracle for one micro-batch [T, H] of all ranks: its output, balance loss (added up in the open), counts."""
+    """The reference for one micro-batch [T, H] of all ranks: its output, balance loss (summed plainly), counts."""
     logits = router_logits(x, w["gate"])
     bias = c.bias_speed * steps if c.bias_speed else None
     routing = route(logits, c.top_k, c.router, bias, normalise=c.normalise)

@@ -329,24 +329,24 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     dtype = torch.float32 if args.compute == "grouped" else torch.float64
     options = dict(version=args.version, compute=args.compute)
     model = MoELlama(config, experts, group, recompute=args.recompute, **options).to(device, dtype)
-    oracle = MoELlama(config, None, None).to(device, dtype)  # on one process; the tests hold it against transformers
+    reference = MoELlama(config, None, None).to(device, dtype)  # on one process; the tests hold it against transformers
     for step in range(3):
         batch = batch_of(step, m, 2 * D, S, device)
         mine = [(tokens.chunk(D)[rank], labels.chunk(D)[rank]) for tokens, labels in batch]
-        want, loss = train_step(oracle, batch, None, None), train_step(model, mine, group, replicas)
+        want, loss = train_step(reference, batch, None, None), train_step(model, mine, group, replicas)
         report.compare(loss, want)
-        wanted = gather_experts(oracle, {n: p.grad for n, p in oracle.named_parameters()}, None)
+        wanted = gather_experts(reference, {n: p.grad for n, p in reference.named_parameters()}, None)
         for name, gradient in gather_experts(model, {n: p.grad for n, p in model.named_parameters()}, experts).items():
             report.compare(gradient, wanted[name])
-        report.compare(squared_gradient_norm(model, experts), squared_gradient_norm(oracle, None))
-        losses, expected = take_losses(model, group), take_losses(oracle, None)
+        report.compare(squared_gradient_norm(model, experts), squared_gradient_norm(reference, None))
+        losses, expected = take_losses(model, group), take_losses(reference, None)
         for what, value in expected.items():
             report.compare(torch.tensor(losses[what]), torch.tensor(value))
-        counts, expected = update_biases(model, group), update_biases(oracle, None)
+        counts, expected = update_biases(model, group), update_biases(reference, None)
         report.compare(counts.double(), expected.double())
-        for p in [*model.parameters(), *oracle.parameters()]:
+        for p in [*model.parameters(), *reference.parameters()]:
             p.data -= 0.1 * p.grad
-    state, expected = full_state_dict(model, experts), full_state_dict(oracle, None)
+    state, expected = full_state_dict(model, experts), full_state_dict(reference, None)
     for name, value in state.items():
         report.compare(value.double(), expected[name].double())
 

@@ -20,8 +20,8 @@ from expert_dispatch import (
     rows_that_leave,
 )
 from harness.meter import communication
-from harness.oracle import assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same_named
 from routing import route, within_capacity
 from torch import Tensor
 
@@ -70,7 +70,7 @@ def test_grouped_products_say_what_they_cannot_do():
         experts_grouped(x[:, :3].float(), [2, 2], *(random(2, 8, 3).float(),) * 2, random(2, 3, 8).float())
 
 
-# ------------------------------------------------------------------------------------------- dispatch: the one oracle
+# ------------------------------------------------------------------------------------- dispatch: the one reference
 
 # (name, tokens of each rank by world size, experts, top-k, capacity, bias on the logits)
 SIZES = {1: [17], 2: [11, 6], 3: [5, 9, 3], 4: [6, 0, 9, 2]}

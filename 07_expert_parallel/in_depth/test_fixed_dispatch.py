@@ -11,8 +11,8 @@ from _moe_demo import HostWaits
 from expert_dispatch import dispatch_pairs, experts_loop, make_plan
 from fixed_dispatch import bytes_sent_fixed, dispatch_fixed, moe_fixed, slots_of
 from harness.meter import communication
-from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same, assert_same_named
 from routing import balance_loss, expert_counts, group_sum, route, router_logits
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx

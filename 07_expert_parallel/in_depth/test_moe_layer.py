@@ -16,8 +16,8 @@ from _moe_demo import HostWaits
 from _slow_moe import SlowMoE
 from expert_dispatch import DISPATCH, RouterError
 from harness.meter import communication, saved_activations
-from harness.oracle import assert_same, assert_same_named, error_between
 from harness.ranks import run_ranks
+from harness.reference import assert_same, assert_same_named, error_between
 from moe_layer import MoE, MoEConfig, moe_layers, recomputed, set_loss_scale, take_losses, update_biases
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

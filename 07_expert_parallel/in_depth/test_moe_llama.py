@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _slow_moe import SlowMoE
 from harness.meter import communication, held_bytes
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from moe_layer import (
     MoE,
     MoEConfig,
@@ -133,11 +133,11 @@ def moe_llama_routing(logits: Tensor) -> Tensor:
     return balance_loss(routing.probabilities, expert_counts(routing.experts, 4), 2)
 
 
-# --------------------------------------------------------------------------------------------------------- the oracle
+# ------------------------------------------------------------------------------------------------------ the reference
 
 
 @cache
-def oracle(case: str) -> Trace:
+def reference(case: str) -> Trace:
     """The model on one process, with experts that compute token by token and losses that are added in the open."""
     c = CONFIGS[case]
     model = lively(MoELlama(c, None, None))
@@ -210,7 +210,7 @@ def test_losses_gradients_and_weights_of_three_steps_equal_one_process_for_every
     for rank, runs in enumerate(results_of(D, P)):
         for run, (trace, _, norms) in runs.items():
             try:
-                assert_same_trace(trace, oracle(run[0]), rank=rank)
+                assert_same_trace(trace, reference(run[0]), rank=rank)
             except AssertionError as error:
                 raise AssertionError(f"{run}: {error}") from None
             for got, want in norms:
@@ -236,7 +236,7 @@ def two_slices() -> tuple[Trace, list]:
 
 def test_two_slices_of_the_world_train_two_models_at_once():
     for rank, (trace, members) in enumerate(run_ranks(4, two_slices)):
-        assert_same_trace(trace, oracle(["softmax", "sigmoid"][rank % 2]), rank=rank)
+        assert_same_trace(trace, reference(["softmax", "sigmoid"][rank % 2]), rank=rank)
         assert members == [sorted([[0, 2], [1, 3]][rank % 2]), [rank]], f"rank {rank}: {members}"
 
 

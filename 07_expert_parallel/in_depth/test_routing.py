@@ -8,8 +8,8 @@ import routing
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from routing import (
     balance_loss,
     bias_step,

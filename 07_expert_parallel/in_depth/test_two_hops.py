@@ -13,8 +13,8 @@ import two_hops
 from _moe_demo import HostWaits, Wire
 from expert_dispatch import dispatch_rows, experts_loop, make_plan, reference
 from harness.meter import communication
-from harness.oracle import assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same_named
 from routing import route
 from torch import Tensor
 from two_hops import EVENTS, answer, bytes_by_link, dispatch_two_hops, hop, node_groups, weight_table

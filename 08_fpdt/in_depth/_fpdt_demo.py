@@ -1,4 +1,4 @@
-"""What the demos of this chapter share: a text, a small Llama as the oracle, bytes sent, starting the ranks."""
+"""What the demos of this chapter share: a text, a small Llama as the reference, bytes sent, starting the ranks."""
 
 import argparse
 import gc
@@ -67,7 +67,7 @@ def text(B: int, S: int, step: int = 0) -> Tensor:
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """The oracle: PyTorch's attention over the whole sequence on one rank."""
+    """The reference: PyTorch's attention over the whole sequence on one rank."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, N, D] -> [B, N, S, D]
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
@@ -159,7 +159,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """Weights of seed 0; the oracle of this chapter."""
+    """Weights of seed 0; the reference of this chapter."""
 
     def __init__(
         self, vocab: int = 256, hidden: int = 32, layers: int = 2, heads: int = 4, kv_heads: int = 2,

@@ -33,7 +33,7 @@ from fpdt_store import DeviceMemory, Store, available_host_memory, machine_for
 from fpdt_time import recommend
 from harness import predictions
 from harness.ceilings import Table, device_here
-from harness.oracle import error_between
+from harness.reference import error_between
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -23,8 +23,8 @@ from fpdt_costs import Sizes, attention_peak, block_link_bytes, host_peak, link_
 from fpdt_store import CpuMachine, Store
 from harness.figures import write_figure
 from harness.meter import communication, peak_memory
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import paired, write_result
 
 HEADS, KV_HEADS, D = 8, 2, 16

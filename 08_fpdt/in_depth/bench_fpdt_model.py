@@ -20,8 +20,8 @@ from fpdt_costs import loss_peak
 from fpdt_model import chunked_loss, fpdt_block, loss_sum, use_fpdt
 from fpdt_store import CpuMachine, Store
 from harness.meter import peak_memory
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import paired, write_result
 from torch.utils.checkpoint import checkpoint
 

@@ -23,7 +23,7 @@ Device memory, T = S/P tokens on a rank: x and y (in backward dy, dx), 2 T H e, 
 inside a block falls with u. Host memory: T H e per layer, and q̂ k̂ v̂ ô dô dq̂ of one layer (or of each that keeps them).
 
 Run it:
-    python fpdt_model.py                                       three steps beside the oracle, one rank
+    python fpdt_model.py                                       three steps beside the reference, one rank
     torchrun --nproc_per_node 2 fpdt_model.py --chunks 4       gloo on CPU, nccl on GPU
     python fpdt_model.py --watch                               64k tokens, where the dense model runs out of memory
 The last line is PASS, or the script exits with 1 and says which number is off.
@@ -418,17 +418,17 @@ def loss_sum(model: Any, tokens: Tensor, labels: Tensor, positions: Tensor, chun
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Three steps in 1, 2, 4 ... chunks beside the oracle; bytes on the host and over the link."""
+    """Three steps in 1, 2, 4 ... chunks beside the reference; bytes on the host and over the link."""
     P, S, H, layers, dtype = group.size(), args.seq, 8 * args.heads, 2, torch.float64
     sizes = dict(hidden=H, layers=layers, heads=args.heads, kv_heads=args.kv_heads, intermediate=2 * H)
     positions = torch.arange(S, device=device)
-    oracle = Llama(**sizes).to(device, dtype)
+    reference = Llama(**sizes).to(device, dtype)
 
     def whole(step: int) -> tuple[Tensor, Tensor]:
         tokens, labels = (t.to(device) for t in batch(S, 256, step))
-        return oracle.loss_sum(tokens, labels, positions), (labels != IGNORE).sum()
+        return reference.loss_sum(tokens, labels, positions), (labels != IGNORE).sum()
 
-    want, wrong = three_steps(oracle, whole, None), []
+    want, wrong = three_steps(reference, whole, None), []
     if group.rank() == 0:
         print(f"{P} rank(s) on {device.type}, {S} tokens, {layers} layers, {args.heads}/{args.kv_heads} heads, float64")
         titles = f"{'link':>10} {'predicted':>10} {'host':>10} {'predicted':>10}"

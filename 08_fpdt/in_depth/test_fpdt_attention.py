@@ -1,4 +1,4 @@
-"""Attention in chunks against one oracle: dense attention over the whole sequence, in one process."""
+"""Attention in chunks against one reference: dense attention over the whole sequence, in one process."""
 
 import inspect
 import sys
@@ -35,8 +35,8 @@ from fpdt_costs import (
 )
 from fpdt_store import CpuMachine, Race, Store, Watch
 from harness.meter import communication, peak_memory
-from harness.oracle import assert_same, error_between
 from harness.ranks import run_ranks
+from harness.reference import assert_same, error_between
 from test_fpdt_store import Forgetful
 from torch import Tensor
 
@@ -77,11 +77,11 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 
 @cache
-def oracle(heads: tuple[int, int], B: int = 1, seed: int = 0) -> list[Tensor]:
+def reference(heads: tuple[int, int], B: int = 1, seed: int = 0) -> list[Tensor]:
     return gradients(written_out, *tensors(heads, B, seed=seed))
 
 
-# ------------------------------------------------------------------------------------------------------- the one oracle
+# ---------------------------------------------------------------------------------------------------- the one reference
 
 CASES = [(heads, u, 1) for heads in HEADS for u in (1, 2, 4, 8)] + [((8, 2), 4, 2), ((8, 8), 16, 1)]
 
@@ -102,7 +102,7 @@ def test_output_and_every_gradient_equal_dense_attention_for_any_chunks_ranks_an
     for rank, cases in enumerate(run_ranks(ranks, all_cases, kernel)):
         for (heads, u, B), got in zip(CASES, cases, strict=True):
             mine = fpdt_positions(S, rank, ranks, u)
-            for name, x, want in zip(NAMES, got, oracle(heads, B), strict=True):
+            for name, x, want in zip(NAMES, got, reference(heads, B), strict=True):
                 assert_same(x, want[:, mine], what=f"{name}, {heads} heads in {u} chunks", rank=rank)
 
 
@@ -128,7 +128,7 @@ def two_slices() -> list[Tensor]:
 def test_two_slices_of_the_world_work_at_the_same_time():
     for rank, (place, *got) in enumerate(run_ranks(4, two_slices)):
         mine = fpdt_positions(S, int(place), 2, 4)
-        for name, x, want in zip(NAMES, got, oracle((8, 2), seed=rank % 2), strict=True):
+        for name, x, want in zip(NAMES, got, reference((8, 2), seed=rank % 2), strict=True):
             assert_same(x, want[:, mine], what=name, rank=rank)
 
 

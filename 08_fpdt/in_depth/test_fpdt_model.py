@@ -26,8 +26,8 @@ from fpdt_model import (
 )
 from fpdt_store import CpuMachine, DeviceMemory, Race, Store, Watch
 from harness.meter import peak_memory, saved_activations
-from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from test_fpdt_store import FAKE, HERE, Forgetful, with_a_stand_in
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,7 +42,7 @@ def valid_of(labels: Tensor) -> int:
 
 
 @cache
-def oracle() -> Trace:
+def reference() -> Trace:
     model = Llama(**SIZES).double()
 
     def backward(step: int) -> float:
@@ -91,7 +91,7 @@ def all_cases() -> list[Trace]:
 def test_loss_every_gradient_and_weights_equal_the_whole_model_for_any_chunks(ranks):
     for rank, traces in enumerate(run_ranks(ranks, all_cases)):
         for got in traces:
-            assert_same_trace(got, oracle(), rank=rank)
+            assert_same_trace(got, reference(), rank=rank)
 
 
 def inputs_elsewhere() -> tuple[Trace, int]:
@@ -101,7 +101,7 @@ def inputs_elsewhere() -> tuple[Trace, int]:
 
 def test_inputs_of_blocks_can_wait_in_a_store_of_their_own():
     [(got, peak)] = run_ranks(1, inputs_elsewhere)
-    assert_same_trace(got, oracle())
+    assert_same_trace(got, reference())
     assert peak == SIZES["layers"] * S * SIZES["hidden"] * 8
 
 
@@ -112,7 +112,7 @@ def two_slices() -> Trace:
 
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
     for rank, got in enumerate(run_ranks(4, two_slices)):
-        assert_same_trace(got, oracle(), rank=rank)
+        assert_same_trace(got, reference(), rank=rank)
 
 
 # ---------------------------------------------------------------------------------------- chapter 1's Llama, its names

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fpdt_store import Buffer, CpuMachine, CudaMachine, DeviceMemory, Prefetch, Race, Store, check_host, main
-from harness.house import ROOT
+from harness.layout import ROOT
 from harness.meter import peak_memory
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from _bench_options import bench_options
 from flash_tiles import TILED, Attention, explicit_attention, step
 from harness.figures import write_figure
 from harness.meter import peak_memory, saved_activations
-from harness.oracle import assert_same
+from harness.reference import assert_same
 from harness.report import paired, write_result
 
 LENGTHS, HEADS, D = (128, 256, 512, 1024), 2, 64

@@ -14,7 +14,7 @@ import torch
 from _flash_verify import Yardstick, in_float64, of_pytorch, poisoned
 from _interpreter import INTERPRETED
 from flash_tiles import explicit_attention, step
-from harness.oracle import assert_same
+from harness.reference import assert_same
 from harness.report import ROOT
 
 HERE = Path(__file__).parent

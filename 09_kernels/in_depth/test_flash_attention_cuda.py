@@ -15,7 +15,7 @@ from _interpreter import INTERPRETED
 from flash_attention_cuda import CUDA, THREADS, cuda_forward, errors, inputs, sectors, turns
 from flash_kernels import flash_attention, triton_forward
 from flash_tiles import band, explicit_attention, step
-from harness.oracle import assert_same
+from harness.reference import assert_same
 
 NVCC = pytest.mark.skipif(
     not shutil.which("nvcc"), reason="nvcc is not on the PATH, so nothing can be compiled for a GPU"

@@ -15,7 +15,7 @@ from _flash_launch import Tiles
 from _interpreter import INTERPRETED
 from flash_attention_hopper import SPECIALISED, specialised_forward
 from flash_kernels import flash_attention, triton_backward, triton_forward
-from harness.oracle import assert_same
+from harness.reference import assert_same
 from test_flash_kernels import (
     CASES,
     DEVICE,

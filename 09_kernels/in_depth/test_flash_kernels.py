@@ -28,8 +28,8 @@ from flash_kernels import (
 )
 from flash_tiles import explicit_attention, step, tiled_backward, tiled_forward, torch_attention
 from harness.meter import peak_memory, saved_activations
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 
 HERE = Path(__file__).parent
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flash_tiles import TILED, Attention, band, explicit_attention, step, tiled_backward, tiled_forward, visible
 from harness.meter import peak_memory, saved_activations
-from harness.oracle import assert_same
+from harness.reference import assert_same
 
 HERE = Path(__file__).parent
 README = " ".join((HERE.parent / "README.md").read_text().split())

@@ -24,7 +24,7 @@ from fused_loss import (
     linear_cross_entropy_reference,
 )
 from harness.meter import peak_memory, saved_activations
-from harness.oracle import assert_same_trace, sgd_trace
+from harness.reference import assert_same_trace, sgd_trace
 from harness.report import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -18,7 +18,7 @@ import torch.distributed.nn  # first imported while a group is up, it would keep
 from _precision_bench import LR, REPLICAS, STEPS, curves
 from _precision_demo import Decoder, OneLineParser, batch, loss_sum, stdlib_bytes
 from harness.figures import write_figure
-from harness.oracle import assert_same
+from harness.reference import assert_same
 from harness.report import write_result
 from precision_policies import POLICIES, LossScaler, MixedAdamW, fp16, linear
 from torch import nn

@@ -468,7 +468,7 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         alone, shared = (Fp8Linear(name, g, matmul=emulated_matmul) for g in (None, group))
         dense = step_of(
             Decoder(alone, **sizes).to(device, torch.float64), alone, tokens, labels, labels.numel()
-        )  # the oracle: the whole batch on one rank, in the same recipe
+        )  # the reference: the whole batch on one rank, in the same recipe
         model = Decoder(shared, **sizes).to(device, torch.float64)
         run = step_of(model, shared, tokens[mine], labels[mine], labels.numel())
         for tensor in run.values():

@@ -364,7 +364,7 @@ def demo(names: list[str], group: dist.ProcessGroup, device: torch.device) -> li
     (loss_sum(exact, tokens, labels) / labels.numel()).backward()
     want = torch.cat([p.grad.flatten() for p in exact.matrices().values()])
     for name in names:
-        dense = train(name, alone, device, 1, 2 * ranks)  # the oracle: this recipe, whole batch, one rank
+        dense = train(name, alone, device, 1, 2 * ranks)  # the reference: this recipe, whole batch, one rank
         run = train(name, group, device, 8, 2)
         own, error = (((got["gradients"] - want).norm() / want.norm()).item() for got in (dense, run))
         items, (held, scales) = TABLE[name].bytes(), run["held"]

@@ -369,7 +369,7 @@ def train(
 
 def demo(names: list[str], group: dist.ProcessGroup, device: torch.device) -> list[str]:
     report, sizes = Report(group), dict(hidden=64, inner=128, layers=1)
-    alone = dist.new_group([dist.get_rank(group)], use_local_synchronization=True)  # the oracle: one rank, whole batch
+    alone = dist.new_group([dist.get_rank(group)], use_local_synchronization=True)  # the reference: one rank, all of it
     ranks = dist.get_world_size(group)
     exact = train("fp32", alone, device, 1, 2 * ranks, **sizes)["gradients"]
     for name in names:

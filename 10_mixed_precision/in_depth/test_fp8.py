@@ -29,8 +29,8 @@ from fp8 import (
     with_outliers,
 )
 from harness.meter import communication, saved_activations
-from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same, assert_same_named
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

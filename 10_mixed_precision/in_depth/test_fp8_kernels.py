@@ -208,7 +208,7 @@ def interpret_bytes() -> str:
 def interpret_matmul() -> None:
     import fp8_kernels as k
     import torch
-    from harness.oracle import assert_same
+    from harness.reference import assert_same
 
     e4m3 = torch.float8_e4m3fn
     for M, N, K in ((130, 200, 300), (128, 128, 128), (300, 40, 520)):
@@ -249,7 +249,7 @@ def interpret_linear() -> None:
     import fp8_kernels as k
     import torch
     from fp8 import RECIPES, Fp8Linear
-    from harness.oracle import assert_same
+    from harness.reference import assert_same
 
     for recipe in RECIPES:
         results = []
@@ -277,7 +277,7 @@ def stand_in_host() -> str:
     import torch
     from fp8 import RECIPES, Fp8Linear
     from harness.meter import saved_activations
-    from harness.oracle import assert_same
+    from harness.reference import assert_same
     from torch.utils._python_dispatch import TorchDispatchMode
 
     launches, operations, views = [], [], []

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
 from fp8 import Fp8Linear, e4m3, quantize
 from fp8_recipes import TABLE, Kept, KeptRoot, RecipeAdamW, RecipeLinear, make, train
-from harness.oracle import assert_same, assert_same_named
 from harness.programs import run_script
 from harness.ranks import RankFailure, run_ranks
+from harness.reference import assert_same, assert_same_named
 from precision_policies import ITEMS, POLICIES, LossScaler, MixedAdamW
 
 SIZES = dict(inner=128, layers=1)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from formats import e4m3
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from microscaling import (
     E2M1,
     E4M3,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
 from harness.meter import communication, held_bytes
-from harness.oracle import assert_same, assert_same_named
 from harness.ranks import RankFailure, run_ranks
+from harness.reference import assert_same, assert_same_named
 from precision_policies import (
     POLICIES,
     LossScaler,

@@ -47,7 +47,7 @@ import torch.distributed.nn  # first imported while a group is up, it would keep
 from accounting import activations, forward_flops, parameters, peak_flops, step_flops
 from harness import predictions
 from harness.ceilings import GIB, copy_bandwidth, device_here, free_bytes, matmul_rate
-from harness.oracle import error_between
+from harness.reference import error_between
 from harness.report import Ratio, ratio_of, write_result
 from llama import LlamaConfig
 from model import PRESETS

@@ -43,8 +43,8 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler, load_corpus
-from harness.oracle import Trace, assert_same_trace, sgd_trace
 from harness.ranks import RankFailure, run_ranks
+from harness.reference import Trace, assert_same_trace, sgd_trace
 from harness.report import write_result
 from layouts import AXES, FULL, SIZES, Layout, Refusals, covering, options, random_layouts
 from llama import LlamaConfig
@@ -144,7 +144,7 @@ ABOUT_THE_MODEL = (
 )
 
 
-def oracle(words: list[str], ranks: int, sizes: LlamaConfig = SIZES) -> Trace:
+def reference(words: list[str], ranks: int, sizes: LlamaConfig = SIZES) -> Trace:
     """What `in_layout` has to give."""
     config = Config(**parse(words))
     sizes = dataclasses.replace(sizes, tied=config.tied)
@@ -170,7 +170,7 @@ def verify(layouts: Iterable[Layout], data: str, sizes: LlamaConfig = SIZES, sho
     done = 0
     for ranks, some in itertools.groupby(sorted(layouts, key=lambda one: one.ranks), key=lambda one: one.ranks):
         words = [options(data, one.words) for one in some]
-        wants = [oracle(line, ranks, sizes) for line in words]
+        wants = [reference(line, ranks, sizes) for line in words]
         for at in range(0, len(words), 25):  # fresh processes now and then
             now = slice(at, at + 25)
             run_ranks(ranks, compare_on_ranks, words[now], wants[now], sizes, show, timeout=120 + 30 * 25)

@@ -12,8 +12,8 @@ import chapters  # noqa: F401  finds the chapters below
 import fuzz
 import pytest
 import torch
-from harness.oracle import assert_same
 from harness.ranks import RankFailure, run_ranks
+from harness.reference import assert_same
 from layouts import AXES, BOTH_WAYS, FULL, SIZES, SPLIT, WHOLE, Layout, covering, options, random_layouts
 from options import Config, parse
 
@@ -97,7 +97,7 @@ def test_random_layouts_depend_on_the_seed_alone_and_are_all_valid():
 
 def test_a_layout_that_differs_is_named_with_its_rank_and_tensor(text):
     words = options(text, "--tp 2")
-    want = fuzz.oracle(words, 2)
+    want = fuzz.reference(words, 2)
     name = "model.layers.2.mlp.up_proj.weight"
     gradients = [one | {name: one[name] * (1 + 1e-7)} for one in want.gradients]
     wrong = dataclasses.replace(want, gradients=gradients)

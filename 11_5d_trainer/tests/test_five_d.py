@@ -27,8 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from five_d import IGNORE, Config, Mesh
 from harness.meter import communication, held_bytes
-from harness.oracle import assert_same, assert_same_named
 from harness.ranks import run_ranks
+from harness.reference import assert_same, assert_same_named
 from llama import Llama, LlamaConfig
 from moe_layer import MoE, MoEConfig
 

@@ -8,8 +8,8 @@ import rank as trainer
 import torch
 import torch.distributed as dist
 import train
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from llama import LlamaConfig
 from test_five_d import Layout, batch_of, mesh_of, name, sizes_of, their_name
 

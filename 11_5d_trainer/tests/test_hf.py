@@ -12,8 +12,8 @@ import train
 import transformers
 from data import Sampler, load_corpus
 from harness.meter import peak_memory
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from model import alone, full_shapes
 from moe_layer import MoEConfig
 from moe_llama import cut_experts

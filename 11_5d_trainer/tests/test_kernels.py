@@ -16,8 +16,8 @@ import rank
 import torch
 import train
 from data import Sampler, load_corpus
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from harness.report import ROOT
 from llama import LlamaConfig
 from options import Config, UsageError, parse

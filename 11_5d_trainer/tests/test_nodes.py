@@ -19,8 +19,8 @@ import fuzz
 import pytest
 import torch
 import train
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from plan_memory import Layout
 from plan_traffic import flows
 from test_ends import free_port

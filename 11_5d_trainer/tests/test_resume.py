@@ -11,8 +11,8 @@ import checkpoint
 import pytest
 import torch.distributed as dist
 import train
-from harness.oracle import assert_same
 from harness.ranks import RankFailure, run_ranks
+from harness.reference import assert_same
 from llama import Llama
 from options import UsageError
 from test_train import SIZES, arguments, f64, losses, train_on

@@ -13,8 +13,8 @@ import train
 import transformers
 from accounting import parameters
 from data import Sampler, load_corpus
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from llama import LlamaConfig
 from model import alone
 from options import Config, UsageError

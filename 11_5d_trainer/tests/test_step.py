@@ -16,8 +16,8 @@ import train
 from accounting import step_flops
 from data import Sampler, load_corpus
 from fp8 import Fp8Linear
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from llama import Linear
 from options import Config, parse
 from parts import AUTOCAST, FP8

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler
-from harness.oracle import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.ranks import run_ranks
+from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from llama import LlamaConfig
 from model import PRESETS, full_shapes, gather_tensors
 from moe_layer import moe_layers, set_loss_scale, update_biases
@@ -59,7 +59,7 @@ def f64(numbers):
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-# ----------------------------------------------------------------------------------------- right by the oracle
+# ----------------------------------------------------------------------------------------- right by the reference
 
 
 def plain_sgd(model, lr):
@@ -103,10 +103,10 @@ def three_sgd_steps(words, sizes=SIZES):
             update_biases(alone, None)
         return loss
 
-    oracle = sgd_trace(dict(alone.named_parameters()), one_process)
-    oracle.gradients = [gather_experts(alone, gradients, None) for gradients in oracle.gradients]
-    oracle.weights = gather_experts(alone, oracle.weights | model.state_buffers(alone), None)
-    assert_same_trace(parallel, oracle, rank=dist.get_rank())
+    reference = sgd_trace(dict(alone.named_parameters()), one_process)
+    reference.gradients = [gather_experts(alone, gradients, None) for gradients in reference.gradients]
+    reference.weights = gather_experts(alone, reference.weights | model.state_buffers(alone), None)
+    assert_same_trace(parallel, reference, rank=dist.get_rank())
 
 
 def full_gradients(me):

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import train
 import watch
 from data import Sampler
-from harness.oracle import assert_same
 from harness.ranks import run_ranks
+from harness.reference import assert_same
 from layouts import Layout
 from model import gather_tensors
 from moe_layer import moe_layers

@@ -137,7 +137,7 @@ LOOPS = {
     ("dkdv", 128): Loop(4, 520, 32, 706, (64, 128), 256),
     ("dkdvdq", 64): Loop(5, 636, 32, 812, (64, 128), 256),
     ("dkdvdq", 128): Loop(5, 700, 32, 872, (64, 128), 256),
-    # On the ground floor two groups of four warps share 64 rows, so that both compute the scores: a product more, and
+    # In the core file two groups of four warps share 64 rows, so that both compute the scores: a product more, and
     # two more in backward. At D = 128 dk and dv, of 32 rows, are left to the older instruction.
     ("ground forward", 64): Loop(3, 519, 34, 653, (64, 64), 256, masks_all=True),
     ("ground forward", 128): Loop(3, 363, 18, 438, (64, 32), 256, masks_all=True),

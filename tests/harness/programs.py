@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 from . import ranks
-from .forget import forget_modules
+from .module_cache import forget_modules
 
 
 def run_script(

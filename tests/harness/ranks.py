@@ -46,7 +46,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .forget import forget_modules, functions, replaced
+from .module_cache import forget_modules, functions, replaced
 
 # Imported once by the fork server, so that no rank pays for them again.
 PRELOAD = [

@@ -301,8 +301,8 @@ def filled(readme: Path) -> str:
     text = fill(readme.read_text(), ROOT / "results")
     if not FILES.search(text):
         return text
-    from harness.house import scripts
-    from harness.plant import needed_by
+    from harness.layout import scripts
+    from harness.mutations import needed_by
 
     lines = [_row(["script in in_depth/", "copy with it"]), _row(["---"] * 2)]
     for script in scripts(readme.parent):

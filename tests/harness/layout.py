@@ -1,6 +1,6 @@
-"""Where things are in this repository: the chapters, their two floors, and what lies on them.
+"""Where things are in this repository: the chapters, their folders, and what is in them.
 
-    03_zero/zero.py            the ground floor: one file that stands alone, with test_zero.py and bench_zero.py
+    03_zero/zero.py            the core file: it stands alone, with test_zero.py and bench_zero.py
     03_zero/in_depth/*.py      the same technique at full strength, with its tests and benchmarks
     11_5d_trainer/             the trainer; its tests and benchmarks lie in tests/ and bench/
 
@@ -14,24 +14,24 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "11_5d_trainer"
 CHAPTERS = sorted(folder for folder in ROOT.glob("[01][0-9]_*") if folder != TRAINER)
 NOT_A_SCRIPT = re.compile(r"test_|bench_|conftest|_")
-FLOORS = ("", "in_depth", "tests", "bench", "planner")  # the rooms in which files of Python lie
+FOLDERS = ("", "in_depth", "tests", "bench", "planner")  # where a chapter or the trainer has Python files
 
 
 def files(pattern: str, folder: Path | None = None) -> list[Path]:
-    """Files on all floors of a chapter or of the trainer, or of all of them: `files("bench_*.py")`."""
+    """Files in all folders of a chapter or of the trainer, or of all of them: `files("bench_*.py")`."""
     homes = [folder] if folder else [*CHAPTERS, TRAINER]
-    return sorted(file for home in homes for floor in FLOORS for file in (home / floor).glob(pattern))
+    return sorted(file for home in homes for folder_ in FOLDERS for file in (home / folder_).glob(pattern))
 
 
 def scripts(chapter: Path | None = None) -> list[Path]:
-    """What one runs and reads, of one chapter or of all (the trainer is no chapter): ground floor first."""
+    """What one runs and reads, of one chapter or of all (the trainer is no chapter): the core file first."""
     homes = [chapter] if chapter else CHAPTERS
-    found = [file for home in homes for floor in ("", "in_depth") for file in sorted((home / floor).glob("*.py"))]
+    found = [file for home in homes for depth in ("", "in_depth") for file in sorted((home / depth).glob("*.py"))]
     return [file for file in found if not NOT_A_SCRIPT.match(file.name)]
 
 
 def chapter_of(file: Path) -> Path:
-    """The chapter (or the trainer) a file belongs to, on whichever floor it lies."""
+    """The chapter (or the trainer) that a file belongs to."""
     return ROOT / file.resolve().relative_to(ROOT).parts[0]
 
 

@@ -1,6 +1,6 @@
 """Is the parallel run the same as the unsharded one?
 
-From the same weights and the same global batch, a parallel run must have the oracle's loss, every gradient at every
+From the same weights and the same global batch, a parallel run must have the reference's loss, every gradient at every
 step, and the weights after three steps of plain SGD: to 1e-10 in float64, to 1e-5 in float32. SGD, because a gradient
 that is N times too large moves the weights N times too far, while Adam divides the factor out again.
 

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from harness import fences
-from harness.house import ROOT, files, find
+from harness.layout import ROOT, files, find
 
 VERDICTS = ROOT / ".pytest_cache" / "verdicts"
 MARKS = ("prove", "long", "always")  # they say when a test runs, and not what it finds

@@ -1,10 +1,10 @@
-"""The oracle: that it passes what is the same, and that every kind of difference fails and is named."""
+"""The reference: that it passes what is the same, and that every kind of difference fails and is named."""
 
 import math
 
 import pytest
 import torch
-from harness.oracle import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from torch import nn
 
 

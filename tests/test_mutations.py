@@ -4,8 +4,8 @@ import dataclasses
 import subprocess
 
 import pytest
-from harness import plant
-from harness.plant import Mistake, digest, known, needed_by, remember
+from harness import mutations
+from harness.mutations import Mistake, digest, known, needed_by, remember
 
 SCRIPT = """x = 1
 # --- exercise 1.1: more ---
@@ -78,16 +78,16 @@ def repository(tmp_path, monkeypatch):
     }
     for name, text in (texts | {"test_a.py": "from a import x"}).items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(plant, "ROOT", tmp_path)
-    monkeypatch.setattr(plant, "_modules", lambda: {file.stem: file for file in tmp_path.glob("*.py")})
-    monkeypatch.setattr(plant, "find", lambda name: tmp_path / name)
+    monkeypatch.setattr(mutations, "ROOT", tmp_path)
+    monkeypatch.setattr(mutations, "_modules", lambda: {file.stem: file for file in tmp_path.glob("*.py")})
+    monkeypatch.setattr(mutations, "find", lambda name: tmp_path / name)
     forget()
     yield tmp_path
     forget()
 
 
 def forget():
-    for function in (plant._near, plant._digest_of, plant._digests_of, plant._path_of):
+    for function in (mutations._near, mutations._digest_of, mutations._digests_of, mutations._path_of):
         function.cache_clear()
 
 
@@ -134,7 +134,7 @@ def test_words_about_the_code_do_not_change_a_digest_and_everything_else_does(re
 @pytest.mark.prove
 def test_the_tests_for_a_change_are_those_that_import_it_and_for_a_text_those_that_cross_chapters():
     def names(*changed):
-        return {file.name for file in plant.tests_for({plant.ROOT / name for name in changed})}
+        return {file.name for file in mutations.tests_for({mutations.ROOT / name for name in changed})}
 
     assert {"test_schedules.py", "test_train.py"} <= names("06_pipeline_parallel/in_depth/schedules.py")
     assert "test_zero.py" not in names("06_pipeline_parallel/in_depth/schedules.py")
@@ -143,7 +143,7 @@ def test_the_tests_for_a_change_are_those_that_import_it_and_for_a_text_those_th
 
 
 def test_what_has_changed_is_what_differs_from_main_or_is_new(tmp_path, monkeypatch):
-    monkeypatch.setattr(plant, "ROOT", tmp_path)
+    monkeypatch.setattr(mutations, "ROOT", tmp_path)
 
     def git(*words):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path, check=True)
@@ -157,9 +157,9 @@ def test_what_has_changed_is_what_differs_from_main_or_is_new(tmp_path, monkeypa
         if step == 0:
             git("checkout", "-qb", "branch")
     (tmp_path / "b.py").write_text("2")
-    assert sorted(file.name for file in plant.changed_files()) == ["b.py", "c.py", "d.py"]
+    assert sorted(file.name for file in mutations.changed_files()) == ["b.py", "c.py", "d.py"]
     (tmp_path / "a b.py").write_text("2")
-    assert tmp_path / "a b.py" in plant.changed_files()
+    assert tmp_path / "a b.py" in mutations.changed_files()
 
 
 def test_verdicts_are_remembered_and_none_are_where_there_is_no_cache(tmp_path):
