@@ -111,7 +111,7 @@ def test_every_script_has_its_mistakes_and_each_has_a_hint_and_a_source(listed):
 
 @pytest.mark.parametrize("folder", [*(f.name for f in [*CHAPTERS, TRAINER]), "tests"])
 def test_every_mistake_can_be_planted(folder, listed):
-    """Whatever is said here is one line for each mistake that cannot, with the text that would mend it."""
+    """Whatever is said here is one line for each mistake that cannot, with the text that fixes it."""
     here = [mistake for mistake in listed if mistake.script.startswith(f"{folder}/")]
     texts, problems = {m.script: (ROOT / m.script).read_text() for m in here}, []
     for mistake in here:

@@ -17,7 +17,7 @@ group and which was the last. On nccl a collective returns at once: there the li
 result, and the recorder is what tells which collective hangs.
 
     torchrun --nproc_per_node 2 hangs.py --cause branch            says where each rank waits, exit code 1
-    torchrun --nproc_per_node 2 hangs.py --cause branch --mended   PASS
+    torchrun --nproc_per_node 2 hangs.py --cause branch --fixed   PASS
 """
 
 import argparse
@@ -87,10 +87,10 @@ def flight_recorder() -> list[dict]:
     return [entry for dump in dumps if dump for entry in pickle.loads(dump()).get("entries", [])]
 
 
-def train(rank: int, cause: str, mended: bool, alarm: Alarm) -> None:
+def train(rank: int, cause: str, fixed: bool, alarm: Alarm) -> None:
     world, steps = dist.get_world_size(), 4
     batches = steps - 1 if cause == "batches" and rank == world - 1 else steps
-    if mended and cause == "batches":
+    if fixed and cause == "batches":
         fewest = torch.tensor(batches)
         dist.all_reduce(fewest, op=dist.ReduceOp.MIN)  # [] all ranks stop where the first one has nothing left
         batches = int(fewest)
@@ -101,15 +101,15 @@ def train(rank: int, cause: str, mended: bool, alarm: Alarm) -> None:
             lambda weight=weight: dist.all_reduce(weight),  # [8]
             lambda stop=stop: dist.broadcast(stop, 0),  # []
         ]
-        if cause == "order" and not mended and rank % 2:
+        if cause == "order" and not fixed and rank % 2:
             meetings.reverse()  # in real code: a dict filled, or hooks fired, in another order on another rank
         for meet in meetings:
             meet()
         losses = [torch.empty(()) for _ in range(world)]
-        if cause == "branch" and mended:
+        if cause == "branch" and fixed:
             dist.all_gather(losses, loss)  # world x [] everybody comes to the meeting, rank 0 alone prints
         if cause == "branch" and rank == 0:
-            if not mended:
+            if not fixed:
                 dist.all_gather(losses, loss)  # world x [] rank 0 alone: the others are at the next step's weight
             print(f"step {step}: loss {torch.stack(losses).mean():.2f}", flush=True)
     alarm.set()
@@ -120,14 +120,14 @@ def train(rank: int, cause: str, mended: bool, alarm: Alarm) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cause", choices=("branch", "batches", "order"), required=True)
-    parser.add_argument("--mended", action="store_true", help="the same loop, with the repair")
+    parser.add_argument("--fixed", action="store_true", help="the same loop, with the repair")
     parser.add_argument("--seconds", type=float, default=3.0, help="patience of each rank")
     options = parser.parse_args()
     if not 0 < options.seconds <= 3600:
         parser.error("--seconds is the patience of a rank, above 0 and at most 3600")
     dist.init_process_group("gloo")
     alarm = Alarm(dist.get_rank(), options.seconds)
-    train(dist.get_rank(), options.cause, options.mended, alarm)
+    train(dist.get_rank(), options.cause, options.fixed, alarm)
     if dist.get_rank() == 0:
         print("PASS")
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ begin with the same weights, and have they different tokens? This script asks th
 process.
 
     torchrun --nproc_per_node 2 losses_differ.py --cause mean             the table, what it means, exit code 1
-    torchrun --nproc_per_node 2 losses_differ.py --cause mean --mended    PASS
+    torchrun --nproc_per_node 2 losses_differ.py --cause mean --fixed    PASS
 """
 
 import argparse
@@ -133,10 +133,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     causes = ("mean", "twice", "divided", "forgotten", "start", "batch")
     parser.add_argument("--cause", choices=causes, required=True)
-    parser.add_argument("--mended", action="store_true", help="without the mistake")
+    parser.add_argument("--fixed", action="store_true", help="without the mistake")
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    ours = on_ranks("" if options.mended else options.cause)
+    ours = on_ranks("" if options.fixed else options.cause)
     found = ""
     if dist.get_rank() == 0:
         found = compare(ours, one_process(), dist.get_world_size())

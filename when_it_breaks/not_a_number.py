@@ -13,7 +13,7 @@ asks it of forward and backward, and names line, step and operation. (`torch.aut
 backward only, and only for NaN: inf, which comes first, passes.)
 
     python not_a_number.py --cause mask             says where, exit code 1
-    python not_a_number.py --cause mask --mended    PASS
+    python not_a_number.py --cause mask --fixed    PASS
 """
 
 import argparse
@@ -80,39 +80,39 @@ def spoiled(value: object) -> bool:
     return is_float(value) and bool((torch.isnan(value) | (value == torch.inf)).any())
 
 
-def attention(x: torch.Tensor, weight: torch.Tensor, cause: str, mended: bool) -> torch.Tensor:
+def attention(x: torch.Tensor, weight: torch.Tensor, cause: str, fixed: bool) -> torch.Tensor:
     """One head over the tokens, [T, H] -> [T, H]; each token sees those before it."""
     scores = x @ weight @ x.T / WIDTH**0.5  # [T, T]
-    if cause == "half" and mended:
+    if cause == "half" and fixed:
         scores = (x * 75 / WIDTH**0.25).half() @ (x * 75 / WIDTH**0.25).half().T  # [T, T] scaled before the product
     elif cause == "half":
         scores = (x * 75).half() @ (x * 75).half().T / WIDTH**0.5  # [T, T] and here after it, which is too late
     before = torch.ones(TOKENS, TOKENS).tril(diagonal=-1 if cause == "mask" else 0).bool()
     scores = scores.float().masked_fill(~before, -torch.inf)
-    if cause == "mask" and mended:
+    if cause == "mask" and fixed:
         scores = scores.masked_fill(~before.any(1, keepdim=True), 0.0)  # a row without keys: any finite numbers
         return (scores.softmax(1) * before.any(1, keepdim=True)) @ x  # and nothing of them is used
     return scores.softmax(1) @ x  # [T, H]
 
 
-def normalised(x: torch.Tensor, cause: str, mended: bool) -> torch.Tensor:
+def normalised(x: torch.Tensor, cause: str, fixed: bool) -> torch.Tensor:
     if cause != "norm":
         return x
-    if mended:
+    if fixed:
         return x / (x.square().sum(1, keepdim=True) + 1e-12).sqrt()  # eps inside the root
     return x / (x.square().sum(1, keepdim=True).sqrt() + 1e-6)  # eps outside: d sqrt(s) / ds at 0 is infinite
 
 
-def train(cause: str, mended: bool, watch: FirstNotFinite) -> float:
+def train(cause: str, fixed: bool, watch: FirstNotFinite) -> float:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, WIDTH, generator=generator)
     x[3] = 0.0 if cause == "norm" else x[3]  # padding
     target = torch.randn(TOKENS, WIDTH, generator=generator)
     weight = (torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH).requires_grad_()
     out = torch.eye(WIDTH).requires_grad_()
-    rate = 3.0 if cause == "rate" and not mended else 0.1
+    rate = 3.0 if cause == "rate" and not fixed else 0.1
     for watch.step in range(STEPS):
-        hidden = attention(normalised(x @ out, cause, mended), weight, cause, mended)
+        hidden = attention(normalised(x @ out, cause, fixed), weight, cause, fixed)
         loss = (hidden @ out - target).square().mean()
         loss.backward()
         for parameter in (weight, out):
@@ -125,12 +125,12 @@ def train(cause: str, mended: bool, watch: FirstNotFinite) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cause", choices=("mask", "norm", "half", "rate"), required=True)
-    parser.add_argument("--mended", action="store_true", help="the same model, with the repair")
+    parser.add_argument("--fixed", action="store_true", help="the same model, with the repair")
     options = parser.parse_args()
     watch = FirstNotFinite()
     try:
         with watch:
-            loss = train(options.cause, options.mended, watch)
+            loss = train(options.cause, options.fixed, watch)
     except FloatingPointError as error:
         print(error)
         return 1

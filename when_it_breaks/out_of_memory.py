@@ -13,7 +13,7 @@ The first question is therefore: does it grow from step to step? The second: whi
 them (pytorch.org/memory_viz). Here `Budget` does the same on a CPU, and stops the run at its limit as a GPU would.
 
     python out_of_memory.py --cause losses             "out of memory", a table, exit code 1
-    python out_of_memory.py --cause losses --mended    PASS
+    python out_of_memory.py --cause losses --fixed    PASS
 """
 
 import argparse
@@ -89,7 +89,7 @@ def loss_of(hidden: torch.Tensor, embedding: torch.Tensor, labels: torch.Tensor,
     return total
 
 
-def train(cause: str, mended: bool, budget: Budget) -> list[int]:
+def train(cause: str, fixed: bool, budget: Budget) -> list[int]:
     """Bytes alive before each step."""
     generator = torch.Generator().manual_seed(0)
     tokens = TOKENS // {"logits": 1, "losses": 4, "outputs": 8}[cause]
@@ -100,14 +100,14 @@ def train(cause: str, mended: bool, budget: Budget) -> list[int]:
         after.append(budget.alive)
         words = torch.randint(WORDS, (tokens,), generator=generator)  # [T]
         hidden = torch.tanh(embedding[words] @ weight)  # [T, H]
-        loss = loss_of(hidden, embedding, words, chunks=8 if cause == "logits" and mended else 1) / tokens
+        loss = loss_of(hidden, embedding, words, chunks=8 if cause == "logits" and fixed else 1) / tokens
         if cause == "losses":
-            mean = mean + (loss.detach() if mended else loss)  # `no_grad` around the whole is better still
+            mean = mean + (loss.detach() if fixed else loss)  # `no_grad` around the whole is better still
             continue
         loss.backward()
         if cause == "outputs":
             scores = hidden.detach() @ embedding.T.detach()  # [T, V]
-            outputs.append((scores.argmax(1) == words).sum() if mended else scores)
+            outputs.append((scores.argmax(1) == words).sum() if fixed else scores)
         for parameter in (embedding, weight):
             parameter.data -= 0.1 * parameter.grad
             parameter.grad = None
@@ -118,12 +118,12 @@ def train(cause: str, mended: bool, budget: Budget) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cause", choices=("losses", "outputs", "logits"), required=True)
-    parser.add_argument("--mended", action="store_true", help="the same loop, with the repair")
+    parser.add_argument("--fixed", action="store_true", help="the same loop, with the repair")
     options = parser.parse_args()
     budget = Budget(LIMIT)
     try:
         with budget:
-            after = train(options.cause, options.mended, budget)
+            after = train(options.cause, options.fixed, budget)
     except MemoryError as error:
         print(f"out of memory: {error}; alive, by the line that made it:")
         for line, size in budget.lines.most_common(3):

@@ -12,7 +12,7 @@ messages. On a GPU the kernels run behind Python's back: put events around the p
 torch.profiler, of two ranks side by side.
 
     torchrun --nproc_per_node 2 slow.py --cause straggler             the table and what it points to, exit code 1
-    torchrun --nproc_per_node 2 slow.py --cause straggler --mended    the table without the cause, PASS
+    torchrun --nproc_per_node 2 slow.py --cause straggler --fixed    the table without the cause, PASS
 """
 
 import argparse
@@ -63,25 +63,25 @@ def batches(slow: bool, ahead: bool) -> Iterator[torch.Tensor]:
                 following = pool.submit(make, step + 1)
 
 
-def train(cause: str, mended: bool) -> Clock:
+def train(cause: str, fixed: bool) -> Clock:
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     weights = [(torch.randn(WIDTH, WIDTH, generator=generator) / 8).requires_grad_() for _ in range(LAYERS)]
     clock = Clock()
-    for batch in batches(cause == "loader", ahead=mended):
+    for batch in batches(cause == "loader", ahead=fixed):
         clock.end("data")
         x = batch
         for weight in weights:
             x = torch.tanh(x @ weight)  # [8, WIDTH]
         x.square().mean().backward()
-        if cause in ("straggler", "loader") and (cause == "loader" or (rank == world - 1 and not mended)):
+        if cause in ("straggler", "loader") and (cause == "loader" or (rank == world - 1 and not fixed)):
             time.sleep(DELAY)  # loader: a step that is worth hiding the next batch behind
         grads = [weight.grad for weight in weights]
         flat = torch.cat([grad.flatten() for grad in grads])  # [LAYERS * WIDTH^2]
         clock.end("compute")
         dist.barrier()  # not in a real step: it makes the waiting visible
         clock.end("wait")
-        for message in grads if cause == "messages" and not mended else [flat]:
+        for message in grads if cause == "messages" and not fixed else [flat]:
             dist.all_reduce(message)  # [WIDTH, WIDTH], or [LAYERS * WIDTH^2]
             clock.messages += 1
         clock.end("send")
@@ -104,11 +104,11 @@ def diagnosis(table: torch.Tensor, messages: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cause", choices=("loader", "straggler", "messages"), required=True)
-    parser.add_argument("--mended", action="store_true", help="the same step without the cause")
+    parser.add_argument("--fixed", action="store_true", help="the same step without the cause")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    clock = train(options.cause, options.mended)
+    clock = train(options.cause, options.fixed)
     mine = torch.tensor([clock.seconds[part] for part in PARTS])
     table = [torch.empty(len(PARTS)) for _ in range(dist.get_world_size())]
     dist.all_gather(table, mine)  # ranks x [parts]

@@ -1,4 +1,4 @@
-"""Each script fails as it promises, says where, and passes when it is mended."""
+"""Each script fails as it promises, says where, and passes when it is fixed."""
 
 import contextlib
 import io
@@ -46,16 +46,16 @@ def causes(script):
     return [cause for name, cause in WHAT if name == script]
 
 
-@pytest.mark.parametrize("mended", [False, True], ids=["broken", "mended"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["broken", "fixed"])
 @pytest.mark.parametrize(("script", "cause"), [key for key in WHAT if key[0] in ("out_of_memory", "not_a_number")])
-def test_in_one_process_the_line_that_is_wrong_is_named_and_the_mended_one_passes(script, cause, mended, monkeypatch):
+def test_in_one_process_the_line_that_is_wrong_is_named_and_the_mended_one_passes(script, cause, fixed, monkeypatch):
     module = {"out_of_memory": out_of_memory, "not_a_number": not_a_number}[script]
-    monkeypatch.setattr(sys, "argv", [script, "--cause", cause, *["--mended"][:mended]])
+    monkeypatch.setattr(sys, "argv", [script, "--cause", cause, *["--fixed"][:fixed]])
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = module.main()
-    assert code == (0 if mended else 1), said.getvalue()
-    assert bool(re.search(WHAT[script, cause], said.getvalue())) != mended, said.getvalue()
-    assert (said.getvalue().splitlines()[-1] == "PASS") == mended
+    assert code == (0 if fixed else 1), said.getvalue()
+    assert bool(re.search(WHAT[script, cause], said.getvalue())) != fixed, said.getvalue()
+    assert (said.getvalue().splitlines()[-1] == "PASS") == fixed
 
 
 def compare_on_a_rank(cause):
@@ -141,8 +141,8 @@ def test_the_alarm_counts_the_collectives_of_each_group_beyond_what_the_recorder
             assert all("last gloo:all_reduce of [[5]]" in line for line in said if f":{name}, " in line)
 
 
-def table_of_a_rank(cause, mended):
-    clock = slow.train(cause, mended)
+def table_of_a_rank(cause, fixed):
+    clock = slow.train(cause, fixed)
     return [clock.seconds[part] for part in slow.PARTS], clock.messages
 
 

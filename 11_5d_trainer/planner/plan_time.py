@@ -165,7 +165,7 @@ def read_cluster(name: str) -> Cluster:
     try:
         given: dict[str, Any] = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise UsageError(f"--cluster {name} is not JSON (line {error.lineno}: {error.msg}); mend it") from None
+        raise UsageError(f"--cluster {name} is not JSON (line {error.lineno}: {error.msg}); correct it") from None
     if not isinstance(given, dict):
         raise UsageError(f"--cluster {name} must hold one JSON object of fields, such as those in {CLUSTERS.name}/")
     known_fields = {each.name for each in fields(Cluster)}
