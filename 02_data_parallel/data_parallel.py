@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch._dynamo  # else imported late, by CommRecorder, and then it keeps the group alive
@@ -473,40 +473,34 @@ def check(name: str, grad_sync: Callable, group: dist.ProcessGroup, device) -> l
     return [f"{name}: {failure}" for failure, happened in failures.items() if happened]
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Prints an error in one line, on one rank, and not with the usage on each of them."""
+def fail(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # one rank speaks for all
+        print(f"{os.path.basename(__file__)}: {message}", file=sys.stderr)
+    sys.exit(2)
 
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{self.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
+
+def init_distributed() -> torch.device:
+    """Start torchrun's process group, or one of this process alone. Returns this rank's device."""
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+    if num_gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # or all would use GPU 0
+    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if num_gpus else "gloo", timeout=timedelta(seconds=60), **single)
+    return torch.device("cuda" if num_gpus else "cpu")
 
 
 def main() -> int:
-    parser = OneLineParser(description="Data parallelism in one file", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Data parallelism in one file", allow_abbrev=False)
+    parser.error = fail
     parser.add_argument("--bucket-kib", type=int, default=64, help="close a bucket at this size")
     args = parser.parse_args()
     if args.bucket_kib < 1:
         parser.error(f"--bucket-kib {args.bucket_kib} is too small; use 1 or more")
-    num_gpus = torch.cuda.device_count()
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if 0 < num_gpus < num_local:
-        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:  # started by python, not by torchrun
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",  # any free port
-        }
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
-
+    device = init_distributed()
     forms = {
         "naive": naive,
         "overlapped": overlapped,

@@ -574,7 +574,7 @@ def start_on_gpus(monkeypatch, ranks: int) -> dict:
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
     assert start_on_gpus(monkeypatch, 4) == {"exit": 2}
-    assert capsys.readouterr() == ("", "zero.py: --nproc_per_node 4: this machine has 2 GPUs\n")
+    assert capsys.readouterr() == ("", "zero.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n")
 
 
 def test_a_rank_selects_its_gpu_and_waits_a_minute_for_others(monkeypatch):

@@ -39,7 +39,6 @@ import sys
 import tokenize
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -366,17 +365,28 @@ def check(seq_len: int, group, device) -> list[str]:
     return [f"rank {rank}: {line}" for rank, (right, line) in enumerate(results) if not right]
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Complains in one line, on one rank."""
+def fail(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # one rank speaks for all
+        print(f"{os.path.basename(__file__)}: {message}", file=sys.stderr)
+    sys.exit(2)
 
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{self.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
+
+def init_distributed() -> torch.device:
+    """Start torchrun's process group, or one of this process alone. Returns this rank's device."""
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+    if num_gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # or all would use GPU 0
+    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if num_gpus else "gloo", timeout=timedelta(seconds=60), **single)
+    return torch.device("cuda" if num_gpus else "cpu")
 
 
 def main() -> int:
-    parser = OneLineParser(description="Ulysses in one file", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Ulysses in one file", allow_abbrev=False)
+    parser.error = fail
     parser.add_argument("--seq-len", type=int, default=90, help="tokens per sequence")
     args = parser.parse_args()
     if not 2 <= args.seq_len <= 16384:  # a label is the next token; the reference has all scores
@@ -384,25 +394,8 @@ def main() -> int:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > N_HEADS:
         parser.error(f"--nproc_per_node {world_size}: use {N_HEADS} or less, one for each head")
-    num_gpus = torch.cuda.device_count()
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if 0 < num_gpus < num_local:
-        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:  # started by python, not by torchrun
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",  # any free port
-        }
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
-
+    device = init_distributed()
     failures = check(args.seq_len, dist.group.WORLD, device)
     if dist.get_rank() == 0:
         print(f"FAIL: {'; '.join(failures)}" if failures else "PASS")

@@ -495,6 +495,25 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
+def init_distributed() -> torch.device:
+    """Start torchrun's process group, or one of this process alone. Returns this rank's device."""
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+    device = None
+    if num_gpus:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)  # or all would use GPU 0
+    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    # Without `device_id`, NCCL has one communicator for batches and others for single messages.
+    # What one rank sends in a batch and the other receives alone would never arrive.
+    backend = "nccl" if num_gpus else "gloo"
+    timeout = timedelta(seconds=60)
+    dist.init_process_group(backend, timeout=timeout, device_id=device, **single)
+    return device or torch.device("cpu")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Pipeline in one file", allow_abbrev=False)
     parser.error = fail
@@ -507,28 +526,7 @@ def main() -> int:
         parser.error(f"--micro-batches {args.micro_batches}: use 1 to 64")
     if not num_stages <= args.layers <= 64:
         parser.error(f"--layers {args.layers}: on {num_stages} rank(s) use {num_stages} to 64")
-    num_gpus = torch.cuda.device_count()
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if 0 < num_gpus < num_local:
-        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
-
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:  # started by python, not by torchrun
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",  # any free port
-        }
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    # Without a device, NCCL has one communicator for batches and others for single messages. What
-    # one rank sends in a batch and the other receives alone would never arrive.
-    device_id = device if device.type == "cuda" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=60), device_id=device_id)
-
+    device = init_distributed()
     model = build_model(args.layers).to(device)
     reference = train(model, partial(reference_step, model), args.micro_batches)
     failures = []

@@ -52,7 +52,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -491,17 +491,28 @@ def print_table(table: Tensor) -> None:
         print(line)
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Complains in one line, on one rank."""
+def fail(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # one rank speaks for all
+        print(f"{os.path.basename(__file__)}: {message}", file=sys.stderr)
+    sys.exit(2)
 
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{self.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
+
+def init_distributed() -> torch.device:
+    """Start torchrun's process group, or one of this process alone. Returns this rank's device."""
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+    if num_gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # or all would use GPU 0
+    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if num_gpus else "gloo", timeout=timedelta(seconds=60), **single)
+    return torch.device("cuda" if num_gpus else "cpu")
 
 
 def main() -> int:
-    parser = OneLineParser(description="Expert parallelism in one file", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Expert parallelism", allow_abbrev=False)
+    parser.error = fail
     parser.add_argument("--experts", type=int, default=8, help="in each layer")
     parser.add_argument("--top-k", type=int, help="experts per token (default: 1)")
     parser.add_argument("--capacity-factor", type=float, help="default: no limit")
@@ -513,25 +524,8 @@ def main() -> int:
         parser.error(f"--top-k {args.top_k} of {args.experts} experts: use 1 to {args.experts}")
     if args.capacity_factor is not None and not 0 < args.capacity_factor <= 1024:  # NaN fails
         parser.error(f"--capacity-factor {args.capacity_factor}: use more than 0, up to 1024")
-    num_gpus = torch.cuda.device_count()
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if 0 < num_gpus < num_local:
-        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:  # started by python, not by torchrun
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",  # any free port
-        }
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
-
+    device = init_distributed()
     cases = [(args.top_k or 1, args.capacity_factor)]
     if args.top_k is None and args.capacity_factor is None:
         cases = [(1, None), (min(2, args.experts), None), (1, 1.0)]

@@ -23,8 +23,8 @@ forward, loss); Dao 2023, 2307.08691, algorithms 1 and 2 (online softmax and its
     torchrun --nproc_per_node 4 fpdt.py --chunks 8      NCCL on GPUs, Gloo on CPUs
 
 It trains a small model for three steps next to a reference in one process, in one chunk and in
-several with one and two buffers. The last line is PASS if losses, gradients and parameters agree to
-1e-10 and bytes copied, stored on the host and sent match the formulas.
+several with one and two buffers. PASS at the end: losses, gradients and parameters agree to 1e-10,
+and bytes copied, stored on the host and sent match the formulas.
 """
 
 import argparse
@@ -359,8 +359,7 @@ def forward_backward(model: nn.ModuleList, shard, num_chunks: int, offloader, co
 
     def loss_sum(x: Tensor, labels: Tensor) -> Tensor:  # logits exist for one chunk at a time
         logits = model[-1](x)
-        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        return loss[None]
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")[None]
 
     loss = checkpointed_chunks(loss_sum, num_chunks, x, labels).sum() / num_labels
     loss.backward()
@@ -399,8 +398,8 @@ class Block(nn.Module):
 
     def project_qkv(self, x: Tensor) -> list[Tensor]:  # [s, H] -> [s, N or N_kv, D]
         h = self.attn_norm(x)
-        qkv = (self.q_proj(h), self.k_proj(h), self.v_proj(h))
-        return [y.unflatten(1, (-1, HEAD_DIM)) for y in qkv]
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        return [proj(h).unflatten(1, (-1, HEAD_DIM)) for proj in projections]
 
     def after_attention(self, x: Tensor, attn: Tensor) -> Tensor:  # [s, H], [s, N D] -> [s, H]
         x = x + self.o_proj(attn)
@@ -409,11 +408,11 @@ class Block(nn.Module):
 
 def build_model(device: torch.device) -> nn.ModuleList:
     torch.manual_seed(0)  # the same initial parameters on every rank
-    token_embedding = nn.Embedding(VOCAB, HIDDEN)
-    position_embedding = nn.Embedding(2 * SEQ_LEN, HIDDEN)  # with room for padding
-    blocks = [Block() for _ in range(N_LAYERS)]
-    head = nn.Linear(HIDDEN, VOCAB, bias=False)
-    model = nn.ModuleList([token_embedding, position_embedding, *blocks, head])
+    model = nn.ModuleList()
+    model.append(nn.Embedding(VOCAB, HIDDEN))  # tokens
+    model.append(nn.Embedding(2 * SEQ_LEN, HIDDEN))  # positions, with some for padding
+    model.extend(Block() for _ in range(N_LAYERS))
+    model.append(nn.Linear(HIDDEN, VOCAB, bias=False))
     return model.to(device, torch.float64)
 
 
@@ -453,13 +452,12 @@ def reference_loss(model: nn.ModuleList, tokens: Tensor) -> Tensor:
 
 def train_next_to_reference(num_chunks: int, seq_len: int, offloader, comm) -> float:
     """Three steps of both; returns the largest relative error of loss, gradients and parameters."""
-    device = offloader.device
-    model = build_model(device)
-    reference = build_model(device)
+    model = build_model(offloader.device)
+    reference = build_model(offloader.device)
     pairs = []
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCAB, [seq_len], generator=generator).to(device)
+        tokens = torch.randint(VOCAB, [seq_len], generator=generator).to(offloader.device)
         shard = shard_sequence(tokens, num_chunks, comm.rank, comm.cp)
         loss = forward_backward(model, shard, num_chunks, offloader, comm)
         expected_loss = reference_loss(reference, tokens)
@@ -503,14 +501,13 @@ def check(num_chunks: int, num_buffers: int, seq_len: int, group, device) -> boo
         "sent": comm.bytes_sent // 3,
     }
     expected = expected_bytes(seq_len, comm.cp, num_chunks)
-    right = error <= 1e-10 and counted == expected  # NaN fails
-    ranks_right = torch.tensor(int(right), device=device)
-    dist.all_reduce(ranks_right, group=group)
-    if comm.rank == 0 or not right:
+    passed = torch.tensor(error <= 1e-10 and counted == expected, device=device).int()  # NaN fails
+    if comm.rank == 0 or not passed:
         print(f"chunks {num_chunks}, buffers {num_buffers}: largest error {error:.1e}")
         for what in expected:
             print(f"    bytes {what} per step {counted[what]:,}, by formula {expected[what]:,}")
-    return ranks_right.item() == comm.cp
+    dist.all_reduce(passed, dist.ReduceOp.MIN, group=group)
+    return bool(passed)
 
 
 def fail(message: str) -> None:
@@ -519,27 +516,30 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
+def init_distributed() -> torch.device:
+    """Start torchrun's process group, or one of this process alone. Returns this rank's device."""
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+    if num_gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # or all would use GPU 0
+    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if num_gpus else "gloo", timeout=timedelta(seconds=60), **single)
+    return torch.device("cuda" if num_gpus else "cpu")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="FPDT in one file", allow_abbrev=False)
     parser.error = fail
     parser.add_argument("--chunks", type=int, choices=range(1, 26), default=4, metavar="1..25")
     args = parser.parse_args()
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if N_KV_HEADS % world_size:
-        fail(f"--nproc_per_node {world_size}: must divide the {N_KV_HEADS} K/V heads")
-    num_gpus = torch.cuda.device_count()
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if 0 < num_gpus < num_local:
-        fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
-
-    device = torch.device("cpu")
-    if num_gpus:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if num_gpus else "gloo", timeout=timedelta(seconds=60), **single)
-    ways = ((1, 1), (args.chunks, 1), (args.chunks, 2))  # chunks, buffers
-    passed = [check(*way, SEQ_LEN, dist.group.WORLD, device) for way in ways]
+    cp = int(os.environ.get("WORLD_SIZE", 1))
+    if N_KV_HEADS % cp:
+        fail(f"--nproc_per_node {cp}: must divide the {N_KV_HEADS} K/V heads")
+    device = init_distributed()
+    cases = ((1, 1), (args.chunks, 1), (args.chunks, 2))  # chunks, buffers
+    passed = [check(*case, SEQ_LEN, dist.group.WORLD, device) for case in cases]
     if dist.get_rank() == 0:
         print("PASS" if all(passed) else "FAIL")
     dist.destroy_process_group()

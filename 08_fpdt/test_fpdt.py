@@ -493,13 +493,6 @@ def test_a_bad_option_is_refused_in_one_line_that_names_it(argv, ranks, monkeypa
     assert end.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1 and argv[0] in printed.err
 
 
-def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    test_a_bad_option_is_refused_in_one_line_that_names_it(["--nproc_per_node"], 4, monkeypatch, capsys)
-    assert not dist.is_initialized()
-
-
 def test_memory_that_is_freed_during_a_copy_is_not_reused(monkeypatch):
     """No GPU is needed to see that the allocator is told which stream still reads a tensor."""
     calls: list = []

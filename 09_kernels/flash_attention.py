@@ -522,7 +522,8 @@ def check(seq_len: int, n_kv_heads: int, block_m: int | None, device: str) -> li
 
 
 def fail(message: str) -> None:
-    print(f"flash_attention.py: {message}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # one rank speaks for all
+        print(f"{os.path.basename(__file__)}: {message}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -516,7 +516,8 @@ def print_once(message: str, file=None) -> None:
 
 
 def fail(message: str) -> None:
-    print_once(f"{os.path.basename(__file__)}: {message}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # one rank speaks for all
+        print(f"{os.path.basename(__file__)}: {message}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -527,7 +528,7 @@ def init_distributed() -> torch.device:
     if 0 < num_gpus < num_local:
         fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
     if num_gpus:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # or all would use GPU 0
     single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if num_gpus else "gloo", timeout=timedelta(seconds=60), **single)
     return torch.device("cuda" if num_gpus else "cpu")

@@ -149,6 +149,25 @@ def test_the_readme_and_figures_of_a_plain_core_file_use_the_fields_words():
     assert not found, "\n".join(found)
 
 
+def functions(name: str) -> dict[str, str]:
+    """The source of each top-level function of a file, without comments."""
+    return {n.name: ast.unparse(n) for n in ast.parse((ROOT / name).read_text()).body if isinstance(n, ast.FunctionDef)}
+
+
+def test_all_core_files_start_and_refuse_in_the_same_way():
+    """What one test shows of these functions holds for all files: a rank per GPU, a limit of a minute, one line."""
+    pattern = functions("03_zero/zero.py")
+    for name in sorted(set(CORE) - NOT_YET - {"01_single_gpu/single_gpu.py"}):
+        found = functions(name)
+        assert found["fail"] == pattern["fail"], name
+        if "init_process_group" not in (ROOT / name).read_text():
+            continue
+        if name.startswith("06"):  # it passes `device_id`, which its own test is about
+            continue
+        assert found["init_distributed"] == pattern["init_distributed"], name
+        assert (ROOT / name).read_text().count("init_process_group") == 1, name
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
