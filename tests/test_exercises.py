@@ -129,9 +129,7 @@ def tiny_repository(tmp_path_factory):
     (root / "01_tiny" / "tiny.py").write_text(TINY)
     (root / "01_tiny" / "test_tiny.py").write_text(TEST_TINY)
     (root / "01_tiny" / "README.md").write_text("### 1.1 Twice (easy)\n\nDouble it.\n\n### 1.2 Sum (hard)\n\nAdd.\n")
-    (root / "01_tiny" / "exercises" / "tiny.toml").write_text(MISTAKES)
-    (root / "exercises" / "alternatives").mkdir()
-    (root / "exercises" / "alternatives" / "tiny.toml").write_text(ALTERNATIVES)
+    (root / "01_tiny" / "exercises" / "tiny.toml").write_text(MISTAKES + ALTERNATIVES)
     (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     with redirect_stdout(io.StringIO()):
         tool.write_index(Course(root), [])

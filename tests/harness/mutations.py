@@ -3,7 +3,7 @@
 `exercises/SCRIPT.toml` of a chapter lists mistakes: a few lines of SCRIPT.py, what a student or a real project wrote in
 their place, the test that must turn red, and a hint for the person who made it (`elu.cu.toml` is about elu.cu; those of
 the harness are in tests/mistakes). For a mistake in an exercise it may also say how that test fails, its symptom: hints
-are chosen by it.
+are chosen by it. The same file has the other right solutions of the exercises, its alternatives.
 
 Planting all of them takes long, and most of the time nothing has changed. So a cache, .pytest_cache/verdicts, remembers
 a digest of all that decided each verdict: the script with the mistake in it, the test file, and every file that these
