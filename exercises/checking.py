@@ -31,7 +31,7 @@ from sandbox import ROOT, Judge, Limits, Outcome, no_cell, read_files
 sys.path.insert(0, str(ROOT / "tests"))
 from harness import fences
 from harness.fences import Fence
-from harness.mutations import Mistake, mistakes_of
+from harness.mutations import Mistake, tables
 
 LEVELS = ("easy", "medium", "hard")
 
@@ -146,8 +146,9 @@ class Course:
         if problems:
             raise CourseError(f"{path.relative_to(self.root)}, {problems[0]}")
         where = path.relative_to(self.root).as_posix()
-        mistakes = mistakes_of(where, self.root) if found else ()
-        alternatives = tuple(Alternative(**entry) for entry in self._table("alternatives", path).get("alternative", []))
+        listed = tables(where, self.root) if found else {}
+        mistakes = tuple(Mistake(where, **entry) for entry in listed.get("mistake", []))
+        alternatives = tuple(Alternative(**entry) for entry in listed.get("alternative", []))
         index = self._table("index", path)
         return Script(where, text, found, mistakes, alternatives, index.get("tests", {}), index.get("runs", {}))
 

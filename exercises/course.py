@@ -52,7 +52,7 @@ COLUMNS = ("submission", "chapter", "exercise", "level", "status", "claim", "det
 
 
 def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -> str:
-    """Make `folder`: the chapter without tests, benchmarks, and bodies. Returns what to say."""
+    """Make `folder`: the chapter without tests, benchmarks, bodies and lists of mistakes. Returns what to say."""
     if folder.exists() and not again:
         again_ = f"`python exercises/course.py start --again {chapter.folder[:2]}`"
         raise CourseError(f"{folder} exists and is left as it is; {again_} puts it aside and begins anew")
@@ -61,7 +61,7 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
         aside = next(f for n in range(1, 1000) if not (f := folder.with_name(f"{folder.name}.{n}")).exists())
         folder.rename(aside)
         said = f"what was there is now {aside}\n"
-    ignore = shutil.ignore_patterns("test_*", "bench_*", "__pycache__", ".*")
+    ignore = shutil.ignore_patterns("test_*", "bench_*", "exercises", "__pycache__", ".*")
     shutil.copytree(course.root / chapter.folder, folder, ignore=ignore)
     for script in chapter.scripts:
         bodies = {number: stub(script, fence) for number, fence in script.fences.items()}

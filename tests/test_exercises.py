@@ -124,14 +124,12 @@ body = "return x + x"
 def tiny_repository(tmp_path_factory):
     """A repository with one tiny chapter."""
     root = tmp_path_factory.mktemp("tiny") / "repository"
-    (root / "01_tiny").mkdir(parents=True)
-    (root / "exercises" / "mistakes").mkdir(parents=True)
+    (root / "01_tiny" / "exercises").mkdir(parents=True)
+    (root / "exercises").mkdir()
     (root / "01_tiny" / "tiny.py").write_text(TINY)
     (root / "01_tiny" / "test_tiny.py").write_text(TEST_TINY)
     (root / "01_tiny" / "README.md").write_text("### 1.1 Twice (easy)\n\nDouble it.\n\n### 1.2 Sum (hard)\n\nAdd.\n")
-    (root / "exercises" / "mistakes" / "tiny.toml").write_text(MISTAKES)
-    (root / "exercises" / "alternatives").mkdir()
-    (root / "exercises" / "alternatives" / "tiny.toml").write_text(ALTERNATIVES)
+    (root / "01_tiny" / "exercises" / "tiny.toml").write_text(MISTAKES + ALTERNATIVES)
     (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     with redirect_stdout(io.StringIO()):
         tool.write_index(Course(root), [])

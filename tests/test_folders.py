@@ -220,7 +220,7 @@ def test_an_unknown_option_is_one_line_and_exit_code_2(chapter):
         assert "--no-such-option" in complained, script.name
 
 
-# Which planted mistake each benchmark has to notice before it times anything: `spoils` in exercises/mistakes.
+# Which planted mistake each benchmark has to notice before it times anything: `spoils` in its list of mistakes.
 @functools.cache
 def spoilers():
     return {bench: m for m in all_mistakes() if m.script[:2] != "11" for bench in m.spoils.split()}

@@ -168,3 +168,14 @@ def test_verdicts_are_remembered_and_none_are_where_there_is_no_cache(tmp_path):
     remember("12", file)
     remember("34", file)
     assert known(file) == {"12", "34"}
+
+
+def test_a_list_of_mistakes_in_another_chapter_than_its_script_is_an_error(repository, monkeypatch):
+    (repository / "01_a" / "exercises").mkdir(parents=True)
+    (repository / "01_a" / "exercises" / "b.toml").write_text("")
+    monkeypatch.setattr(mutations, "find", lambda name: repository / "01_a" / name)
+    assert mutations.all_mistakes() == []
+    mutations._path_of.cache_clear()
+    monkeypatch.setattr(mutations, "find", lambda name: repository / "02_b" / name)
+    with pytest.raises(ValueError, match=r"01_a/exercises/b.toml is about 02_b/b.py; then it belongs at 02_b/exer"):
+        mutations.all_mistakes()

@@ -1,8 +1,9 @@
 """Planted mistakes: what is listed, what a script looks like with one in it, and which were caught.
 
-`exercises/mistakes/SCRIPT.toml` lists mistakes: a few lines of SCRIPT.py, what a student or a real project wrote in
-their place, the test that must turn red, and a hint for the person who made it (`elu.cu.toml` is about elu.cu). For a
-mistake in an exercise it may also say how that test fails, its symptom: hints are chosen by it.
+`exercises/SCRIPT.toml` of a chapter lists mistakes: a few lines of SCRIPT.py, what a student or a real project wrote in
+their place, the test that must turn red, and a hint for the person who made it (`elu.cu.toml` is about elu.cu; those of
+the harness are in tests/mistakes). For a mistake in an exercise it may also say how that test fails, its symptom: hints
+are chosen by it. The same file has the other right solutions of the exercises, its alternatives.
 
 Planting all of them takes long, and most of the time nothing has changed. So a cache, .pytest_cache/verdicts, remembers
 a digest of all that decided each verdict: the script with the mistake in it, the test file, and every file that these
@@ -143,16 +144,30 @@ def _path_of(file: str) -> str:
 
 def mistakes_of(script: str, root: Path = ROOT) -> tuple[Mistake, ...]:
     """Those that are listed for this script, by its path in the repository."""
+    return tuple(Mistake(script, **entry) for entry in tables(script, root).get("mistake", []))
+
+
+def tables(script: str, root: Path = ROOT) -> dict[str, list[dict[str, str]]]:
+    """All that is listed for a script: its mistakes, and the other right solutions of its exercises."""
+    file = root / list_of(script)
+    return tomllib.loads(file.read_text()) if file.exists() else {}
+
+
+def list_of(script: str) -> str:
     path = Path(script)
-    file = root / "exercises" / "mistakes" / f"{path.stem if path.suffix == '.py' else path.name}.toml"
-    listed = tomllib.loads(file.read_text())["mistake"] if file.exists() else []
-    return tuple(Mistake(script, **entry) for entry in listed)
+    folder = "tests/mistakes" if path.parts[0] == "tests" else f"{path.parts[0]}/exercises"
+    return f"{folder}/{path.name.removesuffix('.py')}.toml"
 
 
 def all_mistakes() -> list[Mistake]:
-    """ValueError if a list belongs to no script, or to two."""
-    names = (f.stem if "." in f.stem else f"{f.stem}.py" for f in sorted((ROOT / "exercises/mistakes").glob("*.toml")))
-    return [mistake for name in names for mistake in mistakes_of(find(name).relative_to(ROOT).as_posix())]
+    """ValueError if a list belongs to no script of its chapter, or to two."""
+    found: list[Mistake] = []
+    for file in [*ROOT.glob("[01][0-9]_*/exercises/*.toml"), *ROOT.glob("tests/mistakes/*.toml")]:
+        script = _path_of(file.stem if "." in file.stem else f"{file.stem}.py")
+        if ROOT / list_of(script) != file:
+            raise ValueError(f"{file.relative_to(ROOT)} is about {script}; then it belongs at {list_of(script)}")
+        found += mistakes_of(script)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- the verdicts
