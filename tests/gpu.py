@@ -178,7 +178,6 @@ BENCHMARKS = {
     "bench_fp8": ("fp8", 30, 30, 15),
     "bench_fpdt_attention": ("fpdt", 85, 40, 60),
     "bench_profile": ("profile", 55, 8, 20),
-    "bench_flash_attention_hopper": ("more", 60, 8, 20),
     "bench_flash_attention": ("more", 40, 8, 20),
     "bench_fused_adamw": ("more", 40, 20, 15),
     "bench_elu": ("more", 30, 8, 15),
@@ -189,7 +188,7 @@ BENCHMARKS = {
 OTHER = ("more", 60, 4, 10)
 # These also build .cu files; those for one kind of GPU need it.
 SOURCES = {"bench_matmul_ladder", "bench_matmul", "bench_elu", "bench_profile"}
-HOPPER = {"bench_flash_attention_cuda", "bench_flash_attention_fp8", "bench_fp8_matmul", "bench_flash_attention_hopper"}
+HOPPER = {"bench_flash_attention_cuda", "bench_flash_attention_fp8", "bench_fp8_matmul"}
 
 
 def gpu_benchmarks() -> dict[str, list[Path]]:

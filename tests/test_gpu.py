@@ -869,7 +869,6 @@ def test_kernels_of_a_gpu_are_counted_with_the_part_of_the_step_that_they_belong
     names = {
         "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT": "matrix products",
         "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>": "matrix products",
-        "specialised_kernel": "attention, forward",
         "forward_kernel": "attention, forward",
         "dkdv_kernel": "attention, backward",
         "void pytorch_flash::flash_fwd_kernel<...>": "attention, forward",

@@ -316,21 +316,14 @@ class Pipeline:
         """The loss as `step` returns it, without gradients: the forwards of the same schedule, in their order."""
         return self.run([item for item in self.program if item.kind == F], inputs, targets, extras, broadcast)
 
-    def run(
-        self, program: Program, inputs: Sequence, targets: Sequence, extras, broadcast: bool, begun: bool = False
-    ) -> Tensor:
-        """All of a program, or a part. `begun`: go on with what an earlier part has computed, received and kept."""
+    def run(self, program: Program, inputs: Sequence, targets: Sequence, extras, broadcast: bool) -> Tensor:
         training = torch.is_grad_enabled()
         crossing = self.crossings if training or self.crossings is None else {}  # forwards alone: one by one, in line
-        mail = Mailbox(program, self.rank, self.group, self.example, crossing)
+        self.mail = Mailbox(program, self.rank, self.group, self.example, crossing)
         self.inputs, self.targets, self.extras = inputs, targets, extras or [{}] * self.schedule.micro_batches
-        if begun:
-            mail.here, mail.coming = self.mail.here, self.mail.coming
-        else:
-            self.held: dict[tuple[int, int], Held] = {}  # by stage and micro-batch
-            self.total = torch.zeros((), dtype=torch.float64, device=self.example.device)
-            self.peak, self.timeline = 0, []
-        self.mail = mail
+        self.held: dict[tuple[int, int], Held] = {}  # by stage and micro-batch
+        self.total = torch.zeros((), dtype=torch.float64, device=self.example.device)
+        self.peak, self.timeline = 0, []
         do = {F: self.forward, BW: self.backward, B: self.backward_for_input, W: self.backward_for_weights}
         partner = self.partner if training else {}  # without backwards there are no pairs
         done = set(partner.values())  # together with the entry before them

@@ -1,7 +1,6 @@
 """Compile the kernels of flash_kernels.py for a GPU that need not be there, and read what they take.
 
     python _flash_compile.py 90 float16 128          compute capability; dtype and head dim, as often as you like
-    python _flash_compile.py 90 float16 128 --only specialised          one of the kernels; --but leaves one out
 
 Prints one JSON object a kernel: registers of a thread, bytes of stack or spilled to memory, bytes of shared memory of
 a program, and whether its products are tensor-core instructions (wgmma, mma), its loads bulk copies (tma), its products
@@ -14,13 +13,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 os.environ["TRITON_INTERPRET"] = "0"
 
-import flash_attention_hopper as hopper
 import flash_kernels as flash
 import torch
 import triton
@@ -28,12 +25,11 @@ from _flash_launch import Plan, plan_for
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-KERNELS = ("forward", "dq", "dkdv", "dkdvdq", "delta", "specialised")
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have: CUDA programming guide, compute capabilities
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-def sources(capability: int, dtype: torch.dtype, D: int, plan: Plan, window: bool):
+def sources(dtype: torch.dtype, D: int, plan: Plan, window: bool):
     """(name, kernel, its arguments' types, compile-time arguments, warps, stages) of every kernel."""
     element, W = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(dtype)[6:]], triton.next_power_of_2(D)
 
@@ -60,10 +56,6 @@ def sources(capability: int, dtype: torch.dtype, D: int, plan: Plan, window: boo
         yield name, getattr(flash, f"{kernel}_kernel"), signature, constants, warps, stages
     signature = {"dout": tile(32), "out": tile(32), "delta": "*fp32", "S_q": "i32", "N": "i32"}
     yield "delta", flash.delta_kernel, signature, {"R": 32, "W": W}, 4, 2
-    if capability == 90 and dtype != torch.float32 and D <= 128:
-        R, C, warps, stages = hopper.TILES
-        signature = dict.fromkeys(("q", "k", "v", "out"), (f"*{element}", *["i32"] * 5)) | {"lse": "*fp32"} | numbers
-        yield "specialised", hopper.specialised_kernel, signature, dict(CUT=True, R=R, C=C, W=W), warps, stages
 
 
 def source_of(kernel, signature: dict, constants: dict, D: int) -> ASTSource:
@@ -80,20 +72,11 @@ def source_of(kernel, signature: dict, constants: dict, D: int) -> ASTSource:
     return ASTSource(kernel, signature, known, aligned)
 
 
-def compile_plan(
-    capability: int,
-    dtype: torch.dtype,
-    D: int,
-    plan: Plan | None = None,
-    window: bool = False,
-    wanted: Callable[[str], bool] = lambda name: True,
-):
-    """What each kernel takes whose name is wanted: a list of dictionaries."""
+def compile_plan(capability: int, dtype: torch.dtype, D: int, plan: Plan | None = None, window: bool = False):
+    """What each kernel takes: a list of dictionaries."""
     plan = plan or plan_for(D, dtype, capability >= 90)
     found = []
-    for name, kernel, signature, constants, warps, stages in sources(capability, dtype, D, plan, window):
-        if not wanted(name):
-            continue
+    for name, kernel, signature, constants, warps, stages in sources(dtype, D, plan, window):
         source = source_of(kernel, signature, constants, D)
         options = dict(num_warps=warps, num_stages=stages)
         built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -118,25 +101,21 @@ def compile_plan(
                 tf32="tf32" in ptx,
                 adds=bool(re.search(r"cp\.reduce\.async\.bulk|(red|atom)\.\S*\.add", ptx)),
                 warps=built.metadata.num_warps,
-                specialized="setmaxnreg" in ptx,
             )
         )
     return found
 
 
-def parse(words: list[str]) -> tuple[int, list[tuple[torch.dtype, int]], Callable[[str], bool]]:
-    """Capability, (dtype, head dim) of each request, which kernels are wanted; or one line and exit code 2."""
+def parse(words: list[str]) -> tuple[int, list[tuple[torch.dtype, int]]]:
+    """Capability, (dtype, head dim) of each request; or one line and exit code 2."""
 
     def refuse(why: str) -> NoReturn:
         print(f"_flash_compile.py: {why}", file=sys.stderr)
         sys.exit(2)
 
-    which, kernel = words[-2:] if words[-2:-1] in (["--only"], ["--but"]) else ("--but", "")
-    target, *shapes = [word for word in words if word not in (which, kernel)] or [""]
+    target, *shapes = words or [""]
     if target not in map(str, SHARED):
         refuse(f"compute capability {target!r} is none of {', '.join(map(str, SHARED))}")
-    if kernel and kernel not in KERNELS:
-        refuse(f"{which} {kernel}: the kernels are {', '.join(KERNELS)}")
     if not shapes or len(shapes) % 2:
         refuse(f"{' '.join(shapes) or 'nothing'} is no list of dtypes and head dims; use for example float16 128")
     for dtype, D in zip(shapes[::2], shapes[1::2], strict=True):
@@ -144,12 +123,11 @@ def parse(words: list[str]) -> tuple[int, list[tuple[torch.dtype, int]], Callabl
             refuse(f"dtype {dtype} is none of float16, bfloat16, float32")
         if not D.isdecimal() or not 32 <= int(D) <= 256 or int(D) % 16:
             refuse(f"head dim {D} is no multiple of 16 from 32 to 256")
-    wanted = [(getattr(torch, dtype), int(D)) for dtype, D in zip(shapes[::2], shapes[1::2], strict=True)]
-    return int(target), wanted, lambda name: (name == kernel) == (which == "--only")
+    return int(target), [(getattr(torch, dtype), int(D)) for dtype, D in zip(shapes[::2], shapes[1::2], strict=True)]
 
 
 if __name__ == "__main__":
-    capability, requests, wanted = parse(sys.argv[1:])
+    capability, requests = parse(sys.argv[1:])
     for dtype, D in requests:
-        for entry in compile_plan(capability, dtype, D, wanted=wanted):
+        for entry in compile_plan(capability, dtype, D):
             print(json.dumps(entry), flush=True)

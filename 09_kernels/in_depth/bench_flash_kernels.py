@@ -96,9 +96,9 @@ def error_rows(version: Version) -> list[list]:
     return rows
 
 
-def binary_rows(capability: int, shapes: list[tuple[str, str]], *which: str) -> list[list]:
+def binary_rows(capability: int, shapes: list[tuple[str, str]]) -> list[list]:
     """What `_flash_compile.py` reads from the binaries, in the order of BINARY_COLUMNS."""
-    words = [str(capability), *(word for shape in shapes for word in shape), *which]
+    words = [str(capability), *(word for shape in shapes for word in shape)]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, HERE / "_flash_compile.py", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
@@ -116,7 +116,7 @@ def binary_rows(capability: int, shapes: list[tuple[str, str]], *which: str) -> 
 def cpu() -> None:
     """Two tables that need no GPU: errors in the interpreter, and the compiled kernels."""
     rows = error_rows(TRITON)
-    binaries = [row for sm in (80, 90) for row in binary_rows(sm, SHAPES, "--but", "specialised") if row[0] != "delta"]
+    binaries = [row for sm in (80, 90) for row in binary_rows(sm, SHAPES) if row[0] != "delta"]
     if spilled := [" ".join(map(str, row[:4])) for row in binaries if row[BINARY_COLUMNS.index("spilled bytes")]]:
         sys.exit(f"{', '.join(spilled)}: numbers lie in local memory")
     write_result(

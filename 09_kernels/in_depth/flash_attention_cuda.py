@@ -1,9 +1,11 @@
-"""FlashAttention in CUDA for Hopper, forward: what `warp_specialize=True` asks of a compiler, written out by hand.
+"""FlashAttention in CUDA for Hopper, forward: warps that only load, and warps that only compute.
 
-Problem. flash_attention_hopper.py leaves it to Triton who loads, who computes, and when; and the compiler does it for
-one shape of loop only. FlashAttention-3 owes its speed to two things that such a loop cannot say: two groups of warps
-take turns at the tensor cores, and a group computes the softmax of one tile while the values of the tile before it are
-still being multiplied.
+Problem. On a Hopper GPU the tensor cores are so fast that everything around them shows. A warp that has to ask for the
+next tile, wait for it, and only then issue the product, leaves them idle. While it computes exponentials, of which a
+multiprocessor does 16 per cycle against 2048 multiply-adds, they idle as well. FlashAttention-3 divides the labour, and
+owes its speed to two things besides: two groups of warps take turns at the tensor cores, and a group computes the
+softmax of one tile while the values of the tile before it are still being multiplied. (Triton divides the warps of a
+loop that is marked `warp_specialize=True`. It cannot say either of the two.)
 
 Idea. One file of CUDA, flash_attention_cuda.cu, with the instructions of ptx.h (rungs 9 and 10 of the ladder) and of
 ptx_attention.h. A block of 384 threads has 128 queries of one head, and then another 128: there is one block for each

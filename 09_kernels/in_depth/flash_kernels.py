@@ -32,7 +32,7 @@ is folded into the scale. Products of fp32 tiles are exact ones ("ieee"): the de
 
 Formulas: in flash_tiles.py. Saved: q, k, v, out and 4 · B · N · S bytes of LSE. FLOPs: forward 4 · B · N · S² · D,
 half of it if causal. Papers: FlashAttention-2 (arXiv 2307.08691), FlashAttention-3 (2407.08608). Warps that only load
-and warps that only compute: flash_attention_hopper.py.
+and warps that only compute: flash_attention_cuda.py.
 
 Run it:
     python flash_kernels.py                                  CPU: Triton's interpreter; GPU: compiled
@@ -467,12 +467,10 @@ def flash_attention_with_lse(
 # -------------------------------------------------------------------------------------------------------------- demo
 
 
-def parse_arguments(hopper: bool = False) -> argparse.Namespace:
-    """The options, checked before any process group is made; `hopper`: for flash_attention_hopper.py."""
-    dtypes = ["float16", "bfloat16"] if hopper and not INTERPRETED else ["float32", "float16", "bfloat16"]
-    parser = add_options("FlashAttention in Triton, forward and backward.", dtypes)
-    if not hopper:
-        parser.add_argument("--version", choices=VERSIONS, default="five", help="products of backward; default five")
+def parse_arguments() -> argparse.Namespace:
+    """The options, checked before any process group is made."""
+    parser = add_options("FlashAttention in Triton, forward and backward.", ["float32", "float16", "bfloat16"])
+    parser.add_argument("--version", choices=VERSIONS, default="five", help="products of backward; default five")
     args = check_options(parser)
     on_gpu = torch.cuda.is_available()
     try:  # on tensors without memory
@@ -482,10 +480,6 @@ def parse_arguments(hopper: bool = False) -> argparse.Namespace:
         parser.error(f"--dtype {args.dtype} --head-dim {args.head_dim}: {error}")
     if not (on_gpu or INTERPRETED):
         parser.error("TRITON_INTERPRET=0 compiles for a GPU, and there is none; unset it")
-    if hopper and args.head_dim > 128:
-        parser.error(f"--head-dim {args.head_dim} does not fit the specialised kernel; use 128, or flash_kernels.py")
-    if hopper and not INTERPRETED and torch.cuda.get_device_capability()[0] != 9:
-        parser.error(f"{torch.cuda.get_device_name()} is no sm_90; use flash_kernels.py")
     return args
 
 

@@ -107,7 +107,6 @@ TOOLS = {  # what compiles for GPUs that are not there, with what is wrong about
         "80 float64 64": "dtype float64 is none of",
         "80 float16 40": "head dim 40 is no multiple of 16",
         "80 float16 nan": "head dim nan is no multiple of 16",
-        "80 float16 64 --only all": "--only all: the kernels are forward,",
     },
     "_fused_compile.py": {"": "no script is named", "elu.py": "elu.py is none of them; use fused.py, "},
 }

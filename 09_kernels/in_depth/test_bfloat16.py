@@ -9,19 +9,17 @@ import pytest
 import torch
 from _fused_demo import DEVICE, compare, inputs, loss_inputs
 from _interpreted_bf16 import bfloat16
-from flash_attention_hopper import SPECIALISED
 from flash_kernels import REPEATABLE, TRITON, flash_attention
 from flash_tiles import explicit_attention, step
 from fused import FUSED, REFERENCE
 from fused_adamw import adamw_
 from fused_loss import FUSED as LOSSES
 from fused_loss import REFERENCE as LOSS_REFERENCE
-from test_flash_kernels import HOPPER
 from test_flash_kernels import inputs as of_attention
 
 BF16 = torch.bfloat16
 UNCHECKED = ("fused.check", "fused_loss.check", "fused_adamw.check")  # which refuse it in the interpreter
-VERSIONS = {"five": TRITON, "seven": REPEATABLE} | ({"specialised": SPECIALISED} if HOPPER else {})
+VERSIONS = {"five": TRITON, "seven": REPEATABLE}
 
 
 def assert_at_most_half_as_much_again(error, own, what):
@@ -33,7 +31,7 @@ def test_attention_and_its_gradients(name):
     given = of_attention(70, 70, 4, 2, 32, BF16)
     want = step(partial(explicit_attention, causal=True), *(x.double() for x in given))
     dense = step(partial(explicit_attention, causal=True), *given)
-    with bfloat16("flash_kernels.check_inputs", "flash_attention_hopper.check_inputs"):
+    with bfloat16("flash_kernels.check_inputs"):
         got = step(partial(flash_attention, version=VERSIONS[name]), *given)
     for what, x, y, z in zip(("out", "dq", "dk", "dv"), got, want, dense, strict=True):
         assert x.dtype == BF16

@@ -269,7 +269,7 @@ def measure(
 # The first pattern that fits the name of a GPU's kernel, or of an operation on the CPU, says what it belongs to.
 PARTS = (
     ("attention, backward", r"delta_kernel|dq_kernel|dkdv_kernel|(flash|fmha|sdp|attention).*(bwd|bprop|backward)"),
-    ("attention, forward", r"specialised_kernel|\bforward_kernel|flash|fmha|sdp|attention"),
+    ("attention, forward", r"\bforward_kernel|flash|fmha|sdp|attention"),
     ("norms", r"rms_norm"),
     ("RoPE", r"rope"),
     ("SwiGLU", r"swiglu"),

@@ -89,7 +89,7 @@ def product(gpu: Gpu | None, flops: float, kind: str = "bf16") -> float | None:
 #   forward, dkdvdq, dq + dkdv in Triton   products and softmax of a warp one after the other, and nothing else: wrong
 #                                          if measured / predicted is below 0.85 (eight warps overlap them after all) or
 #                                          above 1.3 (something waits: registers, L2, the additions to dq)
-#   specialised, CUDA, fp8                 products beside the softmax: wrong above 1.3, the turns do not hide it
+#   CUDA, fp8                              products beside the softmax: wrong above 1.3, the turns do not hide it
 #   the kernels of the core file           both groups of warps compute the scores: wrong below 0.85, they share them
 #   L2                                     never the bound at these tiles: wrong if a larger tile of the same work is
 #                                          faster by more than its instructions say
@@ -106,7 +106,6 @@ class Loop:
     masked: int  # instructions of the same loop where it also masks
     tile: tuple[int, int]  # rows and columns: scores of one round
     threads: int  # that share them
-    overlaps: bool = False  # do products of one tile run beside the softmax of another?
     masks_all: bool = False  # under a causal mask, does it mask every tile, and not those on the diagonal alone?
 
     def clocks(self, gpu: Gpu, D: int, masked: bool) -> float:
@@ -117,13 +116,12 @@ class Loop:
             self.special * self.threads / scores / 16,
         )
         tensor = self.products * 2 * D / gpu.tensor
-        return max(tensor, vector) if self.overlaps else tensor + vector
+        return tensor + vector
 
     def l2_bytes(self, kernel: str, D: int) -> float:
         """Asked of the L2 cache for one score: two tiles of 16 bits go by the rows, or columns, that a program owns.
         Where dq is added to, its share in 32 bits goes there, too."""
         owned = self.tile[1] if "dkdv" in kernel else self.tile[0]
-        owned *= 2 if self.overlaps else 1  # two groups of warps share what is loaded
         return (4 + 4 * kernel.endswith("dkdvdq")) * D / owned
 
 
@@ -145,8 +143,6 @@ LOOPS = {
     ("ground dq", 128): Loop(5, 378, 16, 454, (64, 32), 256, masks_all=True),
     ("ground dkdv", 64): Loop(6, 649, 32, 713, (64, 64), 256, masks_all=True),
     ("ground dkdv", 128): Loop(4 + 2 / MMA_SYNC, 544, 16, 576, (64, 32), 256, masks_all=True),
-    ("specialised", 64): Loop(2, 697, 66, 697, (64, 128), 128, overlaps=True),
-    ("specialised", 128): Loop(2, 741, 66, 741, (64, 128), 128, overlaps=True),
 }
 
 
