@@ -4,13 +4,13 @@ Data parallelism splits the batch, and every rank still stores and computes ever
 layer is too large for one GPU, or too slow on it, its matrices have to be split. There are two ways
 to split a matmul, and they fit together:
 
-    by columns   x [A1 A2] = [x A1, x A2]           each rank needs x, and has some columns of y
-    by rows      [y1 y2] [B1; B2] = y1 B1 + y2 B2   needs only these, and has a partial sum of z
+    y = x A, by columns   x [A1 A2] = [x A1, x A2]          a rank reads x, has some columns of y
+    z = y B, by rows      [y1 y2] [B1; B2] = y1 B1 + y2 B2  it reads these, has a partial sum of z
 
-Nothing is sent between A and B; an all-reduce adds up z. In the backward pass the gradient of x
-needs an all-reduce as well, since x entered the matmuls of all ranks. Sequence parallelism splits
-each all-reduce into a reduce-scatter and an all-gather. Between the two, a rank has 1/tp of the
-tokens, so the norms and the residual stream are split as well.
+Nothing is sent between A and B; an all-reduce adds the partial sums. In the backward pass the
+gradient of x needs an all-reduce as well, since x entered the matmuls of all ranks. Sequence
+parallelism splits each all-reduce into a reduce-scatter and an all-gather. Between the two, a rank
+has 1/tp of the tokens, so the norms and the residual stream are split as well.
 
                                      each rank stores               each rank sends per block
                                      parameters   activations       (forward and backward, by rings)
@@ -38,7 +38,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-import torch._dynamo  # else imported late, by CommCounter, and then it keeps the group alive
+import torch._dynamo  # CommCounter would import it late, and that would keep the group alive
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -184,7 +184,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
     local_vocab_size = logits.shape[1]
     first_id = tp.rank * local_vocab_size
     vocab_ids = first_id + torch.arange(local_vocab_size, device=logits.device)
-    # Padding rows of the weight give logits too. Without probability they are out of the softmax.
+    # Padding rows of the weight give logits too. At minus infinity they have probability 0.
     logits = logits.masked_fill(vocab_ids >= vocab_size, -math.inf)
     max_logit = logits.detach().amax(dim=1, keepdim=True)
     dist.all_reduce(max_logit, dist.ReduceOp.MAX, group=tp.group)  # [T, 1]
@@ -293,7 +293,8 @@ def block(x: Tensor, params: Params, i: int, config: ModelConfig, tp: TPContext)
     h = norm(x, params[f"{i}.attn_norm.weight"])
     q, k, v = columns(h, "q_proj", "k_proj", "v_proj")  # [T, N/tp D], and [T, N_kv/tp D] twice
     attn = attention(split_heads(q), split_heads(k), split_heads(v))  # [B, N/tp, S, D]
-    x = x + rows(attn.transpose(1, 2).flatten(2).flatten(0, 1), "o_proj")  # of [T, N/tp D]
+    attn = attn.transpose(1, 2).flatten(2).flatten(0, 1)  # -> [B, S, N/tp D] -> [T, N/tp D]
+    x = x + rows(attn, "o_proj")
     h = norm(x, params[f"{i}.mlp_norm.weight"])
     gate, up = columns(h, "gate_proj", "up_proj")  # [T, F/tp]: the same columns of both
     return x + rows(F.silu(gate) * up, "down_proj")
@@ -445,21 +446,20 @@ class CommCounter(TorchDispatchMode):
 def expected_bytes(config, tp: int, sequence_parallel: bool, overlapped: bool, e=8) -> list[int]:
     """Bytes stored by the model, saved and sent by a block: the table at the top times e bytes."""
     hidden = config.hidden
-    ffn_hidden = config.ffn_hidden
     num_tokens = config.batch * config.seq_len
     kv_hidden = max(config.n_kv_heads // tp, 1) * hidden // config.n_heads  # of a rank
     attn = (2 * hidden * hidden + hidden) // tp + 2 * kv_hidden * (hidden + 1)
-    mlp = (3 * hidden * ffn_hidden + 2 * ffn_hidden) // tp
+    mlp = (3 * hidden + 2) * config.ffn_hidden // tp
     vocab = 2 * -(-config.vocab_size // tp) * hidden
     # In full are two norms and two biases of each block, and the last norm.
     stored = vocab + config.n_layers * (attn + mlp + 4 * hidden) + hidden
     # Between A and B: q, repeated k and v, output and probabilities; gate, silu, up, product.
-    saved = (4 * hidden + config.n_heads * config.seq_len + 4 * ffn_hidden) * num_tokens // tp
+    per_token = 4 * hidden + config.n_heads * config.seq_len + 4 * config.ffn_hidden
+    saved = per_token * num_tokens // tp
     # Of the two norms: the input, the input / RMS and 1 / RMS. Their outputs are the inputs of A.
     saved += (4 * hidden + 2) * num_tokens // (tp if sequence_parallel else 1)
     saved += 2 * hidden * num_tokens // (tp if sequence_parallel and overlapped else 1)
-    passes = 10 if sequence_parallel and overlapped else 8
-    sent = passes * num_tokens * hidden * (tp - 1) // tp
+    sent = (10 if sequence_parallel and overlapped else 8) * num_tokens * hidden * (tp - 1) // tp
     return [e * stored, e * saved, e * sent]
 
 
@@ -518,8 +518,8 @@ def main() -> int:
     parser.add_argument("--layout", choices=("tensor", "sequence"), help="default: both")
     parser.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8), default=2)
     args = parser.parse_args()
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size not in (1, 2, 4, 8):
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size not in ("1", "2", "4", "8"):
         parser.error(f"--nproc_per_node {world_size} must divide 8 query heads: 1, 2, 4 or 8")
     num_gpus = torch.cuda.device_count()
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

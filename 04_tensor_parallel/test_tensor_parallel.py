@@ -35,6 +35,7 @@ from tensor_parallel import (
     full_params,
     get_batch,
     loss_sum,
+    measured_bytes,
     overlapped_column_parallel_linear,
     row_parallel_linear,
     shard_weight,
@@ -202,7 +203,9 @@ def replicated_grads() -> tuple[list[Tensor], list[Tensor]]:
     loss_sum(params, *get_batch(0, SMALL), SMALL, tp).backward()
     names = ["norm.weight", "0.attn_norm.weight", "0.mlp_norm.weight", "0.o_proj.bias", "0.down_proj.bias"]
     before = [params[name].grad.clone() for name in names]
-    all_reduce_partial_grads(params, SMALL, tp)
+    with communication() as wire:
+        all_reduce_partial_grads(params, SMALL, tp)
+    assert wire.calls["all_reduce"] == len(wire.events) == len(names), "a complete gradient was sent"
     return before, [params[name].grad for name in names]
 
 
@@ -317,7 +320,7 @@ def count_bytes(config: ModelConfig, sequence_parallel: bool, column_linear) -> 
         z = block(x.requires_grad_(), params, 0, config, tp)
         saved = activations.bytes
         z.sum().backward()
-    by_itself = tensor_parallel.measured_bytes(params, config, tp)
+    by_itself = measured_bytes(params, config, tp)
     return [stored.parameters, saved, wire.total], dict(wire.calls), by_itself
 
 
@@ -459,7 +462,14 @@ def test_parameters_of_one_shape_differ():
 def grads_in_bf16(sequence_parallel: bool) -> Params:
     tp = TPContext(dist.group.WORLD, sequence_parallel, overlapped_column_parallel_linear)
     params = shard_params(full_params(TINY), TINY, tp, torch.bfloat16)
-    loss_sum(params, *get_batch(0, TINY), TINY, tp).backward()
+    with communication() as wire:
+        loss_sum(params, *get_batch(0, TINY), TINY, tp).backward()
+    # T H elements of 2 bytes: ten times a block, or eight; twice for the embedding; three times for the head, or twice.
+    passes = 10 * TINY.n_layers + 5 if sequence_parallel else 8 * TINY.n_layers + 4
+    num_tokens = TINY.batch * TINY.seq_len
+    loss_bytes = 2 * 3 * num_tokens * 4  # three values per token, in fp32
+    sent = (passes * num_tokens * TINY.hidden * 2 + loss_bytes) * (tp.size - 1) // tp.size
+    assert wire.total == sent, f"{wire.total} bytes sent, expected {sent}"
     all_reduce_partial_grads(params, TINY, tp)
     return {name: p.grad for name, p in params.items()}
 
@@ -545,25 +555,6 @@ def test_collectives_are_in_flight_while_matmuls_run():
         assert log[4:] == ["wait all-gather", *two, "wait reduce-scatter"], log
 
 
-def accumulate_twice() -> None:
-    tp = TPContext(dist.group.WORLD, True, overlapped_column_parallel_linear)
-    full = full_params(SMALL)
-    params, single = shard_params(full, SMALL, tp), []
-    for step in range(2):
-        one = shard_params(full, SMALL, tp)
-        loss_sum(one, *get_batch(step, SMALL), SMALL, tp).backward()
-        all_reduce_partial_grads(one, SMALL, tp)
-        single.append({name: p.grad for name, p in one.items()})
-        loss_sum(params, *get_batch(step, SMALL), SMALL, tp).backward()
-    all_reduce_partial_grads(params, SMALL, tp)
-    both = {name: single[0][name] + single[1][name] for name in params if "k_proj.bias" not in name}
-    assert_same_named({name: params[name].grad for name in both}, both, what="gradient of")
-
-
-def test_partial_gradients_of_two_backward_passes_are_summed_once():
-    run_ranks(4, accumulate_twice)
-
-
 # ---------------------------------------------------------------------------------------------------- options, script
 
 
@@ -575,30 +566,50 @@ def test_partial_gradients_of_two_backward_passes_are_summed_once():
         (["--layout", ""], "1", "--layout: invalid choice: ''"),
         (["--lay", "tensor"], "1", "--lay"),
         (["7"], "1", "7"),
+        (["--kv-heads", "-1"], "1", "--kv-heads: invalid choice: -1"),
+        (["--kv-heads", "2.0"], "1", "--kv-heads: invalid int value: '2.0'"),
         ([], "3", "--nproc_per_node 3 must divide 8 query heads"),
+        ([], "-2", "--nproc_per_node -2 must divide 8 query heads"),
+        ([], "2.0", "--nproc_per_node 2.0 must divide 8 query heads"),
+        ([], "nan", "--nproc_per_node nan must divide 8 query heads"),
         ([], "16", "--nproc_per_node 16 must divide 8 query heads"),
     ],
 )
 def test_a_bad_option_is_one_line_and_exit_code_2(argv, ranks, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tensor_parallel.py", *argv])
     monkeypatch.setenv("WORLD_SIZE", ranks)
-    with pytest.raises(SystemExit) as end:
-        tensor_parallel.main()
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and out == "" and not dist.is_initialized()
+    for rank in ("1", "0"):  # only rank 0 prints
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            tensor_parallel.main()
+        out, err = capsys.readouterr()
+        assert end.value.code == 2 and out == "" and not dist.is_initialized()
+        assert err == "" or rank == "0", "every rank prints the message"
     assert message in err and err.startswith("tensor_parallel.py: ") and err.count("\n") == 1, err
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
+def test_a_rank_has_its_own_gpu_and_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
+    started = []
+
+    def start(backend: str, **options) -> None:
+        started.append(backend)
+        sys.exit()
+
     monkeypatch.setattr(sys, "argv", ["tensor_parallel.py"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: started.append(f"GPU {index}"))
+    monkeypatch.setattr(dist, "init_process_group", start)
     with pytest.raises(SystemExit) as end:
         tensor_parallel.main()
     out, err = capsys.readouterr()
     assert (end.value.code, out) == (2, "")
-    assert err == "tensor_parallel.py: --nproc_per_node 4: this machine has 2 GPUs\n"
+    assert err == "tensor_parallel.py: --nproc_per_node 4: this machine has 2 GPUs\n" and started == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        tensor_parallel.main()
+    assert started == ["GPU 1", "nccl"]
 
 
 def calls_that_make_groups(file: Path) -> list[ast.Call]:
@@ -641,23 +652,33 @@ def test_copied_alone_into_an_empty_folder_it_passes(tmp_path):
     assert re.search(rf"bytes stored +{stored:,}, expected +{stored:,}", done.stdout)
 
 
-def run_main_with_nan() -> tuple[int, str]:
-    """A loss of one rank turns into NaN."""
+def run_main_with_an_error(where: str) -> tuple[int, str]:
+    """In the first of two forms, rank 1 has a NaN or a byte too many."""
 
-    def train_with_nan(config, tp, device):
+    def is_faulty(tp: TPContext) -> bool:
+        return tp.size > 1 and tp.rank == 1 and tp.column_linear is column_parallel_linear
+
+    def faulty_train(config, tp, device):
         losses, history = train(config, tp, device)
-        if tp.size > 1 and tp.rank == 1:
-            losses[0].fill_(math.nan)
+        values = {"loss": losses[0], "gradient": history[1]["0.q_proj.bias"], "parameter": history[3]["norm.weight"]}
+        if is_faulty(tp) and where in values:
+            values[where].detach().view(-1)[0] = math.nan
         return losses, history
+
+    def faulty_bytes(params, config, tp):
+        extra = 1 if is_faulty(tp) and where == "bytes" else 0
+        return [count + extra for count in measured_bytes(params, config, tp)]
 
     out = io.StringIO()
     keep_group = patch.multiple(dist, init_process_group=lambda *a, **k: None, destroy_process_group=lambda: None)
     options = patch.object(sys, "argv", ["tensor_parallel.py", "--layout", "tensor"])
-    with keep_group, options, patch.object(tensor_parallel, "train", train_with_nan), contextlib.redirect_stdout(out):
+    faults = patch.multiple(tensor_parallel, train=faulty_train, measured_bytes=faulty_bytes)
+    with keep_group, options, faults, contextlib.redirect_stdout(out):
         return tensor_parallel.main(), out.getvalue()
 
 
-def test_nan_on_one_rank_fails_on_all():
-    (first, out), (second, _) = run_ranks(2, run_main_with_nan)
+@pytest.mark.parametrize("where", ["loss", "gradient", "parameter", "bytes"])
+def test_an_error_on_one_rank_fails_on_all(where):
+    (first, out), (second, _) = run_ranks(2, run_main_with_an_error, where)
     assert first == second == 1
-    assert out.splitlines()[-1] == "FAIL" and "largest error nan" in out
+    assert out.splitlines()[-1] == "FAIL" and ("largest error nan" in out) == (where != "bytes")
