@@ -447,7 +447,7 @@ def expected_bytes(config, tp: int, sequence_parallel: bool, overlapped: bool, e
     attn = (2 * hidden * hidden + hidden) // tp + 2 * kv_hidden * (hidden + 1)
     mlp = (3 * hidden + 2) * config.ffn_hidden // tp
     vocab = 2 * -(-config.vocab_size // tp) * hidden
-    # In full are two norms and two biases of each block, and the last norm.
+    # Two norms and two biases of each block, and the last norm, are stored in full.
     stored = vocab + config.n_layers * (attn + mlp + 4 * hidden) + hidden
     # Between A and B: q, repeated k and v, output and probabilities; gate, silu, up, product.
     per_token = 4 * hidden + config.n_heads * config.seq_len + 4 * config.ffn_hidden
