@@ -136,7 +136,6 @@ def test_right_solutions_that_are_written_differently_pass(folder, course, judge
     for script in chapter.scripts:
         for other in script.alternatives:
             text = fences.splice(script.text, {other.exercise: other.body.strip("\n")})
-            tests = [course.test_path(chapter, test) for test in script.tests(other.exercise)]
-            outcome = judge.run({script.path: text}, tests)
+            outcome = course.graded(judge, chapter, other.exercise, {script.path: text})
             red = [(result.test, result.message) for result in outcome.results if not result.passed]
             assert outcome.results and not red and not outcome.ended, f"{other.exercise}, {other.why}: {red} {outcome}"
