@@ -26,7 +26,6 @@ def pytest_addoption(parser):
     parser.addoption("--prove", action="store_true", help="everything that can be proven")
     parser.addoption("--fresh", action="store_true", help="trust no cache: plant all, import modules for each call")
     parser.addoption("--for", choices=["changed"], help="the tests that the files reach which differ from main")
-    parser.addini("named", "tests that run whatever their marks say: those whose names begin so", "args")
     parser.addoption("--chapter", default="", metavar="CH", help="only what is about this chapter: 03")
 
 
@@ -59,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what was not asked for, and start what takes long first, so that no worker is alone at the end."""
     chapter = config.getoption("--chapter")
     prove = config.getoption("--prove") or any("::" in word for word in config.args)  # one by name is meant
-    chosen, left, named = [], [], tuple(config.getini("named"))
+    chosen, left = [], []
     tests, chapters = json.loads(os.environ["FOR"]) if config.getoption("--for") else ([], [])
     missing: dict[tuple, set[str]] = {}  # of each test the parameters that `always` names and that it does not have
     for item in items:
@@ -72,9 +71,9 @@ def pytest_collection_modifyitems(config, items):
         if mark := item.get_closest_marker("always"):
             missing.setdefault((item.path, item.originalname), set(mark.args)).discard(own)
             plain = plain and own in mark.args
-        wanted = wanted and (prove or plain or item.name.startswith(named))
+        wanted = wanted and (prove or plain)
         (chosen if wanted else left).append(item)
-    if wrong := [f"{name}: {sorted(ids)}" for (_, name), ids in missing.items() if ids and not prove and not named]:
+    if wrong := [f"{name}: {sorted(ids)}" for (_, name), ids in missing.items() if ids and not prove]:
         raise pytest.UsageError(f"no such parameters as `always` names: {', '.join(wrong)}")
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)

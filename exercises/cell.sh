@@ -3,7 +3,7 @@
 #
 # `unshare` starts this as the first process of new namespaces: its processes, its network, its mounts, its users. Here the
 # view of the disk is built at ROOT, an empty folder: what a Python needs and each PATH, read-only; FOLDER, of which only
-# FOLDER/tmp and FOLDER/marks can be written; nothing else. The command then runs without a single privilege, and
+# FOLDER/tmp can be written; nothing else. The command then runs without a single privilege, and
 # when this process ends, the kernel ends all of them.
 set -eu
 root=$1 folder=$2
@@ -35,7 +35,6 @@ done
 shift
 bind "$folder" ro
 bind "$folder/tmp" rw
-bind "$folder/marks" rw
 for device in null zero full random urandom; do bind /dev/$device rw; done
 ln -s /proc/self/fd "$root/dev/fd"
 mount -t proc cell "$root/proc"

@@ -4,9 +4,9 @@ How an exercise is checked. The student's body is put into the chapter's own scr
 all other exercises, in a fresh copy of the repository; then the chapter's own tests run. So one exercise that is wrong
 does not drag down another, a student's file can change nothing outside its fences, and tests are never the student's.
 
-Which tests: those that catch the planted mistakes of this exercise, and those that `course.py index` found to run it
-(exercises/index/SCRIPT.toml). Before a pass is believed, known mistakes are planted *beside* the student's bodies; a
-submission with which they go unnoticed has broken the tests, not passed them.
+Which tests: those that catch the planted mistakes of this exercise, those that its statement names, and a few more of
+those that run it, as `reach.py` reads from the text. Before a pass is believed, known mistakes are planted *beside* the
+student's bodies; a submission with which they go unnoticed has broken the tests, not passed them.
 """
 
 import ast
@@ -15,7 +15,6 @@ import math
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from queue import LifoQueue
 from typing import Any
 
 import screen
+from reach import Reach
 from sandbox import ROOT, Judge, Limits, Outcome, no_cell, read_files
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -56,8 +56,6 @@ class Script:
     fences: dict[str, Fence]
     mistakes: tuple[Mistake, ...]
     alternatives: tuple[Alternative, ...]
-    index: dict[str, list[str]]  # exercise -> quick tests that run it
-    runs: dict[str, list[str]]  # exercise -> tests that catch a mistake somewhere in this script, and run it
 
     @property
     def name(self) -> str:
@@ -68,13 +66,15 @@ class Script:
         """Where it lies in its chapter: "zero.py", "in_depth/zero3.py"."""
         return self.path.partition("/")[2]
 
-    def tests(self, number: str) -> list[str]:
-        """The tests that decide an exercise: "test_collectives.py::test_every_rank_can_be_the_root"."""
-        caught = [m.caught_by for m in self.mistakes if m.exercise == number]
-        claims = {_claim(test) for test in caught}
-        more = [test for test in self.index.get(number, []) if _claim(test) not in claims]
-        whole_file = f"test_{Path(self.name).stem}.py"  # slow, but right, for an exercise of which nothing is known yet
-        return list(dict.fromkeys([*caught, *more])) or [whole_file]
+    def catching(self, number: str) -> list[str]:
+        """The tests that catch the mistakes of an exercise: "test_collectives.py::test_every_rank_can_be_the_root"."""
+        return list(dict.fromkeys(m.caught_by for m in self.mistakes if m.exercise == number))
+
+    @property
+    def test_files(self) -> list[str]:
+        """Those of its own and those that its mistakes name."""
+        named = [m.caught_by.partition("::")[0] for m in self.mistakes]
+        return list(dict.fromkeys([f"test_{Path(self.name).stem}.py", *named]))
 
     def mistaken_body(self, mistake: Mistake) -> str:
         found, _ = fences.read_fences(mistake.planted(self.text))
@@ -86,6 +86,7 @@ class Chapter:
     folder: str  # "02_data_parallel"
     scripts: tuple[Script, ...]
     readme: str
+    reach: Reach
 
     @property
     def exercises(self) -> dict[str, tuple[Script, Fence]]:
@@ -104,6 +105,40 @@ class Chapter:
         section = re.search(rf"{head}.*?(?=^#|\Z)", self.readme, re.MULTILINE | re.DOTALL)
         rows = re.findall(rf"^\| *\**{re.escape(number)}\** *\|.*$", self.readme, re.MULTILINE)
         return "\n".join([*([section[0].strip()] if section else []), *rows])
+
+    def tests(self, number: str) -> list[str]:
+        """The tests that decide an exercise."""
+        script, _ = self.exercises[number]
+        return [*script.catching(number), *self.more(number)]
+
+    def more(self, number: str, most: int = 3) -> list[str]:
+        """Of the tests that run an exercise, besides those that catch its mistakes: all that the README calls decisive,
+        and up to `most` in all. Those that catch other mistakes come first, then the nearest; none that takes long."""
+        script, _ = self.exercises[number]
+        known = {_claim(mistake.caught_by) for mistake in script.mistakes}
+        own = {_claim(test) for test in script.catching(number)}
+        running = [test for test in self.running(number) if test not in own]
+        decisive = [test for test in running if test.partition("::")[2].startswith(tuple(self.decisive(number)))]
+        quick = [test for test in running if test not in decisive and not self.reach.marked(test, "prove|long|always")]
+        quick.sort(key=lambda test: test not in known)
+        return [*decisive, *quick[: max(0, most - len(decisive))]] or ([] if own else script.test_files)
+
+    def running(self, number: str) -> dict[str, int]:
+        """The tests that run an exercise, each with the number of steps to it, nearest first. A compiler for CUDA does
+        not tell: there it is all tests."""
+        if number not in self._running:
+            script, fence = self.exercises[number]
+            files = [file.removesuffix(".py") for file in script.test_files]
+            if fence.cuda:
+                found = {f"{file}.py::{test}": 0 for file in files for test in self.reach.tests(file)}
+            else:
+                found = self.reach.running(Path(script.name).stem, fence.first, fence.last, files)
+            self._running[number] = found
+        return self._running[number]
+
+    @cached_property
+    def _running(self) -> dict[str, dict[str, int]]:
+        return {}
 
     def decisive(self, number: str) -> list[str]:
         """How the names of the tests begin that the README calls decisive: `test_x_...`, `test_y`, or "the same"."""
@@ -131,6 +166,7 @@ class Course:
         self.root = root
         self.files = read_files(root)
         self.chapters: dict[str, Chapter] = {}
+        reach = Reach(self.files)
         for folder in sorted(root.glob("[01][0-9]_*")):
             homes = [home for home in (folder, folder / "in_depth", folder / "planner") if home.is_dir()]
             paths = [path for home in homes for path in sorted(home.iterdir()) if path.suffix in (".py", ".cu")]
@@ -138,7 +174,7 @@ class Course:
             if scripts:
                 readme = folder / "README.md"
                 text = readme.read_text() if readme.exists() else ""
-                self.chapters[folder.name] = Chapter(folder.name, tuple(scripts), text)
+                self.chapters[folder.name] = Chapter(folder.name, tuple(scripts), text, reach)
 
     def _script(self, path: Path) -> Script:
         text = path.read_text()
@@ -149,13 +185,7 @@ class Course:
         listed = tables(where, self.root) if found else {}
         mistakes = tuple(Mistake(where, **entry) for entry in listed.get("mistake", []))
         alternatives = tuple(Alternative(**entry) for entry in listed.get("alternative", []))
-        index = self._table("index", path)
-        return Script(where, text, found, mistakes, alternatives, index.get("tests", {}), index.get("runs", {}))
-
-    def _table(self, kind: str, script: Path) -> dict[str, Any]:
-        """What exercises/KIND has of a script."""
-        file = self.root / "exercises" / kind / f"{script.name.removesuffix('.py')}.toml"
-        return tomllib.loads(file.read_text()) if file.exists() else {}
+        return Script(where, text, found, mistakes, alternatives)
 
     def chapter(self, name: str) -> Chapter:
         """By "02", "2" or the folder's name."""
@@ -170,6 +200,11 @@ class Course:
             known = ", ".join(chapter.exercises)
             raise CourseError(f"exercise {name!r} is not in {chapter.folder}; there are {known}")
         return name
+
+    def graded(self, judge: Judge, chapter: Chapter, number: str, changes: Mapping[str, str]) -> Outcome:
+        """What the tests of an exercise say of a copy with these changes."""
+        paths = {test: self.test_path(chapter, test) for test in chapter.tests(number)}
+        return judge.run(changes, list(paths.values()), few=[paths[test] for test in chapter.more(number)])
 
     def test_path(self, chapter: Chapter, test: str) -> str:
         """ "test_x.py::test_y" of this chapter (or, for a test that crosses chapters, of another), from the root."""
@@ -389,8 +424,8 @@ def _decide(
 def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row: Row, judge: Judge) -> str:
     """Fill in the row. Returns why the whole submission is rejected, if it is."""
     text = fences.splice(script.text, {row.number: body})
-    tests = script.tests(row.number)
-    outcome = judge.run({script.path: text}, [course.test_path(chapter, test) for test in tests])
+    tests = chapter.tests(row.number)
+    outcome = course.graded(judge, chapter, row.number, {script.path: text})
     if outcome.foul:
         row.status, row.detail = "refused", outcome.foul
         return f"exercise {row.number}: {outcome.foul}"
@@ -433,13 +468,14 @@ def from_outside(course: Course, chapter: Chapter, script: Script, body: str, ro
 
     "" or why the pass is not believed. What fails so with the chapter's own lines, too, or not again, says nothing.
     """
-    paths = {test: course.test_path(chapter, test) for test in script.tests(row.number)}
+    paths = {test: course.test_path(chapter, test) for test in chapter.tests(row.number)}
     tests = [t for t, path in paths.items() if b"run_ranks" in course.files.get(path.partition("::")[0], b"")]
+    few = [paths[test] for test in chapter.more(row.number)]
     if not tests:
         return ""
 
     def red(text: str) -> set[str]:
-        outcome = judge.run({script.path: text}, [paths[t] for t in tests], enough=len(tests), in_ranks=True)
+        outcome = judge.run({script.path: text}, [paths[t] for t in tests], enough=len(tests), in_ranks=True, few=few)
         judge.stop()
         return {_claim(r.test) for r in outcome.results if not r.passed} | set(map(_claim, unanswered(tests, outcome)))
 
@@ -468,9 +504,9 @@ def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], warning
         if not mine:
             continue
         if len(mine) > 1:
-            tests = list(dict.fromkeys((script.index.get(number) or script.tests(number))[0] for number in mine))
-            text = fences.splice(script.text, mine)
-            outcome = judge.run({script.path: text}, [course.test_path(chapter, test) for test in tests])
+            tests = list(dict.fromkeys(chapter.tests(number)[0] for number in mine))
+            text, paths = fences.splice(script.text, mine), [course.test_path(chapter, test) for test in tests]
+            outcome = judge.run({script.path: text}, paths, few=paths)
             messages = {result.test: result.message for result in outcome.results if not result.passed}
             failed = [*messages, *unanswered(tests, outcome)]
             if outcome.foul:
@@ -483,7 +519,7 @@ def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], warning
                 return outcome.ended
             if failed:
                 return f"each exercise passes alone, but together it is not true that {sentence(failed[0])}"
-        for mistake in controls(script, mine):
+        for mistake in controls(chapter, script, mine):
             others = {number: body for number, body in mine.items() if number != mistake.exercise}
             text = fences.splice(mistake.planted(script.text), others)
             outcome = judge.run({script.path: text}, [course.test_path(chapter, mistake.caught_by)], enough=1)
@@ -496,22 +532,24 @@ def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], warning
     return ""
 
 
-def controls(script: Script, bodies: Mapping[str, str]) -> list[Mistake]:
+def controls(chapter: Chapter, script: Script, bodies: Mapping[str, str]) -> list[Mistake]:
     """Mistakes to plant beside `bodies`: for each of these exercises one whose test runs it, if there is one.
 
-    A mistake in an exercise replaces the student's body there, so it vouches for all exercises but its own.
+    A mistake in an exercise replaces the student's body there, so it vouches for all exercises but its own. That a test
+    runs an exercise is certain if it catches a mistake in it, else likely if it is near.
     """
+    vouching: dict[str, dict[Mistake, int]] = {}  # exercise -> mistakes that can vouch for it, with the distance
+    for number in bodies:
+        sure, near = script.catching(number), chapter.running(number)
+        others = [m for m in script.mistakes if m.exercise != number]
+        steps = {m: near[_claim(m.caught_by)] for m in others if _claim(m.caught_by) in near}
+        steps = {m: 0 for m in others if m.caught_by in sure} or steps
+        vouching |= {number: {m: n for m, n in steps.items() if n <= min(steps.values()) + 1}} if steps else {}
     chosen: list[Mistake] = []
-    open_ = set(bodies)
-    vouched = {
-        m: {n for n in bodies if n != m.exercise and m.caught_by in script.runs.get(n, [])} for m in script.mistakes
-    }
-    while open_:
-        best = max(vouched, key=lambda m: len(vouched[m] & open_), default=None)
-        if best is None or not vouched[best] & open_:
-            break
-        chosen.append(best)
-        open_ -= vouched[best]
+    while vouching:
+        each = [m for m in script.mistakes if any(m in steps for steps in vouching.values())]
+        chosen.append(max(each, key=lambda m: sum(m in steps for steps in vouching.values())))
+        vouching = {number: steps for number, steps in vouching.items() if chosen[-1] not in steps}
     if not chosen:
         chosen = [m for m in script.mistakes if set(bodies) != {m.exercise}][:1] or list(script.mistakes[:1])
     return chosen
@@ -636,75 +674,5 @@ def _key(number: str) -> tuple[int, ...]:
     return tuple(int(part) for part in number.split("."))
 
 
-# ---------------------------------------------------------------------------------------------- which tests run what
-
-
-def index_of(course: Course, chapter: Chapter) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """The index of each script by its name: {"tests": ..., "runs": ...}, as in `Script`. The chapter's tests run once.
-
-    Each body gets a first line that leaves a mark in the file system, which works in every process; after each test the
-    judge looks which marks there are. A compiler for GPUs does not know files, so tests that only compile find no mark.
-    Of a CUDA file all tests count as running all exercises.
-    """
-    limits = Limits(test_seconds=300, test_cpu_seconds=300, hang=60)
-    files = {script.name: _test_files(course, script) for script in chapter.scripts}
-    with Judge(course.files, limits) as judge:
-        marks = judge.folder / "marks"
-        changes = {}
-        for script in (script for script in chapter.scripts if script.path.endswith(".py")):
-            bodies = {n: fences.rewrite(f.body, partial(_marked, marks / n)) for n, f in script.fences.items()}
-            changes[script.path] = fences.splice(script.text, bodies)
-        paths = [course.test_path(chapter, file) for file in sorted(set().union(*files.values()))]
-        outcome = judge.run(changes, paths, marks=True)
-    if outcome.ended or outcome.foul:
-        raise CourseError(f"{chapter.folder}: {outcome.ended or outcome.foul}")
-    for result in outcome.results:
-        if not result.passed:
-            print(f"  left out, it fails with the marks: {result.test}: {first_lines(result.message)}", file=sys.stderr)
-    index = {}
-    for script in chapter.scripts:
-        own = [r for r in outcome.results if r.passed and r.test.partition("::")[0] in files[script.name]]
-        running = {
-            n: sorted((r.seconds, r.test) for r in own if f.cuda or n in r.touched) for n, f in script.fences.items()
-        }
-        caught = {m.caught_by for m in script.mistakes}
-        runs = {n: sorted(caught & {w for _, t in tests for w in (t, _claim(t))}) for n, tests in running.items()}
-        few = {n: _few(tests, caught, chapter.decisive(n)) for n, tests in running.items()}
-        index[script.name] = {"tests": few, "runs": runs}
-    return index
-
-
-def _test_files(course: Course, script: Script) -> set[str]:
-    """The files with this script's tests: its own, if it has one, and those that its mistakes name."""
-    own = f"test_{Path(script.name).stem}.py"
-    named = {m.caught_by.partition("::")[0] for m in script.mistakes}
-    return named | ({own} if any(f.endswith(f"/{own}") for f in course.files) else set())
-
-
-def _few(
-    tests: Sequence[tuple[float, str]], caught: set[str], decisive: Sequence[str], most: int = 5, seconds: float = 2.0
-) -> list[str]:
-    """A few quick ones of (seconds, test), one of each claim. Those that the README calls decisive come first and are
-    not left out; then those that are known to catch mistakes."""
-    chosen: dict[str, str] = {}
-    total = 0.0
-
-    def rank(test: str) -> int:
-        if test.partition("::")[2].startswith(tuple(decisive)):
-            return 0
-        return 1 if {test, _claim(test)} & caught else 2
-
-    for first, duration, test in sorted((rank(t), s, t) for s, t in tests):
-        fits = len(chosen) < most and total + duration < seconds
-        if (not first or not chosen or fits) and _claim(test) not in chosen:
-            chosen[_claim(test)] = test
-            total += duration
-    return list(chosen.values())
-
-
 def _claim(test: str) -> str:
     return test.partition("[")[0]
-
-
-def _marked(path: Path, body: str) -> str:
-    return f'open("{path}", "w").close()\n{body}'

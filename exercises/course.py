@@ -7,7 +7,6 @@
     python exercises/course.py diff 02 2.3        your lines beside the chapter's (this shows the solution)
     python exercises/course.py reset 02 2.3       begin this exercise again; what you had is kept in a file
     python exercises/course.py grade FOLDER       check every submission FOLDER/NAME/02_data_parallel/...
-    python exercises/course.py index 02           for authors: find out again which tests run which exercise
 
 `check` ends with exit code 0 if everything it checked has passed, else 1. A wrong argument is one line and exit code 2.
 How it works is told in README.md and at the top of checking.py, sandbox.py, judge.py and screen.py.
@@ -38,7 +37,6 @@ from checking import (
     Row,
     Script,
     check,
-    index_of,
     read_submission,
 )
 from harness import fences  # checking.py has put it on the path
@@ -237,32 +235,6 @@ def write_grades(rows: list[dict[str, str]], folder: Path) -> None:
     (folder / "grades.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# ----------------------------------------------------------------------------------------------------- for authors
-
-
-def write_index(course: Course, names: Sequence[str]) -> None:
-    """The tests that the README names and those that catch mistakes run on any day, whatever conftest.py leaves out."""
-    settings, table = course.files["pyproject.toml"], b"[tool.pytest.ini_options]\n"
-    for chapter in [course.chapter(name) for name in names] or list(course.chapters.values()):
-        known = {m.caught_by.partition("::")[2] for script in chapter.scripts for m in script.mistakes}
-        more = {name for number in chapter.exercises for name in chapter.decisive(number)}
-        known |= {name for name in more if not any(test.startswith(name) for test in known)}
-        line = b"named = " + json.dumps(sorted(known - {""})).encode() + b"\n"
-        course.files["pyproject.toml"] = settings.replace(table, table + line)
-        for name, tables in index_of(course, chapter).items():
-            path = course.root / "exercises" / "index" / f"{name.removesuffix('.py')}.toml"
-            path.parent.mkdir(exist_ok=True)
-            lines = [
-                f"# Written by `python exercises/course.py index {chapter.folder[:2]}`: which tests run which exercise."
-            ]
-            for table, entries in tables.items():
-                lines.append(f"\n[{table}]")
-                for number, tests in entries.items():
-                    lines += [f'"{number}" = [', *(f"  {json.dumps(test)}," for test in tests), "]"]
-            path.write_text("\n".join(lines) + "\n")
-            print(path.relative_to(course.root), flush=True)
-
-
 # ------------------------------------------------------------------------------------------------------- command line
 
 
@@ -291,7 +263,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     command = commands.add_parser("grade", help="check a folder of submissions")
     command.add_argument("folder", type=Path)
     command.add_argument("--unsafe", action="store_true", help="also where they cannot be kept apart from the machine")
-    commands.add_parser("index", help="which tests run which exercise").add_argument("chapters", nargs="*")
     return parser.parse_args(argv)
 
 
@@ -315,9 +286,6 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
     if arguments.command == "grade":
         grade(course, arguments.folder, unsafe=arguments.unsafe)
         print(f"written: {arguments.folder / 'grades.csv'}, grades.json and class.md")
-        return 0
-    if arguments.command == "index":
-        write_index(course, arguments.chapters)
         return 0
     chapter = course.chapter(arguments.chapter)
     folder = arguments.student / chapter.folder

@@ -45,42 +45,29 @@ PLAIN = {  # what a rank may send besides numbers, texts and classes that only h
 class Recorder:
     """A pytest plugin that reports each test and stops the run when going on is of no use."""
 
-    def __init__(self, answer: Any, hang: float, enough: int, marks: Path | None) -> None:
-        self.answer, self.hang, self.enough, self.marks = answer, hang, enough, marks
+    def __init__(self, answer: Any, hang: float, enough: int, few: set[str]) -> None:
+        self.answer, self.hang, self.enough, self.few = answer, hang, enough, few
         self.began = 0.0
         self.failures = 0
         self.session: Any = None
-        self.uses: dict[str, list[str]] = {}  # test -> its fixtures
-        self.shared: dict[str, tuple[float, set[str]]] = {}  # fixture of several tests -> seconds, and what it touched
-        self.now: set[str] = set()  # those that the present test has made
 
     def pytest_sessionstart(self, session: Any) -> None:
         self.session = session
 
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        claims = [item.nodeid.partition("[")[0] for item in items]
+        last = {claim: at for at, claim in enumerate(claims)}
+        first = {claim: at for at, claim in reversed([*enumerate(claims)])}
+        kept = [at for at, claim in enumerate(claims) if claim not in self.few or at in (first[claim], last[claim])]
+        items[:] = [items[at] for at in kept]
+
     def pytest_collection_finish(self, session: Any) -> None:
-        self.uses = {item.nodeid: list(item.fixturenames) for item in session.items}
         ranks = sys.modules.get("harness.ranks")  # imported by the tests that need it
         if ranks is not None:
             ranks.limit_timeouts(self.hang)  # type: ignore[attr-defined]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.began = time.monotonic()
-        self.now.clear()
-        for mark in self.marks.iterdir() if self.marks else ():
-            mark.unlink()
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef: Any) -> Any:
-        """A fixture that several tests share is made in the first of them, but each of them, run alone, would pay."""
-        began, before = time.monotonic(), self.touched()
-        result = yield
-        if fixturedef.scope != "function":
-            self.now.add(fixturedef.argname)
-            self.shared[fixturedef.argname] = time.monotonic() - began, self.touched() - before
-        return result
-
-    def touched(self) -> set[str]:
-        return {mark.name for mark in self.marks.iterdir()} if self.marks else set()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         done = report.when == "call" or (report.when == "setup" and not report.passed)
@@ -89,22 +76,18 @@ class Recorder:
             return
         seconds = time.monotonic() - self.began
         passed = report.passed and not hasattr(report, "wasxfail")  # a skipped test has not passed
-        touched = self.touched()
-        for name in set(self.uses.get(report.nodeid, [])) - self.now if self.marks else ():
-            more, marks = self.shared.get(name, (0.0, set()))
-            seconds, touched = seconds + more, touched | marks
         file, _, name = report.nodeid.partition("::")
         test = f"{Path(file).name}::{name}"  # from whichever folder
         outcome = "passed" if passed else "failed" if report.when == "call" else "broken"
-        self.answer(test=test, outcome=outcome, message=message_of(report), seconds=seconds, touched=sorted(touched))
+        self.answer(test=test, outcome=outcome, message=message_of(report), seconds=seconds)
         if not passed:
             self.failures += 1
-            if not self.marks and (self.failures == self.enough or seconds > 0.5 * self.hang):
+            if self.failures == self.enough or seconds > 0.5 * self.hang:
                 self.session.shouldstop = "that is enough to know"
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.answer(test="", outcome="broken", message=message_of(report), seconds=0.0, touched=[])
+            self.answer(test="", outcome="broken", message=message_of(report), seconds=0.0)
 
 
 def message_of(report: Any) -> str:
@@ -254,10 +237,10 @@ def main() -> None:
         def answer(nonce: str = request["nonce"], **values: Any) -> None:
             print(json.dumps({"nonce": nonce, **values}), file=pipe)
 
-        copy, marks = request["copy"], Path(request["marks"]) if request.get("marks") else None
+        copy = request["copy"]
         os.chdir(copy)
         arguments = ["-p", "no:cacheprovider", "-c", f"{copy}/pyproject.toml", "--rootdir", copy, "--durations=0"]
-        recorder = Recorder(answer, request["hang"], request["enough"], marks)
+        recorder = Recorder(answer, request["hang"], request["enough"], set(request["few"]))
         with theirs_in_ranks(request["theirs"]):
             pytest.main([*arguments, *(f"{copy}/{test}" for test in request["tests"])], plugins=[recorder])
         sys.path[:] = search_path

@@ -62,7 +62,6 @@ class Result:
     message: str
     broken: bool = False  # it could not be run at all: its file, or what it needs, failed
     seconds: float = 0.0
-    touched: tuple[str, ...] = ()  # exercises whose body the test ran, when the copy was marked for it
 
 
 @dataclass
@@ -97,20 +96,21 @@ class Judge:
         self,
         changes: Mapping[str, str],
         tests: Sequence[str],
-        marks: bool = False,
         enough: int = 3,
         in_ranks: bool = False,
+        few: Sequence[str] = (),
     ) -> Outcome:
         """Run `tests` (paths from the root of the repository) in a copy in which `changes` replace files.
 
-        After `enough` failures the rest is left out. With `in_ranks` only the ranks that tests start see the changes; a
-        CUDA file is built and called by ranks alone, so there it lies in the copy.
+        After `enough` failures the rest is left out. Of the tests in `few` only the first and the last parameters run.
+        With `in_ranks` only the ranks that tests start see the changes; a CUDA file is built and called by ranks alone,
+        so there it lies in the copy.
         """
         if self.process is None:
             self._start()
         if self.trusted:  # hundreds of runs in the same processes: each may write as much as a whole submission
             self.used_before = self._used(self.descendants())
-        copy, marked, theirs = (self.folder / name for name in ("copy", "marks", "theirs"))
+        copy, theirs = self.folder / "copy", self.folder / "theirs"
         changed = {name: text.encode() for name, text in changes.items()}
         if in_ranks:  # names of modules are unique: a folder in front of the others is enough
             theirs.mkdir()  # empty for CUDA: a rank remembers of a folder on its path that it was not there
@@ -120,7 +120,7 @@ class Judge:
         write_files(changed, copy)
         nonce = secrets.token_hex(16)
         request = {"nonce": nonce, "copy": str(copy), "tests": list(tests), "hang": self.limits.hang}
-        request |= {"marks": str(marked) if marks else "", "enough": enough, "theirs": str(theirs) if in_ranks else ""}
+        request |= {"few": list(few), "enough": enough, "theirs": str(theirs) if in_ranks else ""}
         outcome = self._converse(json.dumps(request), nonce)
         shutil.rmtree(theirs, ignore_errors=True)
         if not self.trusted and not self.cell and not outcome.foul:  # in the cell it can only be read
@@ -157,8 +157,8 @@ class Judge:
                     return outcome
                 test, how = str(words["test"]), words["outcome"]
                 message = str(words["message"]).replace(str(self.folder), "")
-                seconds, touched = float(words["seconds"]), tuple(words["touched"])
-                outcome.results.append(Result(test, how == "passed", message, how == "broken", seconds, touched))
+                seconds = float(words["seconds"])
+                outcome.results.append(Result(test, how == "passed", message, how == "broken", seconds))
         except Ended as why:
             outcome.ended = str(why)
         except (ValueError, KeyError, TypeError):
@@ -213,7 +213,7 @@ class Judge:
             shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
         write_files({name: c for name, c in self.files.items() if not _holds(copy / name, c)}, copy)
         scratch = self.folder / "tmp"
-        for name in ("tmp", "marks", "cell"):
+        for name in ("tmp", "cell"):
             (self.folder / name).mkdir(exist_ok=True)
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | {
             "HOME": str(scratch),
@@ -301,7 +301,7 @@ class Judge:
 
 
 def in_cell(folder: Path, command: Sequence[str]) -> list[str]:
-    """The command that runs `command` in a cell, with this Python; it may write in folder/tmp and folder/marks."""
+    """The command that runs `command` in a cell, with this Python; it may write in folder/tmp."""
     python = {sys.prefix, sys.base_prefix, *(path for path in sys.path if path.endswith("-packages"))}
     seen = sorted(python | {os.path.realpath(path) for path in python})
     new = [f"--{name}" for name in ("user", "mount", "pid", "net", "ipc", "uts")]
@@ -316,7 +316,7 @@ def no_cell() -> str:
         return f"{sys.platform} has no namespaces"
     with tempfile.TemporaryDirectory(prefix="exercises-") as name:
         folder = Path(name)
-        for part in ("tmp", "marks", "cell"):
+        for part in ("tmp", "cell"):
             (folder / part).mkdir()
         try:
             done = subprocess.run(

@@ -37,6 +37,7 @@ import hints
 import pages
 import screen
 from checking import Course, CourseError, Submission, check, read_submission
+from reach import Reach
 from sandbox import MIB, Judge, Limits, Outcome, Result, no_cell
 
 LIMITS = Limits(test_seconds=40, test_cpu_seconds=3, hang=15, processes=20, memory=2048 * MIB, disk=48 * MIB)
@@ -84,6 +85,7 @@ def test_total_of_nothing_is_zero():
     assert tiny.total([]) == 0
 """
 SCALE, BOTH = "test_tiny.py::test_scale_doubles", "test_tiny.py::test_both_double_the_sum"
+OF_NOTHING = "test_tiny.py::test_total_of_nothing_is_zero"
 MISTAKES = """
 [[mistake]]
 name = "squared"
@@ -131,8 +133,6 @@ def tiny_repository(tmp_path_factory):
     (root / "01_tiny" / "README.md").write_text("### 1.1 Twice (easy)\n\nDouble it.\n\n### 1.2 Sum (hard)\n\nAdd.\n")
     (root / "01_tiny" / "exercises" / "tiny.toml").write_text(MISTAKES + ALTERNATIVES)
     (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    with redirect_stdout(io.StringIO()):
-        tool.write_index(Course(root), [])
     return root
 
 
@@ -523,22 +523,20 @@ def exists(chapter, test):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_every_exercise_is_in_the_index_and_all_tests_that_it_names_exist(folder):
+def test_tests_of_the_chapter_run_every_exercise_and_those_that_grade_it_exist(folder):
     chapter = real().chapters[folder]
-    for script in chapter.scripts:
-        assert set(script.index) == set(script.runs) == set(script.fences), f"run: course.py index {folder[:2]}"
-        for number in script.fences:
-            assert script.index[number], f"{number}: no test of the chapter runs it"
-            for test in [*script.tests(number), *script.runs[number]]:
-                assert exists(chapter, test), f"{number}: no {test}; run: course.py index {folder[:2]}"
+    for number in chapter.exercises:
+        assert chapter.running(number), f"{number}: no test of the chapter runs it"
+        for test in chapter.tests(number):
+            assert exists(chapter, test), f"{number}: no {test}"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_tests_that_a_statement_calls_decisive_are_those_that_grade_the_exercise(folder):
     chapter = real().chapters[folder]
-    for number, (script, _) in chapter.exercises.items():
+    for number in chapter.exercises:
         assert chapter.decisive(number), f"{number}: its statement names no test"
-        grading = [test.partition("::")[2] for test in script.tests(number)]
+        grading = [test.partition("::")[2] for test in chapter.tests(number)]
         for name in chapter.decisive(number):
             assert any(test.startswith(name) for test in grading), f"{number}: {name} does not grade it: {grading}"
 
@@ -599,7 +597,7 @@ def test_mutants_are_wrong_in_one_place_each_and_the_same_every_time():
 JUDGES = "import json, os, sys; frame = sys._getframe()\nwhile 'request' not in frame.f_locals: frame = frame.f_back\n"
 ANSWER = "at = frame.f_locals; at['pipe'].write(json.dumps(dict(nonce=at['request']['nonce'], **w)) + chr(10))"
 ALL_PASSED = f"""for test in ['test_scale_doubles', 'test_both_double_the_sum']:
-    w = dict(test='test_tiny.py::' + test, outcome='passed', message='', seconds=0.1, touched=[])
+    w = dict(test='test_tiny.py::' + test, outcome='passed', message='', seconds=0.1)
     {ANSWER}
 w = dict(done=True, foul=[])
 {ANSWER}
@@ -619,7 +617,7 @@ _pytest.reports.TestReport.from_item_and_call = classmethod(passed)
 return 1""",
     "patches_the_judge": """import sys
 sys.modules['__main__'].Recorder.pytest_runtest_logreport = lambda self, report: report.when == 'call' and self.answer(
-    test=report.nodeid.split('/')[-1], outcome='passed', message='', seconds=0.0, touched=[])
+    test=report.nodeid.split('/')[-1], outcome='passed', message='', seconds=0.0)
 return 1""",
     "edits_the_tests": """import os, sys, tiny
 for folder in [os.path.dirname(tiny.__file__), *sys.path]:
@@ -956,6 +954,7 @@ def test_scale_doubles():
     got = {call}
     {compare}
 
+@pytest.mark.prove  # it grades nothing
 def test_both_double_the_sum():
     assert tiny.both([1, 2]) == 6
 """
@@ -968,7 +967,6 @@ def test_a_result_that_is_forged_where_it_is_compared_does_not_pass_when_a_rank_
     monkeypatch.setattr(tempfile, "tempdir", None)  # the socket of the ranks' server needs a short path
     compare, lines = FORGED[kind]
     shutil.copytree(ROOT / "tests" / "harness", tiny.root / "tests" / "harness")
-    (tiny.root / "exercises" / "index" / "tiny.toml").unlink()
     for call, passes in (("tiny.scale(x)", True), ("in_ranks(1, tiny.scale, x)[0]", False)):
         (tiny.root / "01_tiny" / "test_tiny.py").write_text(COMPARES.format(call=call, compare=compare))
         course = Course(tiny.root)
@@ -1051,7 +1049,7 @@ class MachineWithout:
     def __init__(self, broken_by):
         self.broken_by = broken_by
 
-    def run(self, changes, tests, marks=False, enough=3):
+    def run(self, changes, tests, enough=3, few=()):
         broken = "x + x" in "".join(changes.values()) or self.broken_by == "the machine"
         message = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error: Connection timed out"
         return Outcome([Result(test.rpartition("/")[2], not broken, message if broken else "") for test in tests])
@@ -1188,29 +1186,88 @@ def test_progress_keeps_what_checks_have_found_and_names_the_next(tmp_path):
     assert "0 of " in pages.progress(real(), tmp_path)
 
 
-def test_the_index_knows_which_tests_run_which_exercise(tiny):
-    (script,) = tiny.chapter("01").scripts
-    claims = {number: {checking.sentence(test) for test in tests} for number, tests in script.index.items()}
-    assert claims == {
-        "1.1": {"scale doubles", "both double the sum"},
-        "1.2": {"total is the sum", "both double the sum", "total of nothing is zero"},
-    }
-    assert script.runs["1.2"] == ["test_tiny.py::test_both_double_the_sum"]
+def test_which_tests_run_an_exercise_and_which_of_these_grade_it(tiny):
+    chapter = tiny.chapter("01")
+    assert set(chapter.running("1.1")) == {SCALE, BOTH}
+    assert set(chapter.running("1.2")) == {BOTH, OF_NOTHING, "test_tiny.py::test_total_is_the_sum"}
+    assert chapter.tests("1.1") == [SCALE, BOTH]
+    path = tiny.root / "01_tiny" / "test_tiny.py"
+    path.write_text("import pytest\n" + TEST_TINY.replace("def test_total_of", "@pytest.mark.prove\ndef test_total_of"))
+    assert Course(tiny.root).chapter("01").tests("1.2") == [BOTH, "test_tiny.py::test_total_is_the_sum"]
+    readme = tiny.root / "01_tiny" / "README.md"
+    readme.write_text(f"{readme.read_text()}\n| 1.2 | sum | hard | `test_total_of_nothing_...` |\n")
+    assert OF_NOTHING in Course(tiny.root).chapter("01").tests("1.2"), "its statement names it"
 
 
-def test_the_index_sees_the_tests_that_catch_mistakes_whatever_their_marks_say(tiny):
-    shutil.copy(ROOT / "conftest.py", tiny.root)
-    (tiny.root / "pyproject.toml").write_text(
-        '[tool.pytest.ini_options]\nmarkers = ["prove: long", "always(ids): of these"]\n'
-    )
-    marked = TEST_TINY.replace("def test_both", "@pytest.mark.prove\ndef test_both")
-    marked = marked.replace("def test_scale", "@pytest.mark.always('it')\ndef test_scale")
-    marked = marked.replace("def test_total_of", "@pytest.mark.always('it')\ndef test_total_of")
-    (tiny.root / "01_tiny" / "test_tiny.py").write_text(f"import pytest\n{marked}")
-    tool.write_index(Course(tiny.root), ["01"])
-    (script,) = Course(tiny.root).chapter("01").scripts
-    assert script.runs == {"1.1": [BOTH, SCALE], "1.2": [BOTH]}
-    assert not any("of_nothing" in test for test in script.index["1.2"]), "named by nothing, and marked"
+def test_what_passes_the_tests_of_its_mistakes_and_fails_another_that_runs_it_is_wrong(tiny):
+    chapter = tiny.chapter("01")
+    (row,) = check_bodies(tiny, chapter, {"1.2": "result = 3"}).rows
+    assert chapter.scripts[0].catching("1.2") == [BOTH]
+    assert (row.status, row.claim) == ("failed", "total is the sum")
+
+
+REACHED = """from functools import partial
+import other
+from other import helper as help
+
+class Base:
+    def step(self): return self.half()
+    def half(self): return 1
+    def forward(self): return helped
+
+class Part(Base):
+    def half(self): return other.deep()
+
+def by_name(): return 1
+def never(): return Part
+def build(): return Part
+helped = help
+"""
+REACHES = """import pytest, two
+from two import build
+
+@pytest.fixture
+def made(): return build()
+
+@pytest.fixture(autouse=True)
+def always(): return two.by_name
+
+def test_a_method(made): made().step()
+def test_a_class(): build()
+@pytest.mark.parametrize("f", [two.never])
+def test_a_parameter(f): f
+def test_a_string(): getattr(two, "never")
+def test_a_file(): run("two.py")
+def test_nothing(): half
+"""
+
+
+def test_a_test_reaches_what_its_names_lead_to_and_no_more():
+    other = b"def helper(): pass\ndef deep():\n    pass\n"
+    paths = Reach({"a/two.py": REACHED.encode(), "a/test_two.py": REACHES.encode(), "b/other.py": other})
+    names = ["method", "class", "parameter", "string", "file", "nothing"]
+
+    def reach(script, text, line):
+        number = text.splitlines().index(line) + 1
+        found = paths.running(script, number, number, ["test_two"])
+        return {test.removeprefix("test_two.py::test_").removeprefix("a_") for test in found}
+
+    assert reach("two", REACHED, "    def step(self): return self.half()") == {"method"}
+    assert reach("two", REACHED, "    def half(self): return other.deep()") == {"method"}
+    assert reach("two", REACHED, "    def forward(self): return helped") == {"method", "class", "parameter", "string"}
+    assert reach("other", other.decode(), "def helper(): pass") == {"method", "class", "parameter", "string", "file"}
+    assert reach("other", other.decode(), "    pass") == {"method"}
+    assert reach("two", REACHED, "def by_name(): return 1") == {*names}
+    assert reach("two", REACHED, "def never(): return Part") == {"parameter", "string"}
+
+
+def test_of_a_test_with_many_parameters_a_few_are_the_first_and_the_last(tiny):
+    path = tiny.root / "01_tiny" / "test_tiny.py"
+    path.write_text(f"import pytest\n{TEST_TINY}\n@pytest.mark.parametrize('n', range(5))\ndef test_n(n): pass\n")
+    name, files = "01_tiny/test_tiny.py::test_n", Course(tiny.root).files
+    with Judge(files, LIMITS, trusted=True) as judge:
+        got = [[r.test for r in judge.run({}, [name], few=few).results] for few in ((), (name,))]
+    assert got[0] == [f"test_tiny.py::test_n[{n}]" for n in range(5)] and got[1] == [got[0][0], got[0][-1]]
 
 
 # --------------------------------------------------------------------------------------------------- a student's folder

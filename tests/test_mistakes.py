@@ -105,7 +105,7 @@ def test_a_test_that_does_not_exist_is_no_verdict(judge):
 def test_every_script_has_its_mistakes_and_each_has_a_hint_and_a_source(listed):
     for script in [*scripts(), *HARNESS]:
         mine = [m for m in listed if ROOT / m.script == script]
-        assert len(mine) >= 5, f"{script.name}: {len(mine)} planted mistakes"
+        assert len(mine) >= 3, f"{script.name}: {len(mine)} planted mistakes"
         assert all(m.hint and m.source for m in mine)
 
 
@@ -136,7 +136,6 @@ def test_right_solutions_that_are_written_differently_pass(folder, course, judge
     for script in chapter.scripts:
         for other in script.alternatives:
             text = fences.splice(script.text, {other.exercise: other.body.strip("\n")})
-            tests = [course.test_path(chapter, test) for test in script.tests(other.exercise)]
-            outcome = judge.run({script.path: text}, tests)
+            outcome = course.graded(judge, chapter, other.exercise, {script.path: text})
             red = [(result.test, result.message) for result in outcome.results if not result.passed]
             assert outcome.results and not red and not outcome.ended, f"{other.exercise}, {other.why}: {red} {outcome}"
