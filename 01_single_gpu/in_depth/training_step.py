@@ -57,7 +57,6 @@ from typing import NoReturn
 import torch
 from accounting import GB, micro_steps, parameters, peak_flops, step_flops, utilization
 from llama import IGNORE, TINY, Llama, LlamaConfig, Report, init_weights
-from step_peak import peak
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from tqdm import tqdm
@@ -365,6 +364,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", type=Path, metavar="DIR", help="profile the first two steps into DIR")
     args = parser.parse_args()
+    from step_peak import peak  # not at the top: a trainer that imports this script's functions predicts its own memory
+
     try:
         check(args)
         args.accumulation = micro_steps(args.global_batch, args.micro_batch)
