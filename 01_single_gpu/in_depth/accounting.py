@@ -29,12 +29,10 @@ Symbols: see llama.py. GB = 10^9 bytes throughout, the unit of a GPU's data shee
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
 
 import torch
 from llama import (
@@ -45,6 +43,7 @@ from llama import (
     TINY,
     Llama,
     LlamaConfig,
+    OneLineParser,
     Parts,
     Report,
     attention,
@@ -359,12 +358,7 @@ def held_by_training(recipe: Recipe, config: LlamaConfig) -> int:
 
 
 def main() -> int:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            print(f"accounting.py: {message}", file=sys.stderr)
-            sys.exit(2)
-
-    parser = Parser(description="Hold the formulas for parameters, memory and FLOPs against the model.")
+    parser = OneLineParser(description="Hold the formulas for parameters, memory and FLOPs against the model.")
     parser.add_argument("--tables", action="store_true", help="print the tables of README.md and end")
     if parser.parse_args().tables:
         print("\n\n".join(tables()))

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -459,13 +460,17 @@ def next_token_loss(model: Llama, tokens: Tensor) -> Tensor:
     return model.parts.cross_entropy(model(tokens), labels)
 
 
-def main() -> int:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            print(f"llama.py: {message}", file=sys.stderr)
-            sys.exit(2)
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":  # one line, also under torchrun
+            print(f"{self.prog}: {message}", file=sys.stderr)
+        sys.exit(2)
 
-    Parser(description="Hold the explicit attention, the fused one and recomputation against each other.").parse_args()
+
+def main() -> int:
+    OneLineParser(
+        description="Hold the explicit attention, the fused one and recomputation against each other."
+    ).parse_args()
     report = Report()
     config = LlamaConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
     tokens = torch.randint(config.vocab_size, (2, 96), generator=torch.Generator().manual_seed(0))

@@ -32,18 +32,27 @@ Symbols: see llama.py; T = B S. GB = 10^9 bytes.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accounting import AROUND_THE_BLOCKS, GB, activations, forward_flops, markdown, recomputed_flops
-from llama import LLAMA3_8B, Llama, LlamaConfig, Parts, Report, attention_math, next_token_loss, recomputed
+from llama import (
+    LLAMA3_8B,
+    Llama,
+    LlamaConfig,
+    OneLineParser,
+    Parts,
+    Report,
+    attention_math,
+    next_token_loss,
+    recomputed,
+)
 from step_peak import Peak
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -240,12 +249,7 @@ def table() -> str:
 
 
 def main() -> int:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            print(f"recompute_policy.py: {message}", file=sys.stderr)
-            sys.exit(2)
-
-    parser = Parser(description="Recomputation decided by operation and by a budget: gradients, bytes, FLOPs.")
+    parser = OneLineParser(description="Recomputation decided by operation and by a budget: gradients, bytes, FLOPs.")
     parser.add_argument("--tables", action="store_true", help="print the table of README.md and end")
     if parser.parse_args().tables:
         print(table())

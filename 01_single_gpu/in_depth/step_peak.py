@@ -32,14 +32,13 @@ Symbols: see llama.py; T = B S. GB = 10^9 bytes.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import weakref
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accounting import AROUND_THE_BLOCKS, GB, activations, markdown, parameters
-from llama import LLAMA3_8B, MODES, Llama, LlamaConfig, Report
+from llama import LLAMA3_8B, MODES, Llama, LlamaConfig, OneLineParser, Report
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -230,12 +229,7 @@ def table() -> str:
 
 
 def main() -> int:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            print(f"step_peak.py: {message}", file=sys.stderr)
-            sys.exit(2)
-
-    parser = Parser(description="Predict the peak of a training step in nine modes, and measure it.")
+    parser = OneLineParser(description="Predict the peak of a training step in nine modes, and measure it.")
     parser.add_argument("--tables", action="store_true", help="print the table of README.md and end")
     if parser.parse_args().tables:
         print(table())

@@ -52,12 +52,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from accounting import GB, micro_steps, parameters, peak_flops, step_flops, utilization
-from llama import IGNORE, TINY, Llama, LlamaConfig, Report, init_weights
-from step_peak import peak
+from llama import IGNORE, TINY, Llama, LlamaConfig, OneLineParser, Report, init_weights
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from tqdm import tqdm
@@ -343,13 +341,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            if os.environ.get("RANK", "0") == "0":  # one line, also under torchrun
-                print(f"training_step.py: {message}", file=sys.stderr)
-            sys.exit(2)
-
-    parser = Parser(description="Train a Llama on the bytes of Python's standard library, on one device.")
+    parser = OneLineParser(description="Train a Llama on the bytes of Python's standard library, on one device.")
     sizes = ("hidden", "layers", "heads", "kv_heads", "intermediate")
     for name in sizes:
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(LlamaConfig, name))
@@ -365,6 +357,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", type=Path, metavar="DIR", help="profile the first two steps into DIR")
     args = parser.parse_args()
+    from step_peak import peak  # not at the top: a trainer that imports this script's functions predicts its own memory
+
     try:
         check(args)
         args.accumulation = micro_steps(args.global_batch, args.micro_batch)

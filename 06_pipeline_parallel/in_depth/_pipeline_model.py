@@ -1,14 +1,10 @@
 """What the demo, the tests and the benchmark of pipeline_executor.py run: a small decoder in stages, and some text."""
 
-import argparse
-import os
-import sys
 import tokenize
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -120,10 +116,3 @@ class SentBytes(TorchDispatchMode):
         if func.namespace == "c10d" and func._opname == "send":
             self.bytes += sum(tensor.nbytes for tensor in args[0])
         return func(*args, **(kwargs or {}))
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-        sys.exit(2)

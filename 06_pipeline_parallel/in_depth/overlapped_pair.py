@@ -45,8 +45,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-from _pipeline_model import OneLineParser
 from pipeline_executor import Pipeline
+from schedule_simulator import OneLineParser
 from schedules import build
 from torch import Tensor, nn
 

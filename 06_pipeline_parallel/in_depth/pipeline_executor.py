@@ -50,13 +50,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-from _pipeline_model import IGNORE, OneLineParser, SentBytes, Sizes, Stage, make_batch, token_loss_sum
+from _pipeline_model import IGNORE, SentBytes, Sizes, Stage, make_batch, token_loss_sum
 from schedule_simulator import (
     BW,
     Action,
     B,
     F,
     Message,
+    OneLineParser,
     Program,
     Schedule,
     ScheduleError,

@@ -52,8 +52,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from _schedule_formulas import LOOPED, published
-from schedule_drawings import save_svg, text
 from schedule_search import automatic, cheapest
 from schedule_simulator import (  # noqa: F401 -- what a runtime needs can be imported from here
     BW,
@@ -79,7 +77,9 @@ from schedule_simulator import (  # noqa: F401 -- what a runtime needs can be im
     programs,
     simulate,
 )
-from v_schedules import automatic_v, v_half, v_min, v_shape
+from v_schedules import automatic_v, predicted, v_half, v_min, v_shape
+
+LOOPED = ("interleaved", "breadth-first", "llama3")  # schedules with any number of stages per rank
 
 # Legend: p ranks, m micro-batches, v stages per rank, r this rank. A step is an action without its micro-batch:
 # (kind, stage) or, for the second half of an F&B pair, (kind, stage, True). (W, None) is the oldest W not yet done.
@@ -437,9 +437,55 @@ GALLERY = [  # what the README shows: name, micro-batches, stages per rank, opti
 
 def draw_all(folder: Path) -> None:
     """The drawings of all schedules, for four ranks, as SVG files named after them."""
+    from schedule_drawings import save_svg  # not at the top: a trainer runs schedules and draws none
+
     folder.mkdir(parents=True, exist_ok=True)
     for name, m, v, options in GALLERY:
         save_svg(simulate(build(name, 4, m, v, **options), options.get("times")), folder / f"{name}.svg")
+
+
+def published(schedule: Schedule, times: Times) -> tuple[float | None, tuple[int, ...] | None]:
+    """(bubble, activations held per rank) by the formulas at the top of this file; None where none applies.
+
+    For stages that all take the same times, and messages that take none.
+    """
+    name, p, m, v = schedule.name, schedule.ranks, schedule.micro_batches, schedule.stages // schedule.ranks
+    f, b, w = times.f, times.b, times.w
+    if times.communication or not all(isinstance(time, (int, float)) for time in (f, b, w)):
+        return None, None
+    filled = f + b + w if times.pair is None else times.pair  # the time of an F&B pair
+    ranks = range(p)
+    if name == "naive":
+        return (p - 1) * m * (f + b + w), (1,) * p
+    if name in ("afab", "1f1b") or (name in LOOPED and v == 1):
+        one_by_one = name in ("1f1b", "interleaved", "llama3")
+        return (p - 1) * (f + b + w), tuple(min(m, p - r) if one_by_one else m for r in ranks)
+    if name == "breadth-first":
+        return ((p - 1) * (f + b + w) if m >= p else None), (m * v,) * p
+    if name in ("interleaved", "llama3"):
+        n = p if name == "interleaved" else size_of_first_group(schedule)
+        if n < p or 0 < m % n < p:  # a group below p: the ranks wait at its turns
+            return None, None
+        return (p - 1) * (f + b + w), tuple(min(m * v, (v - 1) * n + 2 * (p - r) - 1) for r in ranks)
+    if name == "zb-h1":
+        return ((p - 1) * (f + b - w) if m >= p and w <= min(f, b) else None), (min(m, p),) * p
+    if name == "zb-h2":
+        return ((p - 1) * (f + b - 2 * w) if m >= 2 * p - 1 and w <= min(f, b) else None), (min(m, 2 * p - 1),) * p
+    if name == "zb-v":
+        return (0 if f == b == w and m >= 2 * p - 1 else None), ((2 * p,) * p if m >= 2 * p - 1 else None)
+    if name in ("v-min", "v-half"):
+        bubble, held = predicted(name, p)
+        return (bubble * f if f == b == w and m > p else None), (held if m > p else None)
+    if name in ("dualpipe", "dualpipe-v"):
+        half = p if name == "dualpipe-v" else p // 2  # "PP/2" of the paper counts stages; its B is our b + w
+        return ((half - 1) * (filled + b - 2 * w) if f == b and w <= f else None), (2 * half + 1,) * p
+    return None, None  # auto
+
+
+def size_of_first_group(schedule: Schedule) -> int:
+    """How many micro-batches rank 0 forwards through its first stage before it turns to the second."""
+    forwards = [action.stage for action in schedule.actions[0] if action.kind == F]
+    return next((i for i, stage in enumerate(forwards) if stage != forwards[0]), len(forwards))
 
 
 def compare(schedule: Schedule, times: Times) -> tuple[list[str], bool]:
@@ -531,6 +577,8 @@ def main() -> int:
         off += [] if same else [f"{schedule.name}: simulated and published differ: {' '.join(row)}"]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     if args.schedule:
+        from schedule_drawings import save_svg, text
+
         timeline = simulate(args.schedules[0], args.times)
         print(text(timeline, colour=sys.stdout.isatty()), end="\n\n")
         if args.svg:

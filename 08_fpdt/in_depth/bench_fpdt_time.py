@@ -1,7 +1,7 @@
-"""How large a chunk should be, what the streams do when, and what others reached: what fpdt_time.py says.
+"""How large a chunk should be, and what the streams do when: what fpdt_time.py says.
 
     python 08_fpdt/in_depth/bench_fpdt_time.py   writes results/08_fpdt_chunk_size*, 08_fpdt_shared*,
-        08_fpdt_timelines*, 08_fpdt_published*, 08_fpdt_methods* and both figures
+        08_fpdt_timelines* and both figures
     python 08_fpdt/in_depth/bench_fpdt_time.py --figures       only draws the figures again
 
 All of it is computed, so first the sums have to be true: the computation must wait for as long as it does when the
@@ -18,10 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from fpdt_costs import Hardware, Sizes, idle_time
 from fpdt_time import (
-    PUBLISHED,
     attention_seconds,
-    methods_rows,
-    published_rows,
     recommend,
     schedule,
     seconds_of,
@@ -157,37 +154,6 @@ def main() -> int:
             ["case", "stream", "what", "start", "end"],
             timeline_rows(),
             f"From the schedule of the loops, played with {Hardware()}. An all-to-all is on the computation's stream.",
-        )
-        write_result(
-            "08_fpdt_published",
-            "Trainings reported at over 55 % MFU (DeepSpeed's blog on Ulysses-Offload), beside this model (computed)",
-            [
-                "model",
-                "GPUs",
-                "tokens",
-                "MFU in %, inputs kept",
-                "MFU, attention kept",
-                "host GB a GPU, inputs kept",
-                "host GB, attention kept",
-                "device GB, attention",
-            ],
-            published_rows(),
-            "Model, GPUs and tokens are published; the rest is computed, with the assumptions of `Published` in "
-            "fpdt_time.py. MFU counts half of the scores.",
-        )
-        write_result(
-            "08_fpdt_methods",
-            "Attention of a layer of Llama 8B on 4 GPUs: bytes held in backward, and sent in forward (computed)",
-            [
-                "tokens",
-                "held: Megatron-SP",
-                "Ulysses",
-                "FPDT, chunks of 64K",
-                "sent: Megatron-SP",
-                "Ulysses and FPDT",
-            ],
-            methods_rows(PUBLISHED[0]),
-            "By formula, not measured: `methods_rows` in fpdt_time.py. Those of FPDT a meter confirms (08_fpdt).",
         )
     write_figure("08_fpdt/figures/chunk_size.svg", ["08_fpdt_chunk_size"], draw)
     write_figure("08_fpdt/figures/timelines.svg", ["08_fpdt_timelines"], draw_timelines, shape=(4, 1), size=(9, 8))

@@ -31,7 +31,7 @@ The last line is PASS, or the script exits with 1 and says which number is off.
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from fpdt_costs import (
@@ -39,8 +39,6 @@ from fpdt_costs import (
     Sizes,
     attention_peak,
     idle_time,
-    model_host_peak,
-    network_bytes,
     pair_seconds,
     simulate,
 )
@@ -325,83 +323,6 @@ def recommend(z: Sizes, h: Hardware, memory: float, slots: int = 2) -> tuple[Siz
         return None, rows
     fastest = min(forward + backward for _, forward, backward, _ in fitting)
     return [row for row in fitting if row[1] + row[2] <= 1.01 * fastest][-1][0], rows
-
-
-# ------------------------------------------------------------------------------------------------- beside the authors
-
-
-@dataclass(frozen=True)
-class Published:
-    """A training that FPDT's authors report at "over 55 % MFU": DeepSpeed's blog on Ulysses-Offload (and for Llama 8B
-    the abstract of 2408.16978), on A100s. Lengths and MFU of their other models stand in a figure, and are not here.
-
-    Ours: the shape of "GPT-30B"; chunks of 64K tokens, which is their default; a GPU with 225 TFLOP/s of its 312 in all
-    that it computes (FlashAttention-2's best, 2307.08691), 25 GB/s to the host for itself and 200 to the others.
-    """
-
-    model: str
-    parameters: float
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    gpus: int
-    tokens: int
-
-    def sizes(self) -> Sizes:
-        u = self.tokens // 2**16
-        return Sizes(self.tokens, self.gpus, u, self.heads, self.kv_heads, self.hidden // self.heads)
-
-
-PUBLISHED = (
-    Published("Llama 8B", 8.0e9, 4096, 32, 32, 8, 4, 2 * 2**20),
-    Published("GPT 30B", 30e9, 7168, 48, 64, 64, 16, 3 * 2**20),
-    Published("Llama 70B", 70.6e9, 8192, 80, 64, 8, 32, 4 * 2**20),
-)
-A100, A100_PEAK = Hardware(flops=225e12, link=25e9, network=200e9), 312e12
-
-
-def utilization(row: Published, keep: str) -> float:
-    """Useful work of a step, 3 forwards with half of the scores, over the time that it takes and the peak. With
-    keep="input" all forwards are done twice; with "attention" that of attention is not.
-
-    Chapter 01's MFU has the full square of the scores. Of sequences this long it is nearly twice as large.
-    """
-    z = row.sizes()
-    rest = 2 * row.parameters * row.tokens / row.gpus  # FLOPs of a forward without attention: 2 for each weight
-    useful = 3 * (rest + row.layers * 2 * z.S**2 * z.n * z.head_dim)  # two products; half of the scores, by the mask
-    forward, backward = (attention_seconds(z, A100, way)[0] for way in ("forward", "backward"))
-    attention = row.layers * (forward * (2 if keep == "input" else 1) + backward)
-    return useful / (attention + 4 * rest / A100.flops) / A100_PEAK
-
-
-def published_rows() -> list[list]:
-    """Beside each of these trainings: MFU and GB of host memory for each GPU, with inputs kept and with attention kept;
-    GB on the device for attention."""
-    rows = []
-    for row in PUBLISHED:
-        z, ways = row.sizes(), ("input", "attention")
-        mfu = [round(100 * utilization(row, keep), 1) for keep in ways]
-        host = [round(model_host_peak(z, row.hidden, row.layers, keep) / 1e9) for keep in ways]
-        rows.append([row.model, row.gpus, row.tokens, *mfu, *host, round(attention_peak(z, "backward") / 1e9, 2)])
-    return rows
-
-
-def methods_rows(row: Published) -> list[list]:
-    """By length: bytes on a GPU of what attention of one layer needs in its backward, and bytes that the GPU sends in a
-    forward: Megatron's sequence parallelism, Ulysses, FPDT in chunks of 64K tokens.
-
-    The first two hold q, k, v, the output and the gradients of all four, of their heads and all tokens. Megatron
-    gathers the layer's input and its gradient as well, of all features, which more GPUs do not make smaller. Forward it
-    sends the input around, and sums of the output (chapter 4)."""
-    rows = []
-    for tokens in (2**17, 2**19, 2**21):
-        z = replace(row.sizes(), S=tokens, u=tokens // 2**16)
-        x = tokens * row.hidden * z.e
-        heads = 4 * tokens * (z.n + z.n_kv) * z.head_dim * z.e
-        sent = 2 * x * (z.P - 1) // z.P
-        rows.append([tokens, heads + 2 * x, heads, attention_peak(z, "backward"), sent, network_bytes(z)])
-    return rows
 
 
 # --------------------------------------------------------------------------------------------------------------- demo

@@ -13,16 +13,12 @@ from fpdt_attention import ChunkedAttention
 from fpdt_costs import Hardware, Sizes, attention_peak, idle_forward, idle_time, network_bytes, pair_seconds, simulate
 from fpdt_store import CpuMachine, Op, Store
 from fpdt_time import (
-    A100,
     LONG,
-    PUBLISHED,
     attention_seconds,
     backward_times,
     forward_times,
     main,
     message_seconds,
-    methods_rows,
-    published_rows,
     recommend,
     schedule,
     seconds_of,
@@ -255,28 +251,3 @@ def test_a_schedule_that_does_not_fit_the_sums_fails_the_demo(monkeypatch, capsy
     monkeypatch.setattr(fpdt_time, "schedule", lambda z, way, slots: schedule(z, way, 1))
     monkeypatch.setattr(sys, "argv", ["fpdt_time.py", "--seq", "16384"])
     assert main() == 1 and capsys.readouterr().out.splitlines()[-1].startswith("FAIL: ")
-
-
-def test_the_models_utilization_lies_on_both_sides_of_what_was_published_and_host_memory_pays_for_the_difference():
-    """At chunks of 64K tokens nothing waits, so it is what attention reaches, over what is done twice."""
-    for row, (model, gpus, tokens, *rest) in zip(PUBLISHED, published_rows(), strict=True):
-        mfu, kept_mfu, host, kept_host, _ = rest
-        assert (model, gpus, tokens) == (row.model, row.gpus, row.tokens)
-        assert mfu < 55 < kept_mfu and 2.5 * host < kept_host, rest
-        z, reached = row.sizes(), 225 / 312
-        for way in WAYS:
-            total, idle = attention_seconds(z, A100, way)
-            assert idle < 0.02 * total, (model, way)
-        assert 100 * reached * 3 / 4.5 * 0.97 < mfu < 100 * reached * 3 / 4.5 * 1.04, "4.5 forwards, of which 3 count"
-        assert 100 * reached * 3 / 3.5 * 0.97 < kept_mfu < 100 * reached * 3 / 3.5
-
-
-def test_megatrons_bytes_do_not_fall_with_ranks_those_of_ulysses_do_and_those_of_fpdt_do_not_grow_with_the_sequence():
-    few, many = (methods_rows(row) for row in (PUBLISHED[0], replace(PUBLISHED[0], gpus=8)))
-    x = 2 * 4096 * 2**21  # the layer's input, all features of all tokens
-    for rows in (few, many):
-        tokens, megatron, ulysses, *_ = rows[-1]
-        assert tokens == 2**21 and megatron - ulysses == 2 * x
-        assert rows[1][3] == rows[2][3], "FPDT's do not grow with the sequence"
-    assert 2 * many[-1][2] == few[-1][2] and 2 * many[-1][3] == few[-1][3]
-    assert many[-1][4] > few[-1][4] and many[-1][5] < few[-1][5], "Megatron sends more with more ranks, Ulysses less"

@@ -39,13 +39,12 @@ import ctypes
 import math
 import os
 import sys
-from typing import NoReturn
 
 import torch
 from _cuda import FORWARD, REVERSE, CudaError, call, library, racing, resources
 from _interpreter import INTERPRETED
 from flash_kernels import triton_backward
-from flash_tiles import Version, band, explicit_attention, tiled_backward
+from flash_tiles import OneLineParser, Version, band, explicit_attention, tiled_backward
 from torch import Tensor
 
 # Legend of shapes: B batch, S sequence (S_q queries, S_k keys), N query heads, N_kv key/value heads, D head dim.
@@ -183,15 +182,8 @@ def inputs(B: int, S_q: int, S_k: int, N: int, N_kv: int, D: int, device: str, s
     return made
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"flash_attention_cuda.py: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
 def main() -> int:
-    parser = Parser(description="Attention in CUDA for Hopper, forward.", allow_abbrev=False)
+    parser = OneLineParser(description="Attention in CUDA for Hopper, forward.", allow_abbrev=False)
     parser.add_argument("--seq", type=int, default=140, help="queries; default %(default)s")
     parser.add_argument("--keys", type=int, default=140, help="keys; default %(default)s")
     parser.add_argument("--heads", type=int, default=2, help="query heads; default %(default)s")

@@ -39,13 +39,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from _cuda import FORWARD, REVERSE, CudaError, call, library, racing, resources
 from flash_attention_cuda import HEAD_DIMS, KEYS, ROWS, check, cuda_forward, fit, inputs, tiles_of_keys
-from flash_tiles import band, explicit_attention
+from flash_tiles import OneLineParser, band, explicit_attention
 from torch import Tensor
 
 # Legend of shapes: B batch, S sequence (S_q queries, S_k keys), N query heads, N_kv key/value heads, D head dim.
@@ -215,15 +215,8 @@ def off_by(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"flash_attention_fp8.py: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
-def parse(words: list[str] | None = None) -> tuple[Parser, argparse.Namespace]:
-    parser = Parser(description="Attention in e4m3 for Hopper, forward.", allow_abbrev=False)
+def parse(words: list[str] | None = None) -> tuple[OneLineParser, argparse.Namespace]:
+    parser = OneLineParser(description="Attention in e4m3 for Hopper, forward.", allow_abbrev=False)
     parser.add_argument("--seq", type=int, default=140, help="queries; default %(default)s")
     parser.add_argument("--keys", type=int, default=140, help="keys; default %(default)s")
     parser.add_argument("--heads", type=int, default=2, help="query heads; default %(default)s")

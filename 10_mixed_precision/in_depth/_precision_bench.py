@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
 from fp8 import Fp8Linear
-from fp8_recipes import TABLE, RecipeAdamW, RecipeLinear
 from harness.report import environment
 from microscaling import MICRO, MicroLinear
 from precision_policies import POLICIES, MixedAdamW, linear, make_scaler
@@ -36,19 +35,9 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-def start(name: str) -> tuple[Decoder, MixedAdamW | RecipeAdamW, Any, Callable[[], None]]:
-    """Model, optimizer, scaler and what to call after a step. Names: of POLICIES, "fp8-" + a recipe, of MICRO, of
-    TABLE."""
+def start(name: str) -> tuple[Decoder, MixedAdamW, Any, Callable[[], None]]:
+    """Model, optimizer, scaler and what to call after a step. Names: of POLICIES, "fp8-" + a recipe, of MICRO."""
     group = dist.group.WORLD
-    if name in TABLE and name not in POLICIES:
-        row_linear = RecipeLinear(TABLE[name], None)
-        model = Decoder(row_linear)
-        return (
-            model,
-            RecipeAdamW(model, TABLE[name], row_linear, LR),
-            make_scaler(POLICIES["fp32"], group),
-            lambda: None,
-        )
     if name.startswith("fp8-") or name in MICRO:
         fp8 = MicroLinear(name) if name in MICRO else Fp8Linear(name.removeprefix("fp8-"))
         model = Decoder(fp8)
@@ -80,20 +69,12 @@ def curve(name: str, steps: int = STEPS, lr: float = LR, seed: int = 0) -> dict[
     seen: dict[str, Any] = {"name": name, "losses": [], "lost": [], "died": "", "scale": []}
     for step in range(steps):
         optimizer.lr = learning_rate(step, steps, lr)
-        if isinstance(optimizer, RecipeAdamW):
-            optimizer.rest.lr = optimizer.lr
         tokens, labels = batch(data, 10_000 * seed + step)
         try:
             loss = loss_sum(model, tokens, labels) / labels.numel()
             scaler.scale(loss / REPLICAS).backward()
             optimizer.accumulate()
-            gradients = (
-                [g.values if g.scale is None else g.scale for items in optimizer.items.values()
-                 for g in [items.get("accumulation")] if g]
-                + [p.grad for p in optimizer.items if p.grad is not None] + optimizer.rest.gradients()
-                if isinstance(optimizer, RecipeAdamW) else optimizer.gradients()
-            )  # fmt: skip
-            for g in gradients:
+            for g in optimizer.gradients():
                 g.mul_(REPLICAS)
             optimizer.step(scaler)
             end_step()

@@ -222,22 +222,20 @@ class Fp8Linear:
         self.bad: list[tuple[str, Tensor]] = []  # on a GPU: amaxes to look at in end_step(),
         self.notes: dict[str, Tensor] = {}  # and those where kernels left the largest of all tensors of a name
 
-    def __call__(self, x: Tensor, weight: Tensor, stored: Quantized | None = None) -> Tensor:
-        """x [..., K] Wᵀ -> [..., N]. `stored`: W in fp8, if someone keeps it so; `weight` then only has its shape."""
-        return self.product(x, weight, stored)
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [..., K] Wᵀ -> [..., N]"""
+        return self.product(x, weight)
 
     def several(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """x through several layers, as one after the other, but x is quantised once: what they keep of it for backward
         is the same. With a history every layer notes the amax of x under its own weight, and quantises it itself."""
         shared: dict[str, Any] | None = None if self.recipe.history else {}
-        products = [self.product(x, weight, shared=shared) for weight in weights]
+        products = [self.product(x, weight, shared) for weight in weights]
         if shared is not None:
             shared.clear()  # a backward that holds it need not hold the form of x that only forward multiplies
         return products
 
-    def product(
-        self, x: Tensor, weight: Tensor, stored: Quantized | None = None, shared: dict[str, Any] | None = None
-    ) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, shared: dict[str, Any] | None = None) -> Tensor:
         """One layer; `shared` has what it shares with others of the same x, and is filled by the first of them."""
         kind = x.device.type
         autocast = torch.is_autocast_enabled(kind)
@@ -261,11 +259,10 @@ class Fp8Linear:
             return shared[role]
 
         def quantised(tensor: Tensor, role: str) -> tuple[Quantized, Quantized]:
-            kept = stored if role == "w" else None
-            if self.kernels and tensor.numel() and not kept:
+            if self.kernels and tensor.numel():
                 return self.both(tensor, role, weight, counts)
             along_rows, along_columns = self.recipe.block(role, 1), self.recipe.block(role, 0)
-            first = kept or self.quantize(tensor, role, along_rows, weight, counts)
+            first = self.quantize(tensor, role, along_rows, weight, counts)
             if along_rows == along_columns:  # one scale, or a square block: one form serves both sums
                 return first, first
             return first, self.quantize(tensor, role, along_columns, weight, counts)

@@ -162,8 +162,6 @@ REFUSED = [  # what a benchmark of this chapter cannot do, or would have to pass
     ("formats.py", "--figures", "--figures"),
     ("fp8.py", "block", "block"),
     ("fp8_kernels.py", "--gpu", "--gpu"),
-    ("fp8_recipes.py", "--recipe nan", "--recipe"),
-    ("fp8_recipes.py", "--recipe", "--recipe"),
     ("microscaling.py", "--only model", "--only"),
     ("precision_policies.py", "--policy fp4", "--policy"),
     ("precision_policies.py", "--pol fp16", "--pol"),
