@@ -13,6 +13,7 @@ import itertools
 import math
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -313,14 +314,25 @@ def test_gather_full_weights_sends_shards_without_the_flat_parameter_behind_them
 # ------------------------------------------------------------------------------------- groups, pipeline, ring
 
 
-def groups_of(layout):
-    return {name: dist.get_process_group_ranks(group) for name, group in mesh_of(layout).groups.items()}
+def test_groups_and_shards_of_16_ranks_are_those_of_the_lesson_and_its_figure():
+    def get_rank(group=None):  # a group is a list of ranks, and nothing is sent
+        return 5 if group is None else group.index(5)
 
+    def new_group(ranks, *_, **__):
+        return ranks
 
-def test_groups_of_rank_5_of_8():
-    groups = run_ranks(8, groups_of, Layout(8, pp=2, tp=2, ep=2))[5]
-    expected = {"tp": [4, 5], "cp": [5], "pp": [1, 5], "ep": [4, 5], "dp x cp": [5, 7], "stage": [4, 5, 6, 7]}
-    assert groups == expected | {"same experts": [5, 7], "all": list(range(8))}
+    with patch.multiple(dist, get_rank=get_rank, get_world_size=len, new_group=new_group):
+        mesh = mesh_of(Layout(16, pp=2, cp=2, tp=2, ep=2))
+        flat_params = build(five_d.TINY, mesh)
+    groups = {"tp": [4, 5], "cp": [5, 7], "pp": [5, 13], "ep": [4, 5], "dp x cp": [1, 3, 5, 7]}
+    groups |= {"same experts": [1, 3, 5, 7], "stage": list(range(8)), "all": list(range(16))}
+    assert mesh.groups == groups
+    figure = (Path(five_d.__file__).parent / "figures/grid.svg").read_text()
+    drawn = re.findall(r'data-group="(.*?)" data-ranks="(.*?)"', figure)
+    assert drawn and all(groups[name] == [int(rank) for rank in ranks.split()] for name, ranks in drawn)
+    assert {len(x.full): len(x.shard) for x in flat_params} == {8576: 1072, 3072: 768, 9216: 2304}
+    [matrices] = [x for x in flat_params if len(x.full) == 3072]  # its first shard is rank 1's
+    assert next(iter(matrices.shapes.items())) == ("0.q_proj", (16, 32))
 
 
 def max_in_flight(layout):
