@@ -126,7 +126,7 @@ class Mesh:
         self.stage, self.dp_rank, self.cp_rank, self.tp_rank = place.tolist()
         self.groups: dict[str, dist.ProcessGroup] = {}
         for name, all_groups in groups.items():
-            (mine,) = [ranks for ranks in all_groups.tolist() if dist.get_rank() in ranks]
+            (mine,) = [group for group in all_groups.tolist() if dist.get_rank() in group]
             group = dist.new_group(mine, TIMEOUT, use_local_synchronization=True, group_desc=name)
             self.groups[name] = group
         self.ep_rank = dist.get_rank(self.groups["ep"])
@@ -302,35 +302,6 @@ def all_to_all(x: Tensor, input_splits: list[int], output_splits: list[int], gro
     return CommFunction.apply(x, group, there, back)
 
 
-# ---------------------------------------- 02, 04, 05: the samples of a rank, and the tokens of each
-def token_positions(seq_len: int, mesh: Mesh) -> Tensor:
-    """Positions of the tokens of this rank's tp group, ascending: [s]. Two of 2 cp chunks (zigzag).
-
-    An early chunk and its mirror image, because under a causal mask late tokens have more work.
-    """
-    padding = -seq_len % (2 * mesh.cp * mesh.tp)
-    chunks = torch.arange(seq_len + padding).chunk(2 * mesh.cp)
-    return torch.cat((chunks[mesh.cp_rank], chunks[2 * mesh.cp - 1 - mesh.cp_rank]))
-
-
-def shard_batch(tokens: Tensor, labels: Tensor, config: ModelConfig, mesh: Mesh) -> list:
-    """The global batch [batch, S] -> this rank's M micro-batches (tokens, labels), [s/tp, b] each.
-
-    Labels are shifted already: the label of a chunk's last token is in another chunk.
-    """
-    # --- exercise 11.3: this rank's samples, and its tokens of each sample ---
-    positions = token_positions(config.seq_len, mesh).to(tokens.device)
-    padding = len(positions) * mesh.cp - config.seq_len
-    micro_batches = []
-    for ids, pad_value in ((tokens, 0), (labels, IGNORE_INDEX)):
-        ids = ids.chunk(mesh.dp)[mesh.dp_rank]  # dp: samples, [batch/dp, S]
-        ids = F.pad(ids, (0, padding), value=pad_value)[:, positions]  # cp: two chunks, [., s]
-        ids = ids.chunk(mesh.tp, dim=1)[mesh.tp_rank]  # tp: neighbouring tokens, [., s/tp]
-        micro_batches.append(ids.T.chunk(config.num_micro_batches, dim=1))  # M of [s/tp, b]
-    return list(zip(*micro_batches, strict=True))
-    # --- end exercise ---
-
-
 # ------------------------------------------------------------- 05: attention over a ring, in zigzag
 def attention_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention to these keys only: out [s, b, N, D] and LSE [s, b, N], both in fp32 or better.
@@ -340,8 +311,8 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     q = to_fp32(q).unflatten(2, (k.shape[2], -1))  # [s, b, N_kv, G, D]
     scores = torch.einsum("sbhgd,tbhd->bhgst", q, to_fp32(k)) / math.sqrt(q.shape[-1])
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
     lse = scores.logsumexp(-1)  # [b, N_kv, G, s]
     probs = (scores - lse[..., None]).exp()
     out = torch.einsum("bhgst,tbhd->sbhgd", probs, to_fp32(v))
@@ -378,6 +349,35 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) ->
             lse = torch.cat((lse[:half], late_lse))
     # --- end exercise ---
     return out.to(q.dtype)
+
+
+# ---------------------------------------- 02, 04, 05: the samples of a rank, and the tokens of each
+def token_positions(seq_len: int, mesh: Mesh) -> Tensor:
+    """Positions of the tokens of this rank's tp group, ascending: [s]. Two of 2 cp chunks (zigzag).
+
+    An early chunk and its mirror image, because under a causal mask late tokens have more work.
+    """
+    padding = -seq_len % (2 * mesh.cp * mesh.tp)
+    chunks = torch.arange(seq_len + padding).chunk(2 * mesh.cp)
+    return torch.cat((chunks[mesh.cp_rank], chunks[2 * mesh.cp - 1 - mesh.cp_rank]))
+
+
+def shard_batch(tokens: Tensor, labels: Tensor, config: ModelConfig, mesh: Mesh) -> list:
+    """The global batch [batch, S] -> this rank's M micro-batches (tokens, labels), [s/tp, b] each.
+
+    Labels are shifted already: the label of a chunk's last token is in another chunk.
+    """
+    # --- exercise 11.3: this rank's samples, and its tokens of each sample ---
+    positions = token_positions(config.seq_len, mesh).to(tokens.device)
+    padding = len(positions) * mesh.cp - config.seq_len
+    micro_batches = []
+    for ids, pad_value in ((tokens, 0), (labels, IGNORE_INDEX)):
+        ids = ids.chunk(mesh.dp)[mesh.dp_rank]  # dp: samples, [batch/dp, S]
+        ids = F.pad(ids, (0, padding), value=pad_value)[:, positions]  # cp: two chunks, [., s]
+        ids = ids.chunk(mesh.tp, dim=1)[mesh.tp_rank]  # tp: neighbouring tokens, [., s/tp]
+        micro_batches.append(ids.T.chunk(config.num_micro_batches, dim=1))  # M of [s/tp, b]
+    return list(zip(*micro_batches, strict=True))
+    # --- end exercise ---
 
 
 # -------------------------------------------- 07: a mixture of experts, each of them on one ep rank
