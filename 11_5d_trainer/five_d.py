@@ -23,7 +23,7 @@ A step has M micro-batches. Every message in the forward pass has one in the bac
 
 ep needs no ranks of its own. Between the matrices all ranks of a stage have different tokens, so
 any of them can store experts: ep neighbours store all experts of a layer among them. One rule says
-who sums which gradient: the ranks that store the same weight and used it for different tokens.
+which ranks sum a gradient: those that store the same weight and used it for different tokens.
 
     weight                       split into   gradient summed over   because
     q, k, v, o, gate, up, down   tp shards    dp x cp                tp ranks store other shards
@@ -429,7 +429,7 @@ def forward_backward(batch: list, num_valid: Tensor, params: Params, config, mes
     In the steady state two neighbours want to send at the same time, one of them an activation and
     the other a gradient. So they send and receive at once.
     """
-    M = len(batch)
+    num_micro_batches = len(batch)
     group = mesh.groups["pp"]
     prev_stage = mesh.stage - 1 if mesh.stage > 0 else None
     next_stage = mesh.stage + 1 if mesh.stage < mesh.pp - 1 else None
@@ -459,8 +459,8 @@ def forward_backward(batch: list, num_valid: Tensor, params: Params, config, mes
         return torch.empty(size, dtype=config.dtype, device=num_valid.device)
 
     # Warm-up: one forward pass for each later stage
-    num_warmup = min(mesh.pp - 1 - mesh.stage, M)
-    num_steady = M - num_warmup
+    num_warmup = min(mesh.pp - 1 - mesh.stage, num_micro_batches)
+    num_steady = num_micro_batches - num_warmup
     for i in range(num_warmup):
         x = send_recv(None, None, new_message(), prev_stage, group)
         y = forward(i, x)
@@ -475,7 +475,7 @@ def forward_backward(batch: list, num_valid: Tensor, params: Params, config, mes
         next_x = new_message() if i + 1 < num_steady else None
         x = send_recv(grad_input, prev_stage, next_x, prev_stage, group)
     # Cool-down: the backward passes that are left
-    for i in range(num_steady, M):
+    for i in range(num_steady, num_micro_batches):
         grad_output = send_recv(None, None, new_message(), next_stage, group)
         grad_input = backward(i, grad_output)
         send_recv(grad_input, prev_stage, None, None, group)
@@ -487,7 +487,7 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-# --------------------------------- Which shard of a weight a rank stores, and who sums its gradient
+# -------------------------- Which shard of a weight a rank stores, and which ranks sum its gradient
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 EXPERT_WEIGHTS = ("w1", "w3", "w2")
@@ -550,7 +550,7 @@ def gather_full_weights(shards: Params, config: ModelConfig, mesh: Mesh) -> Para
 def grad_reduce_group(name: str) -> str:
     """The group that sums the gradient of a weight: the second table at the top."""
     kind = name.rpartition(".")[2]
-    # --- exercise 11.4: who sums which gradient? ---
+    # --- exercise 11.4: which ranks sum a gradient? ---
     if kind in COLUMN_PARALLEL or kind in ROW_PARALLEL:
         return "dp x cp"
     if kind in EXPERT_WEIGHTS:
@@ -624,8 +624,7 @@ def train_step(batch, flat_params: list[FlatParam], optimizer, max_norm: float, 
     grad_norm = clip_grads(flat_params, max_norm, mesh)
     optimizer.step()  # on the shards: the optimizer has seen nothing else
     all_gather_params(flat_params)
-    for flat_param in flat_params:
-        flat_param.full_grad.zero_()
+    zero_grads(flat_params)
     dist.all_reduce(loss, group=mesh.groups["all"])  # only for the log
     return loss.item(), grad_norm.item()
 
@@ -671,6 +670,11 @@ def all_gather_params(flat_params: list[FlatParam]) -> None:
         shard = flat_param.shard.clone()  # [n/ranks] -> all-gather -> [n]
         all_gather_single(flat_param.full, shard, group=flat_param.group)
         sent["zero"] += 2 * (flat_param.full.nbytes - shard.nbytes)  # with the reduce-scatter
+
+
+def zero_grads(flat_params: list[FlatParam]) -> None:
+    for flat_param in flat_params:
+        flat_param.full_grad.zero_()
 
 
 # ------------------------------------------------------------------ Weights, and text to learn from
