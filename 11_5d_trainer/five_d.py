@@ -1,39 +1,47 @@
-"""Five axes of parallelism in one file: data, tensor (with sequence), context, pipeline and expert; and ZeRO-1.
+"""Five axes of parallelism in one file: data, tensor, context, pipeline and expert; with ZeRO-1.
 
-A large model has all problems at once: too many layers, too large matrices, too long sequences, too many experts, too
-much data. Each technique cuts something else, and knows only its own group. So lay the ranks out on a grid: each group
-is a line or a slab of it, and is given to its technique. The mistakes that are left lie between the techniques.
+A large model has all problems at once: too many layers, too large matrices, too long sequences, too
+many experts, too much data. Each technique splits something else, and is given only a group of
+ranks. So the ranks are laid out on a grid with one axis per technique, and each technique runs in
+the groups along its own axis. The mistakes that are left lie between two techniques.
 
-    axis  chapter  cuts                    sends                                                        in a step
-    dp    02, 03   the batch               gradients: reduce-scatter; weights: all-gather (ZeRO-1)      once
-    tp    04       matrices, and tokens    activations: all-gather in, reduce-scatter out, and back     M times a layer
-    cp    05       a sequence, in zigzag   keys and values: once round a ring; their gradients back     M times a layer
-    pp    06       the layers              activations to the next stage, gradients to the one before   M times
-    ep    07       the experts             tokens to their experts and back: all-to-all                 M times a layer
+    axis  chapter  splits               what a rank sends                                times
+    dp    02, 03   the batch            gradients: reduce-scatter; weights: all-gather   1
+    tp    04       matrices and tokens  activations: all-gather, then reduce-scatter     M per layer
+    cp    05       the sequence         K/V round a ring; their gradients back           M per layer
+    pp    06       the layers           activations to the next stage; gradients back    M
+    ep    07       the experts          tokens to their experts and back: all-to-all     M per layer
 
-    16 ranks on a grid [pp 2, dp 2, cp 2, tp 2]                  rank 5 (stage 0, dp 1, cp 0, tp 1) has
-                    cp 0    cp 1                cp 0    cp 1     layers 0 and 1, of their matrices the second half;
-    stage 0   dp 0  0  1    2  3     stage 1    8  9   10 11     the second half of the samples; chunks 0 and 3 of their
-              dp 1  4  5    6  7               12 13   14 15     4 chunks (zigzag), outside the matrices half of these
+A step has M micro-batches. Every message in the forward pass has one in the backward pass.
 
-ep needs no ranks of its own. Between the matrices all ranks of a stage hold different tokens, and any of them can be
-where an expert lives: ep neighbours together hold all experts of a layer. For the same reason one table says who sums
-which gradient: those who hold the same weights, and have used them for other tokens.
+    16 ranks with --pp 2 --cp 2 --tp 2; dp is what remains: 2
+                  cp 0   cp 1               cp 0    cp 1     rank 5: stage 0, dp 1, cp 0, tp 1
+    stage 0 dp 0  0  1   2  3   stage 1     8  9   10 11     layers 0 and 1; of their matrices the
+            dp 1  4  5   6  7              12 13   14 15     second half. Of the batch the second
+                                                             half; of 4 chunks of each sequence 0
+                                                             and 3, and between matrices only 3
 
-    weight                          cut into       summed over               because
-    q, k, v, o, gate, up, down      tp pieces      dp x cp                   tp ranks hold other pieces
-    norms, router, embed, head      nothing        stage = dp x cp x tp      all of the stage saw other tokens
-    w1, w3, w2 (experts)            ep pieces      same experts of a stage   their neighbours' tokens came to them
+ep needs no ranks of its own. Between the matrices all ranks of a stage have different tokens, so
+any of them can store experts: ep neighbours store all experts of a layer among them. One rule says
+which ranks sum a gradient: those that store the same weight and used it for different tokens.
 
-Nothing is averaged: the loss is a sum over tokens, divided by the labels of the whole global batch. ZeRO-1 cuts each of
-the three sums into shards, which their owners update. Every number of the model is then owned by one rank of the world,
-so the norm of the gradient is a sum over all ranks, in which nothing counts twice.
+    weight                       split into   gradient summed over   because
+    q, k, v, o, gate, up, down   tp shards    dp x cp                tp ranks store other shards
+    norms, router, embed, head   -            stage: dp x cp x tp    all its ranks saw other tokens
+    w1, w3, w2 (of experts)      ep shards    same experts           neighbours sent their tokens
 
-    python five_d.py                                                                one rank, gloo or nccl
-    torchrun --nproc_per_node 16 five_d.py --pp 2 --cp 2 --tp 2 --ep 2              dp is what remains: 2
-    torchrun --nproc_per_node 4 five_d.py --tp 2 --ep 2 --train 300                 learns, and writes a sample
-Ends with PASS when losses, gradients, norms and weights of three steps are those of one process to 1e-10, bytes those
-of the formulas. Left out: balance of experts (07), words cut by tp (04). Sources: arXiv 2104.04473 and 2407.21783.
+Nothing is averaged, because the loss is a sum over tokens, divided by the number of labels in the
+global batch. ZeRO-1 ends each sum in shards, and the owner of a shard updates it. So every element
+of the model has one owner among all ranks, and the norm of the gradient is one sum over all ranks.
+
+    python five_d.py                                                    one rank
+    torchrun --nproc_per_node 16 five_d.py --pp 2 --cp 2 --tp 2 --ep 2  NCCL on GPUs, Gloo on CPUs
+    torchrun --nproc_per_node 4 five_d.py --tp 2 --ep 2 --train 300     learns, and writes a sample
+
+Three steps run next to a reference in one process. The last line is PASS if losses, gradients,
+norms and weights agree to 1e-10 and all bytes match the formulas. Left out: a load-balancing loss
+(07) and a vocabulary split over tp (04). Sources: Narayanan et al. 2021, arXiv 2104.04473, section
+3; Llama 3, 2407.21783, section 3.3.2.
 """
 
 import argparse
@@ -42,508 +50,894 @@ import os
 import sys
 import tokenize
 import zlib
-from collections import Counter, deque, namedtuple
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-import torch._dynamo  # and torch; torch.optim imports it: while a group is up, that would keep it to the end
+import torch
+import torch._dynamo  # else imported late, by torch.optim, and then it keeps the group alive
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-# S tokens of a sequence (with zeros at the end, a multiple of 2 cp tp), s = S / cp on a context rank; b sequences
-# in each of M micro-batches. H hidden size, N query and N_kv key/value heads of D numbers; E experts, of which a token
-# uses K; V words. Activations are [s / tp, b, H]: what a tp group gathers lies end to end. Lines [n P], shards [P].
-V, IGNORE = 256, -100  # bytes; a label that is no target
-Config = namedtuple("Config", "layers hidden heads kv_heads inner experts top_k length batch micro_batches dtype")
-TINY = Config(4, 32, 8, 4, 24, 4, 2, 45, 32, 4, torch.float64)  # dtype: what is computed with
-MODEL = Config(4, 128, 8, 4, 352, 4, 2, 128, 32, 4, torch.float32)  # for --train
-COLUMNS, ROWS, EXPERTS = ("q", "k", "v", "gate", "up"), ("o", "down"), ("w1", "w3", "w2")  # of experts: gate, up, down
-Weights, LIMIT = dict[str, Tensor], timedelta(seconds=120)  # of a collective; new groups, unless told, wait 30 minutes
-sent: Counter[str] = Counter()  # bytes that have left this rank, by what their group is called
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
-# ----------------------------------------------------------------------------------------- 01: the model, and the whole
-def wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 to fp32, in which long sums are safe
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))  # kept in fp32: so gradients add up in fp32 over the micro-batches, too
+Params = dict[str, Tensor]  # by name, such as "0.q_proj": of layer 0
+TIMEOUT = timedelta(seconds=120)  # each new group needs it, or it would wait for 30 minutes
+VOCAB_SIZE = 256  # bytes
+IGNORE_INDEX = -100  # a label without a target
+sent = Counter[str]()  # bytes that have left this rank, by the name of the group; for the check
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return (weight * wide(x) * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+class ModelConfig(NamedTuple):
+    n_layers: int
+    hidden: int  # H
+    n_heads: int  # N, of queries
+    n_kv_heads: int  # N_kv, of keys and values; a head has D = H / N elements
+    ffn_hidden: int  # F
+    num_experts: int  # E in each layer; 0: one feed-forward layer in place of experts
+    top_k: int  # K, experts per token
+    seq_len: int  # S
+    batch: int  # sequences of the global batch
+    num_micro_batches: int  # M, on each rank
+    dtype: torch.dtype  # of the computation
 
 
-def rope(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate [s, b, n, D] by the tokens' places in the whole sequence, whoever holds them; angles in fp32."""
-    exponent, (a, b) = torch.arange(0, x.shape[-1], 2, device=x.device).float() / x.shape[-1], x.chunk(2, -1)
-    angle = positions[:, None, None, None].float() * (1.0 / 10000.0**exponent)  # [s, 1, 1, D/2]
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1).to(x.dtype)
+TINY = ModelConfig(4, 32, 8, 4, 24, 4, 2, 45, 32, 4, torch.float64)
+SMALL = ModelConfig(4, 128, 8, 4, 352, 4, 2, 128, 32, 4, torch.float32)  # with --train
+
+# Shapes: activations are [s/tp, b, H] between the matrices. s = S/cp tokens of a context rank (S is
+# padded to a multiple of 2 cp tp), b sequences of a micro-batch. Tokens are the first dimension, so
+# the tokens that a tp group all-gathers lie one after the other.
+
+
+# ----------------------------------------------------------------- The grid of ranks and its groups
+class Mesh:
+    """The sizes of the axes, this rank's place on each of them, and its groups.
+
+    `ranks`, ascending, may be a part of the world: nothing below asks for the world's size.
+    """
+
+    def __init__(self, ranks: list[int], pp: int, cp: int, tp: int, ep: int):
+        # --- exercise 11.1: the grid of ranks, and the groups of each kind ---
+        # tp is the last axis, so its ranks are neighbours: they send most often.
+        grid = torch.tensor(ranks).view(pp, -1, cp, tp)  # [pp, dp, cp, tp]
+        stages = grid.flatten(1)  # [pp, dp cp tp]
+        by_experts = stages.unflatten(1, (-1, ep))  # [pp, dp cp tp / ep, ep]
+        groups = {  # [number of groups, ranks of each]
+            "tp": grid.flatten(0, 2),
+            "cp": grid.movedim(2, 3).flatten(0, 2),
+            "pp": stages.T,
+            "ep": by_experts.flatten(0, 1),
+            "dp x cp": grid.flatten(1, 2).mT.flatten(0, 1),  # [pp, dp cp, tp] -> [pp tp, dp cp]
+            "stage": stages,
+            "same experts": by_experts.mT.flatten(0, 1),
+            "all": grid.view(1, -1),
+        }
+        # --- end exercise ---
+        self.pp, self.dp, self.cp, self.tp = grid.shape
+        self.ep = ep
+        place = (grid == dist.get_rank()).nonzero()[0]
+        self.stage, self.dp_rank, self.cp_rank, self.tp_rank = place.tolist()
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        for name, all_groups in groups.items():
+            (mine,) = [group for group in all_groups.tolist() if dist.get_rank() in group]
+            group = dist.new_group(mine, TIMEOUT, use_local_synchronization=True, group_desc=name)
+            self.groups[name] = group
+        self.ep_rank = dist.get_rank(self.groups["ep"])
+
+
+# ------------------------ The model: what a stage computes. Its messages follow in the next section
+def run_stage(x: Tensor, params: Params, config: ModelConfig, mesh: Mesh) -> Tensor:
+    """Tokens [s/tp, b] on the first stage, else [s/tp, b, H] -> [s/tp, b, H].
+
+    The last stage returns logits [s/tp, b, V].
+    """
+    if mesh.stage == 0:
+        x = params["embed"][x].to(config.dtype)  # [s/tp, b] -> [s/tp, b, H]
+    for i in layers_of_stage(config, mesh):
+        h = rms_norm(x, params[f"{i}.attn_norm"])
+        x = x + attention(h, params, i, config, mesh)
+        h = rms_norm(x, params[f"{i}.mlp_norm"])
+        x = x + feed_forward(h, params, i, config, mesh)
+    if mesh.stage == mesh.pp - 1:
+        x = linear(rms_norm(x, params["norm"]), params["head"])
+    return x
+
+
+def layers_of_stage(config: ModelConfig, mesh: Mesh) -> range:
+    """Consecutive layers, as equally many on each stage as possible."""
+    begin = mesh.stage * config.n_layers // mesh.pp
+    end = (mesh.stage + 1) * config.n_layers // mesh.pp
+    return range(begin, end)
+
+
+def attention(x: Tensor, params: Params, i: int, config: ModelConfig, mesh: Mesh) -> Tensor:
+    """Chapters 04 and 05: heads are split over tp, and a sequence over cp."""
+    head_dim = config.hidden // config.n_heads
+    positions = token_positions(config.seq_len, mesh).to(x.device)  # [s]
+    x = gather_from_sp(x, mesh.groups["tp"])  # [s/tp, b, H] -> all-gather -> [s, b, H]
+    q = linear(x, params[f"{i}.q_proj"]).unflatten(-1, (-1, head_dim))  # [s, b, N/tp, D]
+    k = linear(x, params[f"{i}.k_proj"]).unflatten(-1, (-1, head_dim))  # [s, b, N_kv/tp, D]
+    v = linear(x, params[f"{i}.v_proj"]).unflatten(-1, (-1, head_dim))
+    q = apply_rotary(q, positions)
+    k = apply_rotary(k, positions)
+    out = ring_attention(q, k, v, mesh.groups["cp"])  # [s, b, N/tp, D]; K/V of all cp ranks pass
+    partial_sum = linear(out.flatten(2), params[f"{i}.o_proj"])  # [s, b, H], of N/tp heads
+    return reduce_scatter_to_sp(partial_sum, mesh.groups["tp"])  # -> reduce-scatter -> [s/tp, b, H]
+
+
+def feed_forward(x: Tensor, params: Params, i: int, config: ModelConfig, mesh: Mesh) -> Tensor:
+    """Chapter 07's experts, or chapter 04's pair of column- and row-parallel matrices."""
+    if config.num_experts:
+        tokens = x.flatten(0, 1)  # [s/tp, b, H] -> [T, H]: to an expert all tokens are alike
+        return moe(tokens, params, i, config, mesh.groups["ep"]).view_as(x)
+    weights = [params[f"{i}.{name}"] for name in ("gate_proj", "up_proj", "down_proj")]
+    x = gather_from_sp(x, mesh.groups["tp"])  # [s/tp, b, H] -> all-gather -> [s, b, H]
+    partial_sum = swiglu(x, *weights)  # [s, b, H], of F/tp inner elements
+    return reduce_scatter_to_sp(partial_sum, mesh.groups["tp"])  # -> reduce-scatter -> [s/tp, b, H]
 
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return linear(F.silu(linear(x, gate)) * linear(x, up), down)
 
 
-def whole_weights(config: Config) -> Weights:
-    """Each drawn from its own name: the same model in every layout."""
-    H, FF, E, kv = config.hidden, config.inner, config.experts, config.kv_heads * config.hidden // config.heads
-    layer = {"norm1": (H,), "norm2": (H,), "q": (H, H), "k": (kv, H), "v": (kv, H), "o": (H, H)}
-    layer |= {"router": (E, H), "w1": (E, FF, H), "w3": (E, FF, H), "w2": (E, H, FF)} if E else {}
-    layer |= {} if E else {"gate": (FF, H), "up": (FF, H), "down": (H, FF)}
-    shapes = {"embed": (V, H), "norm": (H,), "head": (V, H)}
-    shapes |= {f"{i}.{name}": shape for i in range(config.layers) for name, shape in layer.items()}
-    seeds = {name: torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in shapes}
-    drawn = {name: torch.randn(s, generator=seeds[name]).double() / math.sqrt(s[-1]) for name, s in shapes.items()}
-    return {name: 1 + x if "norm" in name else x for name, x in drawn.items()}
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Weights stay in fp32 when x is in bf16, so that their gradients add up in fp32."""
+    return F.linear(x, weight.to(x.dtype))
 
 
-# ----------------------------------------------------------------------- the grid of ranks, and what each of them holds
-class Mesh:
-    """The sizes of the axes, this rank's place on each, and its groups. `ranks` may be a part of the world."""
-
-    def __init__(self, ranks: list[int], pp: int, cp: int, tp: int, ep: int):
-        # --- exercise 11.1: the grid of ranks, and all groups of each kind ---
-        grid = torch.tensor(ranks).view(pp, -1, cp, tp)  # neighbours in the last axis, which sends most often
-        stages = grid.flatten(1)  # [pp, dp cp tp]
-        rows = stages.unflatten(1, (-1, ep))  # [pp, rows, ep]
-        lines = {  # [groups of this kind, ranks of each]
-            "tp": grid.flatten(0, 2),
-            "cp": grid.movedim(2, 3).flatten(0, 2),
-            "pp": stages.T,
-            "ep": rows.flatten(0, 1),
-            "dp x cp": grid.flatten(1, 2).mT.flatten(0, 1),  # [pp, dp cp, tp] -> [pp tp, dp cp]
-            "stage": stages,
-            "same experts": rows.mT.flatten(0, 1),  # one of each row
-            "all": grid.view(1, -1),
-        }
-        # --- end exercise ---
-        (self.pp, self.dp, self.cp, self.tp), self.ep, me = grid.shape, ep, dist.get_rank()
-        self.stage, self.dp_rank, self.cp_rank, self.tp_rank = (grid == me).nonzero()[0].tolist()
-        self.group: dict[str, dist.ProcessGroup] = {}
-        for name, groups in lines.items():
-            mine = next(line for line in groups.tolist() if me in line)
-            self.group[name] = dist.new_group(mine, LIMIT, use_local_synchronization=True, group_desc=name)
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(to_fp32(x), weight.shape, weight, eps=1e-5).to(x.dtype)
 
 
-def layers_of(stage: int, config: Config, mesh: Mesh) -> range:
-    return range(stage * config.layers // mesh.pp, (stage + 1) * config.layers // mesh.pp)
+def to_fp32(x: Tensor) -> Tensor:
+    """Sums over many terms need fp32: bf16 is converted, fp64 stays as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def place_of(name: str, config: Config, mesh: Mesh) -> tuple[int, int, int] | None:
-    """(pieces, piece, dim): what this rank holds of a weight is `whole.chunk(pieces, dim)[piece]`. None: nothing."""
-    layer, _, kind = name.rpartition(".")
-    i = int(layer or (0 if kind == "embed" else config.layers - 1))  # norm and head are with the last layer
-    if i not in layers_of(mesh.stage, config, mesh):
-        return None
-    if kind in COLUMNS or kind in ROWS:  # [out, in]: columns, and so heads, are cut in dim 0
-        return mesh.tp, mesh.tp_rank, int(kind in ROWS)
-    return (mesh.ep, mesh.group["ep"].rank(), 0) if kind in EXPERTS else (1, 0, 0)
+def apply_rotary(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate [s, b, heads, D] by the tokens' positions in the *full* sequence."""
+    exponent = torch.arange(0, x.shape[-1], 2, device=x.device).float() / x.shape[-1]
+    inv_freq = 1.0 / 10000.0**exponent
+    angle = positions[:, None, None, None].float() * inv_freq  # [s, 1, 1, D/2], always in fp32
+    cos = angle.cos()
+    sin = angle.sin()
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
-def my_pieces(whole: Weights, config: Config, mesh: Mesh) -> Weights:
-    places = {name: place for name in whole if (place := place_of(name, config, mesh)) is not None}
-    return {name: whole[name].chunk(pieces, dim)[piece] for name, (pieces, piece, dim) in places.items()}
+# -------------------------------------------------------- Messages, then messages with a derivative
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[s/tp, ...] of every rank -> all tokens [s, ...], those of rank 0 first"""
+    full = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    all_gather_single(full, x, group=group)
+    sent[group.group_desc] += full.nbytes - x.nbytes  # as a ring sends it
+    return full
 
 
-def gather_whole(mine: Weights, config: Config, mesh: Mesh) -> Weights:
-    """The way back, on every rank: from everyone's pieces to whole tensors, in host memory."""
-    everyone, found = [{}] * mesh.group["all"].size(), {}
-    placed = {(n, *place_of(n, config, mesh)): w.detach().to("cpu", copy=True) for n, w in mine.items()}
-    dist.all_gather_object(everyone, placed, group=mesh.group["all"])
-    pieces = {place: piece for each in everyone for place, piece in each.items()}  # replicas are equal
-    for name, _, index, dim in sorted(pieces):
-        found.setdefault((name, dim), []).append(pieces[name, _, index, dim])
-    return {name: torch.cat(pieces, dim) for (name, dim), pieces in found.items()}
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[s, ...] of every rank -> this rank's tokens of their sum [s/tp, ...]"""
+    shard = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+    reduce_scatter_single(shard, x, group=group)
+    sent[group.group_desc] += x.nbytes - shard.nbytes
+    return shard
 
 
-# -------------------------------------------------------------------------------------- messages that have a derivative
-class Message(torch.autograd.Function):  # `there` carries x, `back` the gradient of what arrived to where it came from
-    @staticmethod
-    def forward(ctx, x: Tensor, there, back) -> Tensor:
-        ctx.back = back
-        return there(x.contiguous())
+def send_recv(x: Tensor | None, dst, recv: Tensor | None, src, group) -> Tensor | None:
+    """Send x to rank `dst` of the group and receive from rank `src`, both at once. Returns `recv`.
 
-    @staticmethod
-    def backward(ctx, g: Tensor):
-        return ctx.back(g.contiguous()), None, None
-
-
-def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """04, g: before columns, all tokens of the tp group. Every rank's products used them, so backward is `summed`."""
-    whole = x.new_empty(group.size() * len(x), *x.shape[1:])
-    all_gather_single(whole, x, group=group)  # [s/tp, b, H] -> all-gather -> [s, b, H]
-    sent[group.group_desc] += whole.nbytes - x.nbytes  # as a ring sends it
-    return whole
-
-
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """04, g*: behind rows, a rank has a share of a sum; its own tokens' sums remain. It goes back by `gathered`."""
-    mine = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    reduce_scatter_single(mine, x, group=group)  # [s, b, H] -> reduce-scatter -> [s/tp, b, H]
-    sent[group.group_desc] += x.nbytes - mine.nbytes
-    return mine
-
-
-def swapped(x: Tensor | None, to: int, got: Tensor | None, source: int, group: dist.ProcessGroup) -> Tensor | None:
-    """Send x to one rank and receive `got` from another, at once: if all sent first, nobody would listen."""
-    both = [(f, y, peer) for f, y, peer in ((dist.isend, x, to), (dist.irecv, got, source)) if y is not None]
-    works = [dist.P2POp(f, y, group=group, group_peer=peer) for f, y, peer in both if 0 <= peer < group.size()]
-    for work in dist.batch_isend_irecv(works) if works else []:
+    If two ranks first sent and then received, each would wait for the other to receive. There is no
+    message if the tensor or the rank is None, as before the first stage and after the last one.
+    """
+    ops = []
+    if x is not None and dst is not None:
+        ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=dst))
+        sent[group.group_desc] += x.nbytes
+    if recv is not None and src is not None:
+        ops.append(dist.P2POp(dist.irecv, recv, group=group, group_peer=src))
+    # A batch even if there is one message: NCCL has other communicators for single messages.
+    for work in dist.batch_isend_irecv(ops) if ops else []:
         work.wait()
-    sent[group.group_desc] += x.nbytes if x is not None and 0 <= to < group.size() else 0
-    return got if 0 <= source < group.size() else None  # before the first stage and after the last there is nobody
+    return None if src is None else recv
 
 
-def rotated(x: Tensor, group: dist.ProcessGroup, step: int) -> Tensor:
-    """05: to the next rank of the ring, from the one before. It goes back the other way round."""
-    (rank, c), got = (group.rank(), group.size()), torch.empty_like(x)
-    return swapped(x, (rank + step) % c, got, (rank - step) % c, group)
+def all_to_all_rows(x: Tensor, input_splits: list[int], output_splits: list[int], group) -> Tensor:
+    """Send the first input_splits[0] rows of x to rank 0, the next input_splits[1] to rank 1, ...
+
+    Returns the rows that this rank receives, output_splits[r] of them from rank r, in this order.
+    """
+    output = x.new_empty(sum(output_splits), *x.shape[1:])
+    dist.all_to_all_single(output, x, output_splits, input_splits, group=group)
+    own = x.split(input_splits)[dist.get_rank(group)]  # does not leave this rank
+    sent[group.group_desc] += x.nbytes - own.nbytes
+    return output
 
 
-def exchanged(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """07: the first send[0] rows of x to rank 0 of the group, and so on. Back by the same, send and receive swapped."""
-    y = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(y, x, receive, send, group=group)  # [n, H] -> all-to-all -> [n', H]
-    sent[group.group_desc] += x.nbytes - x[: send[group.rank()]].nbytes  # what a rank keeps does not leave it
-    return y
+class CommFunction(torch.autograd.Function):
+    """A message in the forward pass, and its conjugate in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group, forward_comm: Callable, backward_comm: Callable) -> Tensor:
+        ctx.group = group
+        ctx.backward_comm = backward_comm
+        return forward_comm(x.contiguous(), group=group)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        grad = ctx.backward_comm(grad_output.contiguous(), group=ctx.group)
+        return grad, None, None, None
 
 
-# ------------------------------------------------------------------------------- 05: context parallel, a ring in zigzag
-def piece(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to some keys: out [s, b, N, D] and the log of its denominators [s, b, N], in fp32 or better."""
-    k, v = (wide(x).repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))  # here only, and never sent
-    scores = torch.einsum("sbnd,tbnd->sbnt", wide(q), k) / math.sqrt(q.shape[-1])
+def gather_from_sp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """04, before column-parallel matrices: each rank's matmuls use all tokens, so gradients add."""
+    return CommFunction.apply(x, group, all_gather, reduce_scatter)
+
+
+def reduce_scatter_to_sp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """04, after row-parallel matrices: each rank has a partial sum for all tokens."""
+    return CommFunction.apply(x, group, reduce_scatter, all_gather)
+
+
+def ring_shift(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """05: every rank receives x of the previous rank. The gradient is sent the other way round."""
+    return CommFunction.apply(x, group, partial(shift_by, hops=1), partial(shift_by, hops=-1))
+
+
+def shift_by(x: Tensor, group: dist.ProcessGroup, hops: int) -> Tensor:
+    rank = dist.get_rank(group)
+    cp = dist.get_world_size(group)
+    return send_recv(x, (rank + hops) % cp, torch.empty_like(x), (rank - hops) % cp, group)
+
+
+def all_to_all(x: Tensor, input_splits: list[int], output_splits: list[int], group) -> Tensor:
+    """07: `all_to_all_rows`. The gradient of a row goes back to the rank that sent the row."""
+    there = partial(all_to_all_rows, input_splits=input_splits, output_splits=output_splits)
+    back = partial(all_to_all_rows, input_splits=output_splits, output_splits=input_splits)
+    return CommFunction.apply(x, group, there, back)
+
+
+# ------------------------------------------------------------- 05: attention over a ring, in zigzag
+def attention_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention to these keys only: out [s, b, N, D] and LSE [s, b, N], both in fp32 or better.
+
+    k and v [t, b, N_kv, D] are never copied for the query heads that share them.
+    """
+    q = to_fp32(q).unflatten(2, (k.shape[2], -1))  # [s, b, N_kv, G, D]
+    scores = torch.einsum("sbhgd,tbhd->bhgst", q, to_fp32(k)) / math.sqrt(q.shape[-1])
     if causal:
-        scores = scores + torch.full_like(scores[:, 0, 0], -math.inf).triu(1)[:, None, None]
-    lse = scores.logsumexp(-1)
-    return torch.einsum("sbnt,tbnd->sbnd", (scores - lse[..., None]).exp(), v), lse
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    lse = scores.logsumexp(-1)  # [b, N_kv, G, s]
+    probs = (scores - lse[..., None]).exp()
+    out = torch.einsum("bhgst,tbhd->sbhgd", probs, to_fp32(v))
+    return out.flatten(2, 3), lse.flatten(1, 2).movedim(-1, 0)
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of both, exactly: the denominators e^LSE add, and each output weighs with its share."""
-    total = torch.logaddexp(lse, more_lse)
-    return (lse - total).exp()[..., None] * out + (more_lse - total).exp()[..., None] * more, total
+def merge_attention(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor):
+    """Attention to the keys of both: denominators e^LSE add up, and weight the two outputs."""
+    new_lse = torch.logaddexp(lse, block_lse)
+    weight = (lse - new_lse).exp()[..., None]
+    block_weight = (block_lse - new_lse).exp()[..., None]
+    return weight * out + block_weight * block_out, new_lse
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention of tokens in zigzag: this rank has an early chunk and a late one. All ranks' K/V come by."""
-    rank, half, kv = group.rank(), len(q) // 2, torch.stack((k, v))
-    # --- exercise 11.2: keys and values go round; what do my two chunks see of each other rank's two? ---
-    out, lse = piece(q, *kv, causal=True)
-    for t in range(1, group.size()):
-        kv = Message.apply(kv, partial(rotated, group=group, step=1), partial(rotated, group=group, step=-1))
-        if rank >= t:  # of an earlier rank: its early chunk is before both of mine, its late one after them
-            out, lse = merge(out, lse, *piece(q, *kv[:, :half], causal=False))
-        else:  # of a later rank: both its chunks are between mine
-            late = merge(out[half:], lse[half:], *piece(q[half:], *kv, causal=False))
-            out, lse = (torch.cat((x[:half], new)) for x, new in zip((out, lse), late, strict=True))
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention, q [s, b, N, D] and k, v [s, b, N_kv, D] of this rank's two chunks -> out.
+
+    K/V of each rank, a block, are sent once round the ring.
+    """
+    rank = dist.get_rank(group)
+    half = len(q) // 2
+    kv = torch.stack((k, v))  # one message instead of two
+    # --- exercise 11.2: what do this rank's two chunks see of the two of each other rank? ---
+    out, lse = attention_block(q, k, v, causal=True)  # positions are ascending
+    for step in range(1, dist.get_world_size(group)):
+        kv = ring_shift(kv, group)  # now the block of rank - step
+        if step <= rank:  # an earlier rank: its late chunk comes after both of mine
+            block = attention_block(q, kv[0, :half], kv[1, :half], causal=False)
+            out, lse = merge_attention(out, lse, *block)
+        else:  # a later rank: both its chunks lie between mine
+            block = attention_block(q[half:], kv[0], kv[1], causal=False)
+            late_out, late_lse = merge_attention(out[half:], lse[half:], *block)
+            out = torch.cat((out[:half], late_out))
+            lse = torch.cat((lse[:half], late_lse))
     # --- end exercise ---
     return out.to(q.dtype)
 
 
-def positions_of(length: int, mesh: Mesh) -> Tensor:
-    """Where in the sequence the tokens of this rank's tp group stand: [s], a chunk and its mirror image of 2 cp."""
-    chunks = torch.arange(length + -length % (2 * mesh.cp * mesh.tp)).chunk(2 * mesh.cp)
+# ---------------------------------------- 02, 04, 05: the samples of a rank, and the tokens of each
+def token_positions(seq_len: int, mesh: Mesh) -> Tensor:
+    """Positions of the tokens of this rank's tp group, ascending: [s]. Two of 2 cp chunks (zigzag).
+
+    An early chunk and its mirror image, because under a causal mask late tokens have more work.
+    """
+    padding = -seq_len % (2 * mesh.cp * mesh.tp)
+    chunks = torch.arange(seq_len + padding).chunk(2 * mesh.cp)
     return torch.cat((chunks[mesh.cp_rank], chunks[2 * mesh.cp - 1 - mesh.cp_rank]))
 
 
-def cut(tokens: Tensor, labels: Tensor, config: Config, mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
-    """The global batch [batch, length], its labels already shifted -> M micro-batches of this rank, [s/tp, b] each."""
-    # --- exercise 11.3: my samples, and of each of them my tokens ---
-    positions, mine = positions_of(config.length, mesh).to(tokens.device), []
-    for x, zero in ((tokens, 0), (labels, IGNORE)):
-        x = x.chunk(mesh.dp)[mesh.dp_rank]  # dp: some samples
-        x = F.pad(x, (0, len(positions) * mesh.cp - config.length), value=zero)[:, positions]  # cp: -> [., s]
-        x = x.chunk(mesh.tp, 1)[mesh.tp_rank]  # tp: [., s] -> [., s/tp]
-        mine.append(x.T.chunk(config.micro_batches, 1))  # M of [s/tp, b]
-    return list(zip(*mine, strict=True))
+def shard_batch(tokens: Tensor, labels: Tensor, config: ModelConfig, mesh: Mesh) -> list:
+    """The global batch [batch, S] -> this rank's M micro-batches (tokens, labels), [s/tp, b] each.
+
+    Labels are shifted already: the label of a chunk's last token is in another chunk.
+    """
+    # --- exercise 11.3: this rank's samples, and its tokens of each sample ---
+    positions = token_positions(config.seq_len, mesh).to(tokens.device)
+    padding = len(positions) * mesh.cp - config.seq_len
+    micro_batches = []
+    for ids, pad_value in ((tokens, 0), (labels, IGNORE_INDEX)):
+        ids = ids.chunk(mesh.dp)[mesh.dp_rank]  # dp: samples, [batch/dp, S]
+        ids = F.pad(ids, (0, padding), value=pad_value)[:, positions]  # cp: two chunks, [., s]
+        ids = ids.chunk(mesh.tp, dim=1)[mesh.tp_rank]  # tp: neighbouring tokens, [., s/tp]
+        micro_batches.append(ids.T.chunk(config.num_micro_batches, dim=1))  # M of [s/tp, b]
+    return list(zip(*micro_batches, strict=True))
     # --- end exercise ---
 
 
-# ----------------------------------------------------------------------------- a layer, and what a stage of layers does
-def moe(x: Tensor, w: Weights, i: int, config: Config, group: dist.ProcessGroup) -> Tensor:
-    """07: x [T, H] of this rank -> the same. w1, w3, w2 are those of its E/ep experts, the router is whole."""
-    K, ep, each = config.top_k, group.size(), config.experts // group.size()
-    best, experts = F.linear(wide(x), w[f"{i}.router"]).softmax(-1).topk(K)  # [T, K]; in bf16, experts would tie
-    share = best / best.sum(-1, keepdim=True) if K > 1 else best  # of 1 it is 1: no gradient for the router
-    order = experts.flatten().argsort(stable=True)  # pairs of token and expert, by expert and hence by rank, too
-    send = torch.bincount(experts.flatten(), minlength=config.experts)  # [E]
-    receive = exchanged(send, [each] * ep, [each] * ep, group).view(ep, each)  # from each rank, for each of my experts
-    out, back = send.view(ep, each).sum(1).tolist(), receive.sum(1).tolist()  # rows for each rank, and from each
-    sent["rows"] += sum(out) + sum(back) - 2 * out[group.rank()]  # a row, or its answer, leaves this rank
-    there, home = (partial(exchanged, send=a, receive=b, group=group) for a, b in ((out, back), (back, out)))
-    rows = Message.apply(x[order // K], there, home)  # [T K, H] -> [n', H], by sender, then by expert
-    by_expert = torch.arange(each, device=x.device).repeat(ep).repeat_interleave(receive.flatten()).argsort(stable=True)
-    parts = zip(rows[by_expert].split(receive.sum(0).tolist()), *(w[f"{i}.{n}"] for n in EXPERTS), strict=True)
-    answers = torch.cat([swiglu(*part) for part in parts])  # zero rows have a gradient, too: zero, and not None
-    answers = Message.apply(answers[by_expert.argsort()], home, there)  # [n', H] -> [T K, H]
-    pairs = answers[order.argsort()].view(-1, K, x.shape[1])  # [T, K, H]
-    return (pairs * share[..., None]).sum(1).to(x.dtype)
+# -------------------------------------------- 07: a mixture of experts, each of them on one ep rank
+def moe(x: Tensor, params: Params, i: int, config: ModelConfig, group) -> Tensor:
+    """x [T, H] -> [T, H]. w1, w3 [E/ep, F, H] and w2 [E/ep, H, F] are of this rank's experts.
+
+    A row is what is sent for one token and one of its K experts. Row t K + k: token t, k-th expert.
+    """
+    experts, gate_weights = route(x, params[f"{i}.router"], config.top_k)
+    # Plan: how many rows go to each expert, and how many come from each rank?
+    ep = dist.get_world_size(group)
+    num_local = config.num_experts // ep
+    send_counts = torch.bincount(experts.flatten(), minlength=config.num_experts)  # [E]
+    recv_counts = all_to_all_rows(send_counts, [num_local] * ep, [num_local] * ep, group)
+    recv_counts = recv_counts.view(ep, num_local)  # from each rank, for each expert of this rank
+    input_splits = send_counts.view(ep, num_local).sum(1).tolist()
+    output_splits = recv_counts.sum(1).tolist()
+    sent["rows"] += sum(input_splits) + sum(output_splits) - 2 * input_splits[dist.get_rank(group)]
+    # Dispatch: rows sorted by expert are sorted by rank. They arrive sorted by sender.
+    permutation = experts.flatten().argsort(stable=True)
+    rows = x[permutation // config.top_k]  # [T, H] -> [T K, H]
+    rows = all_to_all(rows, input_splits, output_splits, group)  # [T K, H] -> [n', H]
+    local_experts = torch.arange(num_local, device=x.device).repeat(ep)  # 0 1 .. of each sender
+    by_expert = local_experts.repeat_interleave(recv_counts.flatten()).argsort(stable=True)
+    expert_rows = rows[by_expert].split(recv_counts.sum(0).tolist())
+    # Run the experts. One without rows computes zero rows: its gradient is zero and not None.
+    weights = [params[f"{i}.{name}"] for name in EXPERT_WEIGHTS]
+    outs = [swiglu(*each) for each in zip(expert_rows, *weights, strict=True)]
+    # Combine: back to the senders, and a weighted sum over the K experts of a token
+    rows = torch.cat(outs)[by_expert.argsort()]
+    rows = all_to_all(rows, output_splits, input_splits, group)  # [n', H] -> [T K, H]
+    rows = rows[permutation.argsort()].unflatten(0, gate_weights.shape)  # -> [T, K, H]
+    return (rows * gate_weights[..., None]).sum(1).to(x.dtype)
 
 
-def run_stage(x: Tensor, w: Weights, config: Config, mesh: Mesh) -> Tensor:
-    """Tokens [s/tp, b] on the first stage, else [s/tp, b, H] -> the same, or logits [s/tp, b, V] on the last."""
-    gather, scatter = (partial(f, group=mesh.group["tp"]) for f in (gathered, summed))
-    positions, D = positions_of(config.length, mesh).to(x.device), config.hidden // config.heads
-    x = w["embed"][x].to(config.dtype) if mesh.stage == 0 else x
-    for i in layers_of(mesh.stage, config, mesh):
-        y = Message.apply(norm(x, w[f"{i}.norm1"]), gather, scatter)  # [s/tp, b, H] -> [s, b, H]
-        q, k, v = (linear(y, w[f"{i}.{name}"]).unflatten(-1, (-1, D)) for name in "qkv")  # [s, b, N/tp or N_kv/tp, D]
-        y = ring(rope(q, positions), rope(k, positions), v, mesh.group["cp"])  # [s, b, N/tp, D]
-        x = x + Message.apply(linear(y.flatten(2), w[f"{i}.o"]), scatter, gather)  # [s, b, H] -> [s/tp, b, H]
-        y = norm(x, w[f"{i}.norm2"])
-        if config.experts:
-            x = x + moe(y.flatten(0, 1), w, i, config, mesh.group["ep"]).view_as(x)  # to experts a token is a token
-        else:
-            y = swiglu(Message.apply(y, gather, scatter), *(w[f"{i}.{name}"] for name in ("gate", "up", "down")))
-            x = x + Message.apply(y, scatter, gather)
-    return linear(norm(x, w["norm"]), w["head"]) if mesh.stage == mesh.pp - 1 else x
+def route(x: Tensor, router_weight: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Experts and gate weights [T, K]. In fp32 or better: in bf16, experts would tie."""
+    router_probs = F.linear(to_fp32(x), router_weight).softmax(-1)  # [T, E]
+    gate_weights, experts = router_probs.topk(top_k)
+    if top_k > 1:  # one probability divided by itself is 1: the router would get no gradient
+        gate_weights = gate_weights / gate_weights.sum(-1, keepdim=True)
+    return experts, gate_weights
 
 
-# ----------------------------------------------------------------------------------------------- 06: the pipeline, 1F1B
-def forward_backward(batch: list, targets: Tensor, w: Weights, config: Config, mesh: Mesh) -> Tensor:
-    """Adds to all gradients, returns this rank's part of the loss. In turn j: forward of j, backward of j - ahead."""
-    group, M, kept, loss = mesh.group["pp"], len(batch), deque(), torch.zeros_like(targets, dtype=torch.float64)
-    ahead, before, after = min(mesh.pp - 1 - mesh.stage, M), mesh.stage - 1, mesh.stage + 1
-    message = partial(torch.empty, *batch[0][0].shape, config.hidden, dtype=config.dtype, device=targets.device)
-    x = swapped(None, before, message(), before, group)
-    for j in range(M + ahead):
-        y = dx = None
-        if j < M:
-            x = batch[j][0] if x is None else x.requires_grad_()  # the graph of this rank begins here
-            y = run_stage(x, w, config, mesh)
-            if after == mesh.pp:
-                y = F.cross_entropy(wide(y).flatten(0, 1), batch[j][1].flatten(), ignore_index=IGNORE, reduction="sum")
-                y = y / targets  # before backward, and by the labels of the whole batch: what remains are sums
-                loss += y.detach()
-            kept.append((x, y))
-            y = y.detach().contiguous()
-        gradient = swapped(y, after, message() if j >= ahead else None, after, group)
-        if j >= ahead:
-            x, y = kept.popleft()
-            y.backward(gradient)
-            dx = None if x.grad is None else x.grad.contiguous()
-        x = swapped(dx, before, message() if j + 1 < M else None, before, group)
+# ------------------------------------------------------ 06: the pipeline, one forward, one backward
+def forward_backward(batch: list, num_valid: Tensor, params: Params, config, mesh: Mesh) -> Tensor:
+    """Add to the gradients of all params by 1F1B. Returns this rank's part of the loss.
+
+    In the steady state two neighbours want to send at the same time, one of them an activation and
+    the other a gradient. So they send and receive at once.
+    """
+    num_micro_batches = len(batch)
+    group = mesh.groups["pp"]
+    prev_stage = mesh.stage - 1 if mesh.stage > 0 else None
+    next_stage = mesh.stage + 1 if mesh.stage < mesh.pp - 1 else None
+    loss = torch.zeros((), dtype=torch.float64, device=num_valid.device)
+    in_flight: dict[int, tuple[Tensor, Tensor]] = {}  # micro-batch -> input, output
+
+    def forward(i: int, x: Tensor | None) -> Tensor:
+        """Activations of the previous stage -> activations for the next one, [s/tp, b, H]."""
+        tokens, labels = batch[i]
+        x = tokens if x is None else x.requires_grad_()  # this rank's autograd graph begins here
+        y = run_stage(x, params, config, mesh)
+        if next_stage is None:
+            # Divided before the backward pass, and by all labels: what remains are sums.
+            y = loss_sum(y, labels) / num_valid
+            loss.add_(y.detach())
+        in_flight[i] = x, y
+        return y.detach().contiguous()
+
+    def backward(i: int, grad_output: Tensor | None) -> Tensor | None:
+        """The gradient of what `forward` returned -> the gradient of what it received."""
+        x, y = in_flight.pop(i)
+        y.backward(grad_output)  # adds to the gradient of each parameter
+        return None if x.grad is None else x.grad.contiguous()
+
+    def new_message() -> Tensor:  # a receiver must know the shape in advance
+        size = (*batch[0][0].shape, config.hidden)
+        return torch.empty(size, dtype=config.dtype, device=num_valid.device)
+
+    # Warm-up: one forward pass for each later stage
+    num_warmup = min(mesh.pp - 1 - mesh.stage, num_micro_batches)
+    num_steady = num_micro_batches - num_warmup
+    for i in range(num_warmup):
+        x = send_recv(None, None, new_message(), prev_stage, group)
+        y = forward(i, x)
+        send_recv(y, next_stage, None, None, group)
+    # Steady state: one forward, one backward
+    if num_steady > 0:
+        x = send_recv(None, None, new_message(), prev_stage, group)
+    for i in range(num_steady):
+        y = forward(num_warmup + i, x)
+        grad_output = send_recv(y, next_stage, new_message(), next_stage, group)
+        grad_input = backward(i, grad_output)
+        next_x = new_message() if i + 1 < num_steady else None
+        x = send_recv(grad_input, prev_stage, next_x, prev_stage, group)
+    # Cool-down: the backward passes that are left
+    for i in range(num_steady, num_micro_batches):
+        grad_output = send_recv(None, None, new_message(), next_stage, group)
+        grad_input = backward(i, grad_output)
+        send_recv(grad_input, prev_stage, None, None, group)
     return loss
 
 
-# ---------------------------------------------------------------- 02, 03: who sums which gradient; ZeRO-1; the clipping
-def summed_over(name: str) -> str:
-    """Which group sums the gradient of a weight: the table on top."""
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = to_fp32(logits).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+# -------------------------- Which shard of a weight a rank stores, and which ranks sum its gradient
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW_PARALLEL = ("o_proj", "down_proj")
+EXPERT_WEIGHTS = ("w1", "w3", "w2")
+
+
+class ShardSpec(NamedTuple):
+    """This rank stores `full.chunk(num_shards, dim)[index]`."""
+
+    num_shards: int
+    index: int
+    dim: int
+
+
+def shard_spec(name: str, config: ModelConfig, mesh: Mesh) -> ShardSpec | None:
+    """None: another stage has this weight."""
+    layer, _, kind = name.rpartition(".")
+    if kind == "embed":
+        layer = 0
+    elif kind in ("norm", "head"):
+        layer = config.n_layers - 1
+    if int(layer) not in layers_of_stage(config, mesh):
+        return None
+    if kind in COLUMN_PARALLEL:  # weights are [out, in]; so heads are split along dimension 0
+        return ShardSpec(mesh.tp, mesh.tp_rank, dim=0)
+    if kind in ROW_PARALLEL:
+        return ShardSpec(mesh.tp, mesh.tp_rank, dim=1)
+    if kind in EXPERT_WEIGHTS:
+        return ShardSpec(mesh.ep, mesh.ep_rank, dim=0)
+    return ShardSpec(1, 0, dim=0)
+
+
+def shard_weights(full: Params, config: ModelConfig, mesh: Mesh) -> Params:
+    """What this rank stores, as views of the full weights."""
+    shards = {}
+    for name, weight in full.items():
+        spec = shard_spec(name, config, mesh)
+        if spec is not None:
+            shards[name] = weight.chunk(spec.num_shards, spec.dim)[spec.index]
+    return shards
+
+
+def gather_full_weights(shards: Params, config: ModelConfig, mesh: Mesh) -> Params:
+    """The inverse, on every rank and in host memory: from all ranks' shards to full weights."""
+    group = mesh.groups["all"]
+    mine = {}
+    for name, shard in shards.items():
+        # A copy, because a view would be sent with all of the flat parameter behind it.
+        mine[name, shard_spec(name, config, mesh)] = shard.detach().to("cpu", copy=True)
+    by_rank = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, mine, group=group)
+    found = {}
+    for rank_shards in by_rank:
+        found |= rank_shards  # replicas are equal
+    shards_of = {}
+    for name, spec in sorted(found):  # by index
+        shards_of.setdefault((name, spec.dim), []).append(found[name, spec])
+    return {name: torch.cat(shards, dim) for (name, dim), shards in shards_of.items()}
+
+
+def grad_reduce_group(name: str) -> str:
+    """The group that sums the gradient of a weight: the second table at the top."""
     kind = name.rpartition(".")[2]
-    # --- exercise 11.4: who sums which gradient ---
-    if kind in COLUMNS or kind in ROWS:
+    # --- exercise 11.4: which ranks sum a gradient? ---
+    if kind in COLUMN_PARALLEL or kind in ROW_PARALLEL:
         return "dp x cp"
-    if kind in EXPERTS:
+    if kind in EXPERT_WEIGHTS:
         return "same experts"
     return "stage"
     # --- end exercise ---
 
 
-class Line:
-    """03: weights whose gradients the same group sums, end to end: n equal shards, one of them mine. `w` are views."""
+class FlatParam:
+    """03: weights whose gradients the same group sums, flattened, padded and split into shards.
 
-    def __init__(self, pieces: Weights, group: dist.ProcessGroup):
-        self.group, self.shapes = group, {name: p.shape for name, p in pieces.items()}
-        self.weights = self.lay(pieces)  # [n P]
-        self.gradients = torch.zeros_like(self.weights)
-        self.shard = self.weights.chunk(group.size())[group.rank()]  # [P], a view: what is updated are the weights
+    `params` are views of the full weights, and their gradients are views of `full_grad`.
+    """
+
+    def __init__(self, weights: Params, group: dist.ProcessGroup):
+        self.group = group
+        self.group_size = dist.get_world_size(group)
+        self.shapes = {name: weight.shape for name, weight in weights.items()}
+        self.full = self.flatten(weights)  # [n]
+        self.full_grad = torch.zeros_like(self.full)  # [n]
+        self.shard = self.shard_of(self.full)  # [n/ranks], a view: to update it updates the weights
         self.shard.grad = torch.zeros_like(self.shard)
-        self.w, gradients = self.named(self.weights), self.named(self.gradients)
-        for name, p in self.w.items():
-            p.requires_grad_().grad = gradients[name]  # backward adds to it, micro-batch after micro-batch
+        self.params = self.views_of(self.full)
+        grads = self.views_of(self.full_grad)
+        for name, p in self.params.items():
+            p.requires_grad_()
+            p.grad = grads[name]  # the backward pass of each micro-batch adds to it
 
-    def lay(self, tensors: Weights) -> Tensor:
-        line = torch.cat([tensors[name].flatten() for name in self.shapes])
-        return F.pad(line, (0, -len(line) % self.group.size()))  # with zeros, which stay zero
+    def flatten(self, tensors: Params) -> Tensor:
+        flat = torch.cat([tensors[name].flatten() for name in self.shapes])
+        return F.pad(flat, (0, -len(flat) % self.group_size))  # zeros, with gradient zero
 
-    def named(self, line: Tensor) -> Weights:
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = zip(self.shapes.items(), line[: sum(sizes)].split(sizes), strict=True)
-        return {name: part.view(shape) for (name, shape), part in parts}
+    def shard_of(self, flat: Tensor) -> Tensor:
+        return flat.chunk(self.group_size)[dist.get_rank(self.group)]
+
+    def views_of(self, flat: Tensor) -> Params:
+        views = {}
+        offset = 0
+        for name, shape in self.shapes.items():
+            views[name] = flat[offset : offset + shape.numel()].view(shape)
+            offset += shape.numel()
+        return views
 
 
-def make_lines(pieces: Weights, mesh: Mesh) -> list[Line]:
-    overs = sorted({summed_over(name) for name in pieces})  # in one order on all ranks
-    return [Line({n: x for n, x in pieces.items() if summed_over(n) == over}, mesh.group[over]) for over in overs]
+def all_params(flat_params: list[FlatParam]) -> Params:
+    params = {}
+    for flat_param in flat_params:
+        params |= flat_param.params
+    return params
 
 
-def train_step(batch: list, lines: list[Line], optimizer, limit: float, config: Config, mesh: Mesh) -> tuple:
-    """Loss and gradient norm of the global batch. The clipped gradient stays in the shards until the next step."""
-    targets = torch.stack([(labels != IGNORE).sum() for _, labels in batch]).sum()
-    dist.all_reduce(targets, group=mesh.group["stage"])  # 02: of all ranks that see other tokens
-    loss = forward_backward(batch, targets.clamp(min=1), {n: p for x in lines for n, p in x.w.items()}, config, mesh)
-    dist.all_reduce(loss, group=mesh.group["all"])  # only to show it: each rank of the last stage has a part
-    # --- exercise 11.5: sum each gradient, and leave its shard to its owner ---
+def build_flat_params(shards: Params, mesh: Mesh) -> list[FlatParam]:
+    """One for each group that sums gradients, in the same order on all ranks."""
+    flat_params = []
+    for group in sorted({grad_reduce_group(name) for name in shards}):
+        weights = {name: x for name, x in shards.items() if grad_reduce_group(name) == group}
+        flat_params.append(FlatParam(weights, mesh.groups[group]))
+    return flat_params
+
+
+# -------------------------------------------------------------------------------- The training step
+def train_step(batch, flat_params: list[FlatParam], optimizer, max_norm: float, config, mesh):
+    """One step on this rank's micro-batches. Returns loss and gradient norm of the global batch.
+
+    The clipped gradient stays in the shards until the next step.
+    """
+    params = all_params(flat_params)
+    num_valid = count_valid_tokens(batch, mesh)
+    loss = forward_backward(batch, num_valid, params, config, mesh)
+    reduce_scatter_grads(flat_params)
+    grad_norm = clip_grads(flat_params, max_norm, mesh)
+    optimizer.step()  # on the shards: the optimizer has seen nothing else
+    all_gather_params(flat_params)
+    zero_grads(flat_params)
+    dist.all_reduce(loss, group=mesh.groups["all"])  # only for the log
+    return loss.item(), grad_norm.item()
+
+
+def count_valid_tokens(batch: list, mesh: Mesh) -> Tensor:
+    """Labels of the global batch, at least 1. All ranks of a stage have different tokens."""
+    num_valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batch]).sum()
+    dist.all_reduce(num_valid, group=mesh.groups["stage"])
+    return num_valid.clamp(min=1)
+
+
+def reduce_scatter_grads(flat_params: list[FlatParam]) -> None:
+    """Sum each gradient over the group of its weight; the owner of a shard gets the shard's sum."""
+    # --- exercise 11.5: start all sums, then wait for each ---
     works = []
-    for line in lines:  # all on their way; then a wait for each
-        works.append(reduce_scatter_single(line.shard.grad, line.gradients, group=line.group, async_op=True))  # [n P]
+    for flat_param in flat_params:
+        grad_shard = flat_param.shard.grad  # [n] -> reduce-scatter -> [n/ranks]
+        full_grad = flat_param.full_grad
+        group = flat_param.group
+        works.append(reduce_scatter_single(grad_shard, full_grad, group=group, async_op=True))
     for work in works:
-        work.wait()  # -> [P], the sum
+        work.wait()
     # --- end exercise ---
-    # --- exercise 11.6: clip by a norm over all axes, in which each number counts once ---
-    square = torch.stack([line.shard.grad.double().square().sum() for line in lines]).sum()  # of what only I own
-    dist.all_reduce(square, group=mesh.group["all"])  # all stages, all pieces, all experts
-    norm = square.sqrt()
-    for line in lines:
-        line.shard.grad.mul_((limit / (norm + 1e-6)).clamp(max=1))  # as torch does it: never up
+
+
+def clip_grads(flat_params: list[FlatParam], max_norm: float, mesh: Mesh) -> Tensor:
+    """Returns the norm of the gradient over all axes; scales the gradient down to `max_norm`."""
+    # --- exercise 11.6: a norm over all axes, in which each element counts once ---
+    squares = [flat_param.shard.grad.double().square().sum() for flat_param in flat_params]
+    total = torch.stack(squares).sum()  # of the elements that this rank owns
+    dist.all_reduce(total, group=mesh.groups["all"])  # over stages, tp shards and experts
+    grad_norm = total.sqrt()
+    scale = (max_norm / (grad_norm + 1e-6)).clamp(max=1)  # as torch does it: never up
+    for flat_param in flat_params:
+        flat_param.shard.grad.mul_(scale)
     # --- end exercise ---
-    optimizer.step()  # of my shards
-    for line in lines:
-        all_gather_single(line.weights, line.shard.clone(), group=line.group)  # [P] -> all-gather -> [n P]
-        line.gradients.zero_()
-        sent["zero"] += 2 * (line.weights.nbytes - line.shard.nbytes)  # by rings, there and back
-    return loss.item(), norm.item()
+    return grad_norm
 
 
-# ------------------------------------------------------------------------------------------------------------ the proof
-def batch_of(data: Tensor, seed: int, config: Config, prompts: bool) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of a global batch, [batch, length]. `prompts`: the later a sample, the fewer labels it has."""
-    begin = torch.randint(len(data) - config.length, (config.batch, 1), generator=torch.Generator().manual_seed(seed))
-    both, ahead = data[begin + torch.arange(config.length + 1)], torch.arange(config.batch)[:, None] * config.length
-    prompt = torch.arange(config.length) * max(config.batch - 4, 1) < ahead * prompts
-    return both[:, :-1], both[:, 1:].masked_fill(prompt, IGNORE)
+def all_gather_params(flat_params: list[FlatParam]) -> None:
+    """Each shard is new on its owner, and needed on all ranks of the group."""
+    for flat_param in flat_params:
+        shard = flat_param.shard.clone()  # [n/ranks] -> all-gather -> [n]
+        all_gather_single(flat_param.full, shard, group=flat_param.group)
+        sent["zero"] += 2 * (flat_param.full.nbytes - shard.nbytes)  # with the reduce-scatter
 
 
-def formulas(lines: list[Line], config: Config, mesh: Mesh, states: int, rows: int) -> dict[str, int]:
-    """Bytes held, with `states` numbers of the optimizer a weight, and sent in a step, `rows` rows of it to experts."""
-    layers, M, e = len(layers_of(mesh.stage, config, mesh)), config.micro_batches, config.dtype.itemsize
-    x = len(positions_of(config.length, mesh)) * config.batch // (mesh.dp * M) * config.hidden * e  # [s, b, H]
-    kv = 2 * x * config.kv_heads // (config.heads * mesh.tp)  # K and V of this rank's heads
-    whole, own = (sum(x.nbytes for x in part) for part in zip(*((n.weights, n.shard) for n in lines), strict=True))
+def zero_grads(flat_params: list[FlatParam]) -> None:
+    for flat_param in flat_params:
+        flat_param.full_grad.zero_()
+
+
+# ------------------------------------------------------------------ Weights, and text to learn from
+def build_model(config: ModelConfig) -> Params:
+    """The full weights, each drawn from a seed of its own name: the same model in every layout."""
+    hidden = config.hidden
+    ffn_hidden = config.ffn_hidden
+    experts = config.num_experts
+    kv_hidden = config.n_kv_heads * hidden // config.n_heads
+    layer = {"attn_norm": (hidden,), "mlp_norm": (hidden,)}
+    layer |= {"q_proj": (hidden, hidden), "o_proj": (hidden, hidden)}  # [out, in]
+    layer |= {"k_proj": (kv_hidden, hidden), "v_proj": (kv_hidden, hidden)}
+    if experts:
+        layer |= {"router": (experts, hidden), "w1": (experts, ffn_hidden, hidden)}
+        layer |= {"w3": (experts, ffn_hidden, hidden), "w2": (experts, hidden, ffn_hidden)}
+    else:
+        layer |= {"gate_proj": (ffn_hidden, hidden), "up_proj": (ffn_hidden, hidden)}
+        layer |= {"down_proj": (hidden, ffn_hidden)}
+    shapes = {"embed": (VOCAB_SIZE, hidden), "norm": (hidden,), "head": (VOCAB_SIZE, hidden)}
+    for i in range(config.n_layers):
+        shapes |= {f"{i}.{kind}": shape for kind, shape in layer.items()}
+    full = {}
+    for name, shape in shapes.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(shape, generator=generator).double() / math.sqrt(shape[-1])
+        full[name] = 1 + values if "norm" in name else values
+    return full
+
+
+def load_text() -> Tensor:
+    """The source of Python's standard library, as bytes."""
+    files = sorted(Path(tokenize.__file__).parent.glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def get_batch(text: Tensor, step: int, config: ModelConfig, masked: bool):
+    """Tokens and labels of the global batch, [batch, S]. `masked` removes some labels."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - config.seq_len, (config.batch, 1), generator=generator)
+    window = text[starts + torch.arange(config.seq_len + 1)]  # [batch, S + 1]
+    labels = window[:, 1:]
+    if masked:  # the last four samples have no label at all
+        sample = torch.arange(config.batch)[:, None]
+        prompt_len = sample * config.seq_len / max(config.batch - 4, 1)
+        labels = labels.masked_fill(torch.arange(config.seq_len) < prompt_len, IGNORE_INDEX)
+    return window[:, :-1], labels
+
+
+# ------------------------------------------------------- The check: three steps next to a reference
+def expected_bytes(flat_params, config, mesh: Mesh, states_per_param: int, rows: int) -> dict:
+    """Bytes stored, and sent per step by axis, if `rows` rows leave for experts or come back."""
+    M = config.num_micro_batches
+    calls = len(layers_of_stage(config, mesh)) * M
+    e = config.dtype.itemsize
+    num_tokens = len(token_positions(config.seq_len, mesh)) * config.batch // (mesh.dp * M)  # s b
+    x = num_tokens * config.hidden * e  # [s, b, H]
+    kv = 2 * x * config.n_kv_heads // (config.n_heads * mesh.tp)  # of this rank's heads
+    pairs = 1 if config.num_experts else 2  # of column- and row-parallel matrices per layer
+    num_neighbours = (mesh.stage > 0) + (mesh.stage < mesh.pp - 1)
+    counts = 8 * calls * (mesh.ep - 1) * config.num_experts // mesh.ep
+    full = sum(flat_param.full.nbytes for flat_param in flat_params)
+    shards = sum(flat_param.shard.nbytes for flat_param in flat_params)
     return {
-        "held": 2 * whole + (1 + states) * own,  # weights, gradients; sums of gradients, optimizer
-        "tp": 4 * (1 if config.experts else 2) * layers * M * x * (mesh.tp - 1) // mesh.tp,  # x gathered, and scattered
-        "cp": 2 * layers * M * (mesh.cp - 1) * kv,  # K/V once round, their gradients back
-        "pp": ((mesh.stage > 0) + (mesh.stage < mesh.pp - 1)) * M * x // mesh.tp,
-        "ep": 2 * rows * config.hidden * e
-        + layers * M * (mesh.ep - 1) * config.experts // mesh.ep * 8,  # rows, as routed; counts
-        "zero": 2 * (whole - own),
+        "stored": 2 * full + (1 + states_per_param) * shards,  # weights, gradients; sums, optimizer
+        "tp": 4 * pairs * calls * x * (mesh.tp - 1) // mesh.tp,  # two collectives in each direction
+        "cp": 2 * calls * (mesh.cp - 1) * kv,  # K/V round the ring, their gradients back
+        "pp": num_neighbours * M * x // mesh.tp,
+        "ep": 2 * rows * config.hidden * e + counts,  # rows forward, and their gradients
+        "zero": 2 * (full - shards),  # reduce-scatter and all-gather
     }
 
 
-def check(config: Config, mesh: Mesh, device: torch.device, data: Tensor) -> list[str]:
-    """Three steps of plain SGD, one of them clipped, beside one process: the same on a mesh of this rank alone."""
-    alone, whole = Mesh([dist.get_rank()], 1, 1, 1, 1), {n: x.to(device) for n, x in whole_weights(config).items()}
-    lines, right = make_lines(my_pieces(whole, config, mesh), mesh), make_lines(whole, alone)
-    optimizer, reference = (torch.optim.SGD([line.shard for line in x], lr=0.1) for x in (lines, right))
-    everyone, errors, losses = [([], [])] * mesh.group["all"].size(), {}, []
-    for step, limit in enumerate((math.inf, 0.5, math.inf)):
-        batch = [x.to(device) for x in batch_of(data, step, config, prompts=True)]
-        want_loss, want_norm = train_step(cut(*batch, config, alone), right, reference, limit, config, alone)
+def bytes_stored(flat_params: list[FlatParam]) -> int:
+    tensors = [*all_params(flat_params).values(), *(x.shard for x in flat_params)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+    storages |= {x.grad.untyped_storage().data_ptr(): x.grad.untyped_storage() for x in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def check(config: ModelConfig, mesh: Mesh, device: torch.device, text: Tensor) -> list[str]:
+    """Three steps of plain SGD, one of them clipped, next to a reference. Returns what is wrong.
+
+    Adam would hide a wrong scale. The reference is one process: a mesh of this rank alone.
+    """
+    ref_mesh = Mesh([dist.get_rank()], pp=1, cp=1, tp=1, ep=1)
+    full = {name: weight.to(device) for name, weight in build_model(config).items()}
+    flat_params = build_flat_params(shard_weights(full, config, mesh), mesh)
+    ref_flat_params = build_flat_params(full, ref_mesh)
+    optimizer = torch.optim.SGD([x.shard for x in flat_params], lr=0.1)
+    ref_optimizer = torch.optim.SGD([x.shard for x in ref_flat_params], lr=0.1)
+    losses = []
+    errors = {}
+    for step, max_norm in enumerate((math.inf, 0.5, math.inf)):
+        tokens, labels = (x.to(device) for x in get_batch(text, step, config, masked=True))
+        batch = shard_batch(tokens, labels, config, ref_mesh)
+        expected = train_step(batch, ref_flat_params, ref_optimizer, max_norm, config, ref_mesh)
+        batch = shard_batch(tokens, labels, config, mesh)
         sent.clear()
-        loss, norm = train_step(cut(*batch, config, mesh), lines, optimizer, limit, config, mesh)
-        errors |= {f"loss {step}": abs(loss - want_loss), f"norm {step}": abs(norm - want_norm)}
+        loss, grad_norm = train_step(batch, flat_params, optimizer, max_norm, config, mesh)
         losses.append(f"{loss:.6f}")
-        want = my_pieces({n: x for line in right for n, x in line.named(line.shard.grad).items()}, config, mesh)
-        for line in lines:
-            error = line.shard.grad - line.lay(want).chunk(line.group.size())[line.group.rank()]
-            errors[f"gradient summed over {line.group.group_desc}, step {step}"] = error.abs().max().item()
-    want = my_pieces({n: x.detach() for line in right for n, x in line.w.items()}, config, mesh)
-    errors |= {n: (x.detach() - want[n]).abs().max().item() for line in lines for n, x in line.w.items()}
-    wrong = [f"{what} is off by {error:.1e}" for what, error in errors.items() if not error <= 1e-10]  # so NaN is
-    kept = [x for line in lines for p in (*line.w.values(), line.shard) for x in (p, p.grad)]
-    held = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
-    got, want = Counter(sent, held=held), formulas(lines, config, mesh, 0, sent["rows"])
-    wrong += [f"bytes of {what} {got[what]:,}, not {n:,}" for what, n in want.items() if got[what] != n]
-    mine = list(errors.values()), [f"rank {dist.get_rank()}: {words}" for words in wrong]
-    dist.all_gather_object(everyone, mine, group=mesh.group["all"])
-    if mesh.group["all"].rank() == 0:
-        worst = max((e for theirs, _ in everyone for e in theirs), key=lambda e: (e != e, e))  # a NaN is the worst
-        print(f"losses {' '.join(losses)}; largest error {worst:.1e}; bytes of rank 0:")
-        for title, row in (("", {what: what for what in want}), ("measured", got), ("by formula", want)):
-            print(f"{title:12}" + "".join(f"{row[what]:>12}" for what in want), flush=True)
-    return [words for _, theirs in everyone for words in theirs]
+        errors[f"loss {step}"] = abs(loss - expected[0])
+        errors[f"norm {step}"] = abs(grad_norm - expected[1])
+        ref_grads = {}
+        for ref in ref_flat_params:
+            ref_grads |= ref.views_of(ref.shard.grad)  # on one rank the shard is everything
+        ref_grads = shard_weights(ref_grads, config, mesh)
+        ref_params = shard_weights(all_params(ref_flat_params), config, mesh)
+        for flat_param in flat_params:
+            what = f"summed over {flat_param.group.group_desc}, step {step}"
+            grad_error = flat_param.shard.grad - flat_param.shard_of(flat_param.flatten(ref_grads))
+            errors[f"gradient {what}"] = grad_error.abs().max().item()
+            error = flat_param.full - flat_param.flatten(ref_params)
+            errors[f"weights with gradient {what}"] = error.abs().max().item()
+
+    failures = [f"{what}: error {x:.1e}" for what, x in errors.items() if not x <= 1e-10]  # or NaN
+    expected = expected_bytes(flat_params, config, mesh, states_per_param=0, rows=sent["rows"])
+    measured = Counter(sent, stored=bytes_stored(flat_params))
+    for what, count in expected.items():
+        if measured[what] != count:
+            failures.append(f"bytes {what}: {measured[what]:,}, by formula {count:,}")
+    error = torch.tensor(list(errors.values())).max().item()  # NaN if one of them is NaN
+    by_rank = [None] * dist.get_world_size(mesh.groups["all"])
+    dist.all_gather_object(by_rank, (error, failures), group=mesh.groups["all"])
+    if dist.get_rank(mesh.groups["all"]) == 0:
+        error = torch.tensor([error for error, _ in by_rank]).max()
+        print(f"losses {' '.join(losses)}; largest error {error:.1e}; bytes of rank 0:")
+        print(f"{'':12}" + "".join(f"{what:>12}" for what in expected))
+        print(f"{'measured':12}" + "".join(f"{measured[what]:>12}" for what in expected))
+        print(f"{'by formula':12}" + "".join(f"{count:>12}" for count in expected.values()))
+    all_failures = []
+    for rank, (_, failures) in enumerate(by_rank):
+        all_failures += [f"rank {rank}: {failure}" for failure in failures]
+    return all_failures
 
 
-def train(config: Config, mesh: Mesh, device: torch.device, data: Tensor, steps: int) -> list[str]:
-    """AdamW; no decay for norms, router, embedding, head. Ends with a sample, by rank 0 with the weights of all."""
-    first = mesh.group["all"].rank() == 0
-    whole = {name: x.to(device, torch.float32) for name, x in whole_weights(config).items()}
-    lines = make_lines(my_pieces(whole, config, mesh), mesh)
-    groups = [{"params": [x.shard], "weight_decay": 0.1 * (x.group.group_desc != "stage")} for x in lines]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
-    rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=3e-4)
-    for step in (bar := tqdm(range(steps), disable=not first, mininterval=1)):
-        batch = (x.to(device) for x in batch_of(data, step, config, prompts=False))
-        loss, norm = train_step(cut(*batch, config, mesh), lines, optimizer, 1.0, config, mesh)
-        rate.step()
-        bar.set_postfix(loss=f"{loss:.3f}", norm=f"{norm:.2f}")
-        if not math.isfinite(norm):  # the same number on every rank: all leave
-            return [f"in step {step} the loss is {loss} and the norm of its gradient {norm}"]
-    whole = gather_whole({name: p for line in lines for name, p in line.w.items()}, config, mesh)
-    if first:
-        whole, alone = {name: p.to(device) for name, p in whole.items()}, Mesh([dist.get_rank()], 1, 1, 1, 1)
-        text = data[: config.length, None].to(device)
-        for _ in range(300):  # the last token of `length`, over and over
-            logits = run_stage(text[-config.length :], whole, config, alone)[-1, 0].float()
-            text = torch.cat((text, torch.multinomial((logits / 0.7).softmax(-1), 1)[None]))
-        print(f"loss {loss:.3f}. It writes:\n\n{bytes(text[config.length :, 0].tolist()).decode(errors='replace')}")
+# --------------------------------------------------------------------------------- Learn, and write
+def train(config: ModelConfig, mesh: Mesh, device, text: Tensor, num_steps: int) -> list[str]:
+    """AdamW, without decay for norms, router, embedding and head. Ends with a sample by rank 0."""
+    is_rank0 = dist.get_rank(mesh.groups["all"]) == 0
+    full = {name: x.to(device, torch.float32) for name, x in build_model(config).items()}
+    flat_params = build_flat_params(shard_weights(full, config, mesh), mesh)
+    param_groups = []
+    for flat_param in flat_params:
+        decay = 0.0 if flat_param.group.group_desc == "stage" else 0.1
+        param_groups.append({"params": [flat_param.shard], "weight_decay": decay})
+    optimizer = torch.optim.AdamW(param_groups, lr=3e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps, eta_min=3e-4)
+    progress = tqdm(range(num_steps), disable=not is_rank0, mininterval=1)
+    for step in progress:
+        tokens, labels = (x.to(device) for x in get_batch(text, step, config, masked=False))
+        batch = shard_batch(tokens, labels, config, mesh)
+        loss, grad_norm = train_step(batch, flat_params, optimizer, 1.0, config, mesh)
+        schedule.step()
+        progress.set_postfix(loss=f"{loss:.3f}", norm=f"{grad_norm:.2f}")
+        if not math.isfinite(grad_norm):  # the same value on every rank, so all of them stop
+            return [f"step {step}: loss {loss}, gradient norm {grad_norm}"]
+    full = gather_full_weights(all_params(flat_params), config, mesh)
+    if is_rank0:
+        full = {name: weight.to(device) for name, weight in full.items()}
+        sample = generate(full, text[: config.seq_len].to(device), 300, config)
+        print(f"loss {loss:.3f}. It writes:\n\n{sample}")
     return []
 
 
-def parse(words: list[str] | None, world: int) -> tuple[argparse.Namespace, Config]:
-    """Options and sizes. What does not fit is refused here, in one line, before there is a process group."""
-    parser = argparse.ArgumentParser(description="Five axes of parallelism in one file", allow_abbrev=False)
-    line = "five_d.py: {}\n" if os.environ.get("RANK", "0") == "0" else ""  # one, and not one from each rank
-    parser.error = lambda words: parser.exit(2, line.format(words))
-    whats = {"pp": "stages; dp is what remains", "cp": "ranks that share a sequence", "tp": "ranks that share a matrix"}
-    whats |= {"ep": "ranks that share the experts", "experts": "in a layer; 0: dense", "micro-batches": "of each rank"}
-    for option, what in whats.items():
-        parser.add_argument(f"--{option}", type=int, default=1 if len(option) == 2 else 4, help=what)
-    parser.add_argument("--train", type=int, nargs="?", const=300, metavar="STEPS", help="learn text in so many steps")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), help="with --train (default fp32)")
+def generate(full: Params, prompt: Tensor, num_tokens: int, config: ModelConfig) -> str:
+    """Continue the prompt [S] on this rank alone, each token from the S tokens before it."""
+    mesh = Mesh([dist.get_rank()], pp=1, cp=1, tp=1, ep=1)
+    text = prompt[:, None]  # [S, 1]
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            logits = run_stage(text[-config.seq_len :], full, config, mesh)[-1, 0].float()
+            token = torch.multinomial((logits / 0.7).softmax(-1), 1)
+            text = torch.cat((text, token[None]))
+    return bytes(text[len(prompt) :, 0].tolist()).decode(errors="replace")
+
+
+# ------------------------------------------------------------------- Options, and the process group
+def fail(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # one rank speaks for all
+        print(f"{os.path.basename(__file__)}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args(words: list[str] | None, world_size: int) -> tuple[argparse.Namespace, ModelConfig]:
+    """Options and sizes. What does not fit is refused before the process group starts."""
+    parser = argparse.ArgumentParser(description="Five axes in one file", allow_abbrev=False)
+    parser.error = fail
+    options = {"pp": "stages; dp is what remains", "cp": "ranks that share a sequence"}
+    options |= {"tp": "ranks that share a matrix", "ep": "ranks that share the experts"}
+    for option, what in options.items():
+        parser.add_argument(f"--{option}", type=int, default=1, help=what)
+    parser.add_argument("--experts", type=int, default=4, help="per layer; 0: dense")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of each rank")
+    parser.add_argument("--train", type=int, nargs="?", const=300, metavar="STEPS", help="learn")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="with --train (fp32)")
     args = parser.parse_args(words)
     for name, value in vars(args).items():
-        if isinstance(value, int) and value < (least := int(name != "experts")):
-            parser.error(f"--{name.replace('_', '-')} {value} is too small; use {least} or more")
+        least = 0 if name == "experts" else 1
+        if isinstance(value, int) and value < least:
+            option = name.replace("_", "-")
+            parser.error(f"--{option} {value} is too small; use {least} or more")
     if args.precision and not args.train:
-        parser.error(f"--precision {args.precision} is for --train; without it there are three steps in float64")
-    config = MODEL._replace(dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32) if args.train else TINY
-    config = config._replace(experts=args.experts, top_k=min(2, args.experts), micro_batches=args.micro_batches)
-    if args.pp > config.layers:
-        parser.error(f"--pp {args.pp} is more than the {config.layers} layers; use 1 to {config.layers}")
+        parser.error(f"--precision {args.precision} is for --train; the check runs in float64")
+    config = SMALL if args.train else TINY
+    if args.precision == "bf16":
+        config = config._replace(dtype=torch.bfloat16)
+    config = config._replace(num_experts=args.experts, top_k=min(2, args.experts))
+    config = config._replace(num_micro_batches=args.micro_batches)
+    if args.pp > config.n_layers:
+        layers = f"{config.n_layers} layers; use 1 to {config.n_layers}"
+        parser.error(f"--pp {args.pp} is more than the {layers}")
     ranks = args.pp * args.cp * args.tp
-    dp, stage, samples = world // ranks, world // args.pp, config.batch // max(world // ranks, 1)
-    for option, value, n, what in (
-        ("tp", args.tp, config.kv_heads, f"{config.kv_heads} key/value heads"),
-        ("pp x --cp x --tp", ranks, world, f"{world} ranks"),
-        ("nproc_per_node: dp", dp, config.batch, f"{config.batch} samples"),
-        ("micro-batches", args.micro_batches, samples, f"{samples} samples of a rank"),
-        ("ep", args.ep, math.gcd(config.experts or 1, stage), f"{config.experts} experts and {stage} ranks of a stage"),
-    ):
-        if n % value:
-            right = " or ".join(str(i) for i in range(1, n + 1) if n % i == 0)
-            parser.error(f"--{option} {value} does not divide {what}; use {right}")
-    if 0 < (gpus := torch.cuda.device_count()) < (local := int(os.environ.get("LOCAL_WORLD_SIZE", 1))):
-        parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
+    dp = max(world_size // ranks, 1)
+    stage = world_size // args.pp
+    samples = config.batch // dp
+    expert_ranks = math.gcd(args.experts or 1, stage)
+    must_divide = [
+        ("--tp", args.tp, config.n_kv_heads, f"{config.n_kv_heads} key/value heads"),
+        ("--pp x --cp x --tp", ranks, world_size, f"{world_size} ranks"),
+        ("--nproc_per_node: dp", dp, config.batch, f"{config.batch} samples"),
+        ("--micro-batches", args.micro_batches, samples, f"{samples} samples of a rank"),
+        ("--ep", args.ep, expert_ranks, f"{args.experts} experts and {stage} ranks of a stage"),
+    ]
+    for option, value, total, what in must_divide:
+        if total % value:
+            divisors = " or ".join(str(i) for i in range(1, total + 1) if total % i == 0)
+            parser.error(f"{option} {value} does not divide {what}; use {divisors}")
+    num_gpus = torch.cuda.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < num_gpus < num_local:
+        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
     return args, config
 
 
 def main() -> int:
-    args, config = parse(None, int(os.environ.get("WORLD_SIZE", 1)))
+    args, config = parse_args(None, int(os.environ.get("WORLD_SIZE", 1)))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        torch.cuda.set_device(device := torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=LIMIT, **alone)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:  # started by python, not by torchrun
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",  # any free port
+        }
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+
     mesh = Mesh(list(range(dist.get_world_size())), args.pp, args.cp, args.tp, args.ep)
     if dist.get_rank() == 0:
-        print(f"pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} x tp {mesh.tp}, ep {mesh.ep}, on {device.type}")
-    files = sorted(Path(tokenize.__file__).parent.glob("*.py"))  # the source of Python's standard library, as bytes
-    data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
-    wrong = (partial(train, steps=args.train) if args.train else check)(config, mesh, device, data)
-    if dist.get_rank() == 0 and (wrong or not args.train):
-        print(f"FAIL: {'; '.join(wrong[:5])}" if wrong else "PASS")
+        sizes = f"pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} x tp {mesh.tp}, ep {mesh.ep}"
+        print(f"{sizes}, on {device.type}", flush=True)
+    if args.train:
+        failures = train(config, mesh, device, load_text(), args.train)
+    else:
+        failures = check(config, mesh, device, load_text())
+    if dist.get_rank() == 0 and (failures or not args.train):
+        print(f"FAIL: {'; '.join(failures[:5])}" if failures else "PASS")
     dist.destroy_process_group()
-    return 1 if wrong else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""five_d.py against a model that is not its own: chapter 01's Llama, with chapter 07's experts, on one process.
+"""five_d.py next to a model that is not its own: chapter 01's Llama with chapter 07's experts, in one process.
 
-SIZES        a model and a batch in which nothing is a multiple of anything that it need not be
-Layout       ranks, pp, cp, tp, ep, experts, micro-batches
-trained      three steps of SGD on some ranks: losses, norms, all gradients and weights, put together whole
-unsharded    the same by chapter 01's module, torch's own autograd, clip_grad_norm_ and SGD
+SIZES       a model and a batch in which nothing is a multiple of anything that it need not be
+Layout      ranks, pp, cp, tp, ep, experts, micro-batches
+train       three steps of SGD on some ranks: losses, norms, full gradients and weights
+reference   the same by chapter 01's module, torch's own autograd, clip_grad_norm_ and SGD
 """
 
 import contextlib
 import functools
 import io
-import itertools
 import math
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from unittest.mock import patch
 
 import chapters  # noqa: F401  finds the chapters below
 import five_d
@@ -25,372 +26,431 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from five_d import IGNORE, Config, Mesh
+from five_d import IGNORE_INDEX, Mesh, ModelConfig
 from harness.meter import communication, held_bytes
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named
 from llama import Llama, LlamaConfig
 from moe_layer import MoE, MoEConfig
 
-SIZES = Config(4, 16, 4, 2, 12, 4, 2, 21, 16, 2, torch.float64)
+SIZES = ModelConfig(4, 16, 4, 2, 12, 4, 2, 21, 16, 2, torch.float64)
 Layout = namedtuple("Layout", "ranks pp cp tp ep experts micro_batches", defaults=(1, 1, 1, 1, 4, 2))
-LIMITS = (math.inf, 0.5, math.inf)  # of the gradient's norm, in three steps
+MAX_NORMS = (math.inf, 0.5, math.inf)  # of the gradient, in three steps
 
 
 def sizes_of(layout, **changes):
     experts = layout.experts
-    return SIZES._replace(experts=experts, top_k=min(2, experts), micro_batches=layout.micro_batches, **changes)
-
-
-def batch_of(step, config):
-    """Samples with very unequal numbers of labels; in step 1 most of them, and so most ranks, have none."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(256, (config.batch, config.length + 1), generator=generator)
-    labels = tokens[:, 1:].masked_fill(torch.rand(config.batch, config.length, generator=generator) < 0.4, IGNORE)
-    labels[2 if step == 1 else max(2, config.batch - 2) :] = IGNORE
-    return tokens[:, :-1], labels
-
-
-# ------------------------------------------------------------------------------------------------- one process
-
-
-def their_name(name):
-    """A weight of five_d.py by the name that chapter 01 and chapter 07 give it."""
-    layer, _, kind = name.rpartition(".")
-    if not layer:
-        return {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[kind] + ".weight"
-    inside = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "router": "mlp.gate"}
-    inside |= {x: f"self_attn.{x}_proj" for x in "qkvo"} | {x: f"mlp.{x}_proj" for x in ("gate", "up", "down")}
-    inside |= {x: f"mlp.experts.{x}" for x in ("w1", "w2", "w3")}
-    return f"model.layers.{layer}.{inside[kind]}.weight"
-
-
-def llama_of(config, whole):
-    c = config
-    moe = MoEConfig(c.hidden, c.inner, c.experts, c.top_k) if c.experts else None
-    own = {"feed_forward": lambda _, parts: MoE(moe, None, None, parts=parts)} if moe else {}
-    llama = Llama(LlamaConfig(256, c.hidden, c.layers, c.heads, c.kv_heads, c.inner), **own).double()
-    parameters = dict(llama.named_parameters())
-    assert sorted(parameters) == sorted(map(their_name, whole))
-    for name, x in whole.items():
-        parameters[their_name(name)].data.copy_(x)
-    return llama, {name: parameters[their_name(name)] for name in whole}
-
-
-def loss_of(llama, tokens, labels):
-    wanted = labels.flatten() != IGNORE
-    logits = llama(tokens).flatten(0, 1)[wanted]
-    return -logits.log_softmax(-1).gather(1, labels.flatten()[wanted][:, None]).sum() / wanted.sum()
-
-
-@functools.cache
-def unsharded(config, limits=LIMITS, optimizer=torch.optim.SGD):
-    llama, w = llama_of(config, five_d.whole_weights(config))
-    step_of, losses, norms, gradients = optimizer(w.values(), lr=0.1), [], [], []
-    for step, limit in enumerate(limits):
-        step_of.zero_grad()
-        loss = loss_of(llama, *batch_of(step, config))
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(w.values(), limit).item())
-        losses.append(loss.item())
-        gradients.append({name: p.grad.clone() for name, p in w.items()})
-        step_of.step()
-    return losses, norms, gradients, {name: p.detach() for name, p in w.items()}
-
-
-# -------------------------------------------------------------------------------------------------- on ranks
+    changes |= {"num_experts": experts, "top_k": min(2, experts), "num_micro_batches": layout.micro_batches}
+    return SIZES._replace(**changes)
 
 
 def mesh_of(layout, ranks=None):
     return Mesh(ranks or list(range(layout.ranks)), layout.pp, layout.cp, layout.tp, layout.ep)
 
 
-def whole_gradients(lines, config, mesh):
+def name_of(layout):
+    """Such as ranks4-pp2-tp2: what differs from the defaults."""
+    values = layout._asdict()
+    changed = [f"{axis}{size}" for axis, size in values.items() if size != Layout._field_defaults.get(axis)]
+    return "-".join(changed)
+
+
+def get_batch(step, config):
+    """Samples with very unequal numbers of labels; in step 1 most of them, and so most ranks, have none."""
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(256, (config.batch, config.seq_len + 1), generator=generator)
+    masked = torch.rand(config.batch, config.seq_len, generator=generator) < 0.4
+    labels = text[:, 1:].masked_fill(masked, IGNORE_INDEX)
+    labels[2 if step == 1 else max(2, config.batch - 2) :] = IGNORE_INDEX
+    return text[:, :-1], labels
+
+
+# -------------------------------------------------------------------------------- the reference: one process
+
+
+def name_in_llama(name):
+    """A weight of five_d.py by the name that chapters 01 and 07 give it."""
+    layer, _, kind = name.rpartition(".")
+    if not layer:
+        return {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[kind] + ".weight"
+    inside = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "router": "mlp.gate"}
+    inside |= {x: f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    inside |= {x: f"mlp.{x}" for x in ("gate_proj", "up_proj", "down_proj")}
+    inside |= {x: f"mlp.experts.{x}" for x in ("w1", "w2", "w3")}
+    return f"model.layers.{layer}.{inside[kind]}.weight"
+
+
+def build_llama(config, full):
+    c = config
+    moe = MoEConfig(c.hidden, c.ffn_hidden, c.num_experts, c.top_k) if c.num_experts else None
+    own = {"feed_forward": lambda _, parts: MoE(moe, None, None, parts=parts)} if moe else {}
+    llama = Llama(LlamaConfig(256, c.hidden, c.n_layers, c.n_heads, c.n_kv_heads, c.ffn_hidden), **own).double()
+    parameters = dict(llama.named_parameters())
+    assert sorted(parameters) == sorted(map(name_in_llama, full))
+    for name, weight in full.items():
+        parameters[name_in_llama(name)].data.copy_(weight)
+    return llama, {name: parameters[name_in_llama(name)] for name in full}
+
+
+def mean_loss(llama, tokens, labels):
+    valid = labels.flatten() != IGNORE_INDEX
+    logits = llama(tokens).flatten(0, 1)[valid]
+    return -logits.log_softmax(-1).gather(1, labels.flatten()[valid][:, None]).sum() / valid.sum()
+
+
+@functools.cache
+def reference(config, max_norms=MAX_NORMS, make_optimizer=torch.optim.SGD):
+    llama, params = build_llama(config, five_d.build_model(config))
+    optimizer = make_optimizer(params.values(), lr=0.1)
+    losses, norms, gradients = [], [], []
+    for step, max_norm in enumerate(max_norms):
+        optimizer.zero_grad()
+        loss = mean_loss(llama, *get_batch(step, config))
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(params.values(), max_norm).item())
+        losses.append(loss.item())
+        gradients.append({name: p.grad.clone() for name, p in params.items()})
+        optimizer.step()
+    return losses, norms, gradients, {name: p.detach() for name, p in params.items()}
+
+
+# -------------------------------------------------------------------------------------------------- on ranks
+
+
+def build(config, mesh, dtype=torch.float64):
+    full = {name: weight.to(dtype) for name, weight in five_d.build_model(config).items()}
+    return five_d.build_flat_params(five_d.shard_weights(full, config, mesh), mesh)
+
+
+def shards_of(flat_params):
+    return [flat_param.shard for flat_param in flat_params]
+
+
+def step_once(layout, *, dtype=torch.float64, labels=None, make_optimizer=torch.optim.SGD):
+    """Flat parameters after one step, and what the step returns."""
+    config, mesh = sizes_of(layout), mesh_of(layout)
+    flat_params = build(config, mesh, dtype)
+    tokens, own_labels = get_batch(0, config)
+    batch = five_d.shard_batch(tokens, own_labels if labels is None else labels, config, mesh)
+    result = five_d.train_step(batch, flat_params, make_optimizer(shards_of(flat_params)), 1.0, config, mesh)
+    return flat_params, result
+
+
+def full_gradients(flat_params, config, mesh):
     """From the shards of all ranks, by plain collectives of the test."""
     found = {}
-    for line in lines:
-        parts = [torch.empty_like(line.shard) for _ in range(line.group.size())]
-        dist.all_gather(parts, line.shard.grad.clone(), group=line.group)
-        found |= line.named(torch.cat(parts))
-    return five_d.gather_whole(found, config, mesh)
+    for flat_param in flat_params:
+        parts = [torch.empty_like(flat_param.shard) for _ in range(flat_param.group_size)]
+        dist.all_gather(parts, flat_param.shard.grad.clone(), group=flat_param.group)
+        found |= flat_param.views_of(torch.cat(parts))
+    return five_d.gather_full_weights(found, config, mesh)
 
 
-def sent_by_gather_whole(config):
-    """Bytes of what a rank gives away, and of its weights."""
-    mesh, given, gather = mesh_of(Layout(1)), [], dist.all_gather_object
-    lines = five_d.make_lines(five_d.my_pieces(five_d.whole_weights(config), config, mesh), mesh)
-    mine = {name: p for line in lines for name, p in line.w.items()}
-
-    def weighed(into, x, group):
-        given.append(len(pickle.dumps(x)))
-        gather(into, x, group=group)
-
-    dist.all_gather_object = weighed
-    try:
-        five_d.gather_whole(mine, config, mesh)
-    finally:
-        dist.all_gather_object = gather
-    return given[0], sum(p.nbytes for p in mine.values())
-
-
-def test_whole_weights_are_put_together_from_pieces_and_not_from_the_lines_they_lie_in():
-    [(sent, weights)] = run_ranks(1, sent_by_gather_whole, five_d.TINY)
-    assert weights <= sent <= 1.5 * weights, f"{sent:,} bytes for {weights:,} of weights"
-
-
-def trained(config, layout, ranks=None, limits=LIMITS, optimizer=torch.optim.SGD, **more):
+def train(config, layout, ranks=None, max_norms=MAX_NORMS, make_optimizer=torch.optim.SGD):
     mesh = mesh_of(layout, ranks)
-    lines = five_d.make_lines(five_d.my_pieces(five_d.whole_weights(config), config, mesh), mesh)
-    step_of = optimizer([line.shard for line in lines], lr=0.1)
+    flat_params = build(config, mesh)
+    optimizer = make_optimizer(shards_of(flat_params), lr=0.1)
     losses, norms, gradients = [], [], []
-    for step, limit in enumerate(limits):
-        batch = five_d.cut(*batch_of(step, config), config, mesh)
-        loss, norm = five_d.train_step(batch, lines, step_of, limit, config, mesh)
+    for step, max_norm in enumerate(max_norms):
+        batch = five_d.shard_batch(*get_batch(step, config), config, mesh)
+        loss, norm = five_d.train_step(batch, flat_params, optimizer, max_norm, config, mesh)
         losses, norms = [*losses, loss], [*norms, norm]
-        gradients.append(whole_gradients(lines, config, mesh))
-        assert not any(line.gradients.any() for line in lines), "gradients of the last step are still there"
-    mine = {name: p.detach() for line in lines for name, p in line.w.items()}
-    weights = five_d.gather_whole(mine, config, mesh)
-    assert_same_named(mine, five_d.my_pieces(weights, config, mesh), 0.0, "replica", dist.get_rank())
-    return losses, norms, gradients, weights
+        gradients.append(full_gradients(flat_params, config, mesh))
+        assert not any(x.full_grad.any() for x in flat_params), "gradients of the last step are still there"
+    shards = {name: p.detach() for name, p in five_d.all_params(flat_params).items()}
+    full = five_d.gather_full_weights(shards, config, mesh)
+    assert_same_named(shards, five_d.shard_weights(full, config, mesh), 0.0, "replica", dist.get_rank())
+    return losses, norms, gradients, full
 
 
-def assert_is_one_process(layout, config=None, trained=trained, ranks=None, **more):
+def assert_matches_reference(layout, config=None, train=train, ranks=None, **options):
     config = config or sizes_of(layout)
-    want = unsharded(config, **more)
-    for rank, got in enumerate(run_ranks(ranks or layout.ranks, trained, config, layout, **more)):
-        for step in range(len(want[0])):
-            assert_same(got[0][step], want[0][step], what=f"loss of step {step}", rank=rank)
-            assert_same(got[1][step], want[1][step], what=f"norm of step {step}", rank=rank)
-            assert_same_named(got[2][step], want[2][step], what=f"step {step}, gradient of", rank=rank)
-        assert_same_named(got[3], want[3], what="after three steps, weight", rank=rank)
+    losses, norms, gradients, weights = reference(config, **options)
+    for rank, got in enumerate(run_ranks(ranks or layout.ranks, train, config, layout, **options)):
+        for step in range(len(losses)):
+            assert_same(got[0][step], losses[step], what=f"loss of step {step}", rank=rank)
+            assert_same(got[1][step], norms[step], what=f"norm of step {step}", rank=rank)
+            assert_same_named(got[2][step], gradients[step], what=f"step {step}, gradient of", rank=rank)
+        assert_same_named(got[3], weights, what="after three steps, weight", rank=rank)
 
 
-def name(layout):
-    return "-".join(f"{axis}{size}" for axis, size in zip(layout._fields, layout, strict=True))
-
-
-ALONE = [Layout(1), Layout(1, experts=0), Layout(1, experts=1)]
-SINGLE = [Layout(2), Layout(2, pp=2), Layout(2, cp=2), Layout(2, tp=2), Layout(2, ep=2)]
-SINGLE += [Layout(4, pp=4, micro_batches=4), Layout(4, cp=4), Layout(4, ep=4), Layout(3, pp=3), Layout(3, cp=3)]
-SINGLE += [Layout(2, tp=2, experts=0), Layout(2, cp=2, experts=0)]
-TWO = ("pp", "cp", "tp", "ep")
-PAIRS = [Layout(4, **dict.fromkeys(pair, 2)) for pair in itertools.combinations(TWO, 2)]
-PAIRS += [Layout(4, **{axis: 2}) for axis in TWO]  # with dp
-PAIRS += [Layout(4, tp=2, cp=2, experts=0), Layout(4, tp=2, pp=2, experts=0)]
-EIGHT = [Layout(8, pp=2, cp=2, tp=2, ep=2), Layout(8, cp=2, tp=2, ep=4), Layout(8, micro_batches=1)]
-SIXTEEN = [Layout(16, pp=2, cp=2, tp=2, ep=2), Layout(16, pp=4, cp=2, tp=2, ep=4, micro_batches=8)]
-SIXTEEN += [Layout(16, pp=2, cp=2, tp=2, experts=0), Layout(16, pp=2, tp=2, ep=4)]
-
-
-@pytest.mark.always(
-    "ranks1-pp1-cp1-tp1-ep1-experts4-micro_batches2",
-    "ranks2-pp1-cp1-tp1-ep1-experts4-micro_batches2",
-    "ranks2-pp1-cp1-tp2-ep1-experts4-micro_batches2",
-    "ranks2-pp1-cp1-tp1-ep2-experts4-micro_batches2",
-    "ranks3-pp3-cp1-tp1-ep1-experts4-micro_batches2",
-    "ranks3-pp1-cp3-tp1-ep1-experts4-micro_batches2",
-    "ranks2-pp1-cp2-tp1-ep1-experts0-micro_batches2",
-)
-@pytest.mark.parametrize("layout", ALONE + SINGLE, ids=name)
-def test_each_axis_alone_is_one_process(layout):
-    assert_is_one_process(layout)
-
-
-@pytest.mark.always(
-    "ranks4-pp2-cp2-tp1-ep1-experts4-micro_batches2",
-    "ranks4-pp1-cp1-tp2-ep2-experts4-micro_batches2",
-    "ranks4-pp2-cp1-tp2-ep1-experts0-micro_batches2",
-)
-@pytest.mark.parametrize("layout", PAIRS, ids=name)
-def test_two_axes_together_are_one_process(layout):
-    assert_is_one_process(layout)
-
-
-@pytest.mark.parametrize("layout", EIGHT[:1] + [pytest.param(x, marks=pytest.mark.prove) for x in EIGHT[1:]], ids=name)
-def test_eight_ranks_are_one_process(layout):
-    assert_is_one_process(layout)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("layout", SIXTEEN, ids=name)
-def test_sixteen_ranks_are_one_process(layout):
-    assert_is_one_process(layout)
+AXES = ("pp", "cp", "tp", "ep")
+FIXED = [Layout(1), Layout(1, experts=0), Layout(1, experts=1), Layout(2), Layout(4, pp=4, micro_batches=4)]
+FIXED += [Layout(2, **{axis: 2}) for axis in AXES] + [Layout(4, cp=4), Layout(4, ep=4), Layout(3, pp=3)]
+FIXED += [Layout(3, cp=3), Layout(2, tp=2, experts=0), Layout(2, cp=2, experts=0)]
+PAIRS = [Layout(4, tp=2, ep=2), Layout(4, pp=2, cp=2), Layout(4, cp=2, tp=2)]
+FIXED += [Layout(4, **dict.fromkeys(pair, 2)) for pair in (("pp", "tp"), ("pp", "ep"), ("cp", "ep"))]
+FIXED += [Layout(4, **{axis: 2}) for axis in AXES]  # with dp
+FIXED += [Layout(4, tp=2, cp=2, experts=0), Layout(4, tp=2, pp=2, experts=0)]
+FIXED += [Layout(8, pp=2, cp=2, tp=2, ep=2), Layout(8, cp=2, tp=2, ep=4), Layout(8, micro_batches=1)]
+FIXED += [Layout(16, pp=2, cp=2, tp=2, ep=2), Layout(16, pp=4, cp=2, tp=2, ep=4, micro_batches=8)]
+FIXED += [Layout(16, pp=2, cp=2, tp=2, experts=0), Layout(16, pp=2, tp=2, ep=4)]
 
 
 def random_layout(seed):
-    """A layout of up to 8 ranks, and sizes for which it is right: layers, heads, lengths that few numbers divide."""
+    """A layout of up to 8 ranks, and sizes that fit it: layers, heads, lengths that few numbers divide."""
     chance = random.Random(seed)
     while True:
         pp, cp, tp, dp = (chance.choice(x) for x in ((1, 1, 2, 3, 4), (1, 1, 2, 3), (1, 1, 2), (1, 1, 2, 3)))
-        experts, ep, M = chance.choice((0, 1, 2, 3, 4, 6)), chance.choice((1, 1, 2, 3, 4, 6)), chance.choice((1, 2, 3))
+        experts, ep, m = chance.choice((0, 1, 2, 3, 4, 6)), chance.choice((1, 1, 2, 3, 4, 6)), chance.choice((1, 2, 3))
         if pp * cp * tp * dp <= 8 and math.gcd(experts, dp * cp * tp) % ep == 0:
-            layout = Layout(pp * cp * tp * dp, pp, cp, tp, ep, experts, M)
-            more = {
-                "length": chance.randint(5, 23),
-                "layers": chance.randint(pp, 5),
-                "batch": dp * M * chance.randint(1, 2),
-            }
-            return layout, more
+            seq_len = chance.randint(5, 23)
+            n_layers = chance.randint(pp, 5)
+            batch = dp * m * chance.randint(1, 2)
+            layout = Layout(pp * cp * tp * dp, pp, cp, tp, ep, experts, m)
+            return layout, {"seq_len": seq_len, "n_layers": n_layers, "batch": batch}
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("seed", range(60))
-def test_any_of_sixty_random_layouts_is_one_process(seed):
-    layout, more = random_layout(seed)
-    assert_is_one_process(layout, sizes_of(layout, **more))
+LAYOUTS = [pytest.param(layout, {}, id=name_of(layout)) for layout in FIXED]
+LAYOUTS += [pytest.param(*random_layout(seed), id=f"random{seed}") for seed in range(60)]
 
 
-def on_two_slices(config, layout, **more):
-    """Ranks 0 and 2 train one model, ranks 1 and 3 another, at the same time."""
-    return trained(config, layout, [dist.get_rank() % 2, dist.get_rank() % 2 + 2], **more)
+@pytest.mark.always(
+    *("ranks1", "ranks2", "ranks2-tp2", "ranks2-ep2", "ranks3-pp3", "ranks3-cp3", "ranks2-cp2-experts0"),
+    *("ranks4-pp2-tp2-experts0", "ranks8-pp2-cp2-tp2-ep2"),
+    *("random16", "random45", "random57"),
+)
+@pytest.mark.parametrize(("layout", "changes"), LAYOUTS)
+def test_training_matches_reference(layout, changes):
+    assert_matches_reference(layout, sizes_of(layout, **changes))
 
 
-@pytest.mark.parametrize("layout", [Layout(2, tp=2, ep=2), Layout(2, pp=2)], ids=name)
+def test_pairs_of_axes_match_reference():
+    for layout in PAIRS:
+        assert_matches_reference(layout)
+
+
+def train_on_two_slices(config, layout, **options):
+    """Ranks 0 and 2 train one model, ranks 1 and 3 another one, at the same time."""
+    return train(config, layout, [dist.get_rank() % 2, dist.get_rank() % 2 + 2], **options)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, tp=2, ep=2), Layout(2, pp=2)], ids=name_of)
 def test_two_slices_of_the_world_train_two_models_at_the_same_time(layout):
-    assert_is_one_process(layout, trained=on_two_slices, ranks=4)
+    assert_matches_reference(layout, train=train_on_two_slices, ranks=4)
 
 
-def test_adamw_with_decay_and_every_step_clipped_is_torchs_own():
+def test_adamw_with_decay_and_clipping_in_every_step_matches_torch():
     adamw = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
     layout = Layout(4, cp=2, tp=2, ep=2)
-    assert_is_one_process(layout, limits=(0.3, 0.3, 0.3), optimizer=adamw)
+    assert_matches_reference(layout, max_norms=(0.3, 0.3, 0.3), make_optimizer=adamw)
 
 
-def test_without_any_label_loss_and_gradient_are_zero_and_not_nan():
-    for loss, norm in run_ranks(2, step_without_labels):
-        assert loss == 0 and norm == 0
+def step_without_labels(layout):
+    return step_once(layout, labels=torch.full((SIZES.batch, SIZES.seq_len), IGNORE_INDEX))[1]
 
 
-def step_without_labels():
-    layout = Layout(2, tp=2)
-    config, mesh = sizes_of(layout), mesh_of(layout)
-    lines = five_d.make_lines(five_d.my_pieces(five_d.whole_weights(config), config, mesh), mesh)
-    tokens, labels = batch_of(0, config)
-    batch = five_d.cut(tokens, torch.full_like(labels, IGNORE), config, mesh)
-    return five_d.train_step(batch, lines, torch.optim.SGD([x.shard for x in lines]), 1.0, config, mesh)
+def test_without_any_label_loss_and_norm_are_zero_and_not_nan():
+    assert run_ranks(2, step_without_labels, Layout(2, tp=2)) == [(0, 0)] * 2
+
+
+def bf16_gradients(layout):
+    with patch(f"{__name__}.SIZES", SIZES._replace(dtype=torch.bfloat16)):
+        flat_params, _ = step_once(layout, dtype=torch.float32)
+        return full_gradients(flat_params, sizes_of(layout), mesh_of(layout))
+
+
+def test_bf16_gradients_of_a_layout_are_as_near_to_float64_as_those_of_one_rank():
+    layout = Layout(4, cp=2, tp=2, experts=0)
+    expected = reference(sizes_of(layout), max_norms=(1.0,))[2][0]
+    flat = torch.cat([x.flatten() for x in expected.values()])
+    errors = []
+    for each in (Layout(1, experts=0), layout):
+        got = run_ranks(each.ranks, bf16_gradients, each)[0]
+        assert all(x.dtype == torch.float32 for x in got.values()), "gradients are summed in fp32"
+        error = torch.cat([got[name].flatten().double() for name in expected]) - flat
+        errors.append((error.norm() / flat.norm()).item())
+    assert errors[0] < 0.1 and errors[1] <= 1.5 * errors[0], errors
 
 
 # ----------------------------------------------------------------------------------------------------- bytes
 
 
-def counted(layout):
-    """Bytes of one AdamW step by the harness's counters, by the script, by formula."""
+def count_bytes(layout):
+    """Bytes of one AdamW step: by the harness's meters, by the script, by formula."""
     config, mesh = sizes_of(layout), mesh_of(layout)
-    lines = five_d.make_lines(five_d.my_pieces(five_d.whole_weights(config), config, mesh), mesh)
-    optimizer = torch.optim.AdamW([line.shard for line in lines])
+    flat_params = build(config, mesh)
+    optimizer = torch.optim.AdamW(shards_of(flat_params))
     for step in range(2):
-        batch = five_d.cut(*batch_of(step, config), config, mesh)
+        batch = five_d.shard_batch(*get_batch(step, config), config, mesh)
         five_d.sent.clear()
         with communication() as wire:
-            five_d.train_step(batch, lines, optimizer, 1.0, config, mesh)
-    parameters = [p for line in lines for p in (*line.w.values(), line.shard)]
-    said = dict(five_d.sent)
-    want = five_d.formulas(lines, config, mesh, 2, said.pop("rows", 0))
-    return (
-        dict(wire.sent),
-        held_bytes(parameters, optimizer).total,
-        said,
-        want,
-        dist.get_world_size(mesh.group["stage"]),
-    )
+            five_d.train_step(batch, flat_params, optimizer, 1.0, config, mesh)
+    stored = held_bytes([*five_d.all_params(flat_params).values(), *shards_of(flat_params)], optimizer).total
+    sent = dict(five_d.sent)
+    expected = five_d.expected_bytes(flat_params, config, mesh, 2, sent.pop("rows", 0))
+    return sum(wire.sent.values()), stored, sent, expected, dist.get_world_size(mesh.groups["stage"])
 
 
 BYTES = [Layout(1), Layout(4, cp=2, tp=2, ep=2), Layout(4, pp=2, tp=2, experts=0), Layout(4, pp=4), Layout(3, cp=3)]
 
 
-@pytest.mark.parametrize("layout", BYTES, ids=name)
-def test_bytes_held_and_sent_are_those_of_the_formulas(layout):
-    for rank, (wire, held, said, want, stage) in enumerate(run_ranks(layout.ranks, counted, layout)):
-        assert held == want["held"], f"rank {rank} holds {held:,} bytes, not {want['held']:,}"
+@pytest.mark.parametrize("layout", BYTES, ids=name_of)
+def test_bytes_stored_and_sent_match_the_formulas(layout):
+    for rank, (wire, stored, sent, expected, stage) in enumerate(run_ranks(layout.ranks, count_bytes, layout)):
+        assert stored == expected["stored"], f"rank {rank} stores {stored:,} bytes, not {expected['stored']:,}"
         for axis in ("tp", "cp", "pp", "ep", "zero"):
-            assert said.get(axis, 0) == want[axis], f"rank {rank} says that {axis} sends {said.get(axis)}"
-        # Three numbers are summed so that all know them: labels over the stage, loss and norm over all.
+            assert sent.get(axis, 0) == expected[axis], f"rank {rank}, {axis}: sends {sent.get(axis)}"
+        # Three scalars are all-reduced: the number of labels over the stage, loss and norm over all ranks.
         scalars = 8 * sum(2 * (n - 1) / n for n in (stage, layout.ranks, layout.ranks))
-        total = sum(want[axis] for axis in ("tp", "cp", "pp", "ep", "zero")) + scalars
-        assert abs(sum(wire.values()) - total) < 8, f"rank {rank} sends {wire}, not {want}"
+        total = sum(expected.values()) - expected["stored"] + scalars
+        assert abs(wire - total) < 8, f"rank {rank} sends {wire} bytes, not {total}"
 
 
-# -------------------------------------------------------------------------------------------------- precision
+def pickled_by_gather_full_weights(config):
+    """Bytes that a rank gives to gather_full_weights' collective, and bytes of its weights."""
+    mesh, given, gather = mesh_of(Layout(1)), [], dist.all_gather_object
+    params = five_d.all_params(build(config, mesh))
+
+    def weigh(into, x, group):
+        given.append(len(pickle.dumps(x)))
+        gather(into, x, group=group)
+
+    with patch.object(dist, "all_gather_object", weigh):
+        five_d.gather_full_weights(params, config, mesh)
+    return given[0], sum(p.nbytes for p in params.values())
 
 
-def gradients_in(dtype, layout):
-    config, mesh = sizes_of(layout, dtype=dtype), mesh_of(layout)
-    whole = {name: x.float() for name, x in five_d.whole_weights(config).items()}
-    lines = five_d.make_lines(five_d.my_pieces(whole, config, mesh), mesh)
-    optimizer = torch.optim.SGD([line.shard for line in lines], lr=0.0)
-    five_d.train_step(five_d.cut(*batch_of(0, config), config, mesh), lines, optimizer, math.inf, config, mesh)
-    return whole_gradients(lines, config, mesh)
+def test_gather_full_weights_sends_shards_without_the_flat_parameter_behind_them():
+    [(sent, weights)] = run_ranks(1, pickled_by_gather_full_weights, five_d.TINY)
+    assert weights <= sent <= 1.5 * weights, f"{sent:,} bytes for {weights:,} of weights"
 
 
-def test_in_bf16_the_gradient_of_a_layout_is_as_near_to_float64_as_that_of_one_rank():
-    layout = Layout(4, cp=2, tp=2, experts=0)
-    want = unsharded(sizes_of(layout), limits=(math.inf,))[2][0]
-    flat = torch.cat([x.flatten() for x in want.values()])
-    errors = []
-    for some in (Layout(1, experts=0), layout):
-        for got in run_ranks(some.ranks, gradients_in, torch.bfloat16, some)[:1]:
-            assert all(x.dtype == torch.float32 for x in got.values()), "gradients are summed in fp32"
-            errors.append(((torch.cat([got[n].flatten().double() for n in want]) - flat).norm() / flat.norm()).item())
-    assert errors[0] < 0.05 and errors[1] <= 1.5 * errors[0], errors
+# ------------------------------------------------------------------------------------- groups, pipeline, ring
+
+
+def test_groups_and_shards_of_16_ranks_are_those_of_the_lesson_and_its_figure():
+    def get_rank(group=None):  # a group is a list of ranks, and nothing is sent
+        return 5 if group is None else group.index(5)
+
+    def new_group(ranks, *_, **__):
+        return ranks
+
+    with patch.multiple(dist, get_rank=get_rank, get_world_size=len, new_group=new_group):
+        mesh = mesh_of(Layout(16, pp=2, cp=2, tp=2, ep=2))
+        flat_params = build(five_d.TINY, mesh)
+    groups = {"tp": [4, 5], "cp": [5, 7], "pp": [5, 13], "ep": [4, 5], "dp x cp": [1, 3, 5, 7]}
+    groups |= {"same experts": [1, 3, 5, 7], "stage": list(range(8)), "all": list(range(16))}
+    assert mesh.groups == groups
+    figure = (Path(five_d.__file__).parent / "figures/grid.svg").read_text()
+    drawn = re.findall(r'data-group="(.*?)" data-ranks="(.*?)"', figure)
+    assert drawn and all(groups[name] == [int(rank) for rank in ranks.split()] for name, ranks in drawn)
+    assert {len(x.full): len(x.shard) for x in flat_params} == {8576: 1072, 3072: 768, 9216: 2304}
+    [matrices] = [x for x in flat_params if len(x.full) == 3072]  # its first shard is rank 1's
+    assert next(iter(matrices.shapes.items())) == ("0.q_proj", (16, 32))
+
+
+def max_in_flight(layout):
+    """Graphs alive at once: outputs of the stage that had no backward pass yet."""
+    alive, most, run_stage = 0, 0, five_d.run_stage
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            nonlocal alive
+            alive -= 1
+            return grad_output
+
+    with patch.object(five_d, "run_stage", lambda *args: Counted.apply(run_stage(*args))):
+        step_once(layout)
+    return most
+
+
+def test_micro_batches_in_flight_are_as_many_as_stages_from_here_on():
+    assert run_ranks(4, max_in_flight, Layout(4, pp=4, micro_batches=8)) == [4, 3, 2, 1]
+
+
+def run_ring(q, k, v):
+    """Positions of this rank, its output and gradients, and how many (query, key) pairs it computed."""
+    mesh, pairs, block = mesh_of(Layout(3, cp=3)), 0, five_d.attention_block
+
+    def counted(q, k, v, causal):
+        nonlocal pairs
+        pairs += len(q) * (len(q) + 1) // 2 if causal else len(q) * len(k)
+        return block(q, k, v, causal)
+
+    positions = five_d.token_positions(len(q), mesh)
+    inputs = [x[positions].requires_grad_() for x in (q, k, v)]
+    with patch.object(five_d, "attention_block", counted):
+        out = five_d.ring_attention(*inputs, mesh.groups["cp"])
+    out.square().sum().backward()
+    return positions, out.detach(), [x.grad for x in inputs], pairs
+
+
+def test_ring_attention_matches_torch_and_all_ranks_compute_the_same_number_of_pairs():
+    q, k, v = torch.randn(3, 24, 2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = [x.clone().requires_grad_() for x in (q, k[:, :, :2], v[:, :, :2])]
+    heads_first = [x.permute(1, 2, 0, 3) for x in inputs]
+    expected = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
+    expected.square().sum().backward()
+    results = run_ranks(3, run_ring, *(x.detach() for x in inputs))
+    for rank, (positions, out, _, pairs) in enumerate(results):
+        assert_same(out, expected.detach()[positions], what="attention", rank=rank)
+        assert pairs == 24 * 25 // 2 // 3
+    for rank, (positions, _, grads, _) in enumerate(results):
+        for name, x, grad in zip("qkv", inputs, grads, strict=True):
+            assert_same(grad, x.grad[positions], what=f"gradient of {name}", rank=rank)
 
 
 # ------------------------------------------------------------------------------------------------- the script
 
 
-def data():
+def text():
     return torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
 
 
 def run_check(broken):
-    if broken:
-        draw = five_d.whole_weights
-        five_d.whole_weights = lambda config: {n: x * (math.nan if n == "0.k" else 1) for n, x in draw(config).items()}
-    config = five_d.TINY._replace(length=9, batch=8, micro_batches=2)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        wrong = five_d.check(config, Mesh([0, 1], 1, 1, 2, 1), torch.device("cpu"), data())
-    if broken:
-        five_d.whole_weights = draw
-    return wrong, said.getvalue()
+    def build_model(config):
+        return {n: x * (math.nan if broken and n == "0.k_proj" else 1) for n, x in original(config).items()}
+
+    config = five_d.TINY._replace(seq_len=9, batch=8, num_micro_batches=2)
+    printed, original = io.StringIO(), five_d.build_model
+    with contextlib.redirect_stdout(printed), patch.object(five_d, "build_model", build_model):
+        failures = five_d.check(config, Mesh([0, 1], 1, 1, 2, 1), torch.device("cpu"), text())
+    return failures, printed.getvalue()
 
 
-def test_the_check_finds_nothing_wrong_and_prints_bytes_beside_formulas():
-    for rank, (wrong, said) in enumerate(run_ranks(2, run_check, False)):
-        assert wrong == [] and ("by formula" in said) == (rank == 0), wrong
-
-
-def test_the_check_finds_a_weight_that_is_not_a_number():
-    for wrong, _ in run_ranks(2, run_check, True):
-        assert any("nan" in line for line in wrong), wrong
+def test_check_passes_and_finds_a_weight_that_is_not_a_number():
+    for rank, (failures, printed) in enumerate(run_ranks(2, run_check, False)):
+        assert failures == [] and ("by formula" in printed) == (rank == 0), failures
+    for failures, _ in run_ranks(2, run_check, True):
+        assert any("nan" in failure for failure in failures), failures
 
 
 @pytest.mark.prove
-def test_copied_alone_into_an_empty_folder_it_passes(tmp_path):
+def test_a_copy_in_an_empty_folder_passes(tmp_path):
     script = Path(shutil.copy(five_d.__file__, tmp_path))
     done = subprocess.run([sys.executable, "-I", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout + done.stderr
 
 
-def learns(layout, dtype):
-    config = five_d.MODEL._replace(layers=2, hidden=32, inner=48, length=32, batch=16, micro_batches=2, dtype=dtype)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        wrong = five_d.train(config, mesh_of(layout), torch.device("cpu"), data(), 30)
-    return wrong, said.getvalue()
+def learn(layout, dtype):
+    small = {"n_layers": 2, "hidden": 32, "ffn_hidden": 48, "seq_len": 32, "batch": 16, "num_micro_batches": 2}
+    config = five_d.SMALL._replace(**small, dtype=dtype)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        failures = five_d.train(config, mesh_of(layout), torch.device("cpu"), text(), 30)
+    return failures, printed.getvalue()
 
 
 @pytest.mark.always("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_learns_and_writes_a_sample(dtype):
-    (wrong, said), (_, nothing) = run_ranks(2, learns, Layout(2, tp=2, ep=2), dtype)
-    loss = float(said.split()[1].rstrip("."))
-    assert wrong == [] and nothing == ""
+def test_train_learns_and_writes_a_sample(dtype):
+    (failures, printed), (_, nothing) = run_ranks(2, learn, Layout(2, tp=2, ep=2), dtype)
+    loss = float(printed.split()[1].rstrip("."))
+    assert failures == [] and nothing == ""
     assert loss < 4.5, f"after 30 steps the loss is {loss}; it begins at 6, and bytes at random have 5.5"
-    assert len(said) > 250
+    assert len(printed) > 250
 
 
-BAD = [
+REFUSED = [
     (1, "--no-such-option 7", "no-such-option"),
     (6, "--tp 3", "--tp 3 does not divide 4 key/value heads; use 1 or 2 or 4"),
     (4, "--pp 3", "--pp x --cp x --tp 3 does not divide 4 ranks; use 1 or 2 or 4"),
@@ -407,102 +467,25 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("world", "words", "line"), BAD, ids=lambda x: str(x).replace(" ", ""))
-def test_a_layout_that_does_not_fit_is_one_line_that_says_what_would(world, words, line, capsys):
-    with pytest.raises(SystemExit) as end:
-        five_d.parse(words.split(), world)
-    said = capsys.readouterr()
-    assert end.value.code == 2 and said.out == "" and not dist.is_initialized()
-    assert said.err.startswith("five_d.py: ") and line in said.err and said.err.count("\n") == 1, said.err
-
-
-def test_every_option_arrives(monkeypatch):
-    words = "--pp 2 --cp 2 --tp 2 --ep 2 --experts 6 --micro-batches 8"
-    args, config = five_d.parse(words.split(), 16)
-    assert (args.pp, args.cp, args.tp, args.ep, args.train) == (2, 2, 2, 2, None)
-    assert (config.experts, config.micro_batches, config.dtype) == (6, 8, torch.float64)
-    args, config = five_d.parse(["--train", "7", "--precision", "bf16", "--experts", "0"], 1)
-    assert (args.train, config.dtype, config.experts, config.hidden) == (7, torch.bfloat16, 0, five_d.MODEL.hidden)
+def test_a_layout_that_does_not_fit_is_refused_in_one_line_that_says_what_would(capsys, monkeypatch):
+    for world_size, words, message in REFUSED:
+        with pytest.raises(SystemExit) as end:
+            five_d.parse_args(words.split(), world_size)
+        printed = capsys.readouterr()
+        assert end.value.code == 2 and printed.out == "" and not dist.is_initialized(), words
+        assert printed.err.startswith("five_d.py: ") and printed.err.count("\n") == 1, printed.err
+        assert message in printed.err
     monkeypatch.setenv("RANK", "1")  # the other ranks are silent
     with pytest.raises(SystemExit):
-        five_d.parse(["--tp", "3"], 6)
+        five_d.parse_args(["--tp", "3"], 6)
+    assert capsys.readouterr().err == ""
 
 
-# -------------------------------------------------------------------------------------------------- who has what
-
-
-def groups_of(layout):
-    mesh = mesh_of(layout)
-    return {name: dist.get_process_group_ranks(group) for name, group in mesh.group.items()}
-
-
-def test_the_groups_of_rank_5_of_8_are_lines_of_the_grid():
-    got = run_ranks(8, groups_of, Layout(8, pp=2, tp=2, ep=2))[5]
-    want = {"tp": [4, 5], "cp": [5], "pp": [1, 5], "ep": [4, 5], "dp x cp": [5, 7], "stage": [4, 5, 6, 7]}
-    assert got == want | {"same experts": [5, 7], "all": list(range(8))}
-
-
-def kept_at_most(layout):
-    """Graphs alive at once in 1F1B: outputs of stages whose backward has not come yet."""
-    config, mesh = sizes_of(layout), mesh_of(layout)
-    lines = five_d.make_lines(five_d.my_pieces(five_d.whole_weights(config), config, mesh), mesh)
-    alive, most, run = 0, 0, five_d.run_stage
-
-    class Counted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            nonlocal alive, most
-            alive += 1
-            most = max(most, alive)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            nonlocal alive
-            alive -= 1
-            return g
-
-    five_d.run_stage = lambda *args: Counted.apply(run(*args))
-    optimizer = torch.optim.SGD([line.shard for line in lines])
-    five_d.train_step(five_d.cut(*batch_of(0, config), config, mesh), lines, optimizer, 1.0, config, mesh)
-    five_d.run_stage = run
-    return most
-
-
-def test_a_stage_keeps_as_many_micro_batches_as_stages_are_left():
-    assert run_ranks(4, kept_at_most, Layout(4, pp=4, micro_batches=8)) == [4, 3, 2, 1]
-
-
-def pairs_of(layout):
-    """(query, key) pairs that this rank computes in a ring; those of a square of which half is masked count half."""
-    _config, mesh, count, piece = sizes_of(layout), mesh_of(layout), 0, five_d.piece
-
-    def counted_piece(q, k, v, causal):
-        nonlocal count
-        count += len(q) * (len(q) + 1) // 2 if causal else len(q) * len(k)
-        return piece(q, k, v, causal)
-
-    five_d.piece = counted_piece
-    s = len(five_d.positions_of(24, mesh))
-    five_d.ring(*torch.randn(3, s, 1, 2, 4, dtype=torch.float64), mesh.group["cp"])
-    five_d.piece = piece
-    return count
-
-
-def test_in_zigzag_every_rank_computes_as_many_pairs_and_none_that_the_mask_hides():
-    assert run_ranks(3, pairs_of, Layout(3, cp=3)) == [24 * 25 // 2 // 3] * 3
-
-
-def test_the_ring_is_attention():
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 8, 2, 4, 4, generator=generator, dtype=torch.float64)
-    k, v = k[:, :, :2], v[:, :, :2]
-    want = F.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True, enable_gqa=True)
-    for rank, (positions, got) in enumerate(run_ranks(2, ring_of, q, k, v)):
-        assert_same(got, want.permute(2, 0, 1, 3)[positions], what="attention", rank=rank)
-
-
-def ring_of(q, k, v):
-    mesh = mesh_of(Layout(2, cp=2))
-    positions = five_d.positions_of(len(q), mesh)
-    return positions, five_d.ring(q[positions], k[positions], v[positions], mesh.group["cp"])
+def test_every_option_arrives():
+    words = "--pp 2 --cp 2 --tp 2 --ep 2 --experts 6 --micro-batches 8"
+    args, config = five_d.parse_args(words.split(), 16)
+    assert (args.pp, args.cp, args.tp, args.ep, args.train) == (2, 2, 2, 2, None)
+    assert (config.num_experts, config.num_micro_batches, config.dtype) == (6, 8, torch.float64)
+    args, config = five_d.parse_args(["--train", "7", "--precision", "bf16", "--experts", "0"], 1)
+    assert (args.train, config.dtype, config.num_experts) == (7, torch.bfloat16, 0)
+    assert config.hidden == five_d.SMALL.hidden and five_d.parse_args(["--train"], 1)[0].train == 300

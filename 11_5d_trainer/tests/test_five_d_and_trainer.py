@@ -1,4 +1,4 @@
-"""five_d.py beside the trainer, which is built from the chapters' depths: the same weights, batches, losses, norms."""
+"""five_d.py next to the trainer, which imports the chapters' in-depth code: same weights, batches, losses, norms."""
 
 import chapters  # noqa: F401  finds the chapters below
 import five_d
@@ -11,7 +11,7 @@ import train
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import LlamaConfig
-from test_five_d import Layout, batch_of, mesh_of, name, sizes_of, their_name
+from test_five_d import Layout, get_batch, mesh_of, name_in_llama, name_of, shards_of, sizes_of
 
 OPTIONS = "--seq-len 16 --global-batch 8 --micro-batch 2 --precision fp64 --steps 8 --warmup 1 --device cpu --balance 0"
 TRAINED = [
@@ -30,29 +30,28 @@ def sgd(model, lr):
 
 def trainer_and_five_d(words, layout):
     """Losses and norms of both, from the trainer's own first weights, on the same global batches; clipped at 1."""
-    c = sizes_of(layout, length=16, batch=8)
-    sizes = LlamaConfig(256, c.hidden, c.layers, c.heads, c.kv_heads, c.inner)
+    c = sizes_of(layout, seq_len=16, batch=8)
+    sizes = LlamaConfig(256, c.hidden, c.n_layers, c.n_heads, c.n_kv_heads, c.ffn_hidden)
     options = train.prepare(words, dist.get_world_size()).config
     me = trainer.make_rank(options, sizes, torch.device("cpu"), sgd)
     first = dict(model.alone(sizes, options.mixture(sizes)).double().named_parameters())
     mesh = mesh_of(layout)
-    whole = {name: first[their_name(name)].detach() for name in five_d.whole_weights(c)}
-    lines = five_d.make_lines(five_d.my_pieces(whole, c, mesh), mesh)
-    optimizer, both = torch.optim.SGD([line.shard for line in lines], lr=0.1), []
+    full = {name: first[name_in_llama(name)].detach() for name in five_d.build_model(c)}
+    flat_params = five_d.build_flat_params(five_d.shard_weights(full, c, mesh), mesh)
+    optimizer = torch.optim.SGD(shards_of(flat_params), lr=0.1)
+    both = []
     for step in range(3):
-        tokens, labels = batch_of(step, c)
-        mine = (x.chunk(me.mesh.sizes["dp"])[me.mesh.place["dp"]].chunk(c.micro_batches) for x in (tokens, labels))
-        theirs = trainer.train_step(me, list(zip(*mine, strict=True)))
-        ours = five_d.train_step(five_d.cut(tokens, labels, c, mesh), lines, optimizer, 1.0, c, mesh)
-        both.append((ours, theirs))
+        tokens, labels = get_batch(step, c)
+        own = (x.chunk(me.mesh.sizes["dp"])[me.mesh.place["dp"]].chunk(c.num_micro_batches) for x in (tokens, labels))
+        theirs = trainer.train_step(me, list(zip(*own, strict=True)))
+        batch = five_d.shard_batch(tokens, labels, c, mesh)
+        both.append((five_d.train_step(batch, flat_params, optimizer, 1.0, c, mesh), theirs))
     return both
 
 
-@pytest.mark.always(
-    "ranks4-pp2-cp1-tp2-ep1-experts0-micro_batches4-", "ranks4-pp1-cp2-tp1-ep2-experts4-micro_batches2-"
-)
-@pytest.mark.parametrize(("layout", "words"), TRAINED, ids=lambda x: name(x) if isinstance(x, Layout) else "")
-def test_the_trainer_has_the_same_losses_and_norms_from_the_same_weights(layout, words, tmp_path):
+@pytest.mark.always("ranks4-pp2-tp2-experts0-micro_batches4", "ranks4-cp2-ep2")
+@pytest.mark.parametrize(("layout", "words"), [pytest.param(*each, id=name_of(each[0])) for each in TRAINED])
+def test_losses_and_norms_match_the_trainer(layout, words, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} and {i * i}. " for i in range(2000)))
     words = f"{OPTIONS} --data {text} {words}".split()
