@@ -903,29 +903,25 @@ def parse_args(words: list[str] | None, world_size: int) -> tuple[argparse.Names
         if total % value:
             divisors = " or ".join(str(i) for i in range(1, total + 1) if total % i == 0)
             parser.error(f"{option} {value} does not divide {what}; use {divisors}")
+    return args, config
+
+
+def init_distributed() -> torch.device:
+    """Start torchrun's process group, or one of this process alone. Returns this rank's device."""
     num_gpus = torch.cuda.device_count()
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if 0 < num_gpus < num_local:
-        parser.error(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
-    return args, config
+        fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+    if num_gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # or all would use GPU 0
+    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if num_gpus else "gloo", timeout=timedelta(seconds=60), **single)
+    return torch.device("cuda" if num_gpus else "cpu")
 
 
 def main() -> int:
     args, config = parse_args(None, int(os.environ.get("WORLD_SIZE", 1)))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:  # started by python, not by torchrun
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",  # any free port
-        }
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
-
+    device = init_distributed()
     mesh = Mesh(list(range(dist.get_world_size())), args.pp, args.cp, args.tp, args.ep)
     if dist.get_rank() == 0:
         sizes = f"pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} x tp {mesh.tp}, ep {mesh.ep}"
