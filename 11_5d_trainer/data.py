@@ -17,17 +17,28 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
 import torch
 from llama import IGNORE
 from options import Config, UsageError
+from sources import (
+    BYTES,
+    as_bytes,
+    as_numbers,
+    check_width,
+    encode_whole,
+    in_words,
+    load_tokenizer,
+    map_file,
+    read_text,
+    text_files,
+)
 from torch import Tensor
 from training_step import next_token_pairs
 
-BYTES = {"uint16": 2, "uint32": 4}
 SCAN = 2**22  # tokens looked at in one go
+MOST_TEXT = 10**8  # bytes of text that every process may encode for itself
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Corpus:
     vocab_size: int
     decode: Callable[[list[int]], str]
     tokens_per_byte: float | None = None  # of the validation text; None where the text is not known
+    messages: tuple[str, ...] = ()  # for the user
 
 
 def load_corpus(config: Config) -> Corpus:
@@ -51,57 +63,71 @@ def load_corpus(config: Config) -> Corpus:
     path = Path(config.data) if config.data else Path(sysconfig.get_paths()["stdlib"])
     if not path.exists():
         raise UsageError(f"--data {config.data} does not exist; give a text file, a folder or a .bin of tokens")
-    vocab_size, decode, text_bytes = config.vocab_size or 256, as_bytes, 0
-    if path.is_dir() and (path / "train.bin").exists():
-        if not (path / "val.bin").exists():
-            raise UsageError(f"--data {path} holds train.bin but no val.bin; add it, or name train.bin itself")
-        train, val, decode = map_tokens(path / "train.bin", config), map_tokens(path / "val.bin", config), as_numbers
-    elif path.suffix == ".bin" and path.is_file():
-        train, val = split(map_tokens(path, config))
-        decode = as_numbers
-    elif path.is_dir():
-        files = text_files(path, "*.py" if not config.data else "*")
-        if len(files) < 2:
-            raise UsageError(f"--data {path} holds {len(files)} text files; a folder needs two or more")
-        train, val = read_bytes([f for i, f in enumerate(files) if i % 10 != 9]), read_bytes(files[9::10] or files[-1:])
-    else:
-        train, val = split(read_bytes([path]))
-    if config.tokenizer:
-        if decode is as_numbers:
-            raise UsageError(f"--tokenizer {config.tokenizer} reads text, but --data {config.data} is tokens already")
-        tokenizer = load_tokenizer(config.tokenizer)
-        # A token that begins each text would appear once in the whole corpus: none is added.
-        options = {"add_special_tokens": False, "verbose": False}
-        texts, text_bytes = [as_bytes(t.tolist()) for t in (train, val)], len(val)
-        train, val = (torch.tensor(tokenizer.encode(text, **options), dtype=torch.int32) for text in texts)
-        vocab_size, decode = config.vocab_size or len(tokenizer), tokenizer.decode
-    elif decode is as_bytes:
-        text_bytes = len(val)  # a token is a byte
-    known = decode is not as_numbers and text_bytes > 0
-    corpus = Corpus(train, val, vocab_size, decode, len(val) / text_bytes if known else None)
+    pair = path.is_dir() and (path / "train.bin").exists()
+    if pair and not (path / "val.bin").exists():
+        raise UsageError(f"--data {path} holds train.bin but no val.bin; add it, or name train.bin itself")
+    corpus = load_ids(config, path, pair) if pair or (path.suffix == ".bin" and path.is_file()) else None
+    corpus = corpus or load_text(config, path)
     check_corpus(corpus, config)
     return corpus
 
 
-def as_bytes(tokens: list[int]) -> str:
-    """A model may know more words than there are bytes, and say one: that is shown as what is no text."""
-    return bytes(token if token < 256 else 0xFF for token in tokens).decode(errors="replace")
+def load_ids(config: Config, path: Path, pair: bool) -> Corpus:
+    """A .bin, or a pair of them in a folder."""
+    if config.tokenizer:
+        raise UsageError(f"--tokenizer {config.tokenizer} reads text, but --data {config.data} is tokens already")
+    rows = [map_tokens(path / f"{name}.bin", config) for name in ("train", "val")] if pair else []
+    train, val = rows or split(map_tokens(path, config))
+    return Corpus(train, val, config.vocab_size, as_numbers)
 
 
-def as_numbers(tokens: list[int]) -> str:
-    return " ".join(map(str, tokens))
+def load_text(config: Config, path: Path) -> Corpus:
+    messages: list[str] = []
+    if path.is_dir():
+        files, others = text_files(path, "*.py" if not config.data else "*")
+        if len(files) < 2:
+            what = f"{len(files)} text files{in_words(others)}"
+            raise UsageError(f"--data {path} holds {what}; a folder needs two or more")
+        held_out = files[9::10] or files[-1:]
+        training = [file for i, file in enumerate(files[: None if files[9:] else -1]) if i % 10 != 9]
+        if config.data:
+            names = [str(file.relative_to(path)) for file, _ in held_out]
+            which = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+            used = f"{len(files)} text files, {len(held_out)} of them for validation ({which})"
+            messages.append(f"--data {path}: {used}{in_words(others)}")
+    else:
+        data = read_text(path, "--data")
+        end = len(data) - len(data) // 10
+        while config.tokenizer and end < len(data) and data[end] & 0xC0 == 0x80:
+            end += 1  # not within a character
+        training, held_out = [(path, data[:end])], [(path, data[end:])]
+    texts = [b"".join(text for _, text in some) for some in (training, held_out)]
+    vocab_size = 256
+    decode: Callable[[list[int]], str] = as_bytes
+    if config.tokenizer:
+        tokenizer = load_tokenizer(config.tokenizer)
+        check_encoding([*training, *held_out], path, config.tokenizer)
+        ids = [encode_whole(tokenizer, text.decode()) for text in texts]
+        train, val = (torch.tensor(tokens, dtype=torch.int32) for tokens in ids)
+        vocab_size, decode = tokenizer.vocab_size, tokenizer.decode
+    else:
+        train, val = map(as_row, texts)
+    rate = len(val) / len(texts[1]) if texts[1] else None
+    return Corpus(train, val, config.vocab_size or vocab_size, decode, rate, tuple(messages))
 
 
-def load_tokenizer(name: str) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError:
-        raise UsageError(f"--tokenizer {name} needs transformers; pip install transformers") from None
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # its reasons are many, and long
-        reason = str(error).strip().split("\n")[0]
-        raise UsageError(f"--tokenizer {name} cannot be loaded: {reason}") from None
+def check_encoding(files: list[tuple[Path, bytes]], path: Path, tokenizer: str) -> None:
+    """Raise UsageError for text that a tokenizer cannot read, or that is too much for each process to encode."""
+    if (size := sum(len(text) for _, text in files)) > MOST_TEXT:
+        what = f"{size / 1e6:,.0f} MB, which every process would encode for itself"
+        how = f"python 11_5d_trainer/prepare.py {path} --tokenizer {tokenizer} --out FOLDER"
+        raise UsageError(f"--tokenizer {tokenizer}: --data {path} has {what}; encode it once: {how}")
+    for file, text in files:
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            what = f"{file} is not UTF-8 (at byte {error.start})"
+            raise UsageError(f"--tokenizer {tokenizer} reads UTF-8, but --data {what}; convert it") from None
 
 
 def split(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,38 +135,20 @@ def split(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[:end], tokens[end:]
 
 
-def text_files(folder: Path, pattern: str) -> list[Path]:
-    """Every text file below `folder`, sorted, without hidden ones, caches, installed packages and binaries."""
-    skipped = {"__pycache__", "site-packages", "dist-packages", "test", "tests"} if pattern == "*.py" else set()
-    files = []
-    for path in sorted(folder.rglob(pattern)):
-        parts = path.relative_to(folder).parts
-        hidden = any(part.startswith(".") or part in skipped for part in parts)
-        if not hidden and path.is_file() and path.stat().st_size > 0:
-            with path.open("rb") as file:
-                if b"\0" not in file.read(8192):
-                    files.append(path)
-    return files
-
-
-def read_bytes(files: list[Path]) -> Tensor:
-    text = bytearray()
-    for file in files:
-        text += file.read_bytes()
-    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+def as_row(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
 def map_tokens(path: Path, config: Config) -> Tensor:
-    """The tokens of a .bin as a tensor whose pages are read when they are used."""
+    """The tokens of a .bin that says nothing of itself."""
     if not config.vocab_size:
         raise UsageError(f"--vocab-size is missing: {path.name} holds token ids; GPT-2's tokenizer has 50257")
     size, width = path.stat().st_size, BYTES[config.bin_dtype]
     if size % width:
         raise UsageError(f"--data {path} has {size} bytes, not a multiple of {width}; check --bin-dtype or the file")
-    dtype = getattr(torch, config.bin_dtype)
-    if not size:
-        return torch.empty(0, dtype=dtype)
-    return torch.from_file(str(path), shared=False, size=size // width, dtype=dtype)
+    tokens = map_file(path, config.bin_dtype)
+    check_width(path, tokens, config.bin_dtype)
+    return tokens
 
 
 def check_corpus(corpus: Corpus, config: Config) -> None:

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import chapters  # noqa: F401  finds the chapters below
 import checkpoint
 import torch
-from data import as_bytes, as_numbers, load_tokenizer
 from llama import Llama, LlamaConfig
 from model import alone, full_shapes, give_memory, whole_names
 from options import Config, UsageError
 from parts import WEIGHTS
+from sources import as_bytes, as_numbers, load_tokenizer
 from training_step import generate
 
 
@@ -45,7 +45,7 @@ def read_prompt(prompt: str, config: Config, numbers: bool) -> tuple[list[int], 
     """Tokens of the prompt, and what turns tokens into text again. `numbers`: the run's data were token ids."""
     if config.tokenizer:
         tokenizer = load_tokenizer(config.tokenizer)
-        return tokenizer.encode(prompt, add_special_tokens=False), tokenizer.decode
+        return tokenizer.encode(prompt), tokenizer.decode
     if numbers:
         if not all(word.isdigit() and int(word) < config.vocab_size for word in prompt.split()):
             raise UsageError(f"--prompt {prompt!r}: the run's data are token ids; give some below {config.vocab_size}")

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import peak_flops, step_flops
-from data import Corpus, Sampler, as_numbers, load_corpus
+from data import Corpus, Sampler, load_corpus
 from fits import check_compile, check_kernels, check_memory
 from generate import load_model
 from hf import check_weights, keep_origin, read_sizes
@@ -58,6 +58,7 @@ from rank import (
     weight_dtype,
     who_is_not_finite,
 )
+from sources import as_numbers
 from state import load_full_state, share_of_state
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
@@ -107,6 +108,7 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     if config.tensorboard:
         board(None)
     corpus = load_corpus(config)
+    messages = [*messages, *corpus.messages]
     if resume and resume[2].tokens != len(corpus.train):
         raise UsageError(
             f"--resume {config.resume}: it was trained on {resume[2].tokens:,} tokens, but --data "
