@@ -41,10 +41,12 @@ def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str
     return model, config, path.name, numbers
 
 
-def read_prompt(prompt: str, config: Config, numbers: bool) -> tuple[list[int], Any]:
-    """Tokens of the prompt, and what turns tokens into text again. `numbers`: the run's data were token ids."""
-    if config.tokenizer:
-        tokenizer = load_tokenizer(config.tokenizer)
+def read_prompt(prompt: str, config: Config, numbers: bool, kept: Path | None = None) -> tuple[list[int], Any]:
+    """Tokens of the prompt, and what turns tokens into text again. `numbers`: the run's data were token ids. `kept`:
+    the tokenizer in the run's folder, where an older run has none."""
+    own = str(kept) if kept and kept.exists() else config.tokenizer
+    if own:
+        tokenizer = load_tokenizer(own)
         return tokenizer.encode(prompt), tokenizer.decode
     if numbers:
         if not all(word.isdigit() and int(word) < config.vocab_size for word in prompt.split()):
@@ -75,7 +77,8 @@ def main() -> int:
         parser.error("--device cuda: there is no GPU here; use --device cpu")
     try:
         model, config, name, numbers = load_model(args.run, args.device)
-        tokens, decode = read_prompt(args.prompt, config, numbers)
+        kept = checkpoint.find(args.run)[0] / "tokenizer"
+        tokens, decode = read_prompt(args.prompt, config, numbers, kept)
     except UsageError as error:
         parser.error(str(error).replace("--resume", "run"))
     if not tokens:

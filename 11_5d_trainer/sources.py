@@ -101,9 +101,9 @@ def read_text(path: Path, option: str) -> bytes:
     return data
 
 
-def text_files(folder: Path, pattern: str) -> tuple[list[tuple[Path, bytes]], dict[str, list[str]]]:
-    """Every text file below `folder` with its contents, sorted, without hidden ones, caches and installed packages; and
-    by the reason, the names of the others."""
+def text_files(folder: Path, pattern: str, keep: bool = True) -> tuple[list[tuple[Path, bytes]], dict[str, list[str]]]:
+    """Every text file below `folder`, sorted, without hidden ones, caches and installed packages; and the names of the
+    others, by the reason. To `keep` their contents each is read whole, otherwise only its beginning."""
     skipped = {"__pycache__", "site-packages", "dist-packages", "test", "tests"} if pattern == "*.py" else set()
     found: list[tuple[Path, bytes]] = []
     others: dict[str, list[str]] = {}
@@ -116,12 +116,12 @@ def text_files(folder: Path, pattern: str) -> tuple[list[tuple[Path, bytes]], di
         if not why:
             with path.open("rb") as file:
                 why = refused(path, data := file.read(2**16))
-                data += file.read() if not why else b""
+                data += file.read() if keep and not why else b""
                 why = (why or refused(path, data)) if data else "empty"
         if why:
             others.setdefault(why.split(" (")[0], []).append(str(path.relative_to(folder)))
         else:
-            found.append((path, data))
+            found.append((path, data if keep else b""))
     return found, others
 
 
