@@ -69,11 +69,20 @@ class Config:
     kv_heads: int = option(0, "key/value heads, which query heads share", fixed=True, least=0)
     intermediate: int = option(0, "width of the MLP, or of each expert", fixed=True, least=0)
     init: str = option("", "folder of a Hugging Face model (hf.py) to start from; replaces --preset", fixed=True)
-    data: str = option("", "text file, folder, or .bin of tokens; default: Python's standard library", fixed=True)
+    data: str = option(
+        "",
+        "text file, folder, .bin of tokens, or what prepare.py wrote; default: Python's standard library",
+        fixed=True,
+    )
     bin_dtype: str = option("uint16", "type of the tokens in a .bin", fixed=True, choices=("uint16", "uint32"))
-    tokenizer: str = option("", "folder or name of a Hugging Face tokenizer; default: text is bytes", fixed=True)
+    tokenizer: str = option(
+        "", "tokenizer.json, a folder with one, or a name on the Hub; default: text is bytes", fixed=True
+    )
     vocab_size: int = option(
-        0, "words; needed for a .bin. If 0, those of --tokenizer, and without one 256 bytes", fixed=True, least=0
+        0,
+        "tokens; needed for a .bin without a meta file. If 0, those of --tokenizer, without one 256",
+        fixed=True,
+        least=0,
     )
     documents: bool = option(
         False, "no token sees another document (chapter 05), nor learns to predict its beginning", fixed=True

@@ -4,6 +4,7 @@
     mesh.py        the grid of ranks and its groups   model.py       a rank's part of the model: chapters 01, 04, 05
     rank.py        one rank and one step              engine.py      gradients to new weights: chapters 02 and 03
     data.py        tokens to micro-batches            state.py       the same as whole tensors, to save and to load
+    sources.py     what is on disk                    prepare.py     your own data to tokens
     checkpoint.py  save, find, load                   curve.py       the loss curve
 
     python 11_5d_trainer/train.py                                       one rank

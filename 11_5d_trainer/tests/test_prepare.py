@@ -323,6 +323,7 @@ def test_each_source_has_its_share_and_its_windows_come_once_an_epoch():
     seen = [sampler.window(n) for n in range(2 * ROUND)]
     for begin in (0, ROUND):
         assert sum(window >= 64 for window in seen[begin : begin + ROUND]) == 256
+    assert [window >= 64 for window in seen[:ROUND]] != [window >= 64 for window in seen[ROUND:]]
     first, second = [w for w in seen if w < 64], [w - 64 for w in seen if w >= 64]
     for windows, count in ((first, 64), (second, 20)):
         epochs = [windows[i : i + count] for i in range(0, len(windows) - count + 1, count)]
