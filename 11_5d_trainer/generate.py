@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import chapters  # noqa: F401  finds the chapters below
 import checkpoint
 import torch
-from data import as_bytes, as_numbers, load_tokenizer
 from llama import Llama, LlamaConfig
 from model import alone, full_shapes, give_memory, whole_names
 from options import Config, UsageError
 from parts import WEIGHTS
+from sources import as_bytes, as_numbers, load_tokenizer
 from training_step import generate
 
 
@@ -41,11 +41,13 @@ def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str
     return model, config, path.name, numbers
 
 
-def read_prompt(prompt: str, config: Config, numbers: bool) -> tuple[list[int], Any]:
-    """Tokens of the prompt, and what turns tokens into text again. `numbers`: the run's data were token ids."""
-    if config.tokenizer:
-        tokenizer = load_tokenizer(config.tokenizer)
-        return tokenizer.encode(prompt, add_special_tokens=False), tokenizer.decode
+def read_prompt(prompt: str, config: Config, numbers: bool, kept: Path | None = None) -> tuple[list[int], Any]:
+    """Tokens of the prompt, and what turns tokens into text again. `numbers`: the run's data were token ids. `kept`:
+    the tokenizer in the run's folder, where an older run has none."""
+    own = str(kept) if kept and kept.exists() else config.tokenizer
+    if own:
+        tokenizer = load_tokenizer(own)
+        return tokenizer.encode(prompt), tokenizer.decode
     if numbers:
         if not all(word.isdigit() and int(word) < config.vocab_size for word in prompt.split()):
             raise UsageError(f"--prompt {prompt!r}: the run's data are token ids; give some below {config.vocab_size}")
@@ -75,7 +77,8 @@ def main() -> int:
         parser.error("--device cuda: there is no GPU here; use --device cpu")
     try:
         model, config, name, numbers = load_model(args.run, args.device)
-        tokens, decode = read_prompt(args.prompt, config, numbers)
+        kept = checkpoint.find(args.run)[0] / "tokenizer"
+        tokens, decode = read_prompt(args.prompt, config, numbers, kept)
     except UsageError as error:
         parser.error(str(error).replace("--resume", "run"))
     if not tokens:

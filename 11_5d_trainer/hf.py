@@ -266,6 +266,8 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     came = json.loads(origin.read_text()) if origin.exists() else {}
     about = config_json(sizes, moe, kind, config.seq_len, came)
     (out / "config.json").write_text(json.dumps(about, indent=1) + "\n")
+    if (home / "tokenizer").exists():
+        shutil.copytree(home / "tokenizer", out, dirs_exist_ok=True)
     if (home / "origin" / "generation_config.json").exists():
         shutil.copy(home / "origin" / "generation_config.json", out)
     return path.name

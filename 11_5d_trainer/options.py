@@ -69,11 +69,23 @@ class Config:
     kv_heads: int = option(0, "key/value heads, which query heads share", fixed=True, least=0)
     intermediate: int = option(0, "width of the MLP, or of each expert", fixed=True, least=0)
     init: str = option("", "folder of a Hugging Face model (hf.py) to start from; replaces --preset", fixed=True)
-    data: str = option("", "text file, folder, or .bin of tokens; default: Python's standard library", fixed=True)
+    data: str = option(
+        "",
+        "text file, folder, .bin of tokens, or what prepare.py wrote; default: Python's standard library",
+        fixed=True,
+    )
     bin_dtype: str = option("uint16", "type of the tokens in a .bin", fixed=True, choices=("uint16", "uint32"))
-    tokenizer: str = option("", "folder or name of a Hugging Face tokenizer; default: text is bytes", fixed=True)
+    tokenizer: str = option(
+        "", "tokenizer.json, a folder with one, or a name on the Hub; default: text is bytes", fixed=True
+    )
     vocab_size: int = option(
-        0, "words; needed for a .bin. If 0, those of --tokenizer, and without one 256 bytes", fixed=True, least=0
+        0,
+        "tokens; needed for a .bin without a meta file. If 0, those of --tokenizer, without one 256",
+        fixed=True,
+        least=0,
+    )
+    documents: bool = option(
+        False, "no token sees another document (chapter 05), nor learns to predict its beginning", fixed=True
     )
     seq_len: int = option(128, "tokens per sample", fixed=True, least=1)
     seed: int = option(0, "of the first weights and of the order of the samples (default: 0)", fixed=True)
@@ -270,6 +282,7 @@ class Config:
             raise UsageError(
                 "--zero 3 with --pp: a layer would be gathered again for each micro-batch in flight; use --zero 1 or 2"
             )
+        self.check_documents()
         self.check_experts(sizes, self.dp(world_size) * self.cp)
         self.check_fpdt(sizes)
         if self.precision == "bf16-master" and self.zero == 0:
@@ -290,6 +303,19 @@ class Config:
             raise UsageError(f"--cp {self.cp} --cp-kind {self.cp_kind}: {error}") from None
         if self.sequence_parallel and self.tp == 1:
             raise UsageError("--sequence-parallel cuts over tensor-parallel ranks, and --tp is 1; use --tp 2 or more")
+
+    def check_documents(self) -> None:
+        others = {
+            "--pp": (self.pp > 1, "stages do not pass on where documents begin"),
+            "--cp-kind usp": (self.cp > 1 and self.cp_kind == "usp", "use ring, zigzag, allgather or ulysses"),
+            "--fpdt-chunks": (self.fpdt_chunks, "a chunk sees all chunks before it"),
+            "--tp-overlap domino": (self.tp_overlap == "domino", "its halves are not the samples of a micro-batch"),
+            "--kernels cuda": (self.kernels == "cuda", "its attention takes whole tiles; use --kernels triton"),
+            "--compile": (self.compile, "each sample has borders of its own"),
+        }
+        for other, (wanted, why) in others.items():
+            if self.documents and wanted:
+                raise UsageError(f"--documents cannot go with {other}: {why}; leave one of them out")
 
     def check_overlap(self, sizes: LlamaConfig, world_size: int) -> None:
         if self.tp_overlap == "none":

@@ -21,7 +21,9 @@ fp8-...         fp32       fp8 in the layers             bf16 for the rest; the 
 The products of fp8-block are chapter 10's in CUDA on Hopper, where nvcc is, and else Triton's.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import chapters  # noqa: F401  finds the chapters below
@@ -31,7 +33,9 @@ from context_ulysses import ulysses, usp
 from fp8 import RECIPES, Fp8Linear
 from llama import Parts, linears_of_one_input, recomputed
 from mesh import Mesh
+from packed_documents import in_documents, packed_attention
 from precision_policies import linear as linear_fp16
+from torch import Tensor
 
 FP8 = {f"fp8-{name}": name for name, recipe in RECIPES.items() if not recipe.history}
 WEIGHTS = {"fp64": torch.float64, "bf16-master": torch.bfloat16}  # else fp32
@@ -43,9 +47,16 @@ LAYOUTS = {"allgather": "zigzag", "ring": "contiguous", "zigzag": "zigzag", "uly
 
 
 def make_parts(
-    mesh: Mesh, *, kernels: str, precision: str, cp_kind: str, recompute: str, device: torch.device | str
+    mesh: Mesh,
+    *,
+    kernels: str,
+    precision: str,
+    cp_kind: str,
+    recompute: str,
+    device: torch.device | str,
+    documents: "Documents | None" = None,
 ) -> Parts:
-    """The functions for this rank."""
+    """The functions for this rank. With `documents` attention is that within each of them."""
     parts, local, attention = Parts(), EXPLICIT, None
     whole_layers = mesh.sizes["tp"] == mesh.sizes["pp"] == 1
     # Imported here: on a CPU these imports turn Triton's interpreter on, and it knows no bf16, the one dtype of CUDA's.
@@ -68,7 +79,10 @@ def make_parts(
 
         attention = cuda_parts.attention
         parts = replace(parts, attention=attention, linear=cuda_parts.linear)
-    if mesh.cp > 1:
+    if documents:
+        documents.attention_in = partial(attention_in_documents, mesh, cp_kind, local, parts.attention)
+        parts = replace(parts, attention=documents)
+    elif mesh.cp > 1:
         parts = replace(parts, attention=attention_over_ranks(mesh, cp_kind, local, attention))
     if recompute == "selective":  # only the core of attention
         parts = replace(parts, attention=recomputed(parts.attention))
@@ -99,6 +113,33 @@ def attention_over_ranks(mesh: Mesh, kind: str, local: Any, attention: Any) -> A
     if kind == "ulysses":
         return ulysses(all_to_all, attention) if attention else ulysses(all_to_all)
     return (allgather_attention if kind == "allgather" else ring_attention)(ring, LAYOUTS[kind], local)
+
+
+class Documents:
+    """attention(q, k, v, *, causal) in which no token sees another document. Each sample has borders of its own, and is
+    computed by itself."""
+
+    attention_in: Callable[[list[int]], Any]  # from cu_seqlens (chapter 05) to the attention for one sample
+
+    def begin(self, places: Tensor) -> None:
+        """A micro-batch begins. `places` [B, S]: how far each token is from the beginning of its document."""
+        borders = [[*(row == 0).nonzero().flatten().tolist(), len(row)] for row in places]
+        self.each = [self.attention_in(cu_seqlens) for cu_seqlens in borders]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        samples = (each.split(1) for each in (q, k, v))
+        return torch.cat([f(*qkv, causal=causal) for f, *qkv in zip(self.each, *samples, strict=True)])
+
+
+def attention_in_documents(mesh: Mesh, kind: str, local: Any, attention: Any, cu_seqlens: list[int]) -> Any:
+    """attention(q, k, v, *, causal) for one sample. A ring's blocks leave out what documents do not see; Ulysses has
+    whole sequences between its exchanges, as a rank alone has them."""
+    if mesh.cp == 1:
+        return in_documents(cu_seqlens, attention)
+    if kind == "ulysses":
+        return ulysses(mesh.groups["ulysses"], in_documents(cu_seqlens, attention))
+    version = "allgather" if kind == "allgather" else "ring"
+    return packed_attention(mesh.groups["ring"], cu_seqlens, LAYOUTS[kind], version, local)
 
 
 def leave_out_step(parts: Parts) -> None:

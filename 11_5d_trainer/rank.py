@@ -32,7 +32,7 @@ from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, my_p
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from options import Config
 from parallel_block import sync_replicated_gradients
-from parts import AUTOCAST, FP8, WEIGHTS, end_step, leave_out_step, make_parts
+from parts import AUTOCAST, FP8, WEIGHTS, Documents, end_step, leave_out_step, make_parts
 from pipeline_executor import Pipeline, layers_of
 from precision_policies import LossScaler
 from schedules import Schedule
@@ -40,7 +40,7 @@ from state import load_masters
 from torch import Tensor, nn
 from training_step import adamw
 
-Batch = tuple[Tensor, Tensor]  # tokens and labels, [B, S] each
+Batch = tuple[Tensor, ...]  # tokens and labels, [B, S] each; with --documents also places in documents
 
 
 class NotFinite(ArithmeticError):
@@ -104,28 +104,35 @@ class Rank:
     device: torch.device
     pipeline: Staged | None
     scaler: LossScaler  # of 1, except in fp16
+    documents: Documents  # those of the micro-batch under way, with --documents
 
     def mine(self, batch: Batch) -> Batch:
-        """Tokens and labels [B, S] to this rank's part of the sequence [B, S / cp], on its device."""
-        tokens, labels = (sent_to(self.device, x)[:, self.positions] for x in batch)
-        return tokens, labels
+        """Tokens and labels [B, S] to this rank's part of the sequence [B, S / cp], on its device. Places in documents
+        stay whole, on the host: they say what attention sees."""
+        tokens, labels = (sent_to(self.device, x)[:, self.positions] for x in batch[:2])
+        return tokens, labels, *batch[2:]
 
     def precision(self) -> Any:
         low = AUTOCAST.get(self.config.precision)
         # ZeRO-3 lets go of weights that nobody needs; autocast's cache would keep a copy of each to the end of forward.
         return torch.autocast(self.device.type, low, cache_enabled=self.config.zero < 3) if low else nullcontext()
 
-    def loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss_sum(self, tokens: Tensor, labels: Tensor, places: Tensor | None = None) -> Tensor:
+        positions = self.positions
+        if places is not None:
+            self.documents.begin(places)
+            positions = sent_to(self.device, places)[:, positions]  # [B, S / cp]: they begin again with each document
         if self.config.fpdt_chunks:
-            return self.model(tokens, self.positions, labels)
+            return self.model(tokens, positions, labels)
         with self.precision():
             if self.model.parts.linear_cross_entropy is not None:
-                return self.model(tokens, self.positions, labels)
-            return cross_entropy_sum(self.model, self.model(tokens, self.positions), labels)
+                return self.model(tokens, positions, labels)
+            return cross_entropy_sum(self.model, self.model(tokens, positions), labels)
 
     def valid_tokens(self, batches: list[Batch]) -> Tensor:
         """Labels that count, over all micro-batches and all ranks that see other tokens."""
-        return global_valid_tokens(torch.cat([labels.flatten() for _, labels in batches]), self.mesh.groups["batch"])
+        labels = torch.cat([batch[1].flatten() for batch in batches])
+        return global_valid_tokens(labels, self.mesh.groups["batch"])
 
     def forward_and_backward(self, batches: list[Batch], valid: Tensor) -> Tensor:
         """Gradients of the loss per token of the global batch, times the loss scale. Returns this rank's loss."""
@@ -133,12 +140,12 @@ class Rank:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.pipeline:
             with self.engine.micro_batch(last=True), self.precision():
-                targets = [(labels, valid) for _, labels in batches]
-                total += self.pipeline.step([tokens for tokens, _ in batches], targets)
+                targets = [(labels, valid) for _, labels, *_ in batches]
+                total += self.pipeline.step([tokens for tokens, *_ in batches], targets)
             return total * self.scaler.inverse
-        for i, (tokens, labels) in enumerate(batches):
+        for i, batch in enumerate(batches):
             with self.engine.micro_batch(last=i == len(batches) - 1):
-                loss = self.loss_sum(tokens, labels) / valid
+                loss = self.loss_sum(*batch) / valid
                 loss.backward()
             total += loss.detach()
         return total * self.scaler.inverse
@@ -154,6 +161,7 @@ def make_rank(
     schedule = config.pipeline(dist.get_world_size(), sizes.layers)
     mesh = make_mesh(*config.layout(sizes, dist.get_world_size()), timeout=config.timeout)
     positions = my_positions(config.seq_len, mesh, config.cp_kind, config.fpdt_chunks).to(device)
+    documents = Documents()
     parts = make_parts(
         mesh,
         kernels=kernels_on(config, device),
@@ -161,6 +169,7 @@ def make_rank(
         cp_kind=config.cp_kind,
         recompute=config.recompute,
         device=device,
+        documents=documents if config.documents else None,
     )
     mine = {(0, 0): range(sizes.layers)}  # (direction, stage) -> layers
     if schedule:
@@ -217,7 +226,7 @@ def make_rank(
     # The decision to leave a step out is everyone's, since everyone's weights depend on it.
     fp16 = config.precision == "fp16"
     scaler = LossScaler(mesh.groups["world"], config.loss_scale if fp16 else 1.0, dynamic=fp16, patience=2**31)
-    return Rank(config, mesh, model, engine, positions, device, pipeline, scaler)
+    return Rank(config, mesh, model, engine, positions, device, pipeline, scaler, documents)
 
 
 def sent_to(device: torch.device, x: Tensor) -> Tensor:
@@ -302,10 +311,10 @@ def validate(me: Rank, sampler: Sampler) -> float:
         one = torch.ones((), device=me.device)
         for some in (batches[i : i + at_once] for i in range(0, len(batches), at_once)):
             with me.precision():
-                total += me.pipeline.forward_only([t for t, _ in some], [(labels, one) for _, labels in some])
+                total += me.pipeline.forward_only([t for t, *_ in some], [(labels, one) for _, labels, *_ in some])
     else:
-        for tokens, labels in batches:
-            total += me.loss_sum(tokens, labels)
+        for batch in batches:
+            total += me.loss_sum(*batch)
     dist.all_reduce(total, group=me.mesh.groups["replica"])
     return (total / me.valid_tokens(batches)).item()
 

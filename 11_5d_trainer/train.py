@@ -4,6 +4,7 @@
     mesh.py        the grid of ranks and its groups   model.py       a rank's part of the model: chapters 01, 04, 05
     rank.py        one rank and one step              engine.py      gradients to new weights: chapters 02 and 03
     data.py        tokens to micro-batches            state.py       the same as whole tensors, to save and to load
+    sources.py     what is on disk                    prepare.py     your own data to tokens
     checkpoint.py  save, find, load                   curve.py       the loss curve
 
     python 11_5d_trainer/train.py                                       one rank
@@ -36,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import peak_flops, step_flops
-from data import Corpus, Sampler, as_numbers, load_corpus
+from data import Corpus, Sampler, load_corpus
 from fits import check_compile, check_kernels, check_memory
 from generate import load_model
 from hf import check_weights, keep_origin, read_sizes
@@ -58,6 +59,7 @@ from rank import (
     weight_dtype,
     who_is_not_finite,
 )
+from sources import as_numbers
 from state import load_full_state, share_of_state
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
@@ -107,10 +109,15 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     if config.tensorboard:
         board(None)
     corpus = load_corpus(config)
-    if resume and resume[2].tokens != len(corpus.train):
+    messages = [*messages, *corpus.messages]
+    if resume and resume[2].tokens != corpus.size:
         raise UsageError(
             f"--resume {config.resume}: it was trained on {resume[2].tokens:,} tokens, but --data "
-            f"{config.data or '(the standard library)'} now has {len(corpus.train):,}; restore it, or start a new run"
+            f"{config.data or '(the standard library)'} now has {corpus.size:,}; restore it, or start a new run"
+        )
+    if resume and resume[2].data not in ("", corpus.fingerprint):
+        raise UsageError(
+            f"--resume {config.resume}: --data {config.data} has other contents or weights than it had then"
         )
     if resume:
         sizes = LlamaConfig(**resume[2].sizes)
@@ -245,8 +252,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     me = make_rank(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
     dp, leader = me.mesh.sizes["dp"], dist.get_rank() == 0
     accumulation = config.accumulation(dp)
-    training = Sampler(plan.corpus.train, config.seq_len, plan.corpus.vocab_size, config.seed)
-    held_out = Sampler(plan.corpus.val, config.seq_len, plan.corpus.vocab_size, config.seed)
+    cut = (config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
+    training, held_out = Sampler(plan.corpus.rows, *cut), Sampler(plan.corpus.held_out, *cut)
 
     first = 0
     if plan.resume:
@@ -258,8 +265,11 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
         # --- end exercise ---
         checkpoint.set_aside_later(run, first, world)
-    elif leader and (origin := config.init or config.config):
-        keep_origin(origin, run)
+    elif leader:
+        if origin := config.init or config.config:
+            keep_origin(origin, run)
+        if plan.corpus.tokenizer:
+            plan.corpus.tokenizer.save(run / "tokenizer")
     log = Logger(run, config, first, leader)
     saver = checkpoint.Saver(run, me.mesh.groups["saving"], config.keep)
     speed, watch = Speedometer(plan, me), Watch(me, run, first)
@@ -276,7 +286,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         options, sizes = dataclasses.asdict(config), dataclasses.asdict(plan.model)
         position, scale = training.position, (me.scaler.value, me.scaler.good)
         numbers = plan.corpus.decode is as_numbers
-        progress = checkpoint.Progress(step, position, len(training.tokens), options, sizes, *scale, numbers)
+        size, data = plan.corpus.size, plan.corpus.fingerprint
+        progress = checkpoint.Progress(step, position, size, options, sizes, *scale, numbers, data)
         saver.save(share_of_state(me.engine, me.model, me.mesh), progress)
 
     def arrive(launched: Launched) -> None:
@@ -382,7 +393,7 @@ def describe(plan: Plan, me: Rank) -> str:
         f"{sum(t.numel() for t in full_shapes(plan.model, moe).values()):,} parameters; {layout}, on "
         f"{me.device.type}; global batch {config.global_batch} samples = {config.micro_batch} micro-batch x "
         f"{accumulation} accumulation x {sizes['dp']} dp = {config.global_batch * config.seq_len:,} tokens; "
-        f"{len(plan.corpus.train):,} training tokens"
+        f"{plan.corpus.size:,} training tokens"
     )
 
 

@@ -1,11 +1,13 @@
 """Wrong configurations: each ends before any process group is made, in the one line that is written here."""
 
+import argparse
 import json
 import os
 
 import chapters  # noqa: F401  finds the chapters below
 import fits
 import fuzz
+import prepare
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +47,11 @@ def write_files(folder):
     for name, config in models.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "many").mkdir()
+    for i in range(20):
+        (folder / "many" / f"{i:02}.txt").write_text("a text of some length. " * 40)
+    settings = dict(field="text", chat=False, tokenizer="", eos="", val_every=10, workers=1)
+    prepare.prepare_all(argparse.Namespace(sources=[str(folder / "many")], out=str(folder / "tokens"), **settings))
     (folder / "torn").mkdir()
     (folder / "torn" / "config.json").write_text("{")
 
@@ -267,7 +274,21 @@ EXCLUDED = [  # each is fine without the other
         2,
     ),
 ]
-CASES = [*OPTIONS, *FILES, *SIZES, *EXCLUDED]
+DOCUMENTS = [
+    ("--documents", "--documents: --data {text} does not say where documents begin; make tokens with prepare.py", 1),
+    *(
+        (f"--documents --data {{d}}tokens {option}", f"--documents cannot go with {said}: ", ranks)
+        for option, said, ranks in (
+            ("--pp 2", "--pp", 2),
+            ("--cp 2 --cp-kind usp", "--cp-kind usp", 2),
+            ("--fpdt-chunks 2", "--fpdt-chunks", 1),
+            ("--tp 2 --tp-overlap domino", "--tp-overlap domino", 2),
+            ("--kernels cuda", "--kernels cuda", 1),
+            ("--compile", "--compile", 1),
+        )
+    ),
+]
+CASES = [*OPTIONS, *FILES, *SIZES, *EXCLUDED, *DOCUMENTS]
 
 
 def refusal(words, ranks=1):
@@ -319,6 +340,7 @@ ANOTHER_RUN = [
     ("--preset small", "--preset small does not fit {c}, which was trained with tiny; leave it out", 1),
     ("--seed 1", "--seed 1 does not fit {c}, which was trained with 0; leave it out", 1),
     ("--tied", "--tied True does not fit {c}, which was trained with False; leave it out", 1),
+    ("--documents", "--documents True does not fit {c}, which was trained with False; leave it out", 1),
     ("--tokenizer gpt2", "--tokenizer gpt2 does not fit {c}, which was trained with ; leave it out", 1),
     ("--vocab-size 50257", "--vocab-size 50257 does not fit {c}, which was trained with 0; leave it out", 1),
     ("--experts 8", "--experts 8 does not fit {c}, which was trained with 4; leave it out", 1),

@@ -1,0 +1,488 @@
+"""Own data to tokens on disk and into the trainer: nothing lost, nothing invented, and what does not fit is refused."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from itertools import pairwise
+
+import generate
+import hf
+import prepare
+import pytest
+import torch
+import torch.distributed as dist
+import train
+from data import ROUND, Row, Sampler, load_corpus, shares
+from harness.ranks import run_ranks
+from harness.reference import assert_same
+from llama import IGNORE, Llama
+from model import gather_tensors
+from options import Config, UsageError
+from sources import checksums
+from test_train import SIZES, arguments, f64, losses, plain_sgd, run, train_on
+
+STORIES = [f"Story {i}: " + "\n".join(f"{i} and {j} is {i + j}." for j in range(3 + i % 17)) for i in range(60)]
+
+
+@pytest.fixture
+def stories(tmp_path):
+    """60 documents, as a folder of text and as JSON lines."""
+    (tmp_path / "stories").mkdir()
+    for i, story in enumerate(STORIES):
+        (tmp_path / "stories" / f"{i:02}.txt").write_text(story)
+    lines = [json.dumps({"id": i, "story": story}) for i, story in enumerate(STORIES)]
+    (tmp_path / "stories.jsonl").write_text("\n".join(lines) + "\n\n")
+    return tmp_path
+
+
+def prepared(capsys, *words):
+    """What the command says, on stdout and on stderr; ends with 0."""
+    code, out, err = command(capsys, *words)
+    assert code == 0, err
+    return out
+
+
+def command(capsys, *words):
+    old, sys.argv = sys.argv, ["prepare.py", *map(str, words)]
+    try:
+        code = prepare.main()
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.argv = old
+    return code, *capsys.readouterr()
+
+
+def documents(row, eos=0):
+    """The documents of a row of tokens, without the token that ends each."""
+    borders = [*row.starts.tolist(), len(row.tokens)]
+    assert all(row.tokens[end - 1] == eos for end in borders[1:])
+    return [row.tokens[a : b - 1].tolist() for a, b in pairwise(borders)]
+
+
+@pytest.mark.parametrize("source", ["stories", "stories.jsonl"])
+def test_every_document_is_there_once_in_its_order_and_every_tenth_for_validation(source, stories, capsys):
+    said = prepared(capsys, stories / source, "--field", "story", "--out", stories / "out")
+    assert said.startswith(f"{stories / source}: 60 documents, {sum(map(len, STORIES)) + 60:,} tokens")
+    corpus = load_corpus(Config(data=str(stories / "out"), seq_len=16))
+    texts = [[bytes(d).decode() for d in documents(rows[0])] for rows in (corpus.rows, corpus.held_out)]
+    assert texts[1] == STORIES[9::10]
+    assert texts[0] == [story for i, story in enumerate(STORIES) if i % 10 != 9]
+    assert corpus.vocab_size == 256 and corpus.decode([104, 105]) == "hi"
+    assert corpus.tokens_per_byte == pytest.approx(1 + 6 / sum(map(len, STORIES[9::10])))
+    one = load_corpus(Config(data=str(stories / "out" / "train.bin"), seq_len=16))  # cut in two like any file
+    end = len(one.train)
+    assert torch.equal(one.held_out[0].starts + end, corpus.rows[0].starts[corpus.rows[0].starts >= end])
+
+
+def test_the_tokens_do_not_depend_on_processes_or_units(stories, capsys, monkeypatch):
+    whole = "\n".join(STORIES)
+    (stories / "all.txt").write_text(whole)
+    for source in ("all.txt", "stories.jsonl"):
+        prepared(capsys, stories / source, "--field", "story", "--out", stories / f"{source}-1")
+        with monkeypatch.context() as small:
+            small.setattr(prepare, "UNIT", 1500)
+            assert len(prepare.units_of(stories / source, 10)[0]) > 3
+            workers = 2 if source == "all.txt" else 1
+            prepared(capsys, stories / source, "--field", "story", "--workers", workers, "--out", stories / source[:-2])
+        for name in ("train.bin", "train.starts", "train.json", "val.bin", "val.starts", "val.json"):
+            assert (stories / f"{source}-1" / name).read_bytes() == (stories / source[:-2] / name).read_bytes(), name
+    corpus = load_corpus(Config(data=str(stories / "all.txt-1"), seq_len=16))
+    [train], [val] = (documents(rows[0]) for rows in (corpus.rows, corpus.held_out))
+    assert bytes(train + val).decode() == whole and 0.05 < len(val) / len(whole) <= 0.1
+
+
+# ------------------------------------------------------------------------------------------------------- refused
+
+BAD = [  # (the file's contents, options, what is said)
+    ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "", "a.jsonl, line at byte 14: text is '3', no text; name another"),
+    ("a.jsonl", b'{"body": "a"}\n', "", "a.jsonl, line at byte 0, has no field text; it has body"),
+    ("a.jsonl", b'{"text": "a"}\n["b"]\n', "", "a.jsonl, line at byte 14, has no field text; it is no object"),
+    ("a.jsonl", b'{"text": "a"}\n{"text"\n', "", "a.jsonl, line at byte 14, is not JSON: "),
+    ("a.jsonl", b'{"text": "a\\u0000b"}\n' * 20, "", "a.jsonl, line at byte 0: a character is 0, which ends a"),
+    ("a.jsonl", b'{"text": "a\\ud800b"}\n' * 20, "", "a.jsonl is not UTF-8 between bytes 0 and 420; convert it"),
+    ("a.jsonl", b'{"text": "a"}\n' * 9, "", "a.jsonl: 9 documents, of which with --val-every 10 none is for valid"),
+    ("a.txt", "Grüße\n".encode("latin-1") * 100, "", "a.txt is not UTF-8 between bytes "),
+    ("a.txt", b"text" * 20_000 + b"\0" + b"text" * 20_000, "", "a.txt is binary (a byte is 0), no text"),
+    ("a.txt", b"\x1f\x8btext", "", "a.txt is a gzip archive; give text, JSON lines, Parquet files (*.parquet), or a"),
+    ("a.txt", b"text\n" * 100, "--chat", "--chat reads JSON lines or Parquet, and "),
+    ("a.txt", b"text\n" * 100, "--eos </s>", "--tokenizer bytes: --eos </s> is no token of it"),
+    (
+        "a.txt",
+        b"text\n" * 100,
+        "--tokenizer none.json",
+        "--tokenizer none.json cannot be loaded: there is no such file",
+    ),
+    ("a.txt", b"text\n" * 100, "--val-every 1", "--val-every 1 must be at least 2"),
+    ("a.txt", b"text\n" * 100, "--workers -1", "--workers -1 must not be negative"),
+    ("a.txt", b"text\n" * 100, "{a}:0.5", "some sources have a weight and some have none; give all of them one"),
+    ("a.txt", b"text\n" * 100, "{a}:-1", "{a}:-1: a weight must be a positive number"),
+    ("a.txt", b"text\n" * 100, "{d}/none", "{d}/none does not exist; give text, JSON lines or Parquet files, or a"),
+    ("a.txt", b"text\n" * 100, "{d}", "{d} holds 1 text files; with --val-every 10 it needs 10 or more"),
+    ("a.jsonl", b'{"messages": []}\n', "--chat", 'line at byte 0: "messages" is no list of objects with "role"'),
+    ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "--chat", 'line at byte 0: "messages" is no list of objects'),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', "--chat", "no message is the assistant's"),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": "<|im_end|>"}]}\n', "--chat", "a message contains <|im_st"),
+]
+
+
+@pytest.mark.parametrize(("name", "contents", "options", "line"), BAD, ids=range(len(BAD)))
+def test_bad_sources_and_options_end_in_one_line_and_leave_nothing(name, contents, options, line, tmp_path, capsys):
+    source, out = tmp_path / name, tmp_path / "out"
+    source.write_bytes(contents)
+    words = [word.format(a=source, d=tmp_path) for word in options.split()]
+    code, _, err = command(capsys, source, *words, "--out", out)
+    last = err.rpartition("\r")[2].strip().splitlines()[-1]
+    assert code == 2 and last.startswith("prepare.py: ") and line.format(a=source, d=tmp_path) in last, err
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+
+
+def test_a_folder_that_holds_something_is_not_written_to(stories, capsys):
+    for taken, what in (("stories", "is there already and not empty"), ("out.part", "is left over from a run")):
+        (stories / taken).mkdir(exist_ok=True)
+        code, _, err = command(capsys, stories / "stories", "--out", stories / taken.removesuffix(".part"))
+        assert code == 2 and what in err and err.count("\n") == 1
+
+
+def change_json(name, **changes):
+    def change(folder):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def flip_a_bit(name):
+    def change(folder):
+        raw = bytearray((folder / name).read_bytes())
+        raw[len(raw) // 2] ^= 1
+        (folder / name).write_bytes(raw)
+
+    return change
+
+
+SPOILED = {
+    "is not as prepare.py wrote it; prepare it again": flip_a_bit("train.bin"),
+    "train.starts is not as prepare.py wrote it": flip_a_bit("train.starts"),
+    "val.bin has 10 bytes, and val.json says": lambda folder: (folder / "val.bin").write_bytes(bytes(10)),
+    "train.starts is not there, and train.json says": lambda folder: (folder / "train.starts").unlink(),
+    "holds train.bin but no val.bin": lambda folder: (folder / "val.bin").unlink(),
+    "of train.json and val.json one is missing": lambda folder: (folder / "val.json").unlink(),
+    "train.json is no meta file of prepare.py": lambda folder: (folder / "train.json").write_text("{"),
+    "train.json is no meta file": change_json("train.json", dtype="int64"),
+    "train.json is no meta file of": change_json("train.json", vocab_size="256"),
+    "its numbers are big-endian": change_json("train.json", byteorder="big"),
+    "has vocab_size 256 and .* 300; prepare them alike": change_json("val.json", vocab_size=300),
+    "has eos 1 and .* 0; prepare them alike": change_json("train.json", eos=1),
+    "the tokenizer .* cannot be loaded: there is no": lambda folder: [
+        change_json(f"{name}.json", tokenizer="t.json")(folder) for name in ("train", "val")
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokens")
+    (folder / "a.txt").write_text("\n".join(STORIES))
+    old, sys.argv = sys.argv, ["prepare.py", str(folder / "a.txt"), "--out", str(folder / "out")]
+    prepare.main()
+    sys.argv = old
+    return folder / "out"
+
+
+@pytest.mark.parametrize("line", SPOILED)
+def test_files_that_are_not_what_their_meta_file_says_are_refused(line, tokens, tmp_path):
+    shutil.copytree(tokens, tmp_path / "out")
+    SPOILED[line](tmp_path / "out")
+    with pytest.raises(UsageError, match=line) as refused:
+        load_corpus(Config(data=str(tmp_path / "out"), seq_len=16))
+    assert "\n" not in str(refused.value)
+
+
+def test_options_that_contradict_the_meta_file_are_refused(tokens):
+    cases = [
+        (dict(vocab_size=200), f"--vocab-size 200: {tokens}/train.bin has 256 tokens; use that many, or more"),
+        (dict(bin_dtype="uint32"), f"--bin-dtype uint32: {tokens}/train.bin is uint16 by its meta file; leave it out"),
+        (dict(tokenizer="t"), f"--tokenizer t reads text, but --data {tokens} is tokens already"),
+    ]
+    for options, line in cases:
+        with pytest.raises(UsageError) as refused:
+            load_corpus(Config(data=str(tokens), seq_len=16, **options))
+        assert str(refused.value) == line
+    assert load_corpus(Config(data=str(tokens), seq_len=16, vocab_size=320)).vocab_size == 320
+
+
+def test_of_large_files_some_blocks_are_checked(tokens, tmp_path, monkeypatch):
+    import sources
+
+    monkeypatch.setattr(sources, "BLOCK", 100)
+    shutil.copytree(tokens, tmp_path / "out")
+    for name in ("train", "val"):
+        found = {s: checksums(tmp_path / "out" / f"{name}{s}") for s in (".bin", ".starts")}
+        change_json(f"{name}.json", checksums=found)(tmp_path / "out")
+    read = []
+    real = sources.checksum
+    monkeypatch.setattr(sources, "checksum", lambda path, block: read.append(block) or real(path, block))
+    load_corpus(Config(data=str(tmp_path / "out"), seq_len=16))
+    assert 0 in read and max(read) > 50 and len(read) <= 4 * sources.CHECKED
+
+
+# ----------------------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A byte-pair tokenizer.json of 300 tokens, which asks for 8 tokens of each text at most."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    made.train_from_iterator(
+        STORIES, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    )
+    made.enable_truncation(8)
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(file))
+    return file
+
+
+def test_tokens_of_a_tokenizer_are_decoded_by_the_run_and_its_export_though_all_else_is_gone(
+    tokenizer, stories, capsys, monkeypatch
+):
+    prepared(capsys, stories / "stories", "--tokenizer", tokenizer, "--out", stories / "out")
+    corpus = load_corpus(Config(data=str(stories / "out"), seq_len=16))
+    assert [corpus.decode(tokens) for tokens in documents(corpus.held_out[0])] == STORIES[9::10]
+    assert corpus.vocab_size == 300 and corpus.size < 0.6 * sum(map(len, STORIES))
+    words = [*arguments(str(stories / "out"), steps=2, sample=8), "--documents", "--out", str(stories / "run")]
+    run_ranks(1, run, words, {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48})
+    assert (stories / "run" / "sample.txt").read_text().startswith(corpus.decode(corpus.val[:16].tolist()))
+    shutil.rmtree(stories / "out")
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(stories / "run"), "--prompt", "Story 7: 7", "--tokens", "3"])
+    assert generate.main() == 0
+    assert capsys.readouterr().out.startswith("Story 7: 7")
+    if importlib.util.find_spec("transformers") and importlib.util.find_spec("safetensors"):
+        import transformers
+
+        hf.export(str(stories / "run"), str(stories / "exported"))
+        theirs = transformers.AutoTokenizer.from_pretrained(stories / "exported")
+        assert theirs.decode(theirs.encode(STORIES[0], add_special_tokens=False)) == STORIES[0]
+
+
+def test_a_long_text_is_encoded_in_pieces_with_the_same_tokens(tokenizer, monkeypatch):
+    import sources
+
+    loaded = sources.load_tokenizer(str(tokenizer))
+    text = "\n".join(STORIES)
+    whole = loaded.encode(text)
+    assert loaded.decode(whole) == text  # and is not cut off after 8 tokens
+    monkeypatch.setattr(sources, "PIECE", 300)
+    assert len(list(sources.pieces(text))) > 20 and sources.encode_whole(loaded, text) == whole
+    assert "".join(sources.pieces("x" * 1000)) == "x" * 1000
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}] * 2
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokenizer"])
+def test_of_a_chat_only_answers_and_their_ends_are_learned(kind, tokenizer, tmp_path, capsys):
+    lines = [json.dumps({"messages": [{"role": "system", "content": f"No. {i}"}, *CHAT]}) for i in range(40)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    own = ["--tokenizer", tokenizer] if kind == "tokenizer" else []
+    prepared(capsys, tmp_path / "chat.jsonl", "--chat", *own, "--out", tmp_path / "out")
+    corpus = load_corpus(Config(data=str(tmp_path / "out"), seq_len=64))
+    [row] = corpus.rows
+    turn = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4.<|im_end|>\n"
+    assert corpus.decode(documents(row)[3]) == f"<|im_start|>system\nNo. 3<|im_end|>\n{turn}{turn}"
+    sampler = Sampler(corpus.rows, 64, corpus.vocab_size, 0)
+    _, labels = sampler.samples(list(range(sampler.windows)))
+    learned = labels.flatten()[labels.flatten() != IGNORE].tolist()
+    answers = corpus.decode(learned).split("<|im_end|>")
+    assert len(answers) > 60 and set(answers[1:-1]) == {"4."}
+    assert torch.equal(row.tokens[1 : 1 + labels.numel()][labels.flatten() != IGNORE].long(), f64(learned).long())
+    if kind == "tokenizer":
+        assert (row.tokens == 2).sum() == (row.tokens == 1).sum() == 5 * 36  # marks are tokens of their own
+        assert corpus.tokens_per_byte is None
+
+
+# --------------------------------------------------------------------------------------------------------- mixture
+
+
+def sources_of(*lengths, weights):
+    firsts = [1000 * i for i in range(len(lengths))]
+    return [Row(torch.arange(n) + first, w) for n, first, w in zip(lengths, firsts, weights, strict=True)]
+
+
+def test_each_source_has_its_share_and_its_windows_come_once_an_epoch():
+    sampler = Sampler(sources_of(4 * 64 + 1, 4 * 20 + 1, weights=(3, 1)), 4, 2000, seed=5)
+    assert sampler.shares == [768, 256]
+    seen = [sampler.window(n) for n in range(2 * ROUND)]
+    for begin in (0, ROUND):
+        assert sum(window >= 64 for window in seen[begin : begin + ROUND]) == 256
+    assert [window >= 64 for window in seen[:ROUND]] != [window >= 64 for window in seen[ROUND:]]
+    first, second = [w for w in seen if w < 64], [w - 64 for w in seen if w >= 64]
+    for windows, count in ((first, 64), (second, 20)):
+        epochs = [windows[i : i + count] for i in range(0, len(windows) - count + 1, count)]
+        assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+    assert [sampler.window(n) for n in (1500, 3, 1024, 0)] == [seen[n] for n in (1500, 3, 1024, 0)]
+    tokens, _ = sampler.samples([63, 64])
+    assert tokens.tolist() == [[252, 253, 254, 255], [1000, 1001, 1002, 1003]]
+
+
+def test_shares_add_up_and_are_in_proportion():
+    generator = torch.Generator().manual_seed(0)
+    for count in range(1, 12):
+        weights = (torch.rand(count, generator=generator) + 0.01).tolist()
+        got = shares(weights)
+        assert sum(got) == ROUND
+        assert all(abs(n - ROUND * w / sum(weights)) < 1 for n, w in zip(got, weights, strict=True))
+
+
+def test_a_mixture_gives_the_same_batches_in_every_layout_wherever_it_is_resumed():
+    rows = sources_of(16 * 33 + 1, 16 * 50 + 9, 16 * 7 + 1, weights=(0.5, 0.3, 0.2))
+
+    def steps(dp, micro_batch, position, count):
+        samplers = [Sampler(rows, 16, 4000, seed=1) for _ in range(dp)]
+        for sampler in samplers:
+            sampler.position = position
+        batch = []
+        for _ in range(count):
+            each = [s.step(micro_batch, 12 // (micro_batch * dp), r, dp) for r, s in enumerate(samplers)]
+            micro = [pair for pairs in zip(*each, strict=True) for pair in pairs]  # in the order of their numbers
+            batch.append([torch.cat(tensors) for tensors in zip(*micro, strict=True)])
+        return batch
+
+    whole = steps(1, 12, 0, 100)
+    for dp, micro_batch, at in ((2, 3, 40), (4, 1, 85), (3, 2, 86), (1, 4, 1)):
+        for got, want in zip(steps(dp, micro_batch, 12 * at, 100 - at), whole[at:], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_the_held_out_samples_of_a_mixture_are_those_of_its_sources_once_each():
+    sampler = Sampler(sources_of(4 * 30 + 1, 4 * 5 + 1, weights=(1, 1)), 4, 2000, seed=0)
+    tokens = torch.cat([t[(y != IGNORE).any(1)] for t, y in sampler.held_out(40, 3, 0, 1)])
+    firsts = tokens[:, 0].tolist()
+    assert len(set(firsts)) == len(firsts) and sorted(n for n in firsts if n >= 1000) == [1000, 1004, 1008, 1012, 1016]
+    assert abs(sum(n < 1000 for n in firsts) - 20) <= 6
+
+
+@pytest.fixture
+def mixture(stories, capsys):
+    prepared(capsys, f"{stories}/stories:3", f"{stories}/stories.jsonl:1", "--field", "story", "--out", stories / "out")
+    return stories / "out"
+
+
+def test_a_run_on_a_mixture_resumes_in_another_layout_and_not_with_other_weights(mixture):
+    words = [*arguments(str(mixture), keep=9), "--documents", "--out", str(mixture.parent / "run")]
+    log, folder = train_on(2, words)
+    other, _ = train_on(1, ["--resume", f"{folder}/checkpoints/step-000004"])
+    assert len(losses(log)) == 8
+    for step in range(5, 9):
+        assert_same(f64(losses(other)[step]), f64(losses(log)[step]), 1e-9, f"loss and norm of step {step}")
+    for change, line in (
+        (lambda text: text.replace("3.0", "2.0"), "has other contents or weights than it had then"),
+        (lambda text: text.replace("3.0", "3000.0"), "weight 1.0 of 1-stories is less than 1 in 1024; raise it"),
+        (lambda text: text.replace("3.0", "-3.0"), "mixture.json is not "),
+        (lambda text: text[:-4], "mixture.json is not "),
+        (lambda text: text.replace("0-", "7-"), "7-stories holds no train.bin"),
+    ):
+        before = (mixture / "mixture.json").read_text()
+        (mixture / "mixture.json").write_text(change(before))
+        with pytest.raises(UsageError, match=line) as refused:
+            train.prepare(["--resume", folder, "--steps", "12"], 1)
+        assert "\n" not in str(refused.value)
+        (mixture / "mixture.json").write_text(before)
+    assert train.prepare(["--resume", folder, "--steps", "12"], 1).corpus.size > 0
+
+
+# -------------------------------------------------------------------------------------------------------- documents
+
+
+def test_labels_end_and_places_begin_again_with_each_document():
+    rows = [Row(torch.arange(100), starts=torch.tensor([0, 3, 20, 32, 33, 90]))]
+    tokens, labels, places = Sampler(rows, 16, 1000, 0, documents=True).samples([0, 1, 2])
+    want = tokens + 1
+    for row, column in ((0, 2), (1, 3), (1, 15), (2, 0)):  # before tokens 3, 20, 32 and 33
+        want[row, column] = IGNORE
+    assert torch.equal(labels, want)
+    assert places.tolist() == [[0, 1, 2, *range(13)], [0, 1, 2, 3, *range(12)], [0, *range(15)]]
+
+
+def gradients_in_documents(words):
+    """Two steps of the trainer in a layout; and of each document by itself, on one process."""
+    plan = train.prepare(words, dist.get_world_size())
+    config = plan.config
+    me = train.make_rank(config, SIZES, torch.device("cpu"), plain_sgd)
+    place, dp = me.mesh.place["dp"], me.mesh.sizes["dp"]
+    alone = Llama(SIZES).double()
+    sampler = Sampler(plan.corpus.rows, config.seq_len, 256, config.seed, documents=True)
+    everybody = Sampler(plan.corpus.rows, config.seq_len, 256, config.seed, documents=True)
+    for _ in range(2):
+        loss, _ = train.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), place, dp))
+        mine = gather_tensors(me.model, me.engine.full_gradients(), me.mesh)
+        alone.zero_grad()
+        [(tokens, labels, places)] = everybody.step(config.global_batch, 1, 0, 1)
+        valid, total = (labels != IGNORE).sum(), 0.0
+        for row, where in enumerate(places):
+            borders = [*(where == 0).nonzero().flatten().tolist(), len(where)]
+            for a, b in pairwise(borders):
+                part = alone(tokens[row : row + 1, a:b], labels=labels[row : row + 1, a:b]) / valid
+                part.backward()
+                total += part.item()
+        assert abs(loss - total) < 1e-10
+        for name, p in alone.named_parameters():
+            assert_same(mine[name], p.grad, 1e-10, f"gradient of {name}", dist.get_rank())
+        with torch.no_grad():
+            for p in alone.parameters():
+                p -= 0.1 * p.grad
+    assert len(borders) > 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ""),
+        (1, "--recompute selective"),
+        (1, "--recompute full"),
+        (2, "--zero 2"),
+        (2, "--tp 2 --sequence-parallel"),
+        (2, "--cp 2 --cp-kind zigzag"),
+        (2, "--cp 2 --cp-kind ring"),
+        (2, "--cp 2 --cp-kind allgather --recompute full"),
+        (2, "--cp 2 --cp-kind ulysses"),
+    ],
+)
+def test_documents_in_any_layout_are_those_that_one_process_sees_one_by_one(ranks, layout, stories, capsys):
+    prepared(capsys, stories / "stories", "--out", stories / "out")
+    words = [*arguments(str(stories / "out"), clip=0, seq_len=64), "--documents", *layout.split()]
+    run_ranks(ranks, gradients_in_documents, words)
+
+
+# ---------------------------------------------------------------------------------------------------------- Parquet
+
+
+def test_parquet_is_read_by_pyarrow_or_says_what_it_needs(stories, capsys):
+    if not importlib.util.find_spec("pyarrow"):
+        (stories / "a.parquet").write_bytes(b"PAR1")
+        code, _, err = command(capsys, stories / "a.parquet", "--out", stories / "out")
+        assert (code, err) == (2, f"prepare.py: {stories}/a.parquet needs pyarrow; pip install pyarrow\n")
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"story": STORIES, "id": list(range(60))})
+    pyarrow.parquet.write_table(table, stories / "a.parquet", row_group_size=7)
+    prepared(capsys, stories / "a.parquet", "--field", "story", "--out", stories / "a")
+    prepared(capsys, stories / "stories.jsonl", "--field", "story", "--out", stories / "b")
+    assert (stories / "a" / "train.bin").read_bytes() == (stories / "b" / "train.bin").read_bytes()
+    for options, line in ((["--field", "id"], "id is '0', no text"), ([], "has no field text; it has story, id")):
+        code, _, err = command(capsys, stories / "a.parquet", *options, "--out", stories / "c")
+        assert code == 2 and line in err
+    (stories / "torn.parquet").write_bytes((stories / "a.parquet").read_bytes()[:-50])
+    code, _, err = command(capsys, stories / "torn.parquet", "--out", stories / "c")
+    assert code == 2 and "torn.parquet cannot be read: " in err and err.count("\n") == 1
