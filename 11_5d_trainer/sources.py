@@ -52,6 +52,7 @@ MAGIC = {
 }
 WORDS = (b"PAR1", b"GIF8")  # with which a text may begin; but in a text no byte is 0
 JSON_LINES = (".jsonl", ".ndjson")
+ONE_JSON = "JSON, whose braces would be trained on; write an object a line into a .jsonl, for prepare.py"
 PIECE = 2**20  # bytes of text that are encoded at once
 BLOCK, CHECKED = 2**26, 16  # bytes that have a checksum of their own; so many of them are read when a run starts
 
@@ -92,6 +93,8 @@ def read_text(path: Path, option: str) -> bytes:
     """The text of a file. Raises UsageError, which begins with `option`, if it is none."""
     data = path.read_bytes()
     what = refused(path, data)
+    if not what and path.suffix == ".json":
+        raise UsageError(f"{option} {path} is {ONE_JSON}")
     if what in ("JSON lines", "a Parquet file"):
         how = f"python 11_5d_trainer/prepare.py {path} --field text --out FOLDER"
         raise UsageError(f"{option} {path} is {what}, no plain text; make tokens of one of its fields: {how}")

@@ -63,6 +63,7 @@ def documents(row, eos=0):
 
 @pytest.mark.parametrize("source", ["stories", "stories.jsonl"])
 def test_every_document_is_there_once_in_its_order_and_every_tenth_for_validation(source, stories, capsys):
+    (stories / "out").mkdir()  # empty
     said = prepared(capsys, stories / source, "--field", "story", "--out", stories / "out")
     assert said.startswith(f"{stories / source}: 60 documents, {sum(map(len, STORIES)) + 60:,} tokens")
     corpus = load_corpus(Config(data=str(stories / "out"), seq_len=16))
@@ -106,6 +107,12 @@ BAD = [  # (the file's contents, options, what is said)
     ("a.txt", "Grüße\n".encode("latin-1") * 100, "", "a.txt is not UTF-8 between bytes "),
     ("a.txt", b"text" * 20_000 + b"\0" + b"text" * 20_000, "", "a.txt is binary (a byte is 0), no text"),
     ("a.txt", b"\x1f\x8btext", "", "a.txt is a gzip archive; give text, JSON lines, Parquet files (*.parquet), or a"),
+    (
+        "a.json",
+        b'[{"text": "a"}]\n' * 100,
+        "",
+        "a.json is JSON, whose braces would be trained on; write",
+    ),
     ("a.txt", b"text\n" * 100, "--chat", "--chat reads JSON lines or Parquet, and "),
     ("a.txt", b"text\n" * 100, "--eos </s>", "--tokenizer bytes: --eos </s> is no token of it"),
     (
