@@ -269,17 +269,18 @@ def load_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
     if not file.exists() and path.suffix == ".json":
         raise UsageError(f"{where} cannot be loaded: there is no such file")
     library = "tokenizers" if file.exists() else "transformers"
+    save: Callable[[Path], Any]
     try:
         if file.exists():
             from tokenizers import Tokenizer as Loaded
 
             loaded: Any = Loaded.from_file(str(file))
-            save: Callable[[Path], Any] = partial(copy_tokenizer, file)
+            own, save = own_end(file), partial(copy_tokenizer, file)
         else:
             from transformers import AutoTokenizer
 
             whole = AutoTokenizer.from_pretrained(name)
-            loaded, save = whole.backend_tokenizer, whole.save_pretrained
+            loaded, own, save = whole.backend_tokenizer, whole.eos_token, whole.save_pretrained
     except ModuleNotFoundError as error:
         if error.name not in ("tokenizers", "transformers"):
             raise
@@ -290,7 +291,7 @@ def load_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
     loaded.no_truncation()  # a file may ask for it, and the rest of each text would be lost
     loaded.no_padding()
     words = loaded.get_vocab(with_added_tokens=True)
-    eos = own_end(file) or next((end for end in ENDS if end in words), None)
+    eos = own or next((end for end in ENDS if end in words), None)
     return Tokenizer(
         # A token that begins each text would appear once in the whole corpus: none is added.
         encode=lambda text: loaded.encode(text, add_special_tokens=False).ids,
