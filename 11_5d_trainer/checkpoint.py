@@ -44,7 +44,7 @@ class Progress:
     loss_scale: float = 1.0
     good_steps: int = 0  # since the loss scale changed
     numbers: bool | None = None  # whether the data were token ids, and no text; None: written before this was noted
-    data: str = ""  # fingerprint of what prepare.py has written; "": other data
+    data: str = ""  # fingerprint of the data; "": they have none, or it was not noted yet
 
 
 class Saver:

@@ -80,7 +80,7 @@ class Corpus:
     tokens_per_byte: float | None = None  # of the validation text; None where the text is not known
     messages: tuple[str, ...] = ()  # for the user
     tokenizer: Tokenizer | None = None  # None: tokens are numbers
-    fingerprint: str = ""  # of what prepare.py has written
+    fingerprint: str = ""  # of a text, or of what prepare.py has written
 
     @property
     def train(self) -> Tensor:
@@ -223,8 +223,8 @@ def load_text(config: Config, path: Path) -> Corpus:
     else:
         train, val = map(as_row, texts)
     rate = len(val) / len(texts[1]) if texts[1] else None
-    size = config.vocab_size or tokenizer.vocab_size
-    return Corpus((Row(train),), (Row(val),), size, tokenizer.decode, rate, tuple(messages), tokenizer)
+    size, check = config.vocab_size or tokenizer.vocab_size, f"{zlib.crc32(texts[0]):08x}"
+    return Corpus((Row(train),), (Row(val),), size, tokenizer.decode, rate, tuple(messages), tokenizer, check)
 
 
 def check_encoding(files: list[tuple[Path, bytes]], path: Path, tokenizer: str) -> None:

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 import chapters  # noqa: F401  finds the chapters below
 from options import UsageError
-from sources import Meta, Tokenizer, checksums, encode_whole, in_words, load_tokenizer, refused, text_files
+from sources import ONE_JSON, Meta, Tokenizer, checksums, encode_whole, in_words, load_tokenizer, refused, text_files
 from tqdm import tqdm
 
 UNIT = 2**22  # bytes of text that a process encodes at once
@@ -71,6 +71,8 @@ def units_of(source: Path, every: int) -> tuple[list[Unit], str]:
         return [Unit(source, "parquet", i, i + 1) for i in range(groups)], ""
     with source.open("rb") as file:
         what = refused(source, file.read(2**16))
+    if not what and source.suffix == ".json":
+        raise UsageError(f"{source} is {ONE_JSON}")
     if what and what != "JSON lines":
         raise UsageError(f"{source} is {what}; give text, JSON lines, Parquet files (*.parquet), or a folder of text")
     if what:

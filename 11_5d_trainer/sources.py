@@ -52,6 +52,7 @@ MAGIC = {
 }
 WORDS = (b"PAR1", b"GIF8")  # with which a text may begin; but in a text no byte is 0
 JSON_LINES = (".jsonl", ".ndjson")
+ONE_JSON = "JSON, whose braces would be trained on; write an object a line into a .jsonl, for prepare.py"
 PIECE = 2**20  # bytes of text that are encoded at once
 BLOCK, CHECKED = 2**26, 16  # bytes that have a checksum of their own; so many of them are read when a run starts
 
@@ -92,6 +93,8 @@ def read_text(path: Path, option: str) -> bytes:
     """The text of a file. Raises UsageError, which begins with `option`, if it is none."""
     data = path.read_bytes()
     what = refused(path, data)
+    if not what and path.suffix == ".json":
+        raise UsageError(f"{option} {path} is {ONE_JSON}")
     if what in ("JSON lines", "a Parquet file"):
         how = f"python 11_5d_trainer/prepare.py {path} --field text --out FOLDER"
         raise UsageError(f"{option} {path} is {what}, no plain text; make tokens of one of its fields: {how}")
@@ -266,17 +269,18 @@ def load_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
     if not file.exists() and path.suffix == ".json":
         raise UsageError(f"{where} cannot be loaded: there is no such file")
     library = "tokenizers" if file.exists() else "transformers"
+    save: Callable[[Path], Any]
     try:
         if file.exists():
             from tokenizers import Tokenizer as Loaded
 
             loaded: Any = Loaded.from_file(str(file))
-            save: Callable[[Path], Any] = partial(copy_tokenizer, file)
+            own, save = own_end(file), partial(copy_tokenizer, file)
         else:
             from transformers import AutoTokenizer
 
             whole = AutoTokenizer.from_pretrained(name)
-            loaded, save = whole.backend_tokenizer, whole.save_pretrained
+            loaded, own, save = whole.backend_tokenizer, whole.eos_token, whole.save_pretrained
     except ModuleNotFoundError as error:
         if error.name not in ("tokenizers", "transformers"):
             raise
@@ -287,7 +291,7 @@ def load_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
     loaded.no_truncation()  # a file may ask for it, and the rest of each text would be lost
     loaded.no_padding()
     words = loaded.get_vocab(with_added_tokens=True)
-    eos = own_end(file) or next((end for end in ENDS if end in words), None)
+    eos = own or next((end for end in ENDS if end in words), None)
     return Tokenizer(
         # A token that begins each text would appear once in the whole corpus: none is added.
         encode=lambda text: loaded.encode(text, add_special_tokens=False).ids,

@@ -372,6 +372,9 @@ def test_other_data_under_the_same_name_is_refused_on_resume(tmp_path):
     data.write_text(TEXT + "one more line\n")
     said = refusal(["--resume", folder, "--steps", "12"])
     assert f"was trained on 94,987 tokens, but --data {data} now has 95,000" in said, said
+    data.write_text(TEXT.replace("7", "8"))
+    said = refusal(["--resume", folder, "--steps", "12"])
+    assert said == f"--resume {folder}: --data {data} has other contents or weights than it had then"
 
 
 # ------------------------------------------------------------------------------------------------------- memory

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import train
 from data import Sampler, load_corpus
 from options import Config, UsageError
 from sources import as_bytes
@@ -75,6 +76,7 @@ def test_a_folder_is_split_by_file_without_hidden_or_binary_files(tmp_path):
         f"--data {tmp_path}: 20 text files, 2 of them for validation (09.txt, 19.txt); skipped: "
         "1 JSON lines (chat.jsonl), 2 binary (image, late), 1 hidden (.hidden)",
     )
+    assert train.prepare(["--data", str(tmp_path), "--seq-len", "4"], 1).messages == list(corpus.messages)
 
 
 def test_of_few_files_the_last_is_for_validation_and_not_trained_on(tmp_path):

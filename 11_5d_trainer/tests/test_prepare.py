@@ -63,6 +63,7 @@ def documents(row, eos=0):
 
 @pytest.mark.parametrize("source", ["stories", "stories.jsonl"])
 def test_every_document_is_there_once_in_its_order_and_every_tenth_for_validation(source, stories, capsys):
+    (stories / "out").mkdir()  # empty
     said = prepared(capsys, stories / source, "--field", "story", "--out", stories / "out")
     assert said.startswith(f"{stories / source}: 60 documents, {sum(map(len, STORIES)) + 60:,} tokens")
     corpus = load_corpus(Config(data=str(stories / "out"), seq_len=16))
@@ -106,6 +107,12 @@ BAD = [  # (the file's contents, options, what is said)
     ("a.txt", "Grüße\n".encode("latin-1") * 100, "", "a.txt is not UTF-8 between bytes "),
     ("a.txt", b"text" * 20_000 + b"\0" + b"text" * 20_000, "", "a.txt is binary (a byte is 0), no text"),
     ("a.txt", b"\x1f\x8btext", "", "a.txt is a gzip archive; give text, JSON lines, Parquet files (*.parquet), or a"),
+    (
+        "a.json",
+        b'[{"text": "a"}]\n' * 100,
+        "",
+        "a.json is JSON, whose braces would be trained on; write",
+    ),
     ("a.txt", b"text\n" * 100, "--chat", "--chat reads JSON lines or Parquet, and "),
     ("a.txt", b"text\n" * 100, "--eos </s>", "--tokenizer bytes: --eos </s> is no token of it"),
     (
@@ -269,6 +276,33 @@ def test_tokens_of_a_tokenizer_are_decoded_by_the_run_and_its_export_though_all_
         hf.export(str(stories / "run"), str(stories / "exported"))
         theirs = transformers.AutoTokenizer.from_pretrained(stories / "exported")
         assert theirs.decode(theirs.encode(STORIES[0], add_special_tokens=False)) == STORIES[0]
+
+
+def test_the_end_of_a_document_is_the_tokenizers_own_or_what_is_asked_for(tokenizer, stories, capsys, monkeypatch):
+    import sources
+
+    (stories / "folder").mkdir()
+    shutil.copy(tokenizer, stories / "folder")
+    about = stories / "folder" / "tokenizer_config.json"
+    about.write_text('{"eos_token": {"content": "<|im_end|>"}}')
+    for name, option, eos in ((tokenizer, [], 0), (stories / "folder", [], 2), (tokenizer, ["--eos", "a"], None)):
+        out = stories / f"out-{eos}"
+        prepared(capsys, stories / "stories", "--tokenizer", name, *option, "--out", out)
+        corpus = load_corpus(Config(data=str(out), seq_len=16))
+        eos = sources.load_tokenizer(str(tokenizer)).id_of("a") if eos is None else eos
+        assert [corpus.decode(tokens) for tokens in documents(corpus.held_out[0], eos)] == STORIES[9::10]
+    made = sources.load_tokenizer(str(tokenizer))
+    assert made.decode([2, 400, 2]) == "<|im_end|><|im_end|>"  # a model may have more words than its tokenizer
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer
+
+    hub = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(tokenizer)), eos_token="b")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: hub)
+    named = sources.load_tokenizer("on/the-hub")
+    named.save(stories / "saved")
+    again = sources.load_tokenizer(str(stories / "saved"))
+    assert named.eos == again.eos == named.id_of("b") and named.encode(STORIES[5]) == again.encode(STORIES[5])
+    assert again.decode(again.encode(STORIES[5])) == STORIES[5]
 
 
 def test_a_long_text_is_encoded_in_pieces_with_the_same_tokens(tokenizer, monkeypatch):
