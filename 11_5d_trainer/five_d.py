@@ -1,9 +1,7 @@
 """Five axes of parallelism in one file: data, tensor, context, pipeline and expert; with ZeRO-1.
 
-A large model has all problems at once: too many layers, too large matrices, too long sequences, too
-many experts, too much data. Each technique splits something else, and is given only a group of
-ranks. So the ranks are laid out on a grid with one axis per technique, and each technique runs in
-the groups along its own axis. The mistakes that are left lie between two techniques.
+Each technique splits something else, and is given only a group of ranks. So the ranks are laid out
+on a grid with one axis per technique, and each technique runs in the groups along its own axis.
 
     axis  chapter  splits               what a rank sends                                times
     dp    02, 03   the batch            gradients: reduce-scatter; weights: all-gather   1
@@ -21,9 +19,8 @@ A step has M micro-batches. Every message in the forward pass has one in the bac
                                                              half; of 4 chunks of each sequence 0
                                                              and 3, and between matrices only 3
 
-ep needs no ranks of its own. Between the matrices all ranks of a stage have different tokens, so
-any of them can store experts: ep neighbours store all experts of a layer among them. One rule says
-which ranks sum a gradient: those that store the same weight and used it for different tokens.
+ep needs no ranks of its own: ep neighbours of a stage store all experts among them. A gradient is
+summed over the ranks that store the same weight and used it for different tokens.
 
     weight                       split into   gradient summed over   because
     q, k, v, o, gate, up, down   tp shards    dp x cp                tp ranks store other shards
@@ -31,8 +28,7 @@ which ranks sum a gradient: those that store the same weight and used it for dif
     w1, w3, w2 (of experts)      ep shards    same experts           neighbours sent their tokens
 
 Nothing is averaged, because the loss is a sum over tokens, divided by the number of labels in the
-global batch. ZeRO-1 ends each sum in shards, and the owner of a shard updates it. So every element
-of the model has one owner among all ranks, and the norm of the gradient is one sum over all ranks.
+global batch. ZeRO-1 ends each sum in shards, and the owner of a shard updates it.
 
     python five_d.py                                                    one rank
     torchrun --nproc_per_node 16 five_d.py --pp 2 --cp 2 --tp 2 --ep 2  NCCL on GPUs, Gloo on CPUs
@@ -91,22 +87,17 @@ class ModelConfig(NamedTuple):
 TINY = ModelConfig(4, 32, 8, 4, 24, 4, 2, 45, 32, 4, torch.float64)
 SMALL = ModelConfig(4, 128, 8, 4, 352, 4, 2, 128, 32, 4, torch.float32)  # with --train
 
-# Shapes: activations are [s/tp, b, H] between the matrices. s = S/cp tokens of a context rank (S is
-# padded to a multiple of 2 cp tp), b sequences of a micro-batch. Tokens are the first dimension, so
-# the tokens that a tp group all-gathers lie one after the other.
+# Shapes: s = S/cp tokens of a context rank, S padded to a multiple of 2 cp tp; b sequences of a
+# micro-batch. Tokens are the first dimension, so an all-gather puts them one after the other.
 
 
 # ----------------------------------------------------------------- The grid of ranks and its groups
 class Mesh:
-    """The sizes of the axes, this rank's place on each of them, and its groups.
-
-    `ranks`, ascending, may be a part of the world: nothing below asks for the world's size.
-    """
+    """The sizes of the axes, this rank's place on each of them, and its groups."""
 
     def __init__(self, ranks: list[int], pp: int, cp: int, tp: int, ep: int):
         # --- exercise 11.1: the grid of ranks, and the groups of each kind ---
-        # tp is the last axis, so its ranks are neighbours: they send most often.
-        grid = torch.tensor(ranks).view(pp, -1, cp, tp)  # [pp, dp, cp, tp]
+        grid = torch.tensor(ranks).view(pp, -1, cp, tp)  # [pp, dp, cp, tp]: tp sends most often
         stages = grid.flatten(1)  # [pp, dp cp tp]
         by_experts = stages.unflatten(1, (-1, ep))  # [pp, dp cp tp / ep, ep]
         groups = {  # [number of groups, ranks of each]
@@ -126,7 +117,7 @@ class Mesh:
         self.stage, self.dp_rank, self.cp_rank, self.tp_rank = place.tolist()
         self.groups: dict[str, dist.ProcessGroup] = {}
         for name, all_groups in groups.items():
-            (mine,) = [group for group in all_groups.tolist() if dist.get_rank() in group]
+            (mine,) = [ranks for ranks in all_groups.tolist() if dist.get_rank() in ranks]
             group = dist.new_group(mine, TIMEOUT, use_local_synchronization=True, group_desc=name)
             self.groups[name] = group
         self.ep_rank = dist.get_rank(self.groups["ep"])
@@ -134,10 +125,7 @@ class Mesh:
 
 # ------------------------ The model: what a stage computes. Its messages follow in the next section
 def run_stage(x: Tensor, params: Params, config: ModelConfig, mesh: Mesh) -> Tensor:
-    """Tokens [s/tp, b] on the first stage, else [s/tp, b, H] -> [s/tp, b, H].
-
-    The last stage returns logits [s/tp, b, V].
-    """
+    """Activations [s/tp, b, H] -> the same; the first stage embeds tokens, the last has logits."""
     if mesh.stage == 0:
         x = params["embed"][x].to(config.dtype)  # [s/tp, b] -> [s/tp, b, H]
     for i in layers_of_stage(config, mesh):
@@ -146,12 +134,11 @@ def run_stage(x: Tensor, params: Params, config: ModelConfig, mesh: Mesh) -> Ten
         h = rms_norm(x, params[f"{i}.mlp_norm"])
         x = x + feed_forward(h, params, i, config, mesh)
     if mesh.stage == mesh.pp - 1:
-        x = linear(rms_norm(x, params["norm"]), params["head"])
+        x = linear(rms_norm(x, params["norm"]), params["head"])  # -> [s/tp, b, V]
     return x
 
 
 def layers_of_stage(config: ModelConfig, mesh: Mesh) -> range:
-    """Consecutive layers, as equally many on each stage as possible."""
     begin = mesh.stage * config.n_layers // mesh.pp
     end = (mesh.stage + 1) * config.n_layers // mesh.pp
     return range(begin, end)
@@ -230,10 +217,9 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def send_recv(x: Tensor | None, dst, recv: Tensor | None, src, group) -> Tensor | None:
-    """Send x to rank `dst` of the group and receive from rank `src`, both at once. Returns `recv`.
+    """Send x to rank `dst` and receive `recv` from rank `src`, as far as they are not None.
 
-    If two ranks first sent and then received, each would wait for the other to receive. There is no
-    message if the tensor or the rank is None, as before the first stage and after the last one.
+    Both at once: if two ranks first sent and then received, each would wait for the other.
     """
     ops = []
     if x is not None and dst is not None:
@@ -248,10 +234,7 @@ def send_recv(x: Tensor | None, dst, recv: Tensor | None, src, group) -> Tensor 
 
 
 def all_to_all_rows(x: Tensor, input_splits: list[int], output_splits: list[int], group) -> Tensor:
-    """Send the first input_splits[0] rows of x to rank 0, the next input_splits[1] to rank 1, ...
-
-    Returns the rows that this rank receives, output_splits[r] of them from rank r, in this order.
-    """
+    """Send input_splits[r] rows of x to rank r, in this order; receive output_splits[r] from it."""
     output = x.new_empty(sum(output_splits), *x.shape[1:])
     dist.all_to_all_single(output, x, output_splits, input_splits, group=group)
     own = x.split(input_splits)[dist.get_rank(group)]  # does not leave this rank
@@ -304,11 +287,8 @@ def all_to_all(x: Tensor, input_splits: list[int], output_splits: list[int], gro
 
 # ------------------------------------------------------------- 05: attention over a ring, in zigzag
 def attention_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to these keys only: out [s, b, N, D] and LSE [s, b, N], both in fp32 or better.
-
-    k and v [t, b, N_kv, D] are never copied for the query heads that share them.
-    """
-    q = to_fp32(q).unflatten(2, (k.shape[2], -1))  # [s, b, N_kv, G, D]
+    """Attention to these keys only, k and v [t, b, N_kv, D]: out [s, b, N, D] and LSE [s, b, N]."""
+    q = to_fp32(q).unflatten(2, (k.shape[2], -1))  # [s, b, N_kv, N/N_kv, D]; k is not repeated
     scores = torch.einsum("sbhgd,tbhd->bhgst", q, to_fp32(k)) / math.sqrt(q.shape[-1])
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -328,10 +308,7 @@ def merge_attention(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tens
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention, q [s, b, N, D] and k, v [s, b, N_kv, D] of this rank's two chunks -> out.
-
-    K/V of each rank, a block, are sent once round the ring.
-    """
+    """Causal attention from this rank's two chunks; K/V are sent once round the ring."""
     rank = dist.get_rank(group)
     half = len(q) // 2
     kv = torch.stack((k, v))  # one message instead of two
@@ -353,20 +330,14 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) ->
 
 # ---------------------------------------- 02, 04, 05: the samples of a rank, and the tokens of each
 def token_positions(seq_len: int, mesh: Mesh) -> Tensor:
-    """Positions of the tokens of this rank's tp group, ascending: [s]. Two of 2 cp chunks (zigzag).
-
-    An early chunk and its mirror image, because under a causal mask late tokens have more work.
-    """
+    """Positions [s] of this rank's tp group: an early chunk and its mirror image (zigzag)."""
     padding = -seq_len % (2 * mesh.cp * mesh.tp)
     chunks = torch.arange(seq_len + padding).chunk(2 * mesh.cp)
     return torch.cat((chunks[mesh.cp_rank], chunks[2 * mesh.cp - 1 - mesh.cp_rank]))
 
 
 def shard_batch(tokens: Tensor, labels: Tensor, config: ModelConfig, mesh: Mesh) -> list:
-    """The global batch [batch, S] -> this rank's M micro-batches (tokens, labels), [s/tp, b] each.
-
-    Labels are shifted already: the label of a chunk's last token is in another chunk.
-    """
+    """The global batch [batch, S] -> M micro-batches (tokens, labels) of [s/tp, b] each."""
     # --- exercise 11.3: this rank's samples, and its tokens of each sample ---
     positions = token_positions(config.seq_len, mesh).to(tokens.device)
     padding = len(positions) * mesh.cp - config.seq_len
@@ -386,7 +357,11 @@ def moe(x: Tensor, params: Params, i: int, config: ModelConfig, group) -> Tensor
 
     A row is what is sent for one token and one of its K experts. Row t K + k: token t, k-th expert.
     """
-    experts, gate_weights = route(x, params[f"{i}.router"], config.top_k)
+    # Route, in fp32 or better: in bf16, experts would tie
+    router_probs = F.linear(to_fp32(x), params[f"{i}.router"]).softmax(-1)  # [T, E]
+    gate_weights, experts = router_probs.topk(config.top_k)  # [T, K]
+    if config.top_k > 1:  # one probability divided by itself is 1: the router would get no gradient
+        gate_weights = gate_weights / gate_weights.sum(-1, keepdim=True)
     # Plan: how many rows go to each expert, and how many come from each rank?
     ep = dist.get_world_size(group)
     num_local = config.num_experts // ep
@@ -413,22 +388,9 @@ def moe(x: Tensor, params: Params, i: int, config: ModelConfig, group) -> Tensor
     return (rows * gate_weights[..., None]).sum(1).to(x.dtype)
 
 
-def route(x: Tensor, router_weight: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Experts and gate weights [T, K]. In fp32 or better: in bf16, experts would tie."""
-    router_probs = F.linear(to_fp32(x), router_weight).softmax(-1)  # [T, E]
-    gate_weights, experts = router_probs.topk(top_k)
-    if top_k > 1:  # one probability divided by itself is 1: the router would get no gradient
-        gate_weights = gate_weights / gate_weights.sum(-1, keepdim=True)
-    return experts, gate_weights
-
-
 # ------------------------------------------------------ 06: the pipeline, one forward, one backward
 def forward_backward(batch: list, num_valid: Tensor, params: Params, config, mesh: Mesh) -> Tensor:
-    """Add to the gradients of all params by 1F1B. Returns this rank's part of the loss.
-
-    In the steady state two neighbours want to send at the same time, one of them an activation and
-    the other a gradient. So they send and receive at once.
-    """
+    """Add to the gradients of all params by 1F1B. Returns this rank's part of the loss."""
     num_micro_batches = len(batch)
     group = mesh.groups["pp"]
     prev_stage = mesh.stage - 1 if mesh.stage > 0 else None
@@ -442,8 +404,9 @@ def forward_backward(batch: list, num_valid: Tensor, params: Params, config, mes
         x = tokens if x is None else x.requires_grad_()  # this rank's autograd graph begins here
         y = run_stage(x, params, config, mesh)
         if next_stage is None:
-            # Divided before the backward pass, and by all labels: what remains are sums.
-            y = loss_sum(y, labels) / num_valid
+            y = to_fp32(y).flatten(0, 1)  # [s/tp b, V]
+            y = F.cross_entropy(y, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+            y = y / num_valid  # before the backward pass, and by all labels: what remains are sums
             loss.add_(y.detach())
         in_flight[i] = x, y
         return y.detach().contiguous()
@@ -482,27 +445,14 @@ def forward_backward(batch: list, num_valid: Tensor, params: Params, config, mes
     return loss
 
 
-def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    logits = to_fp32(logits).flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-
-
 # -------------------------- Which shard of a weight a rank stores, and which ranks sum its gradient
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 EXPERT_WEIGHTS = ("w1", "w3", "w2")
 
 
-class ShardSpec(NamedTuple):
-    """This rank stores `full.chunk(num_shards, dim)[index]`."""
-
-    num_shards: int
-    index: int
-    dim: int
-
-
-def shard_spec(name: str, config: ModelConfig, mesh: Mesh) -> ShardSpec | None:
-    """None: another stage has this weight."""
+def shard_spec(name: str, config: ModelConfig, mesh: Mesh) -> tuple[int, int, int] | None:
+    """(n, index, dim): this rank stores `full.chunk(n, dim)[index]`. None: another stage has it."""
     layer, _, kind = name.rpartition(".")
     if kind == "embed":
         layer = 0
@@ -511,12 +461,12 @@ def shard_spec(name: str, config: ModelConfig, mesh: Mesh) -> ShardSpec | None:
     if int(layer) not in layers_of_stage(config, mesh):
         return None
     if kind in COLUMN_PARALLEL:  # weights are [out, in]; so heads are split along dimension 0
-        return ShardSpec(mesh.tp, mesh.tp_rank, dim=0)
+        return mesh.tp, mesh.tp_rank, 0
     if kind in ROW_PARALLEL:
-        return ShardSpec(mesh.tp, mesh.tp_rank, dim=1)
+        return mesh.tp, mesh.tp_rank, 1
     if kind in EXPERT_WEIGHTS:
-        return ShardSpec(mesh.ep, mesh.ep_rank, dim=0)
-    return ShardSpec(1, 0, dim=0)
+        return mesh.ep, mesh.ep_rank, 0
+    return 1, 0, 0
 
 
 def shard_weights(full: Params, config: ModelConfig, mesh: Mesh) -> Params:
@@ -525,26 +475,22 @@ def shard_weights(full: Params, config: ModelConfig, mesh: Mesh) -> Params:
     for name, weight in full.items():
         spec = shard_spec(name, config, mesh)
         if spec is not None:
-            shards[name] = weight.chunk(spec.num_shards, spec.dim)[spec.index]
+            num_shards, index, dim = spec
+            shards[name] = weight.chunk(num_shards, dim)[index]
     return shards
 
 
 def gather_full_weights(shards: Params, config: ModelConfig, mesh: Mesh) -> Params:
-    """The inverse, on every rank and in host memory: from all ranks' shards to full weights."""
-    group = mesh.groups["all"]
-    mine = {}
-    for name, shard in shards.items():
-        # A copy, because a view would be sent with all of the flat parameter behind it.
-        mine[name, shard_spec(name, config, mesh)] = shard.detach().to("cpu", copy=True)
-    by_rank = [None] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, mine, group=group)
-    found = {}
-    for rank_shards in by_rank:
-        found |= rank_shards  # replicas are equal
-    shards_of = {}
-    for name, spec in sorted(found):  # by index
-        shards_of.setdefault((name, spec.dim), []).append(found[name, spec])
-    return {name: torch.cat(shards, dim) for (name, dim), shards in shards_of.items()}
+    """The inverse, on every rank: from all ranks' shards to full weights."""
+    any_shard = next(iter(shards.values()))  # for dtype and device
+    full = {}
+    for name, weight in build_model(config).items():
+        full[name] = any_shard.new_full(weight.shape, -math.inf)
+    for name, shard in shard_weights(full, config, mesh).items():
+        shard.copy_(shards[name].detach())
+    for weight in full.values():  # the other ranks have -inf here, or an equal replica
+        dist.all_reduce(weight, dist.ReduceOp.MAX, group=mesh.groups["all"])
+    return full
 
 
 def grad_reduce_group(name: str) -> str:
@@ -560,10 +506,7 @@ def grad_reduce_group(name: str) -> str:
 
 
 class FlatParam:
-    """03: weights whose gradients the same group sums, flattened, padded and split into shards.
-
-    `params` are views of the full weights, and their gradients are views of `full_grad`.
-    """
+    """03: weights whose gradients the same group sums, flattened, padded and split into shards."""
 
     def __init__(self, weights: Params, group: dist.ProcessGroup):
         self.group = group
@@ -573,7 +516,7 @@ class FlatParam:
         self.full_grad = torch.zeros_like(self.full)  # [n]
         self.shard = self.shard_of(self.full)  # [n/ranks], a view: to update it updates the weights
         self.shard.grad = torch.zeros_like(self.shard)
-        self.params = self.views_of(self.full)
+        self.params = self.views_of(self.full)  # [n] -> name -> a view with the weight's shape
         grads = self.views_of(self.full_grad)
         for name, p in self.params.items():
             p.requires_grad_()
@@ -613,10 +556,7 @@ def build_flat_params(shards: Params, mesh: Mesh) -> list[FlatParam]:
 
 # -------------------------------------------------------------------------------- The training step
 def train_step(batch, flat_params: list[FlatParam], optimizer, max_norm: float, config, mesh):
-    """One step on this rank's micro-batches. Returns loss and gradient norm of the global batch.
-
-    The clipped gradient stays in the shards until the next step.
-    """
+    """One step on this rank's micro-batches. Returns loss and gradient norm of the global batch."""
     params = all_params(flat_params)
     num_valid = count_valid_tokens(batch, mesh)
     loss = forward_backward(batch, num_valid, params, config, mesh)
@@ -624,7 +564,8 @@ def train_step(batch, flat_params: list[FlatParam], optimizer, max_norm: float, 
     grad_norm = clip_grads(flat_params, max_norm, mesh)
     optimizer.step()  # on the shards: the optimizer has seen nothing else
     all_gather_params(flat_params)
-    zero_grads(flat_params)
+    for flat_param in flat_params:
+        flat_param.full_grad.zero_()  # the clipped shards of the sum stay for the check
     dist.all_reduce(loss, group=mesh.groups["all"])  # only for the log
     return loss.item(), grad_norm.item()
 
@@ -640,11 +581,9 @@ def reduce_scatter_grads(flat_params: list[FlatParam]) -> None:
     """Sum each gradient over the group of its weight; the owner of a shard gets the shard's sum."""
     # --- exercise 11.5: start all sums, then wait for each ---
     works = []
-    for flat_param in flat_params:
-        grad_shard = flat_param.shard.grad  # [n] -> reduce-scatter -> [n/ranks]
-        full_grad = flat_param.full_grad
-        group = flat_param.group
-        works.append(reduce_scatter_single(grad_shard, full_grad, group=group, async_op=True))
+    for x in flat_params:  # [n] -> reduce-scatter -> [n/ranks]
+        work = reduce_scatter_single(x.shard.grad, x.full_grad, group=x.group, async_op=True)
+        works.append(work)
     for work in works:
         work.wait()
     # --- end exercise ---
@@ -665,34 +604,27 @@ def clip_grads(flat_params: list[FlatParam], max_norm: float, mesh: Mesh) -> Ten
 
 
 def all_gather_params(flat_params: list[FlatParam]) -> None:
-    """Each shard is new on its owner, and needed on all ranks of the group."""
     for flat_param in flat_params:
         shard = flat_param.shard.clone()  # [n/ranks] -> all-gather -> [n]
         all_gather_single(flat_param.full, shard, group=flat_param.group)
         sent["zero"] += 2 * (flat_param.full.nbytes - shard.nbytes)  # with the reduce-scatter
 
 
-def zero_grads(flat_params: list[FlatParam]) -> None:
-    for flat_param in flat_params:
-        flat_param.full_grad.zero_()
-
-
 # ------------------------------------------------------------------ Weights, and text to learn from
 def build_model(config: ModelConfig) -> Params:
     """The full weights, each drawn from a seed of its own name: the same model in every layout."""
     hidden = config.hidden
-    ffn_hidden = config.ffn_hidden
-    experts = config.num_experts
     kv_hidden = config.n_kv_heads * hidden // config.n_heads
+    experts = (config.num_experts,) if config.num_experts else ()
+    up = (*experts, config.ffn_hidden, hidden)  # [E, out, in]; without experts [out, in]
+    down = (*experts, hidden, config.ffn_hidden)
     layer = {"attn_norm": (hidden,), "mlp_norm": (hidden,)}
-    layer |= {"q_proj": (hidden, hidden), "o_proj": (hidden, hidden)}  # [out, in]
+    layer |= {"q_proj": (hidden, hidden), "o_proj": (hidden, hidden)}
     layer |= {"k_proj": (kv_hidden, hidden), "v_proj": (kv_hidden, hidden)}
     if experts:
-        layer |= {"router": (experts, hidden), "w1": (experts, ffn_hidden, hidden)}
-        layer |= {"w3": (experts, ffn_hidden, hidden), "w2": (experts, hidden, ffn_hidden)}
+        layer |= {"router": (*experts, hidden), "w1": up, "w3": up, "w2": down}
     else:
-        layer |= {"gate_proj": (ffn_hidden, hidden), "up_proj": (ffn_hidden, hidden)}
-        layer |= {"down_proj": (hidden, ffn_hidden)}
+        layer |= {"gate_proj": up, "up_proj": up, "down_proj": down}
     shapes = {"embed": (VOCAB_SIZE, hidden), "norm": (hidden,), "head": (VOCAB_SIZE, hidden)}
     for i in range(config.n_layers):
         shapes |= {f"{i}.{kind}": shape for kind, shape in layer.items()}
@@ -716,8 +648,8 @@ def get_batch(text: Tensor, step: int, config: ModelConfig, masked: bool):
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - config.seq_len, (config.batch, 1), generator=generator)
     window = text[starts + torch.arange(config.seq_len + 1)]  # [batch, S + 1]
-    labels = window[:, 1:]
-    if masked:  # the last four samples have no label at all
+    labels = window[:, 1:]  # shifted here: the label of a chunk's last token is in another chunk
+    if masked:  # a prompt, longer in each sample; the last four samples have no label at all
         sample = torch.arange(config.batch)[:, None]
         prompt_len = sample * config.seq_len / max(config.batch - 4, 1)
         labels = labels.masked_fill(torch.arange(config.seq_len) < prompt_len, IGNORE_INDEX)
@@ -729,13 +661,13 @@ def expected_bytes(flat_params, config, mesh: Mesh, states_per_param: int, rows:
     """Bytes stored, and sent per step by axis, if `rows` rows leave for experts or come back."""
     M = config.num_micro_batches
     calls = len(layers_of_stage(config, mesh)) * M
-    e = config.dtype.itemsize
     num_tokens = len(token_positions(config.seq_len, mesh)) * config.batch // (mesh.dp * M)  # s b
-    x = num_tokens * config.hidden * e  # [s, b, H]
+    row = config.hidden * config.dtype.itemsize  # of one token
+    x = num_tokens * row  # [s, b, H]
     kv = 2 * x * config.n_kv_heads // (config.n_heads * mesh.tp)  # of this rank's heads
     pairs = 1 if config.num_experts else 2  # of column- and row-parallel matrices per layer
     num_neighbours = (mesh.stage > 0) + (mesh.stage < mesh.pp - 1)
-    counts = 8 * calls * (mesh.ep - 1) * config.num_experts // mesh.ep
+    counts = 8 * calls * (mesh.ep - 1) * config.num_experts // mesh.ep  # int64, forward only
     full = sum(flat_param.full.nbytes for flat_param in flat_params)
     shards = sum(flat_param.shard.nbytes for flat_param in flat_params)
     return {
@@ -743,85 +675,76 @@ def expected_bytes(flat_params, config, mesh: Mesh, states_per_param: int, rows:
         "tp": 4 * pairs * calls * x * (mesh.tp - 1) // mesh.tp,  # two collectives in each direction
         "cp": 2 * calls * (mesh.cp - 1) * kv,  # K/V round the ring, their gradients back
         "pp": num_neighbours * M * x // mesh.tp,
-        "ep": 2 * rows * config.hidden * e + counts,  # rows forward, and their gradients
+        "ep": 2 * rows * row + counts,  # rows forward, and their gradients
         "zero": 2 * (full - shards),  # reduce-scatter and all-gather
     }
 
 
-def bytes_stored(flat_params: list[FlatParam]) -> int:
-    tensors = [*all_params(flat_params).values(), *(x.shard for x in flat_params)]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
-    storages |= {x.grad.untyped_storage().data_ptr(): x.grad.untyped_storage() for x in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
 def check(config: ModelConfig, mesh: Mesh, device: torch.device, text: Tensor) -> list[str]:
-    """Three steps of plain SGD, one of them clipped, next to a reference. Returns what is wrong.
-
-    Adam would hide a wrong scale. The reference is one process: a mesh of this rank alone.
-    """
-    ref_mesh = Mesh([dist.get_rank()], pp=1, cp=1, tp=1, ep=1)
+    """Three steps of SGD (Adam would hide a wrong scale), one clipped. Returns what is wrong."""
+    ref_mesh = Mesh([dist.get_rank()], pp=1, cp=1, tp=1, ep=1)  # the reference: this rank alone
     full = {name: weight.to(device) for name, weight in build_model(config).items()}
     flat_params = build_flat_params(shard_weights(full, config, mesh), mesh)
-    ref_flat_params = build_flat_params(full, ref_mesh)
+    ref = FlatParam(full, ref_mesh.groups["all"])  # all weights, and its shard is all of it
     optimizer = torch.optim.SGD([x.shard for x in flat_params], lr=0.1)
-    ref_optimizer = torch.optim.SGD([x.shard for x in ref_flat_params], lr=0.1)
+    ref_optimizer = torch.optim.SGD([ref.shard], lr=0.1)
     losses = []
     errors = {}
     for step, max_norm in enumerate((math.inf, 0.5, math.inf)):
         tokens, labels = (x.to(device) for x in get_batch(text, step, config, masked=True))
         batch = shard_batch(tokens, labels, config, ref_mesh)
-        expected = train_step(batch, ref_flat_params, ref_optimizer, max_norm, config, ref_mesh)
+        expected = train_step(batch, [ref], ref_optimizer, max_norm, config, ref_mesh)
         batch = shard_batch(tokens, labels, config, mesh)
         sent.clear()
         loss, grad_norm = train_step(batch, flat_params, optimizer, max_norm, config, mesh)
         losses.append(f"{loss:.6f}")
         errors[f"loss {step}"] = abs(loss - expected[0])
         errors[f"norm {step}"] = abs(grad_norm - expected[1])
-        ref_grads = {}
-        for ref in ref_flat_params:
-            ref_grads |= ref.views_of(ref.shard.grad)  # on one rank the shard is everything
-        ref_grads = shard_weights(ref_grads, config, mesh)
-        ref_params = shard_weights(all_params(ref_flat_params), config, mesh)
-        for flat_param in flat_params:
-            what = f"summed over {flat_param.group.group_desc}, step {step}"
-            grad_error = flat_param.shard.grad - flat_param.shard_of(flat_param.flatten(ref_grads))
-            errors[f"gradient {what}"] = grad_error.abs().max().item()
-            error = flat_param.full - flat_param.flatten(ref_params)
+        ref_grads = shard_weights(ref.views_of(ref.shard.grad), config, mesh)
+        ref_params = shard_weights(ref.params, config, mesh)
+        for x in flat_params:
+            what = f"summed over {x.group.group_desc}, step {step}"
+            error = x.shard.grad - x.shard_of(x.flatten(ref_grads))
+            errors[f"gradient {what}"] = error.abs().max().item()
+            error = x.full - x.flatten(ref_params)
             errors[f"weights with gradient {what}"] = error.abs().max().item()
 
-    failures = [f"{what}: error {x:.1e}" for what, x in errors.items() if not x <= 1e-10]  # or NaN
+    rank = dist.get_rank(mesh.groups["all"])
+    tensors = []
+    for x in flat_params:
+        tensors += [x.full, x.full_grad, x.shard, x.shard.grad]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    measured = Counter(sent, stored=sum(storages.values()))
     expected = expected_bytes(flat_params, config, mesh, states_per_param=0, rows=sent["rows"])
-    measured = Counter(sent, stored=bytes_stored(flat_params))
+    failures = []
+    for what, error in errors.items():
+        if not error <= 1e-10:  # or NaN
+            failures.append(f"rank {rank}: {what}: error {error:.1e}")
     for what, count in expected.items():
         if measured[what] != count:
-            failures.append(f"bytes {what}: {measured[what]:,}, by formula {count:,}")
+            failures.append(f"rank {rank}: bytes {what}: {measured[what]:,}, by formula {count:,}")
     error = torch.tensor(list(errors.values())).max().item()  # NaN if one of them is NaN
     by_rank = [None] * dist.get_world_size(mesh.groups["all"])
     dist.all_gather_object(by_rank, (error, failures), group=mesh.groups["all"])
-    if dist.get_rank(mesh.groups["all"]) == 0:
+    if rank == 0:
         error = torch.tensor([error for error, _ in by_rank]).max()
         print(f"losses {' '.join(losses)}; largest error {error:.1e}; bytes of rank 0:")
         print(f"{'':12}" + "".join(f"{what:>12}" for what in expected))
         print(f"{'measured':12}" + "".join(f"{measured[what]:>12}" for what in expected))
         print(f"{'by formula':12}" + "".join(f"{count:>12}" for count in expected.values()))
     all_failures = []
-    for rank, (_, failures) in enumerate(by_rank):
-        all_failures += [f"rank {rank}: {failure}" for failure in failures]
+    for _, failures in by_rank:
+        all_failures += failures
     return all_failures
 
 
 # --------------------------------------------------------------------------------- Learn, and write
 def train(config: ModelConfig, mesh: Mesh, device, text: Tensor, num_steps: int) -> list[str]:
-    """AdamW, without decay for norms, router, embedding and head. Ends with a sample by rank 0."""
+    """AdamW with a cosine schedule. Ends with a sample by rank 0."""
     is_rank0 = dist.get_rank(mesh.groups["all"]) == 0
     full = {name: x.to(device, torch.float32) for name, x in build_model(config).items()}
     flat_params = build_flat_params(shard_weights(full, config, mesh), mesh)
-    param_groups = []
-    for flat_param in flat_params:
-        decay = 0.0 if flat_param.group.group_desc == "stage" else 0.1
-        param_groups.append({"params": [flat_param.shard], "weight_decay": decay})
-    optimizer = torch.optim.AdamW(param_groups, lr=3e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW([x.shard for x in flat_params], lr=3e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps, eta_min=3e-4)
     progress = tqdm(range(num_steps), disable=not is_rank0, mininterval=1)
     for step in progress:
@@ -834,7 +757,6 @@ def train(config: ModelConfig, mesh: Mesh, device, text: Tensor, num_steps: int)
             return [f"step {step}: loss {loss}, gradient norm {grad_norm}"]
     full = gather_full_weights(all_params(flat_params), config, mesh)
     if is_rank0:
-        full = {name: weight.to(device) for name, weight in full.items()}
         sample = generate(full, text[: config.seq_len].to(device), 300, config)
         print(f"loss {loss:.3f}. It writes:\n\n{sample}")
     return []
@@ -863,10 +785,10 @@ def parse_args(words: list[str] | None, world_size: int) -> tuple[argparse.Names
     """Options and sizes. What does not fit is refused before the process group starts."""
     parser = argparse.ArgumentParser(description="Five axes in one file", allow_abbrev=False)
     parser.error = fail
-    options = {"pp": "stages; dp is what remains", "cp": "ranks that share a sequence"}
-    options |= {"tp": "ranks that share a matrix", "ep": "ranks that share the experts"}
-    for option, what in options.items():
-        parser.add_argument(f"--{option}", type=int, default=1, help=what)
+    parser.add_argument("--pp", type=int, default=1, help="stages; dp is what remains")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share a sequence")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share a matrix")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
     parser.add_argument("--experts", type=int, default=4, help="per layer; 0: dense")
     parser.add_argument("--micro-batches", type=int, default=4, help="of each rank")
     parser.add_argument("--train", type=int, nargs="?", const=300, metavar="STEPS", help="learn")
@@ -875,23 +797,22 @@ def parse_args(words: list[str] | None, world_size: int) -> tuple[argparse.Names
     for name, value in vars(args).items():
         least = 0 if name == "experts" else 1
         if isinstance(value, int) and value < least:
-            option = name.replace("_", "-")
-            parser.error(f"--{option} {value} is too small; use {least} or more")
+            fail(f"--{name.replace('_', '-')} {value} is too small; use {least} or more")
     if args.precision and not args.train:
-        parser.error(f"--precision {args.precision} is for --train; the check runs in float64")
+        fail(f"--precision {args.precision} is for --train; the check runs in float64")
     config = SMALL if args.train else TINY
-    if args.precision == "bf16":
-        config = config._replace(dtype=torch.bfloat16)
     config = config._replace(num_experts=args.experts, top_k=min(2, args.experts))
     config = config._replace(num_micro_batches=args.micro_batches)
-    if args.pp > config.n_layers:
-        layers = f"{config.n_layers} layers; use 1 to {config.n_layers}"
-        parser.error(f"--pp {args.pp} is more than the {layers}")
+    if args.precision == "bf16":
+        config = config._replace(dtype=torch.bfloat16)
     ranks = args.pp * args.cp * args.tp
     dp = max(world_size // ranks, 1)
     stage = world_size // args.pp
     samples = config.batch // dp
     expert_ranks = math.gcd(args.experts or 1, stage)
+    if args.pp > config.n_layers:
+        layers = config.n_layers
+        fail(f"--pp {args.pp} is more than the {layers} layers; use 1 to {layers}")
     must_divide = [
         ("--tp", args.tp, config.n_kv_heads, f"{config.n_kv_heads} key/value heads"),
         ("--pp x --cp x --tp", ranks, world_size, f"{world_size} ranks"),
@@ -902,7 +823,7 @@ def parse_args(words: list[str] | None, world_size: int) -> tuple[argparse.Names
     for option, value, total, what in must_divide:
         if total % value:
             divisors = " or ".join(str(i) for i in range(1, total + 1) if total % i == 0)
-            parser.error(f"{option} {value} does not divide {what}; use {divisors}")
+            fail(f"{option} {value} does not divide {what}; use {divisors}")
     return args, config
 
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import io
 import math
-import pickle
 import random
 import re
 import shutil
@@ -295,25 +294,6 @@ def test_bytes_stored_and_sent_match_the_formulas(layout):
         scalars = 8 * sum(2 * (n - 1) / n for n in (stage, layout.ranks, layout.ranks))
         total = sum(expected.values()) - expected["stored"] + scalars
         assert abs(wire - total) < 8, f"rank {rank} sends {wire} bytes, not {total}"
-
-
-def pickled_by_gather_full_weights(config):
-    """Bytes that a rank gives to gather_full_weights' collective, and bytes of its weights."""
-    mesh, given, gather = mesh_of(Layout(1)), [], dist.all_gather_object
-    params = five_d.all_params(build(config, mesh))
-
-    def weigh(into, x, group):
-        given.append(len(pickle.dumps(x)))
-        gather(into, x, group=group)
-
-    with patch.object(dist, "all_gather_object", weigh):
-        five_d.gather_full_weights(params, config, mesh)
-    return given[0], sum(p.nbytes for p in params.values())
-
-
-def test_gather_full_weights_sends_shards_without_the_flat_parameter_behind_them():
-    [(sent, weights)] = run_ranks(1, pickled_by_gather_full_weights, five_d.TINY)
-    assert weights <= sent <= 1.5 * weights, f"{sent:,} bytes for {weights:,} of weights"
 
 
 # ------------------------------------------------------------------------------------- groups, pipeline, ring
