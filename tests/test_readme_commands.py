@@ -40,7 +40,7 @@ PROGRAM = re.compile(
 ALSO = re.compile(r"(bash|sh|cd|mkdir|cp|rm|sed) ")  # in a block of commands; elsewhere these may be words
 RULE = re.compile(r"<!-- (shortened|not run|ends with \d+|first): (.*) -->")
 SPAN = re.compile(r"`((?:make|python3?|torchrun|sbatch) [^`]+)`")
-NO_COPY = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "runs", "student", "pages", "site", "mkdocs.yml")
+NO_COPY = shutil.ignore_patterns(".*", "__pycache__", "runs", "student", "pages", "site", "mkdocs.yml")
 
 
 def readmes() -> list[Path]:
