@@ -47,9 +47,9 @@ import sys
 import tokenize
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +62,6 @@ from tqdm import tqdm
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 Params = dict[str, Tensor]  # by name, such as "0.q_proj": of layer 0
 TIMEOUT = timedelta(seconds=120)  # each new group needs it, or it would wait for 30 minutes
 VOCAB_SIZE = 256  # bytes
@@ -217,11 +216,8 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def send_recv(x: Tensor | None, dst, recv: Tensor | None, src, group) -> Tensor | None:
-    """Send x to rank `dst` and receive `recv` from rank `src`, as far as they are not None.
-
-    Both at once: if two ranks first sent and then received, each would wait for the other.
-    """
-    ops = []
+    """Send x to rank `dst` and receive `recv` from rank `src`, as far as they are not None."""
+    ops = []  # both at once: if two ranks sent first, each would wait for the other to receive
     if x is not None and dst is not None:
         ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=dst))
         sent[group.group_desc] += x.nbytes
@@ -246,7 +242,7 @@ class CommFunction(torch.autograd.Function):
     """A message in the forward pass, and its conjugate in the backward pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group, forward_comm: Callable, backward_comm: Callable) -> Tensor:
+    def forward(ctx, x: Tensor, group, forward_comm, backward_comm) -> Tensor:
         ctx.group = group
         ctx.backward_comm = backward_comm
         return forward_comm(x.contiguous(), group=group)
@@ -708,12 +704,11 @@ def check(config: ModelConfig, mesh: Mesh, device: torch.device, text: Tensor) -
             errors[f"gradient {what}"] = error.abs().max().item()
             error = x.full - x.flatten(ref_params)
             errors[f"weights with gradient {what}"] = error.abs().max().item()
-
     rank = dist.get_rank(mesh.groups["all"])
-    tensors = []
-    for x in flat_params:
-        tensors += [x.full, x.full_grad, x.shard, x.shard.grad]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    storages = {}
+    for flat_param in flat_params:
+        for x in (flat_param.full, flat_param.full_grad, flat_param.shard, flat_param.shard.grad):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     measured = Counter(sent, stored=sum(storages.values()))
     expected = expected_bytes(flat_params, config, mesh, states_per_param=0, rows=sent["rows"])
     failures = []
@@ -732,10 +727,7 @@ def check(config: ModelConfig, mesh: Mesh, device: torch.device, text: Tensor) -
         print(f"{'':12}" + "".join(f"{what:>12}" for what in expected))
         print(f"{'measured':12}" + "".join(f"{measured[what]:>12}" for what in expected))
         print(f"{'by formula':12}" + "".join(f"{count:>12}" for count in expected.values()))
-    all_failures = []
-    for _, failures in by_rank:
-        all_failures += failures
-    return all_failures
+    return list(chain(*(failures for _, failures in by_rank)))
 
 
 # --------------------------------------------------------------------------------- Learn, and write
@@ -811,8 +803,7 @@ def parse_args(words: list[str] | None, world_size: int) -> tuple[argparse.Names
     samples = config.batch // dp
     expert_ranks = math.gcd(args.experts or 1, stage)
     if args.pp > config.n_layers:
-        layers = config.n_layers
-        fail(f"--pp {args.pp} is more than the {layers} layers; use 1 to {layers}")
+        fail(f"--pp {args.pp}: there are {config.n_layers} layers; use 1 to {config.n_layers}")
     must_divide = [
         ("--tp", args.tp, config.n_kv_heads, f"{config.n_kv_heads} key/value heads"),
         ("--pp x --cp x --tp", ranks, world_size, f"{world_size} ranks"),
@@ -847,10 +838,8 @@ def main() -> int:
     if dist.get_rank() == 0:
         sizes = f"pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} x tp {mesh.tp}, ep {mesh.ep}"
         print(f"{sizes}, on {device.type}", flush=True)
-    if args.train:
-        failures = train(config, mesh, device, load_text(), args.train)
-    else:
-        failures = check(config, mesh, device, load_text())
+    run = partial(train, num_steps=args.train) if args.train else check
+    failures = run(config, mesh, device, load_text())
     if dist.get_rank() == 0 and (failures or not args.train):
         print(f"FAIL: {'; '.join(failures[:5])}" if failures else "PASS")
     dist.destroy_process_group()

@@ -434,7 +434,7 @@ REFUSED = [
     (1, "--no-such-option 7", "no-such-option"),
     (6, "--tp 3", "--tp 3 does not divide 4 key/value heads; use 1 or 2 or 4"),
     (4, "--pp 3", "--pp x --cp x --tp 3 does not divide 4 ranks; use 1 or 2 or 4"),
-    (8, "--pp 8", "--pp 8 is more than the 4 layers; use 1 to 4"),
+    (8, "--pp 8", "--pp 8: there are 4 layers; use 1 to 4"),
     (4, "--ep 3", "--ep 3 does not divide 4 experts and 4 ranks of a stage; use 1 or 2 or 4"),
     (4, "--experts 0 --ep 2", "--ep 2 does not divide 0 experts and 4 ranks of a stage; use 1"),
     (1, "--micro-batches 5", "--micro-batches 5 does not divide 32 samples of a rank; use 1 or 2"),
