@@ -237,6 +237,7 @@ def formulas_on_a_rank(shapes, fused=True):
     return found
 
 
+@pytest.mark.as_written
 @pytest.mark.parametrize("larger", LARGER)
 def test_saved_and_peak_bytes_match_the_formulas(larger):
     expected_where, condition = LARGER[larger]
@@ -256,6 +257,7 @@ def test_saved_and_peak_bytes_match_the_formulas(larger):
         assert timeline[0] == timeline[-1] == stored  # nothing stays behind
 
 
+@pytest.mark.as_written
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("attention", [naive_attention, fused_attention])
 def test_the_harness_counts_the_same_bytes(attention, recompute):

@@ -119,7 +119,8 @@ class Chapter:
         own = {_claim(test) for test in script.catching(number)}
         running = [test for test in self.running(number) if test not in own]
         decisive = [test for test in running if test.partition("::")[2].startswith(tuple(self.decisive(number)))]
-        quick = [test for test in running if test not in decisive and not self.reach.marked(test, "prove|long|always")]
+        marks = "prove|long|always|as_written"
+        quick = [test for test in running if test not in decisive and not self.reach.marked(test, marks)]
         quick.sort(key=lambda test: test not in known)
         return [*decisive, *quick[: max(0, most - len(decisive))]] or ([] if own else script.test_files)
 
