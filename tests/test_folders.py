@@ -257,10 +257,8 @@ def test_every_chapter_folder_is_on_the_map_and_every_link_leads_somewhere():
             assert (readme.parent / link).exists(), f"{readme.relative_to(ROOT)} links to {link}"
 
 
-SECTIONS = ("Compared", "Measured", "Traps", "Exercises", "Questions", "In depth", "Sources")
-LESSON = ("Compared", "Measured", "Exercises", "Questions", "Sources", "In depth")  # where the core file is a plain one
+SECTIONS = ("Compared", "Measured", "Exercises", "Questions", "Sources", "In depth")
 HEADS = {
-    "symbol": "| symbol | meaning |",
     "trap": "| trap | what it looks like from outside |",
     "exercise": "| | what to write | shapes and target | level | the test that decides |",
 }
@@ -270,24 +268,16 @@ HEADS = {
 def test_every_chapter_has_the_same_sections_and_the_same_heads_of_tables(number):
     [chapter] = [each for each in (*CHAPTERS, TRAINER) if each.name.startswith(f"{number:02}_")]
     text = re.sub(r"^```.*?^```", "", (chapter / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    ground = {p.name for p in chapter.iterdir() if re.fullmatch(r"(?!test_|bench_|_).*\.(py|cu)", p.name)}
-    ground = {"five_d.py"} if chapter == TRAINER else ground
+    core = {p.name for p in chapter.iterdir() if re.fullmatch(r"(?!test_|bench_|_).*\.(py|cu)", p.name)}
+    core = {"five_d.py"} if chapter == TRAINER else core
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    floors = [heading for heading in headings if heading.startswith(("The ground floor: ", "The core file: "))]
-    lesson = "The core file: " in "".join(floors)
+    cores = [heading for heading in headings if heading.startswith("The core file: ")]
     assert re.match(rf"# Chapter {number}: \S", text)
-    assert headings == [*floors, *(LESSON if lesson else SECTIONS)]
-    assert set(re.findall(r"`(.*?)`", "".join(floors))) == ground
+    assert headings == [*cores, *SECTIONS]
+    assert cores and set(re.findall(r"`(.*?)`", "".join(cores))) == core
     tables = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-    if lesson:  # symbols where they are first used; traps and extra exercises in depth
-        assert HEADS["exercise"] in tables["Exercises"] and HEADS["exercise"] in tables["In depth"]
-        assert HEADS["trap"] in tables["In depth"]
-        return
-    assert sum(HEADS["symbol"] in tables[floor] for floor in floors) == 1
-    exercises = re.findall(r"^\|.*\|(?=\n\|[ -]*-)", tables["Exercises"], re.MULTILINE)
-    assert len(exercises) >= 2 and set(exercises) == {HEADS["exercise"]}
-    [trap] = re.findall(r"^\|.*\|(?=\n\|[ -]*-)", tables["Traps"], re.MULTILINE)
-    assert trap.startswith(HEADS["trap"])
+    assert HEADS["exercise"] in tables["Exercises"] and HEADS["exercise"] in tables["In depth"]
+    assert HEADS["trap"] in tables["In depth"]
 
 
 def test_make_lists_its_targets():
