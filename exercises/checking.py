@@ -613,7 +613,8 @@ def _on_any_rank(symptom: str) -> str:
 def same_symptom(a: str, b: str) -> bool:
     """Whether a hint that is chosen by one is right for the other: the same words, and numbers within a tenth.
 
-    Of an exception only the name counts, because its words may be those of another version of torch.
+    Of an exception only the name counts, because its words may be those of another version of torch. Which of several
+    ranks says it first is chance, and each has numbers of its own: said by two ranks, only the words count.
     """
     error = r"([A-Z]\w*(?:Error|Exception)): "
     names = [match and match[1] for match in (re.match(error, a), re.match(error, b))]
@@ -621,6 +622,8 @@ def same_symptom(a: str, b: str) -> bool:
         return names[0] == names[1]
     number = r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*[a-z_])"
     words, values = ([[*f(number, _on_any_rank(text))] for text in (a, b)] for f in (re.split, re.findall))
+    if re.findall(r"\brank ?\d+", a) != re.findall(r"\brank ?\d+", b):
+        return words[0] == words[1]
     return words[0] == words[1] and all(map(partial(math.isclose, rel_tol=0.1, abs_tol=1e-12), *map(_floats, values)))
 
 

@@ -354,6 +354,7 @@ def test_two_symptoms_are_one_but_for_ranks_small_differences_and_words_of_torch
     said = "w on rank 0: largest difference 1.25e+00 (relative): 3, but should be 2.19e-03"
     for other in ("rank 0", "rank 1"), ("1.25e+00", "1.26e+00"), ("2.19e-03", "2.2e-03"):
         assert checking.same_symptom(said, said.replace(*other)), other
+    assert checking.same_symptom(said, "w on rank 1: largest difference 4.94e-02 (relative): -8, but should be -0.5")
     for other in ("w on", "x on"), ("1.25e+00", "2.19e+00"), ("3,", "nan,"), (": 3,", ":"):
         assert not checking.same_symptom(said, said.replace(*other)), other
     assert checking.same_symptom("RuntimeError: a.cc:12 no pair", "RuntimeError: a.cc:13 no couple")
