@@ -6,8 +6,8 @@
     RUN/checkpoints/.writing-000300/       a save that is under way or was interrupted; the next save removes it
 
 Weights and optimizer states are stored whole, by Hugging Face's names, so a checkpoint knows nothing of the layout that
-wrote it and can be loaded in any other. No rank ever holds all of it: each writes its share (state.py), and reads one
-tensor at a time.
+wrote it and can be loaded in any other. No rank ever holds all of it: each writes its share (full_state.py), and reads
+one tensor at a time.
 """
 
 import json
@@ -58,7 +58,7 @@ class Saver:
         self.pending: Future[Any] | None = None
 
     def save(self, state: dict[str, Any], progress: Progress) -> None:
-        """Begin to write the shares of all ranks (state.py), each name from one rank. They belong to the saver now."""
+        """Begin to write the shares of all ranks (full_state.py), each name from one rank. The saver owns them now."""
         self.finish()
         writing = self.run / "checkpoints" / f".writing-{progress.step:06d}"
         if self.leader:

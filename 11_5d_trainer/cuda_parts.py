@@ -21,7 +21,7 @@ refuses it.
 
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 import torch
 from flash_attention_cuda import CUDA
 from flash_kernels import flash_attention

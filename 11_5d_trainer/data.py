@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 import torch
 from llama import IGNORE
 from options import Config, UsageError

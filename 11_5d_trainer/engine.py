@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 from gradient_reducers import BucketedReducer, broadcast_parameters

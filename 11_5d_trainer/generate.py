@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-import chapters  # noqa: F401  finds the chapters below
 import checkpoint
+import paths  # noqa: F401  finds the chapters below
 import torch
 from llama import Llama, LlamaConfig
 from model import alone, full_shapes, give_memory, whole_names
+from ops import WEIGHTS
 from options import Config, UsageError
-from parts import WEIGHTS
 from sources import as_bytes, as_numbers, load_tokenizer
 from training_step import generate
 

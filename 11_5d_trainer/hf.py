@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import chapters  # noqa: F401  finds the chapters below
 import checkpoint
+import paths  # noqa: F401  finds the chapters below
 import torch
 from llama import LlamaConfig
 from model import Lazy, full_shapes
 from moe_layer import MoEConfig
+from ops import WEIGHTS
 from options import Config, UsageError
-from parts import WEIGHTS
 from torch import Tensor
 
 # Ours -> Hugging Face's, in config.json.

@@ -16,7 +16,7 @@ import sys
 from argparse import Namespace
 from typing import Any, NoReturn
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 import train
 from options import NothingLeft, UsageError
 from torch.distributed import run as torchrun

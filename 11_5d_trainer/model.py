@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
 import llama
 import parallel_linear
 import parallel_llama
+import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,11 +26,11 @@ from llama import LLAMA3_8B, LLAMA3_70B, Llama, LlamaConfig, Parts, rope_tables
 from mesh import Mesh
 from moe_layer import MoE, MoEConfig, recompute_blocks
 from moe_llama import expert_names, full_name, gather_experts, init_moe
+from ops import LAYOUTS
 from overlap import VERSIONS
 from parallel_block import one_by_one, sync_in_backward
 from parallel_linear import TensorParallel, shards
 from parallel_llama import ParallelLlama
-from parts import LAYOUTS
 from split_backward import recomputed_once
 from torch import Tensor, nn
 

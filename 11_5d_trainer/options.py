@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 from accounting import micro_steps
 from context_ring import check_layout
 from context_ulysses import check_heads, usp_positions
@@ -21,8 +21,8 @@ from llama import LlamaConfig
 from model import EXPERTS, PRESETS
 from moe_layer import VERSIONS as DISPATCHES
 from moe_layer import MoEConfig
+from ops import AUTOCAST, FP8, LAYOUTS, PRECISIONS
 from parallel_block import check_sizes
-from parts import AUTOCAST, FP8, LAYOUTS, PRECISIONS
 from routing import ROUTERS
 from schedule_simulator import W
 from schedules import SCHEDULES, Schedule
@@ -98,7 +98,7 @@ class Config:
     min_lr: float = option(3e-4, "learning rate at the end of the cosine", least=0)
     weight_decay: float = option(0.1, "of the matrices; norm weights are not decayed", fixed=True, least=0)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip", least=0)
-    precision: str = option("fp32", "of weights and products (chapter 10; parts.py)", fixed=True, choices=PRECISIONS)
+    precision: str = option("fp32", "of weights and products (chapter 10; ops.py)", fixed=True, choices=PRECISIONS)
     kernels: str = option(
         "auto", "fused kernels (chapter 09); auto: triton on a GPU, but torch if compiled", choices=KERNELS
     )

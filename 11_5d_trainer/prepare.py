@@ -31,7 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 from options import UsageError
 from sources import ONE_JSON, Meta, Tokenizer, checksums, encode_whole, in_words, load_tokenizer, refused, text_files
 from tqdm import tqdm

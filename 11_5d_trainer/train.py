@@ -1,9 +1,9 @@
 """The trainer: a Llama on real data on many ranks, every technique imported from the chapter that teaches it.
 
-    options.py     every option, and what fits        chapters.py    finds the chapters' folders
+    options.py     every option, and what fits        paths.py       finds the chapters' folders
     mesh.py        the grid of ranks and its groups   model.py       a rank's part of the model: chapters 01, 04, 05
-    rank.py        one rank and one step              engine.py      gradients to new weights: chapters 02 and 03
-    data.py        tokens to micro-batches            state.py       the same as whole tensors, to save and to load
+    step.py        one rank and one step              engine.py      gradients to new weights: chapters 02 and 03
+    data.py        tokens to micro-batches            full_state.py  the same as whole tensors, to save and to load
     sources.py     what is on disk                    prepare.py     your own data to tokens
     checkpoint.py  save, find, load                   curve.py       the loss curve
 
@@ -30,22 +30,25 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
 import checkpoint
 import curve
+import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import peak_flops, step_flops
+from checks import check_compile, check_kernels, check_memory
 from data import Corpus, Sampler, load_corpus
-from fits import check_compile, check_kernels, check_memory
+from full_state import load_full_state, share_of_state
 from generate import load_model
 from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
+from metrics import Watch, board
 from model import EXPERTS, PRESETS, full_shapes
 from options import SIZES, Config, NothingLeft, UsageError, check_folder, flag, merge, parse
-from rank import (
+from sources import as_numbers
+from step import (
     Batch,
     NotFinite,
     Rank,
@@ -59,12 +62,9 @@ from rank import (
     weight_dtype,
     who_is_not_finite,
 )
-from sources import as_numbers
-from state import load_full_state, share_of_state
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 from training_step import generate
-from watch import Watch, board
 
 Log = dict[str, Any]
 

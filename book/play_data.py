@@ -49,7 +49,7 @@ def path() -> None:
 def schedule(name: str, p: int, m: int, times: tuple[float, ...]) -> dict[str, Any] | None:
     """Actions of every rank as [kind, stage, micro-batch, start, end]; None if there is no such schedule."""
     path()
-    import chapters  # noqa: F401
+    import paths  # noqa: F401
     from schedule_simulator import ScheduleError, Times, simulate
     from schedules import FOLDED, LOOPED, build
 
@@ -76,7 +76,7 @@ def schedule(name: str, p: int, m: int, times: tuple[float, ...]) -> dict[str, A
 
 def schedules() -> dict[str, Any]:
     path()
-    import chapters  # noqa: F401
+    import paths  # noqa: F401
     from schedules import SCHEDULES
 
     names = [name for name in SCHEDULES if name != "auto"]
@@ -106,7 +106,7 @@ LAYOUTS = {
 def memory_of(model: str, dp: int, tp: int, pp: int, zero: int, recompute: str, tokens: int) -> dict[str, int] | None:
     """Bytes at the peak of the fullest rank, by part; None if the trainer would refuse the layout."""
     path()
-    import chapters  # noqa: F401
+    import paths  # noqa: F401
     from model import PRESETS
     from plan_memory import Layout, peak
 

@@ -25,17 +25,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "11_5d_trainer"))
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 import torch.multiprocessing as mp
+from full_state import full_state
 from harness.reference import error_between
 from harness.report import write_result
 from llama import LlamaConfig
 from options import Config
-from rank import make_rank, train_step
-from state import full_state
+from step import make_rank, train_step
 from torch import Tensor
 
 SIZES = LlamaConfig(vocab_size=256, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=256)

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
-import rank as one_rank
+import paths  # noqa: F401  finds the chapters below
+import step as one_rank
 import torch
 import torch.distributed as dist
 from bench_train import prepared, torch_step, transformers_step, verify

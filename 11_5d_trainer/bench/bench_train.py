@@ -23,20 +23,20 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
-import rank as one_rank
+import metrics
+import paths  # noqa: F401  finds the chapters below
+import step as one_rank
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train
-import watch
 from data import Sampler
+from full_state import full_state
 from harness.figures import write_figure
 from harness.ranks import run_ranks
 from harness.report import Ratio, paired, write_result
 from llama import IGNORE
 from model import Stage
-from state import full_state
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
@@ -191,7 +191,7 @@ def beside_torch(repeats: int) -> Ratio:
 
 def sent_in_a_step(layout: str) -> dict[str, list[float]]:
     me, batches = prepared(layout)
-    meter = watch.Watch(me, Path(), first=0)
+    meter = metrics.Watch(me, Path(), first=0)
     with meter.step(0):
         one_rank.train_step(me, batches[0])
     return meter.ranks[dist.get_rank()]["sent"]

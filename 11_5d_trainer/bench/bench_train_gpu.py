@@ -39,8 +39,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import chapters  # noqa: F401  finds the chapters below
 import llama
+import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
@@ -52,7 +52,7 @@ from harness.report import Ratio, ratio_of, write_result
 from llama import LlamaConfig
 from model import PRESETS
 from options import Config
-from rank import Rank, launch_step, make_rank, reads_late, train_step
+from step import Rank, launch_step, make_rank, reads_late, train_step
 from torch.profiler import ProfilerActivity, profile
 
 BYTES_PER_WEIGHT = 16  # bf16 weight and gradient, fp32 master weight, two moments

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import above  # noqa: F401  finds the trainer and the chapters
 import moe_layer
-import rank as rank_module
+import planner_paths  # noqa: F401  finds the trainer and the chapters
+import step as step_module
 import torch
 import torch.distributed as dist
 from data import Sampler
@@ -47,12 +47,12 @@ def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
     config = Config(**words)
     config.check()
     config.check_layout(sizes, dist.get_world_size())
-    me = rank_module.make_rank(config, sizes, torch.device("cpu"))
+    me = step_module.make_rank(config, sizes, torch.device("cpu"))
     dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
     sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
 
     def step() -> None:
-        rank_module.train_step(me, batches)
+        step_module.train_step(me, batches)
 
     batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
     with communication() as sent:

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import above  # noqa: E402, F401  finds the trainer and the chapters
 import plan  # noqa: E402
 import plan_facts  # noqa: E402
 import plan_figures  # noqa: E402
@@ -33,6 +32,7 @@ import plan_published  # noqa: E402
 import plan_rules  # noqa: E402
 import plan_search  # noqa: E402
 import plan_time  # noqa: E402
+import planner_paths  # noqa: E402, F401  finds the trainer and the chapters
 from harness.figures import write_figure  # noqa: E402
 from harness.ranks import run_ranks  # noqa: E402
 from harness.report import write_result  # noqa: E402
@@ -61,14 +61,14 @@ RANKED = [
 
 def seconds(words: dict[str, Any], sizes: Any) -> float:
     """A step's time on this rank: the median of three means of two."""
-    import rank as rank_module
+    import step as step_module
     import torch
     import torch.distributed as dist
     from _plan_meter import TEXT
     from data import Sampler
 
     config = Config(**words)
-    me = rank_module.make_rank(config, sizes, torch.device("cpu"))
+    me = step_module.make_rank(config, sizes, torch.device("cpu"))
     dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
     sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
     batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
@@ -77,7 +77,7 @@ def seconds(words: dict[str, Any], sizes: Any) -> float:
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
-            rank_module.train_step(me, batches)
+            step_module.train_step(me, batches)
         dist.barrier()
         times.append((time.perf_counter() - begin) / steps)
     return sorted(times[1:])[1]

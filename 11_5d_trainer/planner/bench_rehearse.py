@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import above  # noqa: E402, F401  finds the trainer and the chapters
+import planner_paths  # noqa: E402, F401  finds the trainer and the chapters
 from harness.figures import COLOURS, write_figure  # noqa: E402
 from harness.ranks import run_ranks  # noqa: E402
 from harness.report import write_result  # noqa: E402

@@ -14,7 +14,7 @@ plan_published.py.
 
 from dataclasses import dataclass
 
-import above  # noqa: F401  finds the trainer and the chapters
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 from accounting import gpt_activations
 from context_ulysses import Machine, cost_model
 from fpdt_costs import paper_table as fpdt_table

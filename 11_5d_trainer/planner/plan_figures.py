@@ -7,7 +7,7 @@ number of nodes. bench_plan.py draws them from results/; plan.py --figure draws 
 from pathlib import Path
 from typing import Any
 
-import above  # noqa: F401  finds the trainer and the chapters
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 from llama import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, LlamaConfig
 from options import UsageError
 from plan_memory import Layout, peak

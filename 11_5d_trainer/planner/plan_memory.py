@@ -25,8 +25,8 @@ Formulas, on T = B S / c tokens of a rank, T' = T / t with sequence parallel and
     around     last norm, logits: T V w / t + ...
 
 `held`, `activations` and `peak` give each a dictionary, so that the largest contributor has a name. What this file
-says is held against the meter of the tests in test_plan_memory.py, the first three to the byte; the trainer's watch.py
-counts the buckets of a model that is built, where `held` has none, and test_watch.py holds the two equal.
+says is held against the meter of the tests in test_plan_memory.py, the first three to the byte; the trainer's
+metrics.py counts the buckets of a model that is built, where `held` has none, and test_metrics.py holds the two equal.
 
     python 11_5d_trainer/planner/plan.py --explain "--tp 2 --zero 1" --model tiny      prints it, line by line
 
@@ -39,14 +39,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import above  # noqa: F401  finds the trainer and the chapters
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 import torch
 from context_ulysses import kv_heads_of, repeated_kv_heads
 from fpdt_costs import Sizes, attention_peak, feed_forward_peak, loss_peak, model_host_peak
 from llama import LlamaConfig
 from moe_layer import MoEConfig
+from ops import AUTOCAST
 from options import Config, UsageError
-from parts import AUTOCAST
 from pipeline_executor import layers_of
 from schedule_simulator import BW, Action, B, F, Schedule, W, programs
 from schedules import build as build_schedule
@@ -408,7 +408,7 @@ def tape_bytes(moe: MoEConfig, tokens: int) -> int:
 
 
 def loss_in_chunks(layout: Layout) -> bool:
-    """Whether output layer and loss are one function, which never holds all logits: the rule of parts.py."""
+    """Whether output layer and loss are one function, which never holds all logits: the rule of ops.py."""
     return layout.kernels == "triton" and layout.tp == layout.pp == 1 and layout.precision != "fp16"
 
 

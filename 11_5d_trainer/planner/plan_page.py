@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import above  # noqa: F401  finds the trainer and the chapters
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 from plan_memory import Layout, schedule_of
 from plan_search import GB, RECOMPUTE, Task, divisors, in_flight, powers, refused, room, stays
 from plan_time import rough_held, step_time

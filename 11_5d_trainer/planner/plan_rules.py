@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import above  # noqa: F401  finds the trainer and the chapters
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 from plan import by_simplicity, family
 from plan_figures import SIZES
 from plan_search import (

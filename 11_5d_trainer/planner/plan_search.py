@@ -37,7 +37,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-import above  # noqa: F401  finds the trainer and the chapters
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import Config

@@ -40,7 +40,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import above  # noqa: F401  finds the trainer and the chapters
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 from accounting import forward_flops
 from fpdt_costs import Hardware, idle_forward, link_bytes, pair_seconds
 from llama import LlamaConfig

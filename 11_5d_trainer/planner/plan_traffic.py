@@ -16,7 +16,7 @@ Idea. A list of `Flow`s: a collective, the axis whose group runs it, its payload
     expert (07)          counts of all layers                    rows to their experts and back, four times
     everyone             three numbers: valid tokens, loss, norm of the gradient
 
-The trainer's meter (watch.py) prints these, but for what a built model decides: buckets, heads of one rank, rows.
+The trainer's meter (metrics.py) prints these, but for what a built model decides: buckets, heads of one rank, rows.
 
 Sources of the counts: the docstrings of the chapters' scripts. What recomputation sends again is what lies before the
 last tensor that backward needs: the all-reduce behind an MLP does not run twice, the one behind attention does. In a
@@ -31,7 +31,7 @@ Symbols as in plan_memory.py.
 from collections import Counter
 from dataclasses import dataclass
 
-import above  # noqa: F401  finds the trainer and the chapters
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 from fpdt_costs import network_bytes
 from llama import LlamaConfig
 from moe_layer import MoEConfig

@@ -37,21 +37,21 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import above  # noqa: F401  finds the trainer and the chapters
 import expert_dispatch
 import gradient_reducers
 import llama
 import model as model_module
 import moe_layer
 import parallel_linear
-import rank as rank_module
+import planner_paths  # noqa: F401  finds the trainer and the chapters
+import step as step_module
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engine import Replicated
 from llama import LlamaConfig
+from ops import AUTOCAST
 from options import Config, UsageError
-from parts import AUTOCAST
 from plan_time import Cluster
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, Work
@@ -576,7 +576,7 @@ def built(
     dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=FakeStore())
     try:
         with stand_ins(recorder, backend, config.kernels), recorder:
-            yield rank_module.make_rank(config, sizes, META), recorder
+            yield step_module.make_rank(config, sizes, META), recorder
     finally:
         dist.destroy_process_group()
 
@@ -593,7 +593,7 @@ def run_rank(
         for _ in range(config.accumulation(me.mesh.sizes["dp"])):
             batches.append(tuple(torch.empty(shape, dtype=torch.int64, device=META) for _ in range(2)))
         recorder.begin_step()
-        rank_module.train_step(me, batches)
+        step_module.train_step(me, batches)
         names: dict[Group, str] = {}
         for name, group in me.mesh.groups.items():
             names.setdefault(recorder.group_of[group.group_name], name)

@@ -13,17 +13,17 @@ from unittest.mock import patch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import above  # noqa: E402, F401  finds the trainer and the chapters
 import context_ring  # noqa: E402
 import gradient_reducers  # noqa: E402
 import mesh as mesh_module  # noqa: E402
 import parallel_linear  # noqa: E402
 import pipeline_executor  # noqa: E402
 import plan_memory  # noqa: E402
+import planner_paths  # noqa: E402, F401  finds the trainer and the chapters
 import pytest  # noqa: E402
-import rank as rank_module  # noqa: E402
 import rehearse as rehearse_module  # noqa: E402
 import rehearse_rank  # noqa: E402
+import step as step_module  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from _plan_meter import TEXT, even_load, held  # noqa: E402
@@ -142,19 +142,19 @@ def test_options_that_change_the_model_are_rehearsed_and_not_forgotten():
 def really(words):
     """(events of a step, bytes sent, bytes held, peak of a step) of this rank, on gloo, by the harness's meter."""
     with even_load():
-        me = rank_module.make_rank(Config(**words), SIZES, torch.device("cpu"))
+        me = step_module.make_rank(Config(**words), SIZES, torch.device("cpu"))
         dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
         sampler = Sampler(TEXT, me.config.seq_len, SIZES.vocab_size, 0)
         batches = sampler.step(me.config.micro_batch, me.config.accumulation(dp), place, dp)
-        rank_module.train_step(me, batches)  # makes the optimizer's states
+        step_module.train_step(me, batches)  # makes the optimizer's states
         with communication() as sent:
-            rank_module.train_step(me, batches)
+            step_module.train_step(me, batches)
         peaks = []
         for _ in range(5):  # gloo may hold a message a moment longer, which only adds: the least is the trainer's own
             me.engine.zero_grad()
             gc.collect()
             with peak_memory() as memory:
-                rank_module.train_step(me, batches)
+                step_module.train_step(me, batches)
             peaks.append(memory.peak)
     return sent.events, {name: count for name, count in sent.sent.items() if count}, held(me), min(peaks)
 
@@ -226,9 +226,9 @@ def one_sum_more(engine, model, mesh, *given):
     return PLAIN_CLIP(engine, model, mesh, *given)
 
 
-PLAIN_CLIP, PLAIN_BUILD, PLAIN_ENGINE = rank_module.clip_gradients, rank_module.build, rank_module.make_engine
+PLAIN_CLIP, PLAIN_BUILD, PLAIN_ENGINE = step_module.clip_gradients, step_module.build, step_module.make_engine
 PLAIN_CUT, PLAIN_MEMBERS, PLAIN_BROADCAST = gradient_reducers.cut_into_buckets, mesh_module.members, dist.broadcast
-PLAIN_PASS, PLAIN_COUNT, PLAIN_P2POP = rank_module.Rank.forward_and_backward, Config.accumulation, dist.P2POp
+PLAIN_PASS, PLAIN_COUNT, PLAIN_P2POP = step_module.Rank.forward_and_backward, Config.accumulation, dist.P2POp
 ONE, LAST, ALL = {1}, {3}, {0, 1, 2, 3}
 
 
@@ -246,7 +246,7 @@ PLANTED = {
         ("mismatch", "deadlock"), r"parallel_linear\.py:\d+ in all_reduce",
     ),
     "a rank leaves out the last sum": (
-        2, {}, "nccl", (ONE, rank_module, "clip_gradients", lambda: lambda *_: 1.0),
+        2, {}, "nccl", (ONE, step_module, "clip_gradients", lambda: lambda *_: 1.0),
         ("deadlock",), r"rank 0 waits in all_reduce.*engine\.py:\d+ in clip_gradients.*rank 1 has ended without it",
     ),
     "buckets leave in another order": (
@@ -255,12 +255,12 @@ PLANTED = {
         ("mismatch", "deadlock"), r"gradient_reducers\.py:\d+ in (launch|finish)",
     ),
     "another group": (
-        4, {"tp": 2}, "nccl", (LAST, rank_module, "make_mesh", lambda: with_group("replica", "world")),
+        4, {"tp": 2}, "nccl", (LAST, step_module, "make_mesh", lambda: with_group("replica", "world")),
         ("deadlock",), r"a circle of.*rank 3 waits in all_reduce.*in (world|replica)",
     ),
     "another dtype": (
         2, {}, "nccl",
-        (ONE, rank_module.Rank, "forward_and_backward", lambda: lambda me, *rest: PLAIN_PASS(me, *rest).float()),
+        (ONE, step_module.Rank, "forward_and_backward", lambda: lambda me, *rest: PLAIN_PASS(me, *rest).float()),
         ("mismatch",), r"dtypes differ.*1 x float64.*gradient_step.*1 x float32.*gradient_step",
     ),
     "one micro-batch more": (
@@ -291,12 +291,12 @@ PLANTED = {
     ),
     "buckets of another size": (
         2, {"zero": 1}, "nccl",
-        (ONE, rank_module, "make_engine", lambda: lambda *given, **more: PLAIN_ENGINE(*given[:4], 10000, **more)),
+        (ONE, step_module, "make_engine", lambda: lambda *given, **more: PLAIN_ENGINE(*given[:4], 10000, **more)),
         ("mismatch",), r"sizes differ.*broadcast.*zero_stages\.py:\d+ in flatten",
     ),
     "one rank recomputes": (
         2, {"tp": 2}, "nccl",
-        (ONE, rank_module, "build", lambda: lambda *given, **more: PLAIN_BUILD(*given, **more | {"recompute": "full"})),
+        (ONE, step_module, "build", lambda: lambda *given, **more: PLAIN_BUILD(*given, **more | {"recompute": "full"})),
         ("mismatch", "deadlock"), r"parted at the.*parallel_linear\.py",
     ),
     "both send first to each other": (
@@ -314,7 +314,7 @@ PLANTED = {
         ("mismatch",), r"broadcast \(root 0\).*broadcast \(root 1\)",
     ),
     "a sum that nobody waits for": (
-        2, {}, "nccl", (ONE, rank_module, "clip_gradients", lambda: one_sum_more),
+        2, {}, "nccl", (ONE, step_module, "clip_gradients", lambda: one_sum_more),
         ("left over",), r"rank 1 all_reduce \(sum\) of 1 x float32 in data.*rank 0 never calls it; its last",
     ),
 }  # fmt: skip
@@ -653,10 +653,10 @@ def test_bad_input_is_one_line_and_exit_code_2(given, words, capsys):
 
 
 def test_what_was_put_in_place_of_something_is_taken_away_again_also_after_an_error():
-    before = [dist.new_group, dist.get_backend, torch.autocast, torch.UntypedStorage.resize_, rank_module.train_step]
-    with patch.object(rank_module, "train_step", side_effect=KeyError), pytest.raises(KeyError):
+    before = [dist.new_group, dist.get_backend, torch.autocast, torch.UntypedStorage.resize_, step_module.train_step]
+    with patch.object(step_module, "train_step", side_effect=KeyError), pytest.raises(KeyError):
         rehearse(config(), SIZES, 2)
-    now = [dist.new_group, dist.get_backend, torch.autocast, torch.UntypedStorage.resize_, rank_module.train_step]
+    now = [dist.new_group, dist.get_backend, torch.autocast, torch.UntypedStorage.resize_, step_module.train_step]
     assert now == before
     assert not dist.is_initialized()
     with pytest.raises(UsageError):

@@ -36,13 +36,14 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import chapters  # noqa: F401  finds the chapters below
 import checkpoint
-import rank
+import paths  # noqa: F401  finds the chapters below
+import step as step_module
 import torch
 import torch.distributed as dist
 import train
 from data import Sampler, load_corpus
+from full_state import full_state, whole_model
 from harness.ranks import RankFailure, run_ranks
 from harness.reference import Trace, assert_same_trace, sgd_trace
 from harness.report import write_result
@@ -53,7 +54,6 @@ from model import alone, gather_tensors, state_buffers
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from moe_llama import gather_experts
 from options import Config, parse
-from state import full_state, whole_model
 from training_step import accumulate
 
 
@@ -67,14 +67,14 @@ def write_text(folder: Path) -> str:
 # ------------------------------------------------------------------------------------------------ one layout, one rank
 
 
-def batches(config: Config, corpus: Any, micro_batch: int, place: int, dp: int) -> list[list[rank.Batch]]:
+def batches(config: Config, corpus: Any, micro_batch: int, place: int, dp: int) -> list[list[step_module.Batch]]:
     """The micro-batches of data-parallel rank `place` in three steps. Which labels count depends on the sample alone,
     so the global batch is the same in every layout."""
     sampler = Sampler(corpus.train, config.seq_len, corpus.vocab_size, config.seed)
     count = config.global_batch // micro_batch // dp
     steps = [sampler.step(micro_batch, count, place, dp) for _ in range(3)]
 
-    def thinned(tokens: torch.Tensor, labels: torch.Tensor) -> rank.Batch:
+    def thinned(tokens: torch.Tensor, labels: torch.Tensor) -> step_module.Batch:
         first = tokens[:, :1]
         return tokens, labels.masked_fill((tokens % (3 + first % 4) == 0) | (first % 9 == 0), -100)
 
@@ -87,10 +87,10 @@ def in_layout(words: list[str], sizes: LlamaConfig) -> Trace:
     sizes = dataclasses.replace(sizes, tied=config.tied)
     config.check_layout(sizes, dist.get_world_size())
     corpus = load_corpus(config)
-    me = rank.make_rank(config, sizes, torch.device("cpu"), plain_sgd)
+    me = step_module.make_rank(config, sizes, torch.device("cpu"), plain_sgd)
     trace = Trace()
     for step in batches(config, corpus, config.micro_batch, me.mesh.place["dp"], me.mesh.sizes["dp"]):
-        trace.losses.append(rank.train_step(me, step)[0])
+        trace.losses.append(step_module.train_step(me, step)[0])
         mine = gather_tensors(me.model, me.engine.full_gradients(), me.mesh)
         trace.gradients.append({name: g.clone() for name, g in whole_model(mine, me.mesh).items()})
     trace.weights = full_state(me.engine, me.model, me.mesh)["weights"]
@@ -222,7 +222,7 @@ ENDS = ("before a step", "in backward", "while a checkpoint is written")
 
 def doomed(words: list[str], who: int, step: int, how: str) -> None:
     """Train, but rank `who` is killed at `step`, as the out-of-memory killer of an operating system does it."""
-    do_step, save = rank.train_step, checkpoint.Saver.save
+    do_step, save = step_module.train_step, checkpoint.Saver.save
     steps = [0]
 
     def die(*_: Any) -> Any:
@@ -240,7 +240,7 @@ def doomed(words: list[str], who: int, step: int, how: str) -> None:
         if how == "while a checkpoint is written":
             die()
 
-    def made(*args: Any, **more: Any) -> rank.Rank:
+    def made(*args: Any, **more: Any) -> step_module.Rank:
         me = make(*args, **more)
         if how == "in backward":
             next(me.model.parameters()).register_hook(die)

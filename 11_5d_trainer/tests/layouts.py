@@ -17,7 +17,7 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 from llama import LlamaConfig
 from options import Config, UsageError, parse
 

@@ -4,9 +4,9 @@ import argparse
 import json
 import os
 
-import chapters  # noqa: F401  finds the chapters below
-import fits
+import checks
 import fuzz
+import paths  # noqa: F401  finds the chapters below
 import prepare
 import pytest
 import torch
@@ -15,7 +15,7 @@ import train
 from harness.meter import held_bytes
 from harness.ranks import run_ranks
 from options import Config, UsageError, parse
-from rank import make_rank
+from step import make_rank
 from test_train import TEXT, arguments, train_on
 
 HF_LLAMA = dict(model_type="llama", vocab_size=100, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
@@ -383,7 +383,7 @@ def test_other_data_under_the_same_name_is_refused_on_resume(tmp_path):
 def held_on_this_rank(words):
     config = Config(**parse(words))
     me = make_rank(config, fuzz.SIZES, torch.device("cpu"))
-    fuzz.rank.train_step(me, fuzz.batches(config, fuzz.load_corpus(config), config.micro_batch, 0, 1)[0])
+    fuzz.step_module.train_step(me, fuzz.batches(config, fuzz.load_corpus(config), config.micro_batch, 0, 1)[0])
     inner = [owner.optimizer for owner in me.engine.owners]
     states = sum(held_bytes([], optimizer).optimizer for optimizer in inner)
     return held_bytes(me.model).parameters + states
@@ -395,7 +395,7 @@ def held_on_this_rank(words):
 def test_the_estimate_is_the_least_of_what_the_fullest_rank_holds_and_near_it(layout, text):
     words = fuzz.options(text, layout)
     ranks = 2
-    need = fits.least_bytes(Config(**parse(words)), fuzz.SIZES, ranks)
+    need = checks.least_bytes(Config(**parse(words)), fuzz.SIZES, ranks)
     held = max(run_ranks(ranks, held_on_this_rank, words))
     assert 0.95 * held < need["weights"] + need["AdamW's states"] <= held
     assert need["gradients"] == need["weights"]
@@ -404,7 +404,7 @@ def test_the_estimate_is_the_least_of_what_the_fullest_rank_holds_and_near_it(la
 def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares():
     def need(words, ranks):
         config = Config(**parse(["--global-batch", "128", "--micro-batch", "1", *words.split()]))
-        return fits.least_bytes(config, fuzz.SIZES, ranks)
+        return checks.least_bytes(config, fuzz.SIZES, ranks)
 
     whole = need("", 4)
     assert need("--zero 1", 4)["AdamW's states"] == whole["AdamW's states"] / 4
@@ -423,11 +423,11 @@ def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares()
 
 @pytest.mark.parametrize("preset", ["llama3-8b", "llama3-70b", "mixtral-8x7b"])
 def test_a_model_that_no_rank_can_hold_is_refused_with_the_estimate(preset, text, monkeypatch):
-    monkeypatch.setattr(fits, "memory_of_a_rank", lambda device: 16 * 10**9)
+    monkeypatch.setattr(checks, "memory_of_a_rank", lambda device: 16 * 10**9)
     words = ["--preset", preset, "--data", text, "--device", "cpu"]
     said = refusal(words)
     sizes = train.dataclasses.replace(train.PRESETS[preset], vocab_size=256)
-    need = sum(fits.least_bytes(Config(preset=preset), sizes, 1).values()) / 1e9
+    need = sum(checks.least_bytes(Config(preset=preset), sizes, 1).values()) / 1e9
     assert said.startswith(f"--preset {preset} needs at least {need:,.1f} GB on a rank (weights "), said
     assert "which has 16.0 GB; share it out with --tp, --pp, --ep or --zero on more ranks, or take a smaller" in said
     train.prepare([*words, "--show-mesh"], 1)  # to look at a layout needs no memory
@@ -435,21 +435,21 @@ def test_a_model_that_no_rank_can_hold_is_refused_with_the_estimate(preset, text
 
 
 def test_the_memory_of_a_rank_is_its_share_of_the_machine(monkeypatch):
-    whole = fits.memory_of_a_rank(torch.device("cpu"))
+    whole = checks.memory_of_a_rank(torch.device("cpu"))
     assert 10**8 < whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert fits.memory_of_a_rank(torch.device("cpu")) == whole // 4
+    assert checks.memory_of_a_rank(torch.device("cpu")) == whole // 4
 
 
 def test_weights_that_zero_3_would_cut_have_to_fit_before_it_does(text, monkeypatch):
     words = ["--data", text, "--zero", "3", "--precision", "bf16-master", "--global-batch", "64", "--micro-batch", "1"]
     config = Config(**parse(words))
     sizes = train.dataclasses.replace(train.PRESETS[config.preset], vocab_size=256)
-    held, whole = sum(fits.least_bytes(config, sizes, 64).values()), 2 * fits.most_parameters(config, sizes, 64)
+    held, whole = sum(checks.least_bytes(config, sizes, 64).values()), 2 * checks.most_parameters(config, sizes, 64)
     assert held < whole / 4
-    monkeypatch.setattr(fits, "memory_of_a_rank", lambda device: int(0.99 * whole))
+    monkeypatch.setattr(checks, "memory_of_a_rank", lambda device: int(0.99 * whole))
     said = refusal(words, 64)
     assert "(weights, before ZeRO cuts them " in said, said
     assert said.endswith("; cut it with --tp, --pp or --ep first, or take a smaller model"), said
-    monkeypatch.setattr(fits, "memory_of_a_rank", lambda device: int(1.01 * whole))
+    monkeypatch.setattr(checks, "memory_of_a_rank", lambda device: int(1.01 * whole))
     train.prepare(words, 64)

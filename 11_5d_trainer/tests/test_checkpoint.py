@@ -9,23 +9,23 @@ import functools
 from collections import Counter
 from pathlib import Path
 
-import chapters  # noqa: F401  finds the chapters below
 import checkpoint
 import fuzz
 import generate
+import paths  # noqa: F401  finds the chapters below
 import pytest
-import rank
+import step as step_module
 import torch
 import torch.distributed as dist
 import train
 from data import Sampler
 from engine import Replicated
+from full_state import full_state, load_full_state, share_of_state
 from harness.meter import peak_memory, storage_bytes
 from harness.ranks import run_ranks
 from llama import LlamaConfig
 from model import full_shapes
-from rank import weight_dtype
-from state import full_state, load_full_state, share_of_state
+from step import weight_dtype
 from test_train import arguments
 
 SIZES = LlamaConfig(hidden=32, layers=8, heads=4, kv_heads=2, intermediate=48)
@@ -40,14 +40,14 @@ def made(words):
     """This rank before the first step, the sizes of its model, and its batches."""
     plan = train.prepare(words, dist.get_world_size())
     config, sizes = plan.config, dataclasses.replace(SIZES, tied=plan.config.tied)
-    me = rank.make_rank(config, sizes, torch.device("cpu"))
+    me = step_module.make_rank(config, sizes, torch.device("cpu"))
     sampler, dp = Sampler(plan.corpus.train, config.seq_len, 256, config.seed), me.mesh.sizes["dp"]
     return me, sizes, lambda: sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp)
 
 
 def trained(words):
     me, sizes, batches = made(words)
-    rank.train_step(me, batches())
+    step_module.train_step(me, batches())
     return me, sizes
 
 
@@ -159,10 +159,10 @@ def test_while_it_saves_a_rank_holds_its_share_and_what_comes_by(ranks, layout, 
 def saved_while_training(words, folder):
     """Hand over the share, and train on while it may not have been written yet. Returns what was there to be saved."""
     me, sizes, batches = made(words)
-    rank.train_step(me, batches())
+    step_module.train_step(me, batches())
     before = full_state(me.engine, me.model, me.mesh)
     share = share_of_state(me.engine, me.model, me.mesh)
-    rank.train_step(me, batches())
+    step_module.train_step(me, batches())
     progress = checkpoint.Progress(1, 8, 1, dataclasses.asdict(me.config), dataclasses.asdict(sizes))
     saver = checkpoint.Saver(Path(folder), me.mesh.groups["saving"], 2)
     saver.save(share, progress)

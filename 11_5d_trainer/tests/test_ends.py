@@ -12,7 +12,7 @@ from pathlib import Path
 
 import checkpoint
 import pytest
-import rank
+import step as step_module
 import torch.distributed as dist
 import train
 from harness.ranks import run_ranks
@@ -112,15 +112,15 @@ def poisoned(words, on_rank, at_step):
 
     def counted(*args):
         steps[0] += 1
-        return rank.train_step(*args)
+        return step_module.train_step(*args)
 
     train.make_rank, train.train_step = with_poison, counted
     try:
         return train.train(plan, folder), None
-    except rank.NotFinite as error:
+    except step_module.NotFinite as error:
         return None, str(error)
     finally:
-        train.make_rank, train.train_step = make, rank.train_step
+        train.make_rank, train.train_step = make, step_module.train_step
 
 
 @pytest.mark.parametrize("zero", [0, 2])

@@ -15,11 +15,11 @@ import threading
 import time
 from unittest.mock import patch
 
-import chapters  # noqa: F401  finds the chapters below
 import checkpoint
 import fuzz
+import paths  # noqa: F401  finds the chapters below
 import pytest
-import rank
+import step as step_module
 import torch
 import torch.distributed as dist
 import train
@@ -120,7 +120,7 @@ def test_a_rank_may_die_while_a_run_goes_on_in_another_layout_and_the_checkpoint
 
 def stuck(words, who, step):
     """Train; rank `who` falls asleep in a step. Returns the seconds until this rank noticed."""
-    do_step, begin = rank.train_step, []
+    do_step, begin = step_module.train_step, []
 
     def step_or_sleep(*args):
         begin.append(time.monotonic())
@@ -296,7 +296,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_none_any_more_and_ends_noth
 
 def signalled(words, who, step, number):
     """Train as the command does; the signal reaches rank `who` alone in `step`. Returns the last step and the vote."""
-    do_step, steps, stop = rank.train_step, [0], Stop()
+    do_step, steps, stop = step_module.train_step, [0], Stop()
     before = signal.signal(number, stop)
 
     def counted(*args):
@@ -335,14 +335,14 @@ def test_a_signal_in_the_last_step_stops_nothing(text, tmp_path):
 
 def counts_of_a_step_that_is_left_out(words, text):
     plan = train.prepare([*words, "--data", text], 1)
-    me = rank.make_rank(plan.config, fuzz.SIZES, torch.device("cpu"))
+    me = step_module.make_rank(plan.config, fuzz.SIZES, torch.device("cpu"))
     sampler = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0)
     batches = sampler.step(plan.config.micro_batch, plan.config.accumulation(1), 0, 1)
     next(me.model.parameters()).register_hook(lambda g: g * math.nan)
-    _, norm = rank.train_step(me, batches)
-    counts = [[layer.step_counts.sum().item() for layer in rank.moe_layers(me.model)]]
-    rank.who_is_not_finite(me, batches)
-    return norm, [*counts, [layer.step_counts.sum().item() for layer in rank.moe_layers(me.model)]]
+    _, norm = step_module.train_step(me, batches)
+    counts = [[layer.step_counts.sum().item() for layer in step_module.moe_layers(me.model)]]
+    step_module.who_is_not_finite(me, batches)
+    return norm, [*counts, [layer.step_counts.sum().item() for layer in step_module.moe_layers(me.model)]]
 
 
 def test_a_step_that_is_left_out_moves_no_experts_bias_later(text):
@@ -353,7 +353,7 @@ def test_a_step_that_is_left_out_moves_no_experts_bias_later(text):
 
 def poisoned(words, step, layer):
     """Train; in `step` the loss of the whole run becomes NaN in one layer, on the first rank that holds it."""
-    do_step, make, steps = rank.train_step, train.make_rank, [0]
+    do_step, make, steps = step_module.train_step, train.make_rank, [0]
     name = f"model.layers.{layer}.input_layernorm.weight"
 
     def made(*args, **more):
@@ -373,7 +373,7 @@ def poisoned(words, step, layer):
     try:
         log = fuzz.run(words)
         return [line["step"] for line in log if "loss" in line and not math.isfinite(line["grad_norm"])]
-    except rank.NotFinite as error:
+    except step_module.NotFinite as error:
         return str(error)
     finally:
         train.make_rank, train.train_step = make, do_step

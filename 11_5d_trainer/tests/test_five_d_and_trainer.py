@@ -1,10 +1,10 @@
 """five_d.py next to the trainer, which imports the chapters' in-depth code: same weights, batches, losses, norms."""
 
-import chapters  # noqa: F401  finds the chapters below
 import five_d
 import model
+import paths  # noqa: F401  finds the chapters below
 import pytest
-import rank as trainer
+import step as trainer
 import torch
 import torch.distributed as dist
 import train

@@ -10,9 +10,9 @@ import sys
 import types
 from pathlib import Path
 
-import fits
+import checks
 import pytest
-import rank
+import step as step_module
 import torch
 import train
 from data import Sampler, load_corpus
@@ -20,8 +20,8 @@ from harness.ranks import run_ranks
 from harness.reference import assert_same
 from harness.report import ROOT
 from llama import LlamaConfig
+from ops import make_parts
 from options import Config, UsageError, parse
-from parts import make_parts
 from test_train import SIZES, arguments, f64, full_gradients, losses, plain_sgd, three_sgd_steps, train_on
 
 TRAINER = Path(train.__file__).parent
@@ -83,7 +83,7 @@ def with_several_in_one(words, sizes):
     from fused_loss import linear_cross_entropy
     from llama import linears_of_one_input
 
-    made, calls = rank.make_parts, [0, 0, 0]
+    made, calls = step_module.make_parts, [0, 0, 0]
 
     def counted(index, function):
         def call(*arguments):
@@ -95,11 +95,11 @@ def with_several_in_one(words, sizes):
     several = [counted(*each) for each in enumerate((linears_of_one_input, add_rms_norm, linear_cross_entropy))]
     names = ("linears", "add_norm", "linear_cross_entropy")
     more = dict(zip(names, several, strict=True))
-    rank.make_parts = lambda *arguments, **options: dataclasses.replace(made(*arguments, **options), **more)
+    step_module.make_parts = lambda *arguments, **options: dataclasses.replace(made(*arguments, **options), **more)
     try:
         three_sgd_steps(words, sizes)
     finally:
-        rank.make_parts = made
+        step_module.make_parts = made
     return calls
 
 
@@ -124,10 +124,10 @@ def test_functions_that_stand_for_several_give_the_loss_gradients_and_weights_of
 # With the stand-in's clock: a host that reads what the device may still write is refused, and so is one that waits.
 LATE = """
 import contextlib, dataclasses, json, math, sys
-import chapters, rank, torch, train
+import paths, step, torch, train
 
 words, clean, poisoned = json.loads(sys.argv[1]), *sys.argv[2:]
-launch, clip, launches = train.launch_step, rank.clip_gradients, [0]
+launch, clip, launches = train.launch_step, step_module.clip_gradients, [0]
 seen = []
 
 @contextlib.contextmanager
@@ -161,11 +161,11 @@ def run(folder, *more):
 train.launch_step = watched
 log = run(clean)
 assert len(seen[0]) == 6, "weights and two moments of two groups: a kernel for each"
-rank.clip_gradients = with_a_nan
+step_module.clip_gradients = with_a_nan
 try:
     run(poisoned, "--eval-every", "0")
     said = "nothing"
-except rank.NotFinite as error:
+except step_module.NotFinite as error:
     said = str(error)
 same = [all(torch.equal(a, b) for a, b in zip(seen[1], later)) for later in seen]
 print(json.dumps([log, said, same]))
@@ -264,10 +264,10 @@ def gradients_by(kernels, words):
     cuda_parts.matmul, flash_attention_cuda.call = counted("product", matmul), counted("attention", run)
     try:
         config = Config(**parse([*words, "--kernels", kernels]))
-        me = rank.make_rank(config, ONE_LAYER, torch.device("cpu"), plain_sgd)
+        me = step_module.make_rank(config, ONE_LAYER, torch.device("cpu"), plain_sgd)
         sampler = Sampler(load_corpus(config).train, config.seq_len, 256, config.seed)
         dp = me.mesh.sizes["dp"]
-        rank.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp))
+        step_module.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp))
         return {name: g.double() for name, g in full_gradients(me).items()}, calls
     finally:
         cuda_parts.matmul, flash_attention_cuda.call = matmul, run
@@ -323,15 +323,15 @@ def test_cuda_is_refused_on_an_older_gpu_and_without_nvcc(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(UsageError, match=r"needs a Hopper GPU \(sm_90a\), and this is A100; use --kernels triton"):
-        fits.check_cuda(config, 64, gpu)
+        checks.check_cuda(config, 64, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="is built by nvcc, which is not on the PATH"):
-        fits.check_cuda(config, 64, gpu)
+        checks.check_cuda(config, 64, gpu)
     monkeypatch.undo()
     if shutil.which("nvcc"):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        fits.check_cuda(config, 64, gpu)
+        checks.check_cuda(config, 64, gpu)
 
 
 # ----------------------------------------------------------------------------------------------------- torch.compile
@@ -396,8 +396,8 @@ def test_compile_where_it_cannot_be_is_refused_in_one_line(words, line, ranks, t
 
 
 def test_compile_without_a_compiler_is_refused_and_on_a_gpu_it_takes_torchs_kernels(text, monkeypatch):
-    assert rank.kernels_on(Config(compile=True), torch.device("cuda")) == "torch"
-    assert rank.kernels_on(Config(), torch.device("cuda")) == "triton"
+    assert step_module.kernels_on(Config(compile=True), torch.device("cuda")) == "torch"
+    assert step_module.kernels_on(Config(), torch.device("cuda")) == "triton"
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UsageError, match="--compile needs a C.. compiler, and no-such-compiler is not on the PATH"):
         train.prepare(["--data", text, "--device", "cpu", "--compile"], 1)
@@ -405,7 +405,7 @@ def test_compile_without_a_compiler_is_refused_and_on_a_gpu_it_takes_torchs_kern
 
 def test_tiles_in_fp8_are_multiplied_in_cuda_where_that_can_be(monkeypatch):
     import fp8_matmul
-    from parts import fp8_product
+    from ops import fp8_product
 
     for recipe, device, why, product in (
         ("block", "cuda", "", "cuda"),
@@ -423,8 +423,8 @@ def test_fp8_is_refused_in_one_line_before_hopper_and_for_widths_that_no_product
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(UsageError, match=r"^--precision fp8-block: fp8 on A100: .* not 8.0; use bf16$"):
-        fits.check_kernels(config, SIZES, gpu)
+        checks.check_kernels(config, SIZES, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    fits.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=96), gpu)
+    checks.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=96), gpu)
     with pytest.raises(UsageError, match=r"^--precision fp8-block: feed-forward of a rank, 100 numbers, .* use bf16$"):
-        fits.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=100), gpu)
+        checks.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=100), gpu)

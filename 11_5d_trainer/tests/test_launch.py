@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-import chapters  # noqa: F401  finds the chapters below
 import checkpoint
 import fuzz
 import launch
+import paths  # noqa: F401  finds the chapters below
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def test_ranks_that_start_again_do_not_find_what_the_dead_have_written_into_torc
 SCRIPT = """
 import os, signal, sys, time
 sys.path[:0] = {folders}
-import chapters, checkpoint, fuzz, rank, train
+import paths, checkpoint, fuzz, step, train
 from model import PRESETS
 PRESETS["tiny"] = fuzz.SIZES
 {change}

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import chapters  # noqa: F401  finds the chapters below
 import fuzz
+import paths  # noqa: F401  finds the chapters below
 import pytest
 import torch
 import train

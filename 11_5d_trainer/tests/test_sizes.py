@@ -4,8 +4,8 @@ import functools
 import json
 import shutil
 
-import chapters  # noqa: F401  finds the chapters below
 import hf
+import paths  # noqa: F401  finds the chapters below
 import pytest
 import torch
 import torch.nn.functional as F

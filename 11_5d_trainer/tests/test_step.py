@@ -6,9 +6,9 @@ import math
 import types
 from unittest import mock
 
-import chapters  # noqa: F401  finds the chapters below
 import model
 import options
+import paths  # noqa: F401  finds the chapters below
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,13 @@ import train
 from accounting import step_flops
 from data import Sampler, load_corpus
 from fp8 import Fp8Linear
+from full_state import full_state
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import Linear
+from ops import AUTOCAST, FP8
 from options import Config, parse
-from parts import AUTOCAST, FP8
-from rank import make_rank
-from state import full_state
+from step import make_rank
 from test_train import SIZES, SMALL, arguments, f64, losses
 
 STEPS, WARMUP, LR, MIN_LR, DECAY = 7, 2, 3e-2, 2e-3, 0.4

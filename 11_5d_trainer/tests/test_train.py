@@ -7,22 +7,22 @@ how a run ends. All of them take their small runs from here.
 import dataclasses
 import math
 
-import chapters  # noqa: F401  finds the chapters below
 import mesh
 import model
+import paths  # noqa: F401  finds the chapters below
 import pytest
-import rank
+import step as step_module
 import torch
 import torch.distributed as dist
 import train
 from data import Sampler
+from full_state import full_state, whole_model
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from llama import LlamaConfig
 from model import PRESETS, full_shapes, gather_tensors
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from moe_llama import gather_experts
-from state import full_state, whole_model
 from training_step import accumulate
 
 SIZES = LlamaConfig(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
@@ -70,7 +70,7 @@ def three_sgd_steps(words, sizes=SIZES):
     """The trainer's own step, with plain SGD, in some layout; and the same three global batches on this rank alone."""
     plan = train.prepare(words, dist.get_world_size())
     config, corpus = plan.config, plan.corpus
-    me = rank.make_rank(config, sizes, torch.device("cpu"), plain_sgd)
+    me = step_module.make_rank(config, sizes, torch.device("cpu"), plain_sgd)
     place, dp = me.mesh.place["dp"], me.mesh.sizes["dp"]
 
     def batches(place):
@@ -84,7 +84,7 @@ def three_sgd_steps(words, sizes=SIZES):
 
     parallel = Trace()
     for step in batches(place):
-        parallel.losses.append(rank.train_step(me, step)[0])
+        parallel.losses.append(step_module.train_step(me, step)[0])
         parallel.gradients.append(full_gradients(me))
     parallel.weights = full_state(me.engine, me.model, me.mesh)["weights"]
     if dist.get_rank() > 1:  # two ranks compare; they hold different pieces of everything

@@ -1,22 +1,23 @@
 """The variants of chapters 03 and 04 in the trainer: offloaded, late, in copies, in wider sums, overlapped.
 
 Each gives the loss, every gradient and the weights of one process, alone and with another axis; each goes on from a
-checkpoint as if nothing had happened, in its own layout or another; and each is really there. test_watch.py counts what
-they hold and send, test_bad_input.py has what is refused.
+checkpoint as if nothing had happened, in its own layout or another; and each is really there. test_metrics.py counts
+what they hold and send, test_bad_input.py has what is refused.
 """
 
 from unittest import mock
 
-import chapters  # noqa: F401  finds the chapters below
 import domino
 import fuzz
+import metrics
+import paths  # noqa: F401  finds the chapters below
 import pytest
-import rank
+import step as step_module
 import torch
 import torch.distributed as dist
 import train
-import watch
 from data import Sampler
+from full_state import full_state, whole_model
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from layouts import Layout
@@ -25,7 +26,6 @@ from moe_layer import moe_layers
 from options import merge, parse
 from overlap import column_overlapped
 from parallel_linear import ColumnParallelLinear
-from state import full_state, whole_model
 from test_train import SIZES, arguments, f64, losses, train_on
 from zero_overlap import Travelling
 
@@ -130,8 +130,8 @@ def test_with_masters_a_resumed_run_goes_on_bit_by_bit_and_offloading_changes_no
 def dispatched(words):
     """The versions of the layers of experts, and the rows that a rank sent in each call."""
     me, batches = made(words)
-    with watch.routed_rows(me.model) as rows:
-        rank.train_step(me, batches)
+    with metrics.routed_rows(me.model) as rows:
+        step_module.train_step(me, batches)
     return {layer.version for layer in moe_layers(me.model)}, {tuple(send) for send, _ in rows}
 
 
@@ -147,7 +147,7 @@ def made(words):
     """This rank before the first step, and the batches of that step."""
     plan = train.prepare(words, dist.get_world_size())
     config = plan.config
-    me = rank.make_rank(config, SIZES, torch.device("cpu"))
+    me = step_module.make_rank(config, SIZES, torch.device("cpu"))
     sampler, dp = Sampler(plan.corpus.train, config.seq_len, 256, config.seed), me.mesh.sizes["dp"]
     return me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp)
 
@@ -159,11 +159,11 @@ def travelling_weights(words):
     def count():
         return sum(type(p) is Travelling for p in me.model.parameters())
 
-    rank.train_step(me, batches)
+    step_module.train_step(me, batches)
     begin = count()
     me.loss_sum(*me.mine(batches[0]))
     after = count()
-    rank.train_step(me, batches)
+    step_module.train_step(me, batches)
     me.engine.arrive()
     waiting = sum(len(arrival.works) for owner in me.engine.owners for arrival in owner.arrivals.values())
     return len([*me.model.parameters()]), begin, after, waiting
@@ -219,7 +219,7 @@ def blocks_in_halves(words):
         return real(x, blocks, *more)
 
     with mock.patch.object(domino, "through", counted):
-        rank.train_step(me, batches)
+        step_module.train_step(me, batches)
     return seen
 
 
@@ -238,7 +238,7 @@ def test_a_run_from_before_there_was_domino_goes_on_as_it_was():
 
 def gradients(words):
     me, batches = made(words)
-    rank.train_step(me, batches)
+    step_module.train_step(me, batches)
     return whole_model(gather_tensors(me.model, me.engine.full_gradients(), me.mesh), me.mesh)
 
 
@@ -282,7 +282,7 @@ def test_a_checkpoint_of_an_offloaded_run_has_no_second_copy_of_the_weights(text
 
 def kinds_of_state(words):
     me, batches = made(words)
-    rank.train_step(me, batches)
+    step_module.train_step(me, batches)
     state = full_state(me.engine, me.model, me.mesh)
     return {kind for kinds in state["optimizer"].values() for kind in kinds}
 

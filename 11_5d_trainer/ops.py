@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 import torch
 from context_ring import EXPLICIT, allgather_attention, ring_attention
 from context_ulysses import ulysses, usp

@@ -7,13 +7,13 @@ import sys
 from unittest import mock
 
 import generate
+import metrics
 import plan_memory
 import pytest
-import rank as rank_module
+import step as step_module
 import torch
 import torch.distributed as dist
 import train
-import watch
 from data import Sampler, load_corpus
 from harness.meter import communication, held_bytes
 from harness.ranks import run_ranks
@@ -70,13 +70,13 @@ def one_step(words, sizes):
     """One step of the trainer under its own meter and under that of the tests."""
     with mock.patch.dict(train.PRESETS, tiny=dataclasses.replace(train.PRESETS["tiny"], **sizes)):
         plan = train.prepare(words, dist.get_world_size())
-    me = rank_module.make_rank(plan.config, plan.model, torch.device("cpu"))
+    me = step_module.make_rank(plan.config, plan.model, torch.device("cpu"))
     sampler = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0)
     dp = me.mesh.sizes["dp"]
     batches = sampler.step(plan.config.micro_batch, plan.config.accumulation(dp), me.mesh.place["dp"], dp)
-    looker = watch.Watch(me, None, first=0)
+    looker = metrics.Watch(me, None, first=0)
     with looker.step(0), communication() as sent:
-        rank_module.train_step(me, batches)
+        step_module.train_step(me, batches)
     me.engine.arrive()
     mine = looker.ranks[dist.get_rank()]
     told = held_bytes([*me.model.parameters()]) if plan.config.zero == 0 else None
@@ -116,7 +116,7 @@ def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layou
 
 
 def has_no_formula(config):
-    """What the docstring of watch.py leaves out, of the options that `covering` has."""
+    """What the docstring of metrics.py leaves out, of the options that `covering` has."""
     split = config.schedule in (*SPLIT, *BOTH_WAYS)
     return config.recompute == "full" and config.pp > 1 and (split if config.experts else config.tp > 1)
 
@@ -142,8 +142,8 @@ def test_recomputed_or_in_chunks_every_two_kinds_of_parallelism_send_what_the_fo
 
 @pytest.mark.prove
 def test_what_is_counted_on_a_built_model_is_what_is_planned_without_one():
-    """Bytes held of every rank; of those sent the axes that watch.py counts by itself, in the mean of a stage's ranks,
-    with an even load of the experts."""
+    """Bytes held of every rank; of those sent the axes that metrics.py counts by itself, in the mean of a stage's
+    ranks, with an even load of the experts."""
     six = {"heads": 6, "hidden": 24}
     cases = [(one, {}) for one in covering(pairs=False, triples=False, most=8)[0]]
     cases += [(Layout(4, "--experts 4 --ep 2 --zero 1"), {}), (Layout(4, "--cp 4 --cp-kind usp"), {})]
@@ -159,17 +159,17 @@ def test_what_is_counted_on_a_built_model_is_what_is_planned_without_one():
             with built(config, sizes, rank, one.ranks) as (me, _):
                 stage, P = me.mesh.place["pp"], me.mesh.size("ep")
                 held = plan_memory.held(sizes, moe, layout, stage)
-                assert [*watch.held_by_formula(me).values()] == [*held.values()], f"{one}, rank {rank}"
+                assert [*metrics.held_by_formula(me).values()] == [*held.values()], f"{one}, rank {rank}"
                 calls = sum(len(layers) * times for _, layers, times in passes_of(sizes, layout, stage))
                 even = [moe.top_k * layout.outer_tokens // P] * P if moe else []
-                for axis, count in watch.sent_by_formula(me, [(even, even)] * calls if moe else []).items():
-                    if axis in watch.BUILT and count is not None:
+                for axis, count in metrics.sent_by_formula(me, [(even, even)] * calls if moe else []).items():
+                    if axis in metrics.BUILT and count is not None:
                         sent.setdefault((stage, axis), []).append(count)
         for (stage, axis), counts in sent.items():
             want = sum(flow.wire for flow in flows(sizes, moe, layout, stage) if flow.axis == axis)
             assert math.isclose(sum(counts) / len(counts), want, rel_tol=1e-12), f"{one}, stage {stage}: {axis}"
             seen |= {axis} if want else set()
-    assert seen == set(watch.BUILT)
+    assert seen == set(metrics.BUILT)
 
 
 def listened(words):

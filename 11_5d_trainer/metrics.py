@@ -10,7 +10,7 @@ The first step is always counted, for the summary at the end. A dispatch mode se
 looks up the group it is for: each axis has groups of its own (mesh.py), so bytes fall to axes by themselves. What a
 collective sends is what its bandwidth-optimal algorithm sends for the tensor it is given, as in chapter 02. Beside it
 stands what the options decide, which planner/plan_traffic.py knows without a model, and what only a model that is built
-does: the buckets, heads and rows of this very rank. test_watch.py holds the planner to these, too.
+does: the buckets, heads and rows of this very rank. test_metrics.py holds the planner to these, too.
 
     axis         what is sent                                   where the formula comes from
     tp           activations within layers, norms' shares       the planner's `of_layers`, `of_ends`; chapter 04
@@ -45,9 +45,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
 import expert_dispatch
 import fixed_dispatch
+import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # a dispatch mode imports it; imported while a group is up, it would keep that group alive
@@ -55,12 +55,12 @@ from context_ulysses import kv_heads_of, repeated_kv_heads, sent_per_layer
 from engine import Replicated, copies_of
 from mesh import Mesh
 from moe_layer import moe_layers
+from ops import AUTOCAST
 from options import UsageError
-from parts import AUTOCAST
 from plan_memory import Layout
 from plan_traffic import flows, passes_of
-from rank import Rank
 from schedule_simulator import W
+from step import Rank
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -11,15 +11,15 @@ import os
 import shutil
 from pathlib import Path
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 import torch
 from llama import LlamaConfig
 from model import full_shapes
+from ops import FP8, WEIGHTS
 from options import Config, UsageError
-from parts import FP8, WEIGHTS
 from pipeline_executor import layers_of
-from rank import kernels_on
 from schedule_simulator import W
+from step import kernels_on
 from zero_memory import bytes_per_parameter
 
 
@@ -100,7 +100,7 @@ def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> N
         check_cuda(config, sizes.head_dim, device)
     if kernels != "triton":
         return
-    from flash_kernels import check_head_dim  # imported here for parts.py's reason
+    from flash_kernels import check_head_dim  # imported here for ops.py's reason
 
     if config.precision == "fp64":
         raise UsageError(f"--kernels {config.kernels}: no kernel computes in fp64; use --kernels torch")
@@ -115,7 +115,7 @@ def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> N
 
 def check_fp8(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
     """Raise UsageError unless this GPU has the products in fp8, and takes weights of the sizes that a rank has."""
-    from fp8_kernels import refusal  # imported here for parts.py's reason
+    from fp8_kernels import refusal  # imported here for ops.py's reason
 
     if reason := refusal(device):
         raise UsageError(f"--precision {config.precision}: {reason}; use bf16")
@@ -134,7 +134,7 @@ def check_fp8(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
 
 def check_cuda(config: Config, head_dim: int, device: torch.device) -> None:
     """Raise UsageError unless chapter 09's CUDA can train this model on this machine."""
-    from flash_attention_cuda import HEAD_DIMS  # imported here for parts.py's reason
+    from flash_attention_cuda import HEAD_DIMS  # imported here for ops.py's reason
 
     here = f"--kernels {config.kernels}"
     if config.precision not in ("bf16", "bf16-master"):

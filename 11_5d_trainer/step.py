@@ -19,24 +19,24 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import chapters  # noqa: F401  finds the chapters below
+import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 from data import Sampler
 from engine import Together, clip_gradients, make_engine
+from full_state import load_masters
 from gradient_reducers import global_valid_tokens
 from hf import read_weights
 from llama import LlamaConfig
 from mesh import Mesh, make_mesh
 from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, my_positions
 from moe_layer import moe_layers, set_loss_scale, update_biases
+from ops import AUTOCAST, FP8, WEIGHTS, Documents, end_step, leave_out_step, make_parts
 from options import Config
 from parallel_block import sync_replicated_gradients
-from parts import AUTOCAST, FP8, WEIGHTS, Documents, end_step, leave_out_step, make_parts
 from pipeline_executor import Pipeline, layers_of
 from precision_policies import LossScaler
 from schedules import Schedule
-from state import load_masters
 from torch import Tensor, nn
 from training_step import adamw
 

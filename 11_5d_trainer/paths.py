@@ -1,6 +1,6 @@
 """The one place that puts the in_depth/ folders of the chapters, and the planner's, on the import path.
 
-After `import chapters`, `from gradient_reducers import BucketedReducer` imports the class that chapter 02 teaches. The
+After `import paths`, `from gradient_reducers import BucketedReducer` imports the class that chapter 02 teaches. The
 trainer contains no technique of its own: what you read in a chapter is what runs here.
 """
 
