@@ -429,6 +429,8 @@ def train(recipe: Recipe, group, device, scale: float = 2.0**34) -> Run:
         batch = get_batch(len(losses), group, device)
         with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             loss, grads = recipe.step(model, *state, batch, LR * REPLICAS, group)
+        sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list)
+        all_reduce.reset_mock()  # a mock refers to itself, and would keep the group alive
         if grads is None:  # a trainer goes on with the next batch; here the steps have to match
             skipped += 1
             continue
@@ -438,7 +440,6 @@ def train(recipe: Recipe, group, device, scale: float = 2.0**34) -> Run:
         all_weights.append(flatten(weights))
     tensors = [*params, *weights, *grads, *[p.grad for p in params if p.grad is not None]]
     stored = sum({t.data_ptr(): t.nbytes for t in tensors}.values())  # each address once
-    sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list)
     history = [torch.stack(tensors) for tensors in (losses, all_grads, all_weights)]
     return Run(*history, stored, sent, skipped)
 

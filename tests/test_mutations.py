@@ -81,6 +81,7 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.setattr(mutations, "ROOT", tmp_path)
     monkeypatch.setattr(mutations, "_modules", lambda: {file.stem: file for file in tmp_path.glob("*.py")})
     monkeypatch.setattr(mutations, "find", lambda name: tmp_path / name)
+    monkeypatch.setattr(mutations, "shared_build", frozenset)
     forget()
     yield tmp_path
     forget()
