@@ -594,8 +594,9 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     says = {m: claims.get(_claim(m.caught_by), []) for m in mistakes if m.symptom}
     same = [m for m, said in says.items() if any(same_symptom(m.symptom, words) for words in said)]
     sure = [m for m in same if any(_same_numbers(m.symptom, words) for words in says[m])]
-    if len(sure) == 1 and re.search(r"\d", sure[0].symptom):
-        return sure[0]
+    numbers = [m for m in sure if re.search(r"\d", m.symptom)]
+    if len(numbers) == 1:
+        return numbers[0]
     touched = {m: _changed_lines(own, text) for m, text in bodies.items()}
     likeness = {
         m: _likeness(mine, bodies[m])
@@ -603,7 +604,8 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
         if _claim(m.caught_by) in claims and touched[m] & _changed_lines(own, mine)
     }
     best = max(likeness, key=lambda m: likeness[m], default=None)
-    return best if best is not None and likeness[best] > max(_likeness(mine, own), 0.5) else None
+    least = 0.0 if same else max(_likeness(mine, own), 0.5)  # what fails in the same way need not look alike
+    return best if best is not None and likeness[best] > least else None
 
 
 def _changed_lines(own: str, other: str) -> set[int]:
