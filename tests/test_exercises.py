@@ -384,6 +384,24 @@ def test_two_symptoms_are_one_but_for_ranks_small_differences_and_words_of_torch
     assert not checking.same_symptom("RuntimeError: no pair", said)
 
 
+def test_a_hint_is_chosen_by_what_the_tests_say_before_how_the_lines_look():
+    script, fence = real().chapter("02").exercises["2.4"]
+    stays, copied = (
+        next(m for m in script.mistakes if m.name == name)
+        for name in ("gradients_stay_outside_the_bucket", "gradients_are_copies_of_the_bucket")
+    )
+    body = fence.body.replace(
+        "p.grad = piece.view_as(p)", "for mine, sums in [(p.grad, piece.view(p.shape))]:\n        pass"
+    )
+    said = {mistake.caught_by: f"AssertionError: {mistake.symptom}" for mistake in (copied, stays)}
+    assert re.search(r"\d", stays.symptom) and not re.search(r"\d", copied.symptom)
+    assert checking.nearest_mistake(script, "2.4", body, said) is stays, "numbers that agree say most"
+    only = {copied.caught_by: said[copied.caught_by]}
+    assert checking.nearest_mistake(script, "2.4", body, only) is copied, "in the same lines, with the same words"
+    other = {copied.caught_by: "AssertionError: something else"}
+    assert checking.nearest_mistake(script, "2.4", body, other) is None
+
+
 def test_a_comparison_is_told_with_its_statement_and_with_the_first_entry_that_differs(tiny):
     chapter, path = tiny.chapter("01"), tiny.root / "01_tiny" / "test_tiny.py"
     lists = "[tiny.scale(n) for n in range(99)] == [2 * n for n in range(99)]"
