@@ -1178,22 +1178,26 @@ def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny):
 
 
 class MachineThatWasBusy(MachineWithout):
-    """Its first run was too slow, beside others."""
+    """Its first run was too slow, beside others; of the later ones, those with a planted mistake fail."""
 
     def __init__(self):
         self.runs = 0
 
-    def run(self, *args, **more):
+    def run(self, changes, tests, enough=3, few=()):
         self.runs += 1
-        self.broken_by = "the student" if self.runs == 1 else "nobody"
-        outcome = super().run(*args, **more)
-        return Outcome(ended="still running after 120 s") if self.runs == 1 else outcome
+        if self.runs == 1:
+            return Outcome(ended="still running after 120 s")
+        text = "".join(changes.values())
+        right = "return 2 * x" in text and "result += x" in text and "xs[:1]" not in text
+        return Outcome(
+            [Result(test.rpartition("/")[2], right, "" if right else "AssertionError: no") for test in tests]
+        )
 
 
 def test_after_a_time_out_the_same_lines_run_once_more_before_they_are_blamed(tiny):
     judge = MachineThatWasBusy()
-    (row,) = check(tiny, tiny.chapter("01"), Submission({"1.1": "return 2 * x"}), ["1.1"], judge=judge).rows
-    assert row.status == "passed" and judge.runs > 2 and not row.detail, row
+    report = check(tiny, tiny.chapter("01"), Submission({"1.1": "return 2 * x"}), ["1.1"], judge=judge)
+    assert report.all_passed and judge.runs > 2 and not report.rows[0].detail, report
 
 
 class MachineThatTires(MachineWithout):
