@@ -136,9 +136,11 @@ def train(group: dist.ProcessGroup, cases=CASES) -> dict:
     for top_k, factor in cases:
         params = shard_experts(build_model(E, "cpu"), rank, ep)
         layer = partial(moe, top_k=top_k, capacity_factor=factor, group=group)
-        losses, grads, _ = expert_parallel.train(params, batches, layer, group)
+        with communication() as wire:
+            losses, grads, _ = expert_parallel.train(params, batches, layer, group)
         params = {name: weight.detach() for name, weight in params.items()}
         results[top_k, factor] = {"losses": losses, "grads": grads, "params": params}
+        results[top_k, factor]["all-reduced"] = wire.payload["all_reduce"]
     return results
 
 
@@ -155,6 +157,10 @@ def check_training(results: dict, ep: int, rank: int) -> None:
             assert_same_named(got["grads"][step], part, 1e-10, f"{what}, step {step}: gradient of", rank)
         part = {name: shard(name, value, rank, ep) for name, value in expected["params"].items()}
         assert_same_named(got["params"], part, 1e-10, f"{what}, after three steps:", rank)
+        # A step sums all gradients but those of experts, the number of labels, the loss, and E counts in each layer.
+        summed = 3 * (sum(w.nbytes for n, w in part.items() if not n.endswith(EXPERT_WEIGHTS)) + 16 + N_LAYERS * E * 8)
+        bytes_ = got["all-reduced"]
+        assert bytes_ <= summed, f"{what}: {bytes_} bytes were all-reduced, and all that has to be is {summed}"
 
 
 @pytest.mark.parametrize("ep", SEQUENCES)
@@ -303,8 +309,10 @@ def choices(ep: int) -> list[Tensor]:
 
 
 def plan_of_a_rank() -> dict:
-    plan = plan_dispatch(choices(dist.get_world_size())[dist.get_rank()], E, dist.group.WORLD)
-    return {name: x.tolist() if isinstance(x, Tensor) else x for name, x in plan._asdict().items()}
+    with communication() as wire:
+        plan = plan_dispatch(choices(dist.get_world_size())[dist.get_rank()], E, dist.group.WORLD)
+    named = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in plan._asdict().items()}
+    return named | {"messages": dict(wire.payload)}
 
 
 @pytest.mark.parametrize("ep", TOKENS)
@@ -321,6 +329,7 @@ def test_plan_matches_counting_one_row_after_the_other(ep):
             "output_splits": [sum(count[r][e] for e in own) for r in range(ep)],
             "by_expert": sorted(range(len(received)), key=lambda i: (received[i], i)),
             "num_tokens_per_expert": [sum(count[r][e] for r in range(ep)) for e in own],
+            "messages": {"all_to_all": 8 * E},  # bytes
         }
         for name, value in expected.items():
             assert got[name] == value, f"rank {rank}: {name} is {got[name]}, not {value}"
@@ -334,12 +343,13 @@ def test_load_balancing_loss_is_1_for_an_even_load_and_e_for_a_single_expert():
     assert_same(load_balancing_loss(probs, one_expert, None), float(E), 1e-12, "all to one")
 
 
-def load_balancing_loss_of_a_rank() -> tuple[Tensor, Tensor]:
+def load_balancing_loss_of_a_rank() -> tuple[Tensor, Tensor, list]:
     ep, rank = dist.get_world_size(), dist.get_rank()
     probs = random(sum(TOKENS[ep]), E, seed=3).softmax(-1).split(TOKENS[ep])[rank].clone().requires_grad_()
-    loss = load_balancing_loss(probs, probs.topk(2).indices, dist.group.WORLD)
+    with communication() as wire:
+        loss = load_balancing_loss(probs, probs.topk(2).indices, dist.group.WORLD)
     loss.backward()
-    return loss.detach(), probs.grad
+    return loss.detach(), probs.grad, wire.events
 
 
 @pytest.mark.parametrize("ep", TOKENS)
@@ -349,9 +359,12 @@ def test_load_balancing_losses_of_uneven_ranks_add_up(ep):
     expected = (counts / counts.sum() * E * probs.mean(0)).sum()
     expected.backward()
     results = run_ranks(ep, load_balancing_loss_of_a_rank)
-    assert_same(sum(loss for loss, _ in results), expected.detach(), 1e-12, "load-balancing loss")
-    for rank, ((_, grad), part) in enumerate(zip(results, probs.grad.split(TOKENS[ep]), strict=True)):
+    assert_same(sum(loss for loss, *_ in results), expected.detach(), 1e-12, "load-balancing loss")
+    for rank, ((_, grad, events), part) in enumerate(zip(results, probs.grad.split(TOKENS[ep]), strict=True)):
         assert_same(grad, part, 1e-12, "its gradient in the probabilities", rank)
+        assert [(name, nbytes <= 8 * E) for name, nbytes, _ in events] == [("all_reduce", True)], (
+            f"rank {rank}: one all-reduce of {E} counts is enough, and it sent {events}"
+        )
 
 
 def host_waits() -> list[str]:

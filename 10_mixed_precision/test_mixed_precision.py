@@ -2,6 +2,7 @@
 
 import math
 import sys
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,21 @@ def test_every_bit_pattern_has_the_value_of_torch(name):
     assert torch.equal(got.nan_to_num(0, math.inf, -math.inf), expected.nan_to_num(0, math.inf, -math.inf)), name
     assert torch.equal(got.signbit()[~got.isnan()], expected.signbit()[~got.isnan()]), f"{name}: sign, also of zeros"
     assert [got[i].item() for i in (1, 77)] == [DEPTH[name].value(1), DEPTH[name].value(77)]
+
+
+@pytest.mark.parametrize("fmt", [(3, 4, True), (4, 3, True), (2, 3, False), (6, 9, True)])
+def test_bit_patterns_of_formats_that_torch_lacks_have_their_values(fmt):
+    """By fractions of integers, with no table and no dtype of torch."""
+    exp_bits, man_bits, has_inf = fmt
+    [got] = run_ranks(1, mp.decode, torch.arange(2 ** (1 + exp_bits + man_bits)), *fmt)
+    for pattern, value in enumerate(got.tolist()):
+        sign, e, f = pattern >> exp_bits + man_bits, (pattern >> man_bits) % 2**exp_bits, pattern % 2**man_bits
+        power = Fraction(2) ** (max(e, 1) - (2 ** (exp_bits - 1) - 1))
+        expected = (-1) ** sign * float(power * (Fraction(f, 2**man_bits) + (e > 0)))
+        if e == 2**exp_bits - 1 and (has_inf or f == 2**man_bits - 1):
+            expected = (-1) ** sign * math.inf if has_inf and f == 0 else math.nan
+        what = f"{exp_bits} + {man_bits} bits, pattern {pattern:b}"
+        assert value == expected or (math.isnan(value) and math.isnan(expected)), f"{what}: {value}, not {expected}"
 
 
 def test_rounding_matches_torch_and_in_depth_and_has_no_range():
@@ -180,19 +196,27 @@ def test_a_sum_in_fp32_does_not_stall_and_the_gradient_is_freed():
         assert left is None
 
 
-def one_rank_overflows(ranks: list[int], value: float) -> bool | None:
+def one_rank_overflows(ranks: list[int], value: float) -> tuple | None:
+    """What a rank of the group is told, and its messages. `value` is in one of the gradients that the last rank has."""
     group = dist.new_group(ranks)
-    if dist.get_rank() in ranks:
-        return mp.found_inf_on_any_rank([torch.ones(2), torch.tensor([1.0, value])], group)
-    return None
+    if dist.get_rank() not in ranks:
+        return None
+    last = len(ranks) - 1
+    grads = [torch.ones(2) for _ in range(2 * len(ranks))]
+    if dist.get_rank(group) == last:
+        grads[len(ranks) + last][1] = value
+    with communication() as wire:
+        answer = mp.found_inf_on_any_rank(grads, group)
+    return answer, [(name, nbytes <= 4) for name, nbytes, _ in wire.events]
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("ranks", [[0, 1], [1, 3, 0]])
 def test_all_ranks_of_the_group_learn_of_an_overflow(ranks, value):
     for rank, answer in enumerate(run_ranks(4, one_rank_overflows, ranks, value)):
-        assert answer is (True if rank in ranks else None), f"rank {rank}"
-    assert not any(run_ranks(2, one_rank_overflows, [0, 1], 65504.0))
+        told = (True, [("all_reduce", True)]) if rank in ranks else None
+        assert answer == told, f"{value} on rank {rank}: found_inf and messages (of 4 bytes) {answer}, not {told}"
+    assert [found for found, _ in run_ranks(2, one_rank_overflows, [0, 1], 65504.0)] == [False, False]
 
 
 def grads_that_are_checked() -> list[Tensor]:
@@ -313,13 +337,17 @@ def test_the_largest_value_is_scaled_to_the_largest_of_the_format():
         assert scale.isnan() and values.float().isnan().all()
 
 
-def scale_of_rank() -> Tensor:
+def scale_of_rank() -> tuple[float, list]:
     x = torch.full((3,), 1.0 + 9 * dist.get_rank())
-    return mp.quantize_scaled(x, torch.float8_e4m3fn, dist.group.WORLD)[1]
+    with communication() as wire:
+        _, scale = mp.quantize_scaled(x, torch.float8_e4m3fn, dist.group.WORLD)
+    return float(scale), wire.events
 
 
 def test_ranks_share_the_largest_amax():
-    assert [float(s) for s in run_ranks(2, scale_of_rank)] == [pytest.approx(10 / 448)] * 2
+    for rank, (scale, events) in enumerate(run_ranks(2, scale_of_rank)):
+        assert scale == pytest.approx(10 / 448), f"rank {rank}: the scale is {scale}"
+        assert events == [("all_reduce", 4, 2)], f"rank {rank}: one message of 4 bytes is enough, and it sent {events}"
 
 
 def test_only_fp8_values_and_scales_are_saved_for_backward():

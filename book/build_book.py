@@ -45,7 +45,7 @@ class Book:
     def write(self, page: str, text: str) -> None:
         file = self.pages / page
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_text(titled(text))
 
     def refer(self, page: str, target: str, fragment: str = "") -> str:
         """The address of a file of the repository, seen from `page`; the file will have a page."""
@@ -72,7 +72,8 @@ class Book:
             section = ground_section((ROOT / readme).read_text(), name)
             lesson_ = lesson(readme, section, lambda target, fragment: self.beside(page, target, fragment), at=page)
             lesson_ = re.sub(r" \{#[^}]*\}$", "", lesson_, flags=re.MULTILINE)
-        hidden = "---\nhide:\n  - navigation\n  - toc\nsearch:\n  exclude: true\n---\n"
+        hidden = "hide:\n  - navigation\n  - toc\nsearch:\n  exclude: true\n"
+        hidden = f"---\n{hidden}description: The source of {path}, with a number and an anchor for each line.\n---\n"
         up = f"From the lesson, [{posixpath.dirname(path)}]({self.refer(page, readme)})." if readme in tracked() else ""
         body = f'<div class="work">{numbered((ROOT / path).read_text(errors="replace"), path)}</div>\n'
         if lesson_:
@@ -94,6 +95,7 @@ class Book:
         shutil.rmtree(self.pages, ignore_errors=True)
         for page, text in (("cheat_sheet.md", cheat_sheet.web_page), ("glossary.md", glossary.page)):
             self.write(page, self.generated(page, text))
+        self.write("one_page.md", cheat_sheet.one_page())
         for name in PLAYS:  # their links are those of a file at the root
             text = (HERE / "play" / f"{name}.md").read_text()
             self.write(f"{name}.md", lesson("README.md", text, partial(self.refer, f"{name}.md")))
@@ -132,6 +134,51 @@ class Book:
         return re.sub(r"\(\.\./([^)#]*README\.md)\)", lambda found: f"({self.refer(page, found[1])})", text)
 
 
+def titled(text: str) -> str:
+    """A page with a title for its tab, for the header and the search, and with a description: its heading, and the
+    first sentences below it. Without them every chapter would be called "Index"."""
+    front, body = text.removeprefix("---\n").split("---\n", 1) if text.startswith("---\n") else ("", text)
+    heading, _, rest = body.lstrip().partition("\n")
+    parts = re.split(r"\n\s*\n", re.sub(r"(?ms)^```.*?^```$", "", rest).strip())
+    first = next((part for part in parts if re.match(r"[\w*`\"(]", part) and "{.beside-link}" not in part), heading)
+    description = ""
+    for sentence in re.split(r"(?<=[.?]) ", plain(first)):
+        if description and len(description) + len(sentence) > 160:
+            break
+        description = f"{description} {sentence}".strip()
+    told = {"title": plain(heading), "description": description}
+    lines = [f"{name}: {json.dumps(words, ensure_ascii=False)}\n" for name, words in told.items() if name not in front]
+    return f"---\n{front}{''.join(lines)}---\n{body}"
+
+
+def plain(text: str) -> str:
+    """Markdown as words."""
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)|<[^>]*>|\{[#.:][^}]*\}", lambda found: found[1] or "", text)
+    return " ".join(re.sub(r"^#+ |[*`]|(?<!\w)_|_(?!\w)", "", text).split())
+
+
+LOST = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Not in this book</title>
+<style>
+:root { color-scheme: light dark }
+body { font: 1.1rem/1.6 sans-serif; max-width: 40rem; margin: 20vh auto; padding: 0 1rem }
+</style>
+</head>
+<body><h1>There is no such page</h1><p>It may have moved. <a id="book" href="index.html">The book</a> has a search.</p>
+<script>
+// A server shows this page at any address: the book begins above the first folder that it has.
+const parts = location.pathname.split("/"), at = parts.findIndex(part => FOLDERS.includes(part));
+document.getElementById("book").href = [...parts.slice(0, at < 0 ? -1 : at), "index.html"].join("/");
+</script></body></html>
+"""
+
+
+def lost(site: Path) -> str:
+    """404.html, which the generator makes for a server whose root is the book: here for any folder of any server."""
+    return LOST.replace("FOLDERS", json.dumps(sorted(folder.name for folder in site.iterdir() if folder.is_dir())))
+
+
 def page_file(folder: str) -> str:
     return "README.md" if folder == "." else f"{folder}/README.md"
 
@@ -167,7 +214,7 @@ def navigation() -> list:
         {"The book": "index.md"},
         {"Chapters": chapters},
         *([{"Play": play}] if play else []),
-        {"Cheat sheet": "cheat_sheet.md"},
+        {"Cheat sheet": [{"On one page": "one_page.md"}, {"Reference": "cheat_sheet.md"}]},
         {"Glossary": "glossary.md"},
         {"Symbols": "book/symbols.md"},
         {"Course": ["exercises/index.md", {"Lectures": [page_of(path) for path in course]}]},
@@ -184,6 +231,7 @@ def configuration(pages: Path, site: Path) -> str:
 
 def stay_at_home(site: Path) -> None:
     """The generator lets each page fetch one script, with which its search works from file://. We bring our own."""
+    (site / "404.html").write_text(lost(site))
     for file in site.rglob("*.html"):
         up = "../" * (len(file.relative_to(site).parts) - 1)
         file.write_text(measured(file.read_text().replace(FETCHED, f"{up}assets/worker_for_files.js")))
@@ -210,8 +258,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--pages", action="store_true", help="only the pages, not the site")
     args = parser.parse_args()
+    print("the pages, from READMEs and code", flush=True)
     Book(PAGES).make()
-    print(f"{sum(1 for _ in PAGES.rglob('*.md'))} pages in {PAGES}")
+    print(f"{sum(1 for _ in PAGES.rglob('*.md'))} pages in {PAGES}", flush=True)
     if args.pages:
         return 0
     if not find_spec("zensical"):
@@ -219,12 +268,14 @@ def main() -> int:
         return 2
     (HERE / "mkdocs.yml").write_text(configuration(Path("pages"), Path("site")))
     shutil.rmtree(SITE, ignore_errors=True)
+    print("the site, from these; about a minute", flush=True)
     command = [sys.executable, "-m", "zensical", "build", "--clean", "-f", "mkdocs.yml"]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout[-3000:] + done.stderr[-3000:], file=sys.stderr)
         return 1
     stay_at_home(SITE)
+    print("every link of it", flush=True)
     wrong = faults(SITE)
     print("\n".join(wrong[:40]) or f"every link and anchor of {len(list(SITE.rglob('*.html')))} pages leads somewhere")
     if wrong:

@@ -103,6 +103,26 @@ def web_page(link: Callable[..., str]) -> str:
     return front + text.replace("\n\n## Symbols", "\n\n</div>\n\n## Symbols")
 
 
+def one_page() -> str:
+    """For the web edition: formulas and their symbols, nothing else, on one sheet of A4."""
+    lines = ["---\nhide:\n  - navigation\n  - toc\n---", "# Cheat sheet on one page\n"]
+    lines.append(
+        "Bytes of one rank. The [reference](cheat_sheet.md) has for each formula the code, the test, and what it needs."
+    )
+    lines += [
+        '\n<div class="one-page" markdown="1">\n',
+        "| technique | what is cut | memory | sent | idle |",
+        "| --- " * 5 + "|",
+    ]
+    for entry in techniques():
+        cells = ["<br>".join(f"{f['what']}: {mathml(f['formula'])}" for f in entry[of]) for of in ("memory", "sent")]
+        cells.append(mathml(entry["bubble"]) if "bubble" in entry else "")
+        lines.append(f"| **{entry['name']}** {entry['chapter'][:2]} | {entry['cuts']} | {' | '.join(cells)} |")
+    used = {name for entry in techniques() for formula in formulas_of(entry) for name in names(formula)}
+    told = [f"{mathml(name)} {what.partition(' (')[0]}" for name, what in symbols().items() if name in used]
+    return "\n".join([*lines, "", "Symbols: " + "; ".join(told) + ".", "\n</div>\n"])
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
     print(f"wrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}", file=sys.stdout)

@@ -8,6 +8,8 @@ import html
 import keyword
 import re
 
+BEGIN = re.compile(r"\s*(?:#|//) --- exercise (?P<name>[\d.]+)(?:: .*?)? ---\s*")
+END = re.compile(r"\s*(?:#|//) --- end exercise ---\s*")
 WORDS = {*keyword.kwlist, "match", "case", "self"}
 CUDA = {"void", "int", "float", "double", "const", "template", "typename", "struct", "return", "for", "while", "if"}
 CUDA |= {"else", "auto", "static", "extern", "unsigned", "size_t", "bool", "using", "constexpr"}
@@ -39,12 +41,29 @@ def coloured(text: str, path: str) -> list[str]:
     return "".join(made).rstrip("\n").split("\n")
 
 
+def folded(plain: list[str], lines: list[str]) -> list[str]:
+    """The lines with numbers and anchors. What an exercise asks for is closed until somebody clicks on it, or follows a
+    link into it: who wants to read first can, and nobody has to."""
+    made, inside = [], False
+    for n, (text, line) in enumerate(zip(plain, lines, strict=True), 1):
+        if inside and END.fullmatch(text):
+            made.append("</details>")
+            inside = False
+        # a line's end lies inside it: between two blocks it would be a line of its own
+        made.append(
+            f'<span class="line" id="L{n}"><a href="#L{n}" aria-label="line {n}" data-n="{n}"></a>{line}\n</span>'
+        )
+        if found := BEGIN.fullmatch(text):
+            count = next(i for i, later in enumerate(plain[n:]) if END.fullmatch(later))
+            words = html.escape(f"the {count} lines of exercise {found['name']}")
+            made.append(f'<details class="solution"><summary>{words}</summary>')
+            inside = True
+    return made
+
+
 def numbered(text: str, path: str) -> str:
     """One block of HTML without a blank line, which would end it for Markdown."""
-    lines = "".join(  # a line's end lies inside it: between two blocks it would be a line of its own
-        f'<span class="line" id="L{n}"><a href="#L{n}" aria-label="line {n}" data-n="{n}"></a>{line}\n</span>'
-        for n, line in enumerate(coloured(text, path), 1)
-    )
+    lines = "".join(folded(text.rstrip("\n").split("\n"), coloured(text, path)))
     label = html.escape(f"source of {path}")
     head = f'<div class="highlight" tabindex="0" role="region" aria-label="{label}">'
     return f"{head}<pre><code>{lines}</code></pre></div>"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import front_figure
 import pytest
-from cheat_sheet import PAGE, formulas_of, page, symbols, techniques
+from cheat_sheet import PAGE, formulas_of, one_page, page, symbols, techniques
 from formulas import evaluate, mathml, names, show
 from referees import MODEL, REFEREES, Config, Layout, UsageError, Verdict, parse
 from symbols import place
@@ -35,6 +35,15 @@ def wrong_cells(entry: dict, verdict: Verdict) -> list[str]:
 @pytest.mark.parametrize("key", REFEREES)
 def test_every_formula_gives_the_bytes_of_the_planner_or_of_the_chapter(key):
     assert not wrong_cells(ENTRIES[key], REFEREES[key]())
+
+
+def test_the_page_that_prints_has_every_technique_every_formula_and_each_symbol_once():
+    text = one_page()
+    for entry in ENTRIES.values():
+        assert f"**{entry['name']}**" in text and all(mathml(formula) in text for formula in formulas_of(entry))
+    told = text.rpartition("\n\n</div>")[0].rpartition("\n\n")[2]
+    used = {name for entry in ENTRIES.values() for formula in formulas_of(entry) for name in names(formula)}
+    assert all(told.count(f"{mathml(name)} ") == 1 for name in used)
 
 
 def test_every_row_with_a_formula_has_a_referee():

@@ -105,6 +105,19 @@ def test_every_line_of_a_file_has_its_number_and_no_line_is_empty_for_markdown(p
     assert "\n\n" not in made
 
 
+@pytest.mark.parametrize("path", ["03_zero/zero.py", "09_kernels/matmul.cu"])
+def test_the_lines_of_an_exercise_are_folded_under_their_title_and_no_others_are(path):
+    text = (ROOT / path).read_text()
+    made = re.findall(r'<details class="solution"><summary>(.*?)</summary>(.*?)</details>', numbered(text, path), re.S)
+    begins = re.findall(r"--- (exercise [\d.]+): .* ---", text)
+    titles = [f"the {inside.count('data-n')} lines of {begin}" for (_, inside), begin in zip(made, begins, strict=True)]
+    assert [title for title, _ in made] == titles
+    for (_, inside), body in zip(
+        made, re.findall(r"--- exercise [^\n]* ---\n(.*?)\n *\S+ --- end", text, re.S), strict=True
+    ):
+        assert html.unescape(re.sub(r"<[^>]*>", "", inside)).rstrip("\n") == body.rstrip("\n")
+
+
 def test_every_link_of_every_readme_leads_to_a_file_and_to_a_heading_or_a_line_of_it():
     wrong = []
     for readme in READMES:

@@ -58,6 +58,36 @@ def test_the_one_script_that_the_generator_would_fetch_is_ours(tmp_path):
     assert (tmp_path / "b" / "c.html").read_text() == '<script src="../assets/worker_for_files.js"></script>'
 
 
+def test_the_page_for_wrong_addresses_finds_the_book_in_any_folder_of_a_server(tmp_path):
+    build_book.stay_at_home(site(tmp_path))
+    page = (tmp_path / "404.html").read_text()
+    assert '["b"].includes(part)' in page and not re.search(r'(href|src)="/', page)
+
+
+def test_a_page_has_a_title_and_a_description_of_its_own():
+    text = (
+        "# Chapter 3: `zero` {#zero}\n\n![a](b)\n\n```sh\nmake a\n```\n\nShards *all*, see [x](y). Then more.\n\nNo.\n"
+    )
+    made = build_book.titled(text)
+    assert made == f'---\ntitle: "Chapter 3: zero"\ndescription: "Shards all, see x. Then more."\n---\n{text}'
+    hidden = build_book.titled(f"---\nhide:\n  - toc\n---\n{text}")
+    assert hidden.startswith('---\nhide:\n  - toc\ntitle: "Chapter 3: zero"\n') and hidden.endswith(f"---\n{text}")
+    assert 'description: "A' in build_book.titled("# A\n\n| b |\n| --- |\n"), "without a paragraph it is the heading"
+    long = build_book.titled(f"# A\n\nFirst. {'word ' * 40}end.\n")
+    assert 'description: "First."\n' in long
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium here")
+def test_the_cheat_sheet_prints_on_one_page(tmp_path):
+    page = build_book.SITE / "one_page.html"
+    if not page.exists():
+        pytest.skip(reason="the book is not built; `make book` builds it (it needs zensical)")
+    options = ["--headless", "--no-sandbox", "--no-pdf-header-footer", f"--print-to-pdf={tmp_path / 'a.pdf'}"]
+    subprocess.run(["chromium", *options, f"file://{page}"], check=True, capture_output=True, timeout=60)
+    assert len(re.findall(rb"/Type\s*/Page\b", (tmp_path / "a.pdf").read_bytes())) == 1
+
+
 def test_cells_with_many_words_and_code_with_few_letters_are_called_so(tmp_path):
     many = "<em>word</em> " * 20
     page = f'<td>1</td><td style="text-align: right;">{many}</td><code>--zero 3</code><code>{"x" * 25}</code>'

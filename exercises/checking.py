@@ -15,8 +15,9 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -67,8 +68,9 @@ class Script:
         return self.path.partition("/")[2]
 
     def catching(self, number: str) -> list[str]:
-        """The tests that catch the mistakes of an exercise: "test_collectives.py::test_every_rank_can_be_the_root"."""
-        return list(dict.fromkeys(m.caught_by for m in self.mistakes if m.exercise == number))
+        """The tests that catch the mistakes of an exercise: "test_collectives.py::test_every_rank_can_be_the_root". The
+        one that catches most is the most likely to fail, and comes first."""
+        return [test for test, _ in Counter(m.caught_by for m in self.mistakes if m.exercise == number).most_common()]
 
     @property
     def test_files(self) -> list[str]:
@@ -118,9 +120,15 @@ class Chapter:
         known = {_claim(mistake.caught_by) for mistake in script.mistakes}
         own = {_claim(test) for test in script.catching(number)}
         running = [test for test in self.running(number) if test not in own]
-        decisive = [test for test in running if test.partition("::")[2].startswith(tuple(self.decisive(number)))]
+        decisive = []
+        for name, bracket, parameters in (name.partition("[") for name in self.decisive(number)):
+            caught = [] if bracket else own  # of a test that catches mistakes with some parameters, others may be named
+            tests = [test for test in self.running(number) if test not in (*caught, *script.catching(number))]
+            decisive += [f"{test}{bracket}{parameters}" for test in tests if test.partition("::")[2].startswith(name)]
+        decisive = [test for test in dict.fromkeys(decisive) if test not in script.catching(number)]
+        there = {_claim(test) for test in decisive}
         marks = "prove|long|always|as_written"
-        quick = [test for test in running if test not in decisive and not self.reach.marked(test, marks)]
+        quick = [test for test in running if test not in there and not self.reach.marked(test, marks)]
         quick.sort(key=lambda test: test not in known)
         return [*decisive, *quick[: max(0, most - len(decisive))]] or ([] if own else script.test_files)
 
@@ -142,7 +150,7 @@ class Chapter:
         return {}
 
     def decisive(self, number: str) -> list[str]:
-        """How the names of the tests begin that the README calls decisive: `test_x_...`, `test_y`, or "the same"."""
+        """How the names of the tests begin that the README calls decisive: `test_x_...`, `test_y[3]`, or "the same"."""
         return self._decisive[number]
 
     @cached_property
@@ -151,7 +159,7 @@ class Chapter:
         found = {}
         for number in self.exercises:
             cell = self.statement(number).rstrip("| ").rpartition("|")[2].strip()
-            more = re.findall(r"`(test_\w+?)(?:_?\.\.\.)?(?:\[\w+\])?`", cell)
+            more = ["".join(parts) for parts in re.findall(r"`(test_\w+?)(?:_?\.\.\.)?(\[\w+\])?`", cell)]
             found[number] = names = [*(names if cell.startswith("the same") else []), *more]
         return found
 
@@ -205,7 +213,9 @@ class Course:
     def graded(self, judge: Judge, chapter: Chapter, number: str, changes: Mapping[str, str]) -> Outcome:
         """What the tests of an exercise say of a copy with these changes."""
         paths = {test: self.test_path(chapter, test) for test in chapter.tests(number)}
-        return judge.run(changes, list(paths.values()), few=[paths[test] for test in chapter.more(number)])
+        known = len(chapter.exercises[number][0].catching(number))  # each of these may know the mistake
+        few = [paths[test] for test in chapter.more(number)]
+        return judge.run(changes, list(paths.values()), enough=max(3, known), few=few)
 
     def test_path(self, chapter: Chapter, test: str) -> str:
         """ "test_x.py::test_y" of this chapter (or, for a test that crosses chapters, of another), from the root."""
@@ -314,6 +324,7 @@ class Row:
     detail: str = ""  # tensor and numbers, or why it was refused
     hint: str = ""
     mistake: str = ""  # the planted mistake it is, or looks most like
+    doubtful: bool = False  # a limit of time was passed, or a connection broke: the machine may be to blame
 
 
 @dataclass
@@ -353,6 +364,9 @@ def check(
             row = _row(chapter, number)
             if not report.rejected:
                 row, report.rejected = answer.result()
+                if row.doubtful:  # beside other work it may only have been slow: again, and alone
+                    wait(answers.values())
+                    row, report.rejected = ask(_decide, course, chapter, submission, number, apart).result()
             else:
                 answer.cancel()
             report.rows.append(row)
@@ -435,15 +449,15 @@ def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row:
         at = next((test for test in tests if test not in {r.test for r in outcome.results}), tests[-1])
         row.detail = outcome.ended
     elif failed:
-        at, row.detail = failed[0].test, first_lines(failed[0].message)
+        at, row.detail = failed[0].test, told(failed[0].message)
     elif missing := unanswered(tests, outcome):
         at, row.detail = missing[0], "the test was not run to its end"
     else:
         row.status = "passed"
         return ""
     row.status, row.claim = "failed", sentence(at)
-    doubtful = outcome.ended or (failed and TRANSPORT.search(failed[0].message))
-    if doubtful and (why := unwell(course, chapter, at, judge)):
+    row.doubtful = bool(outcome.ended or (failed and TRANSPORT.search(failed[0].message)))
+    if row.doubtful and (why := unwell(course, chapter, at, judge)):
         row.status, row.detail, row.claim = "not reached", why, ""
         return ""
     said = {result.test: result.message for result in failed} or {at: ""}
@@ -574,11 +588,15 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     for mistake, text in bodies.items():
         if text == mine:
             return mistake
-    said = {(_claim(test), _on_any_rank(symptom(message))) for test, message in failed.items()}
-    same = [m for m in mistakes if m.symptom and (_claim(m.caught_by), _on_any_rank(m.symptom)) in said]
-    if len(same) == 1 and re.search(r"\d", same[0].symptom):
-        return same[0]
-    claims = {_claim(test) for test in failed}
+    claims: dict[str, list[str]] = {}  # what each test said, for each of its parameters
+    for test, message in failed.items():
+        claims.setdefault(_claim(test), []).append(symptom(message))
+    says = {m: claims.get(_claim(m.caught_by), []) for m in mistakes if m.symptom}
+    same = [m for m, said in says.items() if any(same_symptom(m.symptom, words) for words in said)]
+    sure = [m for m in same if any(_same_numbers(m.symptom, words) for words in says[m])]
+    numbers = [m for m in sure if re.search(r"\d", m.symptom)]
+    if len(numbers) == 1:
+        return numbers[0]
     touched = {m: _changed_lines(own, text) for m, text in bodies.items()}
     likeness = {
         m: _likeness(mine, bodies[m])
@@ -586,7 +604,8 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
         if _claim(m.caught_by) in claims and touched[m] & _changed_lines(own, mine)
     }
     best = max(likeness, key=lambda m: likeness[m], default=None)
-    return best if best is not None and likeness[best] > max(_likeness(mine, own), 0.5) else None
+    least = 0.0 if same else max(_likeness(mine, own), 0.5)  # what fails in the same way need not look alike
+    return best if best is not None and likeness[best] > least else None
 
 
 def _changed_lines(own: str, other: str) -> set[int]:
@@ -613,22 +632,28 @@ def _on_any_rank(symptom: str) -> str:
 def same_symptom(a: str, b: str) -> bool:
     """Whether a hint that is chosen by one is right for the other: the same words, and numbers within a tenth.
 
-    Of an exception only the name counts, because its words may be those of another version of torch. Which of several
-    ranks says it first is chance, and each has numbers of its own: said by two ranks, only the words count.
+    Of an exception the name and most of the words count: some may be those of another version of torch. Which of
+    several ranks says it first is chance, and each has numbers of its own: said by two ranks, only the words count.
     """
-    error = r"([A-Z]\w*(?:Error|Exception)): "
+    error = r"([A-Z]\w*(?:Error|Exception))\b"
     names = [match and match[1] for match in (re.match(error, a), re.match(error, b))]
     if any(names):
-        return names[0] == names[1]
-    number = r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*[a-z_])"
-    words, values = ([[*f(number, _on_any_rank(text))] for text in (a, b)] for f in (re.split, re.findall))
-    if re.findall(r"\brank ?\d+", a) != re.findall(r"\brank ?\d+", b):
-        return words[0] == words[1]
-    return words[0] == words[1] and all(map(partial(math.isclose, rel_tol=0.1, abs_tol=1e-12), *map(_floats, values)))
+        return names[0] == names[1] and _likeness(a, b) > 0.5
+    same_words = re.split(NUMBER, _on_any_rank(a)) == re.split(NUMBER, _on_any_rank(b))
+    return same_words and (_ranks(a) != _ranks(b) or _same_numbers(a, b))
 
 
-def _floats(numbers: Sequence[str]) -> list[float]:
-    return [float(number) for number in numbers]
+NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*[a-z_])"
+
+
+def _same_numbers(a: str, b: str) -> bool:
+    values = [[*map(float, re.findall(NUMBER, _on_any_rank(text)))] for text in (a, b)]
+    close = partial(math.isclose, rel_tol=0.1, abs_tol=1e-12)
+    return _ranks(a) == _ranks(b) and len(values[0]) == len(values[1]) and all(map(close, *values))
+
+
+def _ranks(symptom: str) -> list[str]:
+    return re.findall(r"\brank ?\d+", symptom)
 
 
 def _likeness(a: str, b: str) -> float:
@@ -637,8 +662,10 @@ def _likeness(a: str, b: str) -> float:
 
 SAYS = {  # what a failure's own words are about, whoever's lines they are
     r"(NameError|UnboundLocalError)\b": "Your lines, or those behind them, use a name that nobody has given a value.",
-    r"ranks \[.*still running": "A rank waits for a message that nobody sends. Write down for each rank which sends, "
-    "receives and collectives it starts, in their order: the first line that differs is the place.",
+    r"ranks \[\d+, .*still running": "A rank waits for a message that nobody sends. Write down for each rank which "
+    "sends, receives and collectives it starts, in their order: the first line that differs is the place.",
+    r"ranks \[\d+\] of 1 were still|still (running|computing) after": "Your lines do not come to an end, or take many "
+    "times as long as they should: which loop has no end, and what is computed again in each round?",
     r"everything is ([1-9]\d*|0\.(5|333333|25|2|166667|125|0625)) times": "One factor everywhere: what is counted once "
     "too often or too rarely? Think of ranks, micro-batches, and an average where a sum is meant.",
     r"(difference|error) nan\b|[1-9]\d* NaN in the result": "A NaN is 0/0, inf - inf, or memory that nobody has "
@@ -665,13 +692,29 @@ def sentence(test: str) -> str:
     return f"{words} ({parameters[:-1]})" if parameters else words
 
 
-def first_lines(message: str) -> str:
+def told(message: str) -> str:
+    """A failure as a student reads it: its first line; what was compared, where the line does not say it; and the first
+    entry that differs."""
+    line, more = first_lines(message, most=700), message.splitlines()
+    source = next((text.removeprefix(SOURCE + "assert ") for text in more if text.startswith(SOURCE + "assert ")), "")
+    if source and re.match("assert |AssertionError$", line):
+        values = line.removeprefix("AssertionError").removeprefix("assert ")
+        line = f"`{source}`" + f": {values}" * bool(values)
+    differs = next(filter(None, (re.match(r"\s*At index (\d+) diff: (.*)", text) for text in more)), None)
+    return line + (f"; entry {differs[1]}: {differs[2]}" if differs else "")
+
+
+SOURCE = "source: "  # judge.py puts it before the statement that failed
+
+
+def first_lines(message: str, most: int = 240) -> str:
     """The numbers of a failure in one line: its first line without the exception's name."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
+    lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith(SOURCE)]
+    lines = lines or ["no message"]
     line = lines[-1 if "Traceback (most" in lines[0] else 0]
     line = re.sub(r"^(?:[\w.]*\.)?(AssertionError|RankFailure|Failed): ", "", line)
     line = re.sub(r"0x[0-9a-f]{6,}", "0x...", line)
-    return line if len(line) <= 240 else line[:237] + "..."
+    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def _key(number: str) -> tuple[int, ...]:

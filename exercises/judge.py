@@ -97,10 +97,17 @@ def message_of(report: Any) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""  # file, line, "Skipped: and why"
     text = crash.message if crash else skipped or str(report.longrepr)
+    entries = getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", [])
+    lines = entries[-1].lines if entries else []
+    begin = next((n for n, line in enumerate(lines) if line.startswith(">")), len(lines))
+    end = next((n for n, line in enumerate(lines) if line.startswith("E") and n > begin), len(lines))
+    source = " ".join(line.lstrip("> ").strip() for line in lines[begin:end])
     if raised := text.partition("Traceback (most recent call last):\n")[2]:
         last = [m.start() for m in re.finditer(r"^[\w.]+(?:: |$)", raised, re.MULTILINE)]
+        shown = re.findall(r"^ +(assert .*)$", raised[: last[0]], re.MULTILINE) if last else []
+        source = shown[-1] if shown else ""
         text = raised[last[0] :].split("\n\nthe others")[0].split("\n\nranks [")[0] if last else text
-    return text[:LONGEST_MESSAGE]
+    return text[:LONGEST_MESSAGE] + f"\nsource: {source}" * source.startswith("assert ")
 
 
 class Plain(pickle.Unpickler):

@@ -1,6 +1,6 @@
 "use strict";
 let now, names;
-const LETTERS = "abcdefghijklmnopqrstuvwxyz";
+const LETTERS = "abcdfghijklmnopqrstuvwxyz";  // of tokens: e is for experts
 const STEPS = ["tokens, and the experts they want", "sorted by expert, and so by rank", "sent: each expert has its rows", "back where they came from"];
 // Rows as [rank they come from, token, expert].
 const rowsOf = () => now.ranks.flatMap((rank, r) => rank.experts.flatMap((chosen, t) => chosen.map(e => [r, t, e])));
