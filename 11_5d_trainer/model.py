@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import paths  # noqa: F401  finds the chapters below
+
+# isort: split
 import llama
 import parallel_linear
 import parallel_llama
-import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -172,7 +174,7 @@ def through(x: Tensor, blocks: Iterable[Any], cos: Tensor, sin: Tensor) -> Tenso
 def loss_in_chunks(model: Any, chunks: int, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
     """What a model with `fpdt_chunks` does when it is called: the sum of the losses, and never all logits at once."""
     config = model.config
-    cos, sin = rope_tables(positions, config.head_dim, config.rope_theta)
+    cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     x = model.model.embed_tokens(tokens)
     for block in model.model.layers:
         x = block(x, cos, sin)
@@ -189,7 +191,7 @@ class Stage(nn.Module):
     def __init__(self, model: Any, layers: range, positions: Tensor) -> None:
         super().__init__()
         config, self.positions = model.config, positions
-        self.head_dim, self.rope_theta = config.hidden // config.heads, config.rope_theta
+        self.rope = (config.head_dim, config.rope_theta, config.rope_scaling)
         self.first, self.last = layers.start == 0, layers.stop == config.layers
         self.embed_tokens: Any = model.model.embed_tokens if self.first else None
         self.layers = nn.ModuleList(model.model.layers[str(i)] for i in layers)
@@ -197,7 +199,7 @@ class Stage(nn.Module):
         self.lm_head: Any = model.lm_head if self.last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        cos, sin = rope_tables(self.positions, self.head_dim, self.rope_theta)
+        cos, sin = rope_tables(self.positions, *self.rope)
         x = self.embed_tokens(x) if self.first else x
         x = through(x, self.layers, cos, sin)
         return self.lm_head(self.norm(x)) if self.last else x

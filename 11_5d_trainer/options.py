@@ -68,7 +68,11 @@ class Config:
     heads: int = option(0, "query heads", fixed=True, least=0)
     kv_heads: int = option(0, "key/value heads, which query heads share", fixed=True, least=0)
     intermediate: int = option(0, "width of the MLP, or of each expert", fixed=True, least=0)
-    init: str = option("", "folder of a Hugging Face model (hf.py) to start from; replaces --preset", fixed=True)
+    init: str = option(
+        "",
+        "folder of a Hugging Face model (hf.py) to start from, or its name on the Hub; replaces --preset",
+        fixed=True,
+    )
     data: str = option(
         "",
         "text file, folder, .bin of tokens, or what prepare.py wrote; default: Python's standard library",

@@ -40,7 +40,7 @@ from accounting import peak_flops, step_flops
 from checks import check_compile, check_kernels, check_memory
 from data import Corpus, Sampler, load_corpus
 from full_state import load_full_state, share_of_state
-from generate import load_model
+from generate import generate, load_model
 from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
@@ -64,7 +64,6 @@ from step import (
 )
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
-from training_step import generate
 
 Log = dict[str, Any]
 

@@ -653,7 +653,8 @@ def test_a_tied_weight_may_come_under_one_of_its_names_but_not_with_two_values()
 
 
 def step_of_model(sequence: bool, kv_heads: int) -> tuple[int, int, float, dict[str, int]]:
-    config = replace(SMALL, kv_heads=kv_heads, qkv_bias=kv_heads == 1)
+    one = kv_heads == 1
+    config = replace(SMALL, kv_heads=kv_heads, qkv_bias=one, qk_norm=one, head_dim=6 * one)
     model = ParallelLlama(config, TensorParallel(dist.group.WORLD, sequence)).double()
     tokens, labels = batch(0)
     with communication() as sent:
