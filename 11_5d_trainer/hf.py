@@ -15,7 +15,8 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -129,8 +130,9 @@ def files_of(folder: str) -> list[Path]:
 def open_files(folder: str) -> dict[str, Any]:
     """Our name of a tensor -> (the open file that has it, its name there). No tensor is read yet."""
     found: dict[str, Any] = {}
+    files = files_of(folder)
     kind = json.loads((folder_of(folder) / "config.json").read_text())["model_type"]
-    for file in files_of(folder):
+    for file in files:
         try:
             tensors = safetensors().safe_open(file, framework="pt")
         except safetensors().SafetensorError as error:
@@ -239,6 +241,26 @@ def kind_of(sizes: LlamaConfig, moe: MoEConfig | None) -> str:
     return "mistral" if sizes.hidden % sizes.heads else "llama"  # a Llama's heads divide the hidden size
 
 
+def read_checkpoint(path: Path, like: dict[str, Tensor], dtype: torch.dtype, config: Config) -> Mapping[str, Tensor]:
+    """The weights, each of which is read when it is asked for. In fp32, a run of bf16-master gives its masters, where
+    it has any: weights that are not trained have none."""
+    weights = checkpoint.load(path, like, dtype)["weights"]
+    if config.precision != "bf16-master" or dtype != torch.float32:
+        return weights
+    states = checkpoint.load(path, like, torch.bfloat16)["optimizer"]
+    return Lazy(like, lambda name: states[name]["master"] if "master" in states[name] else weights[name])
+
+
+def merged(weights: Mapping[str, Tensor], scale: float, name: str) -> Tensor:
+    """A weight and its adapter as one: W + scale · B A."""
+    weight, layer = weights[name], name.removesuffix(".weight")
+    if f"{layer}.lora_A.weight" not in weights:
+        return weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    A, B = (weights[f"{layer}.lora_{factor}.weight"].to(wide) for factor in "AB")
+    return (weight.to(wide) + scale * (B @ A)).to(weight.dtype)
+
+
 def in_files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
     """File -> its tensors: in their order, as many as fit into `most` bytes. Several files are numbered."""
     groups: list[list[str]] = [[]]
@@ -269,11 +291,10 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     if moe and sizes.qkv_bias:
         raise UsageError(f"{run} has experts and biases of q, k and v; a Mixtral has no biases")
     dtype = dtype or WEIGHTS.get(config.precision, torch.float32)
-    like = full_shapes(sizes, moe)
-    weights = checkpoint.load(path, like, dtype)["weights"]
-    if config.precision == "bf16-master" and dtype == torch.float32:
-        states = checkpoint.load(path, like, torch.bfloat16)["optimizer"]
-        weights = Lazy(like, lambda name: states[name]["master"])
+    weights = read_checkpoint(path, full_shapes(sizes, moe), dtype, config)
+    like = full_shapes(replace(sizes, lora_rank=0), moe)
+    if sizes.lora_rank:
+        weights = Lazy(like, partial(merged, weights, sizes.lora_scale))
     out = Path(folder)
     if (out / "checkpoints").exists() or (out / "log.jsonl").exists():
         raise UsageError(f"{folder} holds a run, whose config.json would be lost; export to another folder")

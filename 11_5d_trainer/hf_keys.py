@@ -242,7 +242,7 @@ def checked(where: str, found: Any) -> tuple[str, dict[str, Any]]:
         if values["num_experts_per_tok"] == 1:
             raise UsageError(f"{where} gives each token one expert, weighed by 1: its router would learn nothing")
         if values["num_experts_per_tok"] > experts:
-            raise UsageError(f"{where} has {shown('num_experts_per_tok', values['num_experts_per_tok'])} of {experts}")
+            raise UsageError(f"{where} gives each token {values['num_experts_per_tok']} of {experts} experts")
     return kind, values
 
 

@@ -117,6 +117,7 @@ def build(
             model.model.embed_tokens = None
     model.to(dtype)  # while it has no memory: in fp32 it may not fit
     fill(model, sizes, seed, device, tie=sizes.tied and last)
+    freeze(model, sizes)
     if mesh.sizes["tp"] > 1 and layers is None:
         # Some gradients are shares, of norms or of K/V heads, and have to be summed before anyone takes them away.
         sync_in_backward(model, tp)
@@ -160,7 +161,26 @@ def alone(sizes: LlamaConfig, moe: MoEConfig | None = None, device: torch.device
         model = Llama(sizes, **own)  # type: ignore[arg-type]
     if str(device) != "meta":
         fill(model, sizes, 0, device, tie=sizes.tied)
+        freeze(model, sizes)
     return model
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def freeze(model: Any, sizes: LlamaConfig) -> None:
+    """Of a model with adapters, these alone are trained.
+
+    What the embedding gives asks for a gradient all the same, though nobody uses it: then the first block computes and
+    sends what every other one does, and whoever waits for the end of its backward hears of it.
+    """
+    if not sizes.lora_rank:
+        return
+    for name, p in model.named_parameters():
+        p.requires_grad_(is_adapter(name))
+    if model.model.embed_tokens is not None:
+        model.model.embed_tokens.register_forward_hook(lambda module, given, out: out.requires_grad_())
 
 
 def through(x: Tensor, blocks: Iterable[Any], cos: Tensor, sin: Tensor) -> Tensor:

@@ -72,6 +72,8 @@ class LlamaConfig:
     qk_norm: bool = False  # as Qwen3 has them: an RMSNorm over each head of q and of k, before RoPE
     own_head_dim: int = 0  # where it is not hidden / heads; 0: where it is
     rope_scaling: tuple[float, float, float, int] | None = None  # as Llama 3.1 has it: see `rope_frequencies`
+    lora_rank: int = 0  # of the adapters of the blocks' linear layers; 0: none
+    lora_scale: float = 1.0  # what an adapter counts: alpha / rank
 
     def __post_init__(self) -> None:
         if self.rope_scaling is not None:  # a list, where it comes from JSON
@@ -283,18 +285,42 @@ def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # ------------------------------------------------------------------------------------------------------ the model
 
 
-class Linear(nn.Module):
-    """y = x Wᵀ, through `parts.linear`, and + b where there is a bias. weight [out, in]."""
+class Factor(nn.Module):
+    """One of the two matrices of an adapter, under the name that peft gives it: lora_A.weight [rank, in], or
+    lora_B.weight [out, rank], which begins at zero."""
 
-    def __init__(self, inputs: int, outputs: int, parts: Parts, bias: bool = False) -> None:
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ, through `parts.linear`, and + b where there is a bias. weight [out, in].
+
+    `lora`: (rank, scale) of an adapter (LoRA, 2106.09685), y = x Wᵀ + scale · (x Aᵀ) Bᵀ, or rank 0 for none. Then only
+    A and B are meant to be trained, and W + scale · B A is the weight that they make of W.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, parts: Parts, bias: bool = False, lora: tuple[int, float] = (0, 1.0)
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
         self.parts = parts
+        rank, self.scale = lora
+        self.lora_A = Factor(rank, inputs) if rank else None
+        self.lora_B = Factor(outputs, rank) if rank else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.parts.linear(x, self.weight)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
+        return self.complete(x, self.parts.linear(x, self.weight))
+
+    def complete(self, x: Tensor, y: Tensor) -> Tensor:
+        """What comes to y = x Wᵀ: the bias and the adapter, where there are any."""
+        y = y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
+        if self.lora_A is None or self.lora_B is None:
+            return y
+        return y + self.scale * F.linear(F.linear(x, self.lora_A.weight), self.lora_B.weight)
 
 
 def each(layers: Sequence[Linear], x: Tensor) -> Sequence[Tensor]:
@@ -303,8 +329,7 @@ def each(layers: Sequence[Linear], x: Tensor) -> Sequence[Tensor]:
     if linears is None:
         return [layer(x) for layer in layers]
     products = linears(x, [layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers]
-    return [y if b is None else y + b.to(y.dtype) for y, b in zip(products, biases, strict=True)]
+    return [layer.complete(x, y) for layer, y in zip(layers, products, strict=True)]
 
 
 class RMSNorm(nn.Module):
@@ -330,10 +355,11 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, parts: Parts) -> None:
         super().__init__()
         self.head_dim, self.parts = config.head_dim, parts
-        self.q_proj = Linear(config.hidden, config.attention_width, parts, config.qkv_bias)
-        self.k_proj = Linear(config.hidden, config.kv_heads * config.head_dim, parts, config.qkv_bias)
-        self.v_proj = Linear(config.hidden, config.kv_heads * config.head_dim, parts, config.qkv_bias)
-        self.o_proj = Linear(config.attention_width, config.hidden, parts)
+        lora, kv_width = (config.lora_rank, config.lora_scale), config.kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden, config.attention_width, parts, config.qkv_bias, lora)
+        self.k_proj = Linear(config.hidden, kv_width, parts, config.qkv_bias, lora)
+        self.v_proj = Linear(config.hidden, kv_width, parts, config.qkv_bias, lora)
+        self.o_proj = Linear(config.attention_width, config.hidden, parts, lora=lora)
         self.q_norm = RMSNorm(config, parts, config.head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(config, parts, config.head_dim) if config.qk_norm else None
 
@@ -352,9 +378,10 @@ class MLP(nn.Module):
     def __init__(self, config: LlamaConfig, parts: Parts) -> None:
         super().__init__()
         self.parts = parts
-        self.gate_proj = Linear(config.hidden, config.intermediate, parts)
-        self.up_proj = Linear(config.hidden, config.intermediate, parts)
-        self.down_proj = Linear(config.intermediate, config.hidden, parts)
+        lora = (config.lora_rank, config.lora_scale)
+        self.gate_proj = Linear(config.hidden, config.intermediate, parts, lora=lora)
+        self.up_proj = Linear(config.hidden, config.intermediate, parts, lora=lora)
+        self.down_proj = Linear(config.intermediate, config.hidden, parts, lora=lora)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = each((self.gate_proj, self.up_proj), x)
@@ -440,10 +467,13 @@ def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> T
     """
     if len(shape) == 1:  # a bias adds nothing at first; the scale of a norm
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    if name.endswith("lora_B.weight"):  # the adapted model begins as the model that it adapts
+        return torch.zeros(*shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     # 2L branches add into the residual stream; with this factor its variance does not grow with depth (GPT-2).
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = 0.02 / math.sqrt(2 * layers) if residual else 0.02
+    std = shape[1] ** -0.5 if name.endswith("lora_A.weight") else std
     return torch.randn(*shape, generator=generator) * std
 
 

@@ -86,6 +86,8 @@ class Config:
     qk_norm: bool = False  # as Qwen3 has them, over each head of q and of k
     head_dim: int = 0  # 0: hidden / heads
     rope_scaling: tuple[float, float, float, int] | None = None  # as Llama 3.1 has it
+    lora_rank: int = 0  # of adapters
+    lora_scale: float = 1.0
 
 
 def head_dim_of(config: Config) -> int:
@@ -274,6 +276,7 @@ class ParallelAttention(nn.Module):
         if getattr(config, "qkv_bias", False):
             for layer in (self.q_proj, self.k_proj, self.v_proj):
                 layer.add_bias()
+        add_adapters(config, self)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self.o_proj(self.inner(x, cos, sin))  # [B, S, H/t] -> [B, S, H], or S/t
@@ -293,7 +296,16 @@ class ParallelAttention(nn.Module):
 
 
 def parallel_mlp(config: Config, tp: TensorParallel, parts: Parts) -> nn.Module:
-    return ParallelMLP(config.hidden, config.intermediate, tp, parts.linear, parts.swiglu)
+    return add_adapters(config, ParallelMLP(config.hidden, config.intermediate, tp, parts.linear, parts.swiglu))
+
+
+def add_adapters(config: Config, module: nn.Module) -> nn.Module:
+    """Give its linear layers the adapters of the config, if it has any."""
+    if rank := getattr(config, "lora_rank", 0):
+        for layer in module.children():
+            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                layer.add_adapter(rank, config.lora_scale)
+    return module
 
 
 class ParallelBlock(nn.Module):

@@ -165,6 +165,7 @@ def check_planned(config: Config, sizes: LlamaConfig, world_size: int) -> None:
         f"--accumulate-dtype {config.accumulate_dtype}": (config.accumulate_dtype != "weights", "a second sum"),
         f"--tp-overlap {config.tp_overlap}": (config.tp_overlap != "none", "tensor parallel behind products"),
         f"--dispatch {config.dispatch}": (config.dispatch != "pairs", "other rows than one for each pair"),
+        f"--lora-rank {config.lora_rank}": (config.lora_rank, "weights that are not trained"),
         f"--capacity {config.capacity:g}": (config.capacity, "tokens that are dropped"),
         f"--schedule {config.schedule} with --recompute full and experts": (
             again,

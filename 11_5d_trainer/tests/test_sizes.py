@@ -240,6 +240,10 @@ def test_every_key_is_honoured_or_refused_by_its_name(folder, tmp_path):
     assert refusal("llama", rope_parameters=half).startswith("has partial_rotary_factor = 0.5 for its RoPE")
     assert refusal("llama", is_causal=False) == "has is_causal = False, which means nothing here"
     assert refusal("llama", quantization_config={}) == "has quantization_config = {}, which means nothing here"
+    assert refusal("mixtral", num_experts_per_tok=5) == "gives each token 5 of 4 experts"
+    assert refusal("mixtral", num_experts_per_tok=0).startswith(
+        "has num_experts_per_tok = 0; it must be a whole number"
+    )
     assert refusal("llama", num_experts=4) == "has num_experts = 4, which means nothing here"
     assert refusal("llama", router_jitter_noise=0.1).startswith("has router_jitter_noise = 0.1; only 0.0")
     eight = "has num_hidden_layers = 8.0; it must be a whole number from 1 to 1,024"
@@ -363,6 +367,8 @@ def test_a_name_on_the_hub_is_a_folder_that_is_fetched_or_one_line(folder, tmp_p
     assert "model.norm.weight" in hf.read_weights("owner/llama", {"model.norm.weight"})
     with pytest.raises(UsageError, match="^--init owner/no is no folder, and cannot be fetched .*: no such model$"):
         planned(*data, "--init", "owner/no")
+    with pytest.raises(UsageError, match="config.json has no model.safetensors, nor"):
+        planned(*data, "--init", str(folder / "llama" / "config.json"))
     with pytest.raises(UsageError, match="^--init nowhere holds no config.json"):
         planned(*data, "--init", "nowhere")
 
