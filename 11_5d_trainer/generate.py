@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import checkpoint
 import paths  # noqa: F401  finds the chapters below
+import checkpoint
 import torch
 from hf_keys import TOKENS
 from llama import Llama, LlamaConfig, at_least_fp32

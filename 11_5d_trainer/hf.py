@@ -20,9 +20,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import paths  # noqa: F401  finds the chapters below
 import checkpoint
 import hf_keys
-import paths  # noqa: F401  finds the chapters below
 import torch
 from llama import LlamaConfig
 from model import Lazy, full_shapes

@@ -30,9 +30,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import paths  # noqa: F401  finds the chapters below
 import checkpoint
 import curve
-import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end

@@ -84,10 +84,14 @@ class Config:
     # What follows may be missing in other configs.
     qkv_bias: bool = False  # as Qwen2 has them
     qk_norm: bool = False  # as Qwen3 has them, over each head of q and of k
-    head_dim: int = 0  # 0: hidden / heads
+    own_head_dim: int = 0  # where it is not hidden / heads; 0: where it is
     rope_scaling: tuple[float, float, float, int] | None = None  # as Llama 3.1 has it
     lora_rank: int = 0  # of adapters
     lora_scale: float = 1.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.own_head_dim or self.hidden // self.heads
 
 
 def head_dim_of(config: Config) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import paths  # noqa: F401  finds the chapters
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ import threading
 import time
 from unittest.mock import patch
 
+import paths  # noqa: F401  finds the chapters below
 import checkpoint
 import fuzz
-import paths  # noqa: F401  finds the chapters below
 import pytest
 import step as step_module
 import torch

@@ -7,9 +7,10 @@ import math
 import shutil
 from pathlib import Path
 
+import paths  # noqa: F401  finds the chapters below
+import generate
 import hf
 import hf_keys
-import paths  # noqa: F401  finds the chapters below
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,9 +158,12 @@ def test_five_steps_of_a_folder_are_those_of_transformers_with_torchs_adamw_in_f
     assert hf.read_sizes(str(tmp_path / "out")) == sizes
     assert sizes[1] != (0, 0) or parameters(sizes[0]) == sum(weight.numel() for weight in weights.values())
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    ours = read_by_ours(tmp_path / "out")
     with torch.no_grad():
-        logits = read_by_ours(tmp_path / "out")(tokens)
-        assert_same(theirs(tokens).logits, logits, 1e-10, "logits of the export")
+        assert_same(theirs(tokens).logits, ours(tokens), 1e-10, "logits of the export")
+    theirs.generation_config.eos_token_id = None
+    greedy = theirs.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert torch.equal(generate.generate(ours, tokens, 8, 0, torch.Generator()), greedy), "tokens of the export"
 
 
 # ------------------------------------------------------------------------------------------------ sizes, no weights
