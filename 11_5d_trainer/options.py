@@ -194,7 +194,7 @@ class Config:
             least, value = field.metadata["least"], getattr(self, field.name)
             if least is not None and not (value >= least):  # also for NaN
                 raise UsageError(f"{flag(field.name)} {value} must {'be at least 1' if least else 'not be negative'}")
-        for name in ("lr", "bucket_mib", "timeout", "loss_scale", "lora_alpha"):
+        for name in ("lr", "bucket_mib", "timeout", "loss_scale"):
             if not (0 < getattr(self, name) < float("inf")):
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be a positive number")
         for name, most in (("seed", 2**40), ("bucket_mib", 2**20), ("timeout", 1e7)):
@@ -209,9 +209,9 @@ class Config:
         """Raise UsageError for an option on the command line that nothing here would listen to."""
         no_experts = self.mixture(sizes) is None
         deaf = {
+            ("lora_alpha",): (not self.lora_rank, "there are no adapters; add --lora-rank 8"),
             ("top_k", "router", "bias_speed", "capacity"): (no_experts, "there are no experts; add --experts 8"),
             ("schedule", "stages_per_rank"): (self.pp == 1, "there is no pipeline; add --pp 2"),
-            ("lora_alpha",): (not self.lora_rank, "there are no adapters; add --lora-rank 8"),
             ("cp_kind",): (self.cp == 1, "each rank has whole sequences; add --cp 2"),
         }
         for names, (nobody, why) in deaf.items():
@@ -333,6 +333,8 @@ class Config:
         where = f"--lora-rank {self.lora_rank}"
         if not (self.init or self.resume):
             raise UsageError(f"{where} adapts a model that is there; add --init FOLDER")
+        if not (0 < self.lora_alpha < float("inf")):
+            raise UsageError(f"--lora-alpha {self.lora_alpha} must be a positive number")
         layers = (sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.intermediate, sizes.hidden)
         if self.lora_rank > min(layers):
             raise UsageError(f"{where} is more than the {min(layers)} of a linear layer's side; use at most that")

@@ -346,7 +346,7 @@ class ParallelBlock(nn.Module):
 
 def check_sizes(config: Config, ranks: int, sequence: int = 0) -> None:
     """ValueError in one line that says what would divide. `sequence`: its length, if ranks hold S/t tokens."""
-    own = getattr(config, "head_dim", 0) * config.heads not in (0, config.hidden)  # no matter of the hidden size
+    own = getattr(config, "own_head_dim", 0)  # then the hidden size does not matter
     if (not own and config.hidden % config.heads) or head_dim_of(config) % 2:
         least = 2 * config.heads
         raise ValueError(

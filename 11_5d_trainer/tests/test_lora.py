@@ -161,7 +161,8 @@ def test_options_that_cannot_go_with_adapters_are_refused_in_one_line(folder, te
             ["--lora-rank", "25"],
             r"^--lora-rank 25 is more than the 24 of a linear layer's side; use at most",
         ),
-        (with_init, [*two, "--lora-alpha", "nan"], r"^--lora-alpha nan must be a positive number$"),
+        (with_init, [*two, "--lora-alpha", "nan"], r"^--lora-alpha nan must be a \w+ number$"),
+        (with_init, [*two, "--lora-alpha", "0"], r"^--lora-alpha 0.0 must be a positive number$"),
         (
             with_init,
             ["--lora-alpha", "2"],
