@@ -188,10 +188,12 @@ def parsed(where: str, text: str) -> dict[str, Any]:
     """A config.json, in which each key stands once."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise UsageError(f"{where}: config.json says {twice[0]!r} twice; remove one")
-        return dict(pairs)
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UsageError(f"{where}: config.json says {twice!r} twice; remove one")
+        return values
 
     try:
         return json.loads(text, object_pairs_hook=once)

@@ -255,6 +255,10 @@ def test_every_key_is_honoured_or_refused_by_its_name(folder, tmp_path):
     assert refusal("llama", vocab_size=65).startswith("knows 65 tokens and the data has 256")
     assert refusal("llama", "--kv-heads", "3") == "--kv-heads 3: heads 4 is not a multiple of kv_heads 3"
     assert refusal("llama", "--preset", "base").startswith("--preset base cannot go with --config")
+    text = (folder / "llama" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"vocab_size"', '"vocab_size": 9, "vocab_size"'))
+    with pytest.raises(UsageError, match="config.json says 'vocab_size' twice; remove one$"):
+        train.prepare([*data, "--config", str(tmp_path)], 1)
     init = ["--init", str(folder / "llama")]
     with pytest.raises(UsageError, match="--layers 3 cannot go with --init .*, which decides it; leave it out"):
         train.prepare([*data, *init, "--layers", "3"], 1)
