@@ -14,7 +14,7 @@ from pathlib import Path
 import paths  # noqa: F401  finds the chapters below
 import torch
 from llama import LlamaConfig
-from model import full_shapes
+from model import full_shapes, is_adapter
 from ops import FP8, WEIGHTS
 from options import Config, UsageError
 from pipeline_executor import layers_of
@@ -30,14 +30,15 @@ def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str
     shards = config.zero_shards or all_ranks
     own_copy = config.precision == "bf16-master" or config.zero_offload
     moments = (2 + own_copy) * max(bytes_each, 4)
-    count, summed = most_parameters(config, sizes, world_size), 4 if config.accumulate_dtype == "fp32" else bytes_each
+    summed = 4 if config.accumulate_dtype == "fp32" else bytes_each
     # Of each parameter: (states, weight, gradient), as chapter 03 divides them.
     kinds = {"weights": (0, bytes_each, 0), "gradients": (0, 0, summed), "AdamW's states": (moments, 0, 0)}
-    return {kind: count * bytes_per_parameter(config.zero, shards, *each) for kind, each in kinds.items()}
+    count = {kind: most_parameters(config, sizes, world_size, trained=kind != "weights") for kind in kinds}
+    return {kind: count[kind] * bytes_per_parameter(config.zero, shards, *each) for kind, each in kinds.items()}
 
 
-def most_parameters(config: Config, sizes: LlamaConfig, world_size: int) -> float:
-    """Of the rank that has most after every cut but that of ZeRO."""
+def most_parameters(config: Config, sizes: LlamaConfig, world_size: int, trained: bool = False) -> float:
+    """Of the rank that has most after every cut but that of ZeRO. `trained`: of a model with adapters, these alone."""
     schedule = config.pipeline(world_size, sizes.layers)
     held = [set(range(sizes.layers))]
     if schedule:
@@ -47,6 +48,8 @@ def most_parameters(config: Config, sizes: LlamaConfig, world_size: int) -> floa
         ]
     elements = [0.0] * len(held)
     for name, tensor in full_shapes(sizes, config.mixture(sizes)).items():
+        if trained and sizes.lora_rank and not is_adapter(name):
+            continue
         parts = name.split(".")
         layer = int(parts[2]) if parts[1] == "layers" else 0 if "embed" in name else sizes.layers - 1
         matrix = config.ep if "experts" in parts else config.tp  # tensor ranks have the same experts, whole

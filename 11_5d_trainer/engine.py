@@ -119,7 +119,7 @@ class Together:
             self.alone = before
 
     def start(self, param: nn.Parameter) -> None:
-        if not self.alone:
+        if not self.alone and param.requires_grad:
             self.owner[param].start(param)
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ class Together:
 
     def local_gradient(self, p: nn.Parameter) -> Tensor | None:
         """What backwards inside `no_sync` have left on this rank: in `p.grad`, or in stage 1's wider buffer."""
-        return getattr(self.owner[p], "views", {}).get(p, p.grad)
+        return getattr(self.owner[p], "views", {}).get(p, p.grad) if p.requires_grad else None
 
 
 def make_engine(

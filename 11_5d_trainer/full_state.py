@@ -10,7 +10,6 @@ No rank ever holds all of it: a tensor is there until the next is asked for.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import paths  # noqa: F401  finds the chapters below
@@ -35,6 +34,7 @@ def own_tensors(owner: Any) -> Iterator[tuple[str, str, Any]]:
             yield from ((name, kind, value) for kind, value in owner.optimizer.state[p].items())
         return
     owner.arrive()
+    yield from ((name, "weight", tensor) for name, tensor in owner.frozen_weights())
     for index in range(len(owner.buckets)):
         yield from ((name, "weight", tensor) for name, tensor in owner.whole(index, owner.weight_shard(index)))
     wider = owner.masters[0].dtype != owner.buckets[0].params[0].dtype  # if not, an offloaded master is the weight
@@ -143,5 +143,10 @@ def load_full_state(engine: Together, model: nn.Module, mesh: Mesh, full: Mappin
 
     for owner in engine.owners:
         names = list(owner.names.values())
-        load = owner.load if isinstance(owner, Replicated) else partial(zero_state.load_buckets, owner)
-        load(cut_tensors(model, full["weights"], mesh, names), Lazy(names, states))
+        if isinstance(owner, Replicated):
+            owner.load(cut_tensors(model, full["weights"], mesh, names), Lazy(names, states))
+            continue
+        every = list(owner.everything.values())
+        weights = cut_tensors(model, full["weights"], mesh, every)
+        zero_state.load_buckets(owner, weights, Lazy(names, states))
+        owner.load_frozen(weights)

@@ -1,25 +1,32 @@
 """Continue a text with the newest checkpoint of a run, on one process, whatever layout trained it.
 
-    python 11_5d_trainer/generate.py runs/mine --prompt "def main(" --tokens 200 --temperature 0.8
+    python 11_5d_trainer/generate.py runs/mine --prompt "def main(" --tokens 200 --temperature 0.8 --top-p 0.95
 
+Each token runs through the model once: its keys and values stay in a cache. The text ends at the model's own end of
+text, where it has one: the eos_token_id of a model that came from Hugging Face (one or several), or its tokenizer's.
 The prompt is read as the training data was: as bytes, or with the run's tokenizer; for a .bin of tokens it is their
 numbers. The model is chapter 01's Llama (or chapter 07's mixture) on one device: a checkpoint holds whole weights.
 """
 
 import argparse
+import json
 import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import paths  # noqa: F401  finds the chapters below
 import checkpoint
 import torch
-from llama import Llama, LlamaConfig
+from hf_keys import TOKENS
+from llama import Llama, LlamaConfig, at_least_fp32
 from model import alone, full_shapes, give_memory, whole_names
 from ops import WEIGHTS
 from options import Config, UsageError
-from sources import as_bytes, as_numbers, load_tokenizer
-from training_step import generate
+from sources import Tokenizer, as_bytes, as_numbers, load_tokenizer
+from torch import Tensor
 
 
 def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str, bool]:
@@ -27,6 +34,7 @@ def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str
     _, path, progress, _ = checkpoint.find(run)
     config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
     moe, dtype = config.mixture(sizes), WEIGHTS.get(config.precision, torch.float32)
+    moe = replace(moe, capacity=None) if moe else None  # which drops tokens that come together; here they come alone
     weights = checkpoint.load(path, full_shapes(sizes, moe), dtype)["weights"]
     model = alone(sizes, moe, "meta").to(dtype)
     give_memory(model, device, sizes.tied)
@@ -41,12 +49,102 @@ def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str
     return model, config, path.name, numbers
 
 
-def read_prompt(prompt: str, config: Config, numbers: bool, kept: Path | None = None) -> tuple[list[int], Any]:
-    """Tokens of the prompt, and what turns tokens into text again. `numbers`: the run's data were token ids. `kept`:
-    the tokenizer in the run's folder, where an older run has none."""
+class KVCache:
+    """attention(q, k, v, *, causal) of one layer that keeps the keys and values of the tokens before: the first call
+    brings the prompt, each later one a token."""
+
+    def __init__(self, attention: Callable[..., Tensor], length: int) -> None:
+        self.attention, self.length, self.used = attention, length, 0
+        self.k = self.v = torch.empty(0)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        if not self.used:
+            B, _, heads, D = k.shape
+            self.k, self.v = k.new_empty(B, self.length, heads, D), v.new_empty(B, self.length, heads, D)
+        new = slice(self.used, self.used + k.shape[1])
+        self.k[:, new], self.v[:, new] = k, v
+        first, self.used = not self.used, new.stop
+        # The last token sees all of them, so nothing has to be hidden from it.
+        return self.attention(q, self.k[:, : self.used], self.v[:, : self.used], causal=causal and first)
+
+
+@contextmanager
+def with_caches(model: Llama, length: int) -> Iterator[None]:
+    """Inside, each layer keeps the keys and values of up to `length` tokens."""
+    layers = [block.self_attn for block in model.model.layers]
+    parts = [layer.parts for layer in layers]
+    try:
+        for layer in layers:
+            layer.parts = replace(layer.parts, attention=KVCache(layer.parts.attention, length))
+        yield
+    finally:
+        for layer, before in zip(layers, parts, strict=True):
+            layer.parts = before
+
+
+@torch.no_grad()
+def generate(
+    model: Llama,
+    prompt: Tensor,
+    n: int,
+    temperature: float,
+    generator: torch.Generator,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: Collection[int] = (),
+) -> Tensor:
+    """prompt [B, S] -> [B, S + n], or less: it ends with the token of which every row has one of `stop`."""
+    tokens = new = prompt
+    with with_caches(model, prompt.shape[1] + n):
+        for _ in range(n):
+            positions = torch.arange(tokens.shape[1] - new.shape[1], tokens.shape[1], device=tokens.device)
+            last = model.model(new, positions)[:, -1]  # [B, 1 or S, H] -> [B, H]: of the others no logits are needed
+            new = choose(at_least_fp32(model.lm_head(last)), temperature, generator, top_k, top_p)
+            tokens = torch.cat((tokens, new), dim=1)
+            if stop and all(token in stop for token in new.flatten().tolist()):
+                break
+    return tokens
+
+
+def choose(logits: Tensor, temperature: float, generator: torch.Generator, top_k: int, top_p: float) -> Tensor:
+    """[B, V] -> [B, 1]: a token of each row, drawn from the `top_k` likeliest (0: all), and of these from the fewest
+    that have at least a share of `top_p` together. Temperature 0 takes the likeliest."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    probs, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
+    if top_k:
+        probs[:, top_k:] = 0
+        probs /= probs.sum(-1, keepdim=True)
+    probs[probs.cumsum(-1) - probs >= top_p] = 0
+    probs = torch.zeros_like(probs).scatter(-1, order, probs)  # in the order of the vocabulary again
+    return torch.multinomial(probs.cpu(), 1, generator=generator).to(logits.device)
+
+
+def ends_of_text(run: Path, tokenizer: Tokenizer | None) -> set[int]:
+    """Token ids at which the model ends a text, as the files of the model say with which the run began, or else as its
+    tokenizer does."""
+    for name in ("generation_config.json", "config.json"):
+        file = run / "origin" / name
+        try:
+            found = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        except (ValueError, AttributeError):
+            raise UsageError(f"{file} is not JSON; copy it again, or use --no-stop") from None
+        if not TOKENS.fits(found):
+            raise UsageError(f"{file} has eos_token_id = {found!r}; it must be {TOKENS.words}; or use --no-stop")
+        if found is not None:
+            return set(found) if isinstance(found, list) else {found}
+    return {tokenizer.eos} if tokenizer and tokenizer.eos is not None else set()
+
+
+def tokenizer_of(config: Config, kept: Path | None = None) -> Tokenizer | None:
+    """That of the run: `kept` is the one in its folder, which an older run does not have. None: bytes, or ids."""
     own = str(kept) if kept and kept.exists() else config.tokenizer
-    if own:
-        tokenizer = load_tokenizer(own)
+    return load_tokenizer(own) if own else None
+
+
+def read_prompt(prompt: str, config: Config, numbers: bool, tokenizer: Tokenizer | None) -> tuple[list[int], Any]:
+    """Tokens of the prompt, and what turns tokens into text again. `numbers`: the run's data were token ids."""
+    if tokenizer:
         return tokenizer.encode(prompt), tokenizer.decode
     if numbers:
         if not all(word.isdigit() and int(word) < config.vocab_size for word in prompt.split()):
@@ -66,6 +164,9 @@ def main() -> int:
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from so many likeliest tokens; 0: from all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the fewest with this share together")
+    parser.add_argument("--no-stop", action="store_true", help="go on behind the end of the text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
@@ -73,19 +174,32 @@ def main() -> int:
         parser.error(f"--tokens {args.tokens} must be at least 1")
     if not (0 <= args.temperature < float("inf")):
         parser.error(f"--temperature {args.temperature} must be 0 or a positive number")
+    if args.top_k < 0:
+        parser.error(f"--top-k {args.top_k} must not be negative")
+    if not (0 < args.top_p <= 1):
+        parser.error(f"--top-p {args.top_p} must be more than 0, and at most 1")
+    if args.temperature == 0 and (args.top_k or args.top_p < 1):
+        parser.error("--temperature 0 takes the likeliest token; leave out --top-k and --top-p, or use another")
+    if not -(2**63) <= args.seed < 2**63:
+        parser.error(f"--seed {args.seed} must be less than 2**63")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; use --device cpu")
     try:
         model, config, name, numbers = load_model(args.run, args.device)
-        kept = checkpoint.find(args.run)[0] / "tokenizer"
-        tokens, decode = read_prompt(args.prompt, config, numbers, kept)
+        home = checkpoint.find(args.run)[0]
+        tokenizer = tokenizer_of(config, home / "tokenizer")
+        tokens, decode = read_prompt(args.prompt, config, numbers, tokenizer)
+        stop = set() if args.no_stop else ends_of_text(home, tokenizer)
     except UsageError as error:
         parser.error(str(error).replace("--resume", "run"))
     if not tokens:
         parser.error("--prompt is empty; give at least one token to continue")
     prompt = torch.tensor([tokens], device=args.device)
     generator = torch.Generator().manual_seed(args.seed)
-    out = generate(model, prompt, args.tokens, args.temperature, generator)[0].tolist()
+    drawn = (args.tokens, args.temperature, generator, args.top_k, args.top_p, stop)
+    out = generate(model, prompt, *drawn)[0].tolist()
+    if out[-1] in stop and len(out) > len(tokens):
+        out.pop()
     print(f"--- {name} of {Path(args.run).name}", file=sys.stderr)
     print(decode(out))
     return 0

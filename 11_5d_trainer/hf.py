@@ -1,23 +1,28 @@
-"""To and from Hugging Face: a folder with config.json and *.safetensors, of a Llama, a Mistral, a Qwen2 or a Mixtral.
+"""To and from Hugging Face: a folder with config.json and *.safetensors, of a Llama, Mistral, Qwen2 or 3, or Mixtral.
 
     python 11_5d_trainer/hf.py runs/mine exported/           the newest checkpoint of a run, as a Hugging Face model
-    torchrun ... 11_5d_trainer/train.py --init folder/       start from such a folder instead of from random weights
+    torchrun ... 11_5d_trainer/train.py --init folder/       start from such a folder (or owner/model on the Hub)
     torchrun ... 11_5d_trainer/train.py --config file.json   the sizes of such a model, and random weights
 
-The names and layouts of all tensors are the same there and here, so nothing is converted. A Mistral without its sliding
-window is a Llama, and is exported as one. safetensors is needed for weights, and installed with transformers; without
+The names and layouts of all tensors are the same there and here, so nothing is converted; only the experts of a Qwen3
+have other names (hf_keys.py: what each key of a config.json does). A Mistral without its sliding window is a Llama, and
+is exported as one. safetensors is needed for weights, and installed with transformers; without
 it, `pip install safetensors`. A config.json alone needs neither.
 """
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import paths  # noqa: F401  finds the chapters below
 import checkpoint
+import hf_keys
 import torch
 from llama import LlamaConfig
 from model import Lazy, full_shapes
@@ -26,7 +31,7 @@ from ops import WEIGHTS
 from options import Config, UsageError
 from torch import Tensor
 
-# Ours -> Hugging Face's, in config.json.
+# Ours -> Hugging Face's, in config.json; the keys of a file, and what else there is, stand in hf_keys.py.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden": "hidden_size",
@@ -37,44 +42,6 @@ FIELDS = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
-}
-# What transformers assumes where a file of this kind does not say it; for all of them see `read_sizes`.
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {"rms_norm_eps": 1e-6, "rope_theta": 1e4}),
-    "mistral": (
-        "MistralForCausalLM",
-        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 8, "sliding_window": 4096},
-    ),
-    "qwen2": ("Qwen2ForCausalLM", {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 32}),
-    "mixtral": (
-        "MixtralForCausalLM",
-        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}
-        | {"num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
-}
-# Keys that change the model, so that only one value can be trained here; a file may leave them out.
-ONLY: dict[str, Any] = {
-    "attention_dropout": 0.0,
-    "chunk_size_feed_forward": 0,
-    "hidden_act": "silu",
-    "is_encoder_decoder": False,
-    "mlp_bias": False,
-    "rope_interleaved": False,
-    "router_jitter_noise": 0.0,
-}
-# Keys that change nothing about the function that is trained: names, what happens after training, and what `--balance`
-# decides here. Any other key is refused by its name.
-NOTHING = {
-    *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "bos_token_id"),
-    *("dtype", "eos_token_id", "id2label", "is_llama_config", "label2id", "max_position_embeddings", "model_type"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp"),
-    *("problem_type", "return_dict", "router_aux_loss_coef", "torch_dtype", "transformers.js_config"),
-    *("transformers_version", "use_cache"),
-}
-# Keys that `read_sizes` looks at, besides those of FIELDS and ONLY.
-READ = {
-    *("attention_bias", "head_dim", "initializer_range", "layer_types", "max_window_layers", "num_experts_per_tok"),
-    *("num_local_experts", "rope_parameters", "rope_scaling", "sliding_window", "use_sliding_window"),
 }
 KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # and exported as they came
 
@@ -87,104 +54,148 @@ def safetensors() -> Any:
     return safetensors
 
 
+@lru_cache
+def folder_of(name: str) -> Path:
+    """The folder of --init, or that of a name on the Hub, as owner/model, whose files are brought here once."""
+    path = Path(name)
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        raise UsageError(f"--init {name} is no folder; to fetch it from the Hub, pip install huggingface_hub") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # its reasons are many, and long
+        reason = str(error).strip().split("\n")[0]
+        raise UsageError(f"--init {name} is no folder, and cannot be fetched from the Hub: {reason}") from None
+
+
 def read_sizes(path: str, option: str = "--init") -> tuple[LlamaConfig, tuple[int, int]]:
     """Sizes of the model in a folder or a config.json, and (experts, experts per token), (0, 0) for a dense one.
 
-    Every key is honoured, or changes nothing, or is refused by name in a UsageError: a key that is not read is another
-    model, with losses that look plausible.
+    Every key is honoured, or changes nothing, or is refused by name in a UsageError (hf_keys.py).
     """
-    where, file = f"{option} {path}", Path(path)
+    where, file = f"{option} {path}", folder_of(path) if option == "--init" else Path(path)
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():
         what = "the folder of a Hugging Face model" + " or its config.json" * (option == "--config")
         raise UsageError(f"{where} holds no config.json; give {what}")
     try:
-        found = json.loads(file.read_text())
-    except ValueError:
-        raise UsageError(f"{where}: config.json is not JSON; copy it again") from None
-    kind = found.get("model_type") if isinstance(found, dict) else None
-    if kind not in KINDS:
-        raise UsageError(f"{where} is a {kind!r}, but only {', '.join(KINDS)} can be trained here")
-    # Newer files keep what belongs to RoPE in a part of its own; older ones call the kind of stretching "type".
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UsageError(f"{where} says of its RoPE {rope!r}, which means nothing here")
-    stretched = rope.get("rope_type", rope.get("type", "default"))
-    if stretched != "default":
-        raise UsageError(f"{where} stretches its RoPE ({stretched}), which is not done here")
-    if turned := [key for key in rope if key not in ("rope_type", "type", "rope_theta")]:
-        raise UsageError(f"{where} has {turned[0]} = {rope[turned[0]]!r} for its RoPE, which means nothing here")
-    turns = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-    given = {key: value for key, value in found.items() if value is not None or key == "sliding_window"}
-    every_head = kind == "llama" or "num_key_value_heads" in found  # has its own key and value: said to be null
-    found = {"tie_word_embeddings": False} | KINDS[kind][1] | turns | given
-    if every_head and "num_attention_heads" in given:
-        found["num_key_value_heads"] = given.get("num_key_value_heads", given["num_attention_heads"])
-    check_keys(where, kind, found)
-    if missing := [theirs for theirs in FIELDS.values() if theirs not in found]:
-        raise UsageError(f"{where}: config.json has no {missing[0]}; copy it again")
-    head_dim = found.get("head_dim")
-    if head_dim and head_dim * found["num_attention_heads"] != found["hidden_size"]:
-        raise UsageError(f"{where} has heads of {head_dim}, not of hidden size / heads, which is not done here")
-    if option == "--config" and found.get("initializer_range", 0.02) != 0.02:
-        what = f"initializer_range = {found['initializer_range']}"
-        raise UsageError(f"{where} has {what}, but first weights are drawn with 0.02 here; remove the key")
+        text = file.read_text()
+    except (OSError, ValueError):
+        raise UsageError(f"{where}: config.json cannot be read; copy it again") from None
+    kind, found = hf_keys.checked(where, hf_keys.parsed(where, text))
+    numbers = {ours: found[theirs] for ours, theirs in FIELDS.items() if theirs != "intermediate_size"}
+    numbers["intermediate"] = found["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"]
+    if found["head_dim"] * found["num_attention_heads"] != found["hidden_size"]:
+        numbers["own_head_dim"] = found["head_dim"]
+    numbers["rope_scaling"] = found["rope_scaling"]
     try:
-        numbers = {ours: found[theirs] for ours, theirs in FIELDS.items()}
-        sizes = LlamaConfig(**numbers, qkv_bias=kind == "qwen2")
-    except (ValueError, TypeError) as error:
+        sizes = LlamaConfig(**numbers, qkv_bias=kind == "qwen2", qk_norm=kind in ("qwen3", "qwen3_moe"))
+    except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
-    mixed = kind == "mixtral"
-    return sizes, (found["num_local_experts"], found["num_experts_per_tok"]) if mixed else (0, 0)
+    if kind not in hf_keys.MIXTURES:
+        return sizes, (0, 0)
+    return sizes, (found[EXPERTS[kind]], found["num_experts_per_tok"])
 
 
-def check_keys(where: str, kind: str, found: dict[str, Any]) -> None:
-    """Raise UsageError for a key that would be another model than the one that is built here."""
-    windows = found.get("use_sliding_window") if kind == "qwen2" else found.get("sliding_window")
-    if windows or set(found.get("layer_types", ())) - {"full_attention"}:
-        raise UsageError(f"{where} has a sliding window of {found.get('sliding_window')}; attention here sees all")
-    if found.get("num_experts_per_tok") == 1 and kind == "mixtral":
-        raise UsageError(f"{where} gives each token one expert, weighed by 1: its router would learn nothing")
-    if (found.get("attention_bias") and kind != "qwen2") or found.get("mlp_bias"):
-        raise UsageError(f"{where} has biases, which only q, k and v of a Qwen2 have here")
-    if found.get("hidden_act", "silu") != "silu":
-        raise UsageError(f"{where} uses {found['hidden_act']} in its MLPs; only silu is known here")
-    if other := [key for key, only in ONLY.items() if found.get(key, only) != only]:
-        raise UsageError(f"{where} has {other[0]} = {found[other[0]]!r}; only {ONLY[other[0]]} is trained here")
-    if unknown := found.keys() - NOTHING - READ - ONLY.keys() - set(FIELDS.values()):
-        key = min(unknown)
-        raise UsageError(f"{where} has {key} = {found[key]!r}, which means nothing here")
+EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+INDEX = "model.safetensors.index.json"
+
+
+def files_of(folder: str) -> list[Path]:
+    """The files that hold the model: model.safetensors, or those of which the index speaks. Others that lie beside them
+    (an older export, a moving average) are not its weights."""
+    home = folder_of(folder)
+    one, index = home / "model.safetensors", home / INDEX
+    if one.exists() and index.exists():
+        raise UsageError(f"--init {folder} has both {one.name} and {INDEX}; remove the one that is old")
+    if one.exists():
+        return [one]
+    if not index.exists():
+        raise UsageError(f"--init {folder} has no model.safetensors, nor {INDEX}; give the folder of a whole model")
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [home / name for name in sorted(names)]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        raise UsageError(f"--init {folder}: {INDEX} is not an index of files; copy it again") from None
+    for file in files:
+        if file.parent != home or not file.is_file():
+            raise UsageError(f"--init {folder}: {INDEX} speaks of {file.name}, which is not there; copy it again")
+    return files
 
 
 def open_files(folder: str) -> dict[str, Any]:
-    """Tensor name -> the open file that has it. No tensor is read yet."""
+    """Our name of a tensor -> (the open file that has it, its name there). No tensor is read yet."""
     found: dict[str, Any] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    files = files_of(folder)
+    kind = json.loads((folder_of(folder) / "config.json").read_text())["model_type"]
+    for file in files:
         try:
             tensors = safetensors().safe_open(file, framework="pt")
         except safetensors().SafetensorError as error:
-            raise UsageError(f"--init {folder}: {file.name} cannot be read ({error}); copy it again") from None
-        found |= dict.fromkeys(tensors.keys(), tensors)
+            reason = str(error).split("\n")[0]
+            raise UsageError(f"--init {folder}: {file.name} cannot be read ({reason}); copy it again") from None
+        found |= {our_name(kind, name): (tensors, name) for name in tensors.keys()}  # noqa: SIM118  no dictionary
     return found
 
 
+# Parts of the names of an expert's tensors: Mixtral's, which are ours, and Qwen3's.
+QWEN3_MOE = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def their_name(kind: str, name: str) -> str:
+    """Of our name of a tensor, that in a file of this kind."""
+    if kind != "qwen3_moe":
+        return name
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"(\.experts\.\d+)\.(w\d)\.", lambda found: f"{found[1]}.{QWEN3_MOE[found[2]]}.", name)
+
+
+def our_name(kind: str, name: str) -> str:
+    if kind != "qwen3_moe":
+        return name
+    ours = {theirs: ours for ours, theirs in QWEN3_MOE.items()}
+    name = re.sub(r"(\.experts\.\d+)\.(\w+_proj)\.", lambda found: f"{found[1]}.{ours[found[2]]}.", name)
+    return re.sub(r"\.mlp\.(gate|experts)\.", r".block_sparse_moe.\1.", name)
+
+
 def check_weights(folder: str, like: dict[str, Tensor]) -> None:
-    """Raise UsageError unless the folder has every tensor of `like` in its shape. Reads only what files say of them."""
+    """Raise UsageError unless the folder has every tensor of `like` in its shape. Reads only what files say of them,
+    and the output layer where the model ties it to the embedding."""
     found = open_files(folder)
     if missing := sorted(like.keys() - found.keys()):
-        files = len(list(Path(folder).glob("*.safetensors")))
-        raise UsageError(f"--init {folder} has {files} *.safetensors, and in none of them {missing[0]}")
+        raise UsageError(f"--init {folder} has {len(files_of(folder))} *.safetensors, and in none of them {missing[0]}")
     for name, tensor in like.items():
-        shape, want = found[name].get_slice(name).get_shape(), list(tensor.shape)
+        file, theirs = found[name]
+        header = file.get_slice(theirs)
+        shape, want = header.get_shape(), list(tensor.shape)
         if shape != want:
-            raise UsageError(f"--init {folder} has {name} of shape {shape}, but its config.json asks for {want}")
+            raise UsageError(f"--init {folder} has {theirs} of shape {shape}, but its config.json asks for {want}")
+        if header.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise UsageError(f"--init {folder} has {theirs} in {header.get_dtype()}; floating numbers are needed")
+    if "lm_head.weight" in found.keys() - like.keys():
+        head, embedding = (file.get_slice(name) for file, name in (found["lm_head.weight"], found[EMBEDDING]))
+        same = head.get_shape() == embedding.get_shape()
+        rows = range(0, embedding.get_shape()[0], 2**14)
+        if not same or any(not torch.equal(head[i : i + 2**14], embedding[i : i + 2**14]) for i in rows):
+            raise UsageError(f"--init {folder} ties the output layer to the embedding, but has another lm_head.weight")
+
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_weights(folder: str, names: set[str]) -> Mapping[str, Tensor]:
     """These tensors, which `check_weights` has seen. Each is read when it is asked for."""
     found = open_files(folder)
-    return Lazy(sorted(names), lambda name: found[name].get_tensor(name))
+
+    def read(name: str) -> Tensor:
+        file, theirs = found[name]
+        return file.get_tensor(theirs)
+
+    return Lazy(sorted(names), read)
 
 
 def keep_origin(path: str, run: Path) -> None:
@@ -193,23 +204,61 @@ def keep_origin(path: str, run: Path) -> None:
     if Path(path).is_file():
         shutil.copy(path, run / "origin" / "config.json")
     for name in ("config.json", "generation_config.json"):
-        if (Path(path) / name).exists():
-            shutil.copy(Path(path) / name, run / "origin")
+        if (folder_of(path) / name).exists():
+            shutil.copy(folder_of(path) / name, run / "origin")
 
 
 def config_json(
     sizes: LlamaConfig, moe: MoEConfig | None, dtype: str, seq_len: int, origin: dict[str, Any]
 ) -> dict[str, Any]:
     """`origin` is the config.json that the run began with; positions are those it had, or those of the training."""
-    kind = "mixtral" if moe else "qwen2" if sizes.qkv_bias else "llama"
+    kind = kind_of(sizes, moe)
     about = {theirs: getattr(sizes, ours) for ours, theirs in FIELDS.items()}
-    about |= {"model_type": kind, "architectures": [KINDS[kind][0]], "hidden_act": "silu", "torch_dtype": dtype}
-    about |= {"head_dim": sizes.head_dim}
-    about |= {"use_sliding_window": False} if sizes.qkv_bias else {"attention_bias": False, "mlp_bias": False}
+    about |= {"model_type": kind, "architectures": [hf_keys.KINDS[kind][0]], "hidden_act": "silu"}
+    about |= {"head_dim": sizes.head_dim, "torch_dtype": dtype}
+    about |= {"use_sliding_window": False} if kind in hf_keys.QWENS else {}
+    about |= {"sliding_window": None} if kind in ("mistral", "mixtral") else {}
+    about |= {"attention_bias": False, "mlp_bias": False} if kind == "llama" else {}
     about |= {"max_position_embeddings": seq_len} | {key: origin[key] for key in KEPT if key in origin}
+    if sizes.rope_scaling:
+        scaling = dict(zip(hf_keys.SCALING, sizes.rope_scaling, strict=True))
+        about |= {"rope_scaling": {"rope_type": "llama3", "rope_theta": sizes.rope_theta} | scaling}
     if moe:
-        about |= {"num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k}
+        about |= {EXPERTS[kind]: moe.experts, "num_experts_per_tok": moe.top_k}
+    if kind == "qwen3_moe":
+        about |= {"moe_intermediate_size": sizes.intermediate, "norm_topk_prob": True}
     return about
+
+
+def kind_of(sizes: LlamaConfig, moe: MoEConfig | None) -> str:
+    """The model_type of an export."""
+    if sizes.qk_norm:
+        return "qwen3_moe" if moe else "qwen3"
+    if moe:
+        return "mixtral"
+    if sizes.qkv_bias:
+        return "qwen2"
+    return "mistral" if sizes.hidden % sizes.heads else "llama"  # a Llama's heads divide the hidden size
+
+
+def read_checkpoint(path: Path, like: dict[str, Tensor], dtype: torch.dtype, config: Config) -> Mapping[str, Tensor]:
+    """The weights, each of which is read when it is asked for. In fp32, a run of bf16-master gives its masters, where
+    it has any: weights that are not trained have none."""
+    weights = checkpoint.load(path, like, dtype)["weights"]
+    if config.precision != "bf16-master" or dtype != torch.float32:
+        return weights
+    states = checkpoint.load(path, like, torch.bfloat16)["optimizer"]
+    return Lazy(like, lambda name: states[name]["master"] if "master" in states[name] else weights[name])
+
+
+def merged(weights: Mapping[str, Tensor], scale: float, name: str) -> Tensor:
+    """A weight and its adapter as one: W + scale · B A."""
+    weight, layer = weights[name], name.removesuffix(".weight")
+    if f"{layer}.lora_A.weight" not in weights:
+        return weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    A, B = (weights[f"{layer}.lora_{factor}.weight"].to(wide) for factor in "AB")
+    return (weight.to(wide) + scale * (B @ A)).to(weight.dtype)
 
 
 def in_files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
@@ -242,29 +291,30 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     if moe and sizes.qkv_bias:
         raise UsageError(f"{run} has experts and biases of q, k and v; a Mixtral has no biases")
     dtype = dtype or WEIGHTS.get(config.precision, torch.float32)
-    like = full_shapes(sizes, moe)
-    weights = checkpoint.load(path, like, dtype)["weights"]
-    if config.precision == "bf16-master" and dtype == torch.float32:
-        states = checkpoint.load(path, like, torch.bfloat16)["optimizer"]
-        weights = Lazy(like, lambda name: states[name]["master"])
+    weights = read_checkpoint(path, full_shapes(sizes, moe), dtype, config)
+    like = full_shapes(replace(sizes, lora_rank=0), moe)
+    if sizes.lora_rank:
+        weights = Lazy(like, partial(merged, weights, sizes.lora_scale))
     out = Path(folder)
     if (out / "checkpoints").exists() or (out / "log.jsonl").exists():
         raise UsageError(f"{folder} holds a run, whose config.json would be lost; export to another folder")
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("model*.safetensors*"):  # of an export before this one: a reader would mix them
         old.unlink()
+    kind = kind_of(sizes, moe)
     files = in_files({name: t.numel() * dtype.itemsize for name, t in like.items()}, file_bytes)
     for file, names in files.items():
-        safetensors().torch.save_file({n: weights[n] for n in names}, out / file, metadata={"format": "pt"})
+        tensors = {their_name(kind, name): weights[name] for name in names}
+        safetensors().torch.save_file(tensors, out / file, metadata={"format": "pt"})
+        del tensors  # before those of the next file
     if len(files) > 1:
         size = sum(t.numel() for t in like.values()) * dtype.itemsize
-        where = {name: file for file, names in files.items() for name in names}
+        where = {their_name(kind, name): file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": size}, "weight_map": where}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-    kind = str(dtype).removeprefix("torch.")
+        (out / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     origin = home / "origin" / "config.json"
     came = json.loads(origin.read_text()) if origin.exists() else {}
-    about = config_json(sizes, moe, kind, config.seq_len, came)
+    about = config_json(sizes, moe, str(dtype).removeprefix("torch."), config.seq_len, came)
     (out / "config.json").write_text(json.dumps(about, indent=1) + "\n")
     if (home / "tokenizer").exists():
         shutil.copytree(home / "tokenizer", out, dirs_exist_ok=True)

@@ -227,7 +227,7 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
     calls = sum(len(layers) * times for _, layers, times in passes_of(sizes, layout, mesh.place["pp"]))
     # Chapter 05, per layer. `sent_per_layer` is about elements of a batch of 1.
     R, U, place = mesh.sizes["ring"], mesh.sizes["ulysses"], mesh.place["ulysses"]
-    B, S, width = c.micro_batch, c.seq_len, sizes.hidden // layout.tp
+    B, S, width = c.micro_batch, c.seq_len, sizes.attention_width // layout.tp
     N, kv = sizes.heads // layout.tp, max(sizes.kv_heads // layout.tp, 1)  # heads of this rank
     heads = len(kv_heads_of(place, U, N, kv))  # of keys and values, that this rank needs
     swap, head = sent_per_layer("ulysses", S // R, width, U, N, kv, place), S // R // U * sizes.head_dim

@@ -115,6 +115,7 @@ def build(
             model.model.embed_tokens = None
     model.to(dtype)  # while it has no memory: in fp32 it may not fit
     fill(model, sizes, seed, device, tie=sizes.tied and last)
+    freeze(model, sizes)
     if mesh.sizes["tp"] > 1 and layers is None:
         # Some gradients are shares, of norms or of K/V heads, and have to be summed before anyone takes them away.
         sync_in_backward(model, tp)
@@ -158,7 +159,26 @@ def alone(sizes: LlamaConfig, moe: MoEConfig | None = None, device: torch.device
         model = Llama(sizes, **own)  # type: ignore[arg-type]
     if str(device) != "meta":
         fill(model, sizes, 0, device, tie=sizes.tied)
+        freeze(model, sizes)
     return model
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def freeze(model: Any, sizes: LlamaConfig) -> None:
+    """Of a model with adapters, these alone are trained.
+
+    What the embedding gives asks for a gradient all the same, though nobody uses it: then the first block computes and
+    sends what every other one does, and whoever waits for the end of its backward hears of it.
+    """
+    if not sizes.lora_rank:
+        return
+    for name, p in model.named_parameters():
+        p.requires_grad_(is_adapter(name))
+    if model.model.embed_tokens is not None:
+        model.model.embed_tokens.register_forward_hook(lambda module, given, out: out.requires_grad_())
 
 
 def through(x: Tensor, blocks: Iterable[Any], cos: Tensor, sin: Tensor) -> Tensor:
@@ -172,7 +192,7 @@ def through(x: Tensor, blocks: Iterable[Any], cos: Tensor, sin: Tensor) -> Tenso
 def loss_in_chunks(model: Any, chunks: int, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
     """What a model with `fpdt_chunks` does when it is called: the sum of the losses, and never all logits at once."""
     config = model.config
-    cos, sin = rope_tables(positions, config.head_dim, config.rope_theta)
+    cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     x = model.model.embed_tokens(tokens)
     for block in model.model.layers:
         x = block(x, cos, sin)
@@ -189,7 +209,7 @@ class Stage(nn.Module):
     def __init__(self, model: Any, layers: range, positions: Tensor) -> None:
         super().__init__()
         config, self.positions = model.config, positions
-        self.head_dim, self.rope_theta = config.hidden // config.heads, config.rope_theta
+        self.rope = (config.head_dim, config.rope_theta, config.rope_scaling)
         self.first, self.last = layers.start == 0, layers.stop == config.layers
         self.embed_tokens: Any = model.model.embed_tokens if self.first else None
         self.layers = nn.ModuleList(model.model.layers[str(i)] for i in layers)
@@ -197,7 +217,7 @@ class Stage(nn.Module):
         self.lm_head: Any = model.lm_head if self.last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        cos, sin = rope_tables(self.positions, self.head_dim, self.rope_theta)
+        cos, sin = rope_tables(self.positions, *self.rope)
         x = self.embed_tokens(x) if self.first else x
         x = through(x, self.layers, cos, sin)
         return self.lm_head(self.norm(x)) if self.last else x

@@ -68,7 +68,15 @@ class Config:
     heads: int = option(0, "query heads", fixed=True, least=0)
     kv_heads: int = option(0, "key/value heads, which query heads share", fixed=True, least=0)
     intermediate: int = option(0, "width of the MLP, or of each expert", fixed=True, least=0)
-    init: str = option("", "folder of a Hugging Face model (hf.py) to start from; replaces --preset", fixed=True)
+    init: str = option(
+        "",
+        "folder of a Hugging Face model (hf.py) to start from, or its name on the Hub; replaces --preset",
+        fixed=True,
+    )
+    lora_rank: int = option(
+        0, "train adapters of this rank (LoRA) beside --init's linear layers, not its weights; 0: none", True, least=0
+    )
+    lora_alpha: float = option(16.0, "an adapter counts this / --lora-rank times", fixed=True)
     data: str = option(
         "",
         "text file, folder, .bin of tokens, or what prepare.py wrote; default: Python's standard library",
@@ -201,6 +209,7 @@ class Config:
         """Raise UsageError for an option on the command line that nothing here would listen to."""
         no_experts = self.mixture(sizes) is None
         deaf = {
+            ("lora_alpha",): (not self.lora_rank, "there are no adapters; add --lora-rank 8"),
             ("top_k", "router", "bias_speed", "capacity"): (no_experts, "there are no experts; add --experts 8"),
             ("schedule", "stages_per_rank"): (self.pp == 1, "there is no pipeline; add --pp 2"),
             ("cp_kind",): (self.cp == 1, "each rank has whole sequences; add --cp 2"),
@@ -283,6 +292,7 @@ class Config:
                 "--zero 3 with --pp: a layer would be gathered again for each micro-batch in flight; use --zero 1 or 2"
             )
         self.check_documents()
+        self.check_lora(sizes)
         self.check_experts(sizes, self.dp(world_size) * self.cp)
         self.check_fpdt(sizes)
         if self.precision == "bf16-master" and self.zero == 0:
@@ -316,6 +326,30 @@ class Config:
         for other, (wanted, why) in others.items():
             if self.documents and wanted:
                 raise UsageError(f"--documents cannot go with {other}: {why}; leave one of them out")
+
+    def check_lora(self, sizes: LlamaConfig) -> None:
+        if not self.lora_rank:
+            return
+        where = f"--lora-rank {self.lora_rank}"
+        if not (self.init or self.resume):
+            raise UsageError(f"{where} adapts a model that is there; add --init FOLDER")
+        if not (0 < self.lora_alpha < float("inf")):
+            raise UsageError(f"--lora-alpha {self.lora_alpha} must be a positive number")
+        layers = (sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.intermediate, sizes.hidden)
+        if self.lora_rank > min(layers):
+            raise UsageError(f"{where} is more than the {min(layers)} of a linear layer's side; use at most that")
+        others = {
+            "--experts": (self.mixture(sizes), "an expert is no linear layer here"),
+            f"--tp-overlap {self.tp_overlap}": (self.tp_overlap != "none", "it takes the products of a layer apart"),
+            f"--fpdt-chunks {self.fpdt_chunks}": (self.fpdt_chunks, "it runs the backward of a whole block itself"),
+            f"--precision {self.precision}": (self.precision in FP8, "an adapter has no fp8 products"),
+            "--kernels cuda": (self.kernels == "cuda", "an adapter has no CUDA products"),
+            "--compile": (self.compile, "its blocks have frozen weights"),
+            "--meter": (self.meter, "its formulas count what is trained of a whole model"),
+        }
+        for other, (wanted, why) in others.items():
+            if wanted:
+                raise UsageError(f"{where} cannot go with {other}: {why}; leave one of them out")
 
     def check_overlap(self, sizes: LlamaConfig, world_size: int) -> None:
         if self.tp_overlap == "none":

@@ -29,7 +29,7 @@ from gradient_reducers import global_valid_tokens
 from hf import read_weights
 from llama import LlamaConfig
 from mesh import Mesh, make_mesh
-from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, my_positions
+from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, is_adapter, my_positions
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from ops import AUTOCAST, FP8, WEIGHTS, Documents, end_step, leave_out_step, make_parts
 from options import Config
@@ -61,7 +61,7 @@ class Staged:
         example: Tensor,
     ) -> None:
         self.stages, self.engine, self.mesh = list(stages.values()), engine, mesh
-        self.shared = [model.get_parameter(name) for name in model.shared]
+        self.shared = [p for name in model.shared if (p := model.get_parameter(name)).requires_grad]
         self.pipeline = Pipeline(
             schedule,
             dict(stages),
@@ -194,8 +194,9 @@ def make_rank(
         for block in model.model.layers.children():  # all alike: one program serves them all
             block.compile()
     if start_from:
-        whole = read_weights(start_from, held_names(model, mesh))
-        for name, piece in cut_tensors(model, whole, mesh, [name for name, _ in model.named_parameters()]).items():
+        whole = read_weights(start_from, {name for name in held_names(model, mesh) if not is_adapter(name)})
+        theirs = [name for name, _ in model.named_parameters() if not is_adapter(name)]
+        for name, piece in cut_tensors(model, whole, mesh, theirs).items():
             model.get_parameter(name).detach().copy_(piece)
     built = optimizer(model, config.lr)
     for group in built.param_groups:
@@ -215,7 +216,7 @@ def make_rank(
         accumulate_dtype=torch.float32 if config.accumulate_dtype == "fp32" else None,
         fused=fused_adamw(config, device, built),
     )
-    if start_from and master:
+    if start_from and master and not sizes.lora_rank:  # adapters are in no file
         load_masters(engine, lambda names: cut_tensors(model, whole, mesh, names))
     pipeline = None
     if schedule:

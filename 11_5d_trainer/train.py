@@ -40,12 +40,12 @@ from accounting import peak_flops, step_flops
 from checks import check_compile, check_kernels, check_memory
 from data import Corpus, Sampler, load_corpus
 from full_state import load_full_state, share_of_state
-from generate import load_model
+from generate import generate, load_model
 from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
 from metrics import Watch, board
-from model import EXPERTS, PRESETS, full_shapes
+from model import EXPERTS, PRESETS, full_shapes, is_adapter
 from options import SIZES, Config, NothingLeft, UsageError, check_folder, flag, merge, parse
 from sources import as_numbers
 from step import (
@@ -64,7 +64,6 @@ from step import (
 )
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
-from training_step import generate
 
 Log = dict[str, Any]
 
@@ -167,6 +166,9 @@ def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tupl
         raise UsageError(f"{', '.join(f'{flag(name)} {value}' for name, value in own.items())}: {error}") from None
     if config.init:
         check_weights(config.init, full_shapes(sizes, config.mixture(sizes)))
+    if config.lora_rank:
+        scale = config.lora_alpha / config.lora_rank
+        sizes = dataclasses.replace(sizes, lora_rank=config.lora_rank, lora_scale=scale)
     return config, sizes
 
 
@@ -389,8 +391,11 @@ def describe(plan: Plan, me: Rank) -> str:
         layout += f", {moe.experts} experts over ep {config.ep}"
     if config.pp > 1:
         layout += f", schedule {config.schedule}"
+    shapes = {name: tensor.numel() for name, tensor in full_shapes(plan.model, moe).items()}
+    trained = sum(size for name, size in shapes.items() if is_adapter(name))
+    adapted = f" ({trained:,} of them trained, in adapters of rank {config.lora_rank})" if trained else ""
     return (
-        f"{sum(t.numel() for t in full_shapes(plan.model, moe).values()):,} parameters; {layout}, on "
+        f"{sum(shapes.values()):,} parameters{adapted}; {layout}, on "
         f"{me.device.type}; global batch {config.global_batch} samples = {config.micro_batch} micro-batch x "
         f"{accumulation} accumulation x {sizes['dp']} dp = {config.global_batch * config.seq_len:,} tokens; "
         f"{plan.corpus.size:,} training tokens"
@@ -407,7 +412,8 @@ class Speedometer:
         active = dataclasses.replace(plan.model, intermediate=plan.model.intermediate * (moe.top_k if moe else 1))
         flops = step_flops(active, config.global_batch, config.seq_len, config.recompute).model
         self.flops = flops / dist.get_world_size()  # of one rank
-        self.peak = peak_flops(torch.cuda.get_device_name(me.device)) if me.device.type == "cuda" else None
+        known = me.device.type == "cuda" and not plan.model.lora_rank  # whose backward leaves most of the FLOPs out
+        self.peak = peak_flops(torch.cuda.get_device_name(me.device)) if known else None
         self.last: dict[str, Any] = {}
 
     def of_step(self, seconds: float) -> dict[str, Any]:

@@ -60,12 +60,18 @@ GB = 10**9
 
 
 def parameters(config: LlamaConfig) -> int:
-    """Number of weights of a Llama. Equal to what `Llama(config)` builds, which a test checks up to 405B."""
+    """Number of weights of a Llama. Equal to what `Llama(config)` builds, which a test checks up to 405B; adapters are
+    left out."""
     c = config
     # --- exercise 1.28: count the weights without building the model ---
-    attention_weights = 2 * c.hidden * c.hidden + 2 * c.hidden * c.kv_heads * c.head_dim  # q, o; k, v
-    attention_weights += c.qkv_bias * (c.hidden + 2 * c.kv_heads * c.head_dim)  # biases of q, k, v
+    attention_weights = 2 * c.hidden * c.attention_width + 2 * c.hidden * c.kv_heads * c.head_dim  # q, o; k, v
+    attention_weights += c.qkv_bias * (c.attention_width + 2 * c.kv_heads * c.head_dim)  # biases of q, k, v
+    attention_weights += c.qk_norm * 2 * c.head_dim
     mlp_weights = 3 * c.hidden * c.intermediate  # gate, up, down
+    sides = 2 * (c.hidden + c.attention_width) + 2 * (
+        c.hidden + c.kv_heads * c.head_dim
+    )  # inputs and outputs of q, o; k, v
+    mlp_weights += c.lora_rank * (sides + 3 * (c.hidden + c.intermediate))  # adapters, all of them
     block = attention_weights + mlp_weights + 2 * c.hidden  # and two norms
     vocabulary = c.vocab_size * c.hidden * (1 if c.tied else 2)  # embedding and lm_head
     return vocabulary + c.layers * block + c.hidden  # and the last norm
@@ -138,8 +144,10 @@ def activations(
     wide = max(e, 4)  # statistics, probabilities and the loss are taken in fp32 or better
     # --- exercise 1.30: every byte that forward leaves behind for backward ---
     norm = T * (c.hidden * wide + c.hidden * e + wide) + T * c.hidden * e  # input, normalised, 1/rms; the output
-    qkv = T * (c.hidden + 2 * c.kv_heads * c.head_dim) * e
-    out = T * c.hidden * e  # the input of o_proj
+    qkv = T * (c.attention_width + 2 * c.kv_heads * c.head_dim) * e
+    out = T * c.attention_width * e  # the input of o_proj
+    if c.qk_norm:  # as `norm`, for each head of q and k; RoPE does not keep the output
+        qkv += T * (c.heads + c.kv_heads) * (c.head_dim * (wide + e) + wide)
     score = wide if e == wide else wide + e  # a probability, and in bf16 the copy that is multiplied with v
     core = {"fused": T * c.heads * wide, "explicit": batch * c.heads * seq * seq * score}[kernel]
     mlp = 4 * T * c.intermediate * e
@@ -183,8 +191,8 @@ def forward_flops(config: LlamaConfig, batch: int, seq: int) -> dict[str, int]:
     """
     c, T = config, batch * seq
     return {
-        "projections": c.layers * 2 * T * (2 * c.hidden * c.hidden + 2 * c.hidden * c.kv_heads * c.head_dim),
-        "attention core": c.layers * 4 * batch * seq * seq * c.hidden,  # q kᵀ and probabilities · v
+        "projections": c.layers * 2 * T * 2 * c.hidden * (c.attention_width + c.kv_heads * c.head_dim),
+        "attention core": c.layers * 4 * batch * seq * seq * c.attention_width,  # q kᵀ and probabilities · v
         "MLP": c.layers * 6 * T * c.hidden * c.intermediate,
         "lm_head": 2 * T * c.hidden * c.vocab_size,
     }

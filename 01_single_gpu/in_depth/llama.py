@@ -15,6 +15,7 @@ The idea. A decoder is a stack of equal blocks on a residual stream x of shape [
     norm:       x / sqrt(mean(x^2) + eps) * weight                                             RMSNorm, 1910.07467
     rope:       (a, b) -> (a cos t - b sin t, b cos t + a sin t), t = position / theta^(2i/D)  RoPE, 2104.09864
     attention:  softmax(q k^T / sqrt(D)) v, where G query heads share one key/value head       GQA, 2305.13245
+                Qwen2 adds biases to q, k, v; Qwen3 puts an RMSNorm over each head of q and k  2505.09388
     MLP:        W_down (silu(W_gate x) * (W_up x))                                             SwiGLU, 2002.05202
 
 Everything a later chapter wants to replace is one function in `Parts` (attention, linear, norm, rope, swiglu,
@@ -26,7 +27,7 @@ Recomputation trades FLOPs for bytes:   none       keep what autograd asks for
 
     python llama.py      fused against explicit attention, and what each kind of recomputation keeps; ends with PASS
 
-Shapes: B batch, S sequence, H hidden, N query heads, N_kv key/value heads, G = N / N_kv, D = H / N head dim,
+Shapes: B batch, S sequence, H hidden, N query heads, N_kv key/value heads, G = N / N_kv, D head dim (mostly H / N),
 F intermediate size of the MLP, V vocabulary, L layers.
 """
 
@@ -68,21 +69,33 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     tied: bool = False
     qkv_bias: bool = False  # as Qwen2 has them: q, k, v = x Wᵀ + b
+    qk_norm: bool = False  # as Qwen3 has them: an RMSNorm over each head of q and of k, before RoPE
+    own_head_dim: int = 0  # where it is not hidden / heads; 0: where it is
+    rope_scaling: tuple[float, float, float, int] | None = None  # as Llama 3.1 has it: see `rope_frequencies`
+    lora_rank: int = 0  # of the adapters of the blocks' linear layers; 0: none
+    lora_scale: float = 1.0  # what an adapter counts: alpha / rank
 
     def __post_init__(self) -> None:
+        if self.rope_scaling is not None:  # a list, where it comes from JSON
+            object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))
         for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "intermediate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
-        if self.hidden % self.heads:
+        if self.hidden % self.heads and not self.own_head_dim:
             raise ValueError(f"hidden {self.hidden} is not a multiple of heads {self.heads}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head dim {self.head_dim} (hidden / heads) must be even: RoPE rotates pairs")
+            raise ValueError(f"head dim {self.head_dim} must be even: RoPE rotates pairs")
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.own_head_dim or self.hidden // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """Of q and of what attention gives, over all heads: the hidden size, unless heads have a size of their own."""
+        return self.heads * self.head_dim
 
 
 TINY = LlamaConfig(vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
@@ -107,14 +120,37 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # --- end exercise ---
 
 
-def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: Sequence[float] | None, device: torch.device | str
+) -> Tensor:
+    """The angle per position of each of the D/2 pairs, in fp32.
+
+    `scaling` (factor, low, high, length) is that of Llama 3.1, which was trained on `length` positions before it was
+    trained on more. A pair that turns more than `high` times within them keeps its speed. One that turns less than
+    `low` times is slowed down by `factor`, so that the longer text shows it no angle it has not seen. Between the two
+    the speeds are mixed, in proportion to the turns.
+    """
+    exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    speed = 1.0 / theta**exponent
+    if scaling is None:
+        return speed
+    factor, low, high, length = scaling
+    wavelength = 2 * math.pi / speed  # positions for one turn
+    kept = (length / wavelength - low) / (high - low)
+    mixed = (1 - kept) * speed / factor + kept * speed
+    slowed = torch.where(wavelength > length / low, speed / factor, mixed)
+    return torch.where(wavelength < length / high, speed, slowed)
+
+
+def rope_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: Sequence[float] | None = None
+) -> tuple[Tensor, Tensor]:
     """cos and sin of every rotation angle, [..., S, D/2], in fp32 whatever the dtype of the model.
 
     bf16 has 8 bits of mantissa: it cannot tell position 1000 from 1001, and such tables rotate distant tokens alike.
     `positions` are an argument, because under context parallelism a rank holds a piece of the sequence, not its start.
     """
-    exponent = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angle = positions[..., None].float() * (1.0 / theta**exponent)
+    angle = positions[..., None].float() * rope_frequencies(head_dim, theta, scaling, positions.device)
     return angle.cos(), angle.sin()
 
 
@@ -249,18 +285,42 @@ def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # ------------------------------------------------------------------------------------------------------ the model
 
 
-class Linear(nn.Module):
-    """y = x Wᵀ, through `parts.linear`, and + b where there is a bias. weight [out, in]."""
+class Factor(nn.Module):
+    """One of the two matrices of an adapter, under the name that peft gives it: lora_A.weight [rank, in], or
+    lora_B.weight [out, rank], which begins at zero."""
 
-    def __init__(self, inputs: int, outputs: int, parts: Parts, bias: bool = False) -> None:
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ, through `parts.linear`, and + b where there is a bias. weight [out, in].
+
+    `lora`: (rank, scale) of an adapter (LoRA, 2106.09685), y = x Wᵀ + scale · (x Aᵀ) Bᵀ, or rank 0 for none. Then only
+    A and B are meant to be trained, and W + scale · B A is the weight that they make of W.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, parts: Parts, bias: bool = False, lora: tuple[int, float] = (0, 1.0)
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
         self.parts = parts
+        rank, self.scale = lora
+        self.lora_A = Factor(rank, inputs) if rank else None
+        self.lora_B = Factor(outputs, rank) if rank else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.parts.linear(x, self.weight)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
+        return self.complete(x, self.parts.linear(x, self.weight))
+
+    def complete(self, x: Tensor, y: Tensor) -> Tensor:
+        """What comes to y = x Wᵀ: the bias and the adapter, where there are any."""
+        y = y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
+        if self.lora_A is None or self.lora_B is None:
+            return y
+        return y + self.scale * F.linear(F.linear(x, self.lora_A.weight), self.lora_B.weight)
 
 
 def each(layers: Sequence[Linear], x: Tensor) -> Sequence[Tensor]:
@@ -269,14 +329,15 @@ def each(layers: Sequence[Linear], x: Tensor) -> Sequence[Tensor]:
     if linears is None:
         return [layer(x) for layer in layers]
     products = linears(x, [layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers]
-    return [y if b is None else y + b.to(y.dtype) for y, b in zip(products, biases, strict=True)]
+    return [layer.complete(x, y) for layer, y in zip(layers, products, strict=True)]
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, config: LlamaConfig, parts: Parts) -> None:
+    """Over the hidden size, or over the last `size` elements: those of a head."""
+
+    def __init__(self, config: LlamaConfig, parts: Parts, size: int = 0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.hidden))
+        self.weight = nn.Parameter(torch.ones(size or config.hidden))
         self.eps, self.parts = config.norm_eps, parts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -294,27 +355,33 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, parts: Parts) -> None:
         super().__init__()
         self.head_dim, self.parts = config.head_dim, parts
-        self.q_proj = Linear(config.hidden, config.hidden, parts, config.qkv_bias)
-        self.k_proj = Linear(config.hidden, config.kv_heads * config.head_dim, parts, config.qkv_bias)
-        self.v_proj = Linear(config.hidden, config.kv_heads * config.head_dim, parts, config.qkv_bias)
-        self.o_proj = Linear(config.hidden, config.hidden, parts)
+        lora, kv_width = (config.lora_rank, config.lora_scale), config.kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden, config.attention_width, parts, config.qkv_bias, lora)
+        self.k_proj = Linear(config.hidden, kv_width, parts, config.qkv_bias, lora)
+        self.v_proj = Linear(config.hidden, kv_width, parts, config.qkv_bias, lora)
+        self.o_proj = Linear(config.attention_width, config.hidden, parts, lora=lora)
+        self.q_norm = RMSNorm(config, parts, config.head_dim) if config.qk_norm else None
+        self.k_norm = RMSNorm(config, parts, config.head_dim) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         projected = each((self.q_proj, self.k_proj, self.v_proj), x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         # q [B, S, N, D], k and v [B, S, N_kv, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.parts.rope(q, cos, sin), self.parts.rope(k, cos, sin)
         out = self.parts.attention(q, k, v, causal=True)
-        return self.o_proj(out.flatten(-2))  # [B, S, N, D] -> [B, S, H] -> [B, S, H]
+        return self.o_proj(out.flatten(-2))  # [B, S, N, D] -> [B, S, N D] -> [B, S, H]
 
 
 class MLP(nn.Module):
     def __init__(self, config: LlamaConfig, parts: Parts) -> None:
         super().__init__()
         self.parts = parts
-        self.gate_proj = Linear(config.hidden, config.intermediate, parts)
-        self.up_proj = Linear(config.hidden, config.intermediate, parts)
-        self.down_proj = Linear(config.intermediate, config.hidden, parts)
+        lora = (config.lora_rank, config.lora_scale)
+        self.gate_proj = Linear(config.hidden, config.intermediate, parts, lora=lora)
+        self.up_proj = Linear(config.hidden, config.intermediate, parts, lora=lora)
+        self.down_proj = Linear(config.intermediate, config.hidden, parts, lora=lora)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = each((self.gate_proj, self.up_proj), x)
@@ -349,7 +416,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)  # one table for all layers
+        c = self.config
+        cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, c.rope_scaling)  # one table for all layers
         x = self.embed_tokens(tokens)  # [B, S] -> [B, S, H]
         for block in self.layers:
             x = (recomputed(block) if self.recompute == "full" else block)(x, cos, sin)
@@ -399,10 +467,13 @@ def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> T
     """
     if len(shape) == 1:  # a bias adds nothing at first; the scale of a norm
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    if name.endswith("lora_B.weight"):  # the adapted model begins as the model that it adapts
+        return torch.zeros(*shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     # 2L branches add into the residual stream; with this factor its variance does not grow with depth (GPT-2).
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = 0.02 / math.sqrt(2 * layers) if residual else 0.02
+    std = shape[1] ** -0.5 if name.endswith("lora_A.weight") else std
     return torch.randn(*shape, generator=generator) * std
 
 

@@ -52,7 +52,7 @@ AROUND = AROUND_THE_BLOCKS
 def block_matrices(config: LlamaConfig) -> int:
     """Weights of one block that are multiplied: all but the scales of its norms."""
     c = config
-    return 2 * c.hidden * c.hidden + 2 * c.hidden * c.kv_heads * c.head_dim + 3 * c.hidden * c.intermediate
+    return 2 * c.hidden * (c.attention_width + c.kv_heads * c.head_dim) + 3 * c.hidden * c.intermediate
 
 
 def whole_block(config: LlamaConfig, batch: int, seq: int, precision: str) -> int:

@@ -42,6 +42,7 @@ ODD = LlamaConfig(vocab_size=100, hidden=48, layers=3, heads=6, kv_heads=3, inte
         (replace(TINY, tied=True), 19_616 - 64 * 32),
         (ODD, None),
         (replace(ODD, qkv_bias=True), None),
+        (replace(ODD, qk_norm=True, own_head_dim=10), None),
     ],
 )
 def test_the_parameter_formula_equals_the_model_on_the_meta_device(config, count):
@@ -125,6 +126,7 @@ def test_the_activation_formula_equals_the_saved_tensors_to_the_byte(dtype, kern
         (ODD, 2, 12),
         (multi_query, 2, 5),
         (replace(ODD, tied=True), 1, 9),
+        (replace(ODD, qk_norm=True, own_head_dim=10), 2, 7),
     ):
         predicted = accounting.activations(config, batch, seq, dtype.itemsize, kernel, recompute)
         assert sum(predicted.values()) == measured(config, batch, seq, dtype, kernel, recompute), (config, batch, seq)

@@ -31,8 +31,12 @@ def lively(config=TINY, **arguments):
 
 
 def hugging_face(config):
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
+    kind, rope = "Qwen3" if config.qk_norm else "Llama", {"rope_type": "default"}
+    if config.rope_scaling:
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        rope = {"rope_type": "llama3"} | dict(zip(names, config.rope_scaling, strict=True))
+    return getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden,
             intermediate_size=config.intermediate,
@@ -40,7 +44,8 @@ def hugging_face(config):
             num_attention_heads=config.heads,
             num_key_value_heads=config.kv_heads,
             rms_norm_eps=config.norm_eps,
-            rope_theta=config.rope_theta,
+            rope_parameters=rope | {"rope_theta": config.rope_theta},
+            head_dim=config.head_dim,
             tie_word_embeddings=config.tied,
         )
     ).double()
@@ -49,14 +54,23 @@ def hugging_face(config):
 # ------------------------------------------------------------------------------------- against transformers
 
 
+KINDS = {
+    "theta 1e4": {},
+    "theta 5e5": {"rope_theta": 500000.0},
+    "llama 3.2": {"rope_theta": 500000.0, "rope_scaling": (8.0, 1.0, 4.0, 64), "own_head_dim": 12},
+    "qwen3": {"qk_norm": True, "own_head_dim": 12},
+}
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_logits_and_gradients_equal_those_of_transformers_with_grouped_query_heads(tied, theta, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_equal_those_of_transformers_with_grouped_query_heads(tied, kind, monkeypatch):
     # transformers takes the norm's statistics in float32 even in a float64 model, which alone costs 1e-7. For this
     # comparison its norm is torch's own, in float64. Nothing else is touched: its RoPE tables are float32, like ours.
     own = lambda norm, x: F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)  # noqa: E731
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", own)
-    config = replace(TINY, tied=tied, rope_theta=theta)
+    for name in ("llama.modeling_llama.Llama", "qwen3.modeling_qwen3.Qwen3"):
+        monkeypatch.setattr(f"transformers.models.{name}RMSNorm.forward", own)
+    config = replace(TINY, tied=tied, **KINDS[kind])
     model, theirs = lively(config), hugging_face(config)
     theirs.load_state_dict(model.state_dict())
     logits, want = model(TOKENS), theirs(TOKENS).logits
@@ -400,12 +414,28 @@ def test_a_bias_is_added_to_q_k_and_v_begins_at_zero_and_does_not_widen_them():
         assert narrow.dtype == torch.bfloat16, name
 
 
+def test_an_adapter_begins_with_the_model_itself_and_is_a_weight_of_low_rank_that_is_added():
+    config = replace(TINY, lora_rank=2, lora_scale=1.5)
+    adapted, plain = Llama(config), Llama(TINY)
+    assert_same(adapted(TOKENS), plain(TOKENS), 0, "logits at first")
+    adapted = lively(config)
+    state = adapted.state_dict()
+    merged = {name: weight for name, weight in state.items() if "lora" not in name}
+    for name in merged:
+        A, B = (state.get(name.replace("weight", f"lora_{factor}.weight")) for factor in "AB")
+        assert ("_proj" in name) == (A is not None), name
+        merged[name] = merged[name] if A is None else merged[name] + 1.5 * B @ A
+    plain = plain.double()
+    plain.load_state_dict(merged)
+    assert_same(adapted(TOKENS), plain(TOKENS), 1e-10, "logits")
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
         ({"hidden": 30}, "hidden 30 is not a multiple of heads 4"),
         ({"kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
-        ({"hidden": 12}, "head dim 3 .* must be even"),
+        ({"hidden": 12}, "head dim 3 must be even"),
         ({"layers": 0}, "layers 0 must be at least 1"),
     ],
 )

@@ -150,9 +150,11 @@ def train_step(
 
 
 def adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    """AdamW with the usual betas; no weight decay on the norms' scales, which are not meant to shrink to zero."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    scales = [p for p in model.parameters() if p.dim() == 1]
+    """AdamW with the usual betas; no weight decay on the norms' scales, which are not meant to shrink to zero. Weights
+    that are frozen are left out."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() > 1]
+    scales = [p for p in trained if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 

@@ -370,6 +370,13 @@ class Zero3(Zero2):
             weights.update((names[p], bucket.view(flat, p).clone()) for p in bucket.params)
         return weights
 
+    def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket, shard in self.weight_shards.items():
+            if bucket.params[0] not in self.names:
+                flat = shard.new_empty(bucket.padded)
+                all_gather(flat, shard, group=self.group)
+                yield from ((self.everything[p], bucket.view(flat, p).clone()) for p in bucket.params)
+
     def load_frozen(self, weights: dict[str, Tensor]) -> None:
         names = self.everything
         for bucket, shard in self.weight_shards.items():

@@ -589,6 +589,10 @@ class Zero1:
         """The summed gradient of each trainable parameter, whole, on every rank: for tests, not for training."""
         return dict(pair for i in range(len(self.buckets)) for pair in self.whole(i, self.gradient_shard(i)))
 
+    def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Those parameters that are not trained, whole, one after the other."""
+        yield from ((name, p.detach()) for p, name in self.everything.items() if p not in self.names)
+
     def load_frozen(self, weights: dict[str, Tensor]) -> None:
         """Take the weights of those parameters that are not trained, by name."""
         for p, name in self.everything.items():
@@ -597,7 +601,7 @@ class Zero1:
 
     def full_weights(self) -> dict[str, Tensor]:
         """Each parameter, whole, on every rank. The optimizer's states come with it in zero_state.py."""
-        weights = {name: p.detach().clone() for p, name in self.everything.items() if p not in self.names}
+        weights = {name: tensor.clone() for name, tensor in self.frozen_weights()}
         return weights | dict(pair for i in range(len(self.buckets)) for pair in self.whole(i, self.weight_shard(i)))
 
 

@@ -39,7 +39,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,7 +81,21 @@ class Config:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied: bool = False
-    qkv_bias: bool = False  # as Qwen2 has them; may be missing in other configs
+    # What follows may be missing in other configs.
+    qkv_bias: bool = False  # as Qwen2 has them
+    qk_norm: bool = False  # as Qwen3 has them, over each head of q and of k
+    own_head_dim: int = 0  # where it is not hidden / heads; 0: where it is
+    rope_scaling: tuple[float, float, float, int] | None = None  # as Llama 3.1 has it
+    lora_rank: int = 0  # of adapters
+    lora_scale: float = 1.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.own_head_dim or self.hidden // self.heads
+
+
+def head_dim_of(config: Config) -> int:
+    return getattr(config, "head_dim", 0) or config.hidden // config.heads
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,10 +103,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's rotation angles, [S, D/2], in fp32 whatever the model's dtype."""
+def rope_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: Sequence[float] | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of each position's rotation angles, [S, D/2], in fp32 whatever the model's dtype. `scaling`: Llama
+    3.1's (factor, low, high, length), which chapter 01 explains."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angle = positions[..., None].float() * (1.0 / theta**exponent)
+    speed = 1.0 / theta**exponent
+    if scaling is not None:
+        factor, low, high, length = scaling
+        wavelength = 2 * math.pi / speed
+        kept = (length / wavelength - low) / (high - low)
+        slowed = torch.where(wavelength > length / low, speed / factor, (1 - kept) * speed / factor + kept * speed)
+        speed = torch.where(wavelength < length / high, speed, slowed)
+    angle = positions[..., None].float() * speed
     return angle.cos(), angle.sin()
 
 
@@ -216,13 +240,17 @@ def summed_by_hook(grad: Tensor, shard: Shard, group: dist.ProcessGroup) -> Tens
 
 
 class Norm(nn.Module):
-    """RMSNorm with a whole weight on every rank; with sequence parallel each rank applies it to other tokens."""
+    """RMSNorm with a whole weight on every rank; with sequence parallel each rank applies it to other tokens. One of
+    `head_dim` elements is applied to the heads of a rank, with sequence parallel and without."""
 
-    def __init__(self, config: Config, tp: TensorParallel, parts: Parts):
+    def __init__(self, config: Config, tp: TensorParallel, parts: Parts, head_dim: int = 0):
         super().__init__()
         self.eps, self.norm = config.norm_eps, parts.norm
-        self.shard = Shard(config.hidden, 0, 1, 0, partial=tp.sequence_parallel)
-        self.weight = nn.Parameter(torch.ones(config.hidden))
+        size = head_dim or config.hidden
+        self.shard = Shard(size, 0, 1, 0, partial=tp.sequence_parallel)
+        if head_dim:  # each rank has other heads, of which its gradient is a share
+            self.shard = Shard(size, 0, 1, 0, partial=tp.size > 1)
+        self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x, self.weight, self.eps)
@@ -237,18 +265,22 @@ class ParallelAttention(nn.Module):
         check_sizes(config, tp.size)
         if p and parts.attention is not type(parts).attention:  # another one may drop nothing, or speak to other ranks
             raise ValueError(f"dropout {p} needs the attention of this file, not another parts.attention; use p = 0")
-        self.tp, self.parts, self.p, self.head_dim = tp, parts, p, config.hidden // config.heads
-        kv_width = config.kv_heads * self.head_dim
+        self.tp, self.parts, self.p, self.head_dim = tp, parts, p, head_dim_of(config)
+        width, kv_width = config.heads * self.head_dim, config.kv_heads * self.head_dim
         # --- exercise 4.27: which key/value heads does a rank hold, also when there are fewer of them than ranks? ---
         pieces = min(config.kv_heads, tp.size)
-        self.q_proj = ColumnParallelLinear(config.hidden, config.hidden, tp, parts.linear)
+        self.q_proj = ColumnParallelLinear(config.hidden, width, tp, parts.linear)
         self.k_proj = ColumnParallelLinear(config.hidden, kv_width, tp, parts.linear, pieces)
         self.v_proj = ColumnParallelLinear(config.hidden, kv_width, tp, parts.linear, pieces)
         # --- end exercise ---
-        self.o_proj = RowParallelLinear(config.hidden, config.hidden, tp, parts.linear)
+        self.o_proj = RowParallelLinear(width, config.hidden, tp, parts.linear)
+        normed = getattr(config, "qk_norm", False)
+        self.q_norm = Norm(config, tp, parts, self.head_dim) if normed else None
+        self.k_norm = Norm(config, tp, parts, self.head_dim) if normed else None
         if getattr(config, "qkv_bias", False):
             for layer in (self.q_proj, self.k_proj, self.v_proj):
                 layer.add_bias()
+        add_adapters(config, self)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self.o_proj(self.inner(x, cos, sin))  # [B, S, H/t] -> [B, S, H], or S/t
@@ -258,6 +290,8 @@ class ParallelAttention(nn.Module):
         q, k, v = columns(x, [self.q_proj, self.k_proj, self.v_proj])  # one collective for the three
         # [B, S, H/t] -> [B, S, N/t, D]; k and v [B, S, N_kv/t, D]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.parts.rope(q, cos, sin), self.parts.rope(k, cos, sin)
         core = self.parts.attention
         if self.p and self.training:  # heads are sharded, with sequence parallel and without
@@ -266,7 +300,16 @@ class ParallelAttention(nn.Module):
 
 
 def parallel_mlp(config: Config, tp: TensorParallel, parts: Parts) -> nn.Module:
-    return ParallelMLP(config.hidden, config.intermediate, tp, parts.linear, parts.swiglu)
+    return add_adapters(config, ParallelMLP(config.hidden, config.intermediate, tp, parts.linear, parts.swiglu))
+
+
+def add_adapters(config: Config, module: nn.Module) -> nn.Module:
+    """Give its linear layers the adapters of the config, if it has any."""
+    if rank := getattr(config, "lora_rank", 0):
+        for layer in module.children():
+            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                layer.add_adapter(rank, config.lora_scale)
+    return module
 
 
 class ParallelBlock(nn.Module):
@@ -303,7 +346,8 @@ class ParallelBlock(nn.Module):
 
 def check_sizes(config: Config, ranks: int, sequence: int = 0) -> None:
     """ValueError in one line that says what would divide. `sequence`: its length, if ranks hold S/t tokens."""
-    if config.hidden % config.heads or config.hidden // config.heads % 2:
+    own = getattr(config, "own_head_dim", 0)  # then the hidden size does not matter
+    if (not own and config.hidden % config.heads) or head_dim_of(config) % 2:
         least = 2 * config.heads
         raise ValueError(
             f"hidden {config.hidden} is no even number per head of {config.heads}; use a multiple of {least}"
@@ -341,16 +385,20 @@ def kept_bytes(
     """
     wide = max(e, 4)
     n, t, heads = B * S * config.hidden, tp.size, config.heads // tp.size
+    q = B * S * config.heads * head_dim_of(config)
     h = t if tp.sequence_parallel else 1  # what the region outside the products is divided by
-    kv = max(config.kv_heads // t, 1) * (config.hidden // config.heads)
+    kv = max(config.kv_heads // t, 1) * head_dim_of(config)
+    normed = getattr(config, "qk_norm", False)
     kept = {
         "norms: their inputs in fp32 or better": 2 * n // h * wide,
         "norms: normalised inputs": 2 * n // h * e,
         "norms: 1/rms": 2 * B * S // h * wide,
         "inputs of q, k, v and of gate, up": 2 * n * e // (h if gather_again else 1),
         "masks of dropout outside the products": 2 * n // h * dropout,
-        "q, k, v and the output of attention": (2 * n // t + 2 * B * S * kv) * e,
+        "q, k, v and the output of attention": (2 * q // t + 2 * B * S * kv) * e,
         "log-sum-exp of attention": B * S * heads * wide * (not dropout),
+        "norms of q and k": normed * (q // t + B * S * kv) * (wide + e),
+        "norms of q and k: 1/rms": normed * B * S * (heads + max(config.kv_heads // t, 1)) * wide,
         "weights of attention: as they were, mask, dropped": B * S * S * heads * (2 * e + 1) * dropout,
         "gate, silu(gate), up, their product": 4 * B * S * config.intermediate // t * e,
     }
@@ -374,6 +422,8 @@ def reference_block(
         )
         for name in "qkv"
     )
+    if "self_attn.q_norm.weight" in w:
+        q, k = (rms_norm(y, w[f"self_attn.{n}_norm.weight"], config.norm_eps) for y, n in ((q, "q"), (k, "k")))
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     k, v = (y.repeat_interleave(groups, dim=2) for y in (k, v))  # [B, S, N_kv, D] -> [B, S, N, D]
     scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
@@ -401,11 +451,15 @@ def drops_of_all_ranks(p: float, ranks: int, sequence_parallel: bool) -> Callabl
 
 def block_weights(config: Config, like: Tensor) -> dict[str, Tensor]:
     """The full weights of a block by name, on the device and in the dtype of `like`."""
-    H, F_, kv = config.hidden, config.intermediate, config.kv_heads * config.hidden // config.heads
-    shapes = {f"self_attn.{n}_proj.weight": (out, H) for n, out in (("q", H), ("k", kv), ("v", kv), ("o", H))}
+    H, F_, D = config.hidden, config.intermediate, head_dim_of(config)
+    q, kv = config.heads * D, config.kv_heads * D
+    shapes = {f"self_attn.{n}_proj.weight": (out, H) for n, out in (("q", q), ("k", kv), ("v", kv))}
+    shapes |= {"self_attn.o_proj.weight": (H, q)}
     shapes |= {"mlp.gate_proj.weight": (F_, H), "mlp.up_proj.weight": (F_, H), "mlp.down_proj.weight": (H, F_)}
     if config.qkv_bias:
-        shapes |= {f"self_attn.{n}_proj.bias": (out,) for n, out in (("q", H), ("k", kv), ("v", kv))}
+        shapes |= {f"self_attn.{n}_proj.bias": (out,) for n, out in (("q", q), ("k", kv), ("v", kv))}
+    if config.qk_norm:
+        shapes |= {f"self_attn.{n}_norm.weight": (D,) for n in "qk"}
     shapes |= {f"{name}_layernorm.weight": (H,) for name in ("input", "post_attention")}
     full = {name: initial_weight(name, shape, 1, seed=0) for name, shape in shapes.items()}
     return {name: value.to(like).requires_grad_() for name, value in full.items()}
@@ -416,7 +470,7 @@ def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, dev
     B, S, t = 2, args.sequence, dist.get_world_size(group)
     report, table = Report(group), initial_weight("embed.weight", (256, config.hidden), 1, seed=0)
     x = F.embedding(tokens_of_text(B, S), table).to(device, torch.float64)
-    cos, sin = rope_tables(torch.arange(S, device=device), config.hidden // config.heads, config.rope_theta)
+    cos, sin = rope_tables(torch.arange(S, device=device), head_dim_of(config), config.rope_theta, config.rope_scaling)
     n = x.nbytes
     for sequence in (False, True):
         tp = TensorParallel(group, sequence)

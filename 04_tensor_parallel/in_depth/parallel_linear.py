@@ -287,7 +287,11 @@ def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> T
     """The first value of the *full* parameter `name`, from (seed, name) alone, as in chapter 01."""
     if len(shape) == 1:
         return torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
+    if name.endswith("lora_B.weight"):
+        return torch.zeros(*shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    if name.endswith("lora_A.weight"):
+        return torch.randn(*shape, generator=generator) * shape[1] ** -0.5
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     return torch.randn(*shape, generator=generator) * (0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
@@ -307,6 +311,14 @@ def init_weights(model: nn.Module, layers: int, seed: int) -> None:
 # ------------------------------------------------------------------------------------------------------ the layers
 
 
+class Factor(nn.Module):
+    """A matrix of an adapter (chapter 01): this rank's piece of lora_A [rank, in] or lora_B [out, rank]."""
+
+    def __init__(self, outputs: int, inputs: int, shard: Shard):
+        super().__init__()
+        self.shard, self.weight = shard, nn.Parameter(torch.empty(outputs, inputs))
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x Wᵀ, [B, S, in] (or [B, S/t, in]) -> [B, S, out/t]. With `pieces` < t some ranks hold the same columns."""
 
@@ -319,16 +331,30 @@ class ColumnParallelLinear(nn.Module):
         self.shard = Shard(outputs, 0, pieces, tp.rank * pieces // tp.size, partial=pieces < tp.size)
         self.weight = nn.Parameter(torch.empty(self.shard.length, inputs))
         self.bias: nn.Parameter | None = None
+        self.lora_A: Factor | None = None
 
     def add_bias(self) -> None:
         """y = x Wᵀ + b. A column's bias is with the column: each rank adds its own, and nothing is sent for it."""
         self.bias = nn.Parameter(torch.zeros(self.shard.length))
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """`y`: x Wᵀ, if it has been computed together with that of other layers (`columns`)."""
-        if y is None:
-            (y,) = self.tp.column(x, [self.weight], self.tp, self.linear)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
+    def add_adapter(self, rank: int, scale: float) -> None:
+        """y = x Wᵀ + scale · (x Aᵀ) Bᵀ. B is cut with the columns. A is whole on each rank, and its gradient there a
+        share, of what these columns ask for. x Aᵀ is one product more of the x that is sent once for all of them."""
+        t = self.tp.size
+        self.scale = scale
+        self.lora_A = Factor(rank, self.weight.shape[1], Shard(rank, 0, 1, 0, partial=t > 1))
+        self.lora_B = Factor(self.shard.length, rank, self.shard)
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """The weights that x is multiplied by."""
+        return [self.weight] if self.lora_A is None else [self.weight, self.lora_A.weight]
+
+    def forward(self, x: Tensor, made: Sequence[Tensor] | None = None) -> Tensor:
+        """`made`: x times each of `factors`, if they have been computed together with other layers' (`columns`)."""
+        y, *low = made or self.tp.column(x, self.factors, self.tp, self.linear)
+        y = y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
+        return y + self.scale * F.linear(low[0], self.lora_B.weight) if low else y
 
 
 def columns(x: Tensor, layers: Sequence[nn.Module]) -> Columns:
@@ -339,8 +365,9 @@ def columns(x: Tensor, layers: Sequence[nn.Module]) -> Columns:
     """
     plain = [layer for layer in layers if shares_a_product(layer)]
     plain = [layer for layer in plain if layer.linear is plain[0].linear]
-    products = plain[0].tp.column(x, [p.weight for p in plain], plain[0].tp, plain[0].linear) if plain else ()
-    made = dict(zip(plain, products, strict=True))
+    factors = [weight for layer in plain for weight in layer.factors]
+    products = iter(plain[0].tp.column(x, factors, plain[0].tp, plain[0].linear) if plain else ())
+    made = {layer: [next(products) for _ in layer.factors] for layer in plain}
     return tuple(layer(x, made[layer]) if layer in made else layer(x) for layer in layers)
 
 
@@ -357,9 +384,22 @@ class RowParallelLinear(nn.Module):
         self.tp, self.linear = tp, linear
         self.shard = Shard(inputs, 1, tp.size, tp.rank)
         self.weight = nn.Parameter(torch.empty(outputs, inputs // tp.size))
+        self.lora_A: Factor | None = None
+
+    def add_adapter(self, rank: int, scale: float) -> None:
+        """y = x Wᵀ + scale · (x Aᵀ) Bᵀ. A is cut with the rows; B is whole on each rank, and its gradient there a
+        share. A rank's part of the adapter is added to its part of x Wᵀ, before the one sum over the ranks."""
+        t, (outputs, inputs) = self.tp.size, self.weight.shape
+        self.scale = scale
+        self.lora_A = Factor(rank, inputs, self.shard)
+        self.lora_B = Factor(outputs, rank, Shard(outputs, 0, 1, 0, partial=t > 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.tp.row(x, self.weight, self.tp, self.linear)
+        return self.tp.row(x, self.weight, self.tp, self.linear if self.lora_A is None else self.with_adapter)
+
+    def with_adapter(self, x: Tensor, weight: Tensor) -> Tensor:
+        low = F.linear(x, self.lora_A.weight)  # [B, S, in/t] -> [B, S, rank], this rank's share
+        return self.linear(x, weight) + self.scale * F.linear(low, self.lora_B.weight)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

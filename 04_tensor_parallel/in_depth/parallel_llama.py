@@ -49,6 +49,7 @@ from parallel_block import (
     check_sizes,
     dropout,
     drops_of_all_ranks,
+    head_dim_of,
     one_by_one,
     parallel_mlp,
     reference_block,
@@ -181,8 +182,9 @@ class ParallelDecoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        head_dim = self.config.hidden // self.config.heads
-        cos, sin = rope_tables(positions, head_dim, self.config.rope_theta)  # of all S tokens: heads are cut, not S
+        c, scaling = self.config, getattr(self.config, "rope_scaling", None)
+        # Of all S tokens: heads are cut, not S.
+        cos, sin = rope_tables(positions, head_dim_of(c), c.rope_theta, scaling)
         x = self.embed_tokens(tokens)  # [B, S] -> [B, S, H] or [B, S/t, H]
         if self.p and self.training:
             x = dropout(x, self.p, self.tp, sharded=self.tp.sequence_parallel)
@@ -324,7 +326,7 @@ def squared_gradient_norm(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
 def reference_logits(w: dict[str, Tensor], tokens: Tensor, config: Config, drops: Callable | None = None) -> Tensor:
     """The reference: the model on one device, [B, S] -> [B, S, V], from full weights by name."""
     positions = torch.arange(tokens.shape[-1], device=tokens.device)
-    cos, sin = rope_tables(positions, config.hidden // config.heads, config.rope_theta)
+    cos, sin = rope_tables(positions, head_dim_of(config), config.rope_theta, config.rope_scaling)
     x = F.embedding(tokens, w["model.embed_tokens.weight"])
     x = drops(x, -2) if drops else x
     for layer in range(config.layers):
@@ -336,9 +338,10 @@ def reference_logits(w: dict[str, Tensor], tokens: Tensor, config: Config, drops
 
 def weights_per_rank(config: Config, t: int) -> int:
     """Elements of the parameters on one rank."""
-    H, kv = config.hidden, max(config.kv_heads // t, 1) * (config.hidden // config.heads)
-    matrices = (2 * H * H + 3 * H * config.intermediate) // t + 2 * H * kv
-    matrices += config.qkv_bias * (H // t + 2 * kv)
+    H, D = config.hidden, head_dim_of(config)
+    q, kv = config.heads * D, max(config.kv_heads // t, 1) * D
+    matrices = (2 * H * q + 3 * H * config.intermediate) // t + 2 * H * kv
+    matrices += config.qkv_bias * (q // t + 2 * kv) + config.qk_norm * 2 * D
     return 2 * -(-config.vocab_size // t) * H + config.layers * (matrices + 2 * H) + H
 
 

@@ -128,7 +128,7 @@ def slices(kv_heads: int) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     for sequence in (False, True):
         tp = TensorParallel(groups[dist.get_rank() % 2], sequence)
-        compare_with_reference(replace(SMALL, kv_heads=kv_heads, qkv_bias=True), 0.3, tp)
+        compare_with_reference(replace(SMALL, kv_heads=kv_heads, qkv_bias=True, qk_norm=True), 0.3, tp)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])

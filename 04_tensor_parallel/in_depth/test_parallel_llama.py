@@ -152,10 +152,14 @@ def loss_and_full_gradients(config: Config, sequence: bool) -> tuple[float, dict
     return loss.item(), full_state_dict(model, tp.group, gradients)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+LATER = {"qk_norm": True, "own_head_dim": 6, "rope_scaling": (8.0, 1.0, 4.0, 64)}  # Llama 3.1, Qwen3, and adapters
+VARIANTS = {"untied": {}, "tied": {"tied": True}, "later": LATER | {"lora_rank": 2, "lora_scale": 1.5}}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_it_is_chapter_01s_model_with_the_same_names_weights_loss_and_gradients(ranks, tied):
-    config = replace(SMALL, tied=tied)
+def test_it_is_chapter_01s_model_with_the_same_names_weights_loss_and_gradients(ranks, variant):
+    config, tied = replace(SMALL, **VARIANTS[variant]), variant == "tied"
     loss, gradients = chapter_01(config)
     for sequence in (False, True):
         for rank, (got, got_gradients) in enumerate(run_ranks(ranks, loss_and_full_gradients, config, sequence)):
@@ -653,7 +657,8 @@ def test_a_tied_weight_may_come_under_one_of_its_names_but_not_with_two_values()
 
 
 def step_of_model(sequence: bool, kv_heads: int) -> tuple[int, int, float, dict[str, int]]:
-    config = replace(SMALL, kv_heads=kv_heads, qkv_bias=kv_heads == 1)
+    one = kv_heads == 1
+    config = replace(SMALL, kv_heads=kv_heads, qkv_bias=one, qk_norm=one, own_head_dim=6 * one)
     model = ParallelLlama(config, TensorParallel(dist.group.WORLD, sequence)).double()
     tokens, labels = batch(0)
     with communication() as sent:

@@ -85,6 +85,8 @@ class Pieces(nn.Module):
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor, P: int) -> tuple[Tensor, Tensor, Tensor]:
         a, x = self.block.self_attn, self.block.input_layernorm(x)
         q, k, v = (proj(x).unflatten(-1, (-1, a.head_dim)) for proj in (a.q_proj, a.k_proj, a.v_proj))
+        if getattr(a, "q_norm", None) is not None:  # Qwen3's, over each head
+            q, k = a.q_norm(q), a.k_norm(k)
         q, k = a.parts.rope(q, cos, sin), a.parts.rope(k, cos, sin)
         return q, copy_kv_heads(k, P), copy_kv_heads(v, P)  # [B, s, heads, D]
 

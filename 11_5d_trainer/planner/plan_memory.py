@@ -165,6 +165,7 @@ def check_planned(config: Config, sizes: LlamaConfig, world_size: int) -> None:
         f"--accumulate-dtype {config.accumulate_dtype}": (config.accumulate_dtype != "weights", "a second sum"),
         f"--tp-overlap {config.tp_overlap}": (config.tp_overlap != "none", "tensor parallel behind products"),
         f"--dispatch {config.dispatch}": (config.dispatch != "pairs", "other rows than one for each pair"),
+        f"--lora-rank {config.lora_rank}": (config.lora_rank, "weights that are not trained"),
         f"--capacity {config.capacity:g}": (config.capacity, "tokens that are dropped"),
         f"--schedule {config.schedule} with --recompute full and experts": (
             again,
@@ -252,11 +253,16 @@ def block_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, lay
     """Of one block, in the order in which the module registers them."""
     c, t, split = model, layout.tp, layout.sequence_parallel
     pieces = min(c.kv_heads, t)  # of K and V; fewer than ranks: some hold the same
-    kv = c.kv_heads * c.head_dim // pieces * c.hidden
+    kv = c.kv_heads * c.head_dim // pieces
     norm = Weight(c.hidden, layer, slots=c.hidden if split else 0)
-    square = Weight(c.hidden * c.hidden // t, layer)
-    shared_kv = Weight(kv, layer, slots=pieces * kv if pieces < t else 0)
-    attention = [square, shared_kv, shared_kv, square]
+    query = Weight(c.attention_width * c.hidden // t, layer)
+    shared_kv = Weight(kv * c.hidden, layer, slots=pieces * kv * c.hidden if pieces < t else 0)
+    attention = [query, shared_kv, shared_kv, query]
+    if c.qkv_bias:
+        kv_bias = Weight(kv, layer, slots=pieces * kv if pieces < t else 0)
+        attention = [query, Weight(c.attention_width // t, layer), shared_kv, kv_bias, shared_kv, kv_bias, query]
+    if c.qk_norm:  # each tensor rank has other heads
+        attention += [Weight(c.head_dim, layer, slots=c.head_dim if t > 1 else 0)] * 2
     if moe is None:
         feed_forward = [Weight(c.hidden * c.intermediate // t, layer)] * 3
     else:  # tensor ranks do not cut experts: they hold the same ones
@@ -366,8 +372,10 @@ def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout,
     norm = 2 * c.hidden * e if fused else c.hidden * w + 2 * c.hidden * e  # eager: what is squared is copied in fp32
     norms = 2 * outer * (norm + w)
     kv_heads = c.kv_heads // min(c.kv_heads, t)  # of this rank
-    q, kv = T * c.hidden // t * e, T * kv_heads * c.head_dim * e
+    q, kv = T * c.attention_width // t * e, T * kv_heads * c.head_dim * e
     core = q + 2 * kv + q  # q, k, v; and out, which o_proj multiplies
+    if c.qk_norm:  # what they normalise, and 1/rms of each head
+        core += (q + kv) * (e if fused else w + e) // e + T * (c.heads // t + kv_heads) * w
     if mode == "none":
         core += T * c.heads // t * w  # log-sum-exp
         if layout.ulysses > 1:  # q, k, v are kept by heads only; out is kept in both orders
@@ -519,9 +527,11 @@ def working_set(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> By
             block -= wide + rows * c.hidden * e - stream
     # B ends in the attention of the first block, when all that W will need is there.
     kv = c.kv_heads // min(c.kv_heads, t) * c.head_dim
-    ring = T * (2 * c.hidden // t + 8 * kv) * 4 + 2 * T * kv * e if layout.ring > 1 else 0  # sums in fp32, what travels
+    ring = 0
+    if layout.ring > 1:  # sums in fp32, and what is being sent
+        ring = T * (2 * c.attention_width // t + 8 * kv) * 4 + 2 * T * kv * e
     whole = 2 * T * c.hidden * e if layout.sequence_parallel else 0
-    return {"loss": loss, "block": block, "B": stream + T * c.hidden // t * e + ring, "W": whole}
+    return {"loss": loss, "block": block, "B": stream + T * c.attention_width // t * e + ring, "W": whole}
 
 
 def kept_for_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range) -> int:
@@ -535,7 +545,7 @@ def kept_for_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, 
     else:  # every row that a token sends to an expert; the router's logits
         rows = moe.top_k * layout.outer_tokens
         feed_forward = rows * (c.hidden + 2 * moe.intermediate) * e
-    block = 2 * stream + whole + T * (c.hidden // t + 2 * kv) * e + feed_forward
+    block = 2 * stream + whole + T * (c.attention_width // t + 2 * kv) * e + feed_forward
     if layout.recompute == "full" and moe is None:  # B has run the block again, and W goes on from there
         block += block_activations(c, moe, layout, "none") - layout.outer_tokens * c.hidden * e
     ends = stream * (layers.start == 0)

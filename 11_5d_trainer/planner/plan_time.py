@@ -248,7 +248,10 @@ def products_of(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> li
     """(M, K, N) of a block's products on one rank: q, out, k, v, gate, up, down."""
     c, t, T = model, layout.tp, layout.tokens
     kv = c.kv_heads * c.head_dim / t
-    attention: list[tuple[float, float, float]] = [(T, c.hidden, c.hidden / t), (T, c.hidden / t, c.hidden)]
+    attention: list[tuple[float, float, float]] = [
+        (T, c.hidden, c.attention_width / t),
+        (T, c.attention_width / t, c.hidden),
+    ]
     attention += [(T, c.hidden, kv)] * 2
     rows, wide, times = T, c.intermediate / t, 1
     if moe:  # an expert's rows, with an even load; experts are not cut by tensor ranks

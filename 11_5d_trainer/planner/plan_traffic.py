@@ -180,7 +180,7 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
         found.append(Flow("all_to_all", "ulysses", whole, layout.ulysses, 3 * calls, "heads of chunks"))
     elif layout.ulysses > 1:
         U = layout.ulysses
-        q, kv = T * c.hidden // t * e, T * sum(map(len, kv_heads_by_rank(model, layout))) * c.head_dim * e
+        q, kv = T * c.attention_width // t * e, T * sum(map(len, kv_heads_by_rank(model, layout))) * c.head_dim * e
         inputs = q + 2 * kv
         found.append(Flow("all_to_all", "ulysses", inputs, U, calls * (2 + once_more), "q, k, v by heads"))
         found.append(Flow("all_to_all", "ulysses", q, U, calls * (2 + again), "out by tokens"))

@@ -18,6 +18,7 @@ from options import Config
 from zero_memory import bytes_sent
 
 SIZES = LlamaConfig(vocab_size=256, hidden=64, layers=4, heads=8, kv_heads=4, intermediate=192)
+QWEN3 = dataclasses.replace(SIZES, own_head_dim=12, qk_norm=True, qkv_bias=True)  # and with Qwen2's biases
 BASE = {"seq_len": 64, "global_batch": 16, "micro_batch": 4, "device": "cpu", "preset": "tiny"}
 SP = {"sequence_parallel": True}
 LAYOUTS = {
@@ -78,6 +79,11 @@ LAYOUTS = {
         {"experts": 8, "ep": 2, "cp": 2, "cp_kind": "ring", "zero": 2},
     ],
 }
+WITH_QWEN3 = {
+    1: [{}],
+    2: [{"tp": 2}, {"cp": 2, "cp_kind": "ring"}],
+    4: [{"pp": 2, "tp": 2, "zero": 1, **SP}, {"zero": 3}],
+}
 HELD = ("weights", "gradients", "optimizer states")
 
 
@@ -85,52 +91,53 @@ def all_of(options, sizes):
     return [measured(words, sizes) for words in options]
 
 
-@pytest.fixture(scope="module", params=range(6))
+@pytest.fixture(scope="module", params=[*range(6), "qwen3"])
 def rows(request):
-    """(name, layout, mixture of experts, what the meter says) for every pipeline place of every layout."""
+    """(name, model, layout, mixture of experts, what the meter says) for every pipeline place of every layout."""
     found = []
-    for ranks, layouts in LAYOUTS.items():
-        layouts = layouts[request.param :: 6]
+    model = QWEN3 if request.param == "qwen3" else SIZES
+    for ranks, layouts in (WITH_QWEN3 if model is QWEN3 else LAYOUTS).items():
+        layouts = layouts if model is QWEN3 else layouts[request.param :: 6]
         options = [BASE | layout for layout in layouts]
-        results = run_ranks(ranks, all_of, options, SIZES, timeout=300.0)
+        results = run_ranks(ranks, all_of, options, model, timeout=300.0)
         for i, words in enumerate(options):
             config = Config(**words)
-            layout, moe = pm.Layout.of(config, SIZES, ranks), config.mixture(SIZES)
+            layout, moe = pm.Layout.of(config, model, ranks), config.mixture(model)
             places = {results[rank][i]["rank"]: results[rank][i] for rank in range(ranks)}
             name = f"{ranks} ranks {layouts[i]}"
-            found += [(f"{name}, pipeline place {place}", layout, moe, each) for place, each in places.items()]
+            found += [(f"{name}, pipeline place {place}", model, layout, moe, each) for place, each in places.items()]
     return found
 
 
 @pytest.mark.always("0")
 def test_weights_gradients_and_optimizer_states_of_every_layout_are_exact_to_the_byte(rows):
-    for name, layout, moe, meter in rows:
-        assert pm.held(SIZES, moe, layout, meter["rank"]) == {what: meter[what] for what in HELD}, name
+    for name, model, layout, moe, meter in rows:
+        assert pm.held(model, moe, layout, meter["rank"]) == {what: meter[what] for what in HELD}, name
 
 
 @pytest.mark.always("1")
 def test_bytes_sent_are_exact_for_every_collective_of_every_layout(rows):
-    for name, layout, moe, meter in rows:
-        found = plan_traffic.flows(SIZES, moe, layout, meter["rank"], p2p_reduce=True)
+    for name, model, layout, moe, meter in rows:
+        found = plan_traffic.flows(model, moe, layout, meter["rank"], p2p_reduce=True)
         want = {what: pytest.approx(count, abs=0.5) for what, count in meter["sent"].items()}
         assert plan_traffic.by_collective(found) == want, name
 
 
 @pytest.mark.always("2")
 def test_activations_of_every_stage_are_exact(rows):
-    for name, layout, moe, meter in rows:
+    for name, model, layout, moe, meter in rows:
         if layout.fpdt_chunks:
             continue  # they are on the host, and come one by one
-        stages = pm.stage_layers(layout, SIZES.layers, meter["rank"])
+        stages = pm.stage_layers(layout, model.layers, meter["rank"])
         for layers, want in zip(stages, meter["activations"], strict=True):
-            got = sum(pm.activations(SIZES, moe, layout, layers).values())
+            got = sum(pm.activations(model, moe, layout, layers).values())
             assert got == want, f"{name}, {layers}"
 
 
 @pytest.mark.always("3")
 def test_the_peak_of_every_layout_is_within_5_percent(rows):
-    for name, layout, moe, meter in rows:
-        got = sum(pm.peak(SIZES, moe, layout, meter["rank"]).values())
+    for name, model, layout, moe, meter in rows:
+        got = sum(pm.peak(model, moe, layout, meter["rank"]).values())
         assert got == pytest.approx(meter["peak"], rel=0.05), name
 
 

@@ -125,9 +125,10 @@ def in_one_process(words: tuple[str, ...], sizes: LlamaConfig, micro_batches: in
             update_biases(model, None)
         return loss
 
-    trace = sgd_trace(dict(model.named_parameters()), backward)
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    trace = sgd_trace({name: p for name, p in model.named_parameters() if p.requires_grad}, backward)
     trace.gradients = [gather_experts(model, gradients, None) for gradients in trace.gradients]
-    trace.weights = gather_experts(model, trace.weights | state_buffers(model), None)
+    trace.weights = gather_experts(model, trace.weights | frozen | state_buffers(model), None)
     return trace
 
 

@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import hf
+import hf_keys
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,25 @@ from test_train import SMALL, TEXT, arguments, losses, run, train_on
 
 TOKENS = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
+STRETCHED = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+MODELS = {  # a class of transformers, and how the model differs from a plain Llama
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", dict(sliding_window=None, head_dim=8)),
+    "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
+    "qwen2": ("Qwen2Config", {}),
+    # Of the six angles of a head one is kept, one mixed and four are slowed down.
+    "llama3.2": (
+        "LlamaConfig",
+        dict(head_dim=12, tie_word_embeddings=True, max_position_embeddings=256)
+        | dict(rope_parameters=STRETCHED | dict(original_max_position_embeddings=64)),
+    ),
+    "qwen2.5": ("Qwen2Config", dict(use_mrope=False, tie_word_embeddings=True, max_window_layers=1)),
+    "qwen3": ("Qwen3Config", dict(head_dim=12)),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        dict(head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True),
+    ),
+}
 
 
 def read_by_transformers(folder):
@@ -33,9 +53,13 @@ def read_by_transformers(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, **options).eval()
 
 
+def mixture_of(sizes, experts):
+    return MoEConfig(sizes.hidden, sizes.intermediate, *experts) if experts[0] else None
+
+
 def read_by_ours(folder):
-    sizes, (experts, top_k) = hf.read_sizes(str(folder))
-    moe = MoEConfig(sizes.hidden, sizes.intermediate, experts, top_k) if experts else None
+    sizes, experts = hf.read_sizes(str(folder))
+    moe = mixture_of(sizes, experts)
     model = alone(sizes, moe).double()
     weights = hf.read_weights(str(folder), set(full_shapes(sizes, moe)))
     model.load_state_dict(cut_experts(model, weights, None), strict=False)
@@ -52,13 +76,8 @@ def new_model(folder, kind="llama", tied=False, **saving):
     """A folder that transformers wrote, with lively weights."""
     torch.manual_seed(1)
     sizes = SIZES | dict(vocab_size=256, tie_word_embeddings=tied, initializer_range=0.3, rope_theta=20000.0)
-    if kind == "mixtral":
-        config = transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
-    elif kind == "mistral":
-        config = transformers.MistralConfig(**sizes, sliding_window=None, head_dim=8)
-    else:
-        config = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[kind](**sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    name, changes = MODELS[kind]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes | changes))
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 1:
@@ -84,7 +103,7 @@ def test_transformers_gives_the_logits_and_the_validation_loss_of_an_exported_ru
     log, folder = train_on(ranks, [*words, "--out", str(tmp_path / "run")], tied=kind == "tied")
     assert hf.export(folder, str(tmp_path / "out")) == "step-000003"
     theirs = read_by_transformers(tmp_path / "out")
-    assert type(theirs).__name__ == hf.KINDS["mixtral" if kind == "mixtral" else "llama"][0]
+    assert type(theirs).__name__ == hf_keys.KINDS["mixtral" if kind == "mixtral" else "llama"][0]
     assert theirs.config.tie_word_embeddings == (kind == "tied")
     with torch.no_grad():
         assert_same(read_by_ours(tmp_path / "out")(TOKENS), theirs(TOKENS).logits, 1e-6, "logits")
@@ -164,14 +183,14 @@ def test_a_model_in_several_files_is_read_and_comes_back_bit_by_bit(text, tmp_pa
     assert all(torch.equal(back[name], sent[name]) for name in sent)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_folder_goes_through_a_run_with_every_size_it_came_with(kind, text, tmp_path):
     folder = new_model(tmp_path / "model", kind)
     words = [*arguments(text, steps=1, warmup=0), "--init", folder, "--out", str(tmp_path / "run")]
     _, run_folder = run_ranks(1, run, words, {})[0]
     hf.export(run_folder, str(tmp_path / "out"))
     assert hf.read_sizes(str(tmp_path / "out")) == hf.read_sizes(folder)
-    assert hf.read_sizes(folder)[0].rope_theta == 20000.0
+    assert hf.read_sizes(folder)[0].rope_theta in (10000.0, 20000.0)
 
 
 def test_a_run_that_began_with_a_folder_resumes_without_it(text, tmp_path):
@@ -215,23 +234,29 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
         return str(error.value).removeprefix(f"--init {folder} ")
 
     up = "model.layers.1.mlp.up_proj.weight"
-    assert (
-        refusal("gpt", model_type="gpt2") == "is a 'gpt2', but only llama, mistral, qwen2, mixtral can be trained here"
-    )
+    known = "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe"
+    assert refusal("gpt", model_type="gpt2") == f"is a 'gpt2', but only {known} can be trained here"
     assert refusal("missing") == f"has 1 *.safetensors, and in none of them {up}"
-    assert refusal("none").startswith("has 0 *.safetensors, and in none of them ")
+    assert refusal("none").startswith("has no model.safetensors, nor model.safetensors.index.json")
     assert refusal("other") == "has model.norm.weight of shape [7], but its config.json asks for [32]"
     assert refusal("deeper", num_hidden_layers=3).startswith("has 1 *.safetensors, and in none of them model.layers.2.")
-    assert refusal("wide", head_dim=16).startswith("has heads of 16, not of hidden size / heads")
-    assert refusal("biased", attention_bias=True).startswith("has biases")
-    assert refusal("gelu", hidden_act="gelu").startswith("uses gelu")
-    assert refusal("long", rope_parameters={"rope_type": "llama3", "factor": 8.0}).startswith("stretches its RoPE")
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert refusal("wide", head_dim=16) == f"has {query} of shape [32, 32], but its config.json asks for [64, 32]"
+    assert refusal("biased", attention_bias=True).startswith("has attention_bias = True; only false is trained here")
+    assert refusal("gelu", hidden_act="gelu").startswith("has hidden_act = 'gelu'; only \"silu\" is trained here")
+    yarn = {"rope_type": "yarn", "factor": 8.0}
+    assert refusal("long", rope_parameters=yarn).startswith("stretches its RoPE (yarn), but only as Llama 3 does")
+    half = {"rope_type": "llama3", "factor": 8.0}
+    assert refusal("half", rope_parameters=half) == "has a RoPE of type llama3 without low_freq_factor; copy it again"
     old = {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert refusal("odd", rope_parameters="linear") == "says of its RoPE 'linear', which means nothing here"
     assert refusal("older", **old).startswith("stretches its RoPE (linear)")
-    assert refusal("dropping", attention_dropout=0.1) == "has attention_dropout = 0.1; only 0.0 is trained here"
+    assert (
+        refusal("dropping", attention_dropout=0.1)
+        == "has attention_dropout = 0.1; only 0.0 is trained here (no dropout)"
+    )
     assert refusal("scaled", logit_scale=2.0).startswith("has logit_scale = 2.0")
-    assert refusal("window", sliding_window=16) == "has a sliding window of 16; attention here sees all"
+    assert refusal("window", sliding_window=16).startswith("has sliding_window = 16; only null is trained here")
     one = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1}
     assert refusal("switch", **one).startswith("gives each token one expert")
     assert refusal("small", vocab_size=65).startswith("knows 65 tokens and the data has 256; add its --tokenizer")

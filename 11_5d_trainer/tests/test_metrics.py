@@ -14,14 +14,19 @@ import step as step_module
 import torch
 import torch.distributed as dist
 import train
+import training_step
 from data import Sampler, load_corpus
 from harness.meter import communication, held_bytes
 from harness.ranks import run_ranks
 from layouts import BOTH_WAYS, SIZES, SPLIT, Layout, covering, options
+from model import alone
+from moe_layer import MoEConfig
 from options import Config, UsageError, parse
 from plan_traffic import flows, passes_of
 from rehearse_rank import built
+from sources import Tokenizer
 from test_train import SMALL, arguments, losses, run, train_on
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 LAYOUTS = [
     (2, ""),
@@ -95,6 +100,7 @@ def one_step(words, sizes):
 def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layout, text):
     sizes = SMALL | {"layers": 4 if "--pp" in layout else 2, "tied": "--tied" in layout}
     sizes |= {"heads": 6, "hidden": 36} if "--cp 3" in layout else {}
+    sizes |= {"qkv_bias": True, "qk_norm": True, "own_head_dim": 12} if "--tp 2" in layout or "usp" in layout else {}
     everyone = run_ranks(ranks, one_step, [*arguments(text, eval_samples=1), *layout.split()], sizes)
     axes = set()
     for rank, (mine, total, told) in enumerate(everyone):
@@ -300,8 +306,66 @@ def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, t
     assert code == 0 and out.startswith("7 times") and len(out) > 12
     code, _, err = said(str(tmp_path))
     assert code == 2 and err.startswith("generate.py: run ") and err.count("\n") == 1
+    for words in (("--top-k", "-1"), ("--top-p", "0"), ("--top-p", "nan"), ("--temperature", "0", "--top-k", "3")):
+        code, _, err = said(folder, *words)
+        assert code == 2 and err.startswith(f"generate.py: {words[0]} ") and err.count("\n") == 1
     assert said(folder, "--tokens", "0")[::2] == (2, "generate.py: --tokens 0 must be at least 1\n")
     assert said(folder, "--prompt", "")[::2] == (
         2,
         "generate.py: --prompt is empty; give at least one token to continue\n",
     )
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_cache_of_keys_and_values_changes_no_token_and_computes_each_once(experts):
+    sizes = dataclasses.replace(SIZES, qk_norm=True)
+    moe = MoEConfig(sizes.hidden, sizes.intermediate, experts, 2) if experts else None
+    model, prompt = alone(sizes, moe).double(), torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(20 if p.dim() > 1 else 1)  # lively
+    seen = []
+    handle = model.model.embed_tokens.register_forward_hook(lambda module, given, out: seen.append(given[0].shape[1]))
+    for temperature in (0, 0.9):
+        drawn = (12, temperature, torch.Generator().manual_seed(3))
+        seen.clear()
+        fast = generate.generate(model, prompt, *drawn)
+        assert seen == [9] + [1] * 11
+        plain = training_step.generate(model, prompt, 12, temperature, torch.Generator().manual_seed(3))
+        assert torch.equal(fast, plain), (fast, plain)
+    handle.remove()
+    assert len({*fast.flatten().tolist()}) > 5
+    greedy = (model, prompt[:1], 12, 0, torch.Generator())
+    whole = generate.generate(*greedy)[0].tolist()
+    for ends in ({whole[14]}, {whole[14], whole[12]}):
+        last = min(i for i in range(9, 21) if whole[i] in ends)
+        assert generate.generate(*greedy, stop=ends)[0].tolist() == whole[: last + 1]
+
+
+def test_top_k_and_top_p_are_those_of_transformers():
+    logits = 3 * torch.randn(5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for temperature, top_k, top_p in ((1.0, 5, 1.0), (0.7, 0, 0.8), (1.3, 12, 0.6), (1.0, 1, 1.0), (1.0, 0, 1e-9)):
+        scores = TemperatureLogitsWarper(temperature)(None, logits) if temperature != 1 else logits
+        scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+        scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+        want = torch.multinomial(scores.softmax(-1), 1, generator=torch.Generator().manual_seed(1))
+        got = generate.choose(logits, temperature, torch.Generator().manual_seed(1), top_k, top_p)
+        assert torch.equal(got, want), (temperature, top_k, top_p)
+
+
+def test_where_a_text_ends_stands_in_the_files_of_the_model(tmp_path):
+    (tmp_path / "origin").mkdir()
+    tokenizer = Tokenizer(eos=7)
+    assert generate.ends_of_text(tmp_path, None) == set() and generate.ends_of_text(tmp_path, tokenizer) == {7}
+    for name, said, want in (
+        ("config.json", 5, {5}),
+        ("generation_config.json", [8, 9], {8, 9}),
+        ("generation_config.json", None, {5}),
+        ("config.json", None, {7}),
+    ):
+        (tmp_path / "origin" / name).write_text(json.dumps({"eos_token_id": said}))
+        assert generate.ends_of_text(tmp_path, tokenizer) == want, (name, said)
+    for text in ('{"eos_token_id": "</s>"}', '{"eos_token_id": [1, null]}', "[]", "{"):
+        (tmp_path / "origin" / "generation_config.json").write_text(text)
+        with pytest.raises(UsageError, match="generation_config.json .*use --no-stop$"):
+            generate.ends_of_text(tmp_path, None)

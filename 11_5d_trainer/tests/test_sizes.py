@@ -1,11 +1,16 @@
 """Models of any size: a Hugging Face config.json, single options, and the biases of Qwen2, which Llama has not."""
 
 import functools
+import itertools
 import json
+import math
 import shutil
+from pathlib import Path
 
 import paths  # noqa: F401  finds the chapters below
+import generate
 import hf
+import hf_keys
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,10 +21,10 @@ from data import Sampler, load_corpus
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import LlamaConfig
-from model import alone
+from model import alone, full_shapes
 from options import Config, UsageError
-from safetensors.torch import load_file
-from test_hf import changed, new_model, read_by_ours
+from safetensors.torch import load_file, save_file
+from test_hf import MODELS, STRETCHED, TOKENS, changed, mixture_of, new_model, read_by_ours, read_by_transformers
 from test_train import TEXT, arguments, f64, losses, run
 
 STEPS, CLIP, LR = 5, 0.5, 1e-2
@@ -30,9 +35,8 @@ def folder(tmp_path_factory):
     """The data, and a model of each kind that transformers wrote."""
     home = tmp_path_factory.mktemp("models")
     (home / "numbers.txt").write_text(TEXT)
-    for kind in ("llama", "mistral", "qwen2", "mixtral"):
+    for kind in MODELS:
         new_model(home / kind, kind)
-        changed(home / kind, initializer_range=0.02)
     return home
 
 
@@ -58,7 +62,7 @@ def by_transformers(folder):
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = functools.partial(in_float64, module)
-        if type(module).__name__ == "MixtralTopKRouter":
+        if type(module).__name__ in ("MixtralTopKRouter", "Qwen3MoeTopKRouter"):
             module.forward = functools.partial(routed_in_float64, module)
     return model
 
@@ -82,30 +86,33 @@ def trained_by_transformers(folder, data):
     return f64(found), {name: p.detach() for name, p in model.named_parameters()}
 
 
-# Biases are cut with their columns (tp), held twice where K/V heads are (tp 4), summed over stages' micro-batches (pp),
-# cut into shards (zero), and run in chunks (fpdt).
-LAYOUTS = [
-    ("qwen2", 1, ""),
-    ("qwen2", 2, "--tp 2 --sequence-parallel --zero 2"),
-    ("qwen2", 2, "--pp 2 --schedule zb-h1 --zero 1"),
-    ("qwen2", 4, "--tp 4 --tp-overlap"),
-    ("qwen2", 4, "--zero 3 --cp 2 --recompute full"),
-    ("qwen2", 2, "--fpdt-chunks 2 --cp 2 --cp-kind ulysses"),
-    ("mistral", 2, "--tp 2"),
+# Each technique that cuts or runs a model in its own way: biases, norms of q and k, and heads of their own size are cut
+# with their columns (tp), held twice where K/V heads are (tp 4), summed over a stage's micro-batches (pp), cut (zero),
+# and run in chunks (fpdt) or halves (domino).
+TWELVE = [
+    (1, "--recompute selective"),
+    (2, "--zero 3"),
+    (2, "--tp 2 --sequence-parallel --zero 2"),
+    (2, "--pp 2 --schedule zb-h1 --zero 1"),
+    (4, "--tp 4 --tp-overlap"),
+    (4, "--zero 3 --cp 2 --recompute full"),
+    (2, "--fpdt-chunks 2 --cp 2 --cp-kind ulysses"),
+    (2, "--tp 2 --tp-overlap domino"),
+    (2, "--cp 2 --cp-kind ring"),
+    (4, "--cp 4 --cp-kind usp --zero 1"),
+    (4, "--tp 2 --pp 2 --recompute full"),
+    (8, "--pp 2 --schedule dualpipe --cp 2 --tp 2 --micro-batch 1 --zero 1"),
 ]
+LAYOUTS = [(kind, *layout) for kind in ("llama3.2", "qwen2.5", "qwen3") for layout in TWELVE]
+LAYOUTS += [("mistral", 2, "--tp 2"), ("qwen2", 4, "--tp 4"), ("llama", 2, "--tp 2 --sequence-parallel")]
+LAYOUTS += [("llama", 2, "--zero 2 --recompute full"), ("llama", 4, "--pp 2 --schedule zb-h2 --zero 2")]
 LAYOUTS += [
-    ("llama", ranks, layout)
+    ("qwen3_moe", ranks, f"{layout} --balance 0")
     for ranks, layout in (
-        (1, "--recompute selective"),
-        (2, ""),
-        (2, "--zero 2 --recompute full"),
-        (2, "--zero 3"),
+        (2, "--ep 2 --zero 3"),
         (2, "--tp 2 --sequence-parallel"),
-        (2, "--cp 2 --cp-kind ring"),
-        (4, "--tp 2 --pp 2"),
-        (4, "--cp 4 --cp-kind usp --zero 1"),
-        (4, "--pp 2 --schedule zb-h2 --zero 2"),
-        (8, "--pp 2 --schedule dualpipe --cp 2 --tp 2 --micro-batch 1 --zero 1"),
+        (4, "--ep 2 --tp 2"),
+        (4, "--ep 2 --pp 2 --schedule zb-h1 --zero 1"),
     )
 ]
 LAYOUTS += [
@@ -125,7 +132,11 @@ LAYOUTS += [
 ]
 
 
-@pytest.mark.always("llama-2---tp 2 --sequence-parallel", "mixtral-2---ep 2 --zero 3 --balance 0")
+@pytest.mark.always(
+    "llama3.2-2---tp 2 --sequence-parallel --zero 2",
+    "qwen3-4---tp 4 --tp-overlap",
+    "qwen3_moe-2---ep 2 --zero 3 --balance 0",
+)
 @pytest.mark.parametrize(("kind", "ranks", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_five_steps_of_a_folder_are_those_of_transformers_with_torchs_adamw_in_float64(
     kind, ranks, layout, folder, tmp_path
@@ -145,11 +156,14 @@ def test_five_steps_of_a_folder_are_those_of_transformers_with_torchs_adamw_in_f
         assert_same(back[name].detach(), weight, 1e-9, name)
     sizes = hf.read_sizes(str(folder / kind))
     assert hf.read_sizes(str(tmp_path / "out")) == sizes
-    assert kind == "mixtral" or parameters(sizes[0]) == sum(weight.numel() for weight in weights.values())
+    assert sizes[1] != (0, 0) or parameters(sizes[0]) == sum(weight.numel() for weight in weights.values())
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    ours = read_by_ours(tmp_path / "out")
     with torch.no_grad():
-        logits = read_by_ours(tmp_path / "out")(tokens)
-        assert_same(theirs(tokens).logits, logits, 1e-10, "logits of the export")
+        assert_same(theirs(tokens).logits, ours(tokens), 1e-10, "logits of the export")
+    theirs.generation_config.eos_token_id = None
+    greedy = theirs.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert torch.equal(generate.generate(ours, tokens, 8, 0, torch.Generator()), greedy), "tokens of the export"
 
 
 # ------------------------------------------------------------------------------------------------ sizes, no weights
@@ -171,9 +185,7 @@ def test_sizes_come_from_a_config_json_and_from_options_and_options_win(folder, 
     sizes = ["--hidden", "64", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--intermediate", "96", "--tied"]
     assert planned(*data, *sizes)[0] == tiny
     assert not planned(*data, *["--preset", "base", "--hidden", "48", "--layers", "1", "--no-tied"])[0].tied
-    new_model(tmp_path / "mixtral", "mixtral")
-    changed(tmp_path / "mixtral", initializer_range=0.02)
-    _, config = planned(*data, "--config", str(tmp_path / "mixtral"))
+    _, config = planned(*data, "--config", str(folder / "mixtral"))
     assert (config.experts, config.top_k) == (4, 2)
 
 
@@ -194,17 +206,20 @@ def test_a_run_from_a_config_json_alone_trains_new_weights_and_is_exported_as_th
 
 
 def test_what_transformers_assumes_where_a_file_is_silent_is_assumed_here(tmp_path):
-    for kind, (_, _) in hf.KINDS.items():
+    for kind in hf_keys.KINDS:
         least = {"model_type": kind, "vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 1}
         least |= {"num_attention_heads": 32, "intermediate_size": 64}
         least |= {"sliding_window": None} if kind == "mistral" else {}
+        least |= {"moe_intermediate_size": 64, "norm_topk_prob": True} if kind == "qwen3_moe" else {}
         (tmp_path / "config.json").write_text(json.dumps(least))
         theirs = transformers.AutoConfig.from_pretrained(tmp_path)
         sizes, experts = hf.read_sizes(str(tmp_path))
         for ours, name in hf.FIELDS.items():
+            name = "moe_intermediate_size" if (kind, ours) == ("qwen3_moe", "intermediate") else name
             want = theirs.rope_parameters["rope_theta"] if ours == "rope_theta" else getattr(theirs, name)
             assert getattr(sizes, ours) == want, f"{name} of a {kind}"
-        assert experts == ((8, 2) if kind == "mixtral" else (0, 0))
+        assert sizes.head_dim == (getattr(theirs, "head_dim", None) or 16), kind
+        assert experts == {"mixtral": (8, 2), "qwen3_moe": (128, 8)}.get(kind, (0, 0))
         theirs.save_pretrained(tmp_path)  # with all that transformers writes
         if kind != "mistral":
             assert hf.read_sizes(str(tmp_path)) == (sizes, experts)
@@ -221,21 +236,151 @@ def test_every_key_is_honoured_or_refused_by_its_name(folder, tmp_path):
         assert "\n" not in str(error.value)
         return str(error.value).removeprefix(f"--config {tmp_path} ")
 
-    assert refusal("qwen2", use_sliding_window=True, sliding_window=8).startswith("has a sliding window of 8")
-    assert refusal("qwen2", layer_types=["full_attention", "sliding_attention"]).startswith("has a sliding window")
-    assert refusal("mistral", sliding_window=4096).startswith("has a sliding window of 4096")
+    past = "only null is trained here (attention sees the whole past)"
+    assert refusal("qwen2", use_sliding_window=True).startswith("has use_sliding_window = True; only false is")
+    assert refusal("qwen2", layer_types=["full_attention", "sliding_attention"]).startswith("has layer_types = [")
+    assert refusal("mistral", sliding_window=4096) == f"has sliding_window = 4096; {past}"
     half = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     assert refusal("llama", rope_parameters=half).startswith("has partial_rotary_factor = 0.5 for its RoPE")
     assert refusal("llama", is_causal=False) == "has is_causal = False, which means nothing here"
     assert refusal("llama", quantization_config={}) == "has quantization_config = {}, which means nothing here"
+    assert refusal("mixtral", num_experts_per_tok=5) == "gives each token 5 of 4 experts"
+    assert refusal("mixtral", num_experts_per_tok=0).startswith(
+        "has num_experts_per_tok = 0; it must be a whole number"
+    )
+    assert refusal("llama", num_experts=4) == "has num_experts = 4, which means nothing here"
     assert refusal("llama", router_jitter_noise=0.1).startswith("has router_jitter_noise = 0.1; only 0.0")
-    assert refusal("llama", initializer_range=0.3).startswith("has initializer_range = 0.3, but first weights")
-    assert refusal("llama", num_hidden_layers="two").startswith("--config")
+    eight = "has num_hidden_layers = 8.0; it must be a whole number from 1 to 1,024"
+    assert refusal("llama", num_hidden_layers=8.0) == eight
     assert refusal("llama", vocab_size=65).startswith("knows 65 tokens and the data has 256")
     assert refusal("llama", "--kv-heads", "3") == "--kv-heads 3: heads 4 is not a multiple of kv_heads 3"
     assert refusal("llama", "--preset", "base").startswith("--preset base cannot go with --config")
+    text = (folder / "llama" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"vocab_size"', '"vocab_size": 9, "vocab_size"'))
+    with pytest.raises(UsageError, match="config.json says 'vocab_size' twice; remove one$"):
+        train.prepare([*data, "--config", str(tmp_path)], 1)
     init = ["--init", str(folder / "llama")]
     with pytest.raises(UsageError, match="--layers 3 cannot go with --init .*, which decides it; leave it out"):
         train.prepare([*data, *init, "--layers", "3"], 1)
     with pytest.raises(UsageError, match="--config nowhere holds no config.json; give the folder .* or its config"):
         train.prepare([*data, "--config", "nowhere"], 1)
+
+
+# Values that a config.json may have by mistake, by hand or by another program.
+ODD = [None, "false", "1e4", "", 0, 1, -1, 2, 8.0, 1.5, math.nan, math.inf, True, False, [], [1], {}, {"a": 1}, 10**30]
+
+
+def odd_folders(kind):
+    """(what is odd, changes of the config.json) for each key of the table, each part of its RoPE, and other keys."""
+    keys = [*hf_keys.KEYS, "no_such_key", "model_type"]
+    yield from ((f"{key} {value!r}", {key: value}) for key in keys for value in ODD)
+    rope = {"rope_type": "llama3", "rope_theta": 2e4} | STRETCHED | {"original_max_position_embeddings": 64}
+    if kind == "llama3.2":
+        parts = [*rope, "type", "attention_factor", "partial_rotary_factor"]
+        for name in ("rope_parameters", "rope_scaling"):
+            other = {"rope_parameters": None} if name == "rope_scaling" else {}
+            for key, value in itertools.product(parts, ODD):
+                yield f"{name}: {key} {value!r}", other | {name: rope | {key: value}}
+    yield "both names of its RoPE", {"rope_scaling": rope | {"factor": 2.0}, "rope_parameters": rope}
+    yield "two rope_theta", {"rope_theta": 1e5, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
+
+
+@pytest.mark.always("llama", "qwen3_moe")
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("qwen2.5",)])
+def test_odd_values_are_what_transformers_makes_of_them_or_are_refused_in_one_line(kind, folder, tmp_path, monkeypatch):
+    """Each key with each odd value: a model is trained only if transformers makes the same of the file."""
+    monkeypatch.setattr(transformers.logging, "warning_once", lambda *_: None)
+    shutil.copytree(folder / kind, tmp_path / "odd")
+    told = json.loads((tmp_path / "odd" / "config.json").read_text())
+    refused = taken = 0
+    made: dict = {}
+    for what, changes in odd_folders(kind):
+        (tmp_path / "odd" / "config.json").write_text(json.dumps(told | changes))
+        try:
+            sizes = hf.read_sizes(str(tmp_path / "odd"))
+            moe = mixture_of(*sizes)
+            hf.check_weights(str(tmp_path / "odd"), full_shapes(sizes[0], moe))
+        except UsageError as error:
+            assert "\n" not in str(error) and len(str(error)) < 400, what
+            refused += 1
+            continue
+        taken += 1
+        if set(changes) & {"initializer_range", *hf.KEPT}:
+            continue  # without an effect on the function
+        if sizes not in made:
+            made[sizes] = read_by_ours(tmp_path / "odd")
+        try:
+            theirs = read_by_transformers(tmp_path / "odd")
+        except Exception as error:  # of many kinds
+            assert "expected float, got int" in str(error), f"{kind}: {what}: {error}"
+            continue
+        with torch.no_grad():
+            assert_same(made[sizes](TOKENS), theirs(TOKENS).logits, 1e-6, f"{kind}: {what}")
+    assert refused > 500 and taken > 20
+
+
+def test_the_index_decides_which_files_are_read(folder, tmp_path):
+    whole = load_file(folder / "llama3.2" / "model.safetensors")
+    other = {name: tensor + 1 for name, tensor in whole.items()}
+    like = full_shapes(hf.read_sizes(str(folder / "llama3.2"))[0])
+
+    def found(case, files, index=None, text=None):
+        home = tmp_path / case
+        home.mkdir()
+        shutil.copy(folder / "llama3.2" / "config.json", home)
+        for name, tensors in files.items():
+            save_file(tensors, home / name)
+        if index is not None:
+            (home / hf.INDEX).write_text(text or json.dumps({"weight_map": index}))
+        try:
+            hf.check_weights(str(home), like)
+        except UsageError as error:
+            assert "\n" not in str(error)
+            return str(error).removeprefix(f"--init {home}")
+        return all(torch.equal(whole[name], tensor) for name, tensor in hf.read_weights(str(home), set(like)).items())
+
+    a, b = ({name: whole[name] for name in sorted(whole)[half::2]} for half in (0, 1))
+    parts = {"a.safetensors": a, "b.safetensors": b}
+    index = {name: file for file, tensors in parts.items() for name in tensors}
+    assert found("ema", {"model.safetensors": whole, "model_ema.safetensors": other}) is True
+    assert found("old", parts | {"model-00001-of-00001.safetensors": other}, index) is True
+    assert found("both", {"model.safetensors": whole}, index).startswith(" has both model.safetensors and model.safe")
+    assert found("none", parts).startswith(" has no model.safetensors, nor model.safetensors.index.json; give")
+    gone = "speaks of b.safetensors, which is not there; copy it again"
+    assert found("gone", {"a.safetensors": a}, index).endswith(gone)
+    assert found("away", parts, index | {"x": "../../etc/b.safetensors"}).endswith(gone)
+    assert found("part", {"a.safetensors": a}, {"x": "a.safetensors"}).startswith(" has 1 *.safetensors, and in none")
+    for text in ("{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": []}}'):
+        assert found(f"text{len(text)}", parts, {}, text).endswith("is not an index of files; copy it again")
+    head = {"lm_head.weight": whole["model.embed_tokens.weight"].clone()}
+    assert found("tied", {"model.safetensors": whole | head}) is True
+    head["lm_head.weight"][255] += 1
+    tied = " ties the output layer to the embedding, but has another lm_head.weight"
+    assert found("untied", {"model.safetensors": whole | head}) == tied
+    whole["model.norm.weight"] = whole["model.norm.weight"].to(torch.int8)
+    assert found("int8", {"model.safetensors": whole}) == " has model.norm.weight in I8; floating numbers are needed"
+
+
+def test_a_name_on_the_hub_is_a_folder_that_is_fetched_or_one_line(folder, tmp_path, monkeypatch):
+    def fetch(name, allow_patterns):
+        if name == "owner/llama":
+            return str(folder / "llama")
+        raise OSError("no such model\nand more")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    data = ["--data", str(folder / "numbers.txt"), "--seq-len", "16"]
+    assert planned(*data, "--init", "owner/llama")[0] == planned(*data, "--init", str(folder / "llama"))[0]
+    hf.keep_origin("owner/llama", tmp_path)
+    assert (tmp_path / "origin" / "config.json").exists()
+    assert "model.norm.weight" in hf.read_weights("owner/llama", {"model.norm.weight"})
+    with pytest.raises(UsageError, match="^--init owner/no is no folder, and cannot be fetched .*: no such model$"):
+        planned(*data, "--init", "owner/no")
+    with pytest.raises(UsageError, match="config.json has no model.safetensors, nor"):
+        planned(*data, "--init", str(folder / "llama" / "config.json"))
+    with pytest.raises(UsageError, match="^--init nowhere holds no config.json"):
+        planned(*data, "--init", "nowhere")
+
+
+def test_the_table_of_the_readme_is_the_one_that_is_read():
+    readme = (Path(hf.__file__).parent / "README.md").read_text()
+    assert hf_keys.table() in readme, "run `python 11_5d_trainer/hf_keys.py`, and put its table into the README"
