@@ -45,9 +45,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import paths  # noqa: F401  finds the chapters below
+
+# isort: split
 import expert_dispatch
 import fixed_dispatch
-import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # a dispatch mode imports it; imported while a group is up, it would keep that group alive

@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import paths  # noqa: F401  finds the chapters below
+
+# isort: split
 import llama
 import parallel_linear
 import parallel_llama
-import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -39,8 +39,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import llama
 import paths  # noqa: F401  finds the chapters below
+
+# isort: split
+import llama
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end

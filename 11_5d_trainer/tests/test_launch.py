@@ -91,7 +91,7 @@ if __name__ == "__main__":
     sys.exit(train.main())
 """
 DIES = """
-steps, step = [0], rank.train_step
+steps, step = [0], step.train_step
 def deadly(*args):
     steps[0] += 1
     if (steps[0], os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (8, "1", "0"):
@@ -100,7 +100,7 @@ def deadly(*args):
 train.train_step = deadly
 """
 SIGNALLED_AT_THE_END = """
-steps, step = [0], rank.train_step
+steps, step = [0], step.train_step
 def signalled(*args):
     steps[0] += 1
     if steps[0] == 3:
@@ -109,7 +109,7 @@ def signalled(*args):
 train.train_step = signalled
 """
 ONE_DIES_AND_ONE_HANGS = """
-steps, step, me = [0], rank.train_step, os.environ["RANK"]
+steps, step, me = [0], step.train_step, os.environ["RANK"]
 here = os.path.dirname(os.path.abspath(__file__))
 mark, other = (os.path.join(here, "fell " + who) for who in (me, "0"))
 with open(os.path.join(here, "starts"), "a") as starts:  # of two ranks, two each, unless they do not meet
@@ -127,7 +127,7 @@ def deadly(*args):
 train.train_step = deadly
 """
 SLOW = """
-save, step = checkpoint.dcp.save, rank.train_step
+save, step = checkpoint.dcp.save, step.train_step
 def slow(*args, **more):
     time.sleep(33)
     return save(*args, **more)
