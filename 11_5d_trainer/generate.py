@@ -24,7 +24,7 @@ from training_step import generate
 
 def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str, bool]:
     """The whole model of a run's newest checkpoint, its options, the checkpoint's name; were its data token ids?"""
-    _, path, progress, _ = checkpoint.find(run)
+    _, path, progress = checkpoint.find_aloud(run)
     config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
     moe, dtype = config.mixture(sizes), WEIGHTS.get(config.precision, torch.float32)
     weights = checkpoint.load(path, full_shapes(sizes, moe), dtype)["weights"]

@@ -6,6 +6,7 @@ field's type, default and help. A wrong value raises UsageError, whose text is t
 
 import argparse
 import dataclasses
+import math
 import os
 import tempfile
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from schedules import build as build_schedule
 SIZES = ("hidden", "layers", "heads", "kv_heads", "intermediate")  # which a preset or a file says, or options
 KERNELS = ("auto", "torch", "triton", "cuda")
 WIDTHS = ("weights", "fp32")  # of sums of gradients
+POSITIVE = ("lr", "bucket_mib", "timeout", "loss_scale")
 
 
 class UsageError(ValueError):
@@ -39,6 +41,11 @@ class UsageError(ValueError):
 
 class NothingLeft(UsageError):
     """A run that is started again has done all its steps already. That is no failure: exit code 0."""
+
+
+class RunEnds(RuntimeError):
+    """The run cannot go on, which all ranks know alike. Its text is the one line that the user sees; exit code 3: to
+    start the ranks again would end in the same way."""
 
 
 def option(
@@ -71,13 +78,11 @@ class Config:
     init: str = option("", "folder of a Hugging Face model (hf.py) to start from; replaces --preset", fixed=True)
     data: str = option(
         "",
-        "text file, folder, .bin of tokens, or what prepare.py wrote; default: Python's standard library",
-        fixed=True,
+        "text file, folder, .bin of tokens, or what prepare.py wrote; default: Python's standard library. A resumed "
+        "run finds it by its contents, wherever it lies now",
     )
     bin_dtype: str = option("uint16", "type of the tokens in a .bin", fixed=True, choices=("uint16", "uint32"))
-    tokenizer: str = option(
-        "", "tokenizer.json, a folder with one, or a name on the Hub; default: text is bytes", fixed=True
-    )
+    tokenizer: str = option("", "tokenizer.json, a folder with one, or a name on the Hub; default: text is bytes")
     vocab_size: int = option(
         0,
         "tokens; needed for a .bin without a meta file. If 0, those of --tokenizer, without one 256",
@@ -186,9 +191,15 @@ class Config:
             least, value = field.metadata["least"], getattr(self, field.name)
             if least is not None and not (value >= least):  # also for NaN
                 raise UsageError(f"{flag(field.name)} {value} must {'be at least 1' if least else 'not be negative'}")
-        for name in ("lr", "bucket_mib", "timeout", "loss_scale"):
+            if isinstance(value, float) and not math.isfinite(value) and field.name not in POSITIVE:
+                raise UsageError(f"{flag(field.name)} {value} must be a finite number")
+        for name in POSITIVE:
             if not (0 < getattr(self, name) < float("inf")):
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be a positive number")
+        if self.timeout < 1:
+            raise UsageError(
+                f"--timeout {self.timeout} must be at least 1: in less, ranks do not even find one another"
+            )
         for name, most in (("seed", 2**40), ("bucket_mib", 2**20), ("timeout", 1e7)):
             if getattr(self, name) > most:
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be at most {most:,.0f}")
@@ -440,6 +451,10 @@ GROUPS = {  # of `--help`, by their first option
 
 
 class _Parser(argparse.ArgumentParser):
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":  # once, and not by every rank
+            super().print_help(file)
+
     def error(self, message: str) -> NoReturn:  # argparse would print the whole usage as well
         raise UsageError(f"{message}; --help lists the options")
 
@@ -483,7 +498,8 @@ def merge(stored: dict[str, Any], given: dict[str, Any], where: str) -> Config:
     for field in dataclasses.fields(Config):
         name = field.name
         old, new = stored.get(name, field.default), given.get(name)  # a run may be older than an option
-        if field.metadata["fixed"] and name in given and new != old:
+        fixed = field.metadata["fixed"] or (name == "tokenizer" and not old)  # bytes stay bytes
+        if fixed and name in given and new != old:
             raise UsageError(f"{flag(name)} {new} does not fit {where}, which was trained with {old}; leave it out")
     return Config(**(stored | {"out": ""} | given))
 

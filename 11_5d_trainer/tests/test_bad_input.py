@@ -93,6 +93,8 @@ OPTIONS = [
     ("--kernels triton --precision fp64", "--kernels triton: no kernel computes in fp64; use --kernels torch", 1),
     ("--kernels triton --precision bf16", "--kernels triton --precision bf16: Triton's interpreter rounds bf16", 1),
     ("--weight-decay nan", "--weight-decay nan must not be negative", 1),
+    ("--weight-decay inf", "--weight-decay inf must be a finite number", 1),
+    ("--timeout 0.001", "--timeout 0.001 must be at least 1: in less, ranks do not even find one another", 1),
     ("--min-lr 1", "--min-lr 1 is more than --lr 0.003; use at most that", 1),
     ("--steps 5 --warmup 9", "--warmup 9 is more than --steps 5; use at most 5", 1),
     ("--restart", "--restart goes on with the run in --out, which is missing; add --out FOLDER", 1),
@@ -346,7 +348,7 @@ ANOTHER_RUN = [
     ("--experts 8", "--experts 8 does not fit {c}, which was trained with 4; leave it out", 1),
     ("--router sigmoid", "--router sigmoid does not fit {c}, which was trained with softmax; leave it out", 1),
     ("--precision bf16", "--precision bf16 does not fit {c}, which was trained with fp64; leave it out", 1),
-    ("--data other.txt", "--data other.txt does not fit {c}, which was trained with ", 1),
+    ("--data other.txt", "--data other.txt does not exist; give a text file, a folder or a .bin of tokens", 1),
     ("--init llama", "--init llama does not fit {c}, which was trained with ; leave it out", 1),
     ("--out x", "--out x cannot go with --resume: a resumed run goes on in its own folder", 1),
     ("--ep 3", "--ep 3 does not divide the 2 ranks of data x context; use 1, 2", 2),
@@ -365,7 +367,7 @@ def test_options_that_would_make_it_another_run_are_refused_on_resume(text, tmp_
     assert train.prepare(["--resume", folder, "--steps", "12"], 1).config.steps == 12
 
 
-def test_other_data_under_the_same_name_is_refused_on_resume(tmp_path):
+def test_data_are_known_again_by_their_contents_on_resume_and_not_by_their_name(tmp_path):
     data = tmp_path / "data.txt"
     data.write_text(TEXT)
     _, folder = train_on(1, [*arguments(str(data)), "--out", str(tmp_path / "run")])
@@ -373,6 +375,27 @@ def test_other_data_under_the_same_name_is_refused_on_resume(tmp_path):
     said = refusal(["--resume", folder, "--steps", "12"])
     assert f"was trained on 94,987 tokens, but --data {data} now has 95,000" in said, said
     data.write_text(TEXT.replace("7", "8"))
+    said = refusal(["--resume", folder, "--steps", "12"])
+    assert said == f"--resume {folder}: --data {data} has other contents or weights than it had then"
+    data.unlink()
+    said = refusal(["--resume", folder, "--steps", "12"])
+    assert said == f"--resume {folder}: its --data {data} is not there; if it has moved, say --data PLACE"
+    moved = tmp_path / "elsewhere.txt"
+    moved.write_text(TEXT)
+    plan = train.prepare(["--resume", folder, "--steps", "12", "--data", str(moved)], 1)
+    assert plan.config.data == str(moved) and plan.resume[2].step == 8
+    old = tmp_path / "run" / "checkpoints" / "step-000008" / "manifest.json"  # of before contents were noted
+    old.write_text(old.read_text().replace(f'"data": "{plan.corpus.fingerprint}"', '"data": ""'))
+    said = refusal(["--resume", folder, "--steps", "12", "--data", str(moved)])
+    assert said.startswith(f"--data {moved} does not fit {old.parent}, which was trained with {data}; leave it out")
+
+
+def test_a_bin_without_a_meta_file_is_known_again_too(tmp_path):
+    data, words = tmp_path / "ids.bin", ["--vocab-size", "9", "--out", str(tmp_path / "run")]
+    data.write_bytes(bytes([1, 0] * 5000))
+    _, folder = train_on(1, [*arguments(str(data)), *words])
+    train.prepare(["--resume", folder, "--steps", "12"], 1)
+    data.write_bytes(bytes([2, 0] * 5000))
     said = refusal(["--resume", folder, "--steps", "12"])
     assert said == f"--resume {folder}: --data {data} has other contents or weights than it had then"
 

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import checkpoint
@@ -50,7 +51,8 @@ def test_bad_options_end_in_one_line_and_code_2_before_any_rank_is_started(text,
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # main sets it
     monkeypatch.setattr(launch.torchrun, "run", lambda args: pytest.fail("ranks were started"))
     for line, start in BAD:
-        words = [*line.split(), *(["--data", text] if "train.py" in line else [])]
+        words = [*line.replace("train.py", str(HERE / "train.py")).split()]
+        words += ["--data", text] if "train.py" in line else []
         assert launch.main(words) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith(f"launch.py: {start}") and err.count("\n") == 1, err
@@ -139,15 +141,39 @@ train.train_step = counted
 """
 
 
-def start(tmp_path, change, words, ranks=2, nodes=(), inside=()):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(folders=[str(HERE), str(HERE / "tests"), str(ROOT / "tests")], change=change))
+def start(tmp_path, change, words, ranks=2, nodes=(), inside=(), script=None):
+    own, script = tmp_path / "script.py", script or tmp_path / "script.py"
+    own.write_text(SCRIPT.format(folders=[str(HERE), str(HERE / "tests"), str(ROOT / "tests")], change=change))
     command = [*inside, sys.executable, str(HERE / "launch.py")]
     command += nodes or ["--standalone", "--nproc_per_node", str(ranks), "--max-restarts", "1"]
     command += [str(script), *words]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_ELASTIC")}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, **pipes)
+
+
+def test_any_script_is_started_and_one_that_has_said_why_it_ends_is_not_started_again(tmp_path):
+    script = tmp_path / "any.py"
+    script.write_text("import sys\nopen(sys.argv[1], 'a').write('.')\nsys.exit('--code' in sys.argv and 3)\n")
+    for words, code in (([], 0), (["--code"], 3)):
+        starts = tmp_path / f"starts {code}"
+        process = start(tmp_path, "", [str(starts), *words], ranks=1, script=script)  # with --max-restarts 1
+        said, _ = process.communicate(timeout=100)
+        assert (process.returncode, starts.read_text()) == (code, "."), said
+        assert said.count("\n") == bool(code) and f"exitcode: {code}" in said + "exitcode: 0", said  # torchrun's line
+
+
+def test_the_last_line_names_the_rank_that_was_killed_and_blames_none_that_waited():
+    def line(**each):
+        failures = {int(rank[1:]): types.SimpleNamespace(exitcode=code) for rank, code in each.items()}
+        first = next(iter(failures.items()))
+        return launch.how_it_ended(types.SimpleNamespace(failures=failures, get_first_failure=lambda: first))
+
+    assert line(r0=1, r3=-9) == (137, "rank 3 was ended by SIGKILL; out of memory? The kernel's log says so then")
+    assert line(r2=-6)[1].startswith("rank 2 was ended by SIGABRT; NCCL's watchdog does that to ranks that have waited")
+    assert line(r0=4, r1=4) == (4, "rank 0 and others waited for ranks that did not answer: the line above names these")
+    assert line(r1=1) == (1, "rank 1 ended first, with 1; what it said is above")
+    assert line(r0=3) == (3, "")
 
 
 def said_by_two_nodes(tmp_path, change, words, more=()):
@@ -199,7 +225,7 @@ def test_a_signal_in_the_last_step_is_no_failure_and_a_run_that_is_done_has_noth
     process = start(tmp_path, SIGNALLED_AT_THE_END, words, ranks=1)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and "stopped" not in said and "validation loss" in said, said
-    process = start(tmp_path, "", words, ranks=1)
+    process = start(tmp_path, "", words, ranks=1, script=HERE / "train.py")
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and said.count("\n") == 1, said
     assert said.startswith("launch.py: --restart: ") and said.endswith("nothing is left to do\n")

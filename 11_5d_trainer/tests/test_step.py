@@ -184,13 +184,17 @@ def said_by_a_run(words):
     return "\n".join(lines)
 
 
-def test_help_names_every_option_in_one_of_four_groups(capsys):
+def test_help_names_every_option_in_one_of_four_groups(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         options.parse(["--help"])
     said = capsys.readouterr().out
     for title in options.GROUPS.values():
         assert f"\n{title}:\n" in said
     first = said.index(f"\n{options.GROUPS['preset']}:")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        options.parse(["--help"])
+    assert capsys.readouterr().out == "", "once is enough"
     assert all(said.index(f"\n  {options.flag(f.name)}", first) > first for f in dataclasses.fields(Config))
 
 
