@@ -270,25 +270,25 @@ def test_a_save_of_more_than_half_a_minute_is_waited_for_after_sigterm(text, tmp
 def test_a_slurm_job_saves_before_its_time_is_up_queues_again_and_goes_on(text, tmp_path):
     stubs = {
         "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {tmp_path}/queued',
-        "srun": f'echo "$SRUN_CPUS_PER_TASK" > {tmp_path}/cpus; echo $$ > {tmp_path}/pid; exec "$@"',
+        "srun": f'cd {tmp_path}; echo "$SRUN_CPUS_PER_TASK" > cpus; echo $$ > pid; echo "$@" >> words; exec "$@"',
         "scancel": f'[ "$*" = "--signal=TERM 77" ] && kill -TERM $(cat {tmp_path}/pid)',
     }
     for name, body in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(stat.S_IRWXU)
     slurm = dict(SLURM_JOB_ID="77", SLURM_NNODES="1", SLURM_JOB_NODELIST="here", SLURM_CPUS_PER_TASK="3")
-    slurm |= {"SLURM_GPUS_ON_NODE": "2", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    environment = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm |= {"OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"} | slurm
     words = fuzz.options(text, "", steps=100_000, save_every=0, timeout=120)
     (tmp_path / "11_5d_trainer").symlink_to(HERE)  # it writes into runs/ beside this
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
     (tmp_path / ".venv" / "bin" / "python").chmod(stat.S_IRWXU)
     folder, done = tmp_path / "runs" / "77", []
-    for _ in range(2):  # the second time it goes on
+    for gpus in ({"SLURM_GPUS_ON_NODE": "2"}, {"SLURM_GPUS_PER_NODE": "h100:2"}):  # the second time it goes on
         command = ["bash", str(HERE / "train.sbatch"), *words]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        process = subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes)
+        process = subprocess.Popen(command, env=environment | gpus, cwd=tmp_path, **pipes)
         before = max(done, default=0)
         until(lambda before=before: max(steps_of(folder), default=0) > before + 2, process, "the job did not start")
         process.send_signal(signal.SIGTERM)
@@ -298,6 +298,8 @@ def test_a_slurm_job_saves_before_its_time_is_up_queues_again_and_goes_on(text, 
         assert done[-1] == max(steps_of(folder)) > before
     assert (tmp_path / "queued").read_text() == "requeue 77\nrequeue 77\n"
     assert (tmp_path / "cpus").read_text() == "3\n"
+    asked = (tmp_path / "words").read_text()
+    assert asked.count("--nproc_per_node 2 ") == 2 and asked.count("--rdzv_endpoint localhost:20077 ") == 2, asked
 
 
 def test_make_train_takes_a_batch_that_any_number_of_gpus_can_share():
