@@ -13,6 +13,7 @@ one tensor at a time.
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -36,6 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 LAG = 60.0  # seconds after which a file that one node has written is seen by all, on file systems like NFS
 PATIENCE = 2.0  # seconds to wait for the lock of a job that is just ending
+LEASE = 120.0  # for that of a machine that is gone: NFS lets go of it after 90
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Progress:
     good_steps: int = 0  # since the loss scale changed
     numbers: bool | None = None  # whether the data were token ids, and no text; None: written before this was noted
     data: str = ""  # fingerprint of the data; "": they have none, or it was not noted yet
+    val_loss: float | None = None  # of a validation after this very step
 
 
 class NotShared(RunEnds):
@@ -65,8 +68,15 @@ class Saver:
     until one is written again, and `say` tells the user.
     """
 
-    def __init__(self, run: Path, group: dist.ProcessGroup, keep: int, say: Callable[[str], None] = print) -> None:
-        self.run, self.group, self.keep, self.say = run, group, keep, say
+    def __init__(
+        self,
+        run: Path,
+        group: dist.ProcessGroup,
+        keep: int,
+        say: Callable[[str], None] = print,
+        keep_best: bool = False,
+    ) -> None:
+        self.run, self.group, self.keep, self.say, self.keep_best = run, group, keep, say, keep_best
         self.failure = ""
         self.leader = dist.get_rank(group) == 0
         self.background = ThreadPoolExecutor(1)
@@ -115,7 +125,7 @@ class Saver:
         outcome: list[Any] = [failure]
         if self.leader and not failure:
             try:
-                publish(writing, progress, files, self.keep)
+                publish(writing, progress, files, self.keep, self.keep_best)
             except NotShared as error:
                 outcome = [error]
             except OSError as error:
@@ -137,8 +147,8 @@ class Saver:
         return self.pending is not None and not self.pending.done()
 
 
-def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep: int) -> None:
-    """Give a checkpoint whose files are written its manifest and its name; keep only the newest `keep`.
+def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep: int, keep_best: bool = False) -> None:
+    """Give a checkpoint whose files are written its manifest and its name; keep only the newest `keep`, and the best.
 
     Raises NotShared if a file that a rank has written does not appear here.
     """
@@ -160,7 +170,10 @@ def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep
     if final.exists():  # what is left of one that was removed
         set_aside(final)
     os.replace(writing, final)
+    best = best_of(writing.parent.parent) if keep_best else None
     for old in complete(writing.parent.parent)[:-keep]:
+        if old == best:
+            continue
         with contextlib.suppress(OSError):  # a file that is still read may stay: the new one is complete
             (old / "manifest.json").unlink()  # first: from here on it is no checkpoint any more
             shutil.rmtree(old)
@@ -194,6 +207,17 @@ def complete(run: Path) -> list[Path]:
     return sorted((path.parent for path in (run / "checkpoints").glob("step-*/manifest.json")), key=step_of)
 
 
+def best_of(run: Path) -> Path | None:
+    """The complete checkpoint with the lowest validation loss, the first of equal ones; None if none was validated."""
+    losses = {}
+    for path in complete(run):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged manifest
+            loss = progress_of(path).val_loss
+            if loss is not None and math.isfinite(loss):
+                losses[path] = loss
+    return min(losses, key=lambda path: losses[path], default=None)
+
+
 def step_of(path: Path) -> int:
     """Of a finished checkpoint. Its name does not sort: step-1000000 comes before step-999999."""
     return int(path.name.removeprefix("step-"))
@@ -223,7 +247,7 @@ def hold(run: Path) -> IO[str] | None:
         file = (run / "lock").open("a+")
     except OSError as error:
         raise UsageError(f"{run} cannot be written to ({in_a_line(error)})") from None
-    if not locked(file, exclusive=True):
+    if not locked(file, exclusive=True, patience=PATIENCE):
         raise in_use(run)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -231,11 +255,12 @@ def hold(run: Path) -> IO[str] | None:
     return file
 
 
-def check_free(run: Path) -> None:
-    """Raise UsageError if another job holds the lock of this folder. Looks only: `hold` decides."""
+def check_free(run: Path, restart: bool = False) -> None:
+    """Raise UsageError if another job holds the lock of this folder. Looks only: `hold` decides. `restart`: the holder
+    may be the same job, on a machine that is gone."""
     if (run / "lock").exists():
         with (run / "lock").open() as file:
-            if not locked(file, exclusive=False):
+            if not locked(file, exclusive=False, patience=LEASE if restart else PATIENCE):
                 raise in_use(run)
 
 
@@ -244,19 +269,19 @@ def in_use(run: Path) -> UsageError:
     return UsageError(f"{run} is being written by {by}; wait for its end, or give this run another --out")
 
 
-def locked(file: IO[str], exclusive: bool) -> bool:
+def locked(file: IO[str], exclusive: bool, patience: float) -> bool:
     """Whether this file has the lock now. Those that only look share it with one another."""
     try:
         import fcntl
     except ImportError:  # Windows
         return True
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while True:
         try:
             fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 return False
             time.sleep(0.1)
         except OSError:  # there are no locks on this file system
@@ -271,6 +296,11 @@ def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
     was named is damaged.
     """
     path = Path(resume)
+    if path.name == "best" and not path.exists():
+        run, best = path.parent, best_of(path.parent)
+        if best is None:
+            raise UsageError(f"--resume {resume}: no checkpoint of {run} was validated; use --resume {run}, the newest")
+        path = best
     if (path / "manifest.json").exists():
         run = Path(os.path.normpath(path / ".." / ".."))  # also of a path that begins in the run folder
         if what := damage(path):

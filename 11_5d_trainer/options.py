@@ -6,9 +6,12 @@ field's type, default and help. A wrong value raises UsageError, whose text is t
 
 import argparse
 import dataclasses
+import difflib
+import json
 import math
 import os
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -101,6 +104,14 @@ class Config:
     lr: float = option(3e-3, "peak learning rate")
     warmup: int = option(30, "steps until the peak", least=0)
     min_lr: float = option(3e-4, "learning rate at the end of the cosine", least=0)
+    lr_schedule: str = option(
+        "cosine",
+        "after the warm-up: half a cosine down to --min-lr, or wsd: constant, and down in the last --decay-steps",
+        choices=("cosine", "wsd"),
+    )
+    decay_steps: int = option(0, "of --lr-schedule wsd; 0: a fifth of the steps", least=0)
+    beta1: float = option(0.9, "of AdamW: how much of its mean of gradients it keeps in a step", least=0)
+    beta2: float = option(0.95, "of AdamW: the same for their squares", least=0)
     weight_decay: float = option(0.1, "of the matrices; norm weights are not decayed", fixed=True, least=0)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip", least=0)
     precision: str = option("fp32", "of weights and products (chapter 10; ops.py)", fixed=True, choices=PRECISIONS)
@@ -166,6 +177,12 @@ class Config:
     restart: bool = option(False, "go on with the run in --out if it has a checkpoint (torchrun --max-restarts)")
     save_every: int = option(100, "steps between checkpoints; 0: only at the end", least=0)
     keep: int = option(2, "complete checkpoints to keep", least=1)
+    keep_best: bool = option(
+        False, "save after each validation that is the best so far, and keep that checkpoint too; its name is RUN/best"
+    )
+    evaluate: bool = option(
+        False, "validate what --resume or --init names, print its loss, and end; nothing is written"
+    )
     eval_every: int = option(50, "steps between validations; 0: only at the start and the end", least=0)
     eval_samples: int = option(256, "validation samples", least=1)
     on_nan: str = option(
@@ -176,6 +193,7 @@ class Config:
         0, "steps to trace, communication and compute together, from the second on (default: none)", least=0
     )
     tensorboard: bool = option(False, "write the log for TensorBoard too")
+    wandb: str = option("", "project of Weights & Biases to send the log to (default: none)")
     show_mesh: bool = option(False, "print who sits where and which groups exist, and end")
     sample: int = option(300, "tokens to generate at the end", least=0)
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
@@ -203,6 +221,12 @@ class Config:
         for name, most in (("seed", 2**40), ("bucket_mib", 2**20), ("timeout", 1e7)):
             if getattr(self, name) > most:
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be at most {most:,.0f}")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise UsageError(f"{flag(name)} {getattr(self, name)} must be less than 1")
+        if self.warmup + self.decay_steps > self.steps and self.decay_steps:
+            what = f"--warmup {self.warmup} and --decay-steps {self.decay_steps} are more than --steps {self.steps}"
+            raise UsageError(f"{what}; use fewer")
         if self.warmup > self.steps:
             raise UsageError(f"--warmup {self.warmup} is more than --steps {self.steps}; use at most {self.steps}")
         if self.min_lr > self.lr:
@@ -214,6 +238,7 @@ class Config:
         deaf = {
             ("top_k", "router", "bias_speed", "capacity"): (no_experts, "there are no experts; add --experts 8"),
             ("schedule", "stages_per_rank"): (self.pp == 1, "there is no pipeline; add --pp 2"),
+            ("decay_steps",): (self.lr_schedule != "wsd", "a cosine decays from the warm-up on; add --lr-schedule wsd"),
             ("cp_kind",): (self.cp == 1, "each rank has whole sequences; add --cp 2"),
         }
         for names, (nobody, why) in deaf.items():
@@ -485,7 +510,58 @@ def parse(arguments: list[str]) -> dict[str, Any]:
             choices, default = about["choices"], argparse.SUPPRESS
             values = {"nargs": "?", "const": about["bare"]} if about["bare"] else {}
             group.add_argument(flag(field.name), type=kind, choices=choices, default=default, help=help, **values)
-    return vars(parser.parse_args(arguments))
+    parser.add_argument(
+        "--options",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="options from a .toml (examples/) or from a run's config.json; those on the command line win",
+    )
+    found = vars(parser.parse_args(arguments))
+    file = found.pop("options", None)
+    return (from_file(parser, file) if file else {}) | found
+
+
+OF_ONE_RUN = ("out", "resume", "restart", "evaluate", "show_mesh")  # these in a config.json are not for another run
+OF_THE_MODEL = ("preset", "config", "init", *SIZES, "tied", "experts", "top_k")  # left alone they mean: as others say
+KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+
+
+def from_file(parser: argparse.ArgumentParser, name: str) -> dict[str, Any]:
+    """The options in a file, checked as if they stood on the command line.
+
+    A run's config.json has all options, also those that nobody chose. Raises UsageError.
+    """
+    path, here, words = Path(name), f"--options {name}", []
+    try:
+        stored = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
+        if not isinstance(stored, dict):
+            raise ValueError("no table of options")
+    except OSError as error:
+        raise UsageError(f"{here} cannot be read ({os.strerror(error.errno or 0)})") from None
+    except ValueError as error:
+        raise UsageError(f"{here} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    for key, value in stored.items():
+        option_name = key.replace("-", "_")
+        if isinstance(value, dict):
+            raise UsageError(f"{here}: {key} is a table; options stand without one")
+        if option_name not in fields:
+            nearest = difflib.get_close_matches(option_name, fields, 1, 0)[0]
+            raise UsageError(f"{here}: there is no option {key}; the nearest name is {nearest}")
+        field = fields[option_name]
+        own = option_name in OF_ONE_RUN or (option_name in OF_THE_MODEL and value == field.default)
+        if path.suffix == ".json" and own:
+            continue
+        kind: Any = field.type
+        fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+        if not fits:
+            raise UsageError(f"{here}: {key} = {value!r} must be {KINDS[kind]}")
+        off = flag(f"no_{option_name}")
+        words.append(f"{flag(option_name)}={value}" if kind is not bool else flag(option_name) if value else off)
+    try:
+        return vars(parser.parse_args(words))
+    except UsageError as error:
+        raise UsageError(f"{here}: {str(error).removesuffix('; --help lists the options')}") from None
 
 
 def merge(stored: dict[str, Any], given: dict[str, Any], where: str) -> Config:

@@ -199,6 +199,8 @@ def make_rank(
             model.get_parameter(name).detach().copy_(piece)
     built = optimizer(model, config.lr)
     for group in built.param_groups:
+        if "betas" in group:
+            group["betas"] = (config.beta1, config.beta2)
         if group["weight_decay"]:
             group["weight_decay"] = config.weight_decay
     master = torch.float32 if config.precision == "bf16-master" else None

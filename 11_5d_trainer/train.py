@@ -13,6 +13,7 @@
     torchrun --nproc_per_node 4 11_5d_trainer/train.py --data my.txt --steps 2000 --seq-len 256 --out runs/mine
     torchrun --nproc_per_node 8 11_5d_trainer/train.py --pp 2 --schedule zb-h1 --tp 2 --zero 1
     torchrun --nproc_per_node 2 11_5d_trainer/train.py --resume runs/mine --steps 3000
+    python 11_5d_trainer/train.py --options 11_5d_trainer/examples/laptop.toml
 
 It writes into the run's folder: config.json, log.jsonl (one line per step and per validation), checkpoints/ and, at
 the end, sample.txt and loss.svg. Its last line is the summary: validation loss from first to last, steps, seconds.
@@ -51,7 +52,7 @@ from generate import load_model
 from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
-from metrics import Watch, board
+from metrics import Watch, check_boards, peak_memory
 from model import EXPERTS, PRESETS, full_shapes
 from options import SIZES, Config, NothingLeft, RunEnds, UsageError, check_folder, flag, merge, parse
 from sources import as_numbers
@@ -74,6 +75,7 @@ from tqdm import tqdm
 from training_step import generate
 
 Log = dict[str, Any]
+SILENCE = 10.0  # seconds between two steps that are told where there is no progress bar
 GRACE = 5.0  # seconds in which all ranks that wait for one that is stuck come to their timeouts
 
 
@@ -110,13 +112,14 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         resume = run, path, progress
     config = merge(resume[2].config, given, str(resume[1])) if resume else Config(**given)
     config.check()
-    if resume and resume[2].step >= config.steps:
+    if config.evaluate and not (resume or config.init):
+        raise UsageError("--evaluate needs something to validate; add --resume RUN or --init FOLDER")
+    if resume and resume[2].step >= config.steps and not config.evaluate:
         if given.get("restart"):
             raise NothingLeft(f"--restart: {resume[1]} has done all {config.steps} steps; nothing is left to do")
         raise UsageError(f"--steps {config.steps}: {resume[1]} has done {resume[2].step} already; ask for more")
     device = find_device(config.device, local_rank)
-    if config.tensorboard:
-        board(None)
+    check_boards(config)
     corpus = read_data(config, given, resume)
     messages = [*messages, *corpus.messages]
     if resume:
@@ -127,9 +130,9 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     config.check_layout(sizes, world_size)
     if not config.show_mesh:
         check_memory(config, sizes, world_size, device)
-        if folder := config.out or (resume and resume[0]):
-            checkpoint.check_free(Path(folder))
-    if config.out:
+        if (folder := config.out or (resume and resume[0])) and not config.evaluate:
+            checkpoint.check_free(Path(folder), config.restart)
+    if config.out and not config.evaluate:
         check_folder(config.out, config.restart)
     check_kernels(config, sizes, device)
     check_compile(config, sizes, world_size, device)
@@ -148,6 +151,11 @@ def read_data(config: Config, given: dict[str, Any], resume: tuple | None) -> Co
     kept = run / "tokenizer"  # the run's own copy
     own = config.tokenizer and "tokenizer" not in given and kept.exists()
     corpus = load_corpus(dataclasses.replace(config, tokenizer=str(kept)) if own else config)
+    if config.evaluate and "data" in given:  # any that the model can read
+        reads_bytes = corpus.tokenizer is None or corpus.tokenizer.name == "bytes"
+        if corpus.vocab_size > progress.sizes["vocab_size"] or (kept / "tokenizer.json").exists() == reads_bytes:
+            raise UsageError(f"{where} was not made with the tokenizer of {run}, which is in {kept}")
+        return corpus
     if progress.tokens != corpus.size:
         raise UsageError(
             f"--resume {config.resume}: it was trained on {progress.tokens:,} tokens, but {where} now has "
@@ -231,9 +239,14 @@ def connect(device: torch.device, timeout: float) -> None:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up to `lr`, then half a cosine down to `min_lr` at the last step."""
+    """Linear warm-up to `lr`, then half a cosine down to `min_lr` at the last step; or warm-up, stable, decay (wsd):
+    constant until the last `decay_steps`, in which it falls as 1 minus a square root (2405.18392, section 3.1)."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
+    if config.lr_schedule == "wsd":
+        decay = config.decay_steps or max(1, config.steps // 5)
+        left = max(0, config.steps - 1 - step)
+        return config.min_lr + (config.lr - config.min_lr) * (1 - math.sqrt(max(0, decay - left) / decay))
     done = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
     return config.min_lr + 0.5 * (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(done, 1.0)))
 
@@ -297,26 +310,32 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         if plan.corpus.tokenizer:
             plan.corpus.tokenizer.save(run / "tokenizer")
     log = Logger(run, config, first, leader)
-    saver = checkpoint.Saver(run, me.mesh.groups["saving"], config.keep, log.say)
+    saver = checkpoint.Saver(run, me.mesh.groups["saving"], config.keep, log.say, config.keep_best)
     speed, watch = Speedometer(plan, me), Watch(me, run, first)
     for message in plan.messages:
         log.say(message)
     log.say(f"{describe(plan, me)}; writing {run}")
 
-    def evaluate(step: int) -> None:
-        line = {"step": step, "val_loss": validate(me, held_out)}
+    def evaluate(step: int) -> tuple[float, bool]:
+        """The validation loss, and whether it is the best after any step: the same on all ranks."""
+        value = validate(me, held_out)
+        earlier = [line["val_loss"] for line in log.lines if "val_loss" in line and line["step"]]
+        better = leader and value < min(earlier, default=math.inf)  # the leader alone has the log of a resumed run
+        broken, best = any_rank(me, not math.isfinite(value), better).values()
+        line = {"step": step, "val_loss": value}
         log.write(line)
         watch.note(line)
-        if not math.isfinite(line["val_loss"]) and config.on_nan == "stop":
+        if broken and config.on_nan == "stop":
             saver.finish()
-            raise NotFinite(f"step {step}: the validation loss is {line['val_loss']}, though the weights are finite")
+            raise NotFinite(f"step {step}: the validation loss is {value}, though the weights are finite")
+        return value, bool(best)
 
-    def save(step: int) -> None:
+    def save(step: int, val_loss: float | None) -> None:
         options, sizes = dataclasses.asdict(config), dataclasses.asdict(plan.model)
         position, scale = training.position, (me.scaler.value, me.scaler.good)
         numbers = plan.corpus.decode is as_numbers
         size, data = plan.corpus.size, plan.corpus.fingerprint
-        progress = checkpoint.Progress(step, position, size, options, sizes, *scale, numbers, data)
+        progress = checkpoint.Progress(step, position, size, options, sizes, *scale, numbers, data, val_loss)
         saver.save(share_of_state(me.engine, me.model, me.mesh), progress)
 
     def arrive(launched: Launched) -> None:
@@ -335,6 +354,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
             raise NotFinite(f"{where}; the {error}") from None
         line |= {"loss_scale": me.scaler.value} if me.scaler.dynamic else {}
         line |= speed.of_step(seconds)
+        line |= {"epoch": launched.samples / training.windows, "seconds": before + time.perf_counter() - begin}
+        line |= {"memory": peak_memory(plan.device)}
         log.write(line)
         watch.note(line)
         if config.meter and step == first:
@@ -351,11 +372,19 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
 
     if first == 0:
         evaluate(0)
+    before = max((line.get("seconds", 0.0) for line in log.lines), default=0.0)  # of a resumed run
     begin = time.perf_counter()
     late = reads_late(me)  # then a step is under way before the host reads what the last one found
     under_way: Launched | None = None
     asked: Reading | None = None  # the vote of the step before
-    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=not leader, **log.bar_options)
+    bar = tqdm(
+        range(first, config.steps),
+        initial=first,
+        total=config.steps,
+        disable=not log.bar,
+        unit="step",
+        dynamic_ncols=True,
+    )
     for step in bar:
         start, lr = time.perf_counter(), learning_rate(step, config)
         for parameters in me.engine.param_groups:
@@ -381,10 +410,9 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
             under_way = None
         if not writing:
             saver.finish()  # the checkpoint gets its name
-        if evaluating:
-            evaluate(step + 1)
-        if saving:
-            save(step + 1)
+        val_loss, best = evaluate(step + 1) if evaluating else (None, False)
+        if saving or (best and config.keep_best):
+            save(step + 1, val_loss)
             asked = None  # an old vote knows nothing of the files that are being written now
         if stopped:
             break
@@ -411,6 +439,21 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     if saver.failure:
         raise unsaved
     return log.lines
+
+
+def evaluate_alone(plan: Plan) -> str:
+    """The validation loss of a checkpoint, or of the model that `--init` names."""
+    config = plan.config
+    me = make_rank(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
+    if plan.resume:
+        like = full_shapes(plan.model, config.mixture(plan.model))
+        load_full_state(me.engine, me.model, me.mesh, checkpoint.load(plan.resume[1], like, weight_dtype(config)))
+    held_out = Sampler(plan.corpus.held_out, config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
+    value, rate = validate(me, held_out), plan.corpus.tokens_per_byte
+    me.engine.arrive()
+    bits = f" ({curve.bits_per_byte(value, rate):.3f} bits per byte)" if rate else ""
+    what = f"{plan.resume[1].name} of {plan.resume[0]}" if plan.resume else config.init
+    return f"{what}: validation loss {value:.6f} nats per token{bits}"
 
 
 def describe(plan: Plan, me: Rank) -> str:
@@ -485,8 +528,10 @@ def agree(plan: Plan) -> tuple[Plan, Path]:
         other = next(i for i, path in enumerate(seen) if path != seen[0])
         what = [f"rank {i} sees {seen[i] or 'no checkpoint'}" for i in (0, other)]
         raise UsageError(f"--resume: {' and '.join(what)}; runs must be in a folder that all nodes share")
+    if plan.config.evaluate and not plan.resume:
+        return plan, Path()
     lock, said = None, list[Any]([None, None])  # the run's folder, or why there is none
-    if rank == 0:
+    if rank == 0 and not plan.config.evaluate:
         try:
             folder = plan.resume[0] if plan.resume else new_folder(plan.config.out)
             lock = checkpoint.hold(folder)
@@ -542,9 +587,8 @@ class Logger:
         self.leader, self.run = leader, run
         self.unwritten: set[str] = set()
         self.lines: list[Log] = []
-        self.bar_options: dict[str, Any] = {"unit": "step", "dynamic_ncols": True}
-        if not sys.stderr.isatty():
-            self.bar_options["mininterval"] = 10.0  # a log file is not a screen
+        self.bar = leader and sys.stderr.isatty()  # a log file is not a screen: there are lines instead
+        self.steps, self.told = config.steps, -math.inf
         self.file: IO[str] | None = None
         if not leader:
             return
@@ -564,6 +608,11 @@ class Logger:
                 self.file.write(json.dumps(line) + "\n")
         if "val_loss" in line:
             self.say(f"step {line['step']}: validation loss {line['val_loss']:.3f}")
+        elif not self.bar and (time.monotonic() - self.told > SILENCE or line["step"] == self.steps):
+            self.told = time.monotonic()
+            step, loss, norm, lr = (line[name] for name in ("step", "loss", "grad_norm", "lr"))
+            speed = f"{line['tokens_per_s']:,} tokens/s"
+            self.say(f"step {step} of {self.steps}: loss {loss:.3f}, norm {norm:.3g}, lr {lr:.3g}, {speed}")
 
     def keep(self, name: str, text: str) -> None:
         if self.leader:
@@ -583,6 +632,7 @@ class Logger:
     def say(self, text: str) -> None:
         if self.leader:
             tqdm.write(text)
+            sys.stdout.flush()  # into a pipe it would come in blocks
 
 
 def main() -> int:
@@ -622,13 +672,19 @@ def run_to_its_end(plan: Plan, run: Path, stop: Stop) -> int:
     """Train; the exit code. What ends a run early is said in one line, by one rank."""
     rank = dist.get_rank()
     try:
+        if plan.config.evaluate:
+            said = evaluate_alone(plan)
+            if rank == 0:
+                print("\n".join([*plan.messages, said]))
+            return 0
         left = plan.config.steps - train(plan, run, stop)[-1]["step"]
     except RunEnds as error:
         if rank == 0:
             print(f"train.py: {error}", file=sys.stderr)
         return 3
     except RuntimeError as error:
-        if not re.search("time.?out|timed out|connection|broken pipe", str(error), re.IGNORECASE):
+        words = re.search("time.?out|timed out|connection|broken pipe", str(error), re.IGNORECASE)
+        if not (words or isinstance(error, dist.DistError)):
             raise
         waited_for_another_rank(error)
         sys.stdout.flush()

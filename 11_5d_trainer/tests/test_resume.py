@@ -72,6 +72,8 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_found_by_its_name(tex
     assert [path.name for path in checkpoint.complete(Path(folder))] == ["step-000003", "step-000008"]
     _, path, progress, _ = checkpoint.find(f"{folder}/best")
     assert (path.name, progress.val_loss) == ("step-000003", 2.0)
+    run_ranks(2, validated_as, [3.0, 1.5], ["--resume", folder, "--steps", "10"], SMALL)
+    assert [path.name for path in checkpoint.complete(Path(folder))] == ["step-000010"]  # 9 was no better than 3
 
 
 def evaluated(words, sizes):
@@ -88,6 +90,10 @@ def test_a_checkpoint_is_validated_alone_in_any_layout_and_nothing_is_written(te
         assert said[0].startswith(
             f"step-000008 of {folder}: validation loss {log[-1]['val_loss']:.6f} nats per token ("
         )
+    other = Path(text).with_name("other.txt")
+    other.write_text("another text altogether. " * 200)
+    said = run_ranks(1, evaluated, ["--resume", folder, "--evaluate", "--data", str(other)], SMALL)
+    assert float(said[0].split("loss ")[1].split()[0]) > log[-1]["val_loss"], said
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
