@@ -36,6 +36,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as elastic
 
+if __name__ == "__main__":  # from here on, main has an end for it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SAVING = 600  # seconds for the step under way and a checkpoint
 SAID = {2, 3}  # codes of train.py: what ended the run stands in one line above
 
@@ -103,6 +106,8 @@ def main(words: list[str]) -> int:
     except UsageError as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return 0 if isinstance(error, NothingLeft) else 2
+    except KeyboardInterrupt:
+        return 130
     # When ranks are started again, torchrun gives them its old store, with the addresses of those that have died, and
     # each node counts its starts for itself. So a new store for each start.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -74,6 +74,9 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 from training_step import generate
 
+if __name__ == "__main__":  # from here on, main has an end for it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 Log = dict[str, Any]
 SILENCE = 10.0  # seconds between two steps that are told where there is no progress bar
 GRACE = 5.0  # seconds in which all ranks that wait for one that is stuck come to their timeouts
@@ -648,6 +651,8 @@ def main() -> int:
         if local_rank == 0:  # all ranks of a node say the same
             print(f"train.py: {error}", file=sys.stderr)
         return 0 if isinstance(error, NothingLeft) else 2
+    except KeyboardInterrupt:
+        return 130
     stop = Stop()
     signal.signal(
         signal.SIGTERM, stop

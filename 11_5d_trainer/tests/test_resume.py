@@ -95,6 +95,9 @@ def test_a_checkpoint_is_validated_alone_in_any_layout_and_nothing_is_written(te
     said = run_ranks(1, evaluated, ["--resume", folder, "--evaluate", "--data", str(other)], SMALL)
     assert float(said[0].split("loss ")[1].split()[0]) > log[-1]["val_loss"], said
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    hf.export(folder, str(tmp_path / "exported"))
+    said = run_ranks(1, evaluated, [*arguments(text), "--init", str(tmp_path / "exported"), "--evaluate"], SMALL)
+    assert f"validation loss {log[-1]['val_loss']:.6f} nats" in said[0], said
 
 
 def test_an_interrupted_save_leaves_the_last_complete_checkpoint_in_force(text, tmp_path):
