@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-import checkpoint
 import paths  # noqa: F401  finds the chapters below
+import checkpoint
 import torch
 from llama import Llama, LlamaConfig
 from model import alone, full_shapes, give_memory, whole_names

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import checkpoint
 import paths  # noqa: F401  finds the chapters below
+import checkpoint
 import torch
 from llama import LlamaConfig
 from model import Lazy, full_shapes

@@ -50,8 +50,6 @@ from pathlib import Path
 from typing import Any
 
 import paths  # noqa: F401  finds the chapters below
-
-# isort: split
 import expert_dispatch
 import fixed_dispatch
 import torch

@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any
 
 import paths  # noqa: F401  finds the chapters below
-
-# isort: split
 import llama
 import parallel_linear
 import parallel_llama

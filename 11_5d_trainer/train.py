@@ -38,9 +38,9 @@ from typing import IO, Any
 if __name__ == "__main__":  # Ctrl-C while the imports below take their seconds: no traceback of them
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import paths  # noqa: F401  finds the chapters below
 import checkpoint
 import curve
-import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end

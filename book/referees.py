@@ -15,8 +15,8 @@ for folder in ("01_single_gpu", "03_zero", "08_fpdt", "11_5d_trainer", "11_5d_tr
     if str(ROOT / folder) not in sys.path:
         sys.path.append(str(ROOT / folder))
 
-import fpdt
 import paths  # noqa: F401  finds the depth of the chapters
+import fpdt
 import single_gpu
 import zero
 from llama import LlamaConfig

@@ -13,9 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import paths  # noqa: F401  finds the chapters below
 import five_d
 import model
-import paths  # noqa: F401  finds the chapters below
 import step as trainer
 import torch
 import torch.distributed as dist

@@ -23,8 +23,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import metrics
 import paths  # noqa: F401  finds the chapters below
+import metrics
 import step as one_rank
 import torch
 import torch.distributed as dist

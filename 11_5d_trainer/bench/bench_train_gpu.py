@@ -40,8 +40,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import paths  # noqa: F401  finds the chapters below
-
-# isort: split
 import llama
 import torch
 import torch.distributed as dist

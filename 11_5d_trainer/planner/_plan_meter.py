@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import moe_layer
 import planner_paths  # noqa: F401  finds the trainer and the chapters
+import moe_layer
 import step as step_module
 import torch
 import torch.distributed as dist

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import planner_paths  # noqa: E402, F401  finds the trainer and the chapters
 import plan  # noqa: E402
 import plan_facts  # noqa: E402
 import plan_figures  # noqa: E402
@@ -32,7 +33,6 @@ import plan_published  # noqa: E402
 import plan_rules  # noqa: E402
 import plan_search  # noqa: E402
 import plan_time  # noqa: E402
-import planner_paths  # noqa: E402, F401  finds the trainer and the chapters
 from harness.figures import write_figure  # noqa: E402
 from harness.ranks import run_ranks  # noqa: E402
 from harness.report import write_result  # noqa: E402

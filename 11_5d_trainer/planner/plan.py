@@ -36,9 +36,9 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 import plan_facts
 import plan_figures
-import planner_paths  # noqa: F401  finds the trainer and the chapters
 from hf import read_sizes
 from llama import LLAMA3_405B, LlamaConfig
 from model import EXPERTS, PRESETS

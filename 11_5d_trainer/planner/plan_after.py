@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import checkpoint
 import planner_paths  # noqa: F401  finds the trainer and the chapters
+import checkpoint
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import Config, UsageError

@@ -33,8 +33,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import plan_time
 import planner_paths  # noqa: F401  finds the trainer and the chapters
+import plan_time
 from llama import LlamaConfig
 from plan_memory import Layout
 from plan_search import name

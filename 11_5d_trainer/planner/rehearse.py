@@ -42,8 +42,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-import plan
 import planner_paths  # noqa: F401  finds the trainer and the chapters
+import plan
 import torch
 from llama import LlamaConfig
 from mesh import AXES

@@ -37,13 +37,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 import expert_dispatch
 import gradient_reducers
 import llama
 import model as model_module
 import moe_layer
 import parallel_linear
-import planner_paths  # noqa: F401  finds the trainer and the chapters
 import step as step_module
 import torch
 import torch.distributed as dist

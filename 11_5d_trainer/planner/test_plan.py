@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 import mesh
 import plan
 import plan_calibrate
@@ -14,7 +15,6 @@ import plan_facts
 import plan_figures
 import plan_search
 import plan_time
-import planner_paths  # noqa: F401  finds the trainer and the chapters
 import pytest
 import torch
 import torch.distributed as dist

@@ -5,10 +5,10 @@ import json
 import shlex
 from collections import Counter
 
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 import plan
 import plan_after
 import plan_search
-import planner_paths  # noqa: F401  finds the trainer and the chapters
 import pytest
 from llama import LLAMA3_8B, LlamaConfig
 from model import PRESETS

@@ -2,9 +2,9 @@
 
 import dataclasses
 
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 import plan_memory as pm
 import plan_traffic
-import planner_paths  # noqa: F401  finds the trainer and the chapters
 import pytest
 from _plan_meter import measured
 from accounting import activations

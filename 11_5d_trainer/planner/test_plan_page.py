@@ -7,8 +7,8 @@ import subprocess
 from html import unescape
 from urllib.parse import quote
 
-import plan_page
 import planner_paths  # noqa: F401  finds the trainer and the chapters
+import plan_page
 import pytest
 from llama import LlamaConfig
 from moe_layer import MoEConfig

@@ -3,10 +3,10 @@
 import dataclasses
 import math
 
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 import plan_published as pp
 import plan_search
 import plan_time
-import planner_paths  # noqa: F401  finds the trainer and the chapters
 import pytest
 from llama import LLAMA3_8B, LlamaConfig
 from moe_layer import MoEConfig

@@ -1,8 +1,8 @@
 """The rules of thumb: each way keeps its word and is judged at its best; a rule is the simplest of what is as fast."""
 
+import planner_paths  # noqa: F401  finds the trainer and the chapters
 import plan
 import plan_rules
-import planner_paths  # noqa: F401  finds the trainer and the chapters
 import pytest
 from plan_search import exact
 from plan_time import read_cluster

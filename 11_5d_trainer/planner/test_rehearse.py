@@ -13,13 +13,13 @@ from unittest.mock import patch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import planner_paths  # noqa: E402, F401  finds the trainer and the chapters
 import context_ring  # noqa: E402
 import gradient_reducers  # noqa: E402
 import mesh as mesh_module  # noqa: E402
 import parallel_linear  # noqa: E402
 import pipeline_executor  # noqa: E402
 import plan_memory  # noqa: E402
-import planner_paths  # noqa: E402, F401  finds the trainer and the chapters
 import pytest  # noqa: E402
 import rehearse as rehearse_module  # noqa: E402
 import rehearse_rank  # noqa: E402

@@ -36,8 +36,8 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import checkpoint
 import paths  # noqa: F401  finds the chapters below
+import checkpoint
 import step as step_module
 import torch
 import torch.distributed as dist

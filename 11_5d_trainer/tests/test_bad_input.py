@@ -4,9 +4,9 @@ import argparse
 import json
 import os
 
+import paths  # noqa: F401  finds the chapters below
 import checks
 import fuzz
-import paths  # noqa: F401  finds the chapters below
 import prepare
 import pytest
 import torch

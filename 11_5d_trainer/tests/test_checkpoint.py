@@ -9,10 +9,10 @@ import functools
 from collections import Counter
 from pathlib import Path
 
+import paths  # noqa: F401  finds the chapters below
 import checkpoint
 import fuzz
 import generate
-import paths  # noqa: F401  finds the chapters below
 import pytest
 import step as step_module
 import torch

@@ -8,8 +8,8 @@ import itertools
 import shutil
 from pathlib import Path
 
-import fuzz
 import paths  # noqa: F401  finds the chapters below
+import fuzz
 import pytest
 import torch
 from harness.ranks import RankFailure, run_ranks

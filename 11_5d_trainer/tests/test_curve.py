@@ -5,8 +5,8 @@ import math
 import sys
 import xml.etree.ElementTree as ET
 
-import curve
 import paths  # noqa: F401  finds the chapters below
+import curve
 import pytest
 from data import load_corpus
 from options import Config

@@ -19,9 +19,9 @@ from datetime import datetime
 from pathlib import Path
 from unittest.mock import patch
 
+import paths  # noqa: F401  finds the chapters below
 import checkpoint
 import fuzz
-import paths  # noqa: F401  finds the chapters below
 import pytest
 import step as step_module
 import torch

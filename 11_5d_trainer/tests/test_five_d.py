@@ -19,8 +19,8 @@ from collections import namedtuple
 from pathlib import Path
 from unittest.mock import patch
 
-import five_d
 import paths  # noqa: F401  finds the chapters below
+import five_d
 import pytest
 import torch
 import torch.distributed as dist

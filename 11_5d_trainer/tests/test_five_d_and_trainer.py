@@ -1,8 +1,8 @@
 """five_d.py next to the trainer, which imports the chapters' in-depth code: same weights, batches, losses, norms."""
 
+import paths  # noqa: F401  finds the chapters below
 import five_d
 import model
-import paths  # noqa: F401  finds the chapters below
 import pytest
 import step as trainer
 import torch

@@ -10,10 +10,10 @@ import time
 import types
 from pathlib import Path
 
+import paths  # noqa: F401  finds the chapters below
 import checkpoint
 import fuzz
 import launch
-import paths  # noqa: F401  finds the chapters below
 import pytest
 import torch
 import torch.distributed as dist

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import fuzz
 import paths  # noqa: F401  finds the chapters below
+import fuzz
 import pytest
 import torch
 import train

@@ -4,8 +4,8 @@ import functools
 import json
 import shutil
 
-import hf
 import paths  # noqa: F401  finds the chapters below
+import hf
 import pytest
 import torch
 import torch.nn.functional as F

@@ -6,9 +6,9 @@ import math
 import types
 from unittest import mock
 
+import paths  # noqa: F401  finds the chapters below
 import model
 import options
-import paths  # noqa: F401  finds the chapters below
 import pytest
 import step as step_module
 import torch

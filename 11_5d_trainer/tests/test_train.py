@@ -7,9 +7,9 @@ how a run ends. All of them take their small runs from here.
 import dataclasses
 import math
 
+import paths  # noqa: F401  finds the chapters below
 import mesh
 import model
-import paths  # noqa: F401  finds the chapters below
 import pytest
 import step as step_module
 import torch

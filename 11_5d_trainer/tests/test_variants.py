@@ -7,10 +7,10 @@ what they hold and send, test_bad_input.py has what is refused.
 
 from unittest import mock
 
+import paths  # noqa: F401  finds the chapters below
 import domino
 import fuzz
 import metrics
-import paths  # noqa: F401  finds the chapters below
 import pytest
 import step as step_module
 import torch
