@@ -390,7 +390,7 @@ def test_examples_of_option_files_fit_the_ranks_and_the_memory_that_they_name(na
     data.write_text(long)
     words = ["--options", str(folder / f"{name}.toml"), "--data", str(data), "--device", "cpu"]
     config = train.prepare(words, WORLDS[name]).config
-    assert config.lr == 10 * config.min_lr and config.steps >= 4000
+    assert config.lr == pytest.approx(10 * config.min_lr) and config.steps >= 4000
 
 
 def test_of_a_preset_with_experts_a_token_uses_as_many_as_asked(text):
