@@ -291,7 +291,7 @@ def test_a_resumed_run_reads_its_text_with_its_own_copy_of_the_tokenizer(tokeniz
     moved = train.prepare(["--resume", str(tmp_path / "run"), "--steps", "4", "--tokenizer", str(tokenizer)], 1)
     assert again.corpus.vocab_size == moved.corpus.vocab_size == 300
     about = json.loads(tokenizer.read_text())
-    about["normalizer"] = {"type": "Lowercase"}
+    about["normalizer"] = {"type": "Replace", "pattern": {"String": "times"}, "content": "plus"}
     mine.write_text(json.dumps(about))
     with pytest.raises(UsageError, match="it was trained on .* tokens, but|has other contents or weights"):
         train.prepare(["--resume", str(tmp_path / "run"), "--steps", "4", "--tokenizer", str(mine)], 1)
