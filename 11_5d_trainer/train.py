@@ -243,7 +243,7 @@ def connect(device: torch.device, timeout: float) -> None:
 
 def learning_rate(step: int, config: Config) -> float:
     """Linear warm-up to `lr`, then half a cosine down to `min_lr` at the last step; or warm-up, stable, decay (wsd):
-    constant until the last `decay_steps`, in which it falls as 1 minus a square root (2405.18392, section 3.1)."""
+    constant until the last `decay_steps`, in which it falls as 1 minus a square root (2405.18392)."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     if config.lr_schedule == "wsd":
