@@ -83,9 +83,8 @@ class Agent(LocalElasticAgent):
 
 
 def how_it_ended(error: ChildFailedError) -> tuple[int, str]:
-    """Exit code, and a line. A rank that a signal killed came first, even if others noticed before torchrun did."""
-    killed = {rank: failure for rank, failure in error.failures.items() if failure.exitcode < 0}
-    rank, failure = next(iter(killed.items())) if killed else error.get_first_failure()
+    """Exit code, and a line, about the rank that ended first: torchrun itself ends the others, by signals too."""
+    rank, failure = error.get_first_failure()
     code = failure.exitcode
     if code in SAID:
         return code, ""
