@@ -4,15 +4,20 @@
         __0_0.distcp ... .metadata         weights and optimizer states, by parameter name, written by all ranks
         manifest.json                      steps done, data position, options, size and checksum of every file
     RUN/checkpoints/.writing-000300/       a save that is under way or was interrupted; the next save removes it
+    RUN/lock                               held by the job that writes into RUN; the system lets go of it when that ends
 
 Weights and optimizer states are stored whole, by Hugging Face's names, so a checkpoint knows nothing of the layout that
 wrote it and can be loaded in any other. No rank ever holds all of it: each writes its share (full_state.py), and reads
 one tensor at a time.
 """
 
+import contextlib
 import json
+import math
 import os
 import shutil
+import socket
+import sys
 import time
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -20,16 +25,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from model import Lazy
-from options import UsageError
+from options import RunEnds, UsageError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 LAG = 60.0  # seconds after which a file that one node has written is seen by all, on file systems like NFS
+PATIENCE = 2.0  # seconds to wait for the lock of a job that is just ending
+LEASE = 120.0  # for that of a machine that is gone: NFS lets go of it after 90
 
 
 @dataclass(frozen=True)
@@ -45,14 +53,31 @@ class Progress:
     good_steps: int = 0  # since the loss scale changed
     numbers: bool | None = None  # whether the data were token ids, and no text; None: written before this was noted
     data: str = ""  # fingerprint of the data; "": they have none, or it was not noted yet
+    val_loss: float | None = None  # of a validation after this very step
+
+
+class NotShared(RunEnds):
+    """A file that a rank has written is not there for the first rank."""
 
 
 class Saver:
     """Writes checkpoints of a run in the background. `group` needs a CPU back end (gloo) and belongs to this alone: in
-    it the ranks agree on what each writes, while training goes on in the other groups."""
+    it the ranks agree on what each writes, while training goes on in the other groups.
 
-    def __init__(self, run: Path, group: dist.ProcessGroup, keep: int) -> None:
-        self.run, self.group, self.keep = run, group, keep
+    A checkpoint that cannot be written, say because the disk is full, ends nothing: `failure` is why, on all ranks,
+    until one is written again, and `say` tells the user.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        group: dist.ProcessGroup,
+        keep: int,
+        say: Callable[[str], None] = print,
+        keep_best: bool = False,
+    ) -> None:
+        self.run, self.group, self.keep, self.say, self.keep_best = run, group, keep, say, keep_best
+        self.failure = ""
         self.leader = dist.get_rank(group) == 0
         self.background = ThreadPoolExecutor(1)
         self.pending: Future[Any] | None = None
@@ -62,7 +87,8 @@ class Saver:
         self.finish()
         writing = self.run / "checkpoints" / f".writing-{progress.step:06d}"
         if self.leader:
-            writing.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # if there can be no folder, then no files either: `write` has the cause
+                writing.parent.mkdir(parents=True, exist_ok=True)
             for leftover in writing.parent.glob(".writing-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         dist.barrier(self.group)
@@ -70,41 +96,69 @@ class Saver:
         self.pending = self.background.submit(self.write, state, writing)
         self.complete = (writing, progress)
 
-    def write(self, state: dict[str, Any], writing: Path) -> dict[str, list[int]]:
-        """In the background. Returns size and checksum of every file, on the leader: each rank reads its own again."""
-        files = dcp.FileSystemWriter(writing, per_thread_copy_ahead=0)  # there is nothing to fetch from a GPU
-        dcp.save(state, storage_writer=files, process_group=self.group)
-        mine = {file.name: entry(file) for file in writing.glob(f"__{dist.get_rank(self.group)}_*")}
+    def write(self, state: dict[str, Any], writing: Path) -> tuple[dict[str, list[int]], str]:
+        """In the background. Returns size and checksum of every file, and why they could not be written, the same on
+        all ranks: each rank reads its own again."""
+        mine: dict[str, list[int]] = {}
+        failure = ""
+        try:
+            files = dcp.FileSystemWriter(writing, per_thread_copy_ahead=0)  # there is nothing to fetch from a GPU
+            dcp.save(state, storage_writer=files, process_group=self.group)
+            mine = {file.name: entry(file) for file in writing.glob(f"__{dist.get_rank(self.group)}_*")}
+        except CheckpointException as error:  # on all ranks, if it happened on one
+            causes = [f"rank {rank}: {in_a_line(cause)}" for rank, (cause, _) in sorted(error.failures.items())]
+            failure = causes[0] if causes else "torch.distributed.checkpoint does not say why"
+        except OSError as error:
+            failure = f"rank {dist.get_rank(self.group)}: {in_a_line(error)}"
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.gather_object(mine, everyone if self.leader else None, group=self.group, group_dst=0)
-        return {name: entry for each in everyone for name, entry in (each or {}).items()}
+        dist.all_gather_object(everyone, (mine, failure), group=self.group)
+        written = {name: entry for files, _ in everyone for name, entry in files.items()}
+        return written, next((failure for _, failure in everyone if failure), "")
 
     def finish(self) -> None:
-        """Wait until the checkpoint under way is complete on disk. Raises what went wrong when it was written."""
+        """Wait until the checkpoint under way is complete on disk, or given up. Raises NotShared on all ranks."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        files = pending.result()  # on the leader: every rank has written
-        if self.leader:
-            publish(*self.complete, files, self.keep)
-        dist.barrier(self.group)
+        files, failure = pending.result()  # of all ranks
+        writing, progress = self.complete
+        outcome: list[Any] = [failure]
+        if self.leader and not failure:
+            try:
+                publish(writing, progress, files, self.keep, self.keep_best)
+            except NotShared as error:
+                outcome = [error]
+            except OSError as error:
+                outcome = [in_a_line(error)]
+        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        if isinstance(outcome[0], NotShared):
+            raise outcome[0]
+        self.failure = (
+            f"the checkpoint of step {progress.step} could not be written ({outcome[0]})" if outcome[0] else ""
+        )
+        if self.leader and self.failure:
+            shutil.rmtree(writing, ignore_errors=True)  # half of one takes the room that the next one needs
+            newest = complete(self.run)[-1:]
+            left = f"{newest[0].name} stays the newest" if newest else "there is none yet"
+            self.say(f"{self.failure}; {left}, and the run goes on")
 
     def busy(self) -> bool:
         """Whether this rank is still writing. When no rank is, `finish` waits for a manifest and a rename alone."""
         return self.pending is not None and not self.pending.done()
 
 
-def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep: int) -> None:
-    """Give a checkpoint whose files are written its manifest and its name; keep only the newest `keep`.
+def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep: int, keep_best: bool = False) -> None:
+    """Give a checkpoint whose files are written its manifest and its name; keep only the newest `keep`, and the best.
 
-    Ends the process with one line if a file that another rank has written does not appear here.
+    Raises NotShared if a file that a rank has written does not appear here.
     """
     deadline = time.monotonic() + LAG
     while unseen := [name for name, (size, _) in files.items() if size_of(writing / name) != size]:
         if time.monotonic() > deadline:
-            raise SystemExit(
-                f"train.py: {writing}/{unseen[0]} was written on another node and is not to be seen here; "
-                "--out must be a folder that all nodes share"
+            by = unseen[0].removeprefix("__").split("_")[0]
+            raise NotShared(
+                f"{writing}/{unseen[0]}, which rank {by} has written, is not there for rank 0 after {LAG:.0f} s; "
+                "--out must be a folder that all nodes share, and nothing else may remove files in it"
             )
         time.sleep(0.1)
     files[".metadata"] = entry(writing / ".metadata")  # the leader's
@@ -113,11 +167,23 @@ def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep
         file.flush()
         os.fsync(file.fileno())
     final = writing.with_name(f"step-{progress.step:06d}")
-    shutil.rmtree(final, ignore_errors=True)
+    if final.exists():  # what is left of one that was removed
+        set_aside(final)
     os.replace(writing, final)
+    best = best_of(writing.parent.parent) if keep_best else None
     for old in complete(writing.parent.parent)[:-keep]:
-        (old / "manifest.json").unlink()  # what somebody still reads may stay: it is no checkpoint any more
-        shutil.rmtree(old, ignore_errors=True)
+        if old == best:
+            continue
+        with contextlib.suppress(OSError):  # a file that is still read may stay: the new one is complete
+            (old / "manifest.json").unlink()  # first: from here on it is no checkpoint any more
+            shutil.rmtree(old)
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error of the system by its words, another by its last line and its kind."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else 'no words'}"
 
 
 def size_of(path: Path) -> int:
@@ -141,6 +207,17 @@ def complete(run: Path) -> list[Path]:
     return sorted((path.parent for path in (run / "checkpoints").glob("step-*/manifest.json")), key=step_of)
 
 
+def best_of(run: Path) -> Path | None:
+    """The complete checkpoint with the lowest validation loss, the first of equal ones; None if none was validated."""
+    losses = {}
+    for path in complete(run):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged manifest
+            loss = progress_of(path).val_loss
+            if loss is not None and math.isfinite(loss):
+                losses[path] = loss
+    return min(losses, key=lambda path: losses[path], default=None)
+
+
 def step_of(path: Path) -> int:
     """Of a finished checkpoint. Its name does not sort: step-1000000 comes before step-999999."""
     return int(path.name.removeprefix("step-"))
@@ -151,10 +228,64 @@ def set_aside_later(run: Path, step: int, group: dist.ProcessGroup) -> None:
     if dist.get_rank(group) == 0:
         for path in complete(run):
             if step_of(path) > step:
-                aside = path.with_name(f"superseded-{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
+                set_aside(path)
     dist.barrier(group)
+
+
+def set_aside(path: Path) -> None:
+    aside = path.with_name(f"superseded-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(path, aside)
+
+
+def hold(run: Path) -> IO[str] | None:
+    """The lock of a run's folder, held as long as the returned file is open: by this process, until it ends.
+
+    Raises UsageError if another job holds it. None on a file system that has no locks.
+    """
+    try:
+        file = (run / "lock").open("a+")
+    except OSError as error:
+        raise UsageError(f"{run} cannot be written to ({in_a_line(error)})") from None
+    if not locked(file, exclusive=True, patience=PATIENCE):
+        raise in_use(run)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def check_free(run: Path, restart: bool = False) -> None:
+    """Raise UsageError if another job holds the lock of this folder. Looks only: `hold` decides. `restart`: the holder
+    may be the same job, on a machine that is gone."""
+    if (run / "lock").exists():
+        with (run / "lock").open() as file:
+            if not locked(file, exclusive=False, patience=LEASE if restart else PATIENCE):
+                raise in_use(run)
+
+
+def in_use(run: Path) -> UsageError:
+    by = (run / "lock").read_text().strip() or "another job"
+    return UsageError(f"{run} is being written by {by}; wait for its end, or give this run another --out")
+
+
+def locked(file: IO[str], exclusive: bool, patience: float) -> bool:
+    """Whether this file has the lock now. Those that only look share it with one another."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
+        except OSError:  # there are no locks on this file system
+            return True
 
 
 def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
@@ -165,6 +296,11 @@ def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
     was named is damaged.
     """
     path = Path(resume)
+    if path.name == "best" and not path.exists():
+        run, best = path.parent, best_of(path.parent)
+        if best is None:
+            raise UsageError(f"--resume {resume}: no checkpoint of {run} was validated; use --resume {run}, the newest")
+        path = best
     if (path / "manifest.json").exists():
         run = Path(os.path.normpath(path / ".." / ".."))  # also of a path that begins in the run folder
         if what := damage(path):
@@ -178,6 +314,14 @@ def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
     if messages:
         raise UsageError(f"--resume {resume}: {messages[0]}; there is no other checkpoint; start a new run")
     raise UsageError(f"--resume {resume} holds no complete checkpoint; give a run folder or a checkpoint in it")
+
+
+def find_aloud(run: str) -> tuple[Path, Path, Progress]:
+    """The same for a program that has no log: what there is to tell goes to the screen."""
+    home, path, progress, messages = find(run)
+    for message in messages:
+        print(message, file=sys.stderr)
+    return home, path, progress
 
 
 def progress_of(path: Path) -> Progress:

@@ -20,6 +20,7 @@ import json
 import math
 import sysconfig
 import zlib
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from sources import (
     Tokenizer,
     as_numbers,
     check_width,
+    crc_of_samples,
     encode_whole,
     in_words,
     load_tokenizer,
@@ -156,7 +158,9 @@ def load_ids(config: Config, parts: list[tuple[Path, float]]) -> Corpus:
         metas.append([(file, meta) for file, meta in zip(files, about, strict=True) if meta])
     known = [pair for each in metas for pair in each]
     if not known:
-        return Corpus(tuple(rows), tuple(held_out), config.vocab_size, as_numbers)
+        seen = [str(crc_of_samples(path if path.is_file() else path / "train.bin")) for path, _ in parts]
+        check = f"{zlib.crc32(' '.join(seen).encode()):08x}"
+        return Corpus(tuple(rows), tuple(held_out), config.vocab_size, as_numbers, fingerprint=check)
     tokenizer = common_tokenizer(known, config)
     rate = None
     if all(len(each) == 2 and not each[1][1].masked for each in metas):
@@ -224,6 +228,8 @@ def load_text(config: Config, path: Path) -> Corpus:
         train, val = map(as_row, texts)
     rate = len(val) / len(texts[1]) if texts[1] else None
     size, check = config.vocab_size or tokenizer.vocab_size, f"{zlib.crc32(texts[0]):08x}"
+    if config.tokenizer:
+        check = f"{zlib.crc32(array('I', ids[0]).tobytes()):08x}"
     return Corpus((Row(train),), (Row(val),), size, tokenizer.decode, rate, tuple(messages), tokenizer, check)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str, bool]:
     """The whole model of a run's newest checkpoint, its options, the checkpoint's name; were its data token ids?"""
-    _, path, progress, _ = checkpoint.find(run)
+    _, path, progress = checkpoint.find_aloud(run)
     config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
     moe, dtype = config.mixture(sizes), WEIGHTS.get(config.precision, torch.float32)
     moe = replace(moe, capacity=None) if moe else None  # which drops tokens that come together; here they come alone

@@ -280,7 +280,7 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     Large models become several files of at most `file_bytes`; one of them is in memory at a time. In fp32, a run of
     bf16-master gives its masters. Raises UsageError where there is no checkpoint, or a run in `folder`.
     """
-    home, path, progress, _ = checkpoint.find(run)
+    home, path, progress = checkpoint.find_aloud(run)
     config = Config(**progress.config)
     sizes = LlamaConfig(**progress.sizes)
     moe = config.mixture(sizes)

@@ -1,29 +1,46 @@
-"""torchrun, with two habits it does not have: bad options end in one line, and a long save is waited for.
+"""torchrun, with better habits: bad options end in one line, a long save is waited for, and what would end in the same
+way again is not started again.
 
     python 11_5d_trainer/launch.py --nproc_per_node 4 11_5d_trainer/train.py --tp 2        torchrun's own command line
+    python 11_5d_trainer/launch.py --nproc_per_node 4 any_script.py                        without the check of options
 
 Options. Under torchrun each rank finds out by itself that an option is wrong, and torchrun reports their deaths in half
-a hundred lines and ends with 1. Here they are checked for the whole world before any rank is started: one line, code 2.
+a hundred lines and ends with 1. Here those of train.py are checked for the whole world before any rank is started: one
+line, code 2.
 
 Signals. torchrun passes SIGTERM on, and kills after 30 seconds whoever has not ended. A step and a checkpoint of a
 large model take longer. Here it is ten minutes, unless --shutdown-timeout says otherwise (torch 2.13 has it).
+
+Restarts. A rank that ends with code 2 or 3 has said why in one line (a wrong option, a gradient that is not finite),
+and --max-restarts does not apply.
 
 Ends with the code of the first rank that failed, or 128 + n if signal n killed that rank, or ended this run (143).
 """
 
 import os
+import signal
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any, NoReturn
+
+if __name__ == "__main__":  # Ctrl-C while the imports below take their seconds: no traceback of them
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import paths  # noqa: F401  finds the chapters below
 import train
 from options import NothingLeft, UsageError
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import api as elastic
+
+if __name__ == "__main__":  # from here on, main has an end for it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SAVING = 600  # seconds for the step under way and a checkpoint
+SAID = {2, 3}  # codes of train.py: what ended the run stands in one line above
 
 
 def arguments(words: list[str]) -> Namespace:
@@ -50,8 +67,35 @@ def check(args: Namespace) -> None:
         raise UsageError(f"{asked}: {error}") from None
     if nodes < 1 or here < 1:
         raise UsageError(f"{asked}: there must be at least 1 rank")
-    os.environ["LOCAL_WORLD_SIZE"] = str(here)  # they share this machine's memory; torchrun sets it for them
-    train.prepare(args.training_script_args, nodes * here, here - 1)
+    if Path(args.training_script).resolve() == Path(train.__file__).resolve():
+        os.environ["LOCAL_WORLD_SIZE"] = str(here)  # they share this machine's memory; torchrun sets it for them
+        train.prepare(args.training_script_args, nodes * here, here - 1)
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's own, which starts ranks again only if that could help."""
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        result = super()._monitor_workers(worker_group)
+        if any(failure.exitcode in SAID for failure in (result.failures or {}).values()):
+            self._remaining_restarts = 0
+        return result
+
+
+def how_it_ended(error: ChildFailedError) -> tuple[int, str]:
+    """Exit code, and a line, about the rank that ended first: torchrun itself ends the others, by signals too."""
+    rank, failure = error.get_first_failure()
+    code = failure.exitcode
+    if code in SAID:
+        return code, ""
+    if code == 4:
+        return code, f"rank {rank} and others waited for ranks that did not answer: the line above names these"
+    if code >= 0:
+        return code, f"rank {rank} ended first, with {code}; what it said is above"
+    name = signal.Signals(-code).name
+    guess = {"SIGKILL": "; out of memory? The kernel's log says so then", "SIGABRT": "; NCCL's watchdog does that to "}
+    guess["SIGABRT"] += "ranks that have waited --timeout for another one"
+    return 128 - code, f"rank {rank} was ended by {name}{guess.get(name, '')}"
 
 
 def main(words: list[str]) -> int:
@@ -61,17 +105,21 @@ def main(words: list[str]) -> int:
     except UsageError as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return 0 if isinstance(error, NothingLeft) else 2
+    except KeyboardInterrupt:
+        return 130
     # When ranks are started again, torchrun gives them its old store, with the addresses of those that have died, and
     # each node counts its starts for itself. So a new store for each start.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    elastic.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
         torchrun.run(args)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"launch.py: rank {rank} ended first, with {failure.exitcode}; what it said is above", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as signal:
-        return 128 + int(signal.sigval)
+        code, line = how_it_ended(error)
+        if line:
+            print(f"launch.py: {line}", file=sys.stderr)
+        return code
+    except SignalException as signal_:
+        return 128 + int(signal_.sigval)
     return 0
 
 

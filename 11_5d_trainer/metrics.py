@@ -4,7 +4,8 @@
                    rank, in meter.json
     --profile N    communication and compute of N steps on one time line for each rank, in trace-rank0.json and so on;
                    open them in ui.perfetto.dev
-    --tensorboard  the numbers of log.jsonl for TensorBoard too
+    --tensorboard  the numbers of log.jsonl for TensorBoard too, and with
+    --wandb NAME   for a project of Weights & Biases
 
 The first step is always counted, for the summary at the end. A dispatch mode sees every communication operator, and
 looks up the group it is for: each axis has groups of its own (mesh.py), so bytes fall to axes by themselves. What a
@@ -34,9 +35,12 @@ There is a formula for fp32, fp64 and bf16-master. The table has none
                              under a schedule that splits the backward, which runs their block again for each part
 """
 
+import dataclasses
+import importlib
 import json
 import math
 import resource
+import secrets
 import statistics
 import sys
 from collections import defaultdict
@@ -299,7 +303,7 @@ class Watch:
         self.me, self.run, self.first = me, run, first
         self.ranks: list[dict[str, Any]] = []  # of all ranks: what was held and sent in the first step
         self.profiler: Any = None
-        self.board = board(run) if me.config.tensorboard and dist.get_rank() == 0 else None
+        self.boards = boards(me.config, run) if dist.get_rank() == 0 else []
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -319,7 +323,7 @@ class Watch:
         if step == self.first:
             self.gather(wire, rows, {way: size - before[way] for way, size in crossed(self.me).items()})
         if traced and step == traced[-1]:
-            self.end()
+            self.end_trace()
 
     def gather(self, wire: Wire, rows: list[tuple[list[int], list[int]]], crossing: dict[str, int]) -> None:
         formula = sent_by_formula(self.me, rows)
@@ -357,20 +361,22 @@ class Watch:
         return "\n".join(lines)
 
     def note(self, line: dict[str, Any]) -> None:
-        """A line of the log, for TensorBoard."""
-        if self.board is not None:
-            for name, value in line.items():
-                if name != "step" and value is not None:
-                    self.board.add_scalar(name, value, line["step"])
+        """A line of the log, for TensorBoard and Weights & Biases."""
+        numbers = {name: value for name, value in line.items() if name != "step" and value is not None}
+        for board in self.boards:
+            board.note(line["step"], numbers)
 
-    def end(self) -> None:
-        """Write the trace, also if the run was over before its last step."""
+    def end_trace(self) -> None:
         if self.profiler is not None:
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.run / f"trace-rank{dist.get_rank()}.json"))
             self.profiler = None
-        if self.board is not None:
-            self.board.flush()
+
+    def end(self) -> None:
+        """Write the trace, also if the run was over before its last step."""
+        self.end_trace()
+        for board in self.boards:
+            board.end()
 
     def summary(self, lines: list[dict[str, Any]]) -> str:
         """The end of a run in words: loss, speed, memory, and what went over the wire on each axis."""
@@ -407,10 +413,61 @@ def peak_memory(device: torch.device) -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def board(run: Path | None) -> Any:
-    """TensorBoard's writer, in the folder of the run. Raises UsageError if it is not installed; None only looks."""
-    try:
+class TensorBoard:
+    """Into the folder of the run."""
+
+    def __init__(self, config: Any, run: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError:
-        raise UsageError("--tensorboard needs tensorboard; pip install tensorboard, or leave it out") from None
-    return SummaryWriter(str(run)) if run else None
+
+        self.writer = SummaryWriter(str(run))
+
+    def note(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def end(self) -> None:
+        self.writer.flush()
+
+
+class WeightsAndBiases:
+    """A run that is resumed goes on under the id that it got first."""
+
+    def __init__(self, config: Any, run: Path) -> None:
+        import wandb
+
+        known = run / "wandb-id"
+        if not known.exists():
+            known.write_text(secrets.token_hex(4))
+        about = {"id": known.read_text(), "name": run.name, "dir": str(run), "config": dataclasses.asdict(config)}
+        self.writer = wandb.init(project=config.wandb, resume="allow", **about)
+        self.writer.define_metric("*", step_metric="step")  # steps that are done again are drawn again
+
+    def note(self, step: int, numbers: dict[str, float]) -> None:
+        self.writer.log({"step": step, **numbers})
+
+    def end(self) -> None:
+        self.writer.finish()
+
+
+def check_boards(config: Any) -> None:
+    """Raise UsageError if one that is asked for is not installed."""
+    for asked, name, module in (
+        (config.tensorboard, "tensorboard", "torch.utils.tensorboard"),
+        (config.wandb, "wandb", "wandb"),
+    ):
+        try:
+            if asked:
+                importlib.import_module(module)
+        except ModuleNotFoundError:
+            raise UsageError(f"--{name} needs {name}; pip install {name}, or leave it out") from None
+
+
+def boards(config: Any, run: Path) -> list[Any]:
+    """Those that were asked for. One that cannot begin, say without a network, ends nothing."""
+    found: list[Any] = []
+    for asked, kind in ((config.tensorboard, TensorBoard), (config.wandb, WeightsAndBiases)):
+        try:
+            found += [kind(config, run)] if asked else []
+        except Exception as error:
+            print(f"{kind.__name__} does not begin ({error}); the run goes on without it", file=sys.stderr)
+    return found

@@ -6,8 +6,12 @@ field's type, default and help. A wrong value raises UsageError, whose text is t
 
 import argparse
 import dataclasses
+import difflib
+import json
+import math
 import os
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +35,7 @@ from schedules import build as build_schedule
 SIZES = ("hidden", "layers", "heads", "kv_heads", "intermediate")  # which a preset or a file says, or options
 KERNELS = ("auto", "torch", "triton", "cuda")
 WIDTHS = ("weights", "fp32")  # of sums of gradients
+POSITIVE = ("lr", "bucket_mib", "timeout", "loss_scale")
 
 
 class UsageError(ValueError):
@@ -39,6 +44,11 @@ class UsageError(ValueError):
 
 class NothingLeft(UsageError):
     """A run that is started again has done all its steps already. That is no failure: exit code 0."""
+
+
+class RunEnds(RuntimeError):
+    """The run cannot go on, which all ranks know alike. Its text is the one line that the user sees; exit code 3: to
+    start the ranks again would end in the same way."""
 
 
 def option(
@@ -79,13 +89,11 @@ class Config:
     lora_alpha: float = option(16.0, "an adapter counts this / --lora-rank times", fixed=True)
     data: str = option(
         "",
-        "text file, folder, .bin of tokens, or what prepare.py wrote; default: Python's standard library",
-        fixed=True,
+        "text file, folder, .bin of tokens, or what prepare.py wrote; default: Python's standard library. A resumed "
+        "run finds it by its contents, wherever it lies now",
     )
     bin_dtype: str = option("uint16", "type of the tokens in a .bin", fixed=True, choices=("uint16", "uint32"))
-    tokenizer: str = option(
-        "", "tokenizer.json, a folder with one, or a name on the Hub; default: text is bytes", fixed=True
-    )
+    tokenizer: str = option("", "tokenizer.json, a folder with one, or a name on the Hub; default: text is bytes")
     vocab_size: int = option(
         0,
         "tokens; needed for a .bin without a meta file. If 0, those of --tokenizer, without one 256",
@@ -104,6 +112,14 @@ class Config:
     lr: float = option(3e-3, "peak learning rate")
     warmup: int = option(30, "steps until the peak", least=0)
     min_lr: float = option(3e-4, "learning rate at the end of the cosine", least=0)
+    lr_schedule: str = option(
+        "cosine",
+        "after the warm-up: half a cosine down to --min-lr, or wsd: constant, and down in the last --decay-steps",
+        choices=("cosine", "wsd"),
+    )
+    decay_steps: int = option(0, "of --lr-schedule wsd; 0: a fifth of the steps", least=0)
+    beta1: float = option(0.9, "of AdamW: how much of its mean of gradients it keeps in a step", least=0)
+    beta2: float = option(0.95, "of AdamW: the same for their squares", least=0)
     weight_decay: float = option(0.1, "of the matrices; norm weights are not decayed", fixed=True, least=0)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip", least=0)
     precision: str = option("fp32", "of weights and products (chapter 10; ops.py)", fixed=True, choices=PRECISIONS)
@@ -169,6 +185,12 @@ class Config:
     restart: bool = option(False, "go on with the run in --out if it has a checkpoint (torchrun --max-restarts)")
     save_every: int = option(100, "steps between checkpoints; 0: only at the end", least=0)
     keep: int = option(2, "complete checkpoints to keep", least=1)
+    keep_best: bool = option(
+        False, "save after each validation that is the best so far, and keep that checkpoint too; its name is RUN/best"
+    )
+    evaluate: bool = option(
+        False, "validate what --resume or --init names, print its loss, and end; nothing is written"
+    )
     eval_every: int = option(50, "steps between validations; 0: only at the start and the end", least=0)
     eval_samples: int = option(256, "validation samples", least=1)
     on_nan: str = option(
@@ -179,6 +201,7 @@ class Config:
         0, "steps to trace, communication and compute together, from the second on (default: none)", least=0
     )
     tensorboard: bool = option(False, "write the log for TensorBoard too")
+    wandb: str = option("", "project of Weights & Biases to send the log to (default: none)")
     show_mesh: bool = option(False, "print who sits where and which groups exist, and end")
     sample: int = option(300, "tokens to generate at the end", least=0)
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
@@ -194,12 +217,24 @@ class Config:
             least, value = field.metadata["least"], getattr(self, field.name)
             if least is not None and not (value >= least):  # also for NaN
                 raise UsageError(f"{flag(field.name)} {value} must {'be at least 1' if least else 'not be negative'}")
-        for name in ("lr", "bucket_mib", "timeout", "loss_scale"):
+            if isinstance(value, float) and not math.isfinite(value) and field.name not in POSITIVE:
+                raise UsageError(f"{flag(field.name)} {value} must be a finite number")
+        for name in POSITIVE:
             if not (0 < getattr(self, name) < float("inf")):
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be a positive number")
+        if self.timeout < 1:
+            raise UsageError(
+                f"--timeout {self.timeout} must be at least 1: in less, ranks do not even find one another"
+            )
         for name, most in (("seed", 2**40), ("bucket_mib", 2**20), ("timeout", 1e7)):
             if getattr(self, name) > most:
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be at most {most:,.0f}")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise UsageError(f"{flag(name)} {getattr(self, name)} must be less than 1")
+        if self.warmup + self.decay_steps > self.steps and self.decay_steps:
+            what = f"--warmup {self.warmup} and --decay-steps {self.decay_steps} are more than --steps {self.steps}"
+            raise UsageError(f"{what}; use fewer")
         if self.warmup > self.steps:
             raise UsageError(f"--warmup {self.warmup} is more than --steps {self.steps}; use at most {self.steps}")
         if self.min_lr > self.lr:
@@ -212,6 +247,7 @@ class Config:
             ("lora_alpha",): (not self.lora_rank, "there are no adapters; add --lora-rank 8"),
             ("top_k", "router", "bias_speed", "capacity"): (no_experts, "there are no experts; add --experts 8"),
             ("schedule", "stages_per_rank"): (self.pp == 1, "there is no pipeline; add --pp 2"),
+            ("decay_steps",): (self.lr_schedule != "wsd", "a cosine decays from the warm-up on; add --lr-schedule wsd"),
             ("cp_kind",): (self.cp == 1, "each rank has whole sequences; add --cp 2"),
         }
         for names, (nobody, why) in deaf.items():
@@ -474,6 +510,10 @@ GROUPS = {  # of `--help`, by their first option
 
 
 class _Parser(argparse.ArgumentParser):
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":  # once, and not by every rank
+            super().print_help(file)
+
     def error(self, message: str) -> NoReturn:  # argparse would print the whole usage as well
         raise UsageError(f"{message}; --help lists the options")
 
@@ -504,7 +544,58 @@ def parse(arguments: list[str]) -> dict[str, Any]:
             choices, default = about["choices"], argparse.SUPPRESS
             values = {"nargs": "?", "const": about["bare"]} if about["bare"] else {}
             group.add_argument(flag(field.name), type=kind, choices=choices, default=default, help=help, **values)
-    return vars(parser.parse_args(arguments))
+    parser.add_argument(
+        "--options",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="options from a .toml (examples/) or from a run's config.json; those on the command line win",
+    )
+    found = vars(parser.parse_args(arguments))
+    file = found.pop("options", None)
+    return (from_file(parser, file) if file else {}) | found
+
+
+OF_ONE_RUN = ("out", "resume", "restart", "evaluate", "show_mesh")  # these in a config.json are not for another run
+OF_THE_MODEL = ("preset", "config", "init", *SIZES, "tied", "experts", "top_k")  # left alone they mean: as others say
+KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+
+
+def from_file(parser: argparse.ArgumentParser, name: str) -> dict[str, Any]:
+    """The options in a file, checked as if they stood on the command line.
+
+    A run's config.json has all options, also those that nobody chose. Raises UsageError.
+    """
+    path, here, words = Path(name), f"--options {name}", []
+    try:
+        stored = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
+        if not isinstance(stored, dict):
+            raise ValueError("no table of options")
+    except OSError as error:
+        raise UsageError(f"{here} cannot be read ({os.strerror(error.errno or 0)})") from None
+    except ValueError as error:
+        raise UsageError(f"{here} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    for key, value in stored.items():
+        option_name = key.replace("-", "_")
+        if isinstance(value, dict):
+            raise UsageError(f"{here}: {key} is a table; options stand without one")
+        if option_name not in fields:
+            nearest = difflib.get_close_matches(option_name, fields, 1, 0)[0]
+            raise UsageError(f"{here}: there is no option {key}; the nearest name is {nearest}")
+        field = fields[option_name]
+        own = option_name in OF_ONE_RUN or (option_name in OF_THE_MODEL and value == field.default)
+        if path.suffix == ".json" and own:
+            continue
+        kind: Any = field.type
+        fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+        if not fits:
+            raise UsageError(f"{here}: {key} = {value!r} must be {KINDS[kind]}")
+        off = flag(f"no_{option_name}")
+        words.append(f"{flag(option_name)}={value}" if kind is not bool else flag(option_name) if value else off)
+    try:
+        return vars(parser.parse_args(words))
+    except UsageError as error:
+        raise UsageError(f"{here}: {str(error).removesuffix('; --help lists the options')}") from None
 
 
 def merge(stored: dict[str, Any], given: dict[str, Any], where: str) -> Config:
@@ -517,7 +608,8 @@ def merge(stored: dict[str, Any], given: dict[str, Any], where: str) -> Config:
     for field in dataclasses.fields(Config):
         name = field.name
         old, new = stored.get(name, field.default), given.get(name)  # a run may be older than an option
-        if field.metadata["fixed"] and name in given and new != old:
+        fixed = field.metadata["fixed"] or (name == "tokenizer" and not old)  # bytes stay bytes
+        if fixed and name in given and new != old:
             raise UsageError(f"{flag(name)} {new} does not fit {where}, which was trained with {old}; leave it out")
     return Config(**(stored | {"out": ""} | given))
 

@@ -194,6 +194,16 @@ def checksum(path: Path, block: int) -> int:
         return zlib.crc32(file.read(BLOCK))
 
 
+def crc_of_samples(path: Path) -> int:
+    """Of 16 pieces of 1 MiB, evenly spread: enough to know a file again, and soon read."""
+    size, check = path.stat().st_size, 0
+    with path.open("rb") as file:
+        for i in range(16):
+            file.seek(i * size // 16)
+            check = zlib.crc32(file.read(2**20), check)
+    return check
+
+
 def checksums(path: Path) -> list[int]:
     return [checksum(path, block) for block in range(-(-path.stat().st_size // BLOCK))]
 

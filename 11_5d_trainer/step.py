@@ -32,7 +32,7 @@ from mesh import Mesh, make_mesh
 from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, is_adapter, my_positions
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from ops import AUTOCAST, FP8, WEIGHTS, Documents, end_step, leave_out_step, make_parts
-from options import Config
+from options import Config, RunEnds
 from parallel_block import sync_replicated_gradients
 from pipeline_executor import Pipeline, layers_of
 from precision_policies import LossScaler
@@ -43,7 +43,7 @@ from training_step import adamw
 Batch = tuple[Tensor, ...]  # tokens and labels, [B, S] each; with --documents also places in documents
 
 
-class NotFinite(ArithmeticError):
+class NotFinite(RunEnds):
     """A gradient is NaN or infinite. Says at which step, on which rank, in which parameter."""
 
 
@@ -200,6 +200,8 @@ def make_rank(
             model.get_parameter(name).detach().copy_(piece)
     built = optimizer(model, config.lr)
     for group in built.param_groups:
+        if "betas" in group:
+            group["betas"] = (config.beta1, config.beta2)
         if group["weight_decay"]:
             group["weight_decay"] = config.weight_decay
     master = torch.float32 if config.precision == "bf16-master" else None

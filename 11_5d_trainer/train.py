@@ -13,22 +13,30 @@
     torchrun --nproc_per_node 4 11_5d_trainer/train.py --data my.txt --steps 2000 --seq-len 256 --out runs/mine
     torchrun --nproc_per_node 8 11_5d_trainer/train.py --pp 2 --schedule zb-h1 --tp 2 --zero 1
     torchrun --nproc_per_node 2 11_5d_trainer/train.py --resume runs/mine --steps 3000
+    python 11_5d_trainer/train.py --options 11_5d_trainer/examples/laptop.toml
 
 It writes into the run's folder: config.json, log.jsonl (one line per step and per validation), checkpoints/ and, at
 the end, sample.txt and loss.svg. Its last line is the summary: validation loss from first to last, steps, seconds.
 """
 
+import contextlib
 import dataclasses
 import gc
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+if __name__ == "__main__":  # Ctrl-C while the imports below take their seconds: no traceback of them
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import paths  # noqa: F401  finds the chapters below
 import checkpoint
@@ -44,9 +52,9 @@ from generate import generate, load_model
 from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
-from metrics import Watch, board
+from metrics import Watch, check_boards, peak_memory
 from model import EXPERTS, PRESETS, full_shapes, is_adapter
-from options import SIZES, Config, NothingLeft, UsageError, check_folder, flag, merge, parse
+from options import SIZES, Config, NothingLeft, RunEnds, UsageError, check_folder, flag, merge, parse
 from sources import as_numbers
 from step import (
     Batch,
@@ -65,7 +73,12 @@ from step import (
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
+if __name__ == "__main__":  # from here on, main has an end for it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 Log = dict[str, Any]
+SILENCE = 10.0  # seconds between two steps that are told where there is no progress bar
+GRACE = 5.0  # seconds in which all ranks that wait for one that is stuck come to their timeouts
 
 
 # ----------------------------------------------------------------------------------- before any process group
@@ -81,6 +94,7 @@ class Plan:
     device: torch.device
     resume: tuple[Path, Path, checkpoint.Progress] | None
     messages: list[str]  # for the user
+    lock: IO[str] | None = None  # of the run's folder; the first rank's, once all are there
 
 
 def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
@@ -100,24 +114,16 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         resume = run, path, progress
     config = merge(resume[2].config, given, str(resume[1])) if resume else Config(**given)
     config.check()
-    if resume and resume[2].step >= config.steps:
+    if config.evaluate and not (resume or config.init):
+        raise UsageError("--evaluate needs something to validate; add --resume RUN or --init FOLDER")
+    if resume and resume[2].step >= config.steps and not config.evaluate:
         if given.get("restart"):
             raise NothingLeft(f"--restart: {resume[1]} has done all {config.steps} steps; nothing is left to do")
         raise UsageError(f"--steps {config.steps}: {resume[1]} has done {resume[2].step} already; ask for more")
     device = find_device(config.device, local_rank)
-    if config.tensorboard:
-        board(None)
-    corpus = load_corpus(config)
+    check_boards(config)
+    corpus = read_data(config, given, resume)
     messages = [*messages, *corpus.messages]
-    if resume and resume[2].tokens != corpus.size:
-        raise UsageError(
-            f"--resume {config.resume}: it was trained on {resume[2].tokens:,} tokens, but --data "
-            f"{config.data or '(the standard library)'} now has {corpus.size:,}; restore it, or start a new run"
-        )
-    if resume and resume[2].data not in ("", corpus.fingerprint):
-        raise UsageError(
-            f"--resume {config.resume}: --data {config.data} has other contents or weights than it had then"
-        )
     if resume:
         sizes = LlamaConfig(**resume[2].sizes)
     else:
@@ -126,11 +132,42 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     config.check_layout(sizes, world_size)
     if not config.show_mesh:
         check_memory(config, sizes, world_size, device)
-    if config.out:
+        if (folder := config.out or (resume and resume[0])) and not config.evaluate:
+            checkpoint.check_free(Path(folder), config.restart)
+    if config.out and not config.evaluate:
         check_folder(config.out, config.restart)
     check_kernels(config, sizes, device)
     check_compile(config, sizes, world_size, device)
     return Plan(config, corpus, sizes, device, resume, messages)
+
+
+def read_data(config: Config, given: dict[str, Any], resume: tuple | None) -> Corpus:
+    """What to train on. A resumed run goes on with the same tokens, wherever they lie now, or raises UsageError."""
+    if not resume:
+        return load_corpus(config)
+    run, path, progress = resume
+    where = f"--data {config.data or '(the standard library)'}"
+    old = progress.config.get("data", "")
+    if "data" not in given and old and not Path(old).exists():
+        raise UsageError(f"--resume {config.resume}: its --data {old} is not there; if it has moved, say --data PLACE")
+    kept = run / "tokenizer"  # the run's own copy
+    own = config.tokenizer and "tokenizer" not in given and kept.exists()
+    corpus = load_corpus(dataclasses.replace(config, tokenizer=str(kept)) if own else config)
+    if config.evaluate and "data" in given:  # any that the model can read
+        reads_bytes = corpus.tokenizer is None or corpus.tokenizer.name == "bytes"
+        if corpus.vocab_size > progress.sizes["vocab_size"] or (kept / "tokenizer.json").exists() == reads_bytes:
+            raise UsageError(f"{where} was not made with the tokenizer of {run}, which is in {kept}")
+        return corpus
+    if progress.tokens != corpus.size:
+        raise UsageError(
+            f"--resume {config.resume}: it was trained on {progress.tokens:,} tokens, but {where} now has "
+            f"{corpus.size:,}; restore it, or start a new run"
+        )
+    if not progress.data and config.data != old:  # nothing to know it by
+        raise UsageError(f"--data {config.data} does not fit {path}, which was trained with {old}; leave it out")
+    if progress.data not in ("", corpus.fingerprint):
+        raise UsageError(f"--resume {config.resume}: {where} has other contents or weights than it had then")
+    return corpus
 
 
 def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tuple[Config, LlamaConfig]:
@@ -207,9 +244,14 @@ def connect(device: torch.device, timeout: float) -> None:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up to `lr`, then half a cosine down to `min_lr` at the last step."""
+    """Linear warm-up to `lr`, then half a cosine down to `min_lr` at the last step; or warm-up, stable, decay (wsd):
+    constant until the last `decay_steps`, in which it falls as 1 minus a square root (2405.18392)."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
+    if config.lr_schedule == "wsd":
+        decay = config.decay_steps or max(1, config.steps // 5)
+        left = max(0, config.steps - 1 - step)
+        return config.min_lr + (config.lr - config.min_lr) * (1 - math.sqrt(max(0, decay - left) / decay))
     done = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
     return config.min_lr + 0.5 * (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(done, 1.0)))
 
@@ -273,23 +315,32 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         if plan.corpus.tokenizer:
             plan.corpus.tokenizer.save(run / "tokenizer")
     log = Logger(run, config, first, leader)
-    saver = checkpoint.Saver(run, me.mesh.groups["saving"], config.keep)
+    saver = checkpoint.Saver(run, me.mesh.groups["saving"], config.keep, log.say, config.keep_best)
     speed, watch = Speedometer(plan, me), Watch(me, run, first)
     for message in plan.messages:
         log.say(message)
     log.say(f"{describe(plan, me)}; writing {run}")
 
-    def evaluate(step: int) -> None:
-        line = {"step": step, "val_loss": validate(me, held_out)}
+    def evaluate(step: int) -> tuple[float, bool]:
+        """The validation loss, and whether it is the best after any step: the same on all ranks."""
+        value = validate(me, held_out)
+        earlier = [line["val_loss"] for line in log.lines if "val_loss" in line and line["step"]]
+        better = leader and value < min(earlier, default=math.inf)  # the leader alone has the log of a resumed run
+        broken, best = any_rank(me, not math.isfinite(value), better).values()
+        line = {"step": step, "val_loss": value}
         log.write(line)
         watch.note(line)
+        if broken and config.on_nan == "stop":
+            saver.finish()
+            raise NotFinite(f"step {step}: the validation loss is {value}, though the weights are finite")
+        return value, bool(best)
 
-    def save(step: int) -> None:
+    def save(step: int, val_loss: float | None) -> None:
         options, sizes = dataclasses.asdict(config), dataclasses.asdict(plan.model)
         position, scale = training.position, (me.scaler.value, me.scaler.good)
         numbers = plan.corpus.decode is as_numbers
         size, data = plan.corpus.size, plan.corpus.fingerprint
-        progress = checkpoint.Progress(step, position, size, options, sizes, *scale, numbers, data)
+        progress = checkpoint.Progress(step, position, size, options, sizes, *scale, numbers, data, val_loss)
         saver.save(share_of_state(me.engine, me.model, me.mesh), progress)
 
     def arrive(launched: Launched) -> None:
@@ -308,6 +359,8 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
             raise NotFinite(f"{where}; the {error}") from None
         line |= {"loss_scale": me.scaler.value} if me.scaler.dynamic else {}
         line |= speed.of_step(seconds)
+        line |= {"epoch": launched.samples / training.windows, "seconds": before + time.perf_counter() - begin}
+        line |= {"memory": peak_memory(plan.device)}
         log.write(line)
         watch.note(line)
         if config.meter and step == first:
@@ -324,11 +377,19 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
 
     if first == 0:
         evaluate(0)
+    before = max((line.get("seconds", 0.0) for line in log.lines), default=0.0)  # of a resumed run
     begin = time.perf_counter()
     late = reads_late(me)  # then a step is under way before the host reads what the last one found
     under_way: Launched | None = None
     asked: Reading | None = None  # the vote of the step before
-    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=not leader, **log.bar_options)
+    bar = tqdm(
+        range(first, config.steps),
+        initial=first,
+        total=config.steps,
+        disable=not log.bar,
+        unit="step",
+        dynamic_ncols=True,
+    )
     for step in bar:
         start, lr = time.perf_counter(), learning_rate(step, config)
         for parameters in me.engine.param_groups:
@@ -354,24 +415,25 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
             under_way = None
         if not writing:
             saver.finish()  # the checkpoint gets its name
-        if evaluating:
-            evaluate(step + 1)
-        if saving:
-            save(step + 1)
+        val_loss, best = evaluate(step + 1) if evaluating else (None, False)
+        if saving or (best and config.keep_best):
+            save(step + 1, val_loss)
             asked = None  # an old vote knows nothing of the files that are being written now
         if stopped:
             break
     saver.finish()
     me.engine.arrive()
     watch.end()
-    if stopped and not end:
+    if stopped and not end and not saver.failure:
         return log.lines
-    if config.sample and leader:
-        log.say(sample(plan, run))
+    unsaved = RunEnds(f"{saver.failure}, and it is the last; make room: --resume {run} does its steps again")
+    if stopped and not end:
+        raise unsaved
+    if config.sample and leader and not saver.failure:
+        log.say(sample(plan, run, log))
     log.say(watch.summary(log.lines))
     log.say(curve.in_terminal(log.lines))
-    if leader:
-        (run / "loss.svg").write_text(curve.as_svg(log.lines, run.name))
+    log.keep("loss.svg", curve.as_svg(log.lines, run.name))
     validations = [line["val_loss"] for line in log.lines if "val_loss" in line]
     rate = plan.corpus.tokens_per_byte
     in_bits = f" ({curve.bits_per_byte(validations[-1], rate):.3f} bits per byte)" if rate else ""
@@ -379,7 +441,24 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         f"validation loss {validations[0]:.3f} -> {validations[-1]:.3f} nats per token{in_bits} after {config.steps} "
         f"steps, {time.perf_counter() - begin:.0f} s; checkpoint in {run}/checkpoints"
     )
+    if saver.failure:
+        raise unsaved
     return log.lines
+
+
+def evaluate_alone(plan: Plan) -> str:
+    """The validation loss of a checkpoint, or of the model that `--init` names."""
+    config = plan.config
+    me = make_rank(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
+    if plan.resume:
+        like = full_shapes(plan.model, config.mixture(plan.model))
+        load_full_state(me.engine, me.model, me.mesh, checkpoint.load(plan.resume[1], like, weight_dtype(config)))
+    held_out = Sampler(plan.corpus.held_out, config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
+    value, rate = validate(me, held_out), plan.corpus.tokens_per_byte
+    me.engine.arrive()
+    bits = f" ({curve.bits_per_byte(value, rate):.3f} bits per byte)" if rate else ""
+    what = f"{plan.resume[1].name} of {plan.resume[0]}" if plan.resume else config.init
+    return f"{what}: validation loss {value:.6f} nats per token{bits}"
 
 
 def describe(plan: Plan, me: Rank) -> str:
@@ -430,7 +509,7 @@ def show_mesh(plan: Plan, world_size: int) -> str:
     return picture(*plan.config.layout(plan.model, world_size))
 
 
-def sample(plan: Plan, run: Path) -> str:
+def sample(plan: Plan, run: Path, log: "Logger") -> str:
     """Continue the first 32 held-out tokens on this rank alone, from the last checkpoint; also in sample.txt."""
     config, corpus = plan.config, plan.corpus
     model, *_ = load_model(str(run), plan.device)
@@ -438,7 +517,7 @@ def sample(plan: Plan, run: Path) -> str:
     generator = torch.Generator().manual_seed(config.seed)
     tokens = generate(model, prompt, config.sample, 0.8, generator)[0].tolist()
     text = corpus.decode(tokens)
-    (run / "sample.txt").write_text(text)
+    log.keep("sample.txt", text)
     return f"--- a sample: 32 tokens of the validation text, continued ---\n{text}\n---"
 
 
@@ -458,11 +537,24 @@ def agree(plan: Plan) -> tuple[Plan, Path]:
         other = next(i for i, path in enumerate(seen) if path != seen[0])
         what = [f"rank {i} sees {seen[i] or 'no checkpoint'}" for i in (0, other)]
         raise UsageError(f"--resume: {' and '.join(what)}; runs must be in a folder that all nodes share")
+    if plan.config.evaluate and not plan.resume:
+        return plan, Path()
+    lock, said = None, list[Any]([None, None])  # the run's folder, or why there is none
+    if rank == 0 and not plan.config.evaluate:
+        try:
+            folder = plan.resume[0] if plan.resume else new_folder(plan.config.out)
+            lock = checkpoint.hold(folder)
+            if plan.config.out:  # another job may have been here since `prepare` looked
+                check_folder(plan.config.out, plan.config.restart)
+            said = [str(folder), None]
+        except UsageError as error:
+            said = [None, error]
+    dist.broadcast_object_list(said, src=0)
+    if said[1]:
+        raise said[1]
+    plan = dataclasses.replace(plan, lock=lock)
     if not plan.resume:
-        name = [plan.config.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}"]
-        dist.broadcast_object_list(name, src=0)
-        Path(name[0]).mkdir(parents=True, exist_ok=True)
-        return plan, Path(name[0])
+        return plan, Path(said[0])
     run, path, progress = plan.resume
     before = [other for other in checkpoint.complete(run) if checkpoint.step_of(other) < progress.step]
     good: list[Any] = [[path, *reversed(before)], list(plan.messages)]
@@ -481,35 +573,75 @@ def agree(plan: Plan) -> tuple[Plan, Path]:
     return dataclasses.replace(plan, resume=(run, candidate, progress), messages=messages), run
 
 
+def new_folder(out: str) -> Path:
+    """`--out`, or a folder of runs/ that no other run has made in this second."""
+    folder, time_now = Path(out), f"runs/{datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        if out:
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        for name in (time_now, *(f"{time_now}-{n}" for n in range(2, 1000))):
+            with contextlib.suppress(FileExistsError):
+                (folder := Path(name)).mkdir(parents=True)
+                return folder
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made ({os.strerror(error.errno or 0)})") from None
+    raise UsageError(f"a thousand runs have begun in this second as {time_now}; give this one an --out")
+
+
 class Logger:
     """log.jsonl and the screen. Every rank keeps its lines in memory; the leader alone writes and speaks."""
 
     def __init__(self, run: Path, config: Config, first: int, leader: bool) -> None:
-        self.leader = leader
+        self.leader, self.run = leader, run
+        self.unwritten: set[str] = set()
         self.lines: list[Log] = []
-        self.bar_options: dict[str, Any] = {"unit": "step", "dynamic_ncols": True}
-        if not sys.stderr.isatty():
-            self.bar_options["mininterval"] = 10.0  # a log file is not a screen
+        self.bar = leader and sys.stderr.isatty()  # a log file is not a screen: there are lines instead
+        self.steps, self.told = config.steps, -math.inf
+        self.file: IO[str] | None = None
         if not leader:
             return
         path = run / "log.jsonl"
         if first and path.exists():  # resumed: what came after the checkpoint is about to happen again
             past = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
             self.lines = [line for line in past if line["step"] <= first]
-        (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
-        self.file = path.open("w", buffering=1)
-        self.file.writelines(json.dumps(line) + "\n" for line in self.lines)
+        self.keep("config.json", json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+        with self.or_say("log.jsonl"):
+            self.file = path.open("w", buffering=1)
+            self.file.writelines(json.dumps(line) + "\n" for line in self.lines)
 
     def write(self, line: Log) -> None:
         self.lines.append(line)
+        if self.file:
+            with self.or_say("log.jsonl"):
+                self.file.write(json.dumps(line) + "\n")
+        if "val_loss" in line:
+            self.say(f"step {line['step']}: validation loss {line['val_loss']:.3f}")
+        elif not self.bar and (time.monotonic() - self.told > SILENCE or line["step"] == self.steps):
+            self.told = time.monotonic()
+            step, loss, norm, lr = (line[name] for name in ("step", "loss", "grad_norm", "lr"))
+            speed = f"{line['tokens_per_s']:,} tokens/s"
+            self.say(f"step {step} of {self.steps}: loss {loss:.3f}, norm {norm:.3g}, lr {lr:.3g}, {speed}")
+
+    def keep(self, name: str, text: str) -> None:
         if self.leader:
-            self.file.write(json.dumps(line) + "\n")
-            if "val_loss" in line:
-                self.say(f"step {line['step']}: validation loss {line['val_loss']:.3f}")
+            with self.or_say(name):
+                (self.run / name).write_text(text)
+
+    @contextlib.contextmanager
+    def or_say(self, name: str) -> Iterator[None]:
+        """A disk that is full takes no more lines, and ends nothing."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self.unwritten:
+                self.say(f"{self.run / name} cannot be written ({error.strerror}); the run goes on without")
+            self.unwritten.add(name)
 
     def say(self, text: str) -> None:
         if self.leader:
             tqdm.write(text)
+            sys.stdout.flush()  # into a pipe it would come in blocks
 
 
 def main() -> int:
@@ -525,6 +657,8 @@ def main() -> int:
         if local_rank == 0:  # all ranks of a node say the same
             print(f"train.py: {error}", file=sys.stderr)
         return 0 if isinstance(error, NothingLeft) else 2
+    except KeyboardInterrupt:
+        return 130
     stop = Stop()
     signal.signal(
         signal.SIGTERM, stop
@@ -539,12 +673,62 @@ def main() -> int:
         if rank == 0:
             print(f"train.py: {error}", file=sys.stderr)
         return 2
-    left = plan.config.steps - train(plan, run, stop)[-1]["step"]
-    if left and rank == 0:
-        print(f"\nstopped; go on with --resume {run}", file=sys.stderr)
+    code = run_to_its_end(plan, run, stop)
     gc.collect()  # whatever still points into the group would keep its threads alive beyond the next line
     dist.destroy_process_group()
+    return code
+
+
+def run_to_its_end(plan: Plan, run: Path, stop: Stop) -> int:
+    """Train; the exit code. What ends a run early is said in one line, by one rank."""
+    rank = dist.get_rank()
+    try:
+        if plan.config.evaluate:
+            said = evaluate_alone(plan)
+            if rank == 0:
+                print("\n".join([*plan.messages, said]))
+            return 0
+        left = plan.config.steps - train(plan, run, stop)[-1]["step"]
+    except RunEnds as error:
+        if rank == 0:
+            print(f"train.py: {error}", file=sys.stderr)
+        return 3
+    except RuntimeError as error:
+        words = re.search("time.?out|timed out|connection|broken pipe", str(error), re.IGNORECASE)
+        if not (words or isinstance(error, dist.DistError)):
+            raise
+        waited_for_another_rank(error)
+        sys.stdout.flush()
+        os._exit(4)  # the group cannot be left in order: others are in the middle of something
+    if left and rank == 0:
+        print(f"\nstopped; go on with --resume {run}", file=sys.stderr)
     return 130 if left else 0
+
+
+def waited_for_another_rank(error: RuntimeError) -> None:
+    """Say, on one of the ranks that have waited in vain, which ranks do not wait: these are stuck or dead.
+
+    Those that wait for them all come to their timeout, and write so into the store of the process group.
+    """
+    here = Path(__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == here]
+    where = f"{frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else "a collective"
+    reason = str(error).strip().splitlines()[0]
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    noted = False
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=GRACE))
+        store.set(f"waited {rank}", "")
+        noted = True
+        time.sleep(GRACE)  # the others' timeouts end about now
+        waited = [other for other in ranks if other == rank or store.check([f"waited {other}"])]
+        others = ", ".join(str(other) for other in ranks if other not in waited)
+    except Exception:  # it was in a process that is stuck or gone
+        waited, others = ([0] if noted else [rank]), "0, and perhaps more"
+    if rank == min(waited):
+        what = f"ranks that do not answer, stuck or dead: {others}" if others else "one another: all have given up"
+        print(f"train.py: rank {rank} has waited in {where} for {what} ({reason})", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from harness.meter import held_bytes
 from harness.ranks import run_ranks
 from options import Config, UsageError, parse
 from step import make_rank
-from test_train import TEXT, arguments, train_on
+from test_train import TEXT, arguments, losses, train_on
 
 HF_LLAMA = dict(model_type="llama", vocab_size=100, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
 HF_LLAMA |= dict(num_key_value_heads=2, intermediate_size=24, rms_norm_eps=1e-5)
@@ -52,6 +52,16 @@ def write_files(folder):
         (folder / "many" / f"{i:02}.txt").write_text("a text of some length. " * 40)
     settings = dict(field="text", chat=False, tokenizer="", eos="", val_every=10, workers=1)
     prepare.prepare_all(argparse.Namespace(sources=[str(folder / "many")], out=str(folder / "tokens"), **settings))
+    files = {
+        "torn.toml": "lr =",
+        "list.json": "[1]",
+        "key.toml": "seqlen = 8",
+        "table.toml": "[model]",
+        "type.toml": "steps = 1.5",
+    }
+    files |= {"bool.toml": "lr = true", "choice.toml": "zero = 4", "value.toml": "micro_batch = 0"}
+    for name, text in files.items():
+        (folder / name).write_text(text)
     (folder / "torn").mkdir()
     (folder / "torn" / "config.json").write_text("{")
 
@@ -93,6 +103,18 @@ OPTIONS = [
     ("--kernels triton --precision fp64", "--kernels triton: no kernel computes in fp64; use --kernels torch", 1),
     ("--kernels triton --precision bf16", "--kernels triton --precision bf16: Triton's interpreter rounds bf16", 1),
     ("--weight-decay nan", "--weight-decay nan must not be negative", 1),
+    ("--weight-decay inf", "--weight-decay inf must be a finite number", 1),
+    ("--beta2 1", "--beta2 1.0 must be less than 1", 1),
+    ("--beta1 -0.1", "--beta1 -0.1 must not be negative", 1),
+    ("--lr-schedule linear", "argument --lr-schedule: invalid choice: 'linear' (choose from ", 1),
+    ("--decay-steps 9", "--decay-steps 9: a cosine decays from the warm-up on; add --lr-schedule wsd, or leave it", 1),
+    (
+        "--lr-schedule wsd --steps 50 --decay-steps 40",
+        "--warmup 30 and --decay-steps 40 are more than --steps 50; use fewer",
+        1,
+    ),
+    ("--evaluate", "--evaluate needs something to validate; add --resume RUN or --init FOLDER", 1),
+    ("--timeout 0.001", "--timeout 0.001 must be at least 1: in less, ranks do not even find one another", 1),
     ("--min-lr 1", "--min-lr 1 is more than --lr 0.003; use at most that", 1),
     ("--steps 5 --warmup 9", "--warmup 9 is more than --steps 5; use at most 5", 1),
     ("--restart", "--restart goes on with the run in --out, which is missing; add --out FOLDER", 1),
@@ -124,6 +146,20 @@ FILES = [
     (
         "--data {d}ids.bin --vocab-size 70000 --tokenizer t",
         "--tokenizer t reads text, but --data {d}ids.bin is tokens already",
+        1,
+    ),
+    ("--options {d}none.toml", "--options {d}none.toml cannot be read (No such file or directory)", 1),
+    ("--options {d}torn.toml", "--options {d}torn.toml is not TOML: ", 1),
+    ("--options {d}list.json", "--options {d}list.json is not JSON: no table of options", 1),
+    ("--options {d}key.toml", "--options {d}key.toml: there is no option seqlen; the nearest name is seq_len", 1),
+    ("--options {d}table.toml", "--options {d}table.toml: model is a table; options stand without one", 1),
+    ("--options {d}type.toml", "--options {d}type.toml: steps = 1.5 must be a whole number", 1),
+    ("--options {d}bool.toml", "--options {d}bool.toml: lr = True must be a number", 1),
+    ("--options {d}choice.toml", "--options {d}choice.toml: argument --zero: invalid choice: 4 (choose from ", 1),
+    ("--options {d}value.toml", "--micro-batch 0 must be at least 1", 1),
+    (
+        "--resume {d}unfinished/best",
+        "--resume {d}unfinished/best: no checkpoint of {d}unfinished was validated; use",
         1,
     ),
     ("--out {d}run", "--out {d}run holds a run already; use --resume {d}run, or another folder", 1),
@@ -328,6 +364,37 @@ def test_more_ranks_than_gpus_are_refused_on_every_rank_for_the_first_alone_spea
         assert train.find_device("cpu", local_rank).type == "cpu"
 
 
+def test_options_come_from_a_file_and_the_command_line_wins(text, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(f'data = "{text}"\nsteps = 50\nmin-lr = 0\ntied = true\ntp_overlap = "none"\nseq_len = 64')
+    config = train.prepare(["--seq-len", "32", "--options", str(file), "--no-tied"], 1).config
+    assert (config.steps, config.min_lr, config.tied, config.seq_len, config.data) == (50, 0.0, False, 32, text)
+
+
+def test_the_config_json_of_a_run_begins_the_same_run_elsewhere(text, tmp_path):
+    log, folder = train_on(2, [*arguments(text, experts=4), "--zero", "1", "--out", str(tmp_path / "run")])
+    again, other = train_on(2, ["--options", f"{folder}/config.json", "--out", str(tmp_path / "again")])
+    assert losses(again) == losses(log) and other != folder
+    first, second = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("run", "again"))
+    assert first | {"out": second["out"]} == second
+
+
+WORLDS = {"laptop": 2, "one_gpu": 1, "eight_gpus": 8, "slurm": 16}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_examples_of_option_files_fit_the_ranks_and_the_memory_that_they_name(name, text, monkeypatch):
+    folder = fuzz.Path(train.__file__).parent / "examples"
+    assert sorted(WORLDS) == sorted(file.stem for file in folder.glob("*.toml"))
+    monkeypatch.setattr(checks, "memory_of_a_rank", lambda device: 80 * 10**9)
+    long = "\n".join([fuzz.Path(text).read_text()] * 4)  # also the tenth for validation has a sample
+    data = fuzz.Path(text).with_name("long.txt")
+    data.write_text(long)
+    words = ["--options", str(folder / f"{name}.toml"), "--data", str(data), "--device", "cpu"]
+    config = train.prepare(words, WORLDS[name]).config
+    assert config.lr == pytest.approx(10 * config.min_lr) and config.steps >= 4000
+
+
 def test_of_a_preset_with_experts_a_token_uses_as_many_as_asked(text):
     sparse = train.prepare(["--data", text, "--preset", "mixtral-8x7b", "--top-k", "1", "--show-mesh"], 1)
     assert (sparse.config.experts, sparse.config.mixture(sparse.model).top_k) == (8, 1)
@@ -348,8 +415,8 @@ ANOTHER_RUN = [
     ("--experts 8", "--experts 8 does not fit {c}, which was trained with 4; leave it out", 1),
     ("--router sigmoid", "--router sigmoid does not fit {c}, which was trained with softmax; leave it out", 1),
     ("--precision bf16", "--precision bf16 does not fit {c}, which was trained with fp64; leave it out", 1),
-    ("--data other.txt", "--data other.txt does not fit {c}, which was trained with ", 1),
     ("--lora-rank 8", "--lora-rank 8 does not fit {c}, which was trained with 0; leave it out", 1),
+    ("--data other.txt", "--data other.txt does not exist; give a text file, a folder or a .bin of tokens", 1),
     ("--init llama", "--init llama does not fit {c}, which was trained with ; leave it out", 1),
     ("--out x", "--out x cannot go with --resume: a resumed run goes on in its own folder", 1),
     ("--ep 3", "--ep 3 does not divide the 2 ranks of data x context; use 1, 2", 2),
@@ -368,7 +435,7 @@ def test_options_that_would_make_it_another_run_are_refused_on_resume(text, tmp_
     assert train.prepare(["--resume", folder, "--steps", "12"], 1).config.steps == 12
 
 
-def test_other_data_under_the_same_name_is_refused_on_resume(tmp_path):
+def test_data_are_known_again_by_their_contents_on_resume_and_not_by_their_name(tmp_path):
     data = tmp_path / "data.txt"
     data.write_text(TEXT)
     _, folder = train_on(1, [*arguments(str(data)), "--out", str(tmp_path / "run")])
@@ -376,6 +443,27 @@ def test_other_data_under_the_same_name_is_refused_on_resume(tmp_path):
     said = refusal(["--resume", folder, "--steps", "12"])
     assert f"was trained on 94,987 tokens, but --data {data} now has 95,000" in said, said
     data.write_text(TEXT.replace("7", "8"))
+    said = refusal(["--resume", folder, "--steps", "12"])
+    assert said == f"--resume {folder}: --data {data} has other contents or weights than it had then"
+    data.unlink()
+    said = refusal(["--resume", folder, "--steps", "12"])
+    assert said == f"--resume {folder}: its --data {data} is not there; if it has moved, say --data PLACE"
+    moved = tmp_path / "elsewhere.txt"
+    moved.write_text(TEXT)
+    plan = train.prepare(["--resume", folder, "--steps", "12", "--data", str(moved)], 1)
+    assert plan.config.data == str(moved) and plan.resume[2].step == 8
+    old = tmp_path / "run" / "checkpoints" / "step-000008" / "manifest.json"  # of before contents were noted
+    old.write_text(old.read_text().replace(f'"data": "{plan.corpus.fingerprint}"', '"data": ""'))
+    said = refusal(["--resume", folder, "--steps", "12", "--data", str(moved)])
+    assert said.startswith(f"--data {moved} does not fit {old.parent}, which was trained with {data}; leave it out")
+
+
+def test_a_bin_without_a_meta_file_is_known_again_too(tmp_path):
+    data, words = tmp_path / "ids.bin", ["--vocab-size", "9", "--out", str(tmp_path / "run")]
+    data.write_bytes(bytes([1, 0] * 5000))
+    _, folder = train_on(1, [*arguments(str(data)), *words])
+    train.prepare(["--resume", folder, "--steps", "12"], 1)
+    data.write_bytes(bytes([2, 0] * 5000))
     said = refusal(["--resume", folder, "--steps", "12"])
     assert said == f"--resume {folder}: --data {data} has other contents or weights than it had then"
 

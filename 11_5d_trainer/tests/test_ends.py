@@ -1,9 +1,12 @@
 """How a run ends: in one line if an option is wrong, by Ctrl-C, because a rank died, or because a gradient did."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,8 +94,11 @@ def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time(how, text, tmp_pat
     [(said, code)] = finish(processes[:1], 60)
     processes[1].kill()
     processes[1].communicate()
-    assert code not in (0, None)
-    assert "train_step" in said or "save" in said, said  # its own traceback
+    assert code == 4
+    lines = [line for line in said.splitlines() if line.startswith("train.py: ")]
+    assert len(lines) == 1 and "Traceback" not in said, said
+    assert re.match(r"train.py: rank 0 has waited in \w+ \(\w+\.py:\d+\) for ranks that do not", lines[0]), said
+    assert ", stuck or dead: 1 (" in lines[0], said
     assert checkpoint.find(str(tmp_path / "run"))[2].step >= 3
 
 
@@ -114,24 +120,35 @@ def poisoned(words, on_rank, at_step):
         steps[0] += 1
         return step_module.train_step(*args)
 
-    train.make_rank, train.train_step = with_poison, counted
+    train.make_rank, train.train_step, said = with_poison, counted, io.StringIO()
     try:
-        return train.train(plan, folder), None
-    except step_module.NotFinite as error:
-        return None, str(error)
+        with contextlib.redirect_stderr(said):
+            code = train.run_to_its_end(plan, folder, train.Stop())
     finally:
         train.make_rank, train.train_step = make, step_module.train_step
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return code, [line for line in said.getvalue().splitlines() if line.startswith("train.py: ")], log
 
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_gradient_that_is_not_finite_is_named_and_the_run_stops_or_skips_as_asked(zero, text, tmp_path):
     words = arguments(text, zero=zero, micro_batch=4, save_every=2)
-    for log, error in run_ranks(2, poisoned, [*words, "--out", str(tmp_path / "stop")], 1, 3):
-        assert log is None
-        assert error.startswith("step 3: rank 1: gradient of model.layers.0.mlp.up_proj.weight is not finite;"), error
+    ended = run_ranks(2, poisoned, [*words, "--out", str(tmp_path / "stop")], 1, 3)
+    assert [code for code, *_ in ended] == [3, 3]
+    [line], others = ended[0][1], ended[1][1]  # one line in all
+    assert line.startswith("train.py: step 3: rank 1: gradient of model.layers.0.mlp.up_proj.weight is not finite;")
+    assert not others
     assert [path.name for path in checkpoint.complete(tmp_path / "stop")] == ["step-000002"], "what was being saved"
     skip = [*words, "--out", str(tmp_path / "skip"), "--on-nan", "skip"]
-    (log, error), _ = run_ranks(2, poisoned, skip, 1, 3)
-    assert error is None
+    (code, said, log), _ = run_ranks(2, poisoned, skip, 1, 3)
+    assert (code, said) == (0, [])
     assert [step for step, (_, norm) in losses(log).items() if not math.isfinite(norm)] == [3]
     assert all(math.isfinite(line["val_loss"]) for line in log if "val_loss" in line)
+
+
+@pytest.mark.parametrize("script", ["train.py", "launch.py"])
+def test_ctrl_c_during_the_imports_says_nothing(script, tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, str(HERE / script)], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")

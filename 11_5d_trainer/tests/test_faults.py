@@ -4,6 +4,8 @@ test_ends.py has a rank that is killed or stuck from outside, and Ctrl-C, test_r
 `make fuzz` has twenty deaths.
 """
 
+import contextlib
+import fcntl
 import importlib
 import json
 import math
@@ -13,6 +15,8 @@ import shutil
 import signal
 import threading
 import time
+from datetime import datetime
+from pathlib import Path
 from unittest.mock import patch
 
 import paths  # noqa: F401  finds the chapters below
@@ -25,6 +29,7 @@ import torch.distributed as dist
 import train
 from data import Sampler
 from harness.ranks import RankFailure, run_ranks
+from options import RunEnds, UsageError
 from train import Stop
 
 
@@ -145,33 +150,57 @@ def test_a_rank_that_is_stuck_ends_the_others_after_the_timeout(text, tmp_path):
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-def with_a_full_disk(words, who):
-    """Train; from the second checkpoint on the system lets rank `who` write no file of more than 2000 bytes."""
-    save, saves = checkpoint.Saver.save, [0]
+def with_a_full_disk(words, who, first, last):
+    """Train; while these checkpoints are written, the system lets rank `who` write no file of more than 2000 bytes.
+    Returns the losses, what ended the run, and what was said."""
+    save, saves, say, said = checkpoint.Saver.save, [0], train.Logger.say, []
 
     def limited(self, *args):
         self.finish()
         saves[0] += 1
-        if dist.get_rank() == who and saves[0] == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        if dist.get_rank() == who:
+            most = 2000 if first <= saves[0] <= last else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
         save(self, *args)
 
-    with patch.object(checkpoint.Saver, "save", limited):
-        fuzz.run(words)
+    def heard(self, text):
+        said.append(text)
+        say(self, text)
+
+    with patch.object(checkpoint.Saver, "save", limited), patch.object(train.Logger, "say", heard):
+        try:
+            return fuzz.losses(fuzz.run(words)), "", said
+        except RunEnds as error:
+            return {}, str(error), said
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 @pytest.mark.always("1")
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_disk_that_is_full_on_one_rank_ends_all_and_leaves_the_checkpoint_before(who, text, undisturbed, tmp_path):
+def test_a_disk_that_is_full_costs_that_checkpoint_and_not_the_run(who, text, undisturbed, tmp_path):
     words = [*fuzz.kill_options(text), "--out", str(tmp_path / "run"), "--restart"]
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(2, with_a_full_disk, words, who)
-    assert failure.value.kind == "raised", failure.value
-    assert "File too large" in str(failure.value) or "CheckpointException" in str(failure.value), failure.value
-    assert names(tmp_path / "run") == ["step-000003"]
-    assert fuzz.losses(run_ranks(2, fuzz.run, words)[0]) == undisturbed
+    (losses, ended, said), _ = run_ranks(2, with_a_full_disk, words, who, 2, 2)
+    assert losses == undisturbed and not ended
+    failure = f"the checkpoint of step 6 could not be written (rank {who}: "
+    [told] = [line for line in said if failure in line]
+    assert told.endswith("); step-000003 stays the newest, and the run goes on") and "\n" not in told, told
+    assert (f"{tmp_path}/run/log.jsonl cannot be written (File too large); the run goes on without" in said) == (
+        not who
+    )
     assert names(tmp_path / "run") == ["step-000009", "step-000012"]
     assert not list((tmp_path / "run" / "checkpoints").glob(".writing-*"))
+
+
+def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_in_one_line_and_the_one_before_is_gone_on_from(
+    text, undisturbed, tmp_path
+):
+    words = [*fuzz.kill_options(text), "--out", str(tmp_path / "run"), "--restart"]
+    (_, ended, _), (_, again, _) = run_ranks(2, with_a_full_disk, words, 1, 2, 9)
+    assert ended == again and ended.startswith("the checkpoint of step 12 could not be written (rank 1: ")
+    assert "\n" not in ended and ended.endswith(f"make room: --resume {tmp_path}/run does its steps again"), ended
+    assert names(tmp_path / "run") == ["step-000003"]
+    assert fuzz.losses(run_ranks(2, fuzz.run, words)[0]) == undisturbed
 
 
 def damage(folder, name, file, how):
@@ -258,7 +287,7 @@ def test_a_file_of_another_node_is_waited_for_and_if_it_never_comes_there_is_no_
     writing.mkdir(parents=True)
     (writing / ".metadata").write_bytes(b"contents")
     progress, files = checkpoint.Progress(2, 8, 100, {}, {}), {"__1_0.distcp": [5, 0]}
-    with pytest.raises(SystemExit, match="__1_0.distcp was written on another node .* a folder that all nodes share$"):
+    with pytest.raises(checkpoint.NotShared, match="__1_0.distcp, which rank 1 has written, .* all nodes share, and"):
         checkpoint.publish(writing, progress, dict(files), 2)
     assert names(tmp_path) == []
     later = threading.Timer(0.3, (writing / "__1_0.distcp").write_bytes, [b"whole"])
@@ -277,18 +306,72 @@ def test_a_run_that_died_before_its_first_checkpoint_leaves_no_line_in_the_log_o
     assert logged == log and [line["step"] for line in logged if "val_loss" in line] == [0, 2]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_none_any_more_and_ends_nothing(tmp_path, monkeypatch):
-    def busy(path, ignore_errors=False):  # as a file that is still open is on NFS
-        if not ignore_errors:
-            raise OSError(39, "Directory not empty")
+def published(folder, step):
+    writing = folder / "checkpoints" / f".writing-{step:06d}"
+    writing.mkdir(parents=True)
+    (writing / ".metadata").write_bytes(b"contents")
+    checkpoint.publish(writing, checkpoint.Progress(step, 8, 100, {}, {}), {}, 1)
 
-    monkeypatch.setattr(shutil, "rmtree", busy)
-    for step in (1, 2):
-        writing = tmp_path / "checkpoints" / f".writing-{step:06d}"
-        writing.mkdir(parents=True)
-        (writing / ".metadata").write_bytes(b"contents")
-        checkpoint.publish(writing, checkpoint.Progress(step, 8, 100, {}, {}), {}, 1)
-    assert names(tmp_path) == ["step-000002"]
+
+def whole(folder):
+    return [path.name for path in checkpoint.complete(folder) if not checkpoint.damage(path, contents=True)]
+
+
+RAISING = {  # what the system refuses -> whether the new checkpoint is complete nevertheless
+    ("shutil", "rmtree"): True,  # as for a file that is still open on NFS
+    ("pathlib.Path", "unlink"): True,
+    ("os", "replace"): False,
+    ("json", "dump"): False,
+}
+
+
+@pytest.mark.parametrize(("what", "there"), RAISING.items(), ids=[".".join(names) for names in RAISING])
+def test_whatever_the_system_refuses_while_a_checkpoint_gets_its_name_one_is_complete(what, there, tmp_path):
+    def refused(*args, ignore_errors=False, **more):
+        if not ignore_errors:
+            raise OSError(28, "No space left on device")
+
+    published(tmp_path, 1)
+    with patch(".".join(what), refused), contextlib.nullcontext() if there else pytest.raises(OSError):
+        published(tmp_path, 2)
+    assert whole(tmp_path)[-1] == ("step-000002" if there else "step-000001")
+    for leftover in (tmp_path / "checkpoints").glob(".writing-*"):
+        shutil.rmtree(leftover)
+    published(tmp_path, 3)
+    assert whole(tmp_path)[-1] == "step-000003"
+
+
+# ------------------------------------------------------------------------------------------------ two jobs
+
+
+def held_by_another(words, folder):
+    """Rank 0's job begins while another one has the folder."""
+    with (Path(folder) / "lock").open("a+") as file:  # another open file is another holder, in this process too
+        if dist.get_rank() == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        agreed(words)
+
+
+def test_two_jobs_do_not_write_into_one_folder(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PATIENCE", 0.1)
+    words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run")]
+    lock = checkpoint.hold(fuzz.train.new_folder(str(tmp_path / "run")))
+    one_line = f"{tmp_path}/run is being written by process {os.getpid()} on .*; wait for its end, or give this run an"
+    with pytest.raises(UsageError, match=one_line):  # alike on every rank, before they connect
+        train.prepare(words, 2)
+    with pytest.raises(UsageError, match=one_line):
+        checkpoint.hold(tmp_path / "run")
+    lock.close()
+    with checkpoint.hold(tmp_path / "run"):
+        pass
+    with pytest.raises(RankFailure, match="UsageError: .*/run is being written by "):
+        run_ranks(2, held_by_another, words, str(tmp_path / "run"))  # it came between looking and writing
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "datetime", type("Still", (), {"now": lambda: datetime(2026, 1, 1)}))
+    assert [str(train.new_folder("")) for _ in range(2)] == ["runs/20260101-000000", "runs/20260101-000000-2"]
 
 
 # ------------------------------------------------------------------------------------------------ signals
@@ -405,6 +488,21 @@ def test_a_gradient_that_is_not_a_number_is_traced_to_its_rank_layer_and_step_in
                 assert isinstance(outcome, str) and outcome.startswith(where), f"{layout}: {outcome}"
             else:
                 assert outcome == [2], f"{layout}: steps {outcome} were left out"
+
+
+def with_a_broken_validation(words):
+    with patch.object(train, "validate", lambda *_: math.nan):
+        try:
+            return [line["step"] for line in fuzz.run(words) if "val_loss" in line]
+        except step_module.NotFinite as error:
+            return str(error)
+
+
+def test_a_validation_that_is_not_finite_stops_the_run_unless_it_is_to_go_on(text, tmp_path):
+    words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run")]
+    said = run_ranks(1, with_a_broken_validation, words)
+    assert said == ["step 0: the validation loss is nan, though the weights are finite"]
+    assert run_ranks(1, with_a_broken_validation, [*words, "--on-nan", "skip", "--restart"]) == [[0, 2]]
 
 
 def test_weights_after_a_step_that_was_left_out_are_those_before_it(text, tmp_path):

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import paths  # noqa: F401  finds the chapters below
@@ -50,7 +51,8 @@ def test_bad_options_end_in_one_line_and_code_2_before_any_rank_is_started(text,
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # main sets it
     monkeypatch.setattr(launch.torchrun, "run", lambda args: pytest.fail("ranks were started"))
     for line, start in BAD:
-        words = [*line.split(), *(["--data", text] if "train.py" in line else [])]
+        words = [*line.replace("train.py", str(HERE / "train.py")).split()]
+        words += ["--data", text] if "train.py" in line else []
         assert launch.main(words) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith(f"launch.py: {start}") and err.count("\n") == 1, err
@@ -139,15 +141,40 @@ train.train_step = counted
 """
 
 
-def start(tmp_path, change, words, ranks=2, nodes=(), inside=()):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(folders=[str(HERE), str(HERE / "tests"), str(ROOT / "tests")], change=change))
+def start(tmp_path, change, words, ranks=2, nodes=(), inside=(), script=None):
+    own, script = tmp_path / "script.py", script or tmp_path / "script.py"
+    own.write_text(SCRIPT.format(folders=[str(HERE), str(HERE / "tests"), str(ROOT / "tests")], change=change))
     command = [*inside, sys.executable, str(HERE / "launch.py")]
     command += nodes or ["--standalone", "--nproc_per_node", str(ranks), "--max-restarts", "1"]
     command += [str(script), *words]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_ELASTIC")}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, **pipes)
+
+
+def test_any_script_is_started_and_one_that_has_said_why_it_ends_is_not_started_again(tmp_path):
+    script = tmp_path / "any.py"
+    script.write_text("import sys\nopen(sys.argv[1], 'a').write('.')\nsys.exit('--code' in sys.argv and 3)\n")
+    for words, code in (([], 0), (["--code"], 3)):
+        starts = tmp_path / f"starts {code}"
+        process = start(tmp_path, "", [str(starts), *words], ranks=1, script=script)  # with --max-restarts 1
+        said, _ = process.communicate(timeout=100)
+        assert (process.returncode, starts.read_text()) == (code, "."), said
+        assert said.count("\n") == bool(code) and f"exitcode: {code}" in said + "exitcode: 0", said  # torchrun's line
+
+
+def test_the_last_line_names_the_rank_that_was_killed_and_blames_none_that_waited():
+    def line(**each):
+        failures = {int(rank[1:]): types.SimpleNamespace(exitcode=code) for rank, code in each.items()}
+        first = next(iter(failures.items()))
+        return launch.how_it_ended(types.SimpleNamespace(failures=failures, get_first_failure=lambda: first))
+
+    assert line(r1=4, r0=-9)[0] == 4 and line(r1=3, r0=-15) == (3, "")  # torchrun has ended rank 0
+    assert line(r3=-9, r0=1) == (137, "rank 3 was ended by SIGKILL; out of memory? The kernel's log says so then")
+    assert line(r2=-6)[1].startswith("rank 2 was ended by SIGABRT; NCCL's watchdog does that to ranks that have waited")
+    assert line(r0=4, r1=4) == (4, "rank 0 and others waited for ranks that did not answer: the line above names these")
+    assert line(r1=1) == (1, "rank 1 ended first, with 1; what it said is above")
+    assert line(r0=3) == (3, "")
 
 
 def said_by_two_nodes(tmp_path, change, words, more=()):
@@ -199,7 +226,7 @@ def test_a_signal_in_the_last_step_is_no_failure_and_a_run_that_is_done_has_noth
     process = start(tmp_path, SIGNALLED_AT_THE_END, words, ranks=1)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and "stopped" not in said and "validation loss" in said, said
-    process = start(tmp_path, "", words, ranks=1)
+    process = start(tmp_path, "", words, ranks=1, script=HERE / "train.py")
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and said.count("\n") == 1, said
     assert said.startswith("launch.py: --restart: ") and said.endswith("nothing is left to do\n")
@@ -244,25 +271,25 @@ def test_a_save_of_more_than_half_a_minute_is_waited_for_after_sigterm(text, tmp
 def test_a_slurm_job_saves_before_its_time_is_up_queues_again_and_goes_on(text, tmp_path):
     stubs = {
         "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {tmp_path}/queued',
-        "srun": f'echo "$SRUN_CPUS_PER_TASK" > {tmp_path}/cpus; echo $$ > {tmp_path}/pid; exec "$@"',
+        "srun": f'cd {tmp_path}; echo "$SRUN_CPUS_PER_TASK" > cpus; echo $$ > pid; echo "$@" >> words; exec "$@"',
         "scancel": f'[ "$*" = "--signal=TERM 77" ] && kill -TERM $(cat {tmp_path}/pid)',
     }
     for name, body in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(stat.S_IRWXU)
     slurm = dict(SLURM_JOB_ID="77", SLURM_NNODES="1", SLURM_JOB_NODELIST="here", SLURM_CPUS_PER_TASK="3")
-    slurm |= {"SLURM_GPUS_ON_NODE": "2", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    environment = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm |= {"OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"} | slurm
     words = fuzz.options(text, "", steps=100_000, save_every=0, timeout=120)
     (tmp_path / "11_5d_trainer").symlink_to(HERE)  # it writes into runs/ beside this
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
     (tmp_path / ".venv" / "bin" / "python").chmod(stat.S_IRWXU)
     folder, done = tmp_path / "runs" / "77", []
-    for _ in range(2):  # the second time it goes on
+    for gpus in ({"SLURM_GPUS_ON_NODE": "2"}, {"SLURM_GPUS_PER_NODE": "h100:2"}):  # the second time it goes on
         command = ["bash", str(HERE / "train.sbatch"), *words]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        process = subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes)
+        process = subprocess.Popen(command, env=environment | gpus, cwd=tmp_path, **pipes)
         before = max(done, default=0)
         until(lambda before=before: max(steps_of(folder), default=0) > before + 2, process, "the job did not start")
         process.send_signal(signal.SIGTERM)
@@ -272,6 +299,8 @@ def test_a_slurm_job_saves_before_its_time_is_up_queues_again_and_goes_on(text, 
         assert done[-1] == max(steps_of(folder)) > before
     assert (tmp_path / "queued").read_text() == "requeue 77\nrequeue 77\n"
     assert (tmp_path / "cpus").read_text() == "3\n"
+    asked = (tmp_path / "words").read_text()
+    assert asked.count("--nproc_per_node 2 ") == 2 and asked.count("--rdzv_endpoint localhost:20077 ") == 2, asked
 
 
 def test_make_train_takes_a_batch_that_any_number_of_gpus_can_share():

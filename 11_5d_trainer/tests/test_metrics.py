@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import re
 import sys
+from pathlib import Path
 from unittest import mock
 
 import generate
@@ -262,6 +264,64 @@ def test_tensorboard_is_an_extra_and_its_absence_is_told_in_one_line(text, monke
         UsageError, match=r"^--tensorboard needs tensorboard; pip install tensorboard, or leave it out$"
     ):
         train.prepare([*arguments(text), "--tensorboard"], 1)
+
+
+WANDB = """
+import json, pathlib
+def init(**about):
+    global file
+    file = (pathlib.Path(about["dir"]) / "told.jsonl").open("a")
+    print(json.dumps(about), file=file)
+    return Run()
+class Run:
+    def define_metric(self, names, step_metric): print(json.dumps([names, step_metric]), file=file)
+    def log(self, line): print(json.dumps(line), file=file)
+    def finish(self): file.close()
+"""
+
+
+def run_with_wandb(words, folder):
+    sys.path.insert(0, folder)
+    try:
+        return run(words, SMALL)
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop("wandb", None)
+
+
+def test_weights_and_biases_hears_every_line_and_a_resumed_run_goes_on_under_its_id(text, tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(WANDB)
+    words = [*arguments(text, keep=9), "--wandb", "mine", "--out", str(tmp_path / "run")]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match=r"^--wandb needs wandb; pip install wandb, or leave it out$"):
+        train.prepare(words, 1)
+    log, folder = run_ranks(2, run_with_wandb, words, str(tmp_path))[0]
+    run_ranks(2, run_with_wandb, ["--resume", f"{folder}/checkpoints/step-000004"], str(tmp_path))
+    told = [json.loads(line) for line in (tmp_path / "run" / "told.jsonl").read_text().splitlines()]
+    first, second = (line for line in told if "project" in line)
+    assert (first["project"], first["name"], first["config"]["steps"]) == ("mine", "run", 8)
+    assert second["id"] == first["id"] and len(first["id"]) == 8
+    lines = [{k: v for k, v in line.items() if v is not None} for line in log]
+    assert told[1] == ["*", "step"] and told[2 : 2 + len(log)] == lines
+
+
+def test_the_log_has_the_epoch_the_time_and_the_memory_and_time_goes_on_when_a_run_does(text, tmp_path):
+    _, folder = train_on(1, [*arguments(text, keep=9), "--out", str(tmp_path / "run")])
+    log, _ = train_on(1, ["--resume", f"{folder}/checkpoints/step-000004"])
+    steps = [line for line in log if "loss" in line]
+    windows = (Path(text).stat().st_size * 9 // 10) // 16  # of 16 tokens and the last label
+    assert [line["epoch"] for line in steps] == pytest.approx([8 * n / windows for n in range(1, 9)], rel=1e-3)
+    seconds = [line["seconds"] for line in steps]
+    assert seconds[0] > 0 and seconds == sorted(seconds)
+    assert all(2**26 < line["memory"] < 2**40 for line in steps)
+
+
+def test_off_a_terminal_there_are_lines_and_no_carriage_returns(text, tmp_path):
+    _, said = run_ranks(1, listened, [*arguments(text, steps=4), "--out", str(tmp_path / "run")])[0]
+    steps = [line for line in said if re.match(r"step \d of ", line)]
+    assert [line.split(":")[0] for line in steps] == ["step 1 of 4", "step 4 of 4"]  # within ten seconds
+    assert all(re.fullmatch(r"step \d of 4: loss [\d.]+, norm [\d.]+, lr [\d.e-]+, [\d,]+ tokens/s", s) for s in steps)
+    assert not any("\r" in line for line in said)
 
 
 # -------------------------------------------------------------------------------------------------------- generate.py

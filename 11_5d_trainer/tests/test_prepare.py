@@ -266,7 +266,10 @@ def test_tokens_of_a_tokenizer_are_decoded_by_the_run_and_its_export_though_all_
     words = [*arguments(str(stories / "out"), steps=2, sample=8), "--documents", "--out", str(stories / "run")]
     run_ranks(1, run, words, {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48})
     assert (stories / "run" / "sample.txt").read_text().startswith(corpus.decode(corpus.val[:16].tolist()))
-    shutil.rmtree(stories / "out")
+    (stories / "out").rename(stories / "moved")
+    plan = train.prepare(["--resume", str(stories / "run"), "--steps", "4", "--data", str(stories / "moved")], 1)
+    assert plan.corpus.fingerprint == corpus.fingerprint
+    shutil.rmtree(stories / "moved")
     monkeypatch.setattr(sys, "argv", ["generate.py", str(stories / "run"), "--prompt", "Story 7: 7", "--tokens", "3"])
     assert generate.main() == 0
     assert capsys.readouterr().out.startswith("Story 7: 7")
@@ -276,6 +279,22 @@ def test_tokens_of_a_tokenizer_are_decoded_by_the_run_and_its_export_though_all_
         hf.export(str(stories / "run"), str(stories / "exported"))
         theirs = transformers.AutoTokenizer.from_pretrained(stories / "exported")
         assert theirs.decode(theirs.encode(STORIES[0], add_special_tokens=False)) == STORIES[0]
+
+
+def test_a_resumed_run_reads_its_text_with_its_own_copy_of_the_tokenizer(tokenizer, text, tmp_path):
+    mine = shutil.copy(tokenizer, tmp_path / "mine.json")
+    words = [*arguments(text, steps=1, warmup=0, tokenizer=mine), "--out", str(tmp_path / "run")]
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
+    run_ranks(1, run, words, sizes)
+    mine.unlink()
+    again = train.prepare(["--resume", str(tmp_path / "run"), "--steps", "4"], 1)
+    moved = train.prepare(["--resume", str(tmp_path / "run"), "--steps", "4", "--tokenizer", str(tokenizer)], 1)
+    assert again.corpus.vocab_size == moved.corpus.vocab_size == 300
+    about = json.loads(tokenizer.read_text())
+    about["normalizer"] = {"type": "Replace", "pattern": {"String": "times"}, "content": "plus"}
+    mine.write_text(json.dumps(about))
+    with pytest.raises(UsageError, match="it was trained on .* tokens, but|has other contents or weights"):
+        train.prepare(["--resume", str(tmp_path / "run"), "--steps", "4", "--tokenizer", str(mine)], 1)
 
 
 def test_the_end_of_a_document_is_the_tokenizers_own_or_what_is_asked_for(tokenizer, stories, capsys, monkeypatch):

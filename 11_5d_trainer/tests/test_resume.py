@@ -6,16 +6,20 @@ test_checkpoint.py has what a checkpoint costs, test_faults.py what may happen t
 import dataclasses
 import json
 from pathlib import Path
+from unittest import mock
 
 import checkpoint
+import generate
+import hf
 import pytest
 import torch.distributed as dist
 import train
-from harness.ranks import RankFailure, run_ranks
+from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import Llama
 from options import UsageError
-from test_train import SIZES, arguments, f64, losses, train_on
+from precision_policies import LossScaler
+from test_train import SIZES, SMALL, arguments, f64, losses, run, train_on
 
 
 @pytest.mark.always("2-True")
@@ -56,6 +60,46 @@ def test_only_the_newest_checkpoints_are_kept(text, tmp_path):
     assert [path.name for path in checkpoint.complete(Path(folder))] == ["step-000006", "step-000007", "step-000008"]
 
 
+def validated_as(values, words, sizes):
+    with mock.patch.object(train, "validate", lambda *_: values.pop(0)):
+        return run(words, sizes)
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_found_by_its_name(text, tmp_path):
+    words = [*arguments(text, eval_every=1, save_every=0, keep=1), "--keep-best", "--out", str(tmp_path / "run")]
+    values = [1.0, 5.0, 4.0, 2.0, 3.0, 2.0, 2.5, 9.0, 9.0]  # that of step 0 does not count
+    _, folder = run_ranks(2, validated_as, values, words, SMALL)[0]
+    assert [path.name for path in checkpoint.complete(Path(folder))] == ["step-000003", "step-000008"]
+    _, path, progress, _ = checkpoint.find(f"{folder}/best")
+    assert (path.name, progress.val_loss) == ("step-000003", 2.0)
+    run_ranks(2, validated_as, [3.0, 1.5], ["--resume", folder, "--steps", "10"], SMALL)
+    assert [path.name for path in checkpoint.complete(Path(folder))] == ["step-000010"]  # 9 was no better than 3
+
+
+def evaluated(words, sizes):
+    plan = train.prepare(words, dist.get_world_size())
+    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, **sizes))
+    return train.evaluate_alone(train.agree(plan)[0])
+
+
+def test_a_checkpoint_is_validated_alone_in_any_layout_and_nothing_is_written(text, tmp_path):
+    log, folder = train_on(2, [*arguments(text), "--out", str(tmp_path / "run")])
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for layout in ("--tp 2", "--zero 3"):
+        said = run_ranks(2, evaluated, ["--resume", folder, "--evaluate", *layout.split()], SMALL)
+        assert said[0].startswith(
+            f"step-000008 of {folder}: validation loss {log[-1]['val_loss']:.6f} nats per token ("
+        )
+    other = Path(text).with_name("other.txt")
+    other.write_text("another text altogether. " * 200)
+    said = run_ranks(1, evaluated, ["--resume", folder, "--evaluate", "--data", str(other)], SMALL)
+    assert float(said[0].split("loss ")[1].split()[0]) > log[-1]["val_loss"], said
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    hf.export(folder, str(tmp_path / "exported"))
+    said = run_ranks(1, evaluated, [*arguments(text), "--init", str(tmp_path / "exported"), "--evaluate"], SMALL)
+    assert f"validation loss {log[-1]['val_loss']:.6f} nats" in said[0], said
+
+
 def test_an_interrupted_save_leaves_the_last_complete_checkpoint_in_force(text, tmp_path):
     log, folder = train_on(1, [*arguments(text, keep=9), "--out", str(tmp_path / "run")])
     path = Path(folder) / "checkpoints"
@@ -69,7 +113,7 @@ def test_an_interrupted_save_leaves_the_last_complete_checkpoint_in_force(text, 
 
 @pytest.mark.always("manifest.json")
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json"])
-def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file, text, tmp_path, monkeypatch):
+def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file, text, tmp_path, monkeypatch, capsys):
     _, folder = train_on(1, [*arguments(text), "--out", str(tmp_path / "run")])
     monkeypatch.chdir(Path(folder) / "checkpoints")
     assert checkpoint.find("step-000008")[0].resolve() == Path(folder).resolve()
@@ -84,6 +128,9 @@ def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file,
     assert plan.resume is not None and plan.resume[2].step == 4
     assert len(plan.messages) == 1 and plan.messages[0].startswith("step-000008 is passed over: "), plan.messages
     assert (Path(folder) / "log.jsonl").read_bytes() == before
+    for program in (lambda: generate.load_model(folder, "cpu"), lambda: hf.export(folder, str(tmp_path / "exported"))):
+        program()
+        assert capsys.readouterr().err.startswith("step-000008 is passed over: step-000008/")
 
 
 def test_other_contents_of_the_same_size_are_found_and_the_checkpoint_before_is_used(text, tmp_path):
@@ -98,13 +145,26 @@ def test_other_contents_of_the_same_size_are_found_and_the_checkpoint_before_is_
         assert_same(f64(losses(again)[step]), f64(losses(log)[step]), 1e-9, f"loss and norm of step {step}")
 
 
-@pytest.mark.always("bf16-master")
+def run_with_a_growing_scale(words, sizes):
+    """The loss scale of fp16 grows every third step: it has two states to go on from, the scale and the count."""
+    with mock.patch.dict(LossScaler.__init__.__kwdefaults__, growth_interval=3):
+        return run(words, sizes)
+
+
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16"])
-def test_a_resumed_run_in_low_precision_goes_on_bit_by_bit(precision, text, tmp_path):
+def test_a_resumed_run_in_low_precision_goes_on_bit_by_bit_and_notes_the_same_progress(precision, text, tmp_path):
     words = [*arguments(text, precision=precision, keep=9, zero=2), "--out", str(tmp_path / "run")]
-    undisturbed, folder = train_on(2, words)
-    resumed, _ = train_on(2, ["--resume", f"{folder}/checkpoints/step-000004"])
+    undisturbed, folder = run_ranks(2, run_with_a_growing_scale, words, SMALL)[0]
+    saved = Path(folder) / "checkpoints"
+    resumed, _ = run_ranks(2, run_with_a_growing_scale, ["--resume", str(saved / "step-000004")], SMALL)[0]
     assert losses(resumed) == losses(undisturbed)
+    want, got = (
+        dataclasses.asdict(checkpoint.progress_of(saved / f"{name}step-000008")) for name in ("superseded-", "")
+    )
+    for progress in (want, got):
+        progress["config"] = {k: v for k, v in progress["config"].items() if k not in ("out", "resume")}
+    assert got == want
+    assert precision != "fp16" or (got["loss_scale"], got["good_steps"]) == (2.0**18, 2)
 
 
 def save_to_a_file(words, folder):
@@ -114,11 +174,12 @@ def save_to_a_file(words, folder):
     saver = checkpoint.Saver(Path(folder), dist.group.WORLD, 2)
     saver.save({"weights": model.state_dict()}, progress)
     saver.finish()
+    return saver.failure
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_reason(text, tmp_path):
+def test_a_checkpoint_that_cannot_be_written_is_told_with_its_reason(text, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where a folder should be")
-    with pytest.raises(RankFailure, match=r"FileExistsError|NotADirectoryError"):
-        run_ranks(1, save_to_a_file, arguments(text), str(tmp_path / "run"))
+    [failure] = run_ranks(1, save_to_a_file, arguments(text), str(tmp_path / "run"))
+    assert failure == "the checkpoint of step 1 could not be written (rank 0: Not a directory)"
     assert (tmp_path / "run" / "checkpoints").read_text() == "a file where a folder should be"

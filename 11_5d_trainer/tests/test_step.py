@@ -10,6 +10,7 @@ import paths  # noqa: F401  finds the chapters below
 import model
 import options
 import pytest
+import step as step_module
 import torch
 import torch.nn.functional as F
 import train
@@ -26,6 +27,7 @@ from step import make_rank
 from test_train import SIZES, SMALL, arguments, f64, losses
 
 STEPS, WARMUP, LR, MIN_LR, DECAY = 7, 2, 3e-2, 2e-3, 0.4
+BETAS = (0.8, 0.9)
 
 
 def rate(step):
@@ -50,7 +52,7 @@ def by_torch(text, clip, precision, loss_scale):
     masters = [p.detach().float().requires_grad_() for p in weights] if precision == "bf16-master" else weights
     matrices, scales = ([p for p in masters if (p.dim() > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": scales, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=1e-8)
     scaler = torch.amp.GradScaler("cpu", loss_scale, growth_interval=2**31 - 1, enabled=precision == "fp16")
     data = Sampler(load_corpus(Config(data=text, seq_len=16)).train, 16, SIZES.vocab_size, 0)
     found = []
@@ -112,6 +114,7 @@ CLIP = {0.05: "always clipped", 0.9: "clipped at times", 0.0: "never clipped"}
 def test_losses_norms_and_weights_are_those_of_torchs_adamw_clipping_and_schedule(precision, clip, text, tmp_path):
     limit = {"fp64": 1e-9, "fp32": 2e-5}.get(precision, 2e-2)
     words = arguments(text, steps=STEPS, warmup=WARMUP, lr=LR, min_lr=MIN_LR, weight_decay=DECAY, clip=clip)
+    words += [f"--beta{i + 1}={beta}" for i, beta in enumerate(BETAS)]
     words += ["--precision", precision, "--micro-batch", "8", "--kernels", "torch", "--out", str(tmp_path / "run")]
     words += ["--zero", "1"] if precision == "bf16-master" else []
     got, weights = run_ranks(1, weights_of_a_run, words)[0]
@@ -125,6 +128,7 @@ def test_losses_norms_and_weights_are_those_of_torchs_adamw_clipping_and_schedul
 
 def test_steps_that_overflow_fp16_are_left_out_as_torchs_scaler_leaves_them_out(text, tmp_path):
     words = arguments(text, steps=STEPS, warmup=WARMUP, lr=LR, min_lr=MIN_LR, weight_decay=DECAY, clip=0.9)
+    words += [f"--beta{i + 1}={beta}" for i, beta in enumerate(BETAS)]
     words += ["--precision", "fp16", "--loss-scale", str(2.0**21), "--micro-batch", "8", "--out", str(tmp_path / "run")]
     got, weights = run_ranks(1, weights_of_a_run, words)[0]
     want, expected = by_torch(text, 0.9, "fp16", 2.0**21)
@@ -136,6 +140,38 @@ def test_steps_that_overflow_fp16_are_left_out_as_torchs_scaler_leaves_them_out(
     assert_same(got[taken], want[taken], 2e-2, "losses and norms of the steps that were taken")
     for name, weight in expected.items():
         assert_same(weights[name], weight, 0.2, name)
+
+
+def gradients_by_scale(layouts, text):
+    """Of each layout: the unscaled gradient of a step with a loss scale of 1, of 1024, and without balance loss."""
+    found = []
+    for layout in layouts:
+        kinds = []
+        for scale, balance in ((1.0, 10), (1024.0, 10), (1.0, 0)):
+            config = Config(**parse([*arguments(text, clip=0, balance=balance), *layout.split()]))
+            me = make_rank(config, SIZES, torch.device("cpu"))
+            me.scaler.value = scale
+            dp = me.mesh.sizes["dp"]
+            sampler = Sampler(load_corpus(config).train, 16, 256, 0)
+            step_module.gradient_step(me, sampler.step(2, config.accumulation(dp), me.mesh.place["dp"], dp))
+            kinds.append({name: g.clone() for name, g in me.engine.full_gradients().items()})
+        found.append(kinds)
+    return found
+
+
+SCALED = ("--zero 1", "--experts 4", "--experts 4 --ep 2 --zero 2", "--pp 2 --experts 4", "--fpdt-chunks 2")
+
+
+def test_a_loss_scale_multiplies_every_term_of_the_loss(text):
+    """1024 is a power of two, so unscaled gradients in float64 are the same bits."""
+    for ranks in run_ranks(2, gradients_by_scale, SCALED, text):
+        for layout, (plain, scaled, unbalanced) in zip(SCALED, ranks, strict=True):
+            for name, gradient in plain.items():
+                assert torch.equal(gradient, scaled[name]), f"{layout}: {name}"
+            routers = [name for name in plain if "gate.weight" in name]
+            assert bool(routers) == ("--experts" in layout)
+            for name in routers:
+                assert not torch.equal(plain[name], unbalanced[name]), f"{layout}: {name} hears of no balance"
 
 
 def speedometer(world, **changes):
@@ -168,6 +204,15 @@ def test_the_schedule_ends_at_the_least_rate_and_begins_above_zero():
     assert rates[WARMUP - 1] == LR and rates[-1] == pytest.approx(MIN_LR) and rates[0] == LR / WARMUP
 
 
+def test_wsd_is_constant_and_falls_as_one_minus_a_square_root_in_the_last_steps():
+    config = Config(steps=20, warmup=4, lr=1.0, min_lr=0.2, lr_schedule="wsd", decay_steps=4)
+    rates = [train.learning_rate(step, config) for step in range(20)]
+    falling = [0.2 + 0.8 * (1 - math.sqrt(done / 4)) for done in (1, 2, 3, 4)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, *[1.0] * 13, *falling])
+    whole = dataclasses.replace(config, decay_steps=0)  # a fifth of the steps
+    assert [train.learning_rate(step, whole) for step in range(20)] == rates
+
+
 def test_the_only_step_of_a_run_has_a_loss_in_the_summary(text, tmp_path):
     words = [*arguments(text, steps=1, warmup=0), "--out", str(tmp_path / "run")]
     said = run_ranks(1, said_by_a_run, words)[0]
@@ -184,13 +229,17 @@ def said_by_a_run(words):
     return "\n".join(lines)
 
 
-def test_help_names_every_option_in_one_of_four_groups(capsys):
+def test_help_names_every_option_in_one_of_four_groups(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         options.parse(["--help"])
     said = capsys.readouterr().out
     for title in options.GROUPS.values():
         assert f"\n{title}:\n" in said
     first = said.index(f"\n{options.GROUPS['preset']}:")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        options.parse(["--help"])
+    assert capsys.readouterr().out == "", "once is enough"
     assert all(said.index(f"\n  {options.flag(f.name)}", first) > first for f in dataclasses.fields(Config))
 
 
@@ -198,7 +247,7 @@ def test_help_says_no_default_twice_and_none_that_means_something_else(capsys):
     with pytest.raises(SystemExit):
         options.parse(["--help"])
     paragraphs = capsys.readouterr().out.split("\n  --")[1:]
-    assert len(paragraphs) == len(dataclasses.fields(Config))
+    assert len(paragraphs) == len(dataclasses.fields(Config)) + 1  # --options
     for text in paragraphs:
         assert text.count("default:") <= 1, text
         assert "''" not in text and ("(default: 0)" not in text or text.startswith("seed")), text
