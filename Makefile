@@ -38,7 +38,7 @@ endif
 endif
 # What follows shows layouts: more ranks than cores, which wait for one another. The losses of a layout are those of one
 # rank (test_train.py).
-SHOW   := --device cpu --experts 4 --ep 2 --steps 100 --warmup 15 --eval-samples 64 --sample 150
+SHOW   := --device cpu --experts 4 --ep 2 --steps 100 --warmup 15 --lr 3e-3 --eval-samples 64 --sample 150
 
 train: $(READY)  ## train a small model on Python's own source text: two CPU ranks, two minutes; or all GPUs
 	OMP_NUM_THREADS=1 $(TORCHRUN) $(NPROC) 11_5d_trainer/train.py $(BEST) $(ARGS)
