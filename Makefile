@@ -6,6 +6,9 @@ READY  := $(VENV)/.ready
 GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 TORCHRUN := $(PY) 11_5d_trainer/launch.py --standalone --nproc_per_node
 ARGS   ?=
+ifeq ($(shell uname),Darwin)  # there the name of the machine often leads nowhere: ranks meet on the loopback
+export GLOO_SOCKET_IFNAME ?= lo0
+endif
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
