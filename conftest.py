@@ -110,7 +110,7 @@ def pytest_pyfunc_call():
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup():
+def pytest_runtest_setup():
     try:
         return (yield)
     except (Exception, SystemExit) as error:
