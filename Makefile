@@ -6,6 +6,9 @@ READY  := $(VENV)/.ready
 GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 TORCHRUN := $(PY) 11_5d_trainer/launch.py --standalone --nproc_per_node
 ARGS   ?=
+ifeq ($(shell uname),Darwin)  # there the name of the machine often leads nowhere: ranks meet on the loopback
+export GLOO_SOCKET_IFNAME ?= lo0
+endif
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -38,7 +41,7 @@ endif
 endif
 # What follows shows layouts: more ranks than cores, which wait for one another. The losses of a layout are those of one
 # rank (test_train.py).
-SHOW   := --device cpu --experts 4 --ep 2 --steps 100 --warmup 15 --eval-samples 64 --sample 150
+SHOW   := --device cpu --experts 4 --ep 2 --steps 100 --warmup 15 --lr 3e-3 --eval-samples 64 --sample 150
 
 train: $(READY)  ## train a small model on Python's own source text: two CPU ranks, two minutes; or all GPUs
 	OMP_NUM_THREADS=1 $(TORCHRUN) $(NPROC) 11_5d_trainer/train.py $(BEST) $(ARGS)

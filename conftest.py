@@ -14,11 +14,13 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent
+TRITON = find_spec("triton") is not None
 PREFLIGHT = "import json; from harness import ranks; print(json.dumps([ranks.preflight(), ranks._pool.unit]))"
 
 
@@ -77,6 +79,43 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(f"no such parameters as `always` names: {', '.join(wrong)}")
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
+
+
+def unless_for_want_of_triton(error):
+    """Skip what fails where Triton is not installed because of that: it is for Linux, and macOS has none."""
+    if not TRITON and re.search(r"needs Triton|No module named 'triton'", str(error)):
+        pytest.skip("needs Triton, which is not installed", allow_module_level=True)
+
+
+class Module(pytest.Module):
+    def collect(self):
+        try:
+            return super().collect()
+        except (self.CollectError, SystemExit) as error:
+            unless_for_want_of_triton(error)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return Module.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call():
+    try:
+        return (yield)
+    except (Exception, SystemExit) as error:
+        unless_for_want_of_triton(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    try:
+        return (yield)
+    except (Exception, SystemExit) as error:
+        unless_for_want_of_triton(error)
+        raise
 
 
 def pytest_collection_finish():

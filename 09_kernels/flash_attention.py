@@ -46,10 +46,13 @@ import argparse
 import os
 import sys
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+if find_spec("triton") is None:
+    sys.exit("flash_attention.py needs Triton, which is for Linux, or WSL on Windows; macOS has none")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by Triton where a kernel is defined
 

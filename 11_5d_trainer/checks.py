@@ -19,7 +19,7 @@ from ops import FP8, WEIGHTS
 from options import Config, UsageError
 from pipeline_executor import layers_of
 from schedule_simulator import W
-from step import kernels_on
+from step import has_bf16, has_triton, kernels_on
 from zero_memory import bytes_per_parameter
 
 
@@ -96,8 +96,17 @@ def check_memory(config: Config, sizes: LlamaConfig, world_size: int, device: to
 
 def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
     """Raise UsageError where the fused kernels cannot do this model."""
-    kernels = kernels_on(config, device)
-    if config.precision in FP8 and device.type == "cuda":
+    kernels, gpu = kernels_on(config, device), device.type == "cuda"
+    if not has_triton() and (kernels != "torch" or (config.precision in FP8 and gpu)):
+        what = f"--kernels {kernels}" if kernels != "torch" else f"--precision {config.precision}"
+        use = "--kernels torch" if kernels != "torch" else "bf16"
+        raise UsageError(f"{what} needs Triton, which is not installed (it is for Linux); use {use}")
+    if kernels == "triton" and gpu and not has_bf16():
+        name = torch.cuda.get_device_name(device)
+        raise UsageError(
+            f"--kernels triton needs GPUs of compute capability 8.0, and this is {name}; use --kernels torch"
+        )
+    if config.precision in FP8 and gpu:
         check_fp8(config, sizes, device)
     if kernels == "cuda":
         check_cuda(config, sizes.head_dim, device)
@@ -121,7 +130,7 @@ def check_fp8(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
     from fp8_kernels import refusal  # imported here for ops.py's reason
 
     if reason := refusal(device):
-        raise UsageError(f"--precision {config.precision}: {reason}; use bf16")
+        raise UsageError(f"--precision {config.precision}: {reason}; use {'bf16' if has_bf16() else 'fp16'}")
     mixture = config.mixture(sizes)
     widths = {
         "hidden size": sizes.hidden,
@@ -156,7 +165,8 @@ def check_cuda(config: Config, head_dim: int, device: torch.device) -> None:
         raise UsageError(f"{here} needs a Hopper GPU (sm_90a), and there is no GPU here; use --kernels torch")
     if torch.cuda.get_device_capability(device) != (9, 0):
         name = torch.cuda.get_device_name(device)
-        raise UsageError(f"{here} needs a Hopper GPU (sm_90a), and this is {name}; use --kernels triton")
+        use = "triton" if has_bf16() else "torch"
+        raise UsageError(f"{here} needs a Hopper GPU (sm_90a), and this is {name}; use --kernels {use}")
     if not shutil.which("nvcc"):
         raise UsageError(f"{here} is built by nvcc, which is not on the PATH; install the CUDA toolkit or use triton")
 

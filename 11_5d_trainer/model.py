@@ -227,6 +227,8 @@ def my_positions(seq_len: int, mesh: Mesh, kind: str, fpdt_chunks: int = 0) -> T
     """Positions in the sequence of the tokens that this rank holds, [S / cp]."""
     if fpdt_chunks:
         return fpdt_positions(seq_len, mesh.cp_rank, mesh.cp, fpdt_chunks)
+    if mesh.cp == 1:
+        return torch.arange(seq_len)
     ring, all_to_all = (mesh.place["ring"], mesh.sizes["ring"]), (mesh.place["ulysses"], mesh.sizes["ulysses"])
     if kind == "usp":
         return usp_positions(LAYOUTS[kind], seq_len, *ring, *all_to_all)

@@ -107,11 +107,22 @@ class Config:
     seed: int = option(0, "of the first weights and of the order of the samples (default: 0)", fixed=True)
     # how
     steps: int = option(300, "optimizer steps", least=1)
-    global_batch: int = option(32, "samples per step, over all ranks and micro-batches", fixed=True, least=1)
-    micro_batch: int = option(8, "samples per rank that are in memory at once", least=1)
-    lr: float = option(3e-3, "peak learning rate")
-    warmup: int = option(30, "steps until the peak", least=0)
-    min_lr: float = option(3e-4, "learning rate at the end of the cosine", least=0)
+    global_batch: int = option(
+        32,
+        "samples per step, over all ranks and micro-batches; default: 32, or the next number that the ranks can share",
+        fixed=True,
+        least=1,
+    )
+    micro_batch: int = option(
+        8, "samples per rank that are in memory at once; default: 8, or fewer if --global-batch is small", least=1
+    )
+    lr: float = option(
+        3e-3, "peak learning rate; default: 0.003 up to a million parameters, less for larger models and with --init"
+    )
+    warmup: int = option(
+        30, "steps until the peak; default: 30, or a tenth of few --steps, or a hundredth of many", least=0
+    )
+    min_lr: float = option(3e-4, "learning rate at the end of the cosine; default: a tenth of --lr", least=0)
     lr_schedule: str = option(
         "cosine",
         "after the warm-up: half a cosine down to --min-lr, or wsd: constant, and down in the last --decay-steps",
@@ -122,9 +133,17 @@ class Config:
     beta2: float = option(0.95, "of AdamW: the same for their squares", least=0)
     weight_decay: float = option(0.1, "of the matrices; norm weights are not decayed", fixed=True, least=0)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip", least=0)
-    precision: str = option("fp32", "of weights and products (chapter 10; ops.py)", fixed=True, choices=PRECISIONS)
+    precision: str = option(
+        "fp32",
+        "of weights and products (chapter 10; ops.py); default: fp32 on a CPU, on a GPU bf16-master, or fp16 "
+        "if it has no bf16",
+        fixed=True,
+        choices=PRECISIONS,
+    )
     kernels: str = option(
-        "auto", "fused kernels (chapter 09); auto: triton on a GPU, but torch if compiled", choices=KERNELS
+        "auto",
+        "fused kernels (chapter 09); auto: triton on a GPU that has bf16, but torch if compiled or without Triton",
+        choices=KERNELS,
     )
     compile: bool = option(False, "torch.compile each block, where nothing in it waits for other ranks")
     loss_scale: float = option(65536.0, "first loss scale of --precision fp16", fixed=True, least=1)
@@ -132,7 +151,10 @@ class Config:
     bucket_mib: float = option(25.0, "size of a gradient bucket")
     # on which ranks: data parallel is what remains of the world
     zero: int = option(
-        0, "ZeRO stage: what data-parallel ranks hold in shards (chapter 03); 0: nothing", choices=(0, 1, 2, 3)
+        0,
+        "ZeRO stage: what data-parallel ranks hold in shards (chapter 03); 0: nothing; default: 1 where --precision is "
+        "bf16-master, else 0",
+        choices=(0, 1, 2, 3),
     )
     zero_shards: int = option(
         0, "ranks that share one copy of the model; as many others share another (HSDP); 0: all share one", least=0
@@ -204,7 +226,7 @@ class Config:
     wandb: str = option("", "project of Weights & Biases to send the log to (default: none)")
     show_mesh: bool = option(False, "print who sits where and which groups exist, and end")
     sample: int = option(300, "tokens to generate at the end", least=0)
-    device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "where to train: auto, cpu or cuda; auto: on GPUs if there are any")
     timeout: float = option(300.0, "seconds after which a collective that waits for a stuck rank fails")
 
     def __post_init__(self) -> None:
@@ -332,7 +354,7 @@ class Config:
         self.check_experts(sizes, self.dp(world_size) * self.cp)
         self.check_fpdt(sizes)
         if self.precision == "bf16-master" and self.zero == 0:
-            raise UsageError("--precision bf16-master keeps the fp32 weights in ZeRO's shards; add --zero 1, 2 or 3")
+            raise UsageError("--precision bf16-master keeps the fp32 weights in ZeRO's shards; use --zero 1, 2 or 3")
         self.check_zero(self.dp(world_size) * self.cp * (1 + self.mirrored(sizes, world_size)))
         self.check_overlap(sizes, world_size)
         ring, all_to_all = self.ring_and_ulysses(sizes)
@@ -341,7 +363,8 @@ class Config:
         except ValueError as error:
             raise UsageError(f"--tp {self.tp}: {error}") from None
         try:
-            check_layout(LAYOUTS[self.cp_kind], self.seq_len, ring)
+            if self.cp > 1:  # one rank has any number of tokens
+                check_layout(LAYOUTS[self.cp_kind], self.seq_len, ring)
             if all_to_all > 1:
                 check_heads(sizes.heads // self.tp, all_to_all)
                 usp_positions(LAYOUTS[self.cp_kind], self.seq_len, 0, ring, 0, all_to_all)
@@ -499,6 +522,83 @@ class Config:
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+# ------------------------------------------------------------------------------- a new run: what was not asked for
+
+
+def fresh(given: dict[str, Any]) -> Config:
+    """The options of a new run, as far as they follow from one another."""
+    config = Config(**given)
+    more: dict[str, Any] = {}
+    if "warmup" not in given and config.steps > 0:
+        more["warmup"] = max(1, min(30, config.steps // 10), config.steps // 100)
+    if "min_lr" not in given and config.lr > 0:
+        more["min_lr"] = tenth(config.lr)
+    if "zero" not in given and config.precision == "bf16-master":
+        more["zero"] = 1
+    return dataclasses.replace(config, **more)
+
+
+def settle(
+    config: Config, given: dict[str, Any], parameters: int, world_size: int, bf16: bool | None
+) -> tuple[Config, list[str]]:
+    """The same, as far as they follow from the model, the ranks and the device; and what the user should hear of that.
+
+    `bf16`: whether the GPUs compute in it; None on a CPU.
+    """
+    more: dict[str, Any] = {}
+    said = []
+    if "lr" not in given and (rate := learning_rate_for(parameters, bool(config.init))) != config.lr:
+        more["lr"] = rate
+        said.append(f"--lr {rate:g}, as for {parameters:,} parameters{' that were trained before' * bool(config.init)}")
+        if "min_lr" not in given:
+            more["min_lr"] = tenth(rate)
+    if "precision" not in given and bf16 is not None:
+        more["precision"] = precision_for(config, given, bf16)
+        if more["precision"] == "bf16-master" and not config.zero:
+            more["zero"] = 1
+        said.append(
+            f"--precision {more['precision']} --zero {more.get('zero', config.zero)}, as on a GPU with"
+            f"{'' if bf16 else 'out'} bf16"
+        )
+    dp = config.dp(world_size)
+    at_once = config.micro_batch * dp
+    if "global_batch" not in given and config.global_batch % at_once:
+        more["global_batch"] = -(-config.global_batch // at_once) * at_once
+        said.append(
+            f"--global-batch {more['global_batch']} and not {config.global_batch}: a multiple of {config.micro_batch} "
+            f"samples on each of {dp} data-parallel ranks"
+        )
+    elif "micro_batch" not in given and config.global_batch % at_once and config.global_batch % dp == 0:
+        each = config.global_batch // dp
+        more["micro_batch"] = max(size for size in range(1, config.micro_batch + 1) if each % size == 0)
+        said.append(
+            f"--micro-batch {more['micro_batch']} and not {config.micro_batch}: a divisor of a rank's {each} samples"
+        )
+    return dataclasses.replace(config, **more), said
+
+
+def learning_rate_for(parameters: int, trained: bool) -> float:
+    """The peak for a model of this size; a tenth of it for one that was trained before.
+
+    It falls with the fourth root of the parameters, from 0.003 at a million: 2401.02954 fits that it falls with the
+    eighth root of the FLOPs, which grow with the square of the parameters. 8 billion get 0.00032; Llama 3 took 0.0003.
+    """
+    rate = float(f"{3e-3 * min(1.0, (1e6 / parameters) ** 0.25):.2g}")
+    return tenth(rate) if trained else rate
+
+
+def tenth(rate: float) -> float:
+    return float(f"{rate / 10:.4g}")
+
+
+def precision_for(config: Config, given: dict[str, Any], bf16: bool) -> str:
+    """What a GPU computes in, unless the user says so. Some options cannot go with autocast or with scaled losses."""
+    if bf16 and given.get("zero") != 0:
+        return "bf16-master"
+    barred = config.fpdt_chunks or (not bf16 and (config.tp_overlap != "none" or config.dispatch == "fixed"))
+    return "fp32" if barred else "bf16" if bf16 else "fp16"
 
 
 GROUPS = {  # of `--help`, by their first option

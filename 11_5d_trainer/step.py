@@ -13,6 +13,7 @@ whose gradient is not finite, and the loss and the norm come to the host while t
 """
 
 import dataclasses
+import importlib.util
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -289,7 +290,17 @@ def reads_late(me: Rank) -> bool:
 def kernels_on(config: Config, device: torch.device) -> str:
     if config.kernels != "auto":
         return config.kernels
-    return "triton" if device.type == "cuda" and not config.compile else "torch"
+    fused = device.type == "cuda" and not config.compile and config.precision != "fp64"
+    return "triton" if fused and has_triton() and has_bf16() else "torch"
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def has_bf16() -> bool:
+    """Whether all GPUs of this machine compute in bf16. Triton supports the same: compute capability 8.0 on."""
+    return all(torch.cuda.get_device_capability(i) >= (8, 0) for i in range(torch.cuda.device_count()))
 
 
 def zero_variant(config: Config) -> str:

@@ -54,13 +54,26 @@ from llama import LlamaConfig
 from mesh import picture
 from metrics import Watch, check_boards, peak_memory
 from model import EXPERTS, PRESETS, full_shapes, is_adapter
-from options import SIZES, Config, NothingLeft, RunEnds, UsageError, check_folder, flag, merge, parse
+from options import (
+    SIZES,
+    Config,
+    NothingLeft,
+    RunEnds,
+    UsageError,
+    check_folder,
+    flag,
+    fresh,
+    merge,
+    parse,
+    settle,
+)
 from sources import as_numbers
 from step import (
     Batch,
     NotFinite,
     Rank,
     Reading,
+    has_bf16,
     launch_step,
     make_rank,
     reads_late,
@@ -112,7 +125,7 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     if given.get("resume"):
         run, path, progress, messages = checkpoint.find(given["resume"])
         resume = run, path, progress
-    config = merge(resume[2].config, given, str(resume[1])) if resume else Config(**given)
+    config = merge(resume[2].config, given, str(resume[1])) if resume else fresh(given)
     config.check()
     if config.evaluate and not (resume or config.init):
         raise UsageError("--evaluate needs something to validate; add --resume RUN or --init FOLDER")
@@ -128,6 +141,12 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         sizes = LlamaConfig(**resume[2].sizes)
     else:
         config, sizes = choose_sizes(config, given, corpus.vocab_size)
+        config.check_experts(sizes, config.dp(world_size) * config.cp)  # who are counted next
+        count = sum(tensor.numel() for tensor in full_shapes(sizes, config.mixture(sizes)).values())
+        bf16 = has_bf16() if device.type == "cuda" else None
+        config, said = settle(config, given, count, world_size, bf16)
+        config.check()
+        messages += said
     config.check_heard(given, sizes)
     config.check_layout(sizes, world_size)
     if not config.show_mesh:
@@ -138,6 +157,8 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         check_folder(config.out, config.restart)
     check_kernels(config, sizes, device)
     check_compile(config, sizes, world_size, device)
+    if config.kernels == "triton" and device.type == "cpu":
+        messages.append("--kernels triton runs in Triton's interpreter on a CPU: right, and thousands of times slower")
     return Plan(config, corpus, sizes, device, resume, messages)
 
 
@@ -210,6 +231,13 @@ def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tupl
 
 
 def find_device(asked: str, local_rank: int) -> torch.device:
+    if asked == "mps":
+        why = (
+            "Apple's GPU has no float64, in which losses and norms are summed, and neither Gloo nor NCCL sends from it"
+        )
+        raise UsageError(f"--device mps: {why}; use --device cpu")
+    if asked not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device {asked}: use auto, cpu or cuda")
     gpus = torch.cuda.device_count() if asked != "cpu" else 0
     if asked == "cuda" and not gpus:
         raise UsageError("--device cuda: there is no GPU here; use --device cpu")

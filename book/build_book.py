@@ -217,6 +217,7 @@ def navigation() -> list:
         {"Cheat sheet": [{"On one page": "one_page.md"}, {"Reference": "cheat_sheet.md"}]},
         {"Glossary": "glossary.md"},
         {"Symbols": "book/symbols.md"},
+        {"Machines": "book/machines.md"},
         {"Course": ["exercises/index.md", {"Lectures": [page_of(path) for path in course]}]},
         {"When it breaks": "when_it_breaks/index.md"},
         {"More": [{heading(f"{folder}/README.md"): f"{folder}/index.md"} for folder in MORE]},

@@ -8,14 +8,19 @@ import Triton before anybody here can set the variable. Those functions are deco
 Adding through a tensor descriptor is missing from it; here it learns that. Two things it does not do: it knows no
 bfloat16 (tl.dot on it returns garbage), and it has no registers or shared memory to run out of. Triton before 3.7 asks
 NumPy for what it refuses from 2.4 on, an int from an array of one number: then the import says which NumPy will do.
-TRITON_INTERPRET=0 keeps the compiler, which builds for a GPU that is not there.
+TRITON_INTERPRET=0 keeps the compiler, which builds for a GPU that is not there. Without Triton a script ends here, in
+one line.
 """
 
 import os
+import sys
+from importlib.util import find_spec
 
 import numpy
 import torch
 
+if find_spec("triton") is None:
+    sys.exit("this needs Triton, which is not installed: it is for Linux, or WSL on Windows; macOS has none")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

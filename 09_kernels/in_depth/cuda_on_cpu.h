@@ -66,6 +66,10 @@ const char* launch_clusters(int cluster, void (*kernel)(P...), dim3 grid, dim3 b
 
 #else  // ------------------------------------------------------------------------------------------- g++, on the CPU
 
+#ifdef __APPLE__
+#define _XOPEN_SOURCE    // ucontext.h asks for it
+#define _DARWIN_C_SOURCE // and then for this, so that _setjmp and the rest stay
+#endif
 #include <csetjmp>
 #include <ucontext.h>
 
@@ -90,8 +94,14 @@ const char* launch_clusters(int cluster, void (*kernel)(P...), dim3 grid, dim3 b
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 // All shared arrays lie in one section of the program, whose ends the linker knows: that is how they are poisoned.
+#ifdef __APPLE__  // whose linker knows them by other names
+#define __shared__ static __attribute__((section("__DATA,cuda_shared"), aligned(1024)))
+extern char __start_cuda_shared[] __asm("section$start$__DATA$cuda_shared");
+extern char __stop_cuda_shared[] __asm("section$end$__DATA$cuda_shared");
+#else
 #define __shared__ static __attribute__((section("cuda_shared"), aligned(1024)))
 extern char __start_cuda_shared[] __attribute__((weak)), __stop_cuda_shared[] __attribute__((weak));
+#endif
 #define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(cuda_on_cpu::the.dynamic_shared)
 
 struct dim3 {
@@ -120,6 +130,8 @@ inline __nv_bfloat16 __float2bfloat16(float x) {  // round to nearest, ties to e
 }
 
 namespace cuda_on_cpu {
+
+inline size_t shared_bytes_of_program() { return size_t(__stop_cuda_shared - __start_cuda_shared); }
 
 enum Kind { GLOBAL_LOAD, GLOBAL_STORE, SHARED_LOAD, SHARED_STORE, PATH, KINDS };
 
@@ -322,7 +334,7 @@ inline bool release_barriers() {
 
 inline bool run_cluster() {
     size_t threads = the.fibers.size(), ended = 0;
-    if (__start_cuda_shared) memset(__start_cuda_shared, 0xff, __stop_cuda_shared - __start_cuda_shared);  // NaN
+    if (shared_bytes_of_program()) memset(__start_cuda_shared, 0xff, shared_bytes_of_program());  // NaN
     std::fill(the.dynamic_storage.begin(), the.dynamic_storage.end(), char(0xff));
     the.in_flight.clear();
     the.before_block();
@@ -470,7 +482,7 @@ template <class... P, class... A>
 const char* launch_clusters(int cluster, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, void*,
                             A... arguments) {
     using namespace cuda_on_cpu;
-    if (cluster > 1 && __start_cuda_shared) return "here only dynamic shared memory is each block's own in a cluster";
+    if (cluster > 1 && shared_bytes_of_program()) return "here only dynamic shared memory is each block's own in a cluster";
     if (grid.x % cluster) return "the grid is no whole number of clusters";
     the.cluster = cluster;
     the.kernel = [=] { kernel(static_cast<P>(arguments)...); };

@@ -39,9 +39,13 @@ The last line is PASS, or the script exits with 1 and says which number is off. 
 from __future__ import annotations
 
 import os
+import sys
+from importlib.util import find_spec
 
 import torch
 
+if find_spec("triton") is None:
+    sys.exit("this needs Triton, which is not installed: it is for Linux, or WSL on Windows; macOS has none")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -43,15 +43,16 @@ from hf import read_sizes
 from llama import LLAMA3_405B, LlamaConfig
 from model import EXPERTS, PRESETS
 from moe_layer import MoEConfig
-from options import SIZES, Config, UsageError, flag
+from options import SIZES, UsageError, flag, fresh, learning_rate_for
 from options import parse as parse_trainer
-from plan_memory import Layout, check_planned, fpdt_host, peak
+from plan_memory import Layout, check_planned, fpdt_host, peak, weights_of
 from plan_published import error_bar
 from plan_search import GB, Candidate, Found, Task, alternatives, because, name, search, three_steps
 from plan_time import read_cluster, step_time
 from plan_traffic import by_collective, flows
 
 TIE = 0.05  # layouts of one family that were published more than this apart are nearly always put in the right order
+TOKENS = 20  # for each parameter: about where a given number of FLOPs is spent best (Chinchilla, 2203.15556)
 MODELS = PRESETS | {"llama3-405b": LLAMA3_405B}
 OF_THE_MODEL = ("preset", "config", "init", *SIZES, "tied", "vocab_size")  # options of the trainer that change it
 
@@ -70,7 +71,9 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=0, help="how many of its nodes; default: all")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=4 * 2**20, help="of a global batch")
-    parser.add_argument("--precision", default="bf16-master", choices=("bf16-master", "fp32"))
+    parser.add_argument(
+        "--precision", default="", choices=("bf16-master", "fp16", "fp32"), help="default: what the trainer takes there"
+    )
     parser.add_argument(
         "--kernels", default="", choices=("torch", "triton"), help="default: what the trainer takes on a GPU"
     )
@@ -241,10 +244,14 @@ def commands(task: Task, layout: Layout) -> list[str]:
         model = f"--config {given}" if given.endswith(".json") else f"--init {given}"
     if what.startswith("--model") and given not in PRESETS:
         model = f"--init FOLDER_OF_{given.upper().replace('-', '_')}"  # no preset: it is trained from its weights
-    options = f"{model} --seq-len {task.seq_len} {layout.options()}"
+    parameters = sum(w.numel for w in weights_of(task.model, task.moe, Layout()))
+    trained = model.startswith("--init")
+    options = f"{model} --seq-len {task.seq_len} {layout.options()} --lr {learning_rate_for(parameters, trained):g}"
+    options += f" --steps {max(1, TOKENS * parameters // (task.global_batch * task.seq_len))} --data TOKENS"
     meet = f'--nnodes {nodes} --nproc_per_node {min(node, task.gpus)} --rdzv_backend c10d --rdzv_endpoint "$HEAD:29500"'
     return [
-        "on every node, HEAD being the name of one of them; the vocabulary is that of your --data and --tokenizer:",
+        "on every node, HEAD being the name of one of them, TOKENS what prepare.py made of your data; the steps see "
+        f"{TOKENS} tokens for each parameter:",
         f"torchrun {meet} 11_5d_trainer/train.py {options}",
         "",
         "or with Slurm:",
@@ -297,7 +304,7 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     words = {"seq_len": task.seq_len, "global_batch": task.global_batch, "micro_batch": 1} | words
     words |= experts
     everything: dict[str, Any] = {"precision": task.precision, "steps": 300, "kernels": task.base.kernels} | words
-    config = Config(**everything)
+    config = fresh(everything)
     if config.precision == "bf16-master" and not config.zero and "precision" not in words:
         config = dataclasses.replace(config, precision="fp32")
     layout, moe = Layout.of(config, task.model, task.gpus), config.mixture(task.model)

@@ -383,6 +383,8 @@ def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout,
             core += q + 2 * T * (layout.ulysses * most - kv_heads) * c.head_dim * e
     feed_forward = (3 if fused else 4) * T * c.intermediate // t * e  # gate, up, their product; silu(gate)
     # --- end exercise ---
+    if layout.precision in AUTOCAST:  # the residual stream is in fp32: so is what enters and leaves a norm
+        norms += 2 * outer * c.hidden * (2 * w - e)
     return norms + core + (feed_forward if moe is None else expert_activations(model, moe, layout))
 
 
@@ -451,6 +453,8 @@ def around(model: LlamaConfig, layout: Layout, first: bool, last: bool) -> Bytes
             kept["log-probabilities"] = words * e + 2 * T * w
         else:
             kept["log-probabilities"] = words * w + (T * (8 + 1) if t > 1 else w)
+        if layout.precision in AUTOCAST:
+            kept["last norm"] += outer * c.hidden * (2 * w - e)
     return kept
 
 
@@ -614,6 +618,8 @@ def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
     """The most bytes that pipeline rank `rank` has at once in a step, by what they are for. The sum is the peak."""
     weights = weights_of(model, moe, layout, rank)
     stays = held(model, moe, layout, rank)
+    if layout.precision in AUTOCAST:  # what products multiply by, until backward
+        stays["weights in 16 bits"] = 2 * sum(weight.numel for weight in weights)
     stays["tokens and labels"] = layout.micro_batches * 2 * layout.tokens * 8
     passing = passing_weights(model, moe, layout, weights)
     if layout.fpdt_chunks:

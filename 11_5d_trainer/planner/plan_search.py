@@ -40,6 +40,7 @@ from typing import Any
 import planner_paths  # noqa: F401  finds the trainer and the chapters
 from llama import LlamaConfig
 from moe_layer import MoEConfig
+from ops import AUTOCAST
 from options import Config
 from plan_memory import (
     Layout,
@@ -54,7 +55,7 @@ from plan_memory import (
     widths,
     working_set,
 )
-from plan_time import Cluster, Step, least_seconds, of_model, rough_states, step_time
+from plan_time import Cluster, Step, least_seconds, of_model, rough_parameters, rough_states, step_time
 from schedule_simulator import ScheduleError
 
 GB = 1e9
@@ -79,14 +80,19 @@ class Task:
     gpus: int
     global_batch: int  # samples
     seq_len: int
-    precision: str = "bf16-master"
+    precision: str = ""  # empty: as the trainer's on such GPUs
     name: str = ""  # as it was asked for: "--model llama3-8b"
     kernels: str = ""  # "torch" or "triton"; empty: as the trainer's --kernels auto on a GPU
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", self.precision or ("bf16-master" if self.cluster.bf16 else "fp16"))
 
     @property
     def base(self) -> Layout:
         """What all layouts of this task have in common."""
-        fused = 32 <= self.model.head_dim <= 256 and self.model.head_dim % 16 == 0  # heads that FlashAttention takes
+        fused = (
+            self.cluster.bf16 and 32 <= self.model.head_dim <= 256 and self.model.head_dim % 16 == 0
+        )  # heads that FlashAttention takes
         kernels = self.kernels or ("triton" if fused else "torch")
         return Layout(seq_len=self.seq_len, precision=self.precision, kernels=kernels)
 
@@ -216,6 +222,8 @@ def higher(task: Task, layout: Layout, states: tuple[float, float], rooms: Room)
 def stays(task: Task, layout: Layout) -> tuple[float, float]:
     """Bytes of states by formulas, with weights and gradients that are whole for a while, at the same two moments."""
     states = rough_states(task.model, task.moe, layout)
+    if task.precision in AUTOCAST:
+        states += 2 * rough_parameters(task.model, task.moe, layout)
     if layout.zero == 3:  # gathered: what is in no layer, and a layer or two; in a block also gradients on their way
         block, ends = of_model(task.model, task.moe, layout.tp, layout.ep)
         width = widths(task.precision).weight

@@ -62,7 +62,7 @@ class Cluster:
     gpus_per_node: int
     nodes: int  # at most
     memory_gb: float
-    peak_tflops: float  # dense, bf16 (fp16 on a V100)
+    peak_tflops: float  # dense, bf16, or fp16 where there is none
     memory_gb_per_s: float
     inside_gb_per_s: float
     outside_gb_per_s: float
@@ -71,6 +71,7 @@ class Cluster:
     host_gb_per_s: float = 25.0  # of a GPU to and from its host: PCIe 4, unless the file says more
     host_memory_gb: float = 250.0  # for each GPU
     alone: float = 1.0  # times faster that a rank computes while the others wait: more than 1 where ranks share cores
+    bf16: bool = True  # computes in it; else the planner proposes fp16 and torch's kernels
     # Measured bus bandwidth of whole nodes, by their number.
     all_reduce_gb_per_s: dict[str, float] | None = field(default=None, hash=False)
     matmul_tflops: float = 0.0  # of the largest products, as somebody measured; 0: nobody did, and it is the peak
@@ -174,7 +175,9 @@ def read_cluster(name: str) -> Cluster:
         raise UsageError(f"--cluster {name} has no field {missing[0]!r}; add it")
     if unknown := sorted(set(given) - known_fields):
         raise UsageError(f"--cluster {name}: field {unknown[0]!r} is unknown; use {', '.join(sorted(known_fields))}")
-    for each in sorted((known_fields - {"name", "source", "all_reduce_gb_per_s"}) & set(given)):
+    if not isinstance(given.get("bf16", True), bool):
+        raise UsageError(f"--cluster {name}: bf16 {given['bf16']} must be true or false")
+    for each in sorted((known_fields - {"name", "source", "bf16", "all_reduce_gb_per_s"}) & set(given)):
         check_positive(given[each], f"--cluster {name}: {each}", each in ("gpus_per_node", "nodes"))
     table = given.get("all_reduce_gb_per_s") or {}
     if not isinstance(table, dict) or not all(nodes.isdigit() and int(nodes) for nodes in table):

@@ -56,6 +56,7 @@ from plan_traffic import by_collective, flows
 from rehearse_match import Finding, check_twins, match
 from rehearse_rank import Recorded, check, run_rank
 from rehearse_time import Timeline, on_the_clock, write_trace
+from step import has_triton
 
 GIB = 2**30
 
@@ -165,6 +166,8 @@ def report(done: Rehearsal) -> list[str]:
         f"{done.seconds:.1f} s",
         "",
     ]
+    if done.backend == "nccl" and not has_triton():
+        lines[1:1] = ["Triton is not installed: rehearsed with --kernels torch, which keeps more"]
     alone = unplanned(done.config, done.sizes, done.ranks)
     formulas = {rank: None if alone else planned(done, run) for rank, run in done.runs.items()}
     rows = [["rank", "pp", "weights", "gradients", "states", "activations", "peak GiB", "planner", "off"]]

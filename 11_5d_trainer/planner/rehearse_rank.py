@@ -528,7 +528,8 @@ def stand_ins(recorder: Recorder, backend: str, kernels: str) -> Iterator[None]:
 def check(config: Config, sizes: LlamaConfig, ranks: int, backend: str = "nccl") -> Config:
     """The options as they are rehearsed. UsageError, in one line, for those that cannot be.
 
-    `--kernels auto` is what the trainer makes of it where the backend is that of GPUs: chapter 09's fused kernels.
+    `--kernels auto` is what the trainer makes of it where the backend is that of GPUs: chapter 09's fused kernels, or
+    PyTorch's where Triton is not installed.
     """
     config.check()
     config.check_layout(sizes, ranks)
@@ -552,7 +553,10 @@ def check(config: Config, sizes: LlamaConfig, ranks: int, backend: str = "nccl")
         raise UsageError(f"{what} cannot be rehearsed: what it builds needs real tensors; use --kernels triton")
     kernels = config.kernels
     if kernels == "auto":
-        kernels = "triton" if backend == "nccl" and config.precision != "fp64" else "torch"
+        fused = backend == "nccl" and config.precision != "fp64" and step_module.has_triton()
+        kernels = "triton" if fused else "torch"
+    if kernels == "triton" and not step_module.has_triton():
+        raise UsageError("--kernels triton needs Triton, which is not installed (it is for Linux); use --kernels torch")
     if kernels == "triton" and (not 32 <= sizes.head_dim <= 256 or sizes.head_dim % 16):
         what = f"--kernels {config.kernels} cannot be rehearsed for heads of {sizes.head_dim}"
         raise UsageError(f"{what}: FlashAttention takes multiples of 16 from 32 to 256; use --kernels torch")

@@ -10,9 +10,10 @@ import plan
 import plan_after
 import plan_search
 import pytest
+from accounting import peak_flops
 from llama import LLAMA3_8B, LlamaConfig
 from model import PRESETS
-from options import Config, UsageError
+from options import Config, UsageError, learning_rate_for
 from options import parse as parse_trainer
 from plan_memory import Layout
 from plan_search import Candidate, Task
@@ -49,7 +50,26 @@ def test_both_commands_train_the_planned_model_in_the_planned_layout_on_the_plan
         assert PRESETS[config.preset] == LLAMA3_8B
         again = Layout.of(config, LLAMA3_8B, given.gpus)
         assert dataclasses.replace(again, bucket_bytes=layout.bucket_bytes) == layout
+        assert (config.data, config.lr, config.steps) == ("TOKENS", learning_rate_for(8_030_261_248, False), 76582)
     assert "--nnodes 4 --nproc_per_node 8" in torchrun and "--nodes=4 --gpus-per-node=8" in sbatch
+
+
+PEAKS = {"t4x2": "T4", "l4x8": "L4", "a10x4": "A10", "rtx4090x2": "RTX 4090", "b200": "B200", "v100-dgx2": "V100"}
+
+
+@pytest.mark.parametrize("cluster", PEAKS)
+def test_on_every_kind_of_gpu_the_planner_proposes_what_the_trainer_takes_there(cluster, capsys):
+    machine = read_cluster(cluster)
+    assert machine.peak_tflops * 1e12 == peak_flops(PEAKS[cluster])
+    model = LlamaConfig(vocab_size=512, hidden=256, layers=4, heads=4, kv_heads=4, intermediate=512)
+    given = Task(model, None, machine, machine.gpus_per_node, 32, 256)
+    _, found = plan.answer(given)
+    words = shlex.split(found["commands"][0])
+    asked = parse_trainer(words[words.index("11_5d_trainer/train.py") + 1 :])
+    older = cluster in ("t4x2", "v100-dgx2")
+    assert asked["precision"] == ("fp16" if older else "bf16-master")
+    assert (asked.get("kernels") == "torch") == older
+    Config(**asked).check_layout(model, given.gpus)
 
 
 def test_a_model_without_a_preset_is_started_from_its_folder_or_made_as_its_file_says():
@@ -206,6 +226,10 @@ def test_a_config_that_is_no_config_is_one_line(content, tmp_path, capsys):
 def test_a_table_of_bandwidths_that_is_wrong_is_named(table, tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(json.loads((CLUSTERS / "a100-dgx.json").read_text()) | {"all_reduce_gb_per_s": table}))
+    with pytest.raises(UsageError, match="bf16 2 must be true or false"):
+        plain = json.loads((CLUSTERS / "a100-dgx.json").read_text())
+        (tmp_path / "half.json").write_text(json.dumps(plain | {"bf16": 2}))
+        read_cluster(str(tmp_path / "half.json"))
     with pytest.raises(UsageError, match="all_reduce_gb_per_s"):
         read_cluster(str(file))
 

@@ -141,6 +141,13 @@ def test_the_peak_of_every_layout_is_within_5_percent(rows):
         assert got == pytest.approx(meter["peak"], rel=0.05), name
 
 
+def test_with_products_in_sixteen_bits_the_peak_is_within_5_percent_too():
+    options = [BASE | {"precision": "fp16", "micro_batch": 8}, BASE | {"precision": "fp16", "recompute": "full"}]
+    for words, meter in zip(options, run_ranks(1, all_of, options, SIZES)[0], strict=True):
+        layout = pm.Layout.of(Config(**words), SIZES, 1)
+        assert sum(pm.peak(SIZES, None, layout).values()) == pytest.approx(meter["peak"], rel=0.05), words
+
+
 def test_zero_divides_what_the_paper_says_it_divides():
     """16 bytes per parameter of which stage 1 divides 12, stage 2 14, stage 3 all (1910.02054, figure 1)."""
     N, total = 64, {}

@@ -73,6 +73,7 @@ AS_PLANNED = [
 
 @pytest.mark.always("2-words1-0.001", "2-words5-0.02", "4-words7-0.01")
 @pytest.mark.parametrize(("ranks", "words", "near"), AS_PLANNED)
+@pytest.mark.skipif(not step_module.has_triton(), reason="needs Triton, which is not installed")
 def test_with_fused_kernels_the_planners_peak_is_the_rehearsed_one(ranks, words, near):
     options = Config(**{"preset": "tiny"} | FUSED | words)
     done = rehearse(options, WIDE, ranks)
@@ -89,6 +90,7 @@ def test_with_fused_kernels_the_planners_peak_is_the_rehearsed_one(ranks, words,
         assert abs(got / want - 1) <= near, f"{words}, stage {run.place['pp']}: {got:,} planned, {want:,} rehearsed"
 
 
+@pytest.mark.skipif(not step_module.has_triton(), reason="needs Triton, which is not installed")
 def test_with_fused_kernels_less_is_kept_and_the_clock_counts_their_flops():
     cluster = read_cluster("h100-400g")
     plain, fused = (

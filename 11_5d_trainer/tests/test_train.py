@@ -146,6 +146,7 @@ LAYOUTS = [
     (4, "--cp 2 --cp-kind zigzag --tp 2 --sequence-parallel --zero 3"),
     (8, "--cp 2 --cp-kind zigzag --tp 2 --sequence-parallel --zero 2"),
     (2, "--pp 2"),
+    (2, "--seq-len 15"),  # odd: no rank shares its sequences
     (1, "--fpdt-chunks 2"),
     (2, "--cp 2 --cp-kind ulysses --fpdt-chunks 4 --tied"),
     (4, "--cp 2 --cp-kind ulysses --fpdt-chunks 2 --zero 2"),
@@ -159,6 +160,7 @@ LAYOUTS = [
     "4---tp 2 --sequence-parallel --zero 2",
     "4---cp 4 --cp-kind usp",
     "4---cp 2 --cp-kind zigzag --tp 2 --sequence-parallel --zero 3",
+    "2---seq-len 15",
 )
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_loss_every_gradient_and_weights_equal_one_process_on_the_global_batch(ranks, layout, text):

@@ -25,6 +25,8 @@ Order in time is kept by vector clocks: a stream knows how far each other stream
 does the host. What is not here: speed, memory that runs out, the order inside a collective. Triton's kernels run in its
 interpreter, those in .cu files through g++.
 
+FAKE_KIND=T4 makes it a Tesla T4, of compute capability 7.5: there no Triton kernel runs.
+
 With TRITON_INTERPRET=0 Triton's kernels are compiled, for sm_90 and as the launch asks for it, and not run. So the
 numbers are wrong; what shows is what only a compiler refuses, and tiles that need more shared memory than there is.
 """
@@ -47,7 +49,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NAME = "stand-in for an NVIDIA H200"
+KINDS = {"H200": ("an NVIDIA H200", (9, 0), 232448), "T4": ("a Tesla T4", (7, 5), 65536)}
+KIND, CAPABILITY, SHARED = KINDS[os.environ.get("FAKE_KIND", "H200")]
+NAME = f"stand-in for {KIND}"
 HOST, WILD = -1, -2  # WILD: made inside torch without a word of where, for example zeros in a backward
 _places: dict[int, int] = {}  # storage -> index of its GPU, or WILD; the others are on the host
 _pinned: set[int] = set()
@@ -737,9 +741,10 @@ def _install_tensor() -> None:
 def _install_cuda(count: int) -> None:
     cuda: Any = torch.cuda
     properties = types.SimpleNamespace(
-        name=NAME, major=9, minor=0, total_memory=2 * 2**30, multi_processor_count=1, L2_cache_size=2**14,
-        shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="", is_integrated=0, uuid="none",
+        name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=2 * 2**30, multi_processor_count=1,
+        L2_cache_size=2**14, shared_memory_per_block_optin=SHARED, shared_memory_per_multiprocessor=SHARED + 1024,
+        regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="",
+        is_integrated=0, uuid="none",
     )  # fmt: skip
 
     class device:
@@ -779,7 +784,7 @@ def _install_cuda(count: int) -> None:
         is_available=lambda: True, device_count=lambda: count, current_device=lambda: _now["device"],
         is_initialized=lambda: True, _lazy_init=nothing, init=nothing, set_device=set_device, device=device,
         device_of=lambda t: device(t.device if place(t) >= 0 else None), get_device_name=lambda d=None: NAME,
-        get_device_capability=lambda d=None: (9, 0), get_device_properties=lambda d=None: properties,
+        get_device_capability=lambda d=None: CAPABILITY, get_device_properties=lambda d=None: properties,
         mem_get_info=lambda d=None: (properties.total_memory - _memory["now"], properties.total_memory),
         set_sync_debug_mode=lambda mode: _now.update(sync=mode), get_sync_debug_mode=lambda: 0,
         synchronize=synchronize, Stream=Stream, Event=Event, stream=stream, current_stream=lambda d=None: _current[0],
@@ -835,6 +840,13 @@ def install_division(interpreter: Any) -> None:
     So half of those that the interpreter computes are put off here: quotients by one unit, powers by two.
     """
     import numpy as np
+
+    if CAPABILITY < (8, 0):
+
+        def refuse(self: Any, *_: Any, **__: Any) -> None:
+            raise RuntimeError(f"{self.fn.__name__}: Triton supports no GPU before sm_80")
+
+        interpreter.InterpretedFunction.run = refuse
 
     def off(exact: Any, units: int) -> Any:
         if exact.dtype != np.float32:
