@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 if find_spec("triton") is None:
-    sys.exit("flash_attention.py needs Triton, which is for Linux, or WSL on Windows; macOS has none")
+    sys.exit("flash_attention.py needs Triton, which runs on Linux, or in WSL on Windows")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by Triton where a kernel is defined
 
@@ -69,11 +69,7 @@ if INTERPRETED.value:
             setattr(tl, name, getattr(tl.standard, name))
 
 
-# -------------------------------------------------------------------------------------------------
-# 1 and 2: softmax of a row, at once and online
-# -------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------- 1 and 2: softmax of a row, at once and online
 @triton.jit
 def softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK: tl.constexpr):
     """One program per row of x [rows, n_cols]. BLOCK is a power of two, n_cols or more."""
@@ -119,11 +115,7 @@ def softmax(x: Tensor, block: int | None = None) -> Tensor:
     return y
 
 
-# -------------------------------------------------------------------------------------------------
-# 3: attention, forward
-# -------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------- 3: attention, forward
 @triton.jit
 def tile_offsets(tokens, batch, head, seq_len, n_heads, HEAD_DIM: tl.constexpr):
     """Where these tokens of one head lie in a tensor [B, S, N, D]: [tokens] -> [tokens, D]."""
@@ -195,11 +187,7 @@ def forward_kernel(
     tl.store(lse_ptr + lse_offsets, m_i + tl.log(l_i), mask=mask_m)
 
 
-# -------------------------------------------------------------------------------------------------
-# 4: attention, backward
-# -------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------- 4: attention, backward
 @triton.jit
 def recompute_p_ds(q, k, v, dout, lse, delta, offs_m, offs_n, seq_len, CAUSAL: tl.constexpr):
     """The probabilities of a tile again, p [M, N], and the gradients of its scores, ds [M, N].
@@ -298,11 +286,7 @@ def dkdv_kernel(
     tl.store(dv_ptr + kv_offsets, dv, mask=mask_n[:, None])
 
 
-# -------------------------------------------------------------------------------------------------
-# Under autograd
-# -------------------------------------------------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------------- Under autograd
 def block_sizes(q: Tensor) -> tuple[int, int]:
     """(BLOCK_M, BLOCK_N). Larger tiles move fewer bytes, as long as their sums fit in registers."""
     if INTERPRETED.value:
@@ -359,11 +343,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal=True, blocks=None
     return FlashAttention.apply(q, k, v, causal, block_m, block_n)[0]
 
 
-# -------------------------------------------------------------------------------------------------
-# The check
-# -------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------- The check
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
     """The definition, with all scores in a matrix and K and V copied for every head."""
     k, v = (tensor.repeat_interleave(q.shape[2] // k.shape[2], 2) for tensor in (k, v))
@@ -519,11 +499,7 @@ def check(seq_len: int, n_kv_heads: int, block_m: int | None, device: str) -> li
     return failures
 
 
-# -------------------------------------------------------------------------------------------------
-# main
-# -------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------------ Options
 def fail(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":  # one rank speaks for all
         print(f"{os.path.basename(__file__)}: {message}", file=sys.stderr)

@@ -329,8 +329,7 @@ class Transformer(nn.Module):
 
 def draw_weight(*shape: int) -> nn.Parameter:
     weight = torch.randn(shape, dtype=fp64)
-    is_norm = len(shape) == 1
-    return nn.Parameter(1 + 0.1 * weight if is_norm else weight / shape[-1] ** 0.5)
+    return nn.Parameter(weight / shape[-1] ** 0.5 if len(shape) > 1 else 1 + 0.1 * weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
