@@ -422,7 +422,7 @@ def test_a_comparison_is_told_with_its_statement_and_with_the_first_entry_that_d
         assert row.status == "failed" and all(part in row.detail for part in words), row.detail
     long = "AssertionError: rank 0: " + "word " * 100
     assert checking.told(long).count("word") == 100 and checking.first_lines(long).endswith("...")
-    assert checking.symptom("assert 1 == 2\nsource: assert a == b") == "assert 1 == 2"
+    assert checking.symptom("assert 7 == 8\nsource: assert a == b") == "assert 7 == 8"
 
 
 def test_of_a_traceback_in_a_message_the_last_line_is_told():
