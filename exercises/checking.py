@@ -604,8 +604,11 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
         if _claim(m.caught_by) in claims and touched[m] & _changed_lines(own, mine)
     }
     best = max(likeness, key=lambda m: likeness[m], default=None)
-    least = 0.0 if same else max(_likeness(mine, own), 0.5)  # what fails in the same way need not look alike
-    return best if best is not None and likeness[best] > least else None
+    if best is None:
+        return None
+    telling = re.search(r"\d|^(?!assert |$)", best.symptom)  # many mistakes say no more than "assert False"
+    least = 0.0 if telling else max(_likeness(mine, own), 0.5)  # what fails in the same way need not look alike
+    return best if likeness[best] > least else None
 
 
 def _changed_lines(own: str, other: str) -> set[int]:

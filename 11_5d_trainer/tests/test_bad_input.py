@@ -109,7 +109,7 @@ OPTIONS = [
     ("--lr-schedule linear", "argument --lr-schedule: invalid choice: 'linear' (choose from ", 1),
     ("--decay-steps 9", "--decay-steps 9: a cosine decays from the warm-up on; add --lr-schedule wsd, or leave it", 1),
     (
-        "--lr-schedule wsd --steps 50 --decay-steps 40",
+        "--lr-schedule wsd --steps 50 --warmup 30 --decay-steps 40",
         "--warmup 30 and --decay-steps 40 are more than --steps 50; use fewer",
         1,
     ),
