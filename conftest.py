@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
 
 
-def unless_for_want_of_triton(error):
+def skip_for_want_of_triton(error):
     """Skip what fails where Triton is not installed because of that: it is for Linux, and macOS has none."""
     if not TRITON and re.search(r"needs Triton|No module named 'triton'", str(error)):
         pytest.skip("needs Triton, which is not installed", allow_module_level=True)
@@ -92,7 +92,7 @@ class Module(pytest.Module):
         try:
             return super().collect()
         except (self.CollectError, SystemExit) as error:
-            unless_for_want_of_triton(error)
+            skip_for_want_of_triton(error)
             raise
 
 
@@ -101,21 +101,15 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call():
-    try:
-        return (yield)
-    except (Exception, SystemExit) as error:
-        unless_for_want_of_triton(error)
-        raise
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup():
     try:
         return (yield)
     except (Exception, SystemExit) as error:
-        unless_for_want_of_triton(error)
+        skip_for_want_of_triton(error)
         raise
+
+
+pytest_pyfunc_call = pytest_runtest_setup  # a fixture may fail for want of it, or the test itself
 
 
 def pytest_collection_finish():
