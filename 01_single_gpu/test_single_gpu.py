@@ -499,6 +499,7 @@ NAMED = {"largest_error": "largest relative error", "saved_activation_bytes": "b
 NAMED |= {"peak_bytes": "bytes at the peak", "flops": "FLOPs"}
 
 
+@pytest.mark.always("largest_error-largest relative error", "peak_bytes-bytes at the peak")
 @pytest.mark.parametrize(("name", "words"), NAMED.items())
 def test_a_wrong_number_ends_with_status_1_and_is_named(name, words, capsys, monkeypatch):
     result = {"largest_error": math.nan, "peak_bytes": (1, "nowhere")}.get(name, 1)

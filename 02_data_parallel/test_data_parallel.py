@@ -224,6 +224,7 @@ def all_forms():
     return {name: parallel_trace(grad_sync, dist.group.WORLD) for name, grad_sync in FORMS.items()}
 
 
+@pytest.mark.always("2", "3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_losses_gradients_and_parameters_match_the_reference(world_size):
     expected = reference_trace(world_size)
@@ -521,6 +522,7 @@ def bytes_of_a_step(micro_batches):
     return results
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_bytes_sent_match_the_formula_for_any_number_of_micro_batches(world_size):
     grad_bytes = sum(p.nbytes for p in seeded_model().parameters())
@@ -617,6 +619,7 @@ def copied_alone(folder):
     return failures, [line.split()[0] for line in out.getvalue().splitlines()]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_copied_alone_the_script_passes_its_own_check(world_size, tmp_path):
     shutil.copy(Path(__file__).with_name("data_parallel.py"), tmp_path)

@@ -136,6 +136,7 @@ def test_three_steps_match_reference(stage, dp):
         assert_same_trace(got, expected, rank=rank)
 
 
+@pytest.mark.always("2", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_three_micro_batches_on_three_ranks_match_reference(stage):
     expected = reference(3, 3)
@@ -156,6 +157,7 @@ def train_in_slices(stage: str) -> Trace:
     return train(stage, groups[dist.get_rank() % 2], first=30 * (dist.get_rank() % 2))  # each its own data
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_slices_of_the_world_train_two_models(stage):
     expected = [reference(2, first=first) for first in (0, 30)]
@@ -443,6 +445,7 @@ def gradient_in_bf16(stage: str) -> list[Tensor]:
     return list(by_name(sharded, [shard.grad for shard in shards_of(sharded)]).values())
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bf16_gradient_is_as_close_to_float64_as_that_of_one_process(stage):
     tokens, labels = get_batch(0, 2, MANY, "cpu")

@@ -180,6 +180,7 @@ def assert_reference(ranks: list, configs: list[ModelConfig]) -> None:
                 assert_same_named(ours, expected, what=f"{layout} parallel, {when}:", rank=rank)
 
 
+@pytest.mark.always("4")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_three_steps_match_reference(tp):
     configs = [TINY, SMALL, SMALLER]
@@ -406,6 +407,7 @@ def memory_between_steps(sequence_parallel: bool) -> list[int]:
     return alive
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("sequence_parallel", LAYOUTS)
 def test_nothing_of_a_step_or_of_a_forward_pass_alone_stays_alive(sequence_parallel):
     for alive in run_ranks(2, memory_between_steps, sequence_parallel):

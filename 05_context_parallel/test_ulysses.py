@@ -277,6 +277,7 @@ with sdpa_kernel(SDPBackend.MATH):  # what a GPU has for float64
 """
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
 @pytest.mark.parametrize("gpus", ["1", "0"])
 def test_saved_bytes_are_checked_on_cpus_only(gpus):

@@ -163,6 +163,7 @@ def check_training(results: dict, ep: int, rank: int) -> None:
         assert bytes_ <= summed, f"{what}: {bytes_} bytes were all-reduced, and all that has to be is {summed}"
 
 
+@pytest.mark.always("2", "4")
 @pytest.mark.parametrize("ep", SEQUENCES)
 def test_three_steps_match_reference(ep):
     for rank, results in enumerate(run_ranks(ep, train_in_the_world)):
@@ -566,6 +567,7 @@ def check_a_copy(path: str) -> tuple[list[str], str]:
     return failures, said.getvalue()
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("ep", SEQUENCES)
 def test_a_copy_in_an_empty_folder_finds_no_error_and_rank_0_prints(ep, tmp_path):
     copy = shutil.copy(expert_parallel.__file__, tmp_path)

@@ -160,6 +160,7 @@ def test_three_training_steps_match_the_definition():
         assert_same(x, y, 1e-10, "the losses" if not at else f"weight {at}")
 
 
+@pytest.mark.prove
 def test_agrees_with_the_kernels_in_depth():
     import flash_kernels
 
@@ -324,6 +325,7 @@ def test_unsupported_shapes_are_refused_in_one_line():
 # --------------------------------------------------------------------------------------------------- bytes and memory
 
 
+@pytest.mark.always("causal")
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter counts")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_bytes_moved_match_the_formula(causal):

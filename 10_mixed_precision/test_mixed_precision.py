@@ -137,6 +137,7 @@ def runs(name: str, ranks: tuple[int, ...]) -> list[mp.Run]:
     return [run for run in run_ranks(max(ranks) + 1, train_in, name, list(ranks)) if run]
 
 
+@pytest.mark.always("ranks2")
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 2, 3), (1, 3), (0, 1, 2)])
 def test_three_steps_match_reference(ranks):
     for rank, run in enumerate(runs("fp64", ranks)):
@@ -154,7 +155,7 @@ def test_fp8_on_ranks_equals_one_process(ranks):
             assert_same(getattr(run, what), getattr(one, what), 1e-10, what, rank)
 
 
-@pytest.mark.always("fp8-scaled")
+@pytest.mark.prove
 @pytest.mark.parametrize("name", ["fp16-scaled", "bf16-master", "fp8-scaled"])
 def test_a_repaired_run_is_at_the_rounding_floor(name):
     floor = mp.relative_error(bench.rounding_floor(name, dist.group.WORLD, torch.device("cpu")), reference())
@@ -166,6 +167,7 @@ def test_a_repaired_run_is_at_the_rounding_floor(name):
     assert torch.equal(first.weights, second.weights), "ranks have different weights"
 
 
+@pytest.mark.always("fp16-scaled", "bf16-master", "fp8-scaled")
 @pytest.mark.parametrize("name", mp.RECIPES)
 def test_bytes_stored_and_sent_match_the_formulas(name):
     num_params = reference().weights.shape[1]
@@ -361,6 +363,7 @@ def test_only_fp8_values_and_scales_are_saved_for_backward():
 # ------------------------------------------------------------------------------------------------------ the whole file
 
 
+@pytest.mark.always("losses-nan")
 @pytest.mark.parametrize(("what", "value"), [("losses", math.nan), ("weights", 1e-3)])
 def test_the_check_fails_on_an_error_and_on_nan(what, value, monkeypatch, capsys):
     original, calls = mp.train, []

@@ -228,6 +228,7 @@ def test_compiled_for_a_gpu_every_test_of_kernels_gets_as_far_as_its_numbers(fil
     assert not others, "\n".join(others)
 
 
+@pytest.mark.prove
 def test_without_the_variable_nothing_is_there():
     environment = FAKE | {"FAKE_GPUS": "0"}
     program = "import torch, sys; print(torch.cuda.is_available(), 'fake_device' in sys.modules)"
@@ -259,6 +260,7 @@ BEFORE = {
 ONE, *OTHERS = BEFORE
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", [ONE, *(pytest.param(name, marks=pytest.mark.prove) for name in OTHERS)])
 def test_the_failures_that_were_certain_on_a_gpu_are_red_here(tmp_path, name):
     script, changes, words = BEFORE[name]
@@ -274,6 +276,7 @@ def test_the_failures_that_were_certain_on_a_gpu_are_red_here(tmp_path, name):
     )
 
 
+@pytest.mark.prove
 def test_a_sum_in_order_is_right_beside_a_library_that_cuts_it_into_pieces():
     """cuBLAS's own error at K = 4096 may be a third of what a sum in order has; TF32 stays far outside."""
     program = """

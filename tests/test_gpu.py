@@ -251,6 +251,7 @@ def start(tmp_path, budget=60.0, **about):
     return gpu.Run(machine(**about), out, budget, gpu.surroundings(True, work, True), work)
 
 
+@pytest.mark.prove
 def test_a_step_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     note = tmp_path / "pid"
     parent = f"""
@@ -396,6 +397,7 @@ def test_a_triton_that_cannot_interpret_with_the_numpy_that_is_here_ends_a_dry_r
     assert "PyTorch finds no CUDA GPU here" in capsys.readouterr().err, "on a GPU nothing is interpreted"
 
 
+@pytest.mark.prove
 def test_the_interpreter_is_refused_with_the_versions_that_fail_and_with_no_others():
     program = """
 import importlib, numpy, triton, _interpreter
@@ -454,6 +456,7 @@ def test_the_first_call_runs_every_core_file_and_the_trainer(tmp_path):
     assert {gpu.relative(find(f"{name}.py")) for name in core.split()} | {"09_kernels/matmul.cu"} <= names
 
 
+@pytest.mark.prove
 def test_a_section_leaves_the_time_that_those_behind_it_expect(tmp_path):
     run = start(tmp_path, budget=12.0)
     [first] = run.section(section("first", python("import time; time.sleep(60)"), expected=5.0), behind=8.0)
@@ -494,6 +497,7 @@ def started(tmp_path, *sections):
     return subprocess.Popen([sys.executable, "-c", program], text=True, env=NO_GPU, **pipes)
 
 
+@pytest.mark.prove
 def test_a_stopped_run_keeps_what_it_measured(tmp_path):
     sleeps = "t.section('b', t.python('import time; time.sleep(600)', name='sleeps'))"
     child = started(tmp_path, "t.section('a', t.writes('kept'))", sleeps)
@@ -610,6 +614,7 @@ def test_nothing_is_written_beside_the_sources(tmp_path):
     assert "RANK" not in gpu.surroundings(False, tmp_path, True)
 
 
+@pytest.mark.prove
 def test_on_a_gpu_a_call_finds_a_cache_that_was_flushed_by_reading_and_is_launched_while_the_device_sleeps(tmp_path):
     program = """
 import time, torch
@@ -789,6 +794,7 @@ def test_what_is_not_verified_says_so_in_its_table(tmp_path):
     assert "**Not verified**" in fill("<!-- results: 09_y -->\n<!-- end results -->", tmp_path)
 
 
+@pytest.mark.prove
 def test_only_the_record_of_a_run_can_be_taken(tmp_path):
     file = write_result("09_z", "Rings", ["a"], [["x"]], folder=tmp_path)
     with pytest.raises(ValueError, match=r"is not the record of a run of tests/gpu\.py"):
@@ -977,6 +983,7 @@ def test_a_way_to_compute_that_is_wrong_is_not_timed():
     assert missing == "RuntimeError: no kernel image is available for this device"
 
 
+@pytest.mark.prove
 def test_a_way_that_breaks_the_process_or_finds_no_memory_takes_no_other_ways_row_with_it(tmp_path):
     """A kernel that reads where it must not leaves a CUDA process useless: what was measured before it is written."""
     program = f"""

@@ -114,6 +114,7 @@ def test_a_rank_that_hangs_fails_at_the_deadline_and_every_stuck_rank_shows_its_
     assert "lost_in_thought" in str(failure.value)
 
 
+@pytest.mark.prove
 def test_a_rank_stuck_in_a_collective_shows_the_line_that_waits():
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, wait_for_a_message_that_nobody_sends, timeout=4)
@@ -220,6 +221,7 @@ def pool():
     ranks._pool = before
 
 
+@pytest.mark.prove
 def test_deadlines_scale_with_the_unit_of_a_slow_machine_and_not_beyond_a_limit(pool):
     pool.unit, pool.limit = 3.0, 60.0
     began = time.monotonic()
@@ -239,6 +241,7 @@ def test_the_preflight_of_a_machine_that_is_well_says_nothing_and_measures_the_u
     assert ranks.preflight() == "" and pool.unit == 1.0
 
 
+@pytest.mark.prove
 def test_a_machine_without_a_working_loopback_is_told_in_one_line():
     environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
     say = "import os; from harness import ranks; print(os.sep.join([ranks.preflight()]))"

@@ -377,6 +377,7 @@ def ends(command: str, folder: Path, timeout: float = 900) -> tuple[int, str]:
         return 124, job.communicate()[0]
 
 
+@pytest.mark.prove
 def test_a_command_that_takes_too_long_leaves_no_rank_behind(tmp_path):
     unit = ranks_._pool.unit
     # One write for a number and its newline: ranks share the pipe, and between two writes of one another may write.

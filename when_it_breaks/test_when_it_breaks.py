@@ -146,6 +146,7 @@ def table_of_a_rank(cause, fixed):
     return [clock.seconds[part] for part in slow.PARTS], clock.messages
 
 
+@pytest.mark.always("straggler")
 @pytest.mark.parametrize("cause", causes("slow"))
 def test_what_makes_a_step_slow_is_read_from_the_table_of_all_ranks(cause):
     rows, messages = zip(*run_ranks(2, table_of_a_rank, cause, False), strict=True)
@@ -156,7 +157,7 @@ def test_what_makes_a_step_slow_is_read_from_the_table_of_all_ranks(cause):
     assert messages == (slow.STEPS, slow.STEPS)
 
 
-@pytest.mark.always("order")
+@pytest.mark.prove
 @pytest.mark.parametrize("cause", causes("hangs"))
 def test_each_rank_says_where_it_waits_and_the_job_ends(cause):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -60,6 +60,7 @@ def test_the_peak_of_a_real_step_is_the_predicted_one_to_the_byte(
     assert there + memory.peak == predicted + ALONE[where]
 
 
+@pytest.mark.always("fp32-selective", "bf16 autocast-none", "bf16 weights-full")
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_bytes_kept_for_backward_are_those_of_the_meter(precision, recompute):

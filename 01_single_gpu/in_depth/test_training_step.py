@@ -258,6 +258,7 @@ def profiled(tmp_path_factory):
     return trace, training_step.memory_timeline(trace, held.parameters, device_type=0), held
 
 
+@pytest.mark.prove
 def test_the_profile_is_a_trace_with_named_ranges_that_chrome_opens(profiled):
     events = json.loads(profiled[0].read_text())["traceEvents"]
     names = [e["name"] for e in events if e.get("cat") == "user_annotation" and e["ph"] == "X"]

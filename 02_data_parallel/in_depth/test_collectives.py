@@ -110,7 +110,7 @@ def all_collectives():
             check_collective(name, make(numel, dtype), root, group, tol, f" of {numel} {dtype} with root {root}")
 
 
-@pytest.mark.always("3", "4")
+@pytest.mark.always("3")
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_every_collective_equals_torch_distributed(world):
     run_ranks(world, all_collectives)
@@ -228,6 +228,7 @@ def count_bytes():
     return messages
 
 
+@pytest.mark.always("3", "4")
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
 def test_every_rank_sends_exactly_the_bytes_of_the_formula_in_the_rounds_of_the_formula(world):
     ranks = run_ranks(world, count_bytes)
@@ -259,6 +260,7 @@ def test_the_formulas_give_the_papers_numbers():
     assert large["all_reduce_ring"] == pytest.approx(14 * alpha + 1.75 * 1e9 * beta)
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(bool(_wire.why_not()), reason=f"counting real bytes: {_wire.why_not()}")
 def test_the_operating_system_counts_the_bytes_of_the_formula_for_the_ring_and_for_torchs_all_reduce():
     counted, formula = _wire.count(3, 300_000), 2 * (3 - 1) * 4 * 300_000

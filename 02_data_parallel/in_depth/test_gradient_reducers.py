@@ -97,6 +97,7 @@ def all_versions_traces() -> dict[str, Trace]:
     return {version: replica_trace(version, dist.group.WORLD) for version in VERSIONS}
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
     want = reference_trace(ranks)
@@ -698,6 +699,7 @@ def in_fp32(main_grads: bool) -> tuple[float, float, list]:
     return *errors, [*state, sum(p.numel() for p in model.parameters())]
 
 
+@pytest.mark.prove
 def test_main_grads_are_as_exact_as_sums_in_fp32_and_those_in_bf16_are_not():
     for error, dense, (dtype, no_grad, payload, numel) in run_ranks(2, in_fp32, True, timeout=LIMIT):
         assert (dtype, no_grad, payload) == ("torch.float32", True, 4 * numel), "what travels is fp32"
@@ -858,6 +860,7 @@ def run_demo(argv: list[str]) -> list[str]:
     return demo(parse_arguments(), dist.group.WORLD, torch.device("cpu"))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("argv", [["--version", "naive", "--all-reduce", "ring"], ["--version", "overlapped"], []])
 def test_the_demo_finds_nothing_wrong(argv):
     assert run_ranks(2, run_demo, argv, timeout=LIMIT) == [[], []]

@@ -298,6 +298,7 @@ def bytes_of_a_step(keep: bool = True, checkpointed: bool = False) -> dict[str, 
     }
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_held_equal_sixteen_psi_over_n_exactly(ranks):
     psi = sum(padded_units(decoder(), ranks))
@@ -306,6 +307,7 @@ def test_bytes_held_equal_sixteen_psi_over_n_exactly(ranks):
         assert got["full"] == 0
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_sent_equal_three_times_the_weights_and_less_for_what_is_kept(ranks):
     units = padded_units(decoder(), ranks)
@@ -611,6 +613,7 @@ def gradient_in_bf16(wide: bool) -> tuple[dict[str, Tensor], int, float]:
     return zero.full_gradients(), storage_bytes(zero.gradients), sent.sent["reduce_scatter"]
 
 
+@pytest.mark.prove
 def test_sums_in_fp32_are_nearer_to_float64_keep_4_bytes_a_shard_and_send_4():
     exact = decoder(dtype=torch.bfloat16).double()
     parts = [pair for part in make_batch(0, 2, 32, length=8) for pair in part]

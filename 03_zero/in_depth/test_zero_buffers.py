@@ -44,6 +44,7 @@ def reduced(numel: int) -> tuple[list[Tensor], list[Tensor], int, int, float]:
     return through, whole, messages, memory.peak, sent.total
 
 
+@pytest.mark.always("256", "10000")
 @pytest.mark.parametrize("numel", [7, 256, 5357, 10_000])
 def test_a_constant_buffer_gives_the_sums_of_one_large_message_in_the_fewest_messages(numel):
     total = sum(SIZES)
@@ -210,6 +211,7 @@ def test_on_the_same_device_the_step_runs_with_arenas_and_dies_without(steps):
     assert most_alive(plain) <= size  # it was not for want of bytes
 
 
+@pytest.mark.prove
 def test_the_demo_ends_with_pass(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["zero_buffers.py"])
     monkeypatch.delenv("RANK", raising=False)

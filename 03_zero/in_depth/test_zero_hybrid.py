@@ -35,6 +35,7 @@ def hybrid_trace(shards: int, stage: int = 3, build=decoder, columns_first: bool
     return trace
 
 
+@pytest.mark.always("2-1", "4-2")
 @pytest.mark.parametrize(("ranks", "shards"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks, shards):
     want = reference_trace(ranks)

@@ -182,6 +182,7 @@ def demo_with_nan(name: str) -> tuple[object, str]:
     return "did not end", said.getvalue()
 
 
+@pytest.mark.always("zero3")
 @pytest.mark.parametrize(
     "name", ["zero_stages", "zero3", "zero_state", "zero_r", "zero_hybrid", "zero_overlap", "zero_offload"]
 )

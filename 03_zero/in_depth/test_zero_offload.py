@@ -93,6 +93,7 @@ def traces(build=decoder, micro_batches: int = 2, late: bool = False) -> list[Tr
 # ---------------------------------------------------------------------------------------------- the one reference
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks):
     want = reference_trace(ranks)
@@ -181,6 +182,7 @@ def mixed_steps(stage: int, host: bool, wide: bool) -> dict[str, Tensor]:
     return zero.full_weights()
 
 
+@pytest.mark.always("2-bf16 sums")
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16 sums", "fp32 sums"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_with_master_weights_is_bit_equal_to_the_stage_that_is_not_offloaded(stage, wide):
@@ -255,6 +257,7 @@ def bytes_of_a_step(stage: int, dtype: torch.dtype, micro_batches: int) -> dict[
     } | zero.link.bytes
 
 
+@pytest.mark.always("2-3", "3-4")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes_on_the_device_on_the_host_and_on_the_link_are_those_of_the_paper(stage, ranks):
@@ -370,7 +373,7 @@ FAKE = {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{HERE}", "FAKE_GPUS": "1", "CUDA_V
 with_a_stand_in = pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
 
 
-@pytest.mark.always("2")
+@pytest.mark.prove
 @with_a_stand_in
 @pytest.mark.parametrize("stage", STAGES)
 def test_on_a_stand_in_gpu_host_and_device_are_apart_and_each_waits_for_the_other(stage):

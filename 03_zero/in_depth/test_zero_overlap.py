@@ -72,6 +72,7 @@ def traces(build=decoder, micro_batches: int = 2, **options) -> list[Trace]:
     return [zero_trace(lambda *a, s=s: overlapped(s, *a, **options), world, build, 0, micro_batches) for s in STAGES]
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model_however_late_the_gathers(ranks):
     want = reference_trace(ranks)
@@ -321,6 +322,7 @@ def peak_of_steps(stage: int, late: bool) -> tuple[int, float]:
     return min(peaks), sent.sent["all_gather"]
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_needs_no_more_memory_and_gathers_no_more_than_the_stage_that_waits(stage):
     waits, late = (run_ranks(2, peak_of_steps, stage, which) for which in (False, True))

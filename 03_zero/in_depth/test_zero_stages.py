@@ -110,6 +110,7 @@ def traces(build: Callable[..., nn.Module] = decoder, micro_batches: int = 2) ->
     return [zero_trace(lambda *a, s=s: sharded(s, *a), world, build, micro_batches=micro_batches) for s in STAGES]
 
 
+@pytest.mark.always("2", "3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
     want = reference_trace(ranks)
@@ -448,6 +449,7 @@ def one_bucket(stage: int, dtype: torch.dtype):
     return bytes_of_a_step(lambda *a: sharded(stage, *a, master=master, bucket_bytes=2**40), dtype)
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_held_equal_the_papers_formula_exactly(ranks):
     psi = padded(decoder(), ranks)
@@ -467,6 +469,7 @@ def test_in_plain_fp32_the_weights_are_their_own_master_and_k_is_8():
         assert got["alive"] == 4 * psi + (4 + 8) * psi // 3
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_sent_equal_two_times_the_weights_and_stage_2_repeats_the_half_for_each_micro_batch(ranks):
     each = 2 * padded(decoder(), ranks) * (ranks - 1) // ranks
@@ -498,6 +501,7 @@ def peak_of_gradients(stage: int, no_sync: bool) -> int:
     return min(peaks)
 
 
+@pytest.mark.prove
 def test_stage_2_needs_two_buckets_and_one_gradient_and_with_no_sync_all_gradients():
     torch.manual_seed(0)
     model = Decoder(vocab=64, hidden=128, heads=2, layers=6)
@@ -813,7 +817,7 @@ def distance_from_float64(gradients: dict[str, Tensor], want: dict[str, Tensor])
     return (square / sum(x.square().sum() for x in want.values())).sqrt().item()
 
 
-@pytest.mark.always("2")
+@pytest.mark.prove
 @pytest.mark.parametrize("stage", STAGES)
 def test_sums_in_fp32_are_as_near_to_float64_as_one_process_and_sums_in_bf16_twice_as_far(stage):
     exact, dense = decoder(dtype=torch.bfloat16).double(), decoder(dtype=torch.bfloat16)
@@ -847,6 +851,7 @@ def gradient_of_many_held_back(stage: int, accumulate_dtype: torch.dtype | None)
     return zero.full_gradients()
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_no_sync_holds_back_is_summed_in_fp32_at_stage_1_and_in_the_gradients_own_dtype_at_stage_2(stage):
     (wide,), (narrow,) = (run_ranks(1, gradient_of_many_held_back, stage, dtype) for dtype in (torch.float32, None))
@@ -855,6 +860,7 @@ def test_what_no_sync_holds_back_is_summed_in_fp32_at_stage_1_and_in_the_gradien
     assert same == (stage == 2), "the docstrings of Zero1 and Zero2 say which stage adds up where"
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_sums_in_fp32_keep_4_bytes_of_gradient_and_send_4(stage):
     psi = padded(decoder(), 3)

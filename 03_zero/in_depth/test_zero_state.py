@@ -77,6 +77,7 @@ def test_a_run_goes_on_at_another_stage_and_number_of_ranks_as_if_nothing_had_ha
         compare(resumed, straight)
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bf16_run_resumes_from_its_master_weights_bit_by_bit(stage):
     straight = run_ranks(2, run, stage, range(4), dtype=torch.bfloat16)[0]
@@ -295,6 +296,7 @@ print("PASS")
 """
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
 def test_on_a_stand_in_gpu_steps_are_saved_on_the_host_and_loaded_where_the_update_counts_them():
     command = [sys.executable, "-c", STATE]

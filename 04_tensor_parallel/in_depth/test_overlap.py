@@ -114,6 +114,7 @@ def late_ranks() -> None:
             assert_same_named(run_block("ring", dist.group.WORLD, True), want, 1e-12, rank=dist.get_rank())
 
 
+@pytest.mark.prove
 def test_ranks_that_are_late_change_nothing_and_hang_nothing():
     run_ranks(4, late_ranks, timeout=60)
 

@@ -120,6 +120,7 @@ def test_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks, kv
     run_ranks(ranks, all_layouts, kv_heads)
 
 
+@pytest.mark.prove
 def test_eight_ranks_with_one_head_each_and_two_key_value_heads_equal_one_device():
     run_ranks(8, all_layouts, 2)
 
@@ -131,6 +132,7 @@ def slices(kv_heads: int) -> None:
         compare_with_reference(replace(SMALL, kv_heads=kv_heads, qkv_bias=True, qk_norm=True), 0.3, tp)
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_a_slice_of_the_world_is_a_tensor_group_like_any_other(kv_heads):
     run_ranks(4, slices, kv_heads)
@@ -302,6 +304,7 @@ def kept_in_all_layouts(p: float, dtype: torch.dtype) -> list[tuple[str, int, in
     return [(where.format(*layout), *kept(*layout[:2], p, dtype, layout[2])[:2]) for layout in layouts]
 
 
+@pytest.mark.always("0.1-fp32", "0.0-bf16")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_bytes_kept_for_backward_are_those_of_the_formula(p, dtype):

@@ -713,6 +713,7 @@ def run_demo(recompute: bool) -> list[str]:
     return parallel_llama.demo(args, SMALL, dist.group.WORLD, torch.device("cpu"))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_demo_finds_nothing_wrong_with_a_vocabulary_that_does_not_divide(recompute):
     assert run_ranks(4, run_demo, recompute) == [[]] * 4

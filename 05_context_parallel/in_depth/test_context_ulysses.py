@@ -152,6 +152,7 @@ def together_traces() -> list[Trace]:
     return [ulysses_trace(dist.group.WORLD, *case, together=True) for case in TOGETHER]
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_q_k_and_v_in_one_message_are_exact_for_any_number_of_heads(ranks):
     for rank, traces in enumerate(run_ranks(ranks, together_traces)):
@@ -214,6 +215,7 @@ def usp_traces(U: int) -> list[Trace]:
     return results
 
 
+@pytest.mark.prove
 def test_ulysses_times_ring_on_2_by_2_ranks_is_exact_in_every_layout_also_with_fewer_heads_than_ranks():
     want = [reference_trace(*case) for _ in LAYOUTS for case in USP_CASES]
     for rank, traces in enumerate(run_ranks(4, usp_traces, 2)):
@@ -221,7 +223,7 @@ def test_ulysses_times_ring_on_2_by_2_ranks_is_exact_in_every_layout_also_with_f
             assert_same_trace(got, expected, rank=rank)
 
 
-@pytest.mark.always("2-1")
+@pytest.mark.prove
 @pytest.mark.parametrize(("ranks", "U"), [(1, 1), (2, 1), (2, 2)])
 def test_a_rectangle_of_one_row_or_one_column_is_the_plain_version(ranks, U):
     want = [reference_trace(*case) for _ in LAYOUTS for case in USP_CASES]
@@ -619,6 +621,7 @@ def run_demo(argv: list[str]) -> list[str]:
     return demo(args, dist.group.WORLD, torch.device("cpu"))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("argv", [["--version", "ulysses", "--attention", "window"], ["--dtype", "float32"]])
 def test_the_demo_finds_nothing_wrong(argv):
     assert run_ranks(2, run_demo, argv) == [[], []]

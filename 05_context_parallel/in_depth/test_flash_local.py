@@ -77,6 +77,7 @@ def peak_of(local: LocalAttention, s: int, causal: bool) -> tuple[int, int]:
     return forward.peak, backward.peak
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_peak_of_tiles_grows_with_the_tokens_where_that_of_explicit_grows_with_their_square(causal):
     B, N, D, tile = 2, 2, 8, 16

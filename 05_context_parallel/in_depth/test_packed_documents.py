@@ -107,6 +107,7 @@ def traces(group: dist.ProcessGroup | None = None, seed: int = 0, cases: list | 
     return [*found, trace_of(attention, packed_positions("contiguous", cu, rank, P), cu, group, seed)]
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_packed_documents_train_as_with_a_block_diagonal_mask_in_ring_all_gather_and_ulysses(ranks):
     cases = CASES if ranks == 4 else [("ring", "zigzag"), ("allgather", "each")]
@@ -322,6 +323,7 @@ def run_demo(argv: list[str]) -> list[str]:
     return demo(args, dist.group.WORLD, torch.device("cpu"))
 
 
+@pytest.mark.prove
 def test_the_demo_finds_nothing_wrong():
     assert run_ranks(2, run_demo, ["--documents", "4", "12", "8", "--dtype", "float32"]) == [[], []]
 

@@ -149,12 +149,14 @@ def test_every_schedule_gives_the_gradients_of_the_whole_model(p):
     assert ran == [(name, m, v) for name, m, v, _, _ in cases if must_run(name, p, m)]
 
 
+@pytest.mark.prove
 def test_many_micro_batches_three_stages_a_rank_and_untied_weights():
     cases = [(name, 17, v_of(name), True, 1) for name in ("1f1b", "llama3", "zb-v", "dualpipe-v")]
     cases += [(name, m, 3, False, 1) for name, m in (("interleaved", 8), ("breadth-first", 4), ("llama3", 6))]
     assert len(run_ranks(4, train_all, cases, timeout=180)[0]) == 7
 
 
+@pytest.mark.prove
 def test_eight_ranks():
     cases = [("1f1b", 8, 1, True, 1), ("dualpipe", 16, 1, True, 1)]
     assert len(run_ranks(8, train_all, cases, timeout=180)[0]) == 2
@@ -418,6 +420,7 @@ def random_delays(runs):
     return runs
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("runs", [40, pytest.param(200, marks=pytest.mark.prove)])
 def test_many_runs_with_random_delays_on_all_ranks_neither_hang_nor_differ(runs):
     assert run_ranks(4, random_delays, runs, timeout=240) == [runs] * 4
@@ -433,6 +436,7 @@ def timed(name, m, f, b, w):
     return pipeline.timeline[0][1], pipeline.timeline[-1][2]
 
 
+@pytest.mark.always("1f1b-4")
 @pytest.mark.parametrize(("name", "m"), [("afab", 4), ("1f1b", 4), ("zb-h1", 4), ("zb-v", 3)])
 def test_a_step_of_stages_that_sleep_takes_the_simulated_time(name, m):
     measured = []

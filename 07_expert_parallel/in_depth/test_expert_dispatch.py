@@ -143,6 +143,7 @@ def check(results: list[dict], case: str, sizes: list[int], what: str) -> None:
         assert_same_named(result["got"], split, 1e-11, what, rank)
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("P", SIZES)
 def test_outputs_and_every_gradient_equal_all_experts_on_all_tokens_however_uneven_the_ranks(P):
     results = results_of(P)

@@ -97,6 +97,7 @@ def all_cases(kernel_name: str) -> list[list[Tensor]]:
     return [in_chunks(dist.group.WORLD, *case, kernel) for case in CASES]
 
 
+@pytest.mark.always("1-explicit", "2-fused")
 @pytest.mark.parametrize(("ranks", "kernel"), [(1, "fused"), (1, "explicit"), (2, "fused"), (4, "fused")])
 def test_output_and_every_gradient_equal_dense_attention_for_any_chunks_ranks_and_heads(ranks, kernel):
     for rank, cases in enumerate(run_ranks(ranks, all_cases, kernel)):

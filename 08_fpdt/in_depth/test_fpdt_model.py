@@ -206,6 +206,7 @@ def counted(z: Sizes, H: int, keep: str) -> tuple[int, int, int]:
     return store.offloaded, store.fetched, store.host_peak
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("P", [1, 2])
 def test_bytes_over_the_link_and_on_the_host_equal_the_formulas(P):
     for u, keep in ((1, "input"), (4, "input"), (4, "attention"), (2, "attention")):
@@ -268,6 +269,7 @@ def block_peaks(u: int, length: int) -> int:
     return memory.peak - x.nbytes - sum(p.nbytes for p in block.parameters())
 
 
+@pytest.mark.prove
 def test_a_blocks_peak_falls_with_chunks_and_stays_when_sequence_and_chunks_double():
     [a], [b], [c] = (run_ranks(1, block_peaks, u, length) for u, length in ((4, 512), (8, 1024), (8, 512)))
     assert b == a, "doubling the sequence and the chunks changes the memory of a block"
@@ -416,11 +418,13 @@ def small_watch() -> list[str]:
     return watch(args, dist.group.WORLD, torch.device("cpu"))
 
 
+@pytest.mark.prove
 def test_under_a_memory_budget_the_dense_model_fails_and_fpdt_trains():
     assert run_ranks(1, small_watch) == [[]]
     assert DeviceMemory().limit is None
 
 
+@pytest.mark.prove
 @with_a_stand_in
 def test_where_there_is_a_gpu_the_cpu_still_plays_the_device_that_is_watched():
     command = [sys.executable, HERE / "fpdt_model.py", "--watch", "--seq", "2048", "--chunks", "8", "--budget-mb", "3"]

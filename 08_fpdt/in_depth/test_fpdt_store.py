@@ -271,6 +271,7 @@ print("PASS")
 """
 
 
+@pytest.mark.prove
 @with_a_stand_in
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_on_a_stand_in_gpu_nothing_that_is_still_copied_is_given_away(store):

@@ -105,6 +105,7 @@ def test_errors_are_at_most_twice_those_of_pytorchs_kernel_for_output_and_gradie
     check_against_the_definition(triton_forward, triton_backward, CASES, dtype)
 
 
+@pytest.mark.always("addresses")
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "addresses"])
 def test_slices_transposes_odd_strides_and_expanded_gradients_are_read_right(tma):
     plan = plans(torch.float16)[0 if tma else 1]
@@ -113,6 +114,7 @@ def test_slices_transposes_odd_strides_and_expanded_gradients_are_read_right(tma
     check_against_the_definition(forward, backward, [CASES[0], CASES[6]], torch.float16, strided=True)
 
 
+@pytest.mark.prove
 def test_every_number_of_the_results_is_written():
     """PyTorch fills what is allocated and not written with NaN, if asked to."""
     torch.use_deterministic_algorithms(True)
@@ -140,6 +142,7 @@ def test_a_row_without_keys_has_output_zero_lse_minus_infinity_and_gradient_zero
     assert all(x.isfinite().all() for x in (dq, dk, dv))
 
 
+@pytest.mark.prove
 def test_a_nan_in_one_sequence_stays_there():
     """Ragged lengths: a tile that ran on into the next sequence or head would bring the NaN along, as 0 · NaN."""
     for plan in plans(torch.float32):
@@ -505,7 +508,7 @@ def test_in_16_bits_no_kernel_has_one_either(capability, D):
         check_binary(json.loads(line))
 
 
-@pytest.mark.always("90 bfloat16 128")
+@pytest.mark.prove
 @pytest.mark.parametrize("target", ["80 float16 64", "90 bfloat16 128"])
 def test_every_kernel_compiles_for_sm_80_and_sm_90_within_the_limits_of_the_chip(target):
     out, err = compiled(*target.split()).communicate(timeout=300)

@@ -158,6 +158,7 @@ BAD_OPTIONS = [
 ]
 
 
+@pytest.mark.prove
 def test_a_bad_option_is_one_line_that_names_it_and_a_remedy():
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     started = [

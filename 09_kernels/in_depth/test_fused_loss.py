@@ -65,6 +65,7 @@ def test_cross_entropy_of_a_row_longer_than_its_widest_block():
     assert_as_good_as_torch(cross_entropy, cross_entropy_reference, *loss_inputs(3, 20001, 8)["cross_entropy"])
 
 
+@pytest.mark.always("7", "40")
 @pytest.mark.parametrize("chunk", [1, 7, 16, 40, 1000])
 def test_any_chunk_gives_the_loss_and_the_gradients_of_the_whole(chunk, small_blocks):
     tensors, rest = loss_inputs(40, 130, 24)["linear_cross_entropy"]
@@ -73,6 +74,7 @@ def test_any_chunk_gives_the_loss_and_the_gradients_of_the_whole(chunk, small_bl
     )
 
 
+@pytest.mark.prove
 def test_many_chunks_in_low_precision_add_up_in_float32():
     """150 products, each of one token: a running sum in float16 would be rounded 150 times."""
     tensors, rest = loss_inputs(150, 70, 24)["linear_cross_entropy"]
@@ -99,6 +101,7 @@ def test_an_ignored_row_may_hold_anything():
         assert loss.isfinite() and (gradient[1] == 0).all() and gradient.isfinite().all()
 
 
+@pytest.mark.prove
 def test_large_logits_cost_no_digits(small_blocks):
     tensors, rest = loss_inputs(40, 150, 8)["cross_entropy"]
     assert_as_good_as_torch(cross_entropy, cross_entropy_reference, [tensors[0] + 1000], rest)
@@ -303,6 +306,7 @@ def test_a_product_in_half_precision_is_added_in_fp32_in_one_step_or_in_two():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.prove
 def test_a_llama_of_fused_parts_takes_the_same_three_steps():
     """In steps 0 and 2 by the `cross_entropy` of its parts, in step 1 without ever holding the logits."""
     tokens = torch.randint(TINY.vocab_size, (2, 6), generator=torch.Generator().manual_seed(0))

@@ -59,7 +59,7 @@ CLUSTERS = {"multicast": (200, 304, 320), "ping_pong": (140, 264, 320)}
 CHOSEN = {"multicast": (0, 5, 10, 12, 17, 22), "ping_pong": (0, 5, 10, 12, 17, 22), "persistent": (0, 4, 5, 8, 10)}
 
 
-@pytest.mark.always("shared_tiles", "warp_tiles", "mma_tiles", "multicast", "ping_pong")
+@pytest.mark.always("shared_tiles", "ping_pong")
 @pytest.mark.parametrize("rung", list(RUNGS)[2:])  # the first two have no barrier to forget
 def test_the_bits_are_the_same_when_one_warp_runs_ahead_or_falls_behind_as_far_as_barriers_let_it(rung):
     size = (SMALL | LARGE | CLUSTERS).get(rung, (139, 130, 20))
@@ -259,6 +259,7 @@ def test_kernels_have_no_stack_frame_and_fit_into_a_multiprocessor_and_use_the_u
         assert code[name].count("CCTL.IVALL") == 2, f"{name} empties its L1 cache in each step"
 
 
+@pytest.mark.prove
 @NVCC
 def test_the_shared_loads_in_machine_code_are_those_that_the_readme_names(tmp_path):
     cubin = tmp_path / "matmul_ladder.cubin"

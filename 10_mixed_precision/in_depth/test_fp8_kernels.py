@@ -401,6 +401,7 @@ def assert_holds(results: dict[str, str], request) -> None:
     assert results[request.node.name] == "", results[request.node.name]
 
 
+@pytest.mark.prove
 def test_the_kernel_finds_the_largest_element_and_calls_nan_infinite(interpreted, request):
     assert_holds(interpreted, request)
 
@@ -457,6 +458,7 @@ def test_a_gpu_before_hopper_is_refused_in_one_line_before_a_group_is_started(in
 STARTED = {"tensor": (6, 15, 0, 9), "tensor-delayed": (3, 12, 0, 12), "row": (6, 23, 0, 9), "block": (6, 16, 0, 9)}
 
 
+@pytest.mark.prove
 def test_a_layer_starts_few_kernels_and_operations_and_the_end_of_a_step_is_not_more_for_more_layers():
     outcome = run_in("stand-in", ["stand_in_host"])["stand_in_host"]
     assert outcome.startswith("{"), outcome

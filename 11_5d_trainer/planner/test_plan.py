@@ -271,6 +271,7 @@ def test_two_million_tokens_on_one_node_fit_with_chunks_on_the_host_alone_and_on
     assert not any(each.layout.fpdt_chunks for each in short.best), "what fits without chunks waits for no host"
 
 
+@pytest.mark.prove
 def test_512_nodes_are_searched_in_less_than_10_seconds_of_one_core():
     begin = time.process_time()
     found = search(task(LLAMA3_70B, nodes=512, seq=8192))
@@ -279,6 +280,7 @@ def test_512_nodes_are_searched_in_less_than_10_seconds_of_one_core():
     assert spent < 10, spent  # of this process: others may share the core
 
 
+@pytest.mark.prove
 def test_cutting_branches_by_their_best_case_changes_nothing_but_the_work(monkeypatch):
     given = task(nodes=2, batch=128)
     quick = search(given)
@@ -290,6 +292,7 @@ def test_cutting_branches_by_their_best_case_changes_nothing_but_the_work(monkey
     assert quick.counted == whole.counted and 3 * quick.timed < whole.timed
 
 
+@pytest.mark.prove
 def test_the_trainer_would_run_every_layout_that_is_proposed():
     long = task(cluster="a100-dgx", nodes=1, batch=1, seq=2**21)
     others = task(nodes=2, batch=128), task(nodes=8, batch=8, seq=2**17), task(LLAMA3_70B, nodes=8, batch=256)
@@ -373,6 +376,7 @@ def test_the_bars_of_a_layout_are_as_long_as_its_bytes_and_its_seconds(tmp_path)
             assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(total, abs=0.03)
 
 
+@pytest.mark.prove
 def test_the_program_draws_and_refuses_a_kind_of_file_that_it_cannot_draw(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     words = ["--model", "smollm-1.7b", "--cluster", "h200", "--tokens", "262144", "--seq-len", "2048", "--figure"]
@@ -486,6 +490,7 @@ def measured_by_two(late):
     return arrived, calls[2], *plan_calibrate.links(device), plan_calibrate.alone()
 
 
+@pytest.mark.prove
 def test_ranks_are_measured_while_all_are_at_work():
     results = run_ranks(2, measured_by_two, 0.5)
     latest = max(arrived for arrived, *_ in results)
@@ -494,6 +499,7 @@ def test_ranks_are_measured_while_all_are_at_work():
         assert bandwidth > 0 and latency > 0 and alone >= 1
 
 
+@pytest.mark.prove
 def test_calibration_writes_a_cluster_file_that_the_planner_reads(tmp_path):
     file = tmp_path / "mine.json"
     assert plan.main(["--calibrate", str(file)]) == 0

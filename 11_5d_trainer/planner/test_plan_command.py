@@ -57,6 +57,7 @@ def test_both_commands_train_the_planned_model_in_the_planned_layout_on_the_plan
 PEAKS = {"t4x2": "T4", "l4x8": "L4", "a10x4": "A10", "rtx4090x2": "RTX 4090", "b200": "B200", "v100-dgx2": "V100"}
 
 
+@pytest.mark.always("t4x2")
 @pytest.mark.parametrize("cluster", PEAKS)
 def test_on_every_kind_of_gpu_the_planner_proposes_what_the_trainer_takes_there(cluster, capsys):
     machine = read_cluster(cluster)
@@ -93,6 +94,7 @@ def test_of_layouts_that_are_as_fast_the_one_that_asks_for_least_leads():
     assert efforts[0] == 0 < efforts[1]
 
 
+@pytest.mark.prove
 def test_ties_are_grouped_by_the_axes_that_they_use_and_the_simplest_family_leads(monkeypatch, capsys):
     def candidate(seconds, **axes):
         layout = Layout(precision="bf16-master", zero=1, seq_len=4096, micro_batches=16, **axes)

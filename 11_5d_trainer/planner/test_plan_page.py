@@ -45,6 +45,7 @@ def browsed(tmp_path_factory):
     return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
 
 
+@pytest.mark.prove
 def test_the_page_in_a_browser_gives_pythons_bytes_and_seconds_with_context_and_expert_ranks(browsed):
     answers = json.loads(unescape(re.search(r'<pre id="check">(.*?)</pre>', browsed, re.DOTALL).group(1)))
     for chosen, got in zip(CHOSEN, answers, strict=False):

@@ -123,9 +123,7 @@ def shares_in(text):
     return functools.cache(lambda ranks, layout: run_ranks(ranks, shares, words_for(text, layout)))
 
 
-@pytest.mark.always(
-    "4---tp 2 --sequence-parallel --zero 1", "4---experts 4 --ep 2 --pp 2 --schedule dualpipe --micro-batch 1"
-)
+@pytest.mark.always("4---experts 4 --ep 2 --pp 2 --schedule dualpipe --micro-batch 1")
 @each_layout
 def test_each_tensor_is_kept_whole_by_one_rank_and_all_ranks_of_a_stage_keep_about_as_much(ranks, layout, shares_in):
     results = shares_in(ranks, layout)
@@ -170,6 +168,7 @@ def saved_while_training(words, folder):
     return before
 
 
+@pytest.mark.always("2---zero 1")
 @pytest.mark.parametrize(("ranks", "layout"), [(2, ""), (2, "--zero 1"), (2, "--experts 4 --ep 2")])
 def test_the_share_is_a_copy_that_the_next_step_does_not_change(ranks, layout, text, tmp_path):
     before = run_ranks(ranks, saved_while_training, words_for(text, layout), str(tmp_path))[0]
@@ -229,9 +228,7 @@ def written(text, tmp_path_factory):
     return lambda layout: write(tuple(kind for kind in KINDS if kind in layout))
 
 
-@pytest.mark.always(
-    "4---tp 2 --sequence-parallel --zero 1", "4---experts 4 --ep 2 --pp 2 --schedule dualpipe --micro-batch 1"
-)
+@pytest.mark.always("4---tp 2 --sequence-parallel --zero 1")
 @each_layout
 def test_what_two_ranks_saved_any_layout_loads_reading_each_tensor_at_most_once_and_one_at_a_time(
     ranks, layout, text, written
@@ -247,6 +244,7 @@ def test_what_two_ranks_saved_any_layout_loads_reading_each_tensor_at_most_once_
         assert above <= 6 * largest, f"rank {who} holds {above:,} bytes more for a moment than when it is done"
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_with_zero_a_rank_reads_the_tensors_that_its_shards_lie_in(zero, text, written):
     results = run_ranks(4, loaded, words_for(text, f"--zero {zero}"), written("")[0])

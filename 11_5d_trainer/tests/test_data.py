@@ -133,6 +133,7 @@ def test_a_bin_of_something_else_is_refused(contents, tmp_path):
         load_corpus(Config(data=str(tmp_path / "ids.bin"), vocab_size=60_000, seq_len=8))
 
 
+@pytest.mark.prove
 def test_the_default_corpus_is_the_standard_library():
     corpus = load_corpus(Config())
     assert len(corpus.train) > 3_000_000 and len(corpus.val) > 100_000 and corpus.vocab_size == 256

@@ -133,6 +133,7 @@ def test_kernels_that_cannot_run_are_refused_in_one_line(line, bf16, triton, dev
 TRAINER = Path(train.__file__).parent
 
 
+@pytest.mark.prove
 def test_on_a_gpu_without_bf16_the_default_run_trains_in_fp16(text, tmp_path):
     path = os.pathsep.join(str(folder) for folder in (ROOT / "tests/fake_device", ROOT / "tests"))
     environment = os.environ | {"PYTHONPATH": path, "FAKE_GPUS": "1", "FAKE_KIND": "T4", "CUDA_VISIBLE_DEVICES": ""}

@@ -86,7 +86,7 @@ def test_ctrl_c_leaves_the_last_complete_checkpoint_usable(text, tmp_path):
     assert plan.resume is not None and plan.resume[2].step == logged[-1]["step"] >= 3
 
 
-@pytest.mark.always("9")
+@pytest.mark.prove
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time(how, text, tmp_path):
     processes = start_two(text, tmp_path / "run", timeout=10)  # also how long one waits for the other to start
@@ -130,6 +130,7 @@ def poisoned(words, on_rank, at_step):
     return code, [line for line in said.getvalue().splitlines() if line.startswith("train.py: ")], log
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_gradient_that_is_not_finite_is_named_and_the_run_stops_or_skips_as_asked(zero, text, tmp_path):
     words = arguments(text, zero=zero, micro_batch=4, save_every=2)

@@ -52,7 +52,7 @@ def names(folder):
 # ------------------------------------------------------------------------------------------------ killed and stuck
 
 
-@pytest.mark.always("in backward")
+@pytest.mark.prove
 @pytest.mark.parametrize("seed", [1, 2], ids=[fuzz.ENDS[1], fuzz.ENDS[2]])
 def test_a_rank_that_dies_at_a_random_step_ends_the_job_and_the_same_command_recovers(
     seed, text, undisturbed, tmp_path
@@ -209,6 +209,7 @@ def damage(folder, name, file, how):
     path.write_bytes(whole[:-100] if how == "truncated" else whole[:900] + bytes([whole[900] ^ 1]) + whole[901:])
 
 
+@pytest.mark.prove
 def test_of_several_damaged_checkpoints_each_is_passed_over_with_its_reason(text, undisturbed, tmp_path):
     words = [*fuzz.kill_options(text), "--keep", "9", "--out", str(tmp_path / "run")]
     run_ranks(2, fuzz.run, words)
@@ -272,6 +273,7 @@ def read_again(words):
     return read
 
 
+@pytest.mark.prove
 def test_each_rank_sums_up_the_files_it_wrote_and_checks_a_part_of_them_when_the_run_goes_on(text, tmp_path):
     """One rank for all would need minutes for a large model, and longer than the others wait."""
     words = [*fuzz.options(text, "", steps=2, save_every=0), "--out", str(tmp_path / "run")]
@@ -398,6 +400,7 @@ def signalled(words, who, step, number):
     return steps[0], stop.asked
 
 
+@pytest.mark.always("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
 def test_a_signal_to_one_rank_makes_all_write_a_checkpoint_of_that_step_and_stop(number, text, tmp_path):
     words = [*fuzz.options(text, "--tp 2", steps=8), "--out", str(tmp_path / "run")]
@@ -512,6 +515,7 @@ def test_weights_after_a_step_that_was_left_out_are_those_before_it(text, tmp_pa
     assert torch.tensor([line["val_loss"] for line in logged if "val_loss" in line]).isfinite().all()
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_checkpoint_from_before_the_first_step_that_was_taken_is_one_to_go_on_from(zero, text, tmp_path):
     words = [*fuzz.options(text, f"--zero {zero}", steps=3, save_every=1), "--keep", "9", "--on-nan", "skip"]

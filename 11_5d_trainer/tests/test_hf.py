@@ -96,6 +96,7 @@ EXPORTS = {
 }
 
 
+@pytest.mark.always("mixtral")
 @pytest.mark.parametrize("kind", EXPORTS)
 def test_transformers_gives_the_logits_and_the_validation_loss_of_an_exported_run(kind, text, tmp_path):
     ranks, layout = EXPORTS[kind]
@@ -158,6 +159,7 @@ IMPORTS = [  # of a Llama without a tie: test_sizes.py, for five steps
 ]
 
 
+@pytest.mark.always("mixtral-4---ep 2 --tp 2")
 @pytest.mark.parametrize(("kind", "ranks", "layout"), IMPORTS, ids=lambda value: str(value))
 def test_a_run_from_a_hugging_face_folder_starts_with_the_losses_of_transformers(kind, ranks, layout, text, tmp_path):
     folder = new_model(tmp_path / "model", "mixtral" if kind == "mixtral" else "llama", tied=kind == "tied")
@@ -183,6 +185,7 @@ def test_a_model_in_several_files_is_read_and_comes_back_bit_by_bit(text, tmp_pa
     assert all(torch.equal(back[name], sent[name]) for name in sent)
 
 
+@pytest.mark.always("llama", "qwen3_moe")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_folder_goes_through_a_run_with_every_size_it_came_with(kind, text, tmp_path):
     folder = new_model(tmp_path / "model", kind)
@@ -277,6 +280,7 @@ def test_a_llama_that_does_not_say_its_key_value_heads_has_as_many_as_heads(tmp_
     assert sizes.kv_heads == sizes.heads and sizes.norm_eps == 1e-6
 
 
+@pytest.mark.prove
 def test_the_masters_of_a_bf16_run_begin_and_end_in_fp32(text, tmp_path):
     folder = new_model(tmp_path / "model")
     sent = load_file(tmp_path / "model" / "model.safetensors")

@@ -37,7 +37,7 @@ KERNEL_LAYOUTS = [(1, ""), (2, "--tp 2 --sequence-parallel"), (2, "--cp 2 --cp-k
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-@pytest.mark.always("2---tp 2 --sequence-parallel")
+@pytest.mark.prove
 @pytest.mark.parametrize(("ranks", "layout"), KERNEL_LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_fused_kernels_change_no_loss_beyond_the_last_digits_of_fp32(ranks, layout, text, tmp_path):
     words = [*arguments(text, steps=2, global_batch=4, eval_samples=1, precision="fp32", warmup=0), *layout.split()]
@@ -173,6 +173,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.prove
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 def test_on_a_gpu_nobody_waits_for_a_step_whose_numbers_come_late_and_a_nan_gets_into_no_weight(text, tmp_path):
@@ -205,7 +206,7 @@ def test_on_a_gpu_nobody_waits_for_a_step_whose_numbers_come_late_and_a_nan_gets
     assert same == [False, True, True, True], "step 4 was launched before the host heard of step 3, and took no step"
 
 
-@pytest.mark.always("bf16-master")
+@pytest.mark.prove
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8-row", "bf16-master", "fp8-tensor", "fp8-block"])
 def test_low_precision_in_a_layout_is_as_near_to_fp32_as_on_one_rank(precision, text, tmp_path):
     words = arguments(text, steps=6, zero=1)
@@ -274,7 +275,7 @@ def gradients_by(kernels, words):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-@pytest.mark.always("2---precision bf16 --tp 2 --sequence-parallel-24-1")
+@pytest.mark.prove
 @pytest.mark.parametrize(("ranks", "layout", "products", "attentions"), CUDA_LAYOUTS, ids=lambda value: str(value))
 def test_with_chapter_09s_cuda_every_gradient_is_as_near_to_float64_as_with_torchs_bf16(
     ranks, layout, products, attentions, text

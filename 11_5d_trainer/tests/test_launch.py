@@ -152,6 +152,7 @@ def start(tmp_path, change, words, ranks=2, nodes=(), inside=(), script=None):
     return subprocess.Popen(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, **pipes)
 
 
+@pytest.mark.prove
 def test_any_script_is_started_and_one_that_has_said_why_it_ends_is_not_started_again(tmp_path):
     script = tmp_path / "any.py"
     script.write_text("import sys\nopen(sys.argv[1], 'a').write('.')\nsys.exit('--code' in sys.argv and 3)\n")

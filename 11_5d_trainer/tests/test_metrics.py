@@ -90,14 +90,7 @@ def one_step(words, sizes):
     return mine, sent.total, told
 
 
-@pytest.mark.always(
-    "4---tp 2 --sequence-parallel --zero 2",
-    "2---cp 2 --cp-kind zigzag --zero 1",
-    "4---pp 2 --schedule dualpipe --micro-batch 1 --zero 1",
-    "4---experts 4 --ep 2 --tp 2 --sequence-parallel --zero 1",
-    "2---zero 3 --zero-offload --precision bf16-master --reduce-dtype fp32",
-    "2---tp 2 --sequence-parallel --tp-overlap",
-)
+@pytest.mark.always("4---tp 2 --sequence-parallel --zero 2", "4---experts 4 --ep 2 --tp 2 --sequence-parallel --zero 1")
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layout, text):
     sizes = SMALL | {"layers": 4 if "--pp" in layout else 2, "tied": "--tied" in layout}
@@ -129,7 +122,7 @@ def has_no_formula(config):
     return config.recompute == "full" and config.pp > 1 and (split if config.experts else config.tp > 1)
 
 
-@pytest.mark.always("0")
+@pytest.mark.prove
 @pytest.mark.parametrize("part", range(4))
 def test_recomputed_or_in_chunks_every_two_kinds_of_parallelism_send_what_the_formulas_say(part, text):
     layouts = covering(pairs=False, triples=False, most=4)[0]
@@ -214,6 +207,7 @@ def test_where_no_formula_holds_the_table_says_so_and_still_counts(axis, layout,
     assert not any("≠" in line for line in said)
 
 
+@pytest.mark.prove
 def test_the_meter_and_the_trace_change_no_loss(text, tmp_path):
     words = [*arguments(text, steps=4), "--tp", "2"]
     plain, _ = train_on(2, [*words, "--out", str(tmp_path / "plain")])
@@ -221,6 +215,7 @@ def test_the_meter_and_the_trace_change_no_loss(text, tmp_path):
     assert losses(plain) == losses(watched)
 
 
+@pytest.mark.prove
 def test_a_trace_has_the_products_and_the_collectives_of_the_steps_asked_for(text, tmp_path):
     words = [*arguments(text, steps=4), "--tp", "2", "--profile", "2", "--out", str(tmp_path / "run")]
     train_on(2, words)
@@ -237,6 +232,7 @@ def test_a_trace_of_more_steps_than_there_are_ends_with_the_run(text, tmp_path):
     assert json.loads((tmp_path / "run" / "trace-rank0.json").read_text())["traceEvents"]
 
 
+@pytest.mark.prove
 def test_a_resumed_run_is_metered_too(text, tmp_path):
     _, folder = train_on(2, [*arguments(text, keep=9), "--out", str(tmp_path / "run")])
     _, said = run_ranks(2, listened, ["--resume", f"{folder}/checkpoints/step-000004", "--meter"])[0]
@@ -289,6 +285,7 @@ def run_with_wandb(words, folder):
         sys.modules.pop("wandb", None)
 
 
+@pytest.mark.prove
 def test_weights_and_biases_hears_every_line_and_a_resumed_run_goes_on_under_its_id(text, tmp_path, monkeypatch):
     (tmp_path / "wandb.py").write_text(WANDB)
     words = [*arguments(text, keep=9), "--wandb", "mine", "--out", str(tmp_path / "run")]
@@ -327,6 +324,7 @@ def test_off_a_terminal_there_are_lines_and_no_carriage_returns(text, tmp_path):
 # -------------------------------------------------------------------------------------------------------- generate.py
 
 
+@pytest.mark.always("--tp 2 --tied")
 @pytest.mark.parametrize("layout", ["--tp 2 --tied", "--experts 4 --ep 2 --zero 3"])
 def test_a_checkpoint_of_any_layout_is_sampled_as_at_the_end_of_its_run(layout, text, tmp_path):
     words = [*arguments(text, steps=4, sample=20), *layout.split(), "--out", str(tmp_path / "run")]

@@ -77,6 +77,7 @@ def test_every_document_is_there_once_in_its_order_and_every_tenth_for_validatio
     assert torch.equal(one.held_out[0].starts + end, corpus.rows[0].starts[corpus.rows[0].starts >= end])
 
 
+@pytest.mark.prove
 def test_the_tokens_do_not_depend_on_processes_or_units(stories, capsys, monkeypatch):
     whole = "\n".join(STORIES)
     (stories / "all.txt").write_text(whole)
@@ -430,6 +431,7 @@ def mixture(stories, capsys):
     return stories / "out"
 
 
+@pytest.mark.prove
 def test_a_run_on_a_mixture_resumes_in_another_layout_and_not_with_other_weights(mixture):
     words = [*arguments(str(mixture), keep=9), "--documents", "--out", str(mixture.parent / "run")]
     log, folder = train_on(2, words)
@@ -496,6 +498,7 @@ def gradients_in_documents(words):
     assert len(borders) > 1
 
 
+@pytest.mark.always("1-", "2---tp 2 --sequence-parallel", "2---cp 2 --cp-kind zigzag")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

@@ -132,11 +132,7 @@ LAYOUTS += [
 ]
 
 
-@pytest.mark.always(
-    "llama3.2-2---tp 2 --sequence-parallel --zero 2",
-    "qwen3-4---tp 4 --tp-overlap",
-    "qwen3_moe-2---ep 2 --zero 3 --balance 0",
-)
+@pytest.mark.always("llama3.2-2---tp 2 --sequence-parallel --zero 2")
 @pytest.mark.parametrize(("kind", "ranks", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_five_steps_of_a_folder_are_those_of_transformers_with_torchs_adamw_in_float64(
     kind, ranks, layout, folder, tmp_path
@@ -285,7 +281,7 @@ def odd_folders(kind):
     yield "two rope_theta", {"rope_theta": 1e5, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
 
 
-@pytest.mark.always("llama", "qwen3_moe")
+@pytest.mark.always("llama")
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("qwen2.5",)])
 def test_odd_values_are_what_transformers_makes_of_them_or_are_refused_in_one_line(kind, folder, tmp_path, monkeypatch):
     """Each key with each odd value: a model is trained only if transformers makes the same of the file."""

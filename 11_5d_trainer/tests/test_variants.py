@@ -77,7 +77,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.always("0")
+@pytest.mark.prove
 @pytest.mark.parametrize("part", range(6))
 def test_every_variant_gives_the_loss_gradients_and_weights_of_one_process_alone_and_with_an_axis(part, text):
     assert fuzz.verify(EVERY[part::6], text) == len(EVERY[part::6])
@@ -94,7 +94,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.always("2---tp 2 --tp-overlap domino---sequence-parallel --tp-overlap none")
+@pytest.mark.prove
 @pytest.mark.parametrize(("ranks", "layout", "other"), RESUMED, ids=lambda value: str(value))
 def test_clipped_steps_are_those_of_plain_ranks_and_a_resumed_run_goes_on_bit_by_bit_here_and_nearly_elsewhere(
     ranks,
@@ -113,7 +113,7 @@ def test_clipped_steps_are_those_of_plain_ranks_and_a_resumed_run_goes_on_bit_by
     assert_same(f64([*losses(elsewhere).values()]), f64([*losses(log).values()]), 1e-9, f"losses and norms, {other}")
 
 
-@pytest.mark.always("--zero-offload")
+@pytest.mark.prove
 @pytest.mark.parametrize("more", ["--zero-offload", "--accumulate-dtype fp32 --reduce-dtype fp32"])
 def test_with_masters_a_resumed_run_goes_on_bit_by_bit_and_offloading_changes_no_bit(more, text, tmp_path):
     words = arguments(text, steps=6, keep=9, precision="bf16-master", zero=2)
