@@ -468,7 +468,7 @@ def test_kernels_compile_for_sm_90_without_stack_or_tf32():
     kernels = compiled("90 bf16 64", "90 bf16 128", "90 fp32 32", "90 fp64 32")
     assert len(kernels) == 3 + 3 + 5 + 5
     for kernel in kernels:
-        assert kernel["spilled"] <= (8 if kernel["element"] == "fp64" else 0), kernel  # 8: of dkdv, by Triton 3.6
+        assert kernel["spilled"] <= (0 if kernel["element"] == "bf16" else 8), kernel  # 8: in dkdv
         assert kernel["shared"] <= 227 * 1024 and kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
         assert kernel["wgmma"] == (kernel["element"] == "bf16"), kernel
         assert not kernel["tf32"], kernel

@@ -1,7 +1,7 @@
 """The tests are tested: every listed mistake, planted in a copy of the repository, turns its named test red.
 
-`make test` plants the first mistake of every third core file, and `make prove` all. A mistake that was caught before, with
-everything that decides it as it is now, is known to be caught and is planted again only with `make prove FRESH=1`.
+`make test` plants the first mistake of every third core file, and `make prove` all. A mistake that was caught before,
+with everything that decides it as it is now, is known to be caught and is planted again only with `make prove FRESH=1`.
 """
 
 import json

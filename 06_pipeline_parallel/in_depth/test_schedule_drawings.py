@@ -61,7 +61,8 @@ def test_the_same_timeline_is_the_same_file():
 
 def test_the_figures_of_the_readme_are_those_of_the_schedules(tmp_path):
     draw_all(tmp_path)
-    assert {file.stem for file in tmp_path.iterdir()} == set(SCHEDULES)
+    drawn = {file.stem for file in tmp_path.iterdir()}
+    assert drawn == set(SCHEDULES), f"a schedule needs a row of GALLERY: {', '.join(drawn ^ set(SCHEDULES))}"
     for file in tmp_path.iterdir():
         assert (HERE.parent / "figures" / file.name).read_text() == file.read_text(), (
             f"figures/{file.name} is old; run python schedules.py --draw-all figures"
