@@ -123,7 +123,7 @@ def of_ground_floors():
 
 
 @pytest.mark.long
-@pytest.mark.always("zero")
+@pytest.mark.always("data_parallel")
 @pytest.mark.parametrize(("script", "launcher"), list(of_ground_floors()))
 def test_a_script_copied_alone_runs_and_ends_with_pass(script, launcher, tmp_path):
     alone = copied_alone(script, tmp_path)

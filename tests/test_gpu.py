@@ -515,6 +515,7 @@ def test_a_stopped_run_keeps_what_it_measured(tmp_path):
 
 @pytest.mark.always("the step")
 @pytest.mark.parametrize("who", ["the step", "the whole run"])
+@pytest.mark.prove
 def test_a_section_that_is_killed_leaves_every_row_it_had_measured(tmp_path, who):
     """A table that grows; SIGKILL while its third row is computed, to the benchmark or to all of it."""
     rows = f"""
