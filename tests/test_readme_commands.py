@@ -269,10 +269,10 @@ def questions() -> list[tuple[str, list[str]]]:
         printed = [command.printed for block in blocks() if block.readme == readme for command in block.commands]
         outside = "".join(re.split(r"(?ms)^```.*?^```$|<!-- .*? -->", readme.read_text()))
         printed += SPAN.findall(outside)
-        for command in printed:
+        for command in (part for line in printed for part in line.split(" && ")):
             for one in expanded(re.sub(r" ?\.\.\.(?=[ \"]|$)", "", command)):
-                if "torchrun" in one and not re.search(r"\.py\b", one):
-                    continue  # `torchrun --nproc_per_node 8`, of any script
+                if re.search(r"torchrun|python -c ", one) and not re.search(r"\.py\b", one):
+                    continue  # `torchrun --nproc_per_node 8`, of any script; a line of Python
                 if found := script_and_options(one):
                     script, options = found
                     where = home(readme, script) / script
