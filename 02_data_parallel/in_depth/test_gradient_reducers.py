@@ -106,21 +106,6 @@ def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(
             assert_same_trace(got, want, rank=rank)
 
 
-def two_replicas() -> dict[str, Trace]:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = dist.get_rank() % 2
-    traces = {v: replica_trace(v, groups[mine], seed=mine, first_step=3 * mine) for v in VERSIONS}
-    options = {"rebuild": True, "find_unused": True, "first_bytes": 1024}
-    return traces | {"options": replica_trace("bucketed", groups[mine], mine, 3 * mine, **options)}
-
-
-def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [reference_trace(2, seed=mine, first_step=3 * mine) for mine in (0, 1)]
-    for rank, traces in enumerate(run_ranks(4, two_replicas, timeout=LIMIT)):
-        for got in traces.values():
-            assert_same_trace(got, want[rank % 2], rank=rank)
-
-
 def halves_of_each_sequence() -> dict[str, dict[str, Tensor | None]]:
     data_groups = [dist.new_group([0]), dist.new_group([1])]
     context = dist.new_group([0, 1])

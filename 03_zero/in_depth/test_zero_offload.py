@@ -117,19 +117,6 @@ def test_three_micro_batches_add_up_on_the_host_however_late_the_copies_arrive(r
             assert_same_trace(got, want, rank=rank)
 
 
-def two_slices() -> list[Trace]:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = dist.get_rank() % 2
-    return [zero_trace(lambda *a, s=s: offloaded(s, *a), groups[mine], seed=mine) for s in STAGES]
-
-
-def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [reference_trace(2, seed=mine) for mine in (0, 1)]
-    for rank, results in enumerate(run_ranks(4, two_slices)):
-        for got in results:
-            assert_same_trace(got, want[rank % 2], rank=rank)
-
-
 def shards_and_copies(stage: int) -> Trace:
     row, column = make_groups(2)
     model = decoder()

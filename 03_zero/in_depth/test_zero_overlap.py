@@ -95,19 +95,6 @@ def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model(
             assert_same_trace(got, want, rank=rank)
 
 
-def two_slices() -> list[Trace]:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = dist.get_rank() % 2
-    return [zero_trace(lambda *a, s=s: overlapped(s, *a), groups[mine], seed=mine) for s in STAGES]
-
-
-def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [reference_trace(2, seed=mine) for mine in (0, 1)]
-    for rank, results in enumerate(run_ranks(4, two_slices)):
-        for got in results:
-            assert_same_trace(got, want[rank % 2], rank=rank)
-
-
 def clipped_steps(stage: int):
     return sharded_steps(lambda *a: overlapped(stage, *a), in_two_groups, awkward(), 0.5)
 

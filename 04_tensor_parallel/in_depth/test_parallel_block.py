@@ -125,19 +125,6 @@ def test_eight_ranks_with_one_head_each_and_two_key_value_heads_equal_one_device
     run_ranks(8, all_layouts, 2)
 
 
-def slices(kv_heads: int) -> None:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    for sequence in (False, True):
-        tp = TensorParallel(groups[dist.get_rank() % 2], sequence)
-        compare_with_reference(replace(SMALL, kv_heads=kv_heads, qkv_bias=True, qk_norm=True), 0.3, tp)
-
-
-@pytest.mark.always("1")
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_a_slice_of_the_world_is_a_tensor_group_like_any_other(kv_heads):
-    run_ranks(4, slices, kv_heads)
-
-
 # -------------------------------------------------------------------------------------------- gradients that are shares
 
 

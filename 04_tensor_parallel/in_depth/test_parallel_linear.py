@@ -182,19 +182,6 @@ def test_mlp_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks
             assert_same_trace(got, cut_trace(want, ranks, rank), rank=rank)
 
 
-def two_mlps() -> list[Trace]:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = dist.get_rank() % 2
-    return [mlp_trace(TensorParallel(groups[mine], sp), seed=mine) for sp in (False, True)]
-
-
-def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    for rank, traces in enumerate(run_ranks(4, two_mlps)):
-        want = reference_trace(seed=rank % 2)
-        for got in traces:
-            assert_same_trace(got, cut_trace(want, 2, rank // 2), rank=rank)
-
-
 def measured_mlp(version: str, sequence: bool) -> tuple:
     tp = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[version])
     mlp = ParallelMLP(H, F_, tp).double()

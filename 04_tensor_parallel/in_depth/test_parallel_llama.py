@@ -121,15 +121,6 @@ def test_eight_ranks_with_two_key_value_heads_and_a_rank_of_nothing_but_padding_
     run_ranks(8, all_layouts, config, full_weights(config))
 
 
-def two_models(w: dict[str, Tensor]) -> None:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    compare_with_reference(SMALL, w, 0.2, TensorParallel(groups[dist.get_rank() % 2], True))
-
-
-def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    run_ranks(4, two_models, full_weights(SMALL))
-
-
 def chapter_01(config: Config) -> tuple[float, dict[str, Tensor]]:
     import llama
 

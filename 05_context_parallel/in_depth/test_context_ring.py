@@ -111,19 +111,6 @@ def test_float32_agrees_to_five_digits():
             assert_same_trace(got, want, tol=1e-5, rank=rank)
 
 
-def two_slices() -> list[Trace]:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = dist.get_rank() % 2
-    return [context_trace(version, layout, HEADS[1], groups[mine], seed=mine) for version, layout in CASES]
-
-
-def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    want = [reference_trace(HEADS[1], seed=seed) for seed in (0, 1)]
-    for rank, traces in enumerate(run_ranks(4, two_slices)):
-        for got in traces:
-            assert_same_trace(got, want[rank % 2], rank=rank)
-
-
 def chapter_one_and_two() -> Trace:
     """The trainer's way: chapter 1's model, chapter 2's reducer, data parallel 1 or 2 and context parallel 2."""
     sys.path[:0] = [str(CHAPTERS / "01_single_gpu" / "in_depth"), str(CHAPTERS / "02_data_parallel" / "in_depth")]

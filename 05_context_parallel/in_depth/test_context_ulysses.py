@@ -189,17 +189,6 @@ def test_gradients_of_a_head_that_went_to_several_ranks_are_summed_in_float32():
         assert torch.equal(grad, want.expand_as(grad)), grad.unique().tolist()
 
 
-def two_slices() -> Trace:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = dist.get_rank() % 2
-    return ulysses_trace(groups[mine], (8, 2), "causal", seed=mine)
-
-
-def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    for rank, got in enumerate(run_ranks(4, two_slices)):
-        assert_same_trace(got, reference_trace((8, 2), "causal", seed=rank % 2), rank=rank)
-
-
 USP_CASES = [(heads, "causal") for heads in ((8, 8), (8, 2), (8, 1), (2, 1), (6, 3))] + [((8, 2), "full")]
 
 

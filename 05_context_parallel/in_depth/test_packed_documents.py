@@ -117,19 +117,6 @@ def test_packed_documents_train_as_with_a_block_diagonal_mask_in_ring_all_gather
             assert_same_trace(got, expected, rank=rank)
 
 
-def two_slices() -> list[Trace]:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = dist.get_rank() % 2
-    return traces(groups[mine], mine, [("ring", "zigzag"), ("allgather", "each")])
-
-
-def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    for rank, found in enumerate(run_ranks(4, two_slices)):
-        want = [reference_trace(CU[layout], rank % 2) for layout in ("zigzag", "each", "contiguous")]
-        for got, expected in zip(found, want, strict=True):
-            assert_same_trace(got, expected, rank=rank)
-
-
 def mesh_trace() -> list[Trace]:
     """Ulysses x ring: the documents are laid out over the ring, and what a ring rank holds is cut in U parts."""
     rank, found = dist.get_rank(), []

@@ -180,21 +180,6 @@ def test_one_process_without_a_group_sends_nothing():
         assert result["bytes"] == 0
 
 
-def two_slices() -> dict:
-    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
-    mine = dist.get_rank() % 2
-    return {
-        version: on_ranks(version, groups[mine], "dropless", [[11, 6], [9, 8]][mine], "loop") for version in DISPATCH
-    }
-
-
-def test_two_slices_of_the_world_exchange_among_themselves():
-    results = run_ranks(4, two_slices)
-    for version in DISPATCH:
-        for sizes, ranks in (([11, 6], (0, 2)), ([9, 8], (1, 3))):
-            check([results[r][version] for r in ranks], "dropless", sizes, version)
-
-
 # ----------------------------------------------------------------------------------------------- rows of version once
 
 

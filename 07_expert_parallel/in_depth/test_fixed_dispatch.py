@@ -104,20 +104,6 @@ def test_bytes_sent_equal_the_formula_whatever_was_chosen(P):
             assert got["bytes"] == want, f"rank {rank}, {run}: {got['bytes']} bytes, not {want}"
 
 
-def two_slices() -> dict:
-    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
-    mine = dist.get_rank() % 2
-    return results(fixed, SIZES[2], "softmax", [17, 2][mine], groups[mine])["got"]
-
-
-def test_two_slices_of_the_world_exchange_among_themselves():
-    found = run_ranks(4, two_slices)
-    for ranks, C in (((0, 2), 17), ((1, 3), 2)):
-        for place, rank in enumerate(ranks):
-            want = on_ranks(2)[place]["softmax", C][1]["got"]
-            assert_same_named(found[rank], want, 1e-10, "second group:" if C == 2 else "first group:", rank)
-
-
 def test_a_pair_gets_the_next_slot_of_its_expert_first_choices_first_and_the_dropped_get_none():
     experts = torch.tensor([[2, 0], [2, 1], [0, 2]])
     assert slots_of(experts, 3, 2).tolist() == [[4, 1], [5, 2], [0, 6]]  # the second choice of the last token: none

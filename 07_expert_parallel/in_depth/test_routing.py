@@ -218,21 +218,6 @@ def test_capacity_drops_the_same_choices_on_ranks_as_in_one_process(sizes):
             assert torch.equal(kept, mine), f"rank {rank}: {(kept != mine).sum()} choices differ"
 
 
-def two_slices() -> tuple[Tensor, Tensor]:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine, place = dist.get_rank() % 2, dist.get_rank() // 2
-    experts = route(logits_of(30, seed=mine), K).experts.split([10, 20])[place]
-    return within_capacity(experts, E, 0.7, groups[mine]), group_sum(expert_counts(experts, E), groups[mine])
-
-
-def test_two_slices_of_the_world_count_for_themselves():
-    for rank, (kept, counts) in enumerate(run_ranks(4, two_slices)):
-        experts = route(logits_of(30, seed=rank % 2), K).experts
-        assert torch.equal(counts, torch.bincount(experts.flatten(), minlength=E)), f"rank {rank}"
-        want = torch.tensor(queue_by_queue(experts.tolist(), 0.7)).split([10, 20])[rank // 2]
-        assert torch.equal(kept, want), f"rank {rank}"
-
-
 def test_the_capacity_is_rounded_up():
     assert [capacity(t, 8, 2, c) for t, c in ((16, 1.0), (17, 1.0), (16, 1.25), (1, 1.0))] == [4, 5, 5, 1]
     for T in range(1, 300):  # all to one expert: as many are kept as fit, whether T is a tensor or not

@@ -120,19 +120,6 @@ def test_one_chunk_is_the_ulysses_of_chapter_5():
     assert run_ranks(2, beside_ulysses) == [True, True]
 
 
-def two_slices() -> list[Tensor]:
-    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
-    which = dist.get_rank() % 2
-    return [torch.tensor(dist.get_rank(groups[which])), *in_chunks(groups[which], (8, 2), 4, seed=which)]
-
-
-def test_two_slices_of_the_world_work_at_the_same_time():
-    for rank, (place, *got) in enumerate(run_ranks(4, two_slices)):
-        mine = fpdt_positions(S, int(place), 2, 4)
-        for name, x, want in zip(NAMES, got, reference((8, 2), seed=rank % 2), strict=True):
-            assert_same(x, want[:, mine], what=name, rank=rank)
-
-
 def test_chunk_i_of_all_ranks_is_a_contiguous_piece_and_every_token_has_one_rank():
     assert fpdt_positions(16, 1, 2, 4).tolist() == [2, 3, 6, 7, 10, 11, 14, 15]
     for P, u in ((1, 4), (2, 4), (3, 2), (4, 1)):

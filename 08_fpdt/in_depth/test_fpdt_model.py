@@ -105,16 +105,6 @@ def test_inputs_of_blocks_can_wait_in_a_store_of_their_own():
     assert peak == SIZES["layers"] * S * SIZES["hidden"] * 8
 
 
-def two_slices() -> Trace:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    return trace_in_chunks(groups[dist.get_rank() % 2], 4)
-
-
-def test_two_slices_of_the_world_train_two_models_at_the_same_time():
-    for rank, got in enumerate(run_ranks(4, two_slices)):
-        assert_same_trace(got, reference(), rank=rank)
-
-
 # ---------------------------------------------------------------------------------------- chapter 1's Llama, its names
 
 
