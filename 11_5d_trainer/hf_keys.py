@@ -77,8 +77,9 @@ def is_token(value: Any) -> bool:
 
 
 SIZE, LAYERS = whole(2**24), whole(1024)
-POSITIVE = Type("a positive number", lambda value: is_number(value) and value > 0)
-AT_LEAST_1 = Type("a number of at least 1", lambda value: is_number(value) and value >= 1)
+# Up to 1e18: torch takes no larger whole numbers.
+POSITIVE = Type("a positive number up to 1e18", lambda value: is_number(value) and 0 < value <= 1e18)
+AT_LEAST_1 = Type("a number from 1 to 1e18", lambda value: is_number(value) and 1 <= value <= 1e18)
 FLAG = Type("true or false", lambda value: type(value) is bool)
 PART = Type("an object of keys", lambda value: isinstance(value, dict))
 FROM_0 = Type("a whole number", lambda value: type(value) is int and 0 <= value < 2**31)
@@ -139,7 +140,7 @@ KEYS = {
     "mlp_bias": Key(only(False), "only q, k and v of a Qwen2 have biases, always"),
     "use_sliding_window": Key(only(False), PAST),
     "sliding_window": Key(only(None), PAST, free=QWENS, of=WINDOW),
-    "layer_types": Key(FULL, PAST, null=ALL),
+    "layer_types": Key(FULL, PAST, null=tuple(kind for kind in KINDS if kind != "mistral")),
     "max_window_layers": Key(FROM_0, "nothing, without a window"),
     "use_mrope": Key(only(False), "one position per token"),
     "attention_dropout": Key(only(0.0), "no dropout"),
@@ -264,10 +265,11 @@ def rope_of(where: str, said: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(f"{where} has both rope_parameters and rope_scaling, and they differ; remove one")
     rope = parts[0] if parts else {}
     names = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
-    if any(name != names[0] for name in names):
+    for name in names:
+        if not isinstance(name, str) or name not in ROPE:
+            raise UsageError(f"{where} stretches its RoPE ({name}), but only as Llama 3 does is known here")
+    if names[0] != names[-1]:
         raise UsageError(f"{where} has two types of RoPE, {names[0]!r} and {names[1]!r}; remove one")
-    if not isinstance(names[0], str) or names[0] not in ROPE:
-        raise UsageError(f"{where} stretches its RoPE ({names[0]}), but only as Llama 3 does is known here")
     types = ROPE[names[0]]
     for name, value in rope.items():
         if name in ("rope_type", "type"):

@@ -672,10 +672,28 @@ class Logger:
             sys.stdout.flush()  # into a pipe it would come in blocks
 
 
+def place_in_world() -> tuple[int, int, int]:
+    """Rank, local rank and world size, as torchrun puts them into the environment. Raises UsageError."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    found = {}
+    for name, default in alone.items():
+        value = os.environ.get(name, default)
+        if not value.isdecimal() or int(value) < int(default):
+            raise UsageError(f"{name}={value} in the environment must be a whole number from {default}; unset it")
+        found[name] = int(value)
+    if "RANK" in os.environ:
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise UsageError(f"RANK is in the environment, but no {name}; unset it, or start with torchrun")
+    if found["RANK"] >= found["WORLD_SIZE"]:
+        raise UsageError(f"RANK={found['RANK']} in the environment is not below WORLD_SIZE={found['WORLD_SIZE']}")
+    return found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]
+
+
 def main() -> int:
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    rank, local_rank = 0, 0
     try:
+        rank, local_rank, world_size = place_in_world()
         plan = prepare(sys.argv[1:], world_size, local_rank)
         if plan.config.show_mesh:
             if rank == 0:

@@ -13,6 +13,7 @@ planner would put them with the rates that `plan.py --calibrate` measures on so 
 as ratios to the fastest.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -210,21 +211,28 @@ def write_memory(rows: list[list[Any]]) -> None:
 
 
 def main() -> None:
-    if "--figures" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    only = parser.add_mutually_exclusive_group()
+    for what in ("predict", "published", "memory", "ranking", "figures"):
+        only.add_argument(f"--{what}", action="store_true")
+    args = parser.parse_args()
+    if args.figures:
         figures()
         return
-    if "--memory" in sys.argv[1:]:
+    if args.memory:
         write_memory(memory_rows())
         return
-    if "--ranking" in sys.argv[1:]:
+    if args.ranking:
         memory_rows({2: LAYOUTS[2][:4]})
         ranking()
         return
     predictions()
-    if "--published" in sys.argv[1:]:
+    if args.published:
         return
     layouts()
-    if "--predict" in sys.argv[1:]:
+    if args.predict:
         figures()
         return
     memory = memory_rows()

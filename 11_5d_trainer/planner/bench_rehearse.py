@@ -10,6 +10,7 @@ another one, it ends with exit code 1 and writes nothing. Then the planted mista
 what the planner proposes for four models, up to 16,384 ranks, each in less than two minutes of one core.
 """
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -163,12 +164,19 @@ def figures() -> None:
 
 
 def main() -> None:
-    if "--figures" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    only = parser.add_mutually_exclusive_group()
+    for what in ("small", "large", "figures"):
+        only.add_argument(f"--{what}", action="store_true")
+    args = parser.parse_args()
+    if args.figures:
         figures()
         return
-    if "--large" not in sys.argv[1:]:
+    if not args.large:
         write_small(small_rows(), planted_rows())
-    if "--small" not in sys.argv[1:]:
+    if not args.small:
         write_large(large_rows())
     figures()
 

@@ -3,7 +3,7 @@
     P=11_5d_trainer/planner/plan.py
     python $P --model llama3-70b --cluster h100-400g --nodes 64 --seq-len 8192 --tokens 4194304
     python $P --model llama3-8b --cluster h100x8 --explain "--tp 2 --zero 1 --micro-batch 1"
-    python $P --config my/config.json        a Llama or Mixtral of Hugging Face instead of --model
+    python $P --config my/config.json        any model of Hugging Face that the trainer reads
     python $P --facts                        published measurements, and how far off the planner is
     python $P --calibrate my.json            measure this machine, write a cluster file
     python $P --after runs/x --cluster my.json           measured beside predicted
@@ -40,6 +40,7 @@ import planner_paths  # noqa: F401  finds the trainer and the chapters
 import plan_facts
 import plan_figures
 from hf import read_sizes
+from hf_keys import KINDS
 from llama import LLAMA3_405B, LlamaConfig
 from model import EXPERTS, PRESETS
 from moe_layer import MoEConfig
@@ -66,7 +67,9 @@ class OneLineParser(argparse.ArgumentParser):
 def arguments(given: list[str]) -> argparse.Namespace:
     parser = OneLineParser("plan.py", description="Plan the layout of a training run.", allow_abbrev=False)
     parser.add_argument("--model", default="llama3-8b", help="one of the trainer's presets, or llama3-405b")
-    parser.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face Llama or Mixtral, not --model")
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"config.json of Hugging Face, not --model: {', '.join(KINDS)}"
+    )
     parser.add_argument("--cluster", default="h100-400g", help="name in clusters/, or a .json file like those")
     parser.add_argument("--nodes", type=int, default=0, help="how many of its nodes; default: all")
     parser.add_argument("--seq-len", type=int, default=8192)

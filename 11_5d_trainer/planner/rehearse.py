@@ -26,6 +26,7 @@ it would have waited (rehearse_rank.py). Then all of them are played against eac
 Ranks that differ: stages of a pipeline, and with `--cp-kind ring` places in the ring, which see different parts of the
 causal mask. The others on the same stage do the same with other numbers.
 
+Without --plan and --precision it is rehearsed in fp32; on GPUs with bf16 the trainer takes bf16-master and --zero 1.
 The last line is PASS; or the finding is printed, and the exit code is 1. Bad options: one line, exit code 2.
 """
 
@@ -164,10 +165,11 @@ def report(done: Rehearsal) -> list[str]:
     lines = [
         f"{done.ranks:,} ranks, {len(done.runs)} distinct program(s), {operations:,} collectives and messages, "
         f"{done.seconds:.1f} s",
+        f"computed in {done.config.precision}, with --kernels {done.config.kernels}",
         "",
     ]
     if done.backend == "nccl" and not has_triton():
-        lines[1:1] = ["Triton is not installed: rehearsed with --kernels torch, which keeps more"]
+        lines[2:2] = ["Triton is not installed, so the chapters' fused kernels are not, and more is kept"]
     alone = unplanned(done.config, done.sizes, done.ranks)
     formulas = {rank: None if alone else planned(done, run) for rank, run in done.runs.items()}
     rows = [["rank", "pp", "weights", "gradients", "states", "activations", "peak GiB", "planner", "off"]]

@@ -6,6 +6,8 @@ import shlex
 from collections import Counter
 
 import planner_paths  # noqa: F401  finds the trainer and the chapters
+import bench_plan
+import bench_rehearse
 import plan
 import plan_after
 import plan_search
@@ -37,6 +39,22 @@ def written(folder, **changes):
 
 
 # -------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize("module", [bench_plan, bench_rehearse])
+def test_a_benchmark_says_its_options_and_measures_nothing_for_others(module, monkeypatch, capsys):
+    for words, code in ((["--help"], 0), (["--figure"], 2), (["--figures", "--large"], 2)):
+        monkeypatch.setattr(module.sys, "argv", ["bench", *words])
+        with pytest.raises(SystemExit) as end:
+            module.main()
+        assert end.value.code == code
+    assert "only draws" in capsys.readouterr().out
+
+
+def test_the_help_names_the_kinds_of_models_that_a_config_json_may_be(capsys):
+    with pytest.raises(SystemExit):
+        plan.main(["--help"])
+    assert "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe" in " ".join(capsys.readouterr().out.split())
 
 
 def test_both_commands_train_the_planned_model_in_the_planned_layout_on_the_planned_ranks():

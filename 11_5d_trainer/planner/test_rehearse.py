@@ -615,7 +615,8 @@ def test_the_command_prints_the_table_and_pass(capsys):
     code = main(["--ranks", "4", "--seq-len", "16", "--micro-batch", "1", "--global-batch", "4", "--tp", "2"])
     said = capsys.readouterr().out
     assert code == 0
-    assert "1 distinct program(s)" in said
+    assert "1 distinct program(s)" in said.splitlines()[0]
+    assert said.splitlines()[1].startswith("computed in fp32, with --kernels t")
     assert said.splitlines()[-1] == "PASS"
 
 

@@ -372,6 +372,37 @@ def test_more_ranks_than_gpus_are_refused_on_every_rank_for_the_first_alone_spea
         assert train.find_device("cpu", local_rank).type == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        (
+            {"LOCAL_WORLD_SIZE": "two"},
+            "LOCAL_WORLD_SIZE=two in the environment must be a whole number from 1; unset it",
+        ),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 in the environment must be a whole number from 1; unset it"),
+        ({"RANK": "-1"}, "RANK=-1 in the environment must be a whole number from 0; unset it"),
+        ({"RANK": "0"}, "RANK is in the environment, but no WORLD_SIZE; unset it, or start with torchrun"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"},
+            "RANK is in the environment, but no MASTER_PORT",
+        ),
+        ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK=1.0 in the environment must be a whole number from 0; unset it"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": "1"},
+            "RANK=2 in the environment is not below",
+        ),
+    ],
+)
+def test_an_environment_that_is_not_torchruns_is_refused_in_one_line(environment, line, monkeypatch, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "connect", lambda *_: pytest.fail("a process group was started"))
+    monkeypatch.setattr(train.sys, "argv", ["train.py", "--steps", "1"])
+    assert train.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"train.py: {line}") and said.count("\n") == 1
+
+
 def test_options_come_from_a_file_and_the_command_line_wins(text, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(f'data = "{text}"\nsteps = 50\nmin-lr = 0\ntied = true\ntp_overlap = "none"\nseq_len = 64')
