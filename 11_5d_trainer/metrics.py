@@ -56,7 +56,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # a dispatch mode imports it; imported while a group is up, it would keep that group alive
 from context_ulysses import kv_heads_of, repeated_kv_heads, sent_per_layer
-from engine import Replicated, copies_of
+from gradients import Replicated, copies_of
 from mesh import Mesh
 from moe_layer import moe_layers
 from ops import AUTOCAST
@@ -64,7 +64,7 @@ from options import UsageError
 from plan_memory import Layout
 from plan_traffic import flows, passes_of
 from schedule_simulator import W
-from step import Rank
+from step import Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -144,11 +144,11 @@ def routed_rows(model: Any) -> Iterator[list[tuple[list[int], list[int]]]]:
             del layer.decide
 
 
-def held(me: Rank) -> Bytes:
+def held(me: Trainer) -> Bytes:
     """Bytes that stay on this rank between two steps, by what they are for. A storage counts once."""
     found: dict[str, dict[int, int]] = {"weights": {}, "gradients": {}, "optimizer": {}}
     tensors: dict[str, list[Any]]
-    for owner in me.engine.owners:
+    for owner in me.owners:
         if isinstance(owner, Replicated):
             states = [value for state in owner.optimizer.state.values() for value in state.values()]
             tensors = {"weights": [*owner.names], "gradients": [p.grad for p in owner.names], "optimizer": states}
@@ -165,10 +165,10 @@ def held(me: Rank) -> Bytes:
 # ----------------------------------------------------------------------------------------------------- predicted
 
 
-def held_by_formula(me: Rank) -> Bytes:
+def held_by_formula(me: Trainer) -> Bytes:
     """Weights, gradients and AdamW's moments: chapter 03's division by the ranks of the group, for each owner."""
     total: defaultdict[str, float] = defaultdict(float)
-    for owner in me.engine.owners:
+    for owner in me.owners:
         if isinstance(owner, Replicated):
             stage, P = 0, 1
             sizes = [(p.numel(), p.element_size()) for p in owner.names]
@@ -193,17 +193,17 @@ def held_by_formula(me: Rank) -> Bytes:
     return dict(total)
 
 
-def offloaded(me: Rank) -> list[Any]:
+def offloaded(me: Trainer) -> list[Any]:
     """The owners whose optimizer is on the host."""
-    return [owner for owner in me.engine.owners if isinstance(owner, Offload2)]
+    return [owner for owner in me.owners if isinstance(owner, Offload2)]
 
 
-def crossed(me: Rank) -> dict[str, int]:
+def crossed(me: Trainer) -> dict[str, int]:
     """Bytes that went between device and host so far, down and up."""
     return {way: sum(owner.link.bytes[way] for owner in offloaded(me)) for way in ("down", "up")}
 
 
-def crossed_by_formula(me: Rank) -> Bytes:
+def crossed_by_formula(me: Trainer) -> Bytes:
     """In one step: chapter 03's, for each owner."""
     m = 1 if me.pipeline else me.config.accumulation(me.mesh.sizes["dp"])
     total = {"down": 0.0, "up": 0.0}
@@ -215,7 +215,7 @@ def crossed_by_formula(me: Rank) -> Bytes:
     return total
 
 
-def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[str, float | None]:
+def sent_by_formula(me: Trainer, rows: list[tuple[list[int], list[int]]]) -> dict[str, float | None]:
     """Bytes that this rank sends in a step, by axis; None where there is no formula.
 
     What the options decide is the planner's, which needs no model. Its mean over ranks, or over routings, is not enough
@@ -246,7 +246,7 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
     if moe and moe.capacity and c.dispatch != "fixed":  # in slots every rank drops its own
         sent["tokens"] += calls * 8 * moe.experts * moe.top_k * (mesh.size("tokens") - 1)
     # Chapters 02 and 03.
-    for name, owner in zip(("data", "experts"), me.engine.owners, strict=False):
+    for name, owner in zip(("data", "experts"), me.owners, strict=False):
         plain, kept = isinstance(owner, Replicated), 0
         name = "shards" if owner.group is mesh.groups.get("shards") else name
         whole = sum(p.nbytes for p in owner.names) if plain else sum(b.padded * weight_of(b) for b in owner.buckets)
@@ -278,8 +278,8 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
     return {axis: None if axis in unsure and mesh.size(axis) > 1 else value for axis, value in sent.items()}
 
 
-def splits_backward(me: Rank) -> bool:
-    actions = me.pipeline.pipeline.schedule.actions if me.pipeline else ()
+def splits_backward(me: Trainer) -> bool:
+    actions = me.pipeline.schedule.actions if me.pipeline else ()
     return any(action.kind == W for mine in actions for action in mine)
 
 
@@ -299,7 +299,7 @@ def sent_width(config: Any, owner: Any, bucket: Any) -> int:
 class Watch:
     """Looks at the steps of a run: `with watch.step(step): train_step(...)`. All its methods are collective."""
 
-    def __init__(self, me: Rank, run: Path, first: int) -> None:
+    def __init__(self, me: Trainer, run: Path, first: int) -> None:
         self.me, self.run, self.first = me, run, first
         self.ranks: list[dict[str, Any]] = []  # of all ranks: what was held and sent in the first step
         self.profiler: Any = None

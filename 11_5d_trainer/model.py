@@ -28,7 +28,7 @@ from moe_layer import MoE, MoEConfig, recompute_blocks
 from moe_llama import expert_names, full_name, gather_experts, init_moe
 from ops import LAYOUTS
 from overlap import VERSIONS
-from parallel_block import one_by_one, sync_in_backward
+from parallel_block import sync_in_backward
 from parallel_linear import TensorParallel, shards
 from parallel_llama import ParallelLlama
 from split_backward import recomputed_once
@@ -185,8 +185,11 @@ def through(x: Tensor, blocks: Iterable[Any], cos: Tensor, sin: Tensor) -> Tenso
     """x through these blocks. Domino's halves go through all of them at once, unless somebody waits at each block, as
     ZeRO-3 does: there the halves meet."""
     blocks = list(blocks)
-    alone = [not isinstance(block, HalvedBlock) or has_hooks(block) for block in blocks]
-    return (one_by_one if any(alone) else in_halves)(x, blocks, cos, sin)
+    if all(isinstance(block, HalvedBlock) and not has_hooks(block) for block in blocks):
+        return in_halves(x, blocks, cos, sin)
+    for block in blocks:
+        x = block(x, cos, sin)
+    return x
 
 
 def loss_in_chunks(model: Any, chunks: int, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     options.py     every option, and what fits        paths.py       finds the chapters' folders
     mesh.py        the grid of ranks and its groups   model.py       a rank's part of the model: chapters 01, 04, 05
-    step.py        one rank and one step              engine.py      gradients to new weights: chapters 02 and 03
+    step.py        one rank and one step              gradients.py   their sums, their norm, new weights: 02, 03
     data.py        tokens to micro-batches            full_state.py  the same as whole tensors, to save and to load
     sources.py     what is on disk                    prepare.py     your own data to tokens
     checkpoint.py  save, find, load                   curve.py       the loss curve
@@ -71,15 +71,16 @@ from sources import as_numbers
 from step import (
     Batch,
     NotFinite,
-    Rank,
     Reading,
+    Trainer,
     has_bf16,
     launch_step,
-    make_rank,
+    make_trainer,
     reads_late,
     sent_to,
     train_step,
     validate,
+    wait_for_weights,
     weight_dtype,
     who_is_not_finite,
 )
@@ -296,7 +297,7 @@ class Stop:
         self.asked = True
 
 
-def any_rank(me: Rank, *flags: bool) -> Reading:
+def any_rank(me: Trainer, *flags: bool) -> Reading:
     """Each flag, if it is up on any rank: a decision that all take alike. Signals, for one, do not arrive everywhere in
     the same step."""
     votes = sent_to(me.device, torch.tensor([int(flag) for flag in flags]))
@@ -321,7 +322,7 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     config, world = plan.config, dist.group.WORLD
     assert world is not None
     stop = stop or Stop()
-    me = make_rank(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
+    me = make_trainer(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
     dp, leader = me.mesh.sizes["dp"], dist.get_rank() == 0
     accumulation = config.accumulation(dp)
     cut = (config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
@@ -332,7 +333,7 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         _, path, progress = plan.resume
         # --- exercise 11.33: weights, optimizer, step, place in the data and loss scale, all as they were left ---
         like = full_shapes(plan.model, config.mixture(plan.model))
-        load_full_state(me.engine, me.model, me.mesh, checkpoint.load(path, like, weight_dtype(config)))
+        load_full_state(me.owners, me.model, me.mesh, checkpoint.load(path, like, weight_dtype(config)))
         first, training.position = progress.step, progress.samples
         me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
         # --- end exercise ---
@@ -369,7 +370,7 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         numbers = plan.corpus.decode is as_numbers
         size, data = plan.corpus.size, plan.corpus.fingerprint
         progress = checkpoint.Progress(step, position, size, options, sizes, *scale, numbers, data, val_loss)
-        saver.save(share_of_state(me.engine, me.model, me.mesh), progress)
+        saver.save(share_of_state(me.owners, me.model, me.mesh), progress)
 
     def arrive(launched: Launched) -> None:
         """Loss and norm of a step are here, or are waited for: into the log with them, or the end of the run."""
@@ -420,8 +421,9 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
     )
     for step in bar:
         start, lr = time.perf_counter(), learning_rate(step, config)
-        for parameters in me.engine.param_groups:
-            parameters["lr"] = lr
+        for owner in me.owners:
+            for parameters in owner.param_groups:
+                parameters["lr"] = lr
         batches = training.step(config.micro_batch, accumulation, me.mesh.place["dp"], dp)
         with watch.step(step):
             found: Any  # two numbers, or a Reading of them
@@ -450,7 +452,7 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
         if stopped:
             break
     saver.finish()
-    me.engine.arrive()
+    wait_for_weights(me)
     watch.end()
     if stopped and not end and not saver.failure:
         return log.lines
@@ -477,19 +479,19 @@ def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
 def evaluate_alone(plan: Plan) -> str:
     """The validation loss of a checkpoint, or of the model that `--init` names."""
     config = plan.config
-    me = make_rank(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
+    me = make_trainer(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
     if plan.resume:
         like = full_shapes(plan.model, config.mixture(plan.model))
-        load_full_state(me.engine, me.model, me.mesh, checkpoint.load(plan.resume[1], like, weight_dtype(config)))
+        load_full_state(me.owners, me.model, me.mesh, checkpoint.load(plan.resume[1], like, weight_dtype(config)))
     held_out = Sampler(plan.corpus.held_out, config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
     value, rate = validate(me, held_out), plan.corpus.tokens_per_byte
-    me.engine.arrive()
+    wait_for_weights(me)
     bits = f" ({curve.bits_per_byte(value, rate):.3f} bits per byte)" if rate else ""
     what = f"{plan.resume[1].name} of {plan.resume[0]}" if plan.resume else config.init
     return f"{what}: validation loss {value:.6f} nats per token{bits}"
 
 
-def describe(plan: Plan, me: Rank) -> str:
+def describe(plan: Plan, me: Trainer) -> str:
     """The model, the layout and the arithmetic of the global batch, in words."""
     config, sizes = plan.config, me.mesh.sizes
     accumulation = config.accumulation(sizes["dp"])
@@ -512,7 +514,7 @@ def describe(plan: Plan, me: Rank) -> str:
 class Speedometer:
     """Tokens per second of the whole run, and the share of the device's peak (MFU), where the peak is known."""
 
-    def __init__(self, plan: Plan, me: Rank) -> None:
+    def __init__(self, plan: Plan, me: Trainer) -> None:
         config = plan.config
         self.tokens = config.global_batch * config.seq_len
         moe = config.mixture(plan.model)

@@ -140,15 +140,15 @@ def watched(me, *arguments, **options):
     launches[0] += 1
     with nobody_waits():
         found = launch(me, *arguments, **options)
-    owner = me.engine.owners[0]
+    owner = me.owners[0]
     states = [x for state in owner.state.values() for kind, x in state.items() if kind != "step"]
     seen.append([x.clone() for x in (*owner.flats, *states)])
     return found
 
-def with_a_nan(engine, *rest):
+def with_a_nan(owners, *rest):
     if launches[0] == 3:
-        engine.owners[0].gradient_shard(0)[7:8].fill_(math.nan)
-    return clip(engine, *rest)
+        owners[0].gradient_shard(0)[7:8].fill_(math.nan)
+    return clip(owners, *rest)
 
 def run(folder, *more):
     launches[0] = 0
@@ -264,7 +264,7 @@ def gradients_by(kernels, words):
     cuda_parts.matmul, flash_attention_cuda.call = counted("product", matmul), counted("attention", run)
     try:
         config = Config(**parse([*words, "--kernels", kernels]))
-        me = step_module.make_rank(config, ONE_LAYER, torch.device("cpu"), plain_sgd)
+        me = step_module.make_trainer(config, ONE_LAYER, torch.device("cpu"), plain_sgd)
         sampler = Sampler(load_corpus(config).train, config.seq_len, 256, config.seed)
         dp = me.mesh.sizes["dp"]
         step_module.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp))

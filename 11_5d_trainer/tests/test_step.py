@@ -18,12 +18,13 @@ from accounting import step_flops
 from data import Sampler, load_corpus
 from fp8 import Fp8Linear
 from full_state import full_state
+from gradients import full_gradients
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import Linear
 from ops import AUTOCAST, FP8
 from options import Config, parse
-from step import make_rank
+from step import make_trainer
 from test_train import SIZES, SMALL, arguments, f64, losses
 
 STEPS, WARMUP, LR, MIN_LR, DECAY = 7, 2, 3e-2, 2e-3, 0.4
@@ -85,7 +86,7 @@ def by_torch(text, clip, precision, loss_scale):
 
 def weights_of_a_run(words):
     """The log, and the weights at its end."""
-    kept, make = [], train.make_rank
+    kept, make = [], train.make_trainer
 
     def made(*args, **more):
         kept.append(make(*args, **more))
@@ -94,12 +95,12 @@ def weights_of_a_run(words):
     plan = train.prepare(words, 1)
     plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, **SMALL))
     plan, folder = train.agree(plan)
-    train.make_rank = made
+    train.make_trainer = made
     try:
         log = train.train(plan, folder)
     finally:
-        train.make_rank = make
-    return losses(log), full_state(kept[0].engine, kept[0].model, kept[0].mesh)["weights"]
+        train.make_trainer = make
+    return losses(log), full_state(kept[0].owners, kept[0].model, kept[0].mesh)["weights"]
 
 
 CLIP = {0.05: "always clipped", 0.9: "clipped at times", 0.0: "never clipped"}
@@ -149,12 +150,12 @@ def gradients_by_scale(layouts, text):
         kinds = []
         for scale, balance in ((1.0, 10), (1024.0, 10), (1.0, 0)):
             config = Config(**parse([*arguments(text, clip=0, balance=balance), *layout.split()]))
-            me = make_rank(config, SIZES, torch.device("cpu"))
+            me = make_trainer(config, SIZES, torch.device("cpu"))
             me.scaler.value = scale
             dp = me.mesh.sizes["dp"]
             sampler = Sampler(load_corpus(config).train, 16, 256, 0)
             step_module.gradient_step(me, sampler.step(2, config.accumulation(dp), me.mesh.place["dp"], dp))
-            kinds.append({name: g.clone() for name, g in me.engine.full_gradients().items()})
+            kinds.append({name: g.clone() for name, g in full_gradients(me.owners).items()})
         found.append(kinds)
     return found
 
@@ -262,8 +263,8 @@ def dtypes_of_new_memory(words):
         seen.update(p.dtype for p in made.parameters())
 
     with mock.patch.object(model, "give_memory", watched):
-        me = make_rank(Config(**parse(words)), SIZES, torch.device("cpu"))
-    with me.precision():
+        me = make_trainer(Config(**parse(words)), SIZES, torch.device("cpu"))
+    with step_module.precision(me):
         return seen, torch.is_autocast_cache_enabled()
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 
 import paths  # noqa: F401  finds the chapters below
+import gradients
 import mesh
 import model
 import pytest
@@ -70,7 +71,7 @@ def three_sgd_steps(words, sizes=SIZES):
     """The trainer's own step, with plain SGD, in some layout; and the same three global batches on this rank alone."""
     plan = train.prepare(words, dist.get_world_size())
     config, corpus = plan.config, plan.corpus
-    me = step_module.make_rank(config, sizes, torch.device("cpu"), plain_sgd)
+    me = step_module.make_trainer(config, sizes, torch.device("cpu"), plain_sgd)
     place, dp = me.mesh.place["dp"], me.mesh.sizes["dp"]
 
     def batches(place):
@@ -86,7 +87,7 @@ def three_sgd_steps(words, sizes=SIZES):
     for step in batches(place):
         parallel.losses.append(step_module.train_step(me, step)[0])
         parallel.gradients.append(full_gradients(me))
-    parallel.weights = full_state(me.engine, me.model, me.mesh)["weights"]
+    parallel.weights = full_state(me.owners, me.model, me.mesh)["weights"]
     if dist.get_rank() > 1:  # two ranks compare; they hold different pieces of everything
         return
     alone = model.alone(sizes, config.mixture(sizes)).double()
@@ -110,7 +111,7 @@ def three_sgd_steps(words, sizes=SIZES):
 
 
 def full_gradients(me):
-    mine = gather_tensors(me.model, me.engine.full_gradients(), me.mesh)
+    mine = gather_tensors(me.model, gradients.full_gradients(me.owners), me.mesh)
     return {name: gradient.clone() for name, gradient in whole_model(mine, me.mesh).items()}
 
 
