@@ -2,7 +2,7 @@
 
     options.py     every option, and what fits        paths.py       finds the chapters' folders
     mesh.py        the grid of ranks and its groups   model.py       a rank's part of the model: chapters 01, 04, 05
-    step.py        one rank and one step              gradients.py   their sums, their norm, new weights: 02, 03
+    step.py        one step of one rank               gradients.py   their sums, their norm, new weights: 02, 03
     data.py        tokens to micro-batches            full_state.py  the same as whole tensors, to save and to load
     sources.py     what is on disk                    prepare.py     your own data to tokens
     checkpoint.py  save, find, load                   curve.py       the loss curve

@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import math
+import re
+import sys
 import types
+from pathlib import Path
 from unittest import mock
 
 import paths  # noqa: F401  finds the chapters below
@@ -19,6 +22,7 @@ from data import Sampler, load_corpus
 from fp8 import Fp8Linear
 from full_state import full_state
 from gradients import full_gradients
+from harness.layout import ROOT
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import Linear
@@ -252,6 +256,45 @@ def test_help_says_no_default_twice_and_none_that_means_something_else(capsys):
     for text in paragraphs:
         assert text.count("default:") <= 1, text
         assert "''" not in text and ("(default: 0)" not in text or text.startswith("seed")), text
+
+
+def files_that_a_micro_batch_passes(words):
+    """From where it is taken to where its gradient is complete: files of this repository whose functions are called."""
+    passed = {"train.py"}
+
+    def note(frame, event, _):
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0][:2].isdigit():
+            passed.add(file.name)
+
+    def watched(function):
+        def call(*given):
+            sys.setprofile(note)
+            try:
+                return function(*given)
+            finally:
+                sys.setprofile(None)
+
+        return call
+
+    config = Config(**parse(words))
+    me, corpus = make_trainer(config, SIZES, torch.device("cpu")), load_corpus(config)
+    take = watched(Sampler(corpus.train, config.seq_len, 256, 0).step)
+    with mock.patch.object(step_module, "forward_and_backward", watched(step_module.forward_and_backward)):
+        step_module.train_step(me, take(config.micro_batch, config.accumulation(1), 0, 1))
+    return passed
+
+
+def test_a_micro_batch_passes_at_most_eight_files_and_the_readme_lists_them(text):
+    readme = (Path(train.__file__).parent / "README.md").read_text().partition("### The way of a micro-batch")[2]
+    told = re.findall(r"^\d\. `(\w+\.py)`", readme.partition("\n### ")[0], re.MULTILINE)
+    piped, plain, sharded = (
+        run_ranks(2, files_that_a_micro_batch_passes, [*arguments(text, lr=0.1, min_lr=0.01), *layout.split()])[0]
+        for layout in ("--pp 2", "--global-batch 4", "--zero 3")
+    )
+    assert len(told) <= 8 and set(told) == piped
+    assert plain == piped - {"pipeline_executor.py"}
+    assert sharded == plain - {"gradients.py", "gradient_reducers.py"} | {"zero_stages.py", "zero3.py"}
 
 
 def dtypes_of_new_memory(words):
