@@ -109,14 +109,6 @@ def full_state(owners: list[Any], model: Any, mesh: Mesh) -> State:
     return full
 
 
-def whole_model(mine: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """What all stages of the pipeline have, from what this rank's has; on every rank, in host memory. For tests, which
-    compare gradients. Collective."""
-    everyone: list[Any] = [None] * mesh.size("pp")
-    dist.all_gather_object(everyone, {name: tensor.cpu() for name, tensor in mine.items()}, group=mesh.groups["pp"])
-    return {name: tensor for stage in everyone for name, tensor in stage.items()}
-
-
 @torch.no_grad()
 def load_full_state(owners: list[Any], model: nn.Module, mesh: Mesh, full: Mapping[str, Mapping[str, Any]]) -> None:
     """Take over what `full_state` gave, or what checkpoint.py opened, written in this layout or another one.

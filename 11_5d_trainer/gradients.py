@@ -90,33 +90,24 @@ def owner_of(owners: Iterable[Any], p: nn.Parameter) -> Any:
     return next(owner for owner in owners if p in owner.names)
 
 
-def full_gradients(owners: Iterable[Any]) -> dict[str, Tensor]:
-    """For tests, which compare them."""
-    return {name: tensor for owner in owners for name, tensor in owner.full_gradients().items()}
-
-
 def local_gradient(owners: Iterable[Any], p: nn.Parameter) -> Tensor | None:
     """What backwards inside `no_sync` have left on this rank: in `p.grad`, or in stage 1's wider buffer."""
     return getattr(owner_of(owners, p), "views", {}).get(p, p.grad) if p.requires_grad else None
 
 
 def make_owners(
-    stage: int,
+    config: Any,
     model: Any,
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
-    bucket_bytes: int,
     hooks: bool = True,
-    master: torch.dtype | None = None,
-    variant: str = "",
     fused: Callable[..., None] | None = None,
-    **sums: torch.dtype | None,
 ) -> list[Any]:
     """The owners of the gradients of `model`. With `hooks=False` the pipeline says when a gradient is complete.
 
-    `variant` is one of chapter 03's: "offload", "late gather" or "copies"; `sums` are its reduce_dtype and
-    accumulate_dtype. `fused` is chapter 09's AdamW, with which ZeRO's shards are updated where they are on a device.
+    `fused` is chapter 09's AdamW, with which ZeRO's shards are updated where they are on a device.
     """
+    stage, bucket_bytes, fp32 = config.zero, int(config.bucket_mib * 2**20), torch.float32
     named = {p: name for name, p in model.named_parameters()}
     # --- exercise 11.30: who sums which gradient? Two groups, and the parameters of each ---
     experts = set(expert_parameters(model).values()) if mesh.size("ep") > 1 else set()
@@ -135,12 +126,13 @@ def make_owners(
             "ignored": named.keys() - params,
             "hooks": hooks,
             "bucket_bytes": bucket_bytes,
-            "master": master,
-            "fused": None if variant == "offload" else fused,
-            **sums,
+            "master": fp32 if config.precision == "bf16-master" else None,
+            "fused": None if config.zero_offload else fused,
+            "reduce_dtype": fp32 if config.reduce_dtype == "fp32" else None,
+            "accumulate_dtype": fp32 if config.accumulate_dtype == "fp32" else None,
         }
-        make: Any = {"offload": make_offloaded, "late gather": make_overlapped}.get(variant, make_zero)
-        if variant == "copies":
+        make: Any = make_offloaded if config.zero_offload else make_overlapped if config.zero_late_gather else make_zero
+        if config.zero_shards:
             make, group = partial(hybrid, mesh), mesh.groups["shards"]
         elif dist.get_backend(group) == "gloo" and not any(p.is_cuda for p in params):
             options["reduce_scatter"] = ExchangeAndSum  # gloo sends from host memory only

@@ -33,7 +33,7 @@ from llama import LlamaConfig
 from mesh import Mesh, make_mesh
 from model import Stage, build, cross_entropy_sum, cut_tensors, held_names, is_adapter, my_positions
 from moe_layer import moe_layers, set_loss_scale, update_biases
-from ops import AUTOCAST, FP8, WEIGHTS, Documents, end_step, leave_out_step, make_parts
+from ops import AUTOCAST, FP8, Documents, end_step, leave_out_step, make_parts, weight_dtype
 from options import Config, RunEnds
 from parallel_block import sync_replicated_gradients
 from pipeline_executor import Pipeline, layers_of
@@ -336,7 +336,19 @@ def make_trainer(
         held = schedule.stages_of(mesh.place["pp"])
         mine = {key: layers_of(key[1], schedule.stages, sizes.layers) for key in held}
     layers = [layer for each in mine.values() for layer in each] if schedule else None
-    model = make_model(config, sizes, mesh, layers, documents if config.documents else None, device)
+    parts = make_parts(
+        mesh,
+        kernels=kernels_on(config, device),
+        precision=config.precision,
+        cp_kind=config.cp_kind,
+        recompute=config.recompute,
+        device=device,
+        documents=documents if config.documents else None,
+    )
+    model: Any = build(config, sizes, mesh, parts, layers, device)
+    if config.compile:
+        for block in model.model.layers.children():  # all alike: one program serves them all
+            block.compile()
     whole = load_weights(model, mesh, start_from) if start_from else {}
     built = optimizer(model, config.lr)
     for group in built.param_groups:
@@ -344,21 +356,8 @@ def make_trainer(
             group["betas"] = (config.beta1, config.beta2)
         if group["weight_decay"]:
             group["weight_decay"] = config.weight_decay
-    master = torch.float32 if config.precision == "bf16-master" else None
-    owners = make_owners(
-        config.zero,
-        model,
-        built,
-        mesh,
-        int(config.bucket_mib * 2**20),
-        hooks=not schedule,
-        master=master,
-        variant=zero_variant(config),
-        reduce_dtype=torch.float32 if config.reduce_dtype == "fp32" else None,
-        accumulate_dtype=torch.float32 if config.accumulate_dtype == "fp32" else None,
-        fused=fused_adamw(config, device, built),
-    )
-    if start_from and master and not sizes.lora_rank:  # adapters are in no file
+    owners = make_owners(config, model, built, mesh, not schedule, fused_adamw(config, device, built))
+    if start_from and config.precision == "bf16-master" and not sizes.lora_rank:  # adapters are in no file
         load_masters(owners, lambda names: cut_tensors(model, whole, mesh, names))
     # The decision to leave a step out is everyone's, since everyone's weights depend on it.
     fp16 = config.precision == "fp16"
@@ -367,45 +366,6 @@ def make_trainer(
     if schedule:
         me.pipeline = make_pipeline(me, schedule, {key: Stage(model, each, positions) for key, each in mine.items()})
     return me
-
-
-def make_model(
-    config: Config,
-    sizes: LlamaConfig,
-    mesh: Mesh,
-    layers: list[int] | None,
-    documents: Documents | None,
-    device: torch.device,
-) -> Any:
-    """This rank's part of the model, with the functions that the options ask for."""
-    parts = make_parts(
-        mesh,
-        kernels=kernels_on(config, device),
-        precision=config.precision,
-        cp_kind=config.cp_kind,
-        recompute=config.recompute,
-        device=device,
-        documents=documents,
-    )
-    model: Any = build(
-        sizes,
-        mesh,
-        parts=parts,
-        moe=config.mixture(sizes),
-        dispatch=config.dispatch,
-        fpdt_chunks=config.fpdt_chunks,
-        sequence_parallel=config.sequence_parallel,
-        tp_overlap=config.tp_overlap,
-        recompute=config.recompute,
-        seed=config.seed,
-        dtype=weight_dtype(config),
-        device=device,
-        layers=layers,
-    )
-    if config.compile:
-        for block in model.model.layers.children():  # all alike: one program serves them all
-            block.compile()
-    return model
 
 
 def load_weights(model: nn.Module, mesh: Mesh, folder: str) -> Mapping[str, Tensor]:
@@ -456,13 +416,3 @@ def has_triton() -> bool:
 def has_bf16() -> bool:
     """Whether all GPUs of this machine compute in bf16. Triton supports the same: compute capability 8.0 on."""
     return all(torch.cuda.get_device_capability(i) >= (8, 0) for i in range(torch.cuda.device_count()))
-
-
-def zero_variant(config: Config) -> str:
-    """Which of chapter 03's variants (gradients.py) was asked for."""
-    asked = {"offload": config.zero_offload, "late gather": config.zero_late_gather, "copies": config.zero_shards}
-    return next((name for name, wanted in asked.items() if wanted), "")
-
-
-def weight_dtype(config: Config) -> torch.dtype:
-    return WEIGHTS.get(config.precision, torch.float32)

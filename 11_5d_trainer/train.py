@@ -54,6 +54,7 @@ from llama import LlamaConfig
 from mesh import picture
 from metrics import Watch, check_boards, peak_memory
 from model import EXPERTS, PRESETS, full_shapes, is_adapter
+from ops import weight_dtype
 from options import (
     SIZES,
     Config,
@@ -81,7 +82,6 @@ from step import (
     train_step,
     validate,
     wait_for_weights,
-    weight_dtype,
     who_is_not_finite,
 )
 from torch.distributed.rendezvous import rendezvous

@@ -293,12 +293,14 @@ PLANTED = {
     ),
     "buckets of another size": (
         2, {"zero": 1}, "nccl",
-        (ONE, step_module, "make_owners", lambda: lambda *given, **more: PLAIN_OWNERS(*given[:4], 10000, **more)),
+        (ONE, step_module, "make_owners",
+         lambda: lambda config, *given: PLAIN_OWNERS(dataclasses.replace(config, bucket_mib=0.01), *given)),
         ("mismatch",), r"sizes differ.*broadcast.*zero_stages\.py:\d+ in flatten",
     ),
     "one rank recomputes": (
         2, {"tp": 2}, "nccl",
-        (ONE, step_module, "build", lambda: lambda *given, **more: PLAIN_BUILD(*given, **more | {"recompute": "full"})),
+        (ONE, step_module, "build",
+         lambda: lambda config, *given: PLAIN_BUILD(dataclasses.replace(config, recompute="full"), *given)),
         ("mismatch", "deadlock"), r"parted at the.*parallel_linear\.py",
     ),
     "both send first to each other": (

@@ -43,15 +43,14 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler, load_corpus
-from full_state import full_state, whole_model
-from gradients import full_gradients
+from full_state import full_state
 from harness.ranks import RankFailure, run_ranks
 from harness.reference import Trace, assert_same_trace, sgd_trace
 from harness.report import write_result
-from layouts import AXES, FULL, SIZES, Layout, Refusals, covering, options, random_layouts
+from layouts import AXES, FULL, SIZES, Layout, Refusals, covering, options, random_layouts, whole_gradients
 from llama import LlamaConfig
 from mesh import Mesh
-from model import alone, gather_tensors, state_buffers
+from model import alone, state_buffers
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from moe_llama import gather_experts
 from options import Config, parse
@@ -92,8 +91,7 @@ def in_layout(words: list[str], sizes: LlamaConfig) -> Trace:
     trace = Trace()
     for step in batches(config, corpus, config.micro_batch, me.mesh.place["dp"], me.mesh.sizes["dp"]):
         trace.losses.append(step_module.train_step(me, step)[0])
-        mine = gather_tensors(me.model, full_gradients(me.owners), me.mesh)
-        trace.gradients.append({name: g.clone() for name, g in whole_model(mine, me.mesh).items()})
+        trace.gradients.append(whole_gradients(me))
     trace.weights = full_state(me.owners, me.model, me.mesh)["weights"]
     leave(me.mesh)
     return trace

@@ -19,10 +19,11 @@ from data import Sampler, load_corpus
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from harness.report import ROOT
+from layouts import whole_gradients
 from llama import LlamaConfig
 from ops import make_parts
 from options import Config, UsageError, parse
-from test_train import SIZES, arguments, f64, full_gradients, losses, plain_sgd, three_sgd_steps, train_on
+from test_train import SIZES, arguments, f64, losses, plain_sgd, three_sgd_steps, train_on
 
 TRAINER = Path(train.__file__).parent
 ONE_HEAD = {"kv_heads": 1, "intermediate": 16}
@@ -268,7 +269,7 @@ def gradients_by(kernels, words):
         sampler = Sampler(load_corpus(config).train, config.seq_len, 256, config.seed)
         dp = me.mesh.sizes["dp"]
         step_module.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp))
-        return {name: g.double() for name, g in full_gradients(me).items()}, calls
+        return {name: g.double() for name, g in whole_gradients(me).items()}, calls
     finally:
         cuda_parts.matmul, flash_attention_cuda.call = matmul, run
 

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 import train
 from data import ROUND, Row, Sampler, load_corpus, shares
-from gradients import full_gradients
 from harness.ranks import run_ranks
 from harness.reference import assert_same
+from layouts import whole_gradients
 from llama import IGNORE, Llama
-from model import gather_tensors
 from options import Config, UsageError
 from sources import checksums
 from test_train import SIZES, arguments, f64, losses, plain_sgd, run, train_on
@@ -478,7 +477,7 @@ def gradients_in_documents(words):
     everybody = Sampler(plan.corpus.rows, config.seq_len, 256, config.seed, documents=True)
     for _ in range(2):
         loss, _ = train.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), place, dp))
-        mine = gather_tensors(me.model, full_gradients(me.owners), me.mesh)
+        mine = whole_gradients(me)
         alone.zero_grad()
         [(tokens, labels, places)] = everybody.step(config.global_batch, 1, 0, 1)
         valid, total = (labels != IGNORE).sum(), 0.0

@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler
-from full_state import full_state, whole_model
-from gradients import full_gradients
+from full_state import full_state
 from harness.ranks import run_ranks
 from harness.reference import assert_same
-from layouts import Layout
-from model import gather_tensors
+from layouts import Layout, whole_gradients
 from moe_layer import moe_layers
 from options import merge, parse
 from overlap import column_overlapped
@@ -240,7 +238,7 @@ def test_a_run_from_before_there_was_domino_goes_on_as_it_was():
 def gradients(words):
     me, batches = made(words)
     step_module.train_step(me, batches)
-    return whole_model(gather_tensors(me.model, full_gradients(me.owners), me.mesh), me.mesh)
+    return whole_gradients(me)
 
 
 @pytest.mark.prove
