@@ -131,7 +131,9 @@ def make_owners(
             "reduce_dtype": fp32 if config.reduce_dtype == "fp32" else None,
             "accumulate_dtype": fp32 if config.accumulate_dtype == "fp32" else None,
         }
-        make: Any = make_offloaded if config.zero_offload else make_overlapped if config.zero_late_gather else make_zero
+        make: Any = make_overlapped if config.zero_late_gather else make_zero
+        if config.zero_offload:
+            make = make_offloaded
         if config.zero_shards:
             make, group = partial(hybrid, mesh), mesh.groups["shards"]
         elif dist.get_backend(group) == "gloo" and not any(p.is_cuda for p in params):
