@@ -48,7 +48,6 @@ from sources import (
     text_files,
 )
 from torch import Tensor
-from training_step import next_token_pairs
 
 SCAN = 2**22  # tokens looked at in one go
 MOST_TEXT = 10**8  # bytes of text that every process may encode for itself
@@ -365,8 +364,8 @@ class Sampler:
         whole = torch.stack(cut)
         if int(whole.max()) >= self.vocab_size:
             raise ValueError(f"token id {int(whole.max())} is beyond the vocabulary of {self.vocab_size}")
-        tokens, labels = next_token_pairs(whole)
-        labels = labels.masked_fill(~torch.stack(masks), IGNORE)
+        tokens = whole[:, :-1].contiguous()
+        labels = whole[:, 1:].masked_fill(~torch.stack(masks), IGNORE)  # shifted here, while the sequence is whole
         return (tokens, labels, torch.stack(places)) if self.documents else (tokens, labels)
 
     def step(self, micro_batch: int, accumulation: int, rank: int, dp: int) -> list[tuple[Tensor, ...]]:

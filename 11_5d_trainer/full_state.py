@@ -16,7 +16,7 @@ import paths  # noqa: F401  finds the chapters below
 import torch
 import torch.distributed as dist
 import zero_state
-from engine import Replicated, Together, copies_of
+from gradients import Replicated, copies_of
 from mesh import Mesh
 from model import Lazy, cut_tensors, join_pieces, own_names, state_buffers
 from moe_llama import expert_names
@@ -43,7 +43,7 @@ def own_tensors(owner: Any) -> Iterator[tuple[str, str, Any]]:
             yield from ((name, kind, value) for kind, value in state.items() if kind != "master" or wider)
 
 
-def whole_tensors(engine: Together, model: Any, mesh: Mesh) -> Iterator[tuple[str, str, Tensor, int]]:
+def whole_tensors(owners: list[Any], model: Any, mesh: Mesh) -> Iterator[tuple[str, str, Tensor, int]]:
     """(Hugging Face's name, kind, whole tensor, parts) of everything this rank's layers and experts have to save.
 
     A tensor is here until the next is asked for. With `parts` of p every p-th data rank has it, and the ranks between
@@ -51,7 +51,7 @@ def whole_tensors(engine: Together, model: Any, mesh: Mesh) -> Iterator[tuple[st
     """
     for name, buffer in state_buffers(model).items():
         yield own_names(model, name, mesh)[0], "weight", buffer, 1
-    for owner in engine.owners:
+    for owner in owners:
         parts = mesh.size("data") // (dist.get_world_size(owner.group) * copies_of(owner, mesh))
         for name, kind, value in own_tensors(owner):
             if name in model.shared and dist.get_rank(mesh.groups["ends"]) > 0:
@@ -66,9 +66,9 @@ def whole_tensors(engine: Together, model: Any, mesh: Mesh) -> Iterator[tuple[st
 
 
 @torch.no_grad()
-def load_masters(engine: Together, pieces: Callable[[list[str]], Mapping[str, Tensor]]) -> None:
+def load_masters(owners: list[Any], pieces: Callable[[list[str]], Mapping[str, Tensor]]) -> None:
     """Masters from weights of more bits than the model's; `pieces` gives this rank's, of a bucket at a time."""
-    for owner in engine.owners:
+    for owner in owners:
         for index, bucket in enumerate(owner.buckets):
             mine = pieces([owner.names[p] for p, _, _ in bucket.pieces()])
             owner.masters[index].copy_(zero_state.shard_of(owner, index, mine))
@@ -78,7 +78,7 @@ State = dict[str, dict[str, Any]]  # {"weights": {name: tensor}, "optimizer": {n
 
 
 @torch.no_grad()
-def share_of_state(engine: Together, model: Any, mesh: Mesh) -> State:
+def share_of_state(owners: list[Any], model: Any, mesh: Mesh) -> State:
     """What this rank writes of a checkpoint, in host memory: whole tensors, each on exactly one rank of the world.
 
     Collective. A rank holds its share, and for a moment the tensor (with ZeRO, the bucket) that comes by. A tensor goes
@@ -87,7 +87,7 @@ def share_of_state(engine: Together, model: Any, mesh: Mesh) -> State:
     tp, row, column = mesh.sizes["tp"], dist.get_rank(mesh.groups["data"]), dist.get_rank(mesh.groups["tp"])
     kept: dict[int, list[int]] = {}  # parts -> bytes so far on each rank of this rank's part
     share: State = {"weights": {}, "optimizer": {}}
-    for name, kind, tensor, parts in whole_tensors(engine, model, mesh):
+    for name, kind, tensor, parts in whole_tensors(owners, model, mesh):
         held = kept.setdefault(parts, [0] * (mesh.size("data") // parts * tp))
         keeper = held.index(min(held))
         held[keeper] += tensor.nbytes
@@ -97,10 +97,10 @@ def share_of_state(engine: Together, model: Any, mesh: Mesh) -> State:
     return share
 
 
-def full_state(engine: Together, model: Any, mesh: Mesh) -> State:
+def full_state(owners: list[Any], model: Any, mesh: Mesh) -> State:
     """The shares of all ranks of the world on every one of them: the whole model's state. For tests. Collective."""
     everyone: list[Any] = [None] * mesh.size("world")
-    dist.all_gather_object(everyone, share_of_state(engine, model, mesh), group=mesh.groups["world"])
+    dist.all_gather_object(everyone, share_of_state(owners, model, mesh), group=mesh.groups["world"])
     full: State = {"weights": {}, "optimizer": {}}
     for share in everyone:
         full["weights"] |= share["weights"]
@@ -109,22 +109,14 @@ def full_state(engine: Together, model: Any, mesh: Mesh) -> State:
     return full
 
 
-def whole_model(mine: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """What all stages of the pipeline have, from what this rank's has; on every rank, in host memory. For tests, which
-    compare gradients. Collective."""
-    everyone: list[Any] = [None] * mesh.size("pp")
-    dist.all_gather_object(everyone, {name: tensor.cpu() for name, tensor in mine.items()}, group=mesh.groups["pp"])
-    return {name: tensor for stage in everyone for name, tensor in stage.items()}
-
-
 @torch.no_grad()
-def load_full_state(engine: Together, model: nn.Module, mesh: Mesh, full: Mapping[str, Mapping[str, Any]]) -> None:
+def load_full_state(owners: list[Any], model: nn.Module, mesh: Mesh, full: Mapping[str, Mapping[str, Any]]) -> None:
     """Take over what `full_state` gave, or what checkpoint.py opened, written in this layout or another one.
 
     Collective. Of `full` a tensor is asked for when its turn comes, cut to this rank's piece, and dropped.
     """
     device: dict[str, torch.device] = {}  # where its optimizer is: beside the weight, or on the host
-    for owner in engine.owners:
+    for owner in owners:
         where = next(iter(owner.names)).device if isinstance(owner, Replicated) else owner.masters[0].device
         device |= dict.fromkeys(owner.names.values(), where)
     for name, buffer in state_buffers(model).items():
@@ -141,7 +133,7 @@ def load_full_state(engine: Together, model: nn.Module, mesh: Mesh, full: Mappin
 
         return Lazy(full["optimizer"][names[0]], piece)
 
-    for owner in engine.owners:
+    for owner in owners:
         names = list(owner.names.values())
         if isinstance(owner, Replicated):
             owner.load(cut_tensors(model, full["weights"], mesh, names), Lazy(names, states))

@@ -56,7 +56,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # a dispatch mode imports it; imported while a group is up, it would keep that group alive
 from context_ulysses import kv_heads_of, repeated_kv_heads, sent_per_layer
-from engine import Replicated, copies_of
+from gradients import Replicated, copies_of
 from mesh import Mesh
 from moe_layer import moe_layers
 from ops import AUTOCAST
@@ -64,7 +64,7 @@ from options import UsageError
 from plan_memory import Layout
 from plan_traffic import flows, passes_of
 from schedule_simulator import W
-from step import Rank
+from step import Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -73,6 +73,7 @@ from zero_memory import bytes_per_parameter, bytes_sent
 from zero_offload import Offload2, bytes_apart, bytes_over_the_link
 
 Bytes = dict[str, float]
+Rows = list[tuple[list[int], list[int]]]  # of each call of a layer of experts: sent to each rank, got from each
 TRAVELLING = ("tp", "ring", "ulysses", "pp", "ep")  # activations do, on these axes
 BUILT = ("ring", "ulysses", "data", "experts", "ep")  # what these send depends on the rank, or on the data
 
@@ -126,9 +127,9 @@ class Wire(TorchDispatchMode):
 
 
 @contextmanager
-def routed_rows(model: Any) -> Iterator[list[tuple[list[int], list[int]]]]:
+def routed_rows(model: Any) -> Iterator[Rows]:
     """For each call of a layer of experts inside: the rows that this rank sends to each rank, and gets from each."""
-    rows: list[tuple[list[int], list[int]]] = []
+    rows: Rows = []
     layers = moe_layers(model)
     for layer in layers:
 
@@ -144,11 +145,11 @@ def routed_rows(model: Any) -> Iterator[list[tuple[list[int], list[int]]]]:
             del layer.decide
 
 
-def held(me: Rank) -> Bytes:
+def held(me: Trainer) -> Bytes:
     """Bytes that stay on this rank between two steps, by what they are for. A storage counts once."""
     found: dict[str, dict[int, int]] = {"weights": {}, "gradients": {}, "optimizer": {}}
     tensors: dict[str, list[Any]]
-    for owner in me.engine.owners:
+    for owner in me.owners:
         if isinstance(owner, Replicated):
             states = [value for state in owner.optimizer.state.values() for value in state.values()]
             tensors = {"weights": [*owner.names], "gradients": [p.grad for p in owner.names], "optimizer": states}
@@ -165,10 +166,10 @@ def held(me: Rank) -> Bytes:
 # ----------------------------------------------------------------------------------------------------- predicted
 
 
-def held_by_formula(me: Rank) -> Bytes:
+def held_by_formula(me: Trainer) -> Bytes:
     """Weights, gradients and AdamW's moments: chapter 03's division by the ranks of the group, for each owner."""
     total: defaultdict[str, float] = defaultdict(float)
-    for owner in me.engine.owners:
+    for owner in me.owners:
         if isinstance(owner, Replicated):
             stage, P = 0, 1
             sizes = [(p.numel(), p.element_size()) for p in owner.names]
@@ -193,17 +194,17 @@ def held_by_formula(me: Rank) -> Bytes:
     return dict(total)
 
 
-def offloaded(me: Rank) -> list[Any]:
+def offloaded(me: Trainer) -> list[Any]:
     """The owners whose optimizer is on the host."""
-    return [owner for owner in me.engine.owners if isinstance(owner, Offload2)]
+    return [owner for owner in me.owners if isinstance(owner, Offload2)]
 
 
-def crossed(me: Rank) -> dict[str, int]:
+def crossed(me: Trainer) -> dict[str, int]:
     """Bytes that went between device and host so far, down and up."""
     return {way: sum(owner.link.bytes[way] for owner in offloaded(me)) for way in ("down", "up")}
 
 
-def crossed_by_formula(me: Rank) -> Bytes:
+def crossed_by_formula(me: Trainer) -> Bytes:
     """In one step: chapter 03's, for each owner."""
     m = 1 if me.pipeline else me.config.accumulation(me.mesh.sizes["dp"])
     total = {"down": 0.0, "up": 0.0}
@@ -215,61 +216,23 @@ def crossed_by_formula(me: Rank) -> Bytes:
     return total
 
 
-def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[str, float | None]:
+def sent_by_formula(me: Trainer, rows: Rows) -> dict[str, float | None]:
     """Bytes that this rank sends in a step, by axis; None where there is no formula.
 
     What the options decide is the planner's, which needs no model. Its mean over ranks, or over routings, is not enough
     for the axes in BUILT: there this rank's own heads, buckets and rows are counted.
     """
     c, mesh, sizes, moe = me.config, me.mesh, me.model.config, me.config.mixture(me.model.config)
-    e = next(me.model.parameters()).element_size()
-    wide = max(e, 4)  # of sums of gradients
     layout, sent = Layout.of(c, sizes, mesh.size("world")), defaultdict[str, float](float)
     built = {*BUILT} - ({"ulysses"} if c.fpdt_chunks else set())  # of chunks every rank of Ulysses sends the same
     for flow in flows(sizes, moe, layout, mesh.place["pp"]):
         sent[flow.axis] += flow.wire if flow.axis not in built else 0
     calls = sum(len(layers) * times for _, layers, times in passes_of(sizes, layout, mesh.place["pp"]))
-    # Chapter 05, per layer. `sent_per_layer` is about elements of a batch of 1.
-    R, U, place = mesh.sizes["ring"], mesh.sizes["ulysses"], mesh.place["ulysses"]
-    B, S, width = c.micro_batch, c.seq_len, sizes.attention_width // layout.tp
-    N, kv = sizes.heads // layout.tp, max(sizes.kv_heads // layout.tp, 1)  # heads of this rank
-    heads = len(kv_heads_of(place, U, N, kv))  # of keys and values, that this rank needs
-    swap, head = sent_per_layer("ulysses", S // R, width, U, N, kv, place), S // R // U * sizes.head_dim
-    back = 2 * (N - N // U + (U - 1) * heads) * head  # gradients of what it was sent
-    again = {"none": 0, "selective": swap - (N - N // U) * head, "full": swap}[c.recompute]  # selective: q, k and v
-    if "ulysses" in built:
-        sent["ulysses"] = calls * B * (swap + back + again) * e
-    if repeated_kv_heads(place, U, N, kv):
-        heads = N // U
-    turn = sent_per_layer("ring", S, width // U, R, N // U, heads) if R > 1 else 0
-    sent["ring"] = calls * B * turn * ((2 + (c.recompute != "none")) * e + wide)
+    more = [*sent_for_context(me, layout, calls), *sent_for_gradients(me, layout), *sent_to_experts(me, rows)]
+    for axis, size in more:
+        sent[axis] += size
     if moe and moe.capacity and c.dispatch != "fixed":  # in slots every rank drops its own
         sent["tokens"] += calls * 8 * moe.experts * moe.top_k * (mesh.size("tokens") - 1)
-    # Chapters 02 and 03.
-    for name, owner in zip(("data", "experts"), me.engine.owners, strict=False):
-        plain, kept = isinstance(owner, Replicated), 0
-        name = "shards" if owner.group is mesh.groups.get("shards") else name
-        whole = sum(p.nbytes for p in owner.names) if plain else sum(b.padded * weight_of(b) for b in owner.buckets)
-        summed = whole if plain else sum(b.padded * sent_width(c, owner, b) for b in owner.buckets)
-        if not plain and owner.stage == 3:  # the last unit and the root stay between forward and backward
-            kept = sum(b.padded * weight_of(b) for unit in (owner.units[-1], owner.root) for b in unit.buckets)
-        stage, times = 0 if plain else owner.stage, 1 if me.pipeline else layout.micro_batches
-        sent[name] += bytes_sent(stage, mesh.size(name), summed, kept, times, whole)
-        if (copies := 1 if plain else copies_of(owner, mesh)) > 1:
-            sent["copies"] += bytes_across(mesh.size("shards"), copies, summed, times if stage > 1 else 1)
-    # Chapter 07: what the formula needs of the routing is how many rows there were.
-    if moe:
-        rank, P = dist.get_rank(mesh.groups["ep"]), mesh.size("ep")
-        for send, receive in rows:
-            matrix = [[receive[i] if j == rank else 0 for j in range(P)] for i in range(P)]
-            matrix[rank] = [0 if j == rank else send[j] for j in range(P)]
-            if c.dispatch == "fixed":
-                C = send[0] * P // moe.experts
-                sent["ep"] += fixed_dispatch.bytes_sent_fixed(P, moe.experts, C, sizes.hidden, e)
-            else:
-                sent["ep"] += expert_dispatch.bytes_sent(c.dispatch, matrix, rank, sizes.hidden, moe.experts, e, wide)
-            if c.recompute == "full":  # there and back once more, as in forward
-                sent["ep"] += (sum(send) + sum(receive) - 2 * send[rank]) * sizes.hidden * e
     unsure: tuple[str, ...] = (*TRAVELLING, "stage", "tokens", "world") if c.precision in AUTOCAST else ()
     if c.recompute == "full" and moe:
         unsure += TRAVELLING * splits_backward(me) + ("ep",) * (c.dispatch != "pairs")
@@ -278,8 +241,68 @@ def sent_by_formula(me: Rank, rows: list[tuple[list[int], list[int]]]) -> dict[s
     return {axis: None if axis in unsure and mesh.size(axis) > 1 else value for axis, value in sent.items()}
 
 
-def splits_backward(me: Rank) -> bool:
-    actions = me.pipeline.pipeline.schedule.actions if me.pipeline else ()
+def sent_for_context(me: Trainer, layout: Layout, calls: int) -> Iterator[tuple[str, float]]:
+    """Chapter 05, per layer. `sent_per_layer` is about elements of a batch of 1."""
+    c, mesh, sizes = me.config, me.mesh, me.model.config
+    e = next(me.model.parameters()).element_size()
+    R, U, place = mesh.sizes["ring"], mesh.sizes["ulysses"], mesh.place["ulysses"]
+    B, S, width = c.micro_batch, c.seq_len, sizes.attention_width // layout.tp
+    N, kv = sizes.heads // layout.tp, max(sizes.kv_heads // layout.tp, 1)  # heads of this rank
+    heads = len(kv_heads_of(place, U, N, kv))  # of keys and values, that this rank needs
+    swap, head = sent_per_layer("ulysses", S // R, width, U, N, kv, place), S // R // U * sizes.head_dim
+    back = 2 * (N - N // U + (U - 1) * heads) * head  # gradients of what it was sent
+    again = {"none": 0, "selective": swap - (N - N // U) * head, "full": swap}[c.recompute]  # selective: q, k and v
+    if not c.fpdt_chunks:
+        yield "ulysses", calls * B * (swap + back + again) * e
+    if repeated_kv_heads(place, U, N, kv):
+        heads = N // U
+    turn = sent_per_layer("ring", S, width // U, R, N // U, heads) if R > 1 else 0
+    yield "ring", calls * B * turn * ((2 + (c.recompute != "none")) * e + max(e, 4))  # sums are in fp32 at least
+
+
+def sent_for_gradients(me: Trainer, layout: Layout) -> Iterator[tuple[str, float]]:
+    """Chapters 02 and 03, for each owner."""
+    c, mesh = me.config, me.mesh
+    for axis, owner in zip(("data", "experts"), me.owners, strict=False):
+        axis = "shards" if owner.group is mesh.groups.get("shards") else axis
+        if isinstance(owner, Replicated):
+            whole = sum(p.nbytes for p in owner.names)
+            yield axis, bytes_sent(0, mesh.size(axis), whole, 0, 1, whole)
+            continue
+        kept = 0
+        whole = sum(b.padded * weight_of(b) for b in owner.buckets)
+        summed = sum(b.padded * sent_width(c, owner, b) for b in owner.buckets)
+        if owner.stage == 3:  # the last unit and the root stay between forward and backward
+            kept = sum(b.padded * weight_of(b) for unit in (owner.units[-1], owner.root) for b in unit.buckets)
+        times = 1 if me.pipeline else layout.micro_batches
+        yield axis, bytes_sent(owner.stage, mesh.size(axis), summed, kept, times, whole)
+        if copies_of(owner, mesh) > 1:
+            yield (
+                "copies",
+                bytes_across(mesh.size("shards"), copies_of(owner, mesh), summed, times if owner.stage > 1 else 1),
+            )
+
+
+def sent_to_experts(me: Trainer, rows: Rows) -> Iterator[tuple[str, float]]:
+    """Chapter 07: what the formula needs of the routing is how many rows there were."""
+    c, hidden, moe = me.config, me.model.config.hidden, me.config.mixture(me.model.config)
+    experts = moe.experts if moe else 0
+    rank, P = dist.get_rank(me.mesh.groups["ep"]), me.mesh.size("ep")
+    e = next(me.model.parameters()).element_size()
+    for send, receive in rows:
+        matrix = [[receive[i] if j == rank else 0 for j in range(P)] for i in range(P)]
+        matrix[rank] = [0 if j == rank else send[j] for j in range(P)]
+        if c.dispatch == "fixed":
+            C = send[0] * P // experts
+            yield "ep", fixed_dispatch.bytes_sent_fixed(P, experts, C, hidden, e)
+        else:
+            yield "ep", expert_dispatch.bytes_sent(c.dispatch, matrix, rank, hidden, experts, e, max(e, 4))
+        if c.recompute == "full":  # there and back once more, as in forward
+            yield "ep", (sum(send) + sum(receive) - 2 * send[rank]) * hidden * e
+
+
+def splits_backward(me: Trainer) -> bool:
+    actions = me.pipeline.schedule.actions if me.pipeline else ()
     return any(action.kind == W for mine in actions for action in mine)
 
 
@@ -299,7 +322,7 @@ def sent_width(config: Any, owner: Any, bucket: Any) -> int:
 class Watch:
     """Looks at the steps of a run: `with watch.step(step): train_step(...)`. All its methods are collective."""
 
-    def __init__(self, me: Rank, run: Path, first: int) -> None:
+    def __init__(self, me: Trainer, run: Path, first: int) -> None:
         self.me, self.run, self.first = me, run, first
         self.ranks: list[dict[str, Any]] = []  # of all ranks: what was held and sent in the first step
         self.profiler: Any = None
@@ -325,7 +348,7 @@ class Watch:
         if traced and step == traced[-1]:
             self.end_trace()
 
-    def gather(self, wire: Wire, rows: list[tuple[list[int], list[int]]], crossing: dict[str, int]) -> None:
+    def gather(self, wire: Wire, rows: Rows, crossing: dict[str, int]) -> None:
         formula = sent_by_formula(self.me, rows)
         axes = [axis for axis in self.me.mesh.groups if self.me.mesh.size(axis) > 1 or wire.sent[axis]]
         mine = {

@@ -24,11 +24,11 @@ from fpdt_model import chunked, chunked_loss, fpdt_block
 from fpdt_store import Store, machine_for
 from llama import LLAMA3_8B, LLAMA3_70B, Llama, LlamaConfig, Parts, rope_tables
 from mesh import Mesh
-from moe_layer import MoE, MoEConfig, recompute_blocks
-from moe_llama import expert_names, full_name, gather_experts, init_moe
-from ops import LAYOUTS
+from moe_layer import MoE, MoEConfig, moe_layers, recompute_blocks
+from moe_llama import expert_names, full_name, init_moe
+from ops import LAYOUTS, weight_dtype
 from overlap import VERSIONS
-from parallel_block import one_by_one, sync_in_backward
+from parallel_block import sync_in_backward
 from parallel_linear import TensorParallel, shards
 from parallel_llama import ParallelLlama
 from split_backward import recomputed_once
@@ -54,26 +54,11 @@ EXPERTS = {"mixtral-8x7b": (8, 2)}  # experts, and how many a token uses
 
 
 def build(
-    sizes: LlamaConfig,
-    mesh: Mesh,
-    *,
-    parts: Parts | None = None,
-    moe: MoEConfig | None = None,
-    dispatch: str = "pairs",
-    fpdt_chunks: int = 0,
-    sequence_parallel: bool = False,
-    tp_overlap: str = "none",
-    recompute: str = "none",
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    layers: list[int] | None = None,
+    config: Any, sizes: LlamaConfig, mesh: Mesh, parts: Parts, layers: list[int] | None, device: torch.device
 ) -> nn.Module:
-    """This rank's model with its first weights. It takes this rank's tokens and their positions (`my_positions`).
+    """This rank's model with its first weights, made of the functions in `parts`, as the options say. It takes this
+    rank's tokens and their positions (`my_positions`).
 
-    `parts` are the functions it is made of; `fpdt_chunks` runs each block in so many chunks, the others on the host.
-    With `moe` the second half of each block is a mixture of experts, of which this rank holds its share; tokens go to
-    them by `dispatch`.
     A rank of a pipeline holds only some `layers`, the embedding if the first is among them, and the norm and the output
     layer after the last. Its parameters keep the names that they have in the whole model, and hence their first values.
     Such a model cannot be called: its `Stage`s can, and whoever runs them sums the shares over the tensor group
@@ -81,30 +66,9 @@ def build(
     """
     held = list(range(sizes.layers)) if layers is None else sorted(layers)
     first, last = held[0] == 0, held[-1] == sizes.layers - 1
-    few = replace(sizes, layers=len(held))
-    parts = parts or Parts()
-    high = replace(parts, linear=F.linear) if isinstance(parts.linear, Fp8Linear) else parts
-    tp = mesh.groups["tp"]
-    own_feed_forward: dict[str, Any] = {}
-    if moe:
-        groups, split = (mesh.groups["ep"], mesh.groups["tokens"]), sequence_parallel
-        own_feed_forward["feed_forward"] = lambda *made: MoE(
-            moe, *groups, version=dispatch, parts=made[-1], sequence_parallel=split
-        )
     with torch.device("meta"):  # no memory yet
-        if mesh.sizes["tp"] == 1:
-            model: Any = Llama(few, parts, **own_feed_forward)
-        else:
-            products = () if tp_overlap == "none" else VERSIONS["overlapped"]
-            cut = TensorParallel(tp, sequence_parallel, *products)
-            model = ParallelLlama(few, cut, parts, through=through, **own_feed_forward)
-        if tp_overlap == "domino":
-            model.model.layers = nn.ModuleList(HalvedBlock(few, tp, sequence_parallel, parts) for _ in held)
+        model = make_layers(config, sizes, mesh, parts, len(held))
     model.config = model.model.config = sizes
-    if mesh.sizes["tp"] == 1:
-        model.lm_head.parts = high  # the output layer is not in fp8
-    else:
-        model.lm_head.linear = high.linear
     # Tied, the ranks of the first and of the last stage both hold the embedding, and both have a share of its gradient.
     model.shared = {"model.embed_tokens.weight"} if sizes.tied and first != last else set()
     if layers is not None:
@@ -113,24 +77,54 @@ def build(
             model.model.norm = model.lm_head = None
         if not (first or (last and sizes.tied)):  # tied, the output layer is the embedding
             model.model.embed_tokens = None
-    model.to(dtype)  # while it has no memory: in fp32 it may not fit
-    fill(model, sizes, seed, device, tie=sizes.tied and last)
+    model.to(weight_dtype(config))  # while it has no memory: in fp32 it may not fit
+    fill(model, sizes, config.seed, device, tie=sizes.tied and last)
     freeze(model, sizes)
     if mesh.sizes["tp"] > 1 and layers is None:
         # Some gradients are shares, of norms or of K/V heads, and have to be summed before anyone takes them away.
-        sync_in_backward(model, tp)
+        sync_in_backward(model, mesh.groups["tp"])
+    wrap_blocks(config, model, mesh, device)
+    return model
+
+
+def make_layers(config: Any, sizes: LlamaConfig, mesh: Mesh, parts: Parts, layers: int) -> Any:
+    """A model of so many layers, cut over the tensor group. With experts the second half of each block is a mixture of
+    them, of which this rank holds its share."""
+    few, moe, tp = replace(sizes, layers=layers), config.mixture(sizes), mesh.groups["tp"]
+    high = replace(parts, linear=F.linear) if isinstance(parts.linear, Fp8Linear) else parts
+    own_feed_forward: dict[str, Any] = {}
+    if moe:
+        groups, how = (mesh.groups["ep"], mesh.groups["tokens"]), {"sequence_parallel": config.sequence_parallel}
+        own_feed_forward["feed_forward"] = lambda *made: MoE(
+            moe, *groups, version=config.dispatch, parts=made[-1], **how
+        )
+    if mesh.sizes["tp"] == 1:
+        model: Any = Llama(few, parts, **own_feed_forward)
+        model.lm_head.parts = high  # the output layer is not in fp8
+        return model
+    products = () if config.tp_overlap == "none" else VERSIONS["overlapped"]
+    cut = TensorParallel(tp, config.sequence_parallel, *products)
+    model = ParallelLlama(few, cut, parts, through=through, **own_feed_forward)
+    model.lm_head.linear = high.linear
+    if config.tp_overlap == "domino":
+        halves = (HalvedBlock(few, tp, config.sequence_parallel, parts) for _ in range(layers))
+        model.model.layers = nn.ModuleList(halves)
+    return model
+
+
+def wrap_blocks(config: Any, model: Any, mesh: Mesh, device: torch.device) -> None:
+    """Recomputation of whole blocks, and chunks of the sequence, the others on the host."""
     blocks = list(model.model.layers.children())
-    if recompute == "full" and layers is not None and not moe:
+    if config.recompute == "full" and config.pp > 1 and not moe_layers(model):
         for block in blocks:  # a pipeline may split the backward, and torch's checkpoint would then run a block again
             block.forward = recomputed_once(block.forward)  # for every cut
-    elif recompute == "full":
+    elif config.recompute == "full":
         recompute_blocks(blocks)
-    if fpdt_chunks:
-        store = Store(machine_for(torch.device(device)))
+    if config.fpdt_chunks:
+        store = Store(machine_for(device))
         for block in blocks:
-            block.forward = fpdt_block(block, fpdt_chunks, mesh.groups["ulysses"], store)
-        model.forward = partial(loss_in_chunks, model, fpdt_chunks)
-    return model
+            block.forward = fpdt_block(block, config.fpdt_chunks, mesh.groups["ulysses"], store)
+        model.forward = partial(loss_in_chunks, model, config.fpdt_chunks)
 
 
 def give_memory(model: Any, device: torch.device | str, tie: bool) -> None:
@@ -185,8 +179,11 @@ def through(x: Tensor, blocks: Iterable[Any], cos: Tensor, sin: Tensor) -> Tenso
     """x through these blocks. Domino's halves go through all of them at once, unless somebody waits at each block, as
     ZeRO-3 does: there the halves meet."""
     blocks = list(blocks)
-    alone = [not isinstance(block, HalvedBlock) or has_hooks(block) for block in blocks]
-    return (one_by_one if any(alone) else in_halves)(x, blocks, cos, sin)
+    if all(isinstance(block, HalvedBlock) and not has_hooks(block) for block in blocks):
+        return in_halves(x, blocks, cos, sin)
+    for block in blocks:
+        x = block(x, cos, sin)
+    return x
 
 
 def loss_in_chunks(model: Any, chunks: int, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
@@ -306,12 +303,6 @@ def join_pieces(model: nn.Module, name: str, piece: Tensor, mesh: Mesh) -> Tenso
         return piece
     here = piece.to(next(model.parameters()).device)
     return parallel_llama.full_state_dict(model, mesh.groups["tp"], {name: here})[name]
-
-
-def gather_tensors(model: nn.Module, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """One tensor for each parameter of this rank, whole, on every rank: for tests, which compare gradients."""
-    joined = {name: join_pieces(model, name, tensor, mesh) for name, tensor in tensors.items()}
-    return gather_experts(model, joined, mesh.groups["ep"])
 
 
 def cut_tensors(

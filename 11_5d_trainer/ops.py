@@ -46,6 +46,10 @@ PRECISIONS = ("fp32", "fp64", "bf16", "bf16-master", "fp16", *FP8)
 LAYOUTS = {"allgather": "zigzag", "ring": "contiguous", "zigzag": "zigzag", "ulysses": "contiguous", "usp": "zigzag"}
 
 
+def weight_dtype(config: Any) -> torch.dtype:
+    return WEIGHTS.get(config.precision, torch.float32)
+
+
 def make_parts(
     mesh: Mesh,
     *,

@@ -2,7 +2,7 @@
 
     options.py     every option, and what fits        paths.py       finds the chapters' folders
     mesh.py        the grid of ranks and its groups   model.py       a rank's part of the model: chapters 01, 04, 05
-    step.py        one rank and one step              engine.py      gradients to new weights: chapters 02 and 03
+    step.py        one step of one rank               gradients.py   their sums, their norm, new weights: 02, 03
     data.py        tokens to micro-batches            full_state.py  the same as whole tensors, to save and to load
     sources.py     what is on disk                    prepare.py     your own data to tokens
     checkpoint.py  save, find, load                   curve.py       the loss curve
@@ -54,6 +54,7 @@ from llama import LlamaConfig
 from mesh import picture
 from metrics import Watch, check_boards, peak_memory
 from model import EXPERTS, PRESETS, full_shapes, is_adapter
+from ops import weight_dtype
 from options import (
     SIZES,
     Config,
@@ -71,16 +72,16 @@ from sources import as_numbers
 from step import (
     Batch,
     NotFinite,
-    Rank,
     Reading,
+    Trainer,
     has_bf16,
     launch_step,
-    make_rank,
+    make_trainer,
     reads_late,
     sent_to,
     train_step,
     validate,
-    weight_dtype,
+    wait_for_weights,
     who_is_not_finite,
 )
 from torch.distributed.rendezvous import rendezvous
@@ -296,7 +297,7 @@ class Stop:
         self.asked = True
 
 
-def any_rank(me: Rank, *flags: bool) -> Reading:
+def any_rank(me: Trainer, *flags: bool) -> Reading:
     """Each flag, if it is up on any rank: a decision that all take alike. Signals, for one, do not arrive everywhere in
     the same step."""
     votes = sent_to(me.device, torch.tensor([int(flag) for flag in flags]))
@@ -316,180 +317,215 @@ class Launched:
     found: Any  # loss and norm: a Reading, or the two numbers
 
 
-def train(plan: Plan, run: Path, stop: Stop | None = None) -> list[Log]:
-    """Train as planned on all ranks of the world, writing into the folder `run`. Returns the log's lines."""
-    config, world = plan.config, dist.group.WORLD
-    assert world is not None
-    stop = stop or Stop()
-    me = make_rank(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
-    dp, leader = me.mesh.sizes["dp"], dist.get_rank() == 0
-    accumulation = config.accumulation(dp)
-    cut = (config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
-    training, held_out = Sampler(plan.corpus.rows, *cut), Sampler(plan.corpus.held_out, *cut)
-
-    first = 0
-    if plan.resume:
-        _, path, progress = plan.resume
-        # --- exercise 11.33: weights, optimizer, step, place in the data and loss scale, all as they were left ---
-        like = full_shapes(plan.model, config.mixture(plan.model))
-        load_full_state(me.engine, me.model, me.mesh, checkpoint.load(path, like, weight_dtype(config)))
-        first, training.position = progress.step, progress.samples
-        me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
-        # --- end exercise ---
-        checkpoint.set_aside_later(run, first, world)
-    elif leader:
-        if origin := config.init or config.config:
-            keep_origin(origin, run)
-        if plan.corpus.tokenizer:
-            plan.corpus.tokenizer.save(run / "tokenizer")
-    log = Logger(run, config, first, leader)
-    saver = checkpoint.Saver(run, me.mesh.groups["saving"], config.keep, log.say, config.keep_best)
-    speed, watch = Speedometer(plan, me), Watch(me, run, first)
-    for message in plan.messages:
-        log.say(message)
-    log.say(f"{describe(plan, me)}; writing {run}")
-
-    def evaluate(step: int) -> tuple[float, bool]:
-        """The validation loss, and whether it is the best after any step: the same on all ranks."""
-        value = validate(me, held_out)
-        earlier = [line["val_loss"] for line in log.lines if "val_loss" in line and line["step"]]
-        better = leader and value < min(earlier, default=math.inf)  # the leader alone has the log of a resumed run
-        broken, best = any_rank(me, not math.isfinite(value), better).values()
-        line = {"step": step, "val_loss": value}
-        log.write(line)
-        watch.note(line)
-        if broken and config.on_nan == "stop":
-            saver.finish()
-            raise NotFinite(f"step {step}: the validation loss is {value}, though the weights are finite")
-        return value, bool(best)
-
-    def save(step: int, val_loss: float | None) -> None:
-        options, sizes = dataclasses.asdict(config), dataclasses.asdict(plan.model)
-        position, scale = training.position, (me.scaler.value, me.scaler.good)
-        numbers = plan.corpus.decode is as_numbers
-        size, data = plan.corpus.size, plan.corpus.fingerprint
-        progress = checkpoint.Progress(step, position, size, options, sizes, *scale, numbers, data, val_loss)
-        saver.save(share_of_state(me.engine, me.model, me.mesh), progress)
-
-    def arrive(launched: Launched) -> None:
-        """Loss and norm of a step are here, or are waited for: into the log with them, or the end of the run."""
-        step, found = launched.step, launched.found
-        if isinstance(found, Reading):
-            (loss, norm), seconds = found.values(), found.seconds()
-        else:
-            (loss, norm), seconds = found, time.perf_counter() - launched.start
-        line = {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": launched.lr, "samples": launched.samples}
-        try:
-            me.scaler.update(math.isfinite(norm))
-        except FloatingPointError as error:  # no smaller scale would help
-            saver.finish()
-            where = f"step {step + 1}: {who_is_not_finite(me, launched.batches)} is not finite"
-            raise NotFinite(f"{where}; the {error}") from None
-        line |= {"loss_scale": me.scaler.value} if me.scaler.dynamic else {}
-        line |= speed.of_step(seconds)
-        line |= {"epoch": launched.samples / training.windows, "seconds": before + time.perf_counter() - begin}
-        line |= {"memory": peak_memory(plan.device)}
-        log.write(line)
-        watch.note(line)
-        if config.meter and step == first:
-            log.say(watch.report())
-        if not math.isfinite(norm) and me.scaler.dynamic:
-            log.say(f"step {step + 1}: a gradient overflows; step left out, loss scale now {me.scaler.value:g}")
-        elif not math.isfinite(norm):
-            where = f"step {step + 1}: {who_is_not_finite(me, launched.batches)} is not finite"
-            if config.on_nan == "stop":
-                saver.finish()  # all ranks are here, and what is being written is good
-                raise NotFinite(f"{where}; the weights are those of step {step}; --on-nan skip leaves such steps out")
-            log.say(f"{where}; step left out")
-        bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
-
+def train(plan: Plan, folder: Path, stop: Stop | None = None) -> list[Log]:
+    """Train as planned on all ranks of the world, writing into `folder`. Returns the log's lines."""
+    config, stop = plan.config, stop or Stop()
+    run = Run(plan, folder)
+    me, first = run.me, run.first
     if first == 0:
-        evaluate(0)
-    before = max((line.get("seconds", 0.0) for line in log.lines), default=0.0)  # of a resumed run
-    begin = time.perf_counter()
+        run.evaluate(0)
+    run.begin()
     late = reads_late(me)  # then a step is under way before the host reads what the last one found
     under_way: Launched | None = None
     asked: Reading | None = None  # the vote of the step before
-    bar = tqdm(
-        range(first, config.steps),
-        initial=first,
-        total=config.steps,
-        disable=not log.bar,
-        unit="step",
-        dynamic_ncols=True,
-    )
-    for step in bar:
+    for step in run.bar:
         start, lr = time.perf_counter(), learning_rate(step, config)
-        for parameters in me.engine.param_groups:
+        for parameters in (group for owner in me.owners for group in owner.param_groups):
             parameters["lr"] = lr
-        batches = training.step(config.micro_batch, accumulation, me.mesh.place["dp"], dp)
-        with watch.step(step):
+        batches = run.next_batches()
+        with run.watch.step(step):
             found: Any  # two numbers, or a Reading of them
             if late:
                 found = launch_step(me, batches, since=under_way.found.done if under_way else None)
             else:
                 found = train_step(me, batches)
         if under_way:
-            arrive(under_way)
-        under_way = launched = Launched(step, lr, training.position, batches, start, found)
-        end = step + 1 == config.steps
-        vote = any_rank(me, stop.asked, saver.busy())
+            run.arrive(under_way)
+        under_way = launched = Launched(step, lr, run.training.position, batches, start, found)
+        vote = any_rank(me, stop.asked, run.saver.busy())
         stopped, writing = (asked if late and asked is not None else vote).values()
         asked = vote
+        end = step + 1 == config.steps
         evaluating = end or (config.eval_every and (step + 1) % config.eval_every == 0)
         saving = end or stopped or (config.save_every and (step + 1) % config.save_every == 0)
         if not late or step == first or evaluating or saving:  # what comes now is about the weights after this step
-            arrive(launched)
+            run.arrive(launched)
             under_way = None
         if not writing:
-            saver.finish()  # the checkpoint gets its name
-        val_loss, best = evaluate(step + 1) if evaluating else (None, False)
+            run.saver.finish()  # the checkpoint gets its name
+        val_loss, best = run.evaluate(step + 1) if evaluating else (None, False)
         if saving or (best and config.keep_best):
-            save(step + 1, val_loss)
+            run.save(step + 1, val_loss)
             asked = None  # an old vote knows nothing of the files that are being written now
         if stopped:
             break
-    saver.finish()
-    me.engine.arrive()
-    watch.end()
-    if stopped and not end and not saver.failure:
+    return run.end(early=bool(stopped) and not end)
+
+
+class Run:
+    """What a run has besides its trainer: data, log, checkpoints. What its methods do all ranks do together."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.config, self.folder = plan, plan.config, folder
+        config, self.leader = plan.config, dist.get_rank() == 0
+        me = make_trainer(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
+        cut = (config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
+        self.training, self.held_out = Sampler(plan.corpus.rows, *cut), Sampler(plan.corpus.held_out, *cut)
+        self.me, self.first = me, 0
+        if plan.resume:
+            self.first = resume(plan, me, self.training)
+            assert dist.group.WORLD is not None
+            checkpoint.set_aside_later(folder, self.first, dist.group.WORLD)
+        elif self.leader:
+            if origin := config.init or config.config:
+                keep_origin(origin, folder)
+            if plan.corpus.tokenizer:
+                plan.corpus.tokenizer.save(folder / "tokenizer")
+        self.log = Logger(folder, config, self.first, self.leader)
+        saving = me.mesh.groups["saving"]
+        self.saver = checkpoint.Saver(folder, saving, config.keep, self.log.say, config.keep_best)
+        self.speed, self.watch = Speedometer(plan, me), Watch(me, folder, self.first)
+        for message in plan.messages:
+            self.log.say(message)
+        self.log.say(f"{describe(plan, me)}; writing {folder}")
+
+    def begin(self) -> None:
+        """The clock and the progress bar."""
+        self.before = max((line.get("seconds", 0.0) for line in self.log.lines), default=0.0)  # of a resumed run
+        self.start = time.perf_counter()
+        steps = range(self.first, self.config.steps)
+        shown = {"initial": self.first, "total": self.config.steps, "disable": not self.log.bar}
+        self.bar = tqdm(steps, unit="step", dynamic_ncols=True, **shown)
+
+    def next_batches(self) -> list[Batch]:
+        """This data rank's micro-batches of the next step."""
+        config, dp = self.config, self.me.mesh.sizes["dp"]
+        return self.training.step(config.micro_batch, config.accumulation(dp), self.me.mesh.place["dp"], dp)
+
+    def evaluate(self, step: int) -> tuple[float, bool]:
+        """The validation loss, and whether it is the best after any step: the same on all ranks."""
+        value = validate(self.me, self.held_out)
+        earlier = [line["val_loss"] for line in self.log.lines if "val_loss" in line and line["step"]]
+        # The leader alone has the log of a resumed run.
+        better = self.leader and value < min(earlier, default=math.inf)
+        broken, best = any_rank(self.me, not math.isfinite(value), better).values()
+        self.write({"step": step, "val_loss": value})
+        if broken and self.config.on_nan == "stop":
+            self.saver.finish()
+            raise NotFinite(f"step {step}: the validation loss is {value}, though the weights are finite")
+        return value, bool(best)
+
+    def save(self, step: int, val_loss: float | None) -> None:
+        me, corpus = self.me, self.plan.corpus
+        progress = checkpoint.Progress(
+            step,
+            self.training.position,
+            corpus.size,
+            dataclasses.asdict(self.config),
+            dataclasses.asdict(self.plan.model),
+            me.scaler.value,
+            me.scaler.good,
+            numbers=corpus.decode is as_numbers,
+            data=corpus.fingerprint,
+            val_loss=val_loss,
+        )
+        self.saver.save(share_of_state(me.owners, me.model, me.mesh), progress)
+
+    def arrive(self, launched: Launched) -> None:
+        """Loss and norm of a step are here, or are waited for: into the log with them, or the end of the run."""
+        me, step, found = self.me, launched.step, launched.found
+        if isinstance(found, Reading):
+            (loss, norm), seconds = found.values(), found.seconds()
+        else:
+            (loss, norm), seconds = found, time.perf_counter() - launched.start
+        line = {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": launched.lr, "samples": launched.samples}
+        finite = math.isfinite(norm)
+        try:
+            me.scaler.update(finite)
+        except FloatingPointError as error:  # no smaller scale would help
+            raise self.not_finite(launched, f"the {error}") from None
+        line |= {"loss_scale": me.scaler.value} if me.scaler.dynamic else {}
+        line |= self.speed.of_step(seconds)
+        line |= {"epoch": launched.samples / self.training.windows}
+        line |= {"seconds": self.before + time.perf_counter() - self.start, "memory": peak_memory(me.device)}
+        self.write(line)
+        if self.config.meter and step == self.first:
+            self.log.say(self.watch.report())
+        if not finite and me.scaler.dynamic:
+            self.log.say(f"step {step + 1}: a gradient overflows; step left out, loss scale now {me.scaler.value:g}")
+        elif not finite and self.config.on_nan == "stop":
+            raise self.not_finite(
+                launched, f"the weights are those of step {step}; --on-nan skip leaves such steps out"
+            )
+        elif not finite:
+            self.log.say(f"step {step + 1}: {who_is_not_finite(me, launched.batches)} is not finite; step left out")
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {self.speed}", refresh=False)
+
+    def not_finite(self, launched: Launched, rest: str) -> NotFinite:
+        """What ends a run with a gradient that is not."""
+        who = who_is_not_finite(self.me, launched.batches)
+        self.saver.finish()  # all ranks are here, and what is being written is good
+        return NotFinite(f"step {launched.step + 1}: {who} is not finite; {rest}")
+
+    def write(self, line: Log) -> None:
+        self.log.write(line)
+        self.watch.note(line)
+
+    def end(self, early: bool) -> list[Log]:
+        """The last checkpoint, and the summary of a run that nobody has stopped `early`."""
+        config, log, saver, folder = self.config, self.log, self.saver, self.folder
+        saver.finish()
+        wait_for_weights(self.me)
+        self.watch.end()
+        if not early:
+            if config.sample and self.leader and not saver.failure:
+                log.say(sample(self.plan, folder, log))
+            log.say(self.watch.summary(log.lines))
+            log.say(curve.in_terminal(log.lines))
+            log.keep("loss.svg", curve.as_svg(log.lines, folder.name))
+            validations = [line["val_loss"] for line in log.lines if "val_loss" in line]
+            log.say(
+                f"validation loss {validations[0]:.3f} -> {validations[-1]:.3f} nats per token"
+                f"{in_bits(validations[-1], self.plan)} after {config.steps} steps, "
+                f"{time.perf_counter() - self.start:.0f} s; checkpoint in {folder}/checkpoints"
+            )
+        if saver.failure:
+            raise RunEnds(f"{saver.failure}, and it is the last; make room: --resume {folder} does its steps again")
         return log.lines
-    unsaved = RunEnds(f"{saver.failure}, and it is the last; make room: --resume {run} does its steps again")
-    if stopped and not end:
-        raise unsaved
-    if config.sample and leader and not saver.failure:
-        log.say(sample(plan, run, log))
-    log.say(watch.summary(log.lines))
-    log.say(curve.in_terminal(log.lines))
-    log.keep("loss.svg", curve.as_svg(log.lines, run.name))
-    validations = [line["val_loss"] for line in log.lines if "val_loss" in line]
+
+
+def resume(plan: Plan, me: Trainer, training: Sampler) -> int:
+    """Go on where a checkpoint ends. Returns how many steps it has done."""
+    assert plan.resume is not None
+    config, (_, path, progress) = plan.config, plan.resume
+    # --- exercise 11.33: weights, optimizer, step, place in the data and loss scale, all as they were left ---
+    like = full_shapes(plan.model, config.mixture(plan.model))
+    load_full_state(me.owners, me.model, me.mesh, checkpoint.load(path, like, weight_dtype(config)))
+    first, training.position = progress.step, progress.samples
+    me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
+    # --- end exercise ---
+    return first
+
+
+def in_bits(loss: float, plan: Plan) -> str:
     rate = plan.corpus.tokens_per_byte
-    in_bits = f" ({curve.bits_per_byte(validations[-1], rate):.3f} bits per byte)" if rate else ""
-    log.say(
-        f"validation loss {validations[0]:.3f} -> {validations[-1]:.3f} nats per token{in_bits} after {config.steps} "
-        f"steps, {time.perf_counter() - begin:.0f} s; checkpoint in {run}/checkpoints"
-    )
-    if saver.failure:
-        raise unsaved
-    return log.lines
+    return f" ({curve.bits_per_byte(loss, rate):.3f} bits per byte)" if rate else ""
 
 
 def evaluate_alone(plan: Plan) -> str:
     """The validation loss of a checkpoint, or of the model that `--init` names."""
     config = plan.config
-    me = make_rank(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
-    if plan.resume:
-        like = full_shapes(plan.model, config.mixture(plan.model))
-        load_full_state(me.engine, me.model, me.mesh, checkpoint.load(plan.resume[1], like, weight_dtype(config)))
+    me = make_trainer(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
     held_out = Sampler(plan.corpus.held_out, config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
-    value, rate = validate(me, held_out), plan.corpus.tokens_per_byte
-    me.engine.arrive()
-    bits = f" ({curve.bits_per_byte(value, rate):.3f} bits per byte)" if rate else ""
+    if plan.resume:
+        resume(plan, me, held_out)
+    value = validate(me, held_out)
+    wait_for_weights(me)
     what = f"{plan.resume[1].name} of {plan.resume[0]}" if plan.resume else config.init
-    return f"{what}: validation loss {value:.6f} nats per token{bits}"
+    return f"{what}: validation loss {value:.6f} nats per token{in_bits(value, plan)}"
 
 
-def describe(plan: Plan, me: Rank) -> str:
+def describe(plan: Plan, me: Trainer) -> str:
     """The model, the layout and the arithmetic of the global batch, in words."""
     config, sizes = plan.config, me.mesh.sizes
     accumulation = config.accumulation(sizes["dp"])
@@ -512,7 +548,7 @@ def describe(plan: Plan, me: Rank) -> str:
 class Speedometer:
     """Tokens per second of the whole run, and the share of the device's peak (MFU), where the peak is known."""
 
-    def __init__(self, plan: Plan, me: Rank) -> None:
+    def __init__(self, plan: Plan, me: Trainer) -> None:
         config = plan.config
         self.tokens = config.global_batch * config.seq_len
         moe = config.mixture(plan.model)

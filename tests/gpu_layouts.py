@@ -35,7 +35,7 @@ from harness.reference import error_between
 from harness.report import write_result
 from llama import LlamaConfig
 from options import Config
-from step import make_rank, train_step
+from step import make_trainer, train_step
 from torch import Tensor
 
 SIZES = LlamaConfig(vocab_size=256, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=256)
@@ -69,14 +69,14 @@ def three_steps(options: dict[str, Any], device: torch.device, world: int) -> tu
     config = Config(seq_len=SEQ, global_batch=SAMPLES, micro_batch=1, kernels="torch", clip=0.0, **options)
     config.check()
     config.check_layout(SIZES, world)
-    me = make_rank(config, SIZES, device, plain_sgd)
+    me = make_trainer(config, SIZES, device, plain_sgd)
     dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
     generator, numbers = torch.Generator().manual_seed(0), []
     for _ in range(3):
         tokens = torch.randint(SIZES.vocab_size, (SAMPLES, SEQ + 1), generator=generator)
         mine = tokens.view(dp, SAMPLES // dp, 1, SEQ + 1)[place].to(device)
         numbers += train_step(me, [(t[:, :-1], t[:, 1:]) for t in mine])
-    return numbers, full_state(me.engine, me.model, me.mesh)["weights"]
+    return numbers, full_state(me.owners, me.model, me.mesh)["weights"]
 
 
 def difference(options: dict[str, Any], device: torch.device, want: tuple) -> str:

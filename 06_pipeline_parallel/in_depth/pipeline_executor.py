@@ -263,6 +263,7 @@ class Pipeline:
         if set(stages) != set(schedule.stages_of(self.rank)):
             raise ValueError(f"rank {self.rank} has stages {schedule.stages_of(self.rank)}, not {sorted(stages)}")
         self.loss, self.example, self.on_stage_done, self.overlap = loss, example, on_stage_done, overlap
+        self.directions = [schedule.direction(m) for m in range(schedule.micro_batches)]
         self.program = programs(schedule)[self.rank]
         together = dist.get_backend(group) == "nccl" if batched is None else batched
         self.crossings = crossings(schedule) if together else None
@@ -357,7 +358,7 @@ class Pipeline:
 
     def forward(self, action: Action, x: Any) -> None:
         stage, m = action.stage, action.micro_batch
-        module = self.stages[self.schedule.direction(m), stage]
+        module = self.stages[self.directions[m], stage]
         inputs: list[GradientEdge] = []
         # --- exercise 6.36: the input as the start of a graph, the output on its way, and only the rest kept ---
         if isinstance(x, Tensor) and x.is_floating_point():
@@ -422,7 +423,7 @@ class Pipeline:
         """The schedule says that these activations may go, and perhaps that their stage is through."""
         del self.held[action.stage, action.micro_batch]
         if action in self.completing and self.on_stage_done is not None:
-            self.on_stage_done(self.stages[self.schedule.direction(action.micro_batch), action.stage])
+            self.on_stage_done(self.stages[self.directions[action.micro_batch], action.stage])
 
 
 def describe(value: Any) -> str:

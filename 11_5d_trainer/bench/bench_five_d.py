@@ -57,7 +57,7 @@ def next_to_the_trainer(layout, words):
     words = [*words.split(), "--micro-batch", str(c.batch // (mesh.dp * c.num_micro_batches))]
     options = train.prepare(words, dist.get_world_size()).config
     sizes = LlamaConfig(256, c.hidden, c.n_layers, c.n_heads, c.n_kv_heads, c.ffn_hidden)
-    me = trainer.make_rank(options, sizes, torch.device("cpu"), sgd)
+    me = trainer.make_trainer(options, sizes, torch.device("cpu"), sgd)
     first = dict(model.alone(sizes).double().named_parameters())
     full = {name: first[name_in_llama(name)].detach() for name in five_d.build_model(c)}
     flat_params = five_d.build_flat_params(five_d.shard_weights(full, c, mesh), mesh)

@@ -58,10 +58,10 @@ LAYOUTS = [  # ranks, options: the last two are those of `make train-3d` and `ma
 ]
 
 
-def prepared(options: str = "") -> tuple[one_rank.Rank, list[list[one_rank.Batch]]]:
+def prepared(options: str = "") -> tuple[one_rank.Trainer, list[list[one_rank.Batch]]]:
     """This rank of the trainer with the preset tiny, and its batches of some steps."""
     plan = train.prepare([*OPTIONS, *options.split()], dist.get_world_size())
-    me = one_rank.make_rank(plan.config, plan.model, plan.device)
+    me = one_rank.make_trainer(plan.config, plan.model, plan.device)
     sampler, dp = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0), me.mesh.sizes["dp"]
     many = plan.config.accumulation(dp)
     return me, [sampler.step(plan.config.micro_batch, many, me.mesh.place["dp"], dp) for _ in range(STEPS)]
@@ -73,15 +73,15 @@ def check(step: int, ours: tuple[float, float], theirs: tuple[float, float], who
             raise SystemExit(f"{what} of step {step + 1}: {mine:.6f}, but {whom} has {other:.6f}")
 
 
-def verify(me: one_rank.Rank, batches: list, their_step: Any, whom: str) -> None:
+def verify(me: one_rank.Trainer, batches: list, their_step: Any, whom: str) -> None:
     """Five steps on both sides."""
-    for parameters in me.engine.param_groups:
+    for parameters in (group for owner in me.owners for group in owner.param_groups):
         parameters["lr"] = LR
     for step, batch in enumerate(batches):
         check(step, one_rank.train_step(me, batch), their_step(batch), whom)
 
 
-def compare(me: one_rank.Rank, batches: list, their_step: Any, whom: str, repeats: int) -> Ratio:
+def compare(me: one_rank.Trainer, batches: list, their_step: Any, whom: str, repeats: int) -> Ratio:
     """Verify five steps, then time pairs of one."""
     verify(me, batches, their_step, whom)
     ours = lambda: one_rank.train_step(me, batches[0])  # noqa: E731
@@ -91,7 +91,7 @@ def compare(me: one_rank.Rank, batches: list, their_step: Any, whom: str, repeat
 # ---------------------------------------------------------------------------------------------------------- one rank
 
 
-def transformers_step(me: one_rank.Rank) -> Callable[[list], tuple[float, float]]:
+def transformers_step(me: one_rank.Trainer) -> Callable[[list], tuple[float, float]]:
     """A step of transformers' Llama with the weights of `me`."""
     import transformers
 
@@ -109,7 +109,7 @@ def transformers_step(me: one_rank.Rank) -> Callable[[list], tuple[float, float]
             use_cache=False,
         )
     )
-    theirs.load_state_dict(full_state(me.engine, me.model, me.mesh)["weights"])
+    theirs.load_state_dict(full_state(me.owners, me.model, me.mesh)["weights"])
     optimizer = adamw(theirs, LR)  # torch's AdamW in both, in its fused version
 
     def step(batch: list) -> tuple[float, float]:
@@ -136,9 +136,9 @@ def beside_transformers(repeats: int) -> Ratio:
 # --------------------------------------------------------------------------------------------------------- four ranks
 
 
-def torch_step(me: one_rank.Rank, options: str) -> Callable[[list], tuple[float, float]]:
+def torch_step(me: one_rank.Trainer, options: str) -> Callable[[list], tuple[float, float]]:
     """A step of DDP around the stages of torch.distributed.pipelining, on `me`'s groups and with its weights."""
-    other, _ = prepared(options)  # for its weights and stages; its engine is not used
+    other, _ = prepared(options)  # for its weights and stages; its owners of gradients are not used
     model, mesh, pp = other.model, me.mesh, me.mesh.place["pp"]
     half, many = model.config.layers // 2, me.config.accumulation(me.mesh.sizes["dp"])
     module: Any = Stage(model, range(half * pp, half * (pp + 1)), other.positions)

@@ -52,7 +52,17 @@ from harness.report import Ratio, ratio_of, write_result
 from llama import LlamaConfig
 from model import PRESETS
 from options import Config
-from step import Rank, launch_step, make_rank, reads_late, train_step
+from step import (
+    Trainer,
+    forward_and_backward,
+    launch_step,
+    make_trainer,
+    reads_late,
+    shard_batch,
+    train_step,
+    valid_tokens,
+    zero_grad,
+)
 from torch.profiler import ProfilerActivity, profile
 
 BYTES_PER_WEIGHT = 16  # bf16 weight and gradient, fp32 master weight, two moments
@@ -144,7 +154,7 @@ def draw_on(device: torch.device) -> None:
     llama.initial_weight = draw
 
 
-def start(way: Way, job: Job, device: torch.device) -> Rank:
+def start(way: Way, job: Job, device: torch.device) -> Trainer:
     config = Config(
         precision=way.precision,
         kernels=way.kernels,
@@ -158,7 +168,7 @@ def start(way: Way, job: Job, device: torch.device) -> Rank:
     )
     config.check()
     config.check_layout(job.sizes, 1)
-    return make_rank(config, job.sizes, device)
+    return make_trainer(config, job.sizes, device)
 
 
 def random_batches(job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -170,10 +180,11 @@ def random_batches(job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def gradients(way: Way, job: Job, device: torch.device) -> dict[str, torch.Tensor]:
     me = start(way, job, device)
-    batches = [me.mine(batch) for batch in random_batches(job)]
-    me.engine.zero_grad()
-    me.forward_and_backward(batches, me.valid_tokens(batches))
-    return {name: g.detach().float().clone() for name, g in me.engine.full_gradients().items()}
+    batches = [shard_batch(me, batch) for batch in random_batches(job)]
+    zero_grad(me)
+    forward_and_backward(me, batches, valid_tokens(me, batches))
+    found = (pair for owner in me.owners for pair in owner.full_gradients().items())
+    return {name: g.detach().float().clone() for name, g in found}
 
 
 def verifier(device: torch.device, tiny: bool = True) -> Callable[[Way], str]:
@@ -224,7 +235,7 @@ def free(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def steps(me: Rank, batches: list) -> Iterator[tuple[float, float]]:
+def steps(me: Trainer, batches: list) -> Iterator[tuple[float, float]]:
     """Loss and seconds of one step after the other. Where the host reads late, the next one is under way by then."""
     if not reads_late(me):
         while True:

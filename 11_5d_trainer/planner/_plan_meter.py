@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import planner_paths  # noqa: F401  finds the trainer and the chapters
@@ -11,8 +11,8 @@ import step as step_module
 import torch
 import torch.distributed as dist
 from data import Sampler
-from engine import Replicated
 from fpdt_store import DeviceMemory
+from gradients import Replicated
 from harness.meter import communication, peak_memory, storage_bytes
 from llama import LlamaConfig
 from model import cross_entropy_sum
@@ -47,7 +47,7 @@ def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
     config = Config(**words)
     config.check()
     config.check_layout(sizes, dist.get_world_size())
-    me = step_module.make_rank(config, sizes, torch.device("cpu"))
+    me = step_module.make_trainer(config, sizes, torch.device("cpu"))
     dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
     sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
 
@@ -61,7 +61,7 @@ def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
     result["sent"] = {name: count for name, count in sent.sent.items() if count}
     result["activations"] = [] if config.fpdt_chunks else alive_after_forward(me, batches)
     result |= held(me)
-    me.engine.zero_grad()
+    step_module.zero_grad(me)
     gc.collect()
     meter: Any = DeviceMemory() if config.fpdt_chunks else peak_memory()  # the first leaves out what is on the host
     with meter as memory:
@@ -73,7 +73,7 @@ def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
 
 def held(me: Any) -> dict[str, int]:
     weights, gradients, states = list(me.model.parameters()), [], []
-    for owner in me.engine.owners:
+    for owner in me.owners:
         if isinstance(owner, Replicated):
             gradients += owner.reducer.flats
             states += [s for each in owner.optimizer.state.values() for s in each.values()]
@@ -93,16 +93,16 @@ def alive_after_forward(me: Any, batches: list) -> list[int]:
 
     What ZeRO stage 3 has gathered meanwhile is not an activation: it is subtracted.
     """
-    tokens, labels = me.mine(batches[0])
+    tokens, labels = step_module.shard_batch(me, batches[0])
     found = []
-    stages: list[Any] = sorted(me.pipeline.stages, key=lambda s: not s.first) if me.pipeline else [None]
+    stages: list[Any] = sorted(me.pipeline.stages.values(), key=lambda s: not s.first) if me.pipeline else [None]
     for stage in stages:
         hidden: Any = None
         if stage is not None and not stage.first:
-            hidden = torch.randn_like(me.pipeline.pipeline.example).requires_grad_()
-        with peak_memory() as memory, me.precision():
+            hidden = torch.randn_like(me.pipeline.example).requires_grad_()
+        with peak_memory() as memory, step_module.precision(me):
             if stage is None:
-                out = me.loss_sum(tokens, labels)
+                out = step_module.loss_sum(me, tokens, labels)
             else:
                 x = tokens if stage.first else hidden.detach().clone().requires_grad_()
                 out = stage(x)
@@ -111,18 +111,20 @@ def alive_after_forward(me: Any, batches: list) -> list[int]:
             extra = out.nbytes  # handed on, or the loss itself
             gc.collect()
             alive = memory.current
-        for owner in me.engine.owners:
+        for owner in me.owners:
             for unit in [*getattr(owner, "units", []), getattr(owner, "root", None)]:
                 if unit is not None and unit.gathered:
                     alive -= sum(flat.nbytes for flat in unit.flats)
         found.append(alive - extra)
         if me.mesh.size("tp") > 1 or me.mesh.cp > 1 or me.config.zero == 3:
-            with me.engine.no_sync():
+            with ExitStack() as stack:
+                for owner in me.owners:
+                    stack.enter_context(owner.no_sync())
                 out.sum().backward()  # all ranks alike: nothing is left half done
             if me.config.zero == 3:
-                for owner in me.engine.owners:
+                for owner in me.owners:
                     if hasattr(owner, "drop_all"):
                         owner.drop_all()
         del out
-    me.engine.zero_grad()
+    step_module.zero_grad(me)
     return found

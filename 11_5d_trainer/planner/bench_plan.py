@@ -69,7 +69,7 @@ def seconds(words: dict[str, Any], sizes: Any) -> float:
     from data import Sampler
 
     config = Config(**words)
-    me = step_module.make_rank(config, sizes, torch.device("cpu"))
+    me = step_module.make_trainer(config, sizes, torch.device("cpu"))
     dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
     sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
     batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)

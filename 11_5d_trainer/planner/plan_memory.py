@@ -307,7 +307,7 @@ class Buckets:
 
 
 def owners(weights: list[Weight], layout: Layout, element: int) -> list[Buckets]:
-    """As the trainer's engine makes them: dense parameters, and experts, which fewer ranks hold alike."""
+    """As the trainer makes them (gradients.py): dense parameters, and experts, which fewer ranks hold alike."""
     found = []
     for experts, ranks in ((False, layout.data), (True, layout.data // layout.ep)):
         mine = [weight for weight in weights if weight.expert == experts]

@@ -271,83 +271,23 @@ def search(task: Task, top: int = 10) -> Found:
 
 def search_once(task: Task, top: int, share: float) -> Found:
     """`share`: how much of the memory the formulas may fill."""
-    memory = share * task.memory
-    found = Found([], 0, 0, Counter(), None)
-    heap: list[tuple[float, int, Layout]] = []
-    smallest: tuple[float, Layout] | None = None
-
-    def too_slow(seconds: float) -> bool:
-        return len(heap) == 6 * top and seconds > -heap[0][0]
-
-    def closest(need: float, layout: Layout) -> None:
-        nonlocal smallest
-        if smallest is None or need < smallest[0]:
-            smallest = need, layout
-
-    def try_leaves(cut: Layout, tried: list[tuple[Layout, Room]], states: tuple[float, float]) -> None:
-        """What can be done about activations, in one schedule and stage of ZeRO: the first that fits is timed."""
-        for i, (mode, each) in enumerate(tried):
-            layout = replace(cut, recompute=mode.recompute, fpdt_chunks=mode.fpdt_chunks)
-            if task.moe and layout.recompute == "full" and layout.schedule.startswith("zb-"):
-                found.pruned["experts that are recomputed in W: again for each group of weights"] += 1
-                continue
-            if layout.fpdt_chunks and task.seq_len // layout.cp % (2 * layout.fpdt_chunks):
-                found.pruned["the sequence does not divide into so many chunks"] += 1
-                continue
-            need = higher(task, layout, states, each)
-            closest(need, layout)
-            if need > memory:
-                found.pruned["does not fit with its activations"] += 1
-                continue
-            if layout.fpdt_chunks and fpdt_host(task.model, layout) > task.cluster.host_memory_gb * GB:
-                found.pruned["FPDT does not fit the host's memory"] += 1
-                continue
-            step = step_time(task.model, task.moe, layout, task.cluster, simulated=False)
-            found.timed += 1
-            entry = (-step.seconds, -found.timed, layout)  # the number breaks ties: layouts have no order
-            (heapq.heappush if len(heap) < 6 * top else heapq.heappushpop)(heap, entry)
-            found.pruned["more recomputation, or more chunks, is only slower"] += len(tried) - 1 - i
-            return
-
+    found, timed = Found([], 0, 0, Counter(), None), Timed(task, top, share)
     for least, _, shape, leaves in branches(task, found):
-        if too_slow(least):
+        if timed.too_slow(least):
             found.pruned[TOO_SLOW] += leaves
             continue
-        p, batch = shape.pp, task.global_batch // shape.dp
-        schedules = SCHEDULES if p > 1 else (("1f1b", 1),)
+        below = leaves // len(MICRO_BATCHES)
         for micro_batch in MICRO_BATCHES:
-            m, below = batch // micro_batch, leaves // len(MICRO_BATCHES)
+            batch = task.global_batch // shape.dp
             if batch % micro_batch:
                 found.pruned["the batch does not divide by the micro-batch"] += below
                 continue
-            at = replace(shape, micro_batch=micro_batch, micro_batches=m)
-            if too_slow(least_seconds(task.model, task.moe, at, task.cluster)):
+            at = replace(shape, micro_batch=micro_batch, micro_batches=batch // micro_batch)
+            if timed.too_slow(least_seconds(task.model, task.moe, at, task.cluster)):
                 found.pruned[TOO_SLOW] += below
                 continue
-            tried = [(mode, room(task, mode)) for mode in modes(task, at)]
-            for zero in ZEROS:
-                below = len(schedules) * len(tried)
-                if zero == 3 and p > 1:
-                    found.pruned["--zero 3 with --pp: each micro-batch in flight would gather again"] += below
-                    continue
-                if zero == 0 and task.precision == "bf16-master":
-                    found.pruned["bf16-master keeps its fp32 weights in ZeRO's shards"] += below
-                    continue
-                states = stays(task, cut := replace(at, zero=zero))
-                if states[0] > memory:
-                    found.pruned["weights, gradients and states alone do not fit"] += below
-                    closest(states[0], replace(cut, recompute="full"))
-                    continue
-                for schedule, v in schedules:
-                    if p * v > task.model.layers:
-                        found.pruned["more stages than layers"] += len(tried)
-                    elif schedule == "interleaved" and m % p:
-                        found.pruned["interleaved needs a multiple of pp micro-batches"] += len(tried)
-                    elif m < fills(schedule, p):
-                        found.pruned["too few micro-batches to fill the schedule"] += len(tried)
-                    else:
-                        try_leaves(replace(cut, schedule=schedule, stages_per_rank=v), tried, states)
-    for seconds, _, layout in sorted(heap, reverse=True):
+            try_stages_of_zero(task, found, timed, at)
+    for seconds, _, layout in sorted(timed.heap, reverse=True):
         if len(found.best) >= top and -seconds > sorted(each.step.seconds for each in found.best)[top - 1]:
             break  # a simulated bubble is no shorter than that of the formula
         candidate = exact(task, layout)
@@ -356,9 +296,86 @@ def search_once(task: Task, top: int, share: float) -> Found:
             continue
         found.best.append(candidate)
     found.best = sorted(found.best, key=lambda each: each.step.seconds)[:top]
-    if not found.best and smallest is not None:
-        found.closest = exact(task, smallest[1])
+    if not found.best and timed.smallest is not None:
+        found.closest = exact(task, timed.smallest[1])
     return found
+
+
+class Timed:
+    """The fastest layouts so far that fit by formulas, and the one that needs least memory, whether it fits or not."""
+
+    def __init__(self, task: Task, top: int, share: float) -> None:
+        self.most, self.memory = 6 * top, share * task.memory
+        self.heap: list[tuple[float, int, Layout]] = []  # the slowest first
+        self.smallest: tuple[float, Layout] | None = None
+
+    def too_slow(self, seconds: float) -> bool:
+        return len(self.heap) == self.most and seconds > -self.heap[0][0]
+
+    def fits(self, need: float, layout: Layout) -> bool:
+        if self.smallest is None or need < self.smallest[0]:
+            self.smallest = need, layout
+        return need <= self.memory
+
+    def add(self, seconds: float, number: int, layout: Layout) -> None:
+        entry = (-seconds, -number, layout)  # the number breaks ties: layouts have no order
+        (heapq.heappush if len(self.heap) < self.most else heapq.heappushpop)(self.heap, entry)
+
+
+def try_stages_of_zero(task: Task, found: Found, timed: Timed, at: Layout) -> None:
+    """The leaves of a branch, for one micro-batch: ZeRO's stages, and with each of them the schedules."""
+    p, m = at.pp, at.micro_batches
+    schedules = SCHEDULES if p > 1 else (("1f1b", 1),)
+    tried = [(mode, room(task, mode)) for mode in modes(task, at)]
+    for zero in ZEROS:
+        below = len(schedules) * len(tried)
+        if zero == 3 and p > 1:
+            found.pruned["--zero 3 with --pp: each micro-batch in flight would gather again"] += below
+            continue
+        if zero == 0 and task.precision == "bf16-master":
+            found.pruned["bf16-master keeps its fp32 weights in ZeRO's shards"] += below
+            continue
+        states = stays(task, cut := replace(at, zero=zero))
+        if states[0] > timed.memory:
+            found.pruned["weights, gradients and states alone do not fit"] += below
+            timed.fits(states[0], replace(cut, recompute="full"))
+            continue
+        for schedule, v in schedules:
+            if p * v > task.model.layers:
+                found.pruned["more stages than layers"] += len(tried)
+            elif schedule == "interleaved" and m % p:
+                found.pruned["interleaved needs a multiple of pp micro-batches"] += len(tried)
+            elif m < fills(schedule, p):
+                found.pruned["too few micro-batches to fill the schedule"] += len(tried)
+            else:
+                try_modes(task, found, timed, replace(cut, schedule=schedule, stages_per_rank=v), tried, states)
+
+
+def try_modes(
+    task: Task,
+    found: Found,
+    timed: Timed,
+    cut: Layout,
+    tried: list[tuple[Layout, Room]],
+    states: tuple[float, float],
+) -> None:
+    """What can be done about activations, in one schedule and stage of ZeRO: the first that fits is timed."""
+    for i, (mode, each) in enumerate(tried):
+        layout = replace(cut, recompute=mode.recompute, fpdt_chunks=mode.fpdt_chunks)
+        if task.moe and layout.recompute == "full" and layout.schedule.startswith("zb-"):
+            found.pruned["experts that are recomputed in W: again for each group of weights"] += 1
+        elif layout.fpdt_chunks and task.seq_len // layout.cp % (2 * layout.fpdt_chunks):
+            found.pruned["the sequence does not divide into so many chunks"] += 1
+        elif not timed.fits(higher(task, layout, states, each), layout):
+            found.pruned["does not fit with its activations"] += 1
+        elif layout.fpdt_chunks and fpdt_host(task.model, layout) > task.cluster.host_memory_gb * GB:
+            found.pruned["FPDT does not fit the host's memory"] += 1
+        else:
+            step = step_time(task.model, task.moe, layout, task.cluster, simulated=False)
+            found.timed += 1
+            timed.add(step.seconds, found.timed, layout)
+            found.pruned["more recomputation, or more chunks, is only slower"] += len(tried) - 1 - i
+            return
 
 
 def exact(task: Task, layout: Layout) -> Candidate | None:

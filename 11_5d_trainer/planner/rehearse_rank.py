@@ -48,7 +48,7 @@ import step as step_module
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from engine import Replicated
+from gradients import Replicated
 from llama import LlamaConfig
 from ops import AUTOCAST
 from options import Config, UsageError
@@ -580,7 +580,7 @@ def built(
     dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=FakeStore())
     try:
         with stand_ins(recorder, backend, config.kernels), recorder:
-            yield step_module.make_rank(config, sizes, META), recorder
+            yield step_module.make_trainer(config, sizes, META), recorder
     finally:
         dist.destroy_process_group()
 
@@ -608,7 +608,7 @@ def run_rank(
 
 def make_states(me: Any) -> None:
     """The optimizer's states, which its first step makes: the step that is rehearsed is one of the thousands after."""
-    for owner in me.engine.owners:
+    for owner in me.owners:
         optimizers = [owner.optimizer] if isinstance(owner, Replicated) else owner.inner
         for optimizer in optimizers:
             params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -622,7 +622,7 @@ def make_states(me: Any) -> None:
 def bytes_held(me: Any) -> dict[str, int]:
     """Between two steps: weights, gradients, optimizer states. Counters of steps (a number each) are left out."""
     found: dict[str, list[Any]] = {"weights": list(me.model.parameters()), "gradients": [], "optimizer states": []}
-    for owner in me.engine.owners:
+    for owner in me.owners:
         if isinstance(owner, Replicated):
             found["gradients"] += owner.reducer.flats
             found["optimizer states"] += [s for each in owner.optimizer.state.values() for s in each.values()]

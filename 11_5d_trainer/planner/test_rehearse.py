@@ -145,7 +145,7 @@ def test_options_that_change_the_model_are_rehearsed_and_not_forgotten():
 def really(words):
     """(events of a step, bytes sent, bytes held, peak of a step) of this rank, on gloo, by the harness's meter."""
     with even_load():
-        me = step_module.make_rank(Config(**words), SIZES, torch.device("cpu"))
+        me = step_module.make_trainer(Config(**words), SIZES, torch.device("cpu"))
         dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
         sampler = Sampler(TEXT, me.config.seq_len, SIZES.vocab_size, 0)
         batches = sampler.step(me.config.micro_batch, me.config.accumulation(dp), place, dp)
@@ -154,7 +154,7 @@ def really(words):
             step_module.train_step(me, batches)
         peaks = []
         for _ in range(5):  # gloo may hold a message a moment longer, which only adds: the least is the trainer's own
-            me.engine.zero_grad()
+            step_module.zero_grad(me)
             gc.collect()
             with peak_memory() as memory:
                 step_module.train_step(me, batches)
@@ -224,14 +224,14 @@ def send_first(tensor, peer, group):
     return theirs
 
 
-def one_sum_more(engine, model, mesh, *given):
+def one_sum_more(owners, model, mesh, *given):
     dist.all_reduce(torch.zeros(1, device="meta"), group=mesh.groups["data"], async_op=True)
-    return PLAIN_CLIP(engine, model, mesh, *given)
+    return PLAIN_CLIP(owners, model, mesh, *given)
 
 
-PLAIN_CLIP, PLAIN_BUILD, PLAIN_ENGINE = step_module.clip_gradients, step_module.build, step_module.make_engine
+PLAIN_CLIP, PLAIN_BUILD, PLAIN_OWNERS = step_module.clip_gradients, step_module.build, step_module.make_owners
 PLAIN_CUT, PLAIN_MEMBERS, PLAIN_BROADCAST = gradient_reducers.cut_into_buckets, mesh_module.members, dist.broadcast
-PLAIN_PASS, PLAIN_COUNT, PLAIN_P2POP = step_module.Rank.forward_and_backward, Config.accumulation, dist.P2POp
+PLAIN_PASS, PLAIN_COUNT, PLAIN_P2POP = step_module.forward_and_backward, Config.accumulation, dist.P2POp
 ONE, LAST, ALL = {1}, {3}, {0, 1, 2, 3}
 
 
@@ -250,7 +250,7 @@ PLANTED = {
     ),
     "a rank leaves out the last sum": (
         2, {}, "nccl", (ONE, step_module, "clip_gradients", lambda: lambda *_: 1.0),
-        ("deadlock",), r"rank 0 waits in all_reduce.*engine\.py:\d+ in clip_gradients.*rank 1 has ended without it",
+        ("deadlock",), r"rank 0 waits in all_reduce.*gradients\.py:\d+ in clip_gradients.*rank 1 has ended without it",
     ),
     "buckets leave in another order": (
         2, {"bucket_mib": 0.01}, "nccl",
@@ -263,7 +263,7 @@ PLANTED = {
     ),
     "another dtype": (
         2, {}, "nccl",
-        (ONE, step_module.Rank, "forward_and_backward", lambda: lambda me, *rest: PLAIN_PASS(me, *rest).float()),
+        (ONE, step_module, "forward_and_backward", lambda: lambda *given: PLAIN_PASS(*given).float()),
         ("mismatch",), r"dtypes differ.*1 x float64.*gradient_step.*1 x float32.*gradient_step",
     ),
     "one micro-batch more": (
@@ -294,12 +294,14 @@ PLANTED = {
     ),
     "buckets of another size": (
         2, {"zero": 1}, "nccl",
-        (ONE, step_module, "make_engine", lambda: lambda *given, **more: PLAIN_ENGINE(*given[:4], 10000, **more)),
+        (ONE, step_module, "make_owners",
+         lambda: lambda config, *given: PLAIN_OWNERS(dataclasses.replace(config, bucket_mib=0.01), *given)),
         ("mismatch",), r"sizes differ.*broadcast.*zero_stages\.py:\d+ in flatten",
     ),
     "one rank recomputes": (
         2, {"tp": 2}, "nccl",
-        (ONE, step_module, "build", lambda: lambda *given, **more: PLAIN_BUILD(*given, **more | {"recompute": "full"})),
+        (ONE, step_module, "build",
+         lambda: lambda config, *given: PLAIN_BUILD(dataclasses.replace(config, recompute="full"), *given)),
         ("mismatch", "deadlock"), r"parted at the.*parallel_linear\.py",
     ),
     "both send first to each other": (

@@ -43,14 +43,14 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler, load_corpus
-from full_state import full_state, whole_model
+from full_state import full_state
 from harness.ranks import RankFailure, run_ranks
 from harness.reference import Trace, assert_same_trace, sgd_trace
 from harness.report import write_result
-from layouts import AXES, FULL, SIZES, Layout, Refusals, covering, options, random_layouts
+from layouts import AXES, FULL, SIZES, Layout, Refusals, covering, options, random_layouts, whole_gradients
 from llama import LlamaConfig
 from mesh import Mesh
-from model import alone, gather_tensors, state_buffers
+from model import alone, state_buffers
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from moe_llama import gather_experts
 from options import Config, parse
@@ -87,13 +87,12 @@ def in_layout(words: list[str], sizes: LlamaConfig) -> Trace:
     sizes = dataclasses.replace(sizes, tied=config.tied)
     config.check_layout(sizes, dist.get_world_size())
     corpus = load_corpus(config)
-    me = step_module.make_rank(config, sizes, torch.device("cpu"), plain_sgd)
+    me = step_module.make_trainer(config, sizes, torch.device("cpu"), plain_sgd)
     trace = Trace()
     for step in batches(config, corpus, config.micro_batch, me.mesh.place["dp"], me.mesh.sizes["dp"]):
         trace.losses.append(step_module.train_step(me, step)[0])
-        mine = gather_tensors(me.model, me.engine.full_gradients(), me.mesh)
-        trace.gradients.append({name: g.clone() for name, g in whole_model(mine, me.mesh).items()})
-    trace.weights = full_state(me.engine, me.model, me.mesh)["weights"]
+        trace.gradients.append(whole_gradients(me))
+    trace.weights = full_state(me.owners, me.model, me.mesh)["weights"]
     leave(me.mesh)
     return trace
 
@@ -241,7 +240,7 @@ def doomed(words: list[str], who: int, step: int, how: str) -> None:
         if how == "while a checkpoint is written":
             die()
 
-    def made(*args: Any, **more: Any) -> step_module.Rank:
+    def made(*args: Any, **more: Any) -> step_module.Trainer:
         me = make(*args, **more)
         if how == "in backward":
             next(me.model.parameters()).register_hook(die)
@@ -249,12 +248,12 @@ def doomed(words: list[str], who: int, step: int, how: str) -> None:
 
     trainer: Any = train
     saver: Any = checkpoint.Saver
-    make = trainer.make_rank
-    trainer.make_rank, trainer.train_step, saver.save = made, counted, saved
+    make = trainer.make_trainer
+    trainer.make_trainer, trainer.train_step, saver.save = made, counted, saved
     try:
         run(words)
     finally:
-        trainer.make_rank, trainer.train_step, saver.save = make, do_step, save
+        trainer.make_trainer, trainer.train_step, saver.save = make, do_step, save
 
 
 def run(words: list[str], sizes: LlamaConfig = SIZES) -> list[train.Log]:

@@ -18,7 +18,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import paths  # noqa: F401  finds the chapters below
+import torch.distributed as dist
 from llama import LlamaConfig
+from model import join_pieces
+from moe_llama import gather_experts
 from options import Config, UsageError, parse
 
 SIZES = LlamaConfig(hidden=16, layers=4, heads=4, kv_heads=2, intermediate=24)
@@ -36,6 +39,16 @@ def options(data: str, layout: str, **changes: Any) -> list[str]:
     words |= dict(precision="fp64", clip=0, balance=0.1, sample=0, eval_every=0, eval_samples=8, device="cpu")
     words |= dict(timeout=120) | changes
     return [w for name, value in words.items() for w in (f"--{name.replace('_', '-')}", str(value))] + layout.split()
+
+
+def whole_gradients(me: Any) -> dict[str, Any]:
+    """Every gradient of the whole model after a step, on every rank, in host memory. Collective."""
+    own = {name: gradient for owner in me.owners for name, gradient in owner.full_gradients().items()}
+    joined = {name: join_pieces(me.model, name, gradient, me.mesh) for name, gradient in own.items()}
+    stages: list[Any] = [None] * me.mesh.size("pp")
+    mine = {name: gradient.cpu() for name, gradient in gather_experts(me.model, joined, me.mesh.groups["ep"]).items()}
+    dist.all_gather_object(stages, mine, group=me.mesh.groups["pp"])
+    return {name: gradient for stage in stages for name, gradient in stage.items()}
 
 
 @dataclasses.dataclass(frozen=True)

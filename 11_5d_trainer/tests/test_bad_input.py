@@ -15,7 +15,7 @@ import train
 from harness.meter import held_bytes
 from harness.ranks import run_ranks
 from options import Config, UsageError, parse
-from step import make_rank
+from step import make_trainer
 from test_train import TEXT, arguments, losses, train_on
 
 HF_LLAMA = dict(model_type="llama", vocab_size=100, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
@@ -512,9 +512,9 @@ def test_a_bin_without_a_meta_file_is_known_again_too(tmp_path):
 
 def held_on_this_rank(words):
     config = Config(**parse(words))
-    me = make_rank(config, fuzz.SIZES, torch.device("cpu"))
+    me = make_trainer(config, fuzz.SIZES, torch.device("cpu"))
     fuzz.step_module.train_step(me, fuzz.batches(config, fuzz.load_corpus(config), config.micro_batch, 0, 1)[0])
-    inner = [owner.optimizer for owner in me.engine.owners]
+    inner = [owner.optimizer for owner in me.owners]
     states = sum(held_bytes([], optimizer).optimizer for optimizer in inner)
     return held_bytes(me.model).parameters + states
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler
-from engine import Replicated
 from full_state import full_state, load_full_state, share_of_state
+from gradients import Replicated
 from harness.meter import peak_memory, storage_bytes
 from harness.ranks import run_ranks
 from llama import LlamaConfig
@@ -40,7 +40,7 @@ def made(words):
     """This rank before the first step, the sizes of its model, and its batches."""
     plan = train.prepare(words, dist.get_world_size())
     config, sizes = plan.config, dataclasses.replace(SIZES, tied=plan.config.tied)
-    me = step_module.make_rank(config, sizes, torch.device("cpu"))
+    me = step_module.make_trainer(config, sizes, torch.device("cpu"))
     sampler, dp = Sampler(plan.corpus.train, config.seq_len, 256, config.seed), me.mesh.sizes["dp"]
     return me, sizes, lambda: sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp)
 
@@ -75,7 +75,7 @@ def bytes_on_disk(config, sizes):
 def largest_at_once(me):
     """Bytes of the largest thing that has to be together for a moment: a parameter of all tensor ranks, a bucket."""
     tp, biggest = me.mesh.sizes["tp"], 0
-    for owner in me.engine.owners:
+    for owner in me.owners:
         buckets = [[p] for p in owner.names] if isinstance(owner, Replicated) else [b.params for b in owner.buckets]
         biggest = max(biggest, *(sum(p.numel() for p in params) for params in buckets))
     return biggest * tp * torch.promote_types(weight_dtype(me.config), torch.float32).itemsize
@@ -110,7 +110,7 @@ def shares(words):
     it has, the bytes on disk that the shapes promise, the largest thing at once."""
     me, sizes = trained(words)
     with peak_memory() as memory:
-        share = by_key(share_of_state(me.engine, me.model, me.mesh))
+        share = by_key(share_of_state(me.owners, me.model, me.mesh))
     kept = {key: tensor.nbytes for key, tensor in share.items()}
     layers = tuple(sorted(me.model.model.layers._modules))
     alive, expected = storage_bytes(share.values()), bytes_on_disk(me.config, sizes)
@@ -158,8 +158,8 @@ def saved_while_training(words, folder):
     """Hand over the share, and train on while it may not have been written yet. Returns what was there to be saved."""
     me, sizes, batches = made(words)
     step_module.train_step(me, batches())
-    before = full_state(me.engine, me.model, me.mesh)
-    share = share_of_state(me.engine, me.model, me.mesh)
+    before = full_state(me.owners, me.model, me.mesh)
+    share = share_of_state(me.owners, me.model, me.mesh)
     step_module.train_step(me, batches())
     progress = checkpoint.Progress(1, 8, 1, dataclasses.asdict(me.config), dataclasses.asdict(sizes))
     saver = checkpoint.Saver(Path(folder), me.mesh.groups["saving"], 2)
@@ -203,12 +203,12 @@ def loaded(words, folder):
         like = full_shapes(sizes, me.config.mixture(sizes))
         with peak_memory() as memory:
             full = checkpoint.load(checkpoint.find(folder)[1], like, weight_dtype(me.config))
-            load_full_state(me.engine, me.model, me.mesh, full)
+            load_full_state(me.owners, me.model, me.mesh, full)
         above = memory.peak - memory.current
     finally:
         checkpoint.reader, checkpoint.dcp.FileSystemReader.read_metadata = read_from, read_index
-    buckets = sum(len(owner.buckets) for owner in me.engine.owners if not isinstance(owner, Replicated))
-    again = by_key(full_state(me.engine, me.model, me.mesh))
+    buckets = sum(len(owner.buckets) for owner in me.owners if not isinstance(owner, Replicated))
+    again = by_key(full_state(me.owners, me.model, me.mesh))
     return again, Counter(asked), len(opened), above, buckets, largest_at_once(me)
 
 

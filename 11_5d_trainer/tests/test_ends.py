@@ -107,7 +107,7 @@ def poisoned(words, on_rank, at_step):
     plan = train.prepare(words, dist.get_world_size())
     plan = dataclasses.replace(plan, model=SIZES)
     plan, folder = train.agree(plan)
-    steps, make = [0], train.make_rank
+    steps, make = [0], train.make_trainer
 
     def with_poison(*args, **options):
         me = make(*args, **options)
@@ -120,12 +120,12 @@ def poisoned(words, on_rank, at_step):
         steps[0] += 1
         return step_module.train_step(*args)
 
-    train.make_rank, train.train_step, said = with_poison, counted, io.StringIO()
+    train.make_trainer, train.train_step, said = with_poison, counted, io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             code = train.run_to_its_end(plan, folder, train.Stop())
     finally:
-        train.make_rank, train.train_step = make, step_module.train_step
+        train.make_trainer, train.train_step = make, step_module.train_step
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return code, [line for line in said.getvalue().splitlines() if line.startswith("train.py: ")], log
 

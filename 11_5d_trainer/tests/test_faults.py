@@ -106,7 +106,7 @@ def test_a_rank_may_die_in_any_phase_of_a_run_and_the_same_command_recovers(phas
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("where", ["load_full_state", "make_rank"])
+@pytest.mark.parametrize("where", ["load_full_state", "make_trainer"])
 def test_a_rank_may_die_while_a_run_goes_on_in_another_layout_and_the_checkpoint_is_as_it_was(
     where, text, undisturbed, tmp_path
 ):
@@ -421,7 +421,7 @@ def test_a_signal_in_the_last_step_stops_nothing(text, tmp_path):
 
 def counts_of_a_step_that_is_left_out(words, text):
     plan = train.prepare([*words, "--data", text], 1)
-    me = step_module.make_rank(plan.config, fuzz.SIZES, torch.device("cpu"))
+    me = step_module.make_trainer(plan.config, fuzz.SIZES, torch.device("cpu"))
     sampler = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0)
     batches = sampler.step(plan.config.micro_batch, plan.config.accumulation(1), 0, 1)
     next(me.model.parameters()).register_hook(lambda g: g * math.nan)
@@ -439,7 +439,7 @@ def test_a_step_that_is_left_out_moves_no_experts_bias_later(text):
 
 def poisoned(words, step, layer):
     """Train; in `step` the loss of the whole run becomes NaN in one layer, on the first rank that holds it."""
-    do_step, make, steps = step_module.train_step, train.make_rank, [0]
+    do_step, make, steps = step_module.train_step, train.make_trainer, [0]
     name = f"model.layers.{layer}.input_layernorm.weight"
 
     def made(*args, **more):
@@ -455,14 +455,14 @@ def poisoned(words, step, layer):
         steps[0] += 1
         return do_step(*args)
 
-    train.make_rank, train.train_step = made, counted
+    train.make_trainer, train.train_step = made, counted
     try:
         log = fuzz.run(words)
         return [line["step"] for line in log if "loss" in line and not math.isfinite(line["grad_norm"])]
     except step_module.NotFinite as error:
         return str(error)
     finally:
-        train.make_rank, train.train_step = make, do_step
+        train.make_trainer, train.train_step = make, do_step
 
 
 LAYOUTS = [  # (layout, the rank that holds layer 3 first, --on-nan)

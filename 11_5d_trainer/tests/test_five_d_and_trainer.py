@@ -33,7 +33,7 @@ def trainer_and_five_d(words, layout):
     c = sizes_of(layout, seq_len=16, batch=8)
     sizes = LlamaConfig(256, c.hidden, c.n_layers, c.n_heads, c.n_kv_heads, c.ffn_hidden)
     options = train.prepare(words, dist.get_world_size()).config
-    me = trainer.make_rank(options, sizes, torch.device("cpu"), sgd)
+    me = trainer.make_trainer(options, sizes, torch.device("cpu"), sgd)
     first = dict(model.alone(sizes, options.mixture(sizes)).double().named_parameters())
     mesh = mesh_of(layout)
     full = {name: first[name_in_llama(name)].detach() for name in five_d.build_model(c)}

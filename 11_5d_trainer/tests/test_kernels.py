@@ -19,10 +19,11 @@ from data import Sampler, load_corpus
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from harness.report import ROOT
+from layouts import whole_gradients
 from llama import LlamaConfig
 from ops import make_parts
 from options import Config, UsageError, parse
-from test_train import SIZES, arguments, f64, full_gradients, losses, plain_sgd, three_sgd_steps, train_on
+from test_train import SIZES, arguments, f64, losses, plain_sgd, three_sgd_steps, train_on
 
 TRAINER = Path(train.__file__).parent
 ONE_HEAD = {"kv_heads": 1, "intermediate": 16}
@@ -140,15 +141,15 @@ def watched(me, *arguments, **options):
     launches[0] += 1
     with nobody_waits():
         found = launch(me, *arguments, **options)
-    owner = me.engine.owners[0]
+    owner = me.owners[0]
     states = [x for state in owner.state.values() for kind, x in state.items() if kind != "step"]
     seen.append([x.clone() for x in (*owner.flats, *states)])
     return found
 
-def with_a_nan(engine, *rest):
+def with_a_nan(owners, *rest):
     if launches[0] == 3:
-        engine.owners[0].gradient_shard(0)[7:8].fill_(math.nan)
-    return clip(engine, *rest)
+        owners[0].gradient_shard(0)[7:8].fill_(math.nan)
+    return clip(owners, *rest)
 
 def run(folder, *more):
     launches[0] = 0
@@ -265,11 +266,11 @@ def gradients_by(kernels, words):
     cuda_parts.matmul, flash_attention_cuda.call = counted("product", matmul), counted("attention", run)
     try:
         config = Config(**parse([*words, "--kernels", kernels]))
-        me = step_module.make_rank(config, ONE_LAYER, torch.device("cpu"), plain_sgd)
+        me = step_module.make_trainer(config, ONE_LAYER, torch.device("cpu"), plain_sgd)
         sampler = Sampler(load_corpus(config).train, config.seq_len, 256, config.seed)
         dp = me.mesh.sizes["dp"]
         step_module.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp))
-        return {name: g.double() for name, g in full_gradients(me).items()}, calls
+        return {name: g.double() for name, g in whole_gradients(me).items()}, calls
     finally:
         cuda_parts.matmul, flash_attention_cuda.call = matmul, run
 

@@ -77,14 +77,14 @@ def one_step(words, sizes):
     """One step of the trainer under its own meter and under that of the tests."""
     with mock.patch.dict(train.PRESETS, tiny=dataclasses.replace(train.PRESETS["tiny"], **sizes)):
         plan = train.prepare(words, dist.get_world_size())
-    me = step_module.make_rank(plan.config, plan.model, torch.device("cpu"))
+    me = step_module.make_trainer(plan.config, plan.model, torch.device("cpu"))
     sampler = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0)
     dp = me.mesh.sizes["dp"]
     batches = sampler.step(plan.config.micro_batch, plan.config.accumulation(dp), me.mesh.place["dp"], dp)
     looker = metrics.Watch(me, None, first=0)
     with looker.step(0), communication() as sent:
         step_module.train_step(me, batches)
-    me.engine.arrive()
+    step_module.wait_for_weights(me)
     mine = looker.ranks[dist.get_rank()]
     told = held_bytes([*me.model.parameters()]) if plan.config.zero == 0 else None
     return mine, sent.total, told

@@ -16,8 +16,8 @@ import train
 from data import ROUND, Row, Sampler, load_corpus, shares
 from harness.ranks import run_ranks
 from harness.reference import assert_same
+from layouts import whole_gradients
 from llama import IGNORE, Llama
-from model import gather_tensors
 from options import Config, UsageError
 from sources import checksums
 from test_train import SIZES, arguments, f64, losses, plain_sgd, run, train_on
@@ -472,14 +472,14 @@ def gradients_in_documents(words):
     """Two steps of the trainer in a layout; and of each document by itself, on one process."""
     plan = train.prepare(words, dist.get_world_size())
     config = plan.config
-    me = train.make_rank(config, SIZES, torch.device("cpu"), plain_sgd)
+    me = train.make_trainer(config, SIZES, torch.device("cpu"), plain_sgd)
     place, dp = me.mesh.place["dp"], me.mesh.sizes["dp"]
     alone = Llama(SIZES).double()
     sampler = Sampler(plan.corpus.rows, config.seq_len, 256, config.seed, documents=True)
     everybody = Sampler(plan.corpus.rows, config.seq_len, 256, config.seed, documents=True)
     for _ in range(2):
         loss, _ = train.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), place, dp))
-        mine = gather_tensors(me.model, me.engine.full_gradients(), me.mesh)
+        mine = whole_gradients(me)
         alone.zero_grad()
         [(tokens, labels, places)] = everybody.step(config.global_batch, 1, 0, 1)
         valid, total = (labels != IGNORE).sum(), 0.0

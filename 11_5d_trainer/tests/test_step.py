@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import math
+import re
+import sys
 import types
+from pathlib import Path
 from unittest import mock
 
 import paths  # noqa: F401  finds the chapters below
@@ -18,12 +21,13 @@ from accounting import step_flops
 from data import Sampler, load_corpus
 from fp8 import Fp8Linear
 from full_state import full_state
+from harness.layout import ROOT
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import Linear
 from ops import AUTOCAST, FP8
 from options import Config, parse
-from step import make_rank
+from step import make_trainer
 from test_train import SIZES, SMALL, arguments, f64, losses
 
 STEPS, WARMUP, LR, MIN_LR, DECAY = 7, 2, 3e-2, 2e-3, 0.4
@@ -85,7 +89,7 @@ def by_torch(text, clip, precision, loss_scale):
 
 def weights_of_a_run(words):
     """The log, and the weights at its end."""
-    kept, make = [], train.make_rank
+    kept, make = [], train.make_trainer
 
     def made(*args, **more):
         kept.append(make(*args, **more))
@@ -94,12 +98,12 @@ def weights_of_a_run(words):
     plan = train.prepare(words, 1)
     plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, **SMALL))
     plan, folder = train.agree(plan)
-    train.make_rank = made
+    train.make_trainer = made
     try:
         log = train.train(plan, folder)
     finally:
-        train.make_rank = make
-    return losses(log), full_state(kept[0].engine, kept[0].model, kept[0].mesh)["weights"]
+        train.make_trainer = make
+    return losses(log), full_state(kept[0].owners, kept[0].model, kept[0].mesh)["weights"]
 
 
 CLIP = {0.05: "always clipped", 0.9: "clipped at times", 0.0: "never clipped"}
@@ -148,12 +152,12 @@ def gradients_by_scale(layouts, text):
         kinds = []
         for scale, balance in ((1.0, 10), (1024.0, 10), (1.0, 0)):
             config = Config(**parse([*arguments(text, clip=0, balance=balance), *layout.split()]))
-            me = make_rank(config, SIZES, torch.device("cpu"))
+            me = make_trainer(config, SIZES, torch.device("cpu"))
             me.scaler.value = scale
             dp = me.mesh.sizes["dp"]
             sampler = Sampler(load_corpus(config).train, 16, 256, 0)
             step_module.gradient_step(me, sampler.step(2, config.accumulation(dp), me.mesh.place["dp"], dp))
-            kinds.append({name: g.clone() for name, g in me.engine.full_gradients().items()})
+            kinds.append({name: g.clone() for own in me.owners for name, g in own.full_gradients().items()})
         found.append(kinds)
     return found
 
@@ -252,6 +256,45 @@ def test_help_says_no_default_twice_and_none_that_means_something_else(capsys):
         assert "''" not in text and ("(default: 0)" not in text or text.startswith("seed")), text
 
 
+def files_that_a_micro_batch_passes(words):
+    """From where it is taken to where its gradient is complete: files of this repository whose functions are called."""
+    passed = {"train.py"}
+
+    def note(frame, event, _):
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0][:2].isdigit():
+            passed.add(file.name)
+
+    def watched(function):
+        def call(*given):
+            sys.setprofile(note)
+            try:
+                return function(*given)
+            finally:
+                sys.setprofile(None)
+
+        return call
+
+    config = Config(**parse(words))
+    me, corpus = make_trainer(config, SIZES, torch.device("cpu")), load_corpus(config)
+    take = watched(Sampler(corpus.train, config.seq_len, 256, 0).step)
+    with mock.patch.object(step_module, "forward_and_backward", watched(step_module.forward_and_backward)):
+        step_module.train_step(me, take(config.micro_batch, config.accumulation(1), 0, 1))
+    return passed
+
+
+def test_a_micro_batch_passes_at_most_eight_files_and_the_readme_lists_them(text):
+    readme = (Path(train.__file__).parent / "README.md").read_text().partition("### The way of a micro-batch")[2]
+    told = re.findall(r"^\d\. `(\w+\.py)`", readme.partition("\n### ")[0], re.MULTILINE)
+    piped, plain, sharded = (
+        run_ranks(2, files_that_a_micro_batch_passes, [*arguments(text, lr=0.1, min_lr=0.01), *layout.split()])[0]
+        for layout in ("--pp 2", "--global-batch 4", "--zero 3")
+    )
+    assert len(told) <= 8 and set(told) == piped
+    assert plain == piped - {"pipeline_executor.py"}
+    assert sharded == plain - {"gradients.py", "gradient_reducers.py"} | {"zero_stages.py", "zero3.py"}
+
+
 def dtypes_of_new_memory(words):
     """Of all weights, when they get it; and whether autocast keeps what it has cast to the end of forward."""
     seen, give = set(), model.give_memory
@@ -261,8 +304,8 @@ def dtypes_of_new_memory(words):
         seen.update(p.dtype for p in made.parameters())
 
     with mock.patch.object(model, "give_memory", watched):
-        me = make_rank(Config(**parse(words)), SIZES, torch.device("cpu"))
-    with me.precision():
+        me = make_trainer(Config(**parse(words)), SIZES, torch.device("cpu"))
+    with step_module.precision(me):
         return seen, torch.is_autocast_cache_enabled()
 
 

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler
-from full_state import full_state, whole_model
+from full_state import full_state
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
+from layouts import whole_gradients
 from llama import LlamaConfig
-from model import PRESETS, full_shapes, gather_tensors
+from model import PRESETS, full_shapes
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from moe_llama import gather_experts
 from training_step import accumulate
@@ -70,7 +71,7 @@ def three_sgd_steps(words, sizes=SIZES):
     """The trainer's own step, with plain SGD, in some layout; and the same three global batches on this rank alone."""
     plan = train.prepare(words, dist.get_world_size())
     config, corpus = plan.config, plan.corpus
-    me = step_module.make_rank(config, sizes, torch.device("cpu"), plain_sgd)
+    me = step_module.make_trainer(config, sizes, torch.device("cpu"), plain_sgd)
     place, dp = me.mesh.place["dp"], me.mesh.sizes["dp"]
 
     def batches(place):
@@ -85,8 +86,8 @@ def three_sgd_steps(words, sizes=SIZES):
     parallel = Trace()
     for step in batches(place):
         parallel.losses.append(step_module.train_step(me, step)[0])
-        parallel.gradients.append(full_gradients(me))
-    parallel.weights = full_state(me.engine, me.model, me.mesh)["weights"]
+        parallel.gradients.append(whole_gradients(me))
+    parallel.weights = full_state(me.owners, me.model, me.mesh)["weights"]
     if dist.get_rank() > 1:  # two ranks compare; they hold different pieces of everything
         return
     alone = model.alone(sizes, config.mixture(sizes)).double()
@@ -107,11 +108,6 @@ def three_sgd_steps(words, sizes=SIZES):
     reference.gradients = [gather_experts(alone, gradients, None) for gradients in reference.gradients]
     reference.weights = gather_experts(alone, reference.weights | model.state_buffers(alone), None)
     assert_same_trace(parallel, reference, rank=dist.get_rank())
-
-
-def full_gradients(me):
-    mine = gather_tensors(me.model, me.engine.full_gradients(), me.mesh)
-    return {name: gradient.clone() for name, gradient in whole_model(mine, me.mesh).items()}
 
 
 # Every technique alone, with each earlier one, and all at once: (ranks, options).

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 import train
 from data import Sampler
-from full_state import full_state, whole_model
+from full_state import full_state
 from harness.ranks import run_ranks
 from harness.reference import assert_same
-from layouts import Layout
-from model import gather_tensors
+from layouts import Layout, whole_gradients
 from moe_layer import moe_layers
 from options import merge, parse
 from overlap import column_overlapped
@@ -147,7 +146,7 @@ def made(words):
     """This rank before the first step, and the batches of that step."""
     plan = train.prepare(words, dist.get_world_size())
     config = plan.config
-    me = step_module.make_rank(config, SIZES, torch.device("cpu"))
+    me = step_module.make_trainer(config, SIZES, torch.device("cpu"))
     sampler, dp = Sampler(plan.corpus.train, config.seq_len, 256, config.seed), me.mesh.sizes["dp"]
     return me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp)
 
@@ -161,11 +160,11 @@ def travelling_weights(words):
 
     step_module.train_step(me, batches)
     begin = count()
-    me.loss_sum(*me.mine(batches[0]))
+    step_module.loss_sum(me, *step_module.shard_batch(me, batches[0]))
     after = count()
     step_module.train_step(me, batches)
-    me.engine.arrive()
-    waiting = sum(len(arrival.works) for owner in me.engine.owners for arrival in owner.arrivals.values())
+    step_module.wait_for_weights(me)
+    waiting = sum(len(arrival.works) for owner in me.owners for arrival in owner.arrivals.values())
     return len([*me.model.parameters()]), begin, after, waiting
 
 
@@ -239,7 +238,7 @@ def test_a_run_from_before_there_was_domino_goes_on_as_it_was():
 def gradients(words):
     me, batches = made(words)
     step_module.train_step(me, batches)
-    return whole_model(gather_tensors(me.model, me.engine.full_gradients(), me.mesh), me.mesh)
+    return whole_gradients(me)
 
 
 @pytest.mark.prove
@@ -283,7 +282,7 @@ def test_a_checkpoint_of_an_offloaded_run_has_no_second_copy_of_the_weights(text
 def kinds_of_state(words):
     me, batches = made(words)
     step_module.train_step(me, batches)
-    state = full_state(me.engine, me.model, me.mesh)
+    state = full_state(me.owners, me.model, me.mesh)
     return {kind for kinds in state["optimizer"].values() for kind in kinds}
 
 

@@ -1,15 +1,14 @@
 """From gradients to new weights: chapter 02's buckets at ZeRO stage 0, chapter 03's shards at stages 1 to 3.
 
-The trainer sees one surface, that of `Zero1`, whatever the stage:
+Every gradient has exactly one owner. Dense parameters are summed over the `data` ranks, experts over the ranks that
+hold the same experts; where these differ there are two owners side by side. step.py sees one surface, that of `Zero1`,
+whatever the stage:
 
     zero_grad(); with micro_batch(last): ... backward(); gradient_pieces(); scale_gradients(); step(); param_groups
-
-Every gradient has exactly one owner. Dense parameters are summed over the `data` ranks, experts over the ranks that
-hold the same experts; where these differ there are two owners side by side (`Together`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -87,90 +86,28 @@ class Replicated:
             self.optimizer.state[p] = {kind: value.to(p.device) for kind, value in states[name].items()}
 
 
-class Together:
-    """Several owners as one. Each has its parameters and its group."""
-
-    def __init__(self, owners: list[Any]) -> None:
-        self.owners, self.alone = owners, False
-        self.broken: Tensor | None = None  # whether a gradient was ever not finite; on the device
-        self.owner = {p: owner for owner in owners for p in owner.names}
-        self.names = {p: name for owner in owners for p, name in owner.names.items()}
-        self.param_groups = [group for owner in owners for group in owner.param_groups]
-
-    def zero_grad(self) -> None:
-        for owner in self.owners:
-            owner.zero_grad()
-
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            for owner in [] if self.alone else self.owners:
-                stack.enter_context(owner.micro_batch(last))
-            yield
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave this rank's own gradients in `p.grad`; nothing is sent, not even in the last."""
-        with ExitStack() as stack:
-            for owner in self.owners:
-                stack.enter_context(owner.no_sync())
-            before, self.alone = self.alone, True
-            yield
-            self.alone = before
-
-    def start(self, param: nn.Parameter) -> None:
-        if not self.alone and param.requires_grad:
-            self.owner[param].start(param)
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        return {name: tensor for owner in self.owners for name, tensor in owner.full_gradients().items()}
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        for owner in self.owners:
-            owner.scale_gradients(factor)
-
-    @property
-    def can_leave_out(self) -> bool:
-        """Whether every owner can leave a step out without the host: chapter 09's AdamW does, in ZeRO's buffers."""
-        return all(getattr(owner, "fused", None) is not None for owner in self.owners)
-
-    def leave_out_if(self, broken: Tensor) -> None:
-        """If so, no weight changes any more, in this step or in a later one, and nobody waits to hear of it."""
-        self.broken = broken if self.broken is None else self.broken | broken
-        for owner in self.owners:
-            owner.leave_out_if(self.broken)
-
-    def step(self) -> None:
-        for owner in self.owners:
-            owner.step()
-
-    def arrive(self) -> None:
-        """Wait for new weights that are still on their way. Before the groups are destroyed."""
-        for owner in self.owners:
-            owner.arrive()
-
-    def local_gradient(self, p: nn.Parameter) -> Tensor | None:
-        """What backwards inside `no_sync` have left on this rank: in `p.grad`, or in stage 1's wider buffer."""
-        return getattr(self.owner[p], "views", {}).get(p, p.grad) if p.requires_grad else None
+def owner_of(owners: Iterable[Any], p: nn.Parameter) -> Any:
+    return next(owner for owner in owners if p in owner.names)
 
 
-def make_engine(
-    stage: int,
+def local_gradient(owners: Iterable[Any], p: nn.Parameter) -> Tensor | None:
+    """What backwards inside `no_sync` have left on this rank: in `p.grad`, or in stage 1's wider buffer."""
+    return getattr(owner_of(owners, p), "views", {}).get(p, p.grad) if p.requires_grad else None
+
+
+def make_owners(
+    config: Any,
     model: Any,
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
-    bucket_bytes: int,
     hooks: bool = True,
-    master: torch.dtype | None = None,
-    variant: str = "",
     fused: Callable[..., None] | None = None,
-    **sums: torch.dtype | None,
-) -> Together:
+) -> list[Any]:
     """The owners of the gradients of `model`. With `hooks=False` the pipeline says when a gradient is complete.
 
-    `variant` is one of chapter 03's: "offload", "late gather" or "copies"; `sums` are its reduce_dtype and
-    accumulate_dtype. `fused` is chapter 09's AdamW, with which ZeRO's shards are updated where they are on a device.
+    `fused` is chapter 09's AdamW, with which ZeRO's shards are updated where they are on a device.
     """
+    stage, bucket_bytes, fp32 = config.zero, int(config.bucket_mib * 2**20), torch.float32
     named = {p: name for name, p in model.named_parameters()}
     # --- exercise 11.30: who sums which gradient? Two groups, and the parameters of each ---
     experts = set(expert_parameters(model).values()) if mesh.size("ep") > 1 else set()
@@ -189,12 +126,15 @@ def make_engine(
             "ignored": named.keys() - params,
             "hooks": hooks,
             "bucket_bytes": bucket_bytes,
-            "master": master,
-            "fused": None if variant == "offload" else fused,
-            **sums,
+            "master": fp32 if config.precision == "bf16-master" else None,
+            "fused": None if config.zero_offload else fused,
+            "reduce_dtype": fp32 if config.reduce_dtype == "fp32" else None,
+            "accumulate_dtype": fp32 if config.accumulate_dtype == "fp32" else None,
         }
-        make: Any = {"offload": make_offloaded, "late gather": make_overlapped}.get(variant, make_zero)
-        if variant == "copies":
+        make: Any = make_overlapped if config.zero_late_gather else make_zero
+        if config.zero_offload:
+            make = make_offloaded
+        if config.zero_shards:
             make, group = partial(hybrid, mesh), mesh.groups["shards"]
         elif dist.get_backend(group) == "gloo" and not any(p.is_cuda for p in params):
             options["reduce_scatter"] = ExchangeAndSum  # gloo sends from host memory only
@@ -203,7 +143,7 @@ def make_engine(
             del options["bucket_bytes"]  # a bucket per layer
         # Experts are cut over their own ranks already: at stage 3 they stay where they are, the rest is sharded.
         owners.append(make(min(stage, 2) if params is experts else stage, model, own, group, **options))
-    return Together(owners)
+    return owners
 
 
 def hybrid(mesh: Mesh, stage: int, model: Any, optimizer: Any, shards: dist.ProcessGroup, **options: Any) -> Any:
@@ -260,7 +200,7 @@ def norm_of(piece: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: float, unscale: float = 1.0) -> Tensor:
+def clip_gradients(owners: list[Any], model: nn.Module, mesh: Mesh, max_norm: float, unscale: float = 1.0) -> Tensor:
     """Scale the gradient to `max_norm` if its norm is larger (0: never). Returns its norm, the same on all ranks, on
     the device.
 
@@ -272,7 +212,7 @@ def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: flo
     # --- exercise 11.31: the norm of the whole model's gradient, in which every element counts once; and clip by it ---
     holders = ranks_that_hold(model, mesh)
     squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    for owner in engine.owners:
+    for owner in owners:
         copies = dist.get_world_size(owner.group) if isinstance(owner, Replicated) else copies_of(owner, mesh)
         for name, piece in runs(owner.gradient_pieces(), holders):
             squares += norm_of(piece) ** 2 / (holders[name] * copies)
@@ -280,6 +220,7 @@ def clip_gradients(engine: Together, model: nn.Module, mesh: Mesh, max_norm: flo
     norm = squares.sqrt() * unscale
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
     if max_norm or unscale != 1.0:
-        engine.scale_gradients(factor * unscale)
+        for owner in owners:
+            owner.scale_gradients(factor * unscale)
     # --- end exercise ---
     return norm
