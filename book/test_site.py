@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import build_book
 import pytest
-from check_site import faults
+from check_site import faults, unreadable
 from play_data import PLANS
 from symbols import ROOT
 
@@ -49,6 +49,37 @@ def test_what_is_broken_or_fetched_is_named(more, fault, tmp_path):
 def test_a_style_that_fetches_a_font_is_named(tmp_path):
     (site(tmp_path) / "a.css").write_text("@font-face { src: url(https://x.org/f.woff2) }")
     assert faults(tmp_path) == ["a.css: fetches from outside"]
+
+
+DRAWN = (
+    '<svg xmlns:xlink="l"><style>@media (prefers-color-scheme: dark) {{ [fill="#444444"] {{ fill: #c8c8c8 }} }}</style>'
+    '<defs><path id="p" d="M0 0L90 0L90 20L0 20z"/></defs><text x="5" y="15" {}>{}</text></svg>'
+)
+
+
+@pytest.mark.parametrize(
+    ("below", "look", "pages"),
+    [
+        ("", 'fill="#444444"', ""),
+        ("", 'fill="#808080"', "light"),
+        ("", 'style="font-size: 9px; fill: #444"', "dark"),
+        ('<rect width="90" height="20" fill="#e69f00"/>', "", ""),
+        ('<rect width="90" height="20" fill="#e69f00"/>', 'fill="#444444"', "light dark"),
+        ('<use xlink:href="#p" style="fill: #0072b2; opacity: 0.3"/>', "", "dark"),
+        ('<rect width="90" height="20" fill="none"/>', "", "dark"),
+        ('<circle cx="20" cy="12" r="20" fill="white"/>', 'transform="translate(5 0)"', ""),
+        ('<rect x="2" width="6" height="20" fill="#000"/>', 'transform="rotate(90 5 15)" fill="white"', "light"),
+    ],
+)
+def test_words_of_a_figure_without_contrast_are_named(below, look, pages):
+    found = unreadable(DRAWN.replace("<text", f"{below}<text").format(look, "abcd"))
+    assert " ".join(line.split()[3] for line in found) == pages, found
+
+
+def test_words_of_every_figure_can_be_read_on_a_light_page_and_on_a_dark_one():
+    figures = list(ROOT.glob("*/figures/*.svg"))
+    wrong = [f"{file.relative_to(ROOT)}: {line}" for file in figures for line in unreadable(file.read_text())]
+    assert len(figures) > 50 and not wrong, "\n".join(wrong)
 
 
 def test_the_one_script_that_the_generator_would_fetch_is_ours(tmp_path):
