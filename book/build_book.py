@@ -7,6 +7,8 @@ README.md of this folder says why this generator, and what else would do. Nothin
 """
 
 import argparse
+import html
+import itertools
 import json
 import posixpath
 import re
@@ -78,7 +80,8 @@ class Book:
         body = f'<div class="work">{numbered((ROOT / path).read_text(errors="replace"), path)}</div>\n'
         if lesson_:
             text = f'<div class="lesson" markdown="1">\n\n{lesson_}\n\n</div>'
-            body = f'<div class="beside" markdown="1">\n{text}\n{body}</div>\n'
+            script = posixpath.relpath("assets/beside.js", posixpath.dirname(page))
+            body = f'<div class="beside" markdown="1">\n{text}\n{body}</div>\n\n<script src="{script}"></script>\n'
         self.write(page, f"{hidden}# {path}\n\n{up}\n\n{body}")
 
     def beside(self, page: str, target: str, fragment: str) -> str:
@@ -249,9 +252,22 @@ def measured(page: str) -> str:
     def code(found: re.Match) -> str:
         if len(found[1]) <= SHORT:
             return f'<code class="short">{found[1]}</code>'
-        return "<code>" + OPTION.sub(r'<span class="short">\g<0></span>', found[1]) + "</code>"
+        made = OPTION.sub(r'<span class="short">\g<0></span>', found[1])
+        return f"<code>{made.replace('_', '_<wbr>')}</code>"  # a long name may go on in the next line
+
+    def labelled(found: re.Match) -> str:
+        """On a telephone a row of a table of words is a list: each cell says what its column is called."""
+        heads = [
+            html.escape(re.sub(r"<[^>]*>", "", head).strip()) for head in re.findall("<th[^>]*>(.*?)</th>", found[0])
+        ]
+        if 'class="long"' not in found[0] or len(heads) < 3:
+            return found[0]
+        names = itertools.cycle(heads)
+        cells = re.sub(r"<td", lambda _: f'<td data-head="{next(names)}"', found[0])
+        return cells.replace("<table", '<table data-words="1"', 1)
 
     page = re.sub(r"<td((?: style=\"[^\"]*\")?)>(.*?)</td>", cell, page, flags=re.DOTALL)
+    page = re.sub(r"<table>.*?</table>", labelled, page, flags=re.DOTALL)
     return re.sub(r"(?<!<pre>)(?<!</span>)<code>([^<\n]+)</code>", code, page)
 
 

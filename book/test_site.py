@@ -124,12 +124,16 @@ def test_cells_with_many_words_and_code_with_few_letters_are_called_so(tmp_path)
     page = f'<td>1</td><td style="text-align: right;">{many}</td><code>--zero 3</code><code>{"x" * 25}</code>'
     page += "<pre><code>a</code></pre><pre><span></span><code>a</code></pre>"
     page += "<code>python x.py --zero-offload --zero 2 --tp 2</code>"
+    rows = f"<tr><td>1</td><td>2</td><td>{many}</td></tr>"
+    page += f"<table><tr><th>a</th><th>b <i>c</i></th><th></th></tr>{rows}</table><code>{'x_' * 13}</code>"
     (tmp_path / "a.html").write_text(page)
     build_book.stay_at_home(tmp_path)
     made = page.replace("<td style", '<td class="long" style').replace("<code>--", '<code class="short">--')
     for option in ("--zero-offload", "--zero 2", "--tp 2"):
         made = made.replace(option, f'<span class="short">{option}</span>')
-    assert (tmp_path / "a.html").read_text() == made
+    cells = f'<td data-head="a">1</td><td data-head="b c">2</td><td data-head="" class="long">{many}</td>'
+    made = made.replace("<table>", '<table data-words="1">').replace(rows, f"<tr>{cells}</tr>")
+    assert (tmp_path / "a.html").read_text() == made.replace("x_", "x_<wbr>")
 
 
 def shown(address: str, wait: int = 4000) -> str:
@@ -156,8 +160,40 @@ def test_the_whole_book_is_built_and_its_pages_draw_in_a_browser_without_a_netwo
         assert "<svg viewBox" in page, name
         assert words in page, name
     assert f'src="assets/{next(iter(PLANS))}.html"' in shown(f"file://{build_book.SITE}/planner.html")
+    told = {"plan_8b_on_8": "there is no pipeline", "plan_70b_on_64": "1F1B, a row for each rank"}
     for name in PLANS:  # the planner's own pages, which that one holds
-        assert "GB on each of" in shown(f"file://{build_book.SITE}/assets/{name}.html"), name
+        page = shown(f"file://{build_book.SITE}/assets/{name}.html").partition("<script>")[0]
+        assert "GB on each of" in page and told[name] in page, name
+
+
+# Every word that can be seen, over the grounds below it, in both palettes: which have less contrast than 4.5?
+READ = """<script>
+const pen = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d"), dim = new Set();
+const rgba = colour => {
+  pen.clearRect(0, 0, 1, 1);
+  pen.fillStyle = colour;
+  pen.fillRect(0, 0, 1, 1);
+  return [...pen.getImageData(0, 0, 1, 1).data].map(x => x / 255);
+};
+const over = (top, ground) => ground.map((x, i) => top[i] * top[3] + x * (1 - top[3]));
+const light = colour => 0.05 + [0.2126, 0.7152, 0.0722].reduce((sum, part, i) =>
+  sum + part * (colour[i] <= 0.04045 ? colour[i] / 12.92 : ((colour[i] + 0.055) / 1.055) ** 2.4), 0);
+function read(palette) {
+  document.body.dataset.mdColorScheme = palette;
+  const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (words.nextNode()) {
+    const parent = words.currentNode.parentElement, box = [];
+    if (!words.currentNode.data.trim() || parent.closest("script, style, svg") || !parent.checkVisibility()) continue;
+    for (let around = parent; around; around = around.parentElement) box.unshift(getComputedStyle(around));
+    const ground = box.reduce((below, style) => over(rgba(style.backgroundColor), below), [1, 1, 1]);
+    const ink = rgba(getComputedStyle(parent).color);
+    ink[3] *= box.reduce((product, style) => product * style.opacity, 1);
+    const one = light(ground), other = light(over(ink, ground)), contrast = Math.max(one, other) / Math.min(one, other);
+    if (ink[3] && !(contrast >= 4.5)) dim.add(`${palette} ${words.currentNode.data.trim()} ${contrast.toFixed(2)}`);
+  }
+}
+setTimeout(() => { read("default"); read("slate"); document.body.append(`DIM ${[...dim].join("; ")}.`); }, 1500);
+</script></body>"""
 
 
 # The page's own search, asked as its input field would ask it. The answer comes through our stand-in for a Worker.
@@ -180,6 +216,22 @@ setTimeout(() => document.dispatchEvent(open), 1500);
 setTimeout(() => asked.postMessage({ type: 2, data: { input: "zigzag", filter: all } }), 5000);
 setTimeout(() => document.body.append(`FOUND ${counts()}.`), 9000);
 </script></body>"""
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium here")
+@pytest.mark.parametrize("name", ["03_zero/zero.py.html", "schedules.html", "cheat_sheet.html"])
+def test_words_of_a_page_can_be_read_in_both_palettes(name):
+    page = build_book.SITE / name
+    if not page.exists():
+        pytest.skip(reason="the book is not built; `make book` builds it (it needs zensical)")
+    reading = page.with_name("reading.html")
+    reading.write_text(page.read_text().replace("</body>", READ))
+    try:
+        [dim] = re.findall("DIM ([^<]*)[.]", shown(f"file://{reading}"))[-1:]
+        assert dim == ""
+    finally:
+        reading.unlink()
 
 
 @pytest.mark.prove

@@ -18,7 +18,7 @@ controls({ schedule: "1f1b", ranks: 4, "micro-batches": 8 }, (row, chosen) => {
       const x = 60 + start * scale, width = (end - start) * scale;
       give("rect", { x, y, width, height: high, fill: FILL[kind], stroke: "#fff", "stroke-width": .6,
         "fill-opacity": row.stages > row.ranks.length && stage >= row.ranks.length ? .6 : 1 });
-      if (width > 13) give("text", { x: x + width / 2, y: y + 17, "font-size": 11, "text-anchor": "middle", class: "on" }, batch);
+      if (width > 13) give("text", { x: x + width / 2, y: y + 17, "font-size": 11, "text-anchor": "middle", class: kind === "W" ? "white" : "on" }, batch);
     }
   });
   $("drawing").append(svg);
