@@ -170,16 +170,15 @@ body { font: 1.1rem/1.6 sans-serif; max-width: 40rem; margin: 20vh auto; padding
 </head>
 <body><h1>There is no such page</h1><p>It may have moved. <a id="book" href="index.html">The book</a> has a search.</p>
 <script>
-// A server shows this page at any address: the book begins above the first folder that it has.
-const parts = location.pathname.split("/"), at = parts.findIndex(part => FOLDERS.includes(part));
-document.getElementById("book").href = [...parts.slice(0, at < 0 ? -1 : at), "index.html"].join("/");
+// A server shows this page at any address: the book begins at the deepest folder above it that has the book's style.
+(async () => {
+  for (const parts = location.pathname.split("/").slice(0, -1); parts.length; parts.pop()) {
+    const start = `${parts.join("/")}/`, found = await fetch(`${start}assets/book.css`, { method: "HEAD" });
+    if (found.ok) return document.getElementById("book").href = `${start}index.html`;
+  }
+})();
 </script></body></html>
 """
-
-
-def lost(site: Path) -> str:
-    """404.html, which the generator makes for a server whose root is the book: here for any folder of any server."""
-    return LOST.replace("FOLDERS", json.dumps(sorted(folder.name for folder in site.iterdir() if folder.is_dir())))
 
 
 def page_file(folder: str) -> str:
@@ -235,7 +234,7 @@ def configuration(pages: Path, site: Path) -> str:
 
 def stay_at_home(site: Path) -> None:
     """The generator lets each page fetch one script, with which its search works from file://. We bring our own."""
-    (site / "404.html").write_text(lost(site))
+    (site / "404.html").write_text(LOST)  # the generator's own is for a server whose root is the book
     for file in site.rglob("*.html"):
         up = "../" * (len(file.relative_to(site).parts) - 1)
         file.write_text(measured(file.read_text().replace(FETCHED, f"{up}assets/worker_for_files.js")))
