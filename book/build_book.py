@@ -33,6 +33,7 @@ FETCHED = "https://unpkg.com/iframe-worker/shim"
 LARGE = 300_000  # bytes: a longer file is linked as it is, not shown
 OPTION = re.compile(r"(?<![\w-])--[\w-]+(?: [^-\s]\S*)?")  # with its value
 LONG, SHORT = 60, 24  # letters: a cell with more gets some width; code with fewer stays on one line
+WORDS = 40  # letters: a table with such a cell is one of words
 MORE = ("results", "11_5d_trainer/planner", "book")  # the last pages of the navigation
 
 
@@ -259,7 +260,7 @@ def measured(page: str) -> str:
         heads = [
             html.escape(re.sub(r"<[^>]*>", "", head).strip()) for head in re.findall("<th[^>]*>(.*?)</th>", found[0])
         ]
-        if 'class="long"' not in found[0] or len(heads) < 3:
+        if len(heads) < 3 or not re.search(rf">[^<>]{{{WORDS},}}<|class=\"long\"", found[0]):
             return found[0]
         names = itertools.cycle(heads)
         cells = re.sub(r"<td", lambda _: f'<td data-head="{next(names)}"', found[0])

@@ -70,7 +70,6 @@ def drawing() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12" fill="{GREY}">\n{DARK}'
     ]
-    parts.append(f'<text x="{left - 10}" y="20" text-anchor="end" font-weight="bold">one of four ranks has</text>')
     for i, column in enumerate(COLUMNS):
         parts.append(f'<text x="{left + i * (wide + gap)}" y="20">{column}</text>')
     for j, (name, row) in enumerate(table().items()):

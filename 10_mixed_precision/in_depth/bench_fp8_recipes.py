@@ -126,9 +126,7 @@ def draw_rates(axes, result) -> None:
         rates = [float(row[0]) * 1.04 ** (i - 1.5) for row in mine]  # side by side
         median, low, high = ([row[column] for row in mine] for column in (2, 3, 4))
         bars = [[m - a for m, a in zip(median, low, strict=True)], [b - m for m, b in zip(median, high, strict=True)]]
-        axes.errorbar(
-            rates, median, bars, marker="o", ms=3, capsize=2, lw=1, label=name, color=f"C{i}" if i else GREY
-        )
+        axes.errorbar(rates, median, bars, marker="o", ms=3, capsize=2, lw=1, label=name, color=f"C{i}" if i else GREY)
     axes.set(
         xscale="log", xlabel="learning rate", ylabel="loss on held-out text", title="Where recipes part, if they do"
     )
