@@ -183,7 +183,7 @@ def test_the_whole_book_is_built_and_its_pages_draw_in_a_browser_without_a_netwo
 
 
 # Every word that can be seen, over the grounds below it, in both palettes: which have less contrast than 4.5?
-READ = """<script>
+READ = """<style>* { transition: none !important }</style><script>
 const pen = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d"), dim = new Set();
 const rgba = colour => {
   pen.clearRect(0, 0, 1, 1);
