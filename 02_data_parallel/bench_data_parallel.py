@@ -286,11 +286,11 @@ def draw_ring(axes, result):
             0.9,
             bottom=rank + 0.07,
             color=COLOURS["gradients" if complete else "messages"],
-            alpha=1.0 if complete else 0.12 + 0.5 * (len(members) - 1) / (RANKS - 1),
+            alpha=1.0 if complete else 0.1 + 0.3 * (len(members) - 1) / (RANKS - 1),
         )
         if received:
             panel.bar(chunk + 0.5, 0.86, 0.9, bottom=rank + 0.07, fill=False, edgecolor=COLOURS["weights"], linewidth=2)
-        colour = "white" if complete else GREY
+        colour = "black" if complete else GREY
         panel.text(chunk + 0.5, rank + 0.5, members, ha="center", va="center", fontsize=10, color=colour)
     for step, panel in enumerate(panels[:-1]):
         half = "add" if step < RANKS else "copy"

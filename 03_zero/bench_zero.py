@@ -327,7 +327,8 @@ def draw_timeline(axes, result) -> None:
             pale = {"hatch": "//", "alpha": 0.35} if colour == "idle" else {}
             panel.barh(y, width, 0.8, left=begin, color=COLOURS[colour], edgecolor="white", linewidth=0.6, **pale)
             if layer >= 0:
-                panel.text(begin + width / 2, y, str(layer), ha="center", va="center", color="white", fontsize=9)
+                ink = "white" if colour == "weights" else "black"
+                panel.text(begin + width / 2, y, str(layer), ha="center", va="center", color=ink, fontsize=9)
         ends.append(max(begin + width for *_, begin, width in bars))
         panel.set(title="with prefetch" if prefetch else "without prefetch: every layer waits", yticks=[0, 1])
         panel.set_yticklabels(["compute", "network"])

@@ -386,12 +386,19 @@ def draw_regions(axes, result) -> None:
             if kind == "sends":
                 axis.add_patch(_box(i + 0.25, 0.0, 0.5, 1.0, COLOURS["messages"], 0.9))
             else:
-                axis.add_patch(_box(i + 0.08, 0.0, 0.84, 1.0, COLOURS["idle"], 0.18))
+                axis.add_patch(_box(i + 0.08, 0.0, 0.84, 1.0, COLOURS["idle"], 0.3))
                 axis.add_patch(_box(i + 0.08, 1 - tokens, 0.84 * features, tokens, COLOURS["activations"], 0.9))
             axis.text(i + 0.5, -0.06, what, ha="right", va="top", rotation=35, fontsize=8, color=GREY)
         axis.set(xlim=(0, len(entries)), ylim=(0, 1), xticks=[], yticks=[0, 1], yticklabels=["last", "first token"])
         axis.set_title(f"{layout} parallel: what one of 4 ranks has of each result", fontsize=10)
         axis.grid(False)
+    for what, colour, alpha in (
+        ("stored on this rank", "activations", 0.9),
+        ("stored on the others", "idle", 0.3),
+        ("a collective", "messages", 0.9),
+    ):
+        axes[0].bar(0, 0, color=COLOURS[colour], alpha=alpha, label=what)
+    axes[0].figure.legend(loc="outside lower center", ncols=3, fontsize=9)
 
 
 def _box(x: float, y: float, width: float, height: float, colour: str, alpha: float):

@@ -190,7 +190,7 @@ def draw_hops(axes, result):
             alpha = 0.8 if block == 0 else 0.25
             panel.barh(rank, 0.5, left=step, height=0.62, color=COLOURS["activations"], alpha=alpha)
             partial = f"\n+ dK/dV {block}" if backward else ""
-            text = {"ha": "center", "va": "center", "color": "black", "fontsize": 9}
+            text = {"ha": "center", "va": "center", "color": GREY if block else "black", "fontsize": 9}
             panel.text(step + 0.25, rank, f"K/V {block}{partial}", **text)
             for what, shift in (("messages", -0.12), ("gradients", 0.12)):
                 if what == "gradients" and not (backward and step):

@@ -19,7 +19,7 @@ import ulysses as script
 from bench_ring_attention import inputs, kernel, kernel_backward, local, measured, step
 from context_ring import allgather_attention
 from context_ulysses import ulysses as ulysses_in_depth
-from harness.figures import COLOURS, write_figure
+from harness.figures import COLOURS, GREY, write_figure
 from harness.ranks import run_ranks
 from harness.report import write_result
 
@@ -58,10 +58,11 @@ def draw_all_to_all(axes, result):
     rows = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
     for panel, when in zip(axes, ("before", "between"), strict=True):
         for row in (row for row in rows if row["when"] == when):
-            alpha = 0.35 if row["head"].startswith("q") else 0.7
+            alpha = 0.35 if row["head"].startswith("q") else 0.85
             x = int(row["head"][1:]) + (0 if row["head"].startswith("q") else 6.5)
             panel.barh(row["tokens of"], 0.9, left=x, height=0.9, color=COLOURS["activations"], alpha=alpha)
-            panel.text(x + 0.45, row["tokens of"], row["ranks"], ha="center", va="center", color="black", fontsize=9)
+            ink = GREY if row["head"].startswith("q") else "black"
+            panel.text(x + 0.45, row["tokens of"], row["ranks"], ha="center", va="center", color=ink, fontsize=9)
         names = [f"q{i}" for i in range(6)] + ["kv0", "kv1"]
         panel.set(
             xticks=[i + 0.45 + (0.5 if i > 5 else 0) for i in range(8)], xticklabels=names, ylabel="tokens of rank"

@@ -188,8 +188,8 @@ def draw_tables(axes, record: dict) -> None:
         most = max(row[3] for row in rows)
         for _, rank, expert, n in rows:
             colour = COLOURS["compute"] if expert // 2 == rank else COLOURS["messages"]
-            ax.barh(rank, 0.96, left=expert + 0.02, height=0.9, color=colour, alpha=0.15 + 0.85 * n / most)
-            ax.text(expert + 0.5, rank, str(n), ha="center", va="center", color=GREY if n < most / 2 else "black")
+            ax.barh(rank, 0.96, left=expert + 0.02, height=0.9, color=colour, alpha=0.05 + 0.35 * n / most)
+            ax.text(expert + 0.5, rank, str(n), ha="center", va="center", color=GREY)
         for border in (2, 4, 6):
             ax.axvline(border, color=GREY, linewidth=1.5)
         ax.set(title=f"K = {K}: rows for each expert (blue: not sent)", xlim=(0, 8), ylim=(EP - 0.4, -0.6))

@@ -233,7 +233,7 @@ def draw_tiles(axes, result):
                 left=j,
                 height=high,
                 color=COLOURS["compute"],
-                alpha=1 if whole else 0.5,
+                alpha=1 if whole else 0.65,
                 edgecolor=GREY,
             )
             panel.text(

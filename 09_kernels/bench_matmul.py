@@ -315,7 +315,7 @@ def draw_gpu(axes, result) -> None:
         box(x, 36, 46, 62, title, alpha=0.06, at=0.95)
         for part in range(4):
             words = "32 FMA units\n1 tensor core"
-            box(x + 1.5 + 10.9 * part, 79, 10.2, 11, words, COLOURS["compute"], 0.4, fontsize=9)
+            box(x + 1.5 + 10.9 * part, 79, 10.2, 11, words, COLOURS["compute"], fontsize=9)
         link(x + 8, 69, 79, registers[5], f"{registers[5]:.0f} TB/s in all SMs")
         words = f"registers {human(registers[3])}: divided among the threads"
         box(x + 1.5, 60, 43, 9, words, COLOURS["activations"])
@@ -360,7 +360,8 @@ def draw_tile(axes, places, banks) -> None:
             colour = COLOURS["compute"] if corner[r, c] == lane else "none"
             middle.add_patch(Rectangle((c, r), 1, 1, facecolor=colour, alpha=0.7, edgecolor=GREY, lw=0.4))
             if r < 4 and c < 8:  # each lane once
-                middle.text(c + 0.5, r + 0.52, int(corner[r, c]), ha="center", va="center", fontsize=9)
+                ink = "black" if corner[r, c] == lane else GREY
+                middle.text(c + 0.5, r + 0.52, int(corner[r, c]), ha="center", va="center", fontsize=9, color=ink)
     for at in range(0, 17, 4):
         middle.plot([0, 16], [at, at], color=GREY, lw=1.6)
         middle.plot([at, at], [0, 8], color=GREY, lw=1.6 if at % 8 == 0 else 0)

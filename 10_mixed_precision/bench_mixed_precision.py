@@ -170,11 +170,11 @@ def draw_ranges(axes, count: dict) -> None:
         label = f"{count[name, 0]:,} values per power of two"
         label += ", from 2^−133 to 2^128" if ends[0] == first else ""
         axes.text((normal + ends[-1] + 1) / 2, row, label, ha="center", va="center", color="white", fontsize=9)
-    axes.text(-24.4, 0, "underflow: 0", fontsize=10, ha="right", va="center", color=lost)
-    axes.text(16.4, 0, "overflow: infinite", fontsize=10, va="center", color=lost)
+    axes.text(-24.4, 0, "underflow: 0", fontsize=10, ha="right", va="center")
+    axes.text(16.4, 0, "overflow: infinite", fontsize=10, va="center")
     axes.plot(-29.75, 4, "o", color=lost)
     axes.annotate("", (1.25, 4), (-29.75, 4), arrowprops=one_arrow | {"color": lost})
-    axes.text(2, 4, "a gradient, times the loss scale 2^31", va="center", fontsize=10, color=lost)
+    axes.text(2, 4, "a gradient, times the loss scale 2^31", va="center", fontsize=10)
     axes.set(yticks=range(5), yticklabels=[*mp.FORMATS, "loss scale"], ylim=(4.5, -0.6), xlim=(-35, 26))
     axes.grid(False, axis="y")
     axes.set(title="Range: all bits of mantissa where solid, fewer where pale (subnormals)")

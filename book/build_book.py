@@ -7,6 +7,8 @@ README.md of this folder says why this generator, and what else would do. Nothin
 """
 
 import argparse
+import html
+import itertools
 import json
 import posixpath
 import re
@@ -31,6 +33,7 @@ FETCHED = "https://unpkg.com/iframe-worker/shim"
 LARGE = 300_000  # bytes: a longer file is linked as it is, not shown
 OPTION = re.compile(r"(?<![\w-])--[\w-]+(?: [^-\s]\S*)?")  # with its value
 LONG, SHORT = 60, 24  # letters: a cell with more gets some width; code with fewer stays on one line
+WORDS = 40  # letters: a table with such a cell is one of words
 MORE = ("results", "11_5d_trainer/planner", "book")  # the last pages of the navigation
 
 
@@ -78,7 +81,8 @@ class Book:
         body = f'<div class="work">{numbered((ROOT / path).read_text(errors="replace"), path)}</div>\n'
         if lesson_:
             text = f'<div class="lesson" markdown="1">\n\n{lesson_}\n\n</div>'
-            body = f'<div class="beside" markdown="1">\n{text}\n{body}</div>\n'
+            script = posixpath.relpath("assets/beside.js", posixpath.dirname(page))
+            body = f'<div class="beside" markdown="1">\n{text}\n{body}</div>\n\n<script src="{script}"></script>\n'
         self.write(page, f"{hidden}# {path}\n\n{up}\n\n{body}")
 
     def beside(self, page: str, target: str, fragment: str) -> str:
@@ -167,16 +171,15 @@ body { font: 1.1rem/1.6 sans-serif; max-width: 40rem; margin: 20vh auto; padding
 </head>
 <body><h1>There is no such page</h1><p>It may have moved. <a id="book" href="index.html">The book</a> has a search.</p>
 <script>
-// A server shows this page at any address: the book begins above the first folder that it has.
-const parts = location.pathname.split("/"), at = parts.findIndex(part => FOLDERS.includes(part));
-document.getElementById("book").href = [...parts.slice(0, at < 0 ? -1 : at), "index.html"].join("/");
+// A server shows this page at any address: the book begins at the deepest folder above it that has the book's style.
+(async () => {
+  for (const parts = location.pathname.split("/").slice(0, -1); parts.length; parts.pop()) {
+    const start = `${parts.join("/")}/`, found = await fetch(`${start}assets/book.css`, { method: "HEAD" });
+    if (found.ok) return document.getElementById("book").href = `${start}index.html`;
+  }
+})();
 </script></body></html>
 """
-
-
-def lost(site: Path) -> str:
-    """404.html, which the generator makes for a server whose root is the book: here for any folder of any server."""
-    return LOST.replace("FOLDERS", json.dumps(sorted(folder.name for folder in site.iterdir() if folder.is_dir())))
 
 
 def page_file(folder: str) -> str:
@@ -232,7 +235,7 @@ def configuration(pages: Path, site: Path) -> str:
 
 def stay_at_home(site: Path) -> None:
     """The generator lets each page fetch one script, with which its search works from file://. We bring our own."""
-    (site / "404.html").write_text(lost(site))
+    (site / "404.html").write_text(LOST)  # the generator's own is for a server whose root is the book
     for file in site.rglob("*.html"):
         up = "../" * (len(file.relative_to(site).parts) - 1)
         file.write_text(measured(file.read_text().replace(FETCHED, f"{up}assets/worker_for_files.js")))
@@ -249,9 +252,22 @@ def measured(page: str) -> str:
     def code(found: re.Match) -> str:
         if len(found[1]) <= SHORT:
             return f'<code class="short">{found[1]}</code>'
-        return "<code>" + OPTION.sub(r'<span class="short">\g<0></span>', found[1]) + "</code>"
+        made = OPTION.sub(r'<span class="short">\g<0></span>', found[1])
+        return f"<code>{made.replace('_', '_<wbr>')}</code>"  # a long name may go on in the next line
+
+    def labelled(found: re.Match) -> str:
+        """On a telephone a row of a table of words is a list: each cell says what its column is called."""
+        heads = [
+            html.escape(re.sub(r"<[^>]*>", "", head).strip()) for head in re.findall("<th[^>]*>(.*?)</th>", found[0])
+        ]
+        if len(heads) < 3 or not re.search(rf">[^<>]{{{WORDS},}}<|class=\"long\"", found[0]):
+            return found[0]
+        names = itertools.cycle(heads)
+        cells = re.sub(r"<td", lambda _: f'<td data-head="{next(names)}"', found[0])
+        return cells.replace("<table", '<table data-words="1"', 1)
 
     page = re.sub(r"<td((?: style=\"[^\"]*\")?)>(.*?)</td>", cell, page, flags=re.DOTALL)
+    page = re.sub(r"<table>.*?</table>", labelled, page, flags=re.DOTALL)
     return re.sub(r"(?<!<pre>)(?<!</span>)<code>([^<\n]+)</code>", code, page)
 
 

@@ -36,6 +36,11 @@ COLUMNS = {
     "activations": "#cc79a7",
     "sent in a step": "#e69f00",
 }
+GREY = "#444444"
+DARK = (  # on a dark page
+    '<style>@media (prefers-color-scheme: dark) { [fill="#444444"] { fill: #c8c8c8 } '
+    '[stroke="#444444"] { stroke: #c8c8c8 } }</style>'
+)
 
 
 def numbers(given: dict, moe: MoEConfig | None) -> dict[str, float]:
@@ -63,7 +68,7 @@ def drawing() -> str:
     width, height = left + len(COLUMNS) * (wide + gap), 40 + len(ROWS) * high
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="12" fill="#808080">'
+        f'font-family="sans-serif" font-size="12" fill="{GREY}">\n{DARK}'
     ]
     for i, column in enumerate(COLUMNS):
         parts.append(f'<text x="{left + i * (wide + gap)}" y="20">{column}</text>')
@@ -72,7 +77,7 @@ def drawing() -> str:
         parts.append(f'<text x="{left - 10}" y="{y + 12}" text-anchor="end">{name}</text>')
         for i, (column, colour) in enumerate(COLUMNS.items()):
             x, part = left + i * (wide + gap), row[column]
-            parts.append(f'<rect x="{x}" y="{y}" width="{wide}" height="14" fill="none" stroke="#808080"/>')
+            parts.append(f'<rect x="{x}" y="{y}" width="{wide}" height="14" fill="none" stroke="{GREY}"/>')
             parts.append(f'<rect x="{x}" y="{y}" width="{wide * min(part, 1):.0f}" height="14" fill="{colour}"/>')
     return "\n".join([*parts, "</svg>\n"])
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+from formulas import TIE, cell_as_mathml, is_cell, sides
 from symbols import ROOT, symbols
 
 LINK = re.compile(r"(?P<text>!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\((?P<url>[^()\s]+)(?P<title>\s+\"[^\"]*\")?\)")
@@ -133,6 +134,23 @@ def commands(block: str) -> str:
     return "".join(made)
 
 
+def typeset(text: str) -> str:
+    """The formulas of a README's tables, and those that have lines of their own, as MathML."""
+    made, tied = [], False
+    lines = text.splitlines(keepends=True)
+    for before, line, after in zip(["\n", *lines], lines, [*lines[1:], "\n"], strict=False):
+        tied = bool(TIE.fullmatch(line.strip())) or (
+            tied and (line[0] == "|" or (not line.strip() and before[0] != "|"))
+        )
+        if line.startswith("|") and tied:
+            cells = line.strip().strip("|").split("|")
+            line = "|" + "|".join(f" {cell_as_mathml(cell)} " if is_cell(cell) else cell for cell in cells) + "|\n"
+        elif line.startswith("    ") and not before.strip() and not after.strip():
+            line = sides(line) + "\n" if sides(line) else line
+        made.append(line)
+    return "".join(made)
+
+
 def lesson(path: str, text: str, refer: Callable[[str, str], str], at: str = "") -> str:
     """A README as a page. `refer(target, fragment)` gives the address of a file of the repository, seen from the page.
 
@@ -165,7 +183,7 @@ def lesson(path: str, text: str, refer: Callable[[str, str], str], at: str = "")
             made.append(commands(part))
             continue
         lines = []
-        for piece in re.split(r"(?m)(^#{1,6} .*\n?)", part):
+        for piece in re.split(r"(?m)(^#{1,6} .*\n?)", typeset(part)):
             if re.match(r"#{1,6} ", piece):  # a heading: its links stay, its names lead nowhere
                 lines.append(f"{piece.rstrip()} {{#{next(ids)}}}\n")
             else:

@@ -32,6 +32,7 @@ from collectives import bytes_sent, seconds
 from context_ring import pairs_of
 from context_ulysses import sent_per_layer
 from expert_dispatch import rows_that_leave
+from formulas import TIE, is_cell, is_formula, python
 from llama import LlamaConfig
 from parallel_block import kept_bytes
 from zero_hybrid import bytes_across
@@ -41,65 +42,6 @@ from zero_offload import bytes_apart, bytes_over_the_link
 
 Read = Callable[..., list[float]]
 Pairs = Iterator[tuple[float, float]]
-
-TIE = re.compile(r"<!-- formulas: (\w+) -->")
-# Letters side by side are a word, but for the degrees of parallelism.
-NAME = r"(?<![A-Za-z])(?:[dtcpe]p|[A-Za-z](?:_[a-z]+)?'?)(?![A-Za-z])|[Α-Ωα-ω]"
-TOKEN = re.compile(rf"\s*(\d[\d,]*|log₂|{NAME}|[-+−·×/()⌈⌉²])")
-WORDS = ("n/a", "B + W", "s + b")  # not applicable; the two halves of a backward; a score and its bias
-ELSEWHERE = ("2 · 4 S D · S/C",)  # 09: of a way to sum dq that no code here takes
-
-
-class NoFormulaError(ValueError):
-    """A cell with words, or with names only."""
-
-
-def tokens(cell: str) -> list[str]:
-    found, at, text = [], 0, re.sub(r"[*`]", "", cell).strip()
-    if text in WORDS + ELSEWHERE or re.fullmatch(r"[\d.]+(e[+-]\d+|[A-Z])", text):  # 1e+04, 70B
-        raise NoFormulaError(cell)
-    while at < len(text):
-        token = TOKEN.match(text, at)
-        if not token:
-            raise NoFormulaError(cell)
-        found.append(token[1])
-        at = token.end()
-    return found
-
-
-def python(cell: str) -> str:
-    """`2(P−1)/P · n` as Python, with the symbols as s["P"]; side by side means times, from left to right."""
-    made: list[str] = []
-    operand = False  # does an operand end here?
-    calculates = False
-    for token in tokens(cell):
-        number, name = token[0].isdecimal(), token[0].isalpha() and token != "log₂"
-        if number and operand:
-            raise NoFormulaError(cell)  # a0 b1, 128 x 256
-        if (name or number or token in "(⌈" or token == "log₂") and operand:
-            made.append("*")
-            calculates |= made[-2][0].isdecimal() or made[-2] == ")" or token in "(⌈"
-        if number:
-            made.append(token.replace(",", ""))
-        elif name:
-            made.append(f"s[{token!r}]")
-        else:
-            made.append(
-                {"·": "*", "×": "*", "−": "-", "⌈": "ceil(", "⌉": ")", "²": "**2", "log₂": "log2 @"}.get(token, token)
-            )
-        calculates |= token in "-+−·×/²"
-        operand = number or name or token in ")⌉²"
-    if not calculates or not any(token[0].isalpha() for token in tokens(cell)):
-        raise NoFormulaError(cell)
-    return re.sub(r"log2 @ ?(s\['\w+'\])", r"log2(\1)", " ".join(made))
-
-
-def is_formula(cell: str) -> bool:
-    try:
-        compile(python(cell), cell, "eval")
-    except (NoFormulaError, SyntaxError):
-        return False
-    return True
 
 
 def value(cell: str, symbols: dict[str, float]) -> float:
@@ -125,9 +67,7 @@ def displayed(readme: str) -> Iterator[tuple[int, str, list[str]]]:
             yield number, tie, [told[1]]
             tie = ""
         elif tables:
-            shown = [
-                cell for cell in rows if is_formula(cell) or (tie and re.fullmatch("[A-Z]( [A-Z])*", cell.strip()))
-            ]
+            shown = [cell for cell in rows if (is_cell if tie else is_formula)(cell)]
             if shown:
                 yield number, tie, shown
             rows, tables, tie = [], False, ""

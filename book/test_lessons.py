@@ -7,6 +7,7 @@ import lessons
 import pytest
 from build_book import Book, ground_files
 from colours_of_code import coloured, numbered
+from formulas import cell_as_mathml
 from lessons import anchors, ground_section, lesson, links, names_of, page_of, slug
 from symbols import ROOT, symbols
 
@@ -74,6 +75,35 @@ def test_comments_of_a_wide_block_of_commands_come_above_their_commands():
     assert lesson("README.md", wide, as_told) == "```sh\n# c\n# b  # d\nmake a\nmake \\\n    e\n```\n"
     drawing = wide.replace("```sh", "```")
     assert lesson("README.md", drawing, as_told) == drawing
+
+
+def test_formulas_of_a_readme_are_set_as_mathml_with_their_text_as_a_name():
+    text = "<!-- formulas: x -->\n\n| a b | 2(P−1)/P · n | H |\n\n| a | 2 P | H |\n"
+    text += "\n    idle / compute = (p − 1)/m\n\n    x = f(y)\n"
+    made = lesson("README.md", text, as_told)
+    fraction = '<mfrac><mrow>2<mspace width="0.2em"/><mrow>(<mrow>P−1</mrow>)</mrow></mrow><mrow>P</mrow></mfrac>'
+    plain = re.sub(r"</?m[ion]\b[^>]*>", "", made)
+    assert f'| a b | <math aria-label="2(P−1)/P · n"><mrow>{fraction}<mspace width="0.2em"/>n</mrow></math> |' in plain
+    assert '<math aria-label="H">H</math> |\n\n| a | 2 P | H |\n' in plain, "another table has names, not formulas"
+    assert (
+        '\n<math display="block" aria-label="idle / compute = (p − 1)/m"><mtext>idle / compute</mtext>=<mfrac>' in plain
+    )
+    assert made.endswith("\n\n    x = f(y)\n")
+
+
+@pytest.mark.parametrize(
+    ("cell", "inside"),
+    [
+        ("2 · 7/8 T", "<mn>2</mn><mo>·</mo><mn>7</mn>"),
+        ("4 Ψ/S · (R−1)/R", "</mfrac><mo>·</mo><mfrac>"),
+        ("*r s*²", "<msup><mrow><mi>s</mi></mrow><mrow><mn>2</mn></mrow></msup>"),
+        ("⌈log₂ P⌉α", "<mrow><mo>⌈</mo><mrow><msub><mi>log</mi><mn>2</mn></msub>"),
+        ("2 N_kv D", "<msub><mi>N</mi><mi>kv</mi></msub>"),
+        ("2 Q'", "<mi>Q′</mi>"),
+    ],
+)
+def test_what_only_formulas_of_readmes_have_is_set(cell, inside):
+    assert inside in cell_as_mathml(cell)
 
 
 @pytest.mark.parametrize("readme", [path for path in READMES if ground_files(path)])

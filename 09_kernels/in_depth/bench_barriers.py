@@ -96,7 +96,8 @@ def draw(axes, result) -> None:
                     )
                     steps += done.get(deed, 0) * (deed == "multiplies")
                     words = {"orders": done.get("orders"), "multiplies": steps}.get(deed, "")
-                    panel.text(sweep + (i + 0.5) / parts, y + 0.52, words, ha="center", va="center", fontsize=7)
+                    at = sweep + (i + 0.5) / parts
+                    panel.text(at, y + 0.52, words, ha="center", va="center", fontsize=7, color="black")
                 waiting = "waits" in done or (waiting and not done)
         panel.set(title=titles[rung.split()[0]], xlim=(0.5, last + 1.5), ylim=(len(jobs), 0), xlabel="sweep")
         panel.set_yticks([y + 0.5 for y in range(len(jobs))], jobs, fontsize=8)

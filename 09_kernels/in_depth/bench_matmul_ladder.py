@@ -141,7 +141,7 @@ def draw_roofline(axes, result) -> None:
                 dict(xytext=(-4, 4), ha="right", va="bottom") if i % 2 else dict(xytext=(4, -3), ha="left", va="top")
             )
             label = "\n".join(names)
-            axes.annotate(label, (intensity, y), textcoords="offset points", fontsize=7, color=color, **place)
+            axes.annotate(label, (intensity, y), textcoords="offset points", fontsize=7, **place)
         for row in rows:
             intensity, y = row[columns["FLOPs per byte"]], row[columns["by DRAM, TFLOP/s"]]
             if (
@@ -185,7 +185,8 @@ def draw_swizzle(axes, result) -> None:
             for chunk, place in enumerate(places if swizzled else range(8)):
                 colour = COLOURS["activations"] if chunk == chosen else "none"
                 panel.bar(place + 0.5, -1, 1, bottom=row + 1, color=colour, edgecolor=GREY, linewidth=0.5)
-                panel.text(place + 0.5, row + 0.52, str(chunk), ha="center", va="center", fontsize=8)
+                ink = "black" if chunk == chosen else GREY
+                panel.text(place + 0.5, row + 0.52, str(chunk), ha="center", va="center", fontsize=8, color=ink)
         title = "chunk c of row r at place c XOR r: 1 turn" if swizzled else "as they are: a column takes 8 turns"
         panel.set(title=title, xlim=(0, 8), ylim=(8, 0), xlabel="place in the row: four banks each")
         panel.set_xticks([place + 0.5 for place in range(8)], [f"{4 * p}-{4 * p + 3}" for p in range(8)], fontsize=8)

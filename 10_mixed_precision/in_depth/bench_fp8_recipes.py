@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _precision_bench import LR, STEPS, curves, start
 from _precision_demo import Decoder, OneLineParser, batch, loss_sum, stdlib_bytes
-from harness.figures import write_figure
+from harness.figures import GREY, write_figure
 from harness.report import write_result
 
 FIGURES = "10_mixed_precision/figures"
@@ -108,7 +108,7 @@ def measure_rates(keep: Path | None) -> None:
 def draw_curves(axes, result) -> None:
     left, right = axes
     columns = {name: [row[i] for row in result["rows"]] for i, name in enumerate(result["columns"])}
-    left.plot(columns["step"], columns["fp32"], color="black", label="fp32")
+    left.plot(columns["step"], columns["fp32"], color=GREY, label="fp32")
     for name in ("fp8-block", "nvfp4"):
         left.plot(columns["step"], columns[name], "--", lw=1, label=name)
     left.set(xlabel="step", ylabel="training loss", title="Curves that coincide")
@@ -126,9 +126,7 @@ def draw_rates(axes, result) -> None:
         rates = [float(row[0]) * 1.04 ** (i - 1.5) for row in mine]  # side by side
         median, low, high = ([row[column] for row in mine] for column in (2, 3, 4))
         bars = [[m - a for m, a in zip(median, low, strict=True)], [b - m for m, b in zip(median, high, strict=True)]]
-        axes.errorbar(
-            rates, median, bars, marker="o", ms=3, capsize=2, lw=1, label=name, color=f"C{i}" if i else "black"
-        )
+        axes.errorbar(rates, median, bars, marker="o", ms=3, capsize=2, lw=1, label=name, color=f"C{i}" if i else GREY)
     axes.set(
         xscale="log", xlabel="learning rate", ylabel="loss on held-out text", title="Where recipes part, if they do"
     )

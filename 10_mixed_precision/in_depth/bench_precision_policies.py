@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from _precision_bench import LR, REPLICAS, STEPS, curves
 from _precision_demo import Decoder, OneLineParser, batch, loss_sum, stdlib_bytes
-from harness.figures import write_figure
+from harness.figures import GREY, write_figure
 from harness.reference import assert_same
 from harness.report import write_result
 from precision_policies import POLICIES, LossScaler, MixedAdamW, fp16, linear
@@ -214,7 +214,7 @@ def draw_underflow(axes, result) -> None:
     powers, shares = zip(*result["rows"], strict=True)
     axes.bar(powers, shares, color=["C3" if power < -25 else "C0" for power in powers], label="as they are")
     axes.step([p + 16 for p in powers], shares, where="mid", color="C2", label="loss times 2^16")
-    axes.axvline(-25.5, color="black", lw=1)
+    axes.axvline(-25.5, color=GREY, lw=1)
     axes.annotate("fp16 ends here", (-25.2, max(shares) * 0.95), fontsize=8)
     axes.set(xlabel="power of two of the gradient", ylabel="share of the elements", title="Gradients of activations")
     axes.legend(fontsize=8)

@@ -66,19 +66,24 @@ def bar_rows(task: Task, candidates: list[Candidate]) -> list[list[Any]]:
 
 def draw_heatmap(axes: Any, result: dict[str, Any]) -> None:
     """Colour: MFU. Text: the layout."""
+    import matplotlib
+
     cells = {(model, nodes): (layout, mfu) for model, nodes, layout, mfu, _ in result["rows"]}
     models = list(dict.fromkeys(model for model, _ in cells))
     nodes = list(dict.fromkeys(count for _, count in cells))
-    colours = [
-        [cells[model, n][1] if cells[model, n][0] != NOTHING else float("nan") for n in nodes] for model in models
-    ]
-    image = axes.imshow(colours, aspect="auto", cmap="viridis", vmin=0)
+    most = max(mfu for _, mfu in cells.values())
+    axes.set(xlim=(-0.5, len(nodes) - 0.5), ylim=(len(models) - 0.5, -0.5))
+    image = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, most), "viridis")
     for y, model in enumerate(models):
         for x, count in enumerate(nodes):
             layout, mfu = cells[model, count]
             text = layout.replace(" ", "\n") if layout == NOTHING else f"{layout.replace(' ', chr(10))}\n{mfu:.0f} %"
-            dark = layout != NOTHING and mfu < 0.6 * max(mfu for _, mfu in cells.values())
-            axes.text(x, y, text, ha="center", va="center", fontsize=6, color="white" if dark else "black")
+            if layout == NOTHING:
+                axes.text(x, y, text, ha="center", va="center", fontsize=6)
+                continue
+            axes.barh(y, 1, left=x - 0.5, height=1, color=image.to_rgba(mfu))
+            ink = "white" if mfu < 0.45 * most else "black"
+            axes.text(x, y, text, ha="center", va="center", fontsize=6, color=ink)
     axes.set_xticks(range(len(nodes)), [str(n) for n in nodes])
     axes.set_yticks(range(len(models)), models)
     axes.set(xlabel="nodes of 8 GPUs", ylabel="model")

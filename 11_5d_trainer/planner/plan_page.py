@@ -27,7 +27,7 @@ from plan_time import rough_held, step_time
 from schedule_simulator import F, Times, simulate
 
 AXES = ("tp", "cp", "pp", "ep", "zero", "micro-batch", "recompute")
-BYTES = ("weights", "gradients", "optimizer states", "whole for a while", "activations", "working set")
+BYTES = ("weights", "gradients", "optimizer states", "unsharded for a while", "activations", "working set")
 DRAWN = 16  # micro-batches of the pipeline that is drawn, at most
 
 
@@ -146,12 +146,14 @@ def write_page(path: Path, task: Task, best: str = "", start: Layout | None = No
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>Which layout?</title>
 <style>
-:root { color-scheme: light dark } body { font: 15px system-ui, sans-serif; max-width: 62rem; margin: 1rem auto; padding: 0 1rem }
+:root { color-scheme: light dark } body { font: 15px/1.6 sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 1rem auto; padding: 0 1rem }
 form { display: flex; flex-wrap: wrap; gap: .4rem 1rem } .bar { display: flex; height: 2rem; background: #8883; margin: .3rem 0; overflow: hidden }
 .bar div { height: 100%; box-sizing: border-box; font-size: 11px; overflow: hidden; white-space: nowrap; color: #fff }
 .over { outline: 3px solid #c0392b } svg { width: 100%; height: 10rem; background: #8881 } pre { overflow-x: auto; font-size: 12px }
 .legend span { display: inline-block; margin-right: 1rem; font-size: 12px } .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .3em }
-h2 { font-size: 1.1rem; margin: 1rem 0 .2rem } #command { white-space: pre-wrap; overflow-wrap: anywhere }
+h1 { font-size: 1.5rem } h2 { font-size: 1rem; margin: 1rem 0 .3rem } .held :is(h1, body) { margin-top: 0 } .held h1 { display: none }
+select { font: inherit; padding: .15rem .3rem; border: 1px solid #8888; border-radius: .2rem; background: Canvas; color: CanvasText }
+@media (prefers-color-scheme: dark) { body { background: #0b0c0f; color: #c4c4c6 } } #command { white-space: pre-wrap; overflow-wrap: anywhere }
 </style>
 <h1>Which layout?</h1>
 <p id="task"><!--TASK--></p>
@@ -160,13 +162,13 @@ the second the time of one step. Every number was computed by plan.py when this 
 <form id="form"></form>
 <h2>Memory <output id="memory-total"></output></h2><div class="bar" id="memory"></div><div class="legend" id="memory-legend"></div>
 <h2>Time <output id="time-total"></output></h2><div class="bar" id="time"></div><div class="legend" id="time-legend"></div>
-<h2>Pipeline</h2><p>One forward, one backward; a row for each rank: forward in blue, backward in orange, and what is empty is the bubble.</p>
+<h2>Pipeline</h2><p id="stages"></p>
 <svg id="pipeline" viewBox="0 0 1000 160" preserveAspectRatio="none" role="img" aria-label="the pipeline's forwards and backwards by rank"></svg>
 <h2>Options of the trainer</h2><pre id="command"></pre>
 <details><summary>What plan.py says: the ten fastest, and why the others lose</summary><pre><!--BEST--></pre></details>
 <pre id="check"></pre>
 <script>
-const D = /*DATA*/, COLORS = ["#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b7791f", "#4a5568", "#97266d", "#0f766e"];
+const D = /*DATA*/, COLORS = ["#0072b2", "#d55e00", "#009e73", "#f0e442", "#cc79a7", "#8c8c8c", "#56b4e9", "#e69f00"];
 const byId = id => document.getElementById(id);
 function look(chosen) {  // the row of a choice, or why there is none
   const row = D.rows[Object.keys(D.axes).map(axis => chosen[axis]).join(",")];
@@ -189,8 +191,13 @@ function show() {
   byId("command").textContent = none ? "" : row.options;
   const high = 160 / chosen.pp;
   byId("pipeline").innerHTML = D.drawings[chosen.pp].map(([rank, back, begin, long]) =>
-    `<rect x="${1000 * begin}" y="${rank * high}" width="${1000 * long}" height="${high - 1}" stroke="#fff" stroke-width=".5" fill="${back ? "#dd6b20" : "#2b6cb0"}"/>`).join("");
+    `<rect x="${1000 * begin}" y="${rank * high}" width="${1000 * long}" height="${high - 1}" stroke="#fff" stroke-width=".5" fill="${back ? "#e69f00" : "#56b4e9"}"/>`).join("");
+  const one = +chosen.pp === 1;
+  byId("pipeline").style.display = one ? "none" : "";
+  byId("stages").textContent = one ? "pp = 1: there is no pipeline, and so no bubble."
+    : "1F1B, a row for each rank: forward in blue, backward in orange, and what is empty is the bubble.";
 }
+if (self !== top) document.documentElement.className = "held";  // in a page with a heading of its own
 byId("form").innerHTML = Object.entries(D.axes).map(([axis, values]) => `<label>${axis} <select id="in-${axis}">` +
   values.map(v => `<option${v === D.start[axis] ? " selected" : ""}>${v}</option>`).join("") + "</select></label>").join("");
 byId("form").addEventListener("input", show);

@@ -19,7 +19,7 @@ function draw(number) {
   const hue = e => `hsl(${Math.round(360 * e / now.experts)} 65% 70%)`;
   shown.forEach((rows, r) => {
     give("text", { x: 0, y: r * 64 + 28, "font-size": 14 }, `rank ${r}`);
-    give("text", { x: 0, y: r * 64 + 45, "font-size": 10 }, `has ${Array.from({ length: each }, (_, i) => r * each + i).join(", ")}`);
+    give("text", { x: 0, y: r * 64 + 45, "font-size": 10 }, `experts ${Array.from({ length: each }, (_, i) => r * each + i).join(", ")}`);
     rows.forEach(([from, t, e], i) => {
       give("rect", { x: left + i * width, y: r * 64 + 8, width: width - 3, height: 42, rx: 4, fill: hue(e) });
       give("text", { x: left + i * width + width / 2 - 1, y: r * 64 + 26, "font-size": 13, "text-anchor": "middle", class: "on" }, `${LETTERS[t]}${from}`);

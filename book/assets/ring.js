@@ -10,8 +10,9 @@ function draw(number) {
   for (let q = 0; q < n; q++) for (let k = 0; k <= q; k++)
     give("rect", { x: left + k * cell, y: top + q * cell, width: cell - 1, height: cell - 1, fill: "var(--idle)" });
   earlier.forEach((all, t) => all.forEach((rank, r) => rank.pairs.forEach(([q, k]) => {
-    give("rect", { x: left + k * cell, y: top + q * cell, width: cell - 1, height: cell - 1,
-      fill: t === number ? "var(--b)" : "var(--f)", "fill-opacity": t === number ? 1 : .55 });
+    const place = { x: left + k * cell, y: top + q * cell, width: cell - 1, height: cell - 1 };
+    give("rect", { ...place, fill: "#fff" });
+    give("rect", { ...place, fill: t === number ? "var(--b)" : "var(--f)", "fill-opacity": t === number ? 1 : .55 });
     if (cell > 18) give("text", { x: left + k * cell + cell / 2, y: top + q * cell + cell / 2 + 4, "font-size": 11, "text-anchor": "middle", class: "on" }, r);
   })));
   const ring = picture(360, 350, "");

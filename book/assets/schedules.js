@@ -16,9 +16,10 @@ controls({ schedule: "1f1b", ranks: 4, "micro-batches": 8 }, (row, chosen) => {
     give("rect", { x: 60, y, width: wide - 60, height: high, fill: "var(--idle)" });
     for (const [kind, stage, batch, start, end] of actions) {
       const x = 60 + start * scale, width = (end - start) * scale;
-      give("rect", { x, y, width, height: high, fill: FILL[kind], stroke: "#fff", "stroke-width": .6,
-        "fill-opacity": row.stages > row.ranks.length && stage >= row.ranks.length ? .6 : 1 });
-      if (width > 13) give("text", { x: x + width / 2, y: y + 17, "font-size": 11, "text-anchor": "middle", class: "on" }, batch);
+      const pale = row.stages > row.ranks.length && stage >= row.ranks.length;
+      if (pale) give("rect", { x, y, width, height: high, fill: "#fff" });  // paler on a dark page, too
+      give("rect", { x, y, width, height: high, fill: FILL[kind], stroke: "#fff", "stroke-width": .6, "fill-opacity": pale ? .6 : 1 });
+      if (width > 13) give("text", { x: x + width / 2, y: y + 17, "font-size": 11, "text-anchor": "middle", class: kind === "W" && !pale ? "white" : "on" }, batch);
     }
   });
   $("drawing").append(svg);

@@ -17,8 +17,8 @@ from typing import Any
 
 from .report import ROOT
 
-# In every chapter the same colour is the same thing. All of them, and GREY for words and axes, can be read on white and
-# on black, as the background is transparent.
+# In every chapter the same colour is the same thing. All of them can be told apart on white and on black, as the
+# background is transparent. GREY, for words and axes, is another one on a dark page: no grey is dark enough for both.
 COLOURS = {
     "weights": "#0072b2",
     "gradients": "#d55e00",
@@ -28,7 +28,10 @@ COLOURS = {
     "compute": "#56b4e9",
     "idle": "#8c8c8c",
 }
-GREY = "#808080"
+GREY = "#444444"
+DARK = """@media (prefers-color-scheme: dark) {
+[style*="fill: #444444"] { fill: #c8c8c8 !important } [style*="stroke: #444444"] { stroke: #c8c8c8 !important }
+}"""
 DRAWN_FROM = re.compile(
     r"<!-- drawn from (?P<sources>[^:]+): (?P<digest>[0-9a-f]{16}); "
     r"by (?P<file>\S+) (?P<name>\w+) (?P<shape>\d+x\d+) (?P<size>[\d.]+x[\d.]+): (?P<code>[0-9a-f]{16}) -->"
@@ -132,6 +135,7 @@ def write_figure(
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)
     text = "\n".join(line.rstrip() for line in file.read_text().splitlines())
+    text = text.replace("</style>", f"\n{DARK}</style>", 1)
     code = Path(draw.__code__.co_filename).resolve()
     by = f"{code.relative_to(root.resolve()).as_posix()} {draw.__name__}"
     by += f" {shape[0]}x{shape[1]} {width:g}x{height:g}: {code_digest(code, draw.__name__)}"
