@@ -285,7 +285,8 @@ def test_with_fused_kernels_a_step_in_tritons_interpreter_keeps_what_was_planned
     copied = 3 * HEADS_OF_32.hidden * 4 + layout.tokens * 8  # the interpreter copies the norms' weights and the labels
     for meter in run_ranks(ranks, measured, options, HEADS_OF_32, timeout=300.0):
         assert meter["activations"][0] == planned + copied, words
-    assert sum(pm.activations(HEADS_OF_32, None, eager, range(1)).values()) > 1.2 * planned
+    block = [pm.block_activations(HEADS_OF_32, None, each) for each in (eager, layout)]
+    assert block[0] > 1.2 * block[1]  # the loss keeps two gradients, which are most in so small a model
 
 
 def test_tensor_parallel_sends_what_chapter_04_says():
