@@ -79,7 +79,7 @@ import dataclasses, json
 from pathlib import Path
 import torch.distributed as dist
 PRESETS["tiny"] = dataclasses.replace(fuzz.SIZES, hidden={sizes.hidden}, intermediate={sizes.intermediate})
-crossed, step = [], rank.train_step
+crossed, step = [], train.train_step
 def sent():
     dist.barrier()  # every rank has what it waited for, so all of it has left
     count = int(Path("/sys/class/net/{cable}/statistics/tx_bytes").read_text())
