@@ -28,7 +28,7 @@ COLLECTIVES = {
 # These start the world or divide it: it is no technique that is given a group.
 OVER_THE_WORLD = {
     *("main", "run", "launch", "world", "start", "_start", "_worker", "one_rank", "largest", "processor_seconds"),
-    *("make_groups", "node_groups", "usp_groups", "expert_groups", "make_mesh", "make_rank", "generate"),
+    *("make_groups", "node_groups", "usp_groups", "expert_groups", "make_mesh", "make_trainer", "generate"),
     "who_is_not_finite",
 }
 NOT_OF_A_GROUP = {  # a function or class in which something beside the technique asks the world
