@@ -200,6 +200,7 @@ def test_program_builds_alone_in_a_folder_and_passes(program):
     assert all(float(row.split()[-1]) <= 1e-6 for row in rows)
 
 
+@pytest.mark.prove
 def test_size_option(program):
     done = run(program, "--size", "3", "70", "5")
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS"
@@ -289,6 +290,7 @@ def test_kernels_use_no_stack_and_two_blocks_of_register_tiles_fit(arch):
     assert found["register_tiles"].registers <= 128
 
 
+@pytest.mark.prove
 @NVCC
 def test_loads_and_fmas_in_machine_code(tmp_path):
     cubin = tmp_path / "matmul.cubin"

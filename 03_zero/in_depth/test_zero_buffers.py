@@ -193,6 +193,7 @@ def steps():
     return recorded_step(False), recorded_step(True)
 
 
+@pytest.mark.prove
 def test_a_real_step_needs_more_heap_than_it_has_bytes_alive_and_with_arenas_it_does_not(steps):
     (plain, none), (moved, arenas) = steps
     assert none == 0 and arenas > 0

@@ -860,7 +860,7 @@ def test_what_no_sync_holds_back_is_summed_in_fp32_at_stage_1_and_in_the_gradien
     assert same == (stage == 2), "the docstrings of Zero1 and Zero2 say which stage adds up where"
 
 
-@pytest.mark.always("2")
+@pytest.mark.prove
 @pytest.mark.parametrize("stage", STAGES)
 def test_sums_in_fp32_keep_4_bytes_of_gradient_and_send_4(stage):
     psi = padded(decoder(), 3)

@@ -77,7 +77,7 @@ def test_a_run_goes_on_at_another_stage_and_number_of_ranks_as_if_nothing_had_ha
         compare(resumed, straight)
 
 
-@pytest.mark.always("3")
+@pytest.mark.prove
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bf16_run_resumes_from_its_master_weights_bit_by_bit(stage):
     straight = run_ranks(2, run, stage, range(4), dtype=torch.bfloat16)[0]

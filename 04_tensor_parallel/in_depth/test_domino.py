@@ -309,6 +309,7 @@ def modes() -> None:
     assert not any(isinstance(o, Piece) for o in gc.get_objects()), "a forward without backward keeps its pieces"
 
 
+@pytest.mark.prove
 def test_recomputation_frozen_weights_no_grad_and_a_forward_without_backward():
     run_ranks(2, modes)
 

@@ -394,6 +394,7 @@ def own_attention() -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
     return seen, *(block(x, COS, SIN).detach() for block in blocks)
 
 
+@pytest.mark.prove
 def test_attention_is_an_argument_and_sees_the_heads_of_its_rank_with_key_value_heads_not_expanded():
     for seen, got, want in run_ranks(4, own_attention):
         assert seen == [(B, S, 2, 4), (B, S, 1, 4)]

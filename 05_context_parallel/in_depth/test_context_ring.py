@@ -104,6 +104,7 @@ def test_attention_without_a_causal_order_is_exact_too():
             assert_same_trace(got, want, rank=rank)
 
 
+@pytest.mark.prove
 def test_float32_agrees_to_five_digits():
     want = reference_trace(HEADS[1], torch.float32)
     for rank, traces in enumerate(run_ranks(4, traces_of, HEADS[1:2], torch.float32)):

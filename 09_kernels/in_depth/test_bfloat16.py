@@ -26,6 +26,7 @@ def assert_at_most_half_as_much_again(error, own, what):
     assert error <= 1.5 * own, f"{what}: off by {error:.2e} from float64, PyTorch in bfloat16 by {own:.2e}"
 
 
+@pytest.mark.always("five")
 @pytest.mark.parametrize("name", VERSIONS)
 def test_attention_and_its_gradients(name):
     given = of_attention(70, 70, 4, 2, 32, BF16)

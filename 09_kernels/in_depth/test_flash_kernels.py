@@ -105,7 +105,7 @@ def test_errors_are_at_most_twice_those_of_pytorchs_kernel_for_output_and_gradie
     check_against_the_definition(triton_forward, triton_backward, CASES, dtype)
 
 
-@pytest.mark.always("addresses")
+@pytest.mark.prove
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "addresses"])
 def test_slices_transposes_odd_strides_and_expanded_gradients_are_read_right(tma):
     plan = plans(torch.float16)[0 if tma else 1]
@@ -326,6 +326,7 @@ def additions():
         del machine.create_atomic_rmw
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter counts")
 def test_each_tile_of_keys_adds_once_to_each_dq_that_sees_it_and_deterministic_algorithms_add_nothing():
     q, k, v, dout = inputs(40, 50, 2, 1, 32)

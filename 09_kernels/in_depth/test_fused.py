@@ -69,6 +69,7 @@ def test_one_row_and_one_column_are_a_tensor_too(name):
         assert error <= 1e-8, f"{sizes}: {error:.1e}"  # not 1e-10: the norm of a single number is nearly constant
 
 
+@pytest.mark.prove
 def test_rows_that_lie_apart_are_read_at_their_stride():
     wide, w = random(6, 3 * 37), 1 + 0.1 * random(37, seed=1)
     tables = inputs(1, 6, 1)["rope"][1]

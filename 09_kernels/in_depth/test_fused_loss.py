@@ -65,7 +65,7 @@ def test_cross_entropy_of_a_row_longer_than_its_widest_block():
     assert_as_good_as_torch(cross_entropy, cross_entropy_reference, *loss_inputs(3, 20001, 8)["cross_entropy"])
 
 
-@pytest.mark.always("7", "40")
+@pytest.mark.always("7")
 @pytest.mark.parametrize("chunk", [1, 7, 16, 40, 1000])
 def test_any_chunk_gives_the_loss_and_the_gradients_of_the_whole(chunk, small_blocks):
     tensors, rest = loss_inputs(40, 130, 24)["linear_cross_entropy"]
@@ -108,6 +108,7 @@ def test_large_logits_cost_no_digits(small_blocks):
     assert_as_good_as_torch(cross_entropy, cross_entropy_reference, [3000 * tensors[0]], rest, DTYPES[:2])
 
 
+@pytest.mark.prove
 def test_words_that_are_masked_with_minus_infinity_count_as_absent(small_blocks):
     tensors, (labels,) = loss_inputs(20, 300, 8)["cross_entropy"]
     logits = tensors[0].clone()
@@ -147,6 +148,7 @@ def test_bytes_kept_for_backward_are_as_predicted(name):
         del loss
 
 
+@pytest.mark.prove
 def test_no_more_than_a_chunk_of_logits_is_ever_held():
     tokens, vocab, hidden, chunk = 256, 600, 16, 32
     tensors, rest = loss_inputs(tokens, vocab, hidden)["linear_cross_entropy"]
@@ -294,6 +296,7 @@ for fused_loss.ADDS_WIDE in (False, True):
 """
 
 
+@pytest.mark.prove
 def test_a_product_in_half_precision_is_added_in_fp32_in_one_step_or_in_two():
     path = os.pathsep.join(str(folder) for folder in (ROOT / "tests/fake_device", HERE, ROOT / "tests"))
     environment = os.environ | {

@@ -75,7 +75,7 @@ def test_both_commands_train_the_planned_model_in_the_planned_layout_on_the_plan
 PEAKS = {"t4x2": "T4", "l4x8": "L4", "a10x4": "A10", "rtx4090x2": "RTX 4090", "b200": "B200", "v100-dgx2": "V100"}
 
 
-@pytest.mark.always("t4x2")
+@pytest.mark.prove
 @pytest.mark.parametrize("cluster", PEAKS)
 def test_on_every_kind_of_gpu_the_planner_proposes_what_the_trainer_takes_there(cluster, capsys):
     machine = read_cluster(cluster)

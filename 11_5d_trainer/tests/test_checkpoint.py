@@ -139,12 +139,7 @@ def test_each_tensor_is_kept_whole_by_one_rank_and_all_ranks_of_a_stage_keep_abo
         assert sum(kept.values()) <= most, f"rank {who} keeps {sum(kept.values()):,} bytes of {sum(stage):,}"
 
 
-@pytest.mark.always(
-    "4---zero 3",
-    "2---zero 2 --precision bf16-master",
-    "4---tp 2 --sequence-parallel --zero 1",
-    "4---experts 4 --ep 2 --pp 2 --schedule dualpipe --micro-batch 1",
-)
+@pytest.mark.prove
 @each_layout
 def test_while_it_saves_a_rank_holds_its_share_and_what_comes_by(ranks, layout, shares_in):
     for who, (kept, alive, peak, *_, largest) in enumerate(shares_in(ranks, layout)):
@@ -255,6 +250,7 @@ def test_with_zero_a_rank_reads_the_tensors_that_its_shards_lie_in(zero, text, w
         assert names <= sum(read) <= names + shared and max(read) < names, f"{kind}: {read} of {names} tensors"
 
 
+@pytest.mark.prove
 def test_the_whole_model_on_one_process_is_read_one_tensor_at_a_time(written):
     run = written("--experts 4")[0]  # who is the first to ask trains it, and that is not what is measured
     with peak_memory() as memory:

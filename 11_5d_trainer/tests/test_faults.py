@@ -140,6 +140,7 @@ def stuck(words, who, step):
         raise AssertionError(f"noticed after {time.monotonic() - begin[-1]:.0f} s: {error}") from error
 
 
+@pytest.mark.prove
 def test_a_rank_that_is_stuck_ends_the_others_after_the_timeout(text, tmp_path):
     words = [*fuzz.options(text, "--pp 2", timeout=3), "--out", str(tmp_path / "run")]
     with pytest.raises(RankFailure, match=r"noticed after \d s: .*(?i:timed out|timeout)") as failure:
@@ -176,7 +177,7 @@ def with_a_full_disk(words, who, first, last):
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-@pytest.mark.always("1")
+@pytest.mark.prove
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_disk_that_is_full_costs_that_checkpoint_and_not_the_run(who, text, undisturbed, tmp_path):
     words = [*fuzz.kill_options(text), "--out", str(tmp_path / "run"), "--restart"]

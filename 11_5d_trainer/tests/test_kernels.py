@@ -113,7 +113,7 @@ SEVERAL_LAYOUTS = [
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-@pytest.mark.always("tied")
+@pytest.mark.prove
 @pytest.mark.parametrize(("ranks", "layout"), SEVERAL_LAYOUTS, ids=["tied", "zero 3", "late gather", "experts"])
 def test_functions_that_stand_for_several_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, text):
     words = arguments(text, clip=0, global_batch=4, micro_batch=1, seq_len=8)

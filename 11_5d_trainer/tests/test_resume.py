@@ -37,7 +37,7 @@ def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
     assert losses(on_disk) == losses(undisturbed)
 
 
-@pytest.mark.always("False---tp 2 --cp 2 --zero 1")
+@pytest.mark.prove
 @pytest.mark.parametrize("written_by", ["", "--zero 3", "--tp 2 --cp 2 --zero 1"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_resuming_in_another_layout_goes_on_with_the_same_losses(written_by, tied, text, tmp_path):
