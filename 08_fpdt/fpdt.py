@@ -532,10 +532,8 @@ def init_distributed() -> torch.device:
 def main() -> int:
     parser = argparse.ArgumentParser(description="FPDT in one file", allow_abbrev=False)
     parser.error = fail
-    parser.add_argument("--chunks", type=int, default=4, metavar="1..25")
+    parser.add_argument("--chunks", type=int, choices=range(1, 26), default=4, metavar="1..25")
     args = parser.parse_args()
-    if not 1 <= args.chunks <= 25:
-        fail(f"--chunks {args.chunks}: must be from 1 to 25")
     cp = int(os.environ.get("WORLD_SIZE", 1))
     if N_KV_HEADS % cp:
         fail(f"--nproc_per_node {cp}: must divide the {N_KV_HEADS} K/V heads")

@@ -492,7 +492,6 @@ def test_a_bad_option_is_refused_in_one_line_that_names_it(argv, ranks, monkeypa
         script.main()
     printed = capsys.readouterr()
     assert end.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1 and argv[0] in printed.err
-    assert len(printed.err) < 100  # and does not list each number that there is
 
 
 def test_memory_that_is_freed_during_a_copy_is_not_reused(monkeypatch):
