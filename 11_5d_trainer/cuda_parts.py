@@ -5,11 +5,9 @@
     attention         flash_attention_cuda.cu             Triton's kernels, from that output and its log-sum-exp
     the others        Triton's (fused.py, fused_loss.py)  Triton's
 
-All products are of bf16 numbers with sums in fp32, rounded once: what torch's do under --precision bf16. The ladder
-multiplies a [M, K] by b [K, N] and reads both along K, so it wants b's columns in one piece. W lies like that for y,
-and nothing is copied. Backward sums over the other sides, where not every factor does: dx copies W turned round, dW
-copies both dy and x. A product of M x N x K costs 2MNK FLOPs and these copies 4 bytes an element: little, if no side
-is short.
+All products are of bf16 numbers with sums in fp32, rounded once: what torch's do under --precision bf16. y sums along
+the rows of both its factors. Backward sums over the other sides: dx over the rows of W, dW over those of dy and of x.
+Rung multicast reads such a factor across, as it lies, so no product copies one, if all sides are multiples of 8.
 
 The CUDA kernel has no backward of its own. Nor does it give the fp32 output that a ring of context ranks merges: there
 each block is Triton's, and with --cp-kind ulysses, where a rank has whole sequences, the CUDA kernel does them all.

@@ -2,6 +2,10 @@
 //
 //     C = A · Bᵀ        as in tensor_cores.cu
 //
+// Rung 11 also takes a factor that lies the other way, A as [K, M] or B as [K, N]: the backward of a linear layer sums over
+// the sides along which its factors do not lie. Its tile then has 64 columns in a row of shared memory, one row for each k,
+// and wgmma is told to read it across. The trainer's dx = dy · W and dW = dyᵀ · x are made without a copy of any factor.
+//
 //     rung            what it adds to rung 10
 //     11 multicast    a cluster of two blocks: each fetches its own rows of A and half of B, and the copy engine writes
 //                     that half into the shared memory of both
@@ -52,10 +56,21 @@ __device__ inline Barriers* barriers_behind(bf16* tiles, int readers) {
     return b;
 }
 
+// The copies of a tile that begins at `row` of a factor and at k. A factor that lies across comes in panels of 64 rows.
+template <bool ACROSS, class Copy>
+__device__ inline void in_panels(int rows, int row, int k, Copy copy) {
+    if (!ACROSS) copy(0, row, k);
+    for (int r = 0; ACROSS && r < rows; r += PANEL) copy(r * TILE_K, k, row + r);
+}
+template <bool ACROSS>
+__device__ inline uint64_t factor(const bf16* tile, int k) {
+    return ACROSS ? across(tile, k, PANEL * TILE_K * 2) : descriptor(tile, k);
+}
+
 // One step's tiles: my own of A, and my half of B for both blocks. The other half comes from the other block, perhaps
 // before the producer of this one has promised its bytes: a phase ends when promises and bytes are even *and* the
 // producer has arrived.
-template <int BM>
+template <int BM, bool A_ACROSS = false, bool B_ACROSS = false>
 __device__ inline void load_stage(bf16* tiles, Barriers* b, int use, int rank, const CUtensorMap* A,
                                   const CUtensorMap* B, int row, int col, int k) {
     constexpr int STAGE = (BM + BN) * TILE_K;
@@ -63,8 +78,10 @@ __device__ inline void load_stage(bf16* tiles, Barriers* b, int use, int rank, c
     bf16 *to = tiles + s * STAGE, *half = to + BM * TILE_K + rank * HALF_B;
     wait(&b->empty[s], (use / STAGES + 1) % 2);  // why an acquire for the cluster is not needed: at arrive_at()
     arrive_and_expect(&b->full[s], STAGE * 2);
-    copy_tile(to, A, row, k, &b->full[s]);
-    copy_tile_to_all(half, B, col + rank * BN / CLUSTER, k, &b->full[s], (1 << CLUSTER) - 1);
+    in_panels<A_ACROSS>(BM, row, k, [&](int at, int i, int j) { copy_tile(to + at, A, i, j, &b->full[s]); });
+    in_panels<B_ACROSS>(BN / CLUSTER, col + rank * BN / CLUSTER, k, [&](int at, int i, int j) {
+        copy_tile_to_all(half + at, B, i, j, &b->full[s], (1 << CLUSTER) - 1);
+    });
 }
 
 // This warp is done with the stage of that step. Both blocks write to it, so both have to know.
@@ -75,6 +92,7 @@ __device__ inline void give_back(Barriers* b, int use) {
 
 // ---------------------------------------------------------------------------------------------- rung 11: two blocks
 
+template <bool A_ACROSS, bool B_ACROSS>
 __global__ void __launch_bounds__(384, 1)
 multicast(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
           const __grid_constant__ CUtensorMap C_map, global<bf16> C, int by_engine) {
@@ -88,7 +106,8 @@ multicast(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
         for (int index = blockIdx.x / CLUSTER; t == 0 && index < pairs * cols; index += gridDim.x / CLUSTER) {
             tile_of<8>(index, pairs, cols, &pair, &col);
             for (int step = 0; step < steps; step++, use++)
-                load_stage<BM>(tiles, b, use, rank, &A, &B, (pair * CLUSTER + rank) * BM, col * BN, step * TILE_K);
+                load_stage<BM, A_ACROSS, B_ACROSS>(tiles, b, use, rank, &A, &B, (pair * CLUSTER + rank) * BM, col * BN,
+                                                   step * TILE_K);
         }
     } else {
         take_registers<232>();
@@ -101,7 +120,8 @@ multicast(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
                 const bf16 *a = tiles + use % STAGES * STAGE, *mine = a + (warpgroup - 1) * 64 * TILE_K;
                 wait(&b->full[use % STAGES], use / STAGES % 2);
                 wgmma_fence();
-                for (int k = 0; k < TILE_K; k += 16) wgmma(sum, descriptor(mine, k), descriptor(a + BM * TILE_K, k));
+                for (int k = 0; k < TILE_K; k += 16)
+                    wgmma<A_ACROSS, B_ACROSS>(sum, factor<A_ACROSS>(mine, k), factor<B_ACROSS>(a + BM * TILE_K, k));
                 wgmma_commit();
                 wgmma_wait<1>(sum);
                 if (step > 0) give_back(b, use - 1);
@@ -172,18 +192,31 @@ ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
 
 // ----------------------------------------------------------------------------------------------------- the host's part
 
-extern "C" const char* run_matmul_clusters(int rung, int M, int N, int K, const bf16* A, const bf16* B, bf16* C,
-                                           void* stream) {
-    if (rung != 11 && rung != 12) return "clusters.cu has rungs 11 and 12";
+// A [M, K] or, across, [K, M]; B [N, K] or [K, N]. Only rung 11 takes factors that lie across.
+static const char* run(int rung, bool a_across, bool b_across, int M, int N, int K, const bf16* A, const bf16* B, bf16* C,
+                       void* stream) {
+    auto kernel = rung == 12 ? ping_pong
+                  : a_across ? (b_across ? multicast<true, true> : multicast<true, false>)
+                             : (b_across ? multicast<false, true> : multicast<false, false>);
     int BM = rung == 11 ? 128 : 64, out = rung == 11 ? BM * BN / 2 : 2 * BM * BN, by_engine;
     int shared = (STAGES * (BM + BN) * TILE_K + out) * 2 + sizeof(Barriers);
     CUtensorMap map_a, map_b, map_c = {};
-    const char* error = describe_matrix(&map_a, A, M, K, BM);
-    if (!error) error = describe_matrix(&map_b, B, N, K, BN / CLUSTER);
+    const char* error = a_across ? describe_matrix(&map_a, A, K, M, TILE_K) : describe_matrix(&map_a, A, M, K, BM);
+    if (!error && b_across) error = describe_matrix(&map_b, B, K, N, TILE_K);
+    if (!error && !b_across) error = describe_matrix(&map_b, B, N, K, BN / CLUSTER);
     if (!error) error = describe_output(&map_c, C, M, N, &by_engine);
     if (error) return error;
     int all = (M + CLUSTER * BM - 1) / (CLUSTER * BM) * ((N + BN - 1) / BN);
     dim3 blocks(CLUSTER * std::min(all, multiprocessors() / CLUSTER)), threads(384);
-    return launch_clusters(CLUSTER, rung == 11 ? multicast : ping_pong, blocks, threads, shared, stream, M, N, K, map_a,
-                           map_b, map_c, C, by_engine);
+    return launch_clusters(CLUSTER, kernel, blocks, threads, shared, stream, M, N, K, map_a, map_b, map_c, C, by_engine);
+}
+
+extern "C" const char* run_matmul_clusters(int rung, int M, int N, int K, const bf16* A, const bf16* B, bf16* C,
+                                           void* stream) {
+    if (rung != 11 && rung != 12) return "clusters.cu has rungs 11 and 12";
+    return run(rung, false, false, M, N, K, A, B, C, stream);
+}
+extern "C" const char* run_matmul_across(int a_across, int b_across, int M, int N, int K, const bf16* A, const bf16* B,
+                                         bf16* C, void* stream) {
+    return run(11, a_across, b_across, M, N, K, A, B, C, stream);
 }

@@ -179,6 +179,12 @@ def matmul(
         tiled_kernel[grid](a, b, out, M, N, K, *a.stride(), *b.stride(), BM=64, BN=64, BK=32)
         return out
     spec = RUNGS[rung]
+    a_across, b_across = lies_across(a), lies_across(b.t())
+    if rung == "multicast" and (a_across or b_across):  # it reads such a factor as it lies
+        a = a.t() if a_across else aligned(a)
+        b = b if b_across else aligned(b.t())
+        call(spec.call[0], "run_matmul_across", int(a_across), int(b_across), M, N, K, a, b, out, order=order)
+        return out
     a, b = (aligned(a), aligned(b)) if spec.dtype == torch.float32 else bf16_operands(a, b)
     call(*spec.call, spec.number, M, N, a.shape[1], a, b, out, order=order)
     return out
@@ -194,6 +200,14 @@ def bf16_operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """a [M, K] and bᵀ [N, K], K padded with zeros to a multiple of 8. No copy if b = weight.t() and K is one."""
     pad = -a.shape[1] % 8
     return aligned(F.pad(a, (0, pad)) if pad else a), aligned(F.pad(b.t(), (0, pad)) if pad else b.t())
+
+
+def lies_across(x: Tensor) -> bool:
+    """Whether a factor x [R, K] lies in rows along R (it is somebody's transpose) that TMA can fetch as they are, since
+    they begin at multiples of 16 bytes. K must be a multiple of 8 too, as the other factor may lie in rows along it. A
+    single row or column lies both ways, and is not counted."""
+    rows = not x.is_contiguous() and x.t().is_contiguous()
+    return rows and x.shape[0] % 8 == x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 def check_matmul(a: Tensor, b: Tensor, rung: str) -> None:

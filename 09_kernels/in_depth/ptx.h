@@ -27,6 +27,15 @@ __host__ __device__ inline uint64_t descriptor_of(uint32_t address) {
     return (address >> 4 & 0x3fff) | (uint64_t(1) << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
 }
 
+// The same for a factor that is summed over its rows ("MN-major", "transposed"): 64 of its columns fill a swizzled row, so
+// a wider tile lies in panels of 64 columns, one after the other. Bits 16 to 29: the way from one panel to the next; bits
+// 32 to 45: from 8 rows to the next 8, 1024 bytes. A step of 16 rows is a step of 2048 bytes in the address.
+constexpr int PANEL = TILE_K;
+__host__ __device__ inline uint64_t across(uint32_t address, int panel_bytes) {
+    return (address >> 4 & 0x3fff) | (uint64_t(panel_bytes >> 4) << 16) | (uint64_t(1024 >> 4) << 32) |
+           (uint64_t(1) << 62);
+}
+
 #ifdef __CUDACC__  // ---------------------------------------------------------------------------------------- on a GPU
 
 #include <cuda.h>
@@ -122,8 +131,12 @@ __device__ inline void out_wait() {
     ON_HOPPER(asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(LEFT) : "memory"));
 }
 
-// ---- Hopper: D[64, 256] += A[64, 16] · B[256, 16]ᵀ by 128 threads, straight from shared memory
+// ---- Hopper: D[64, 256] += A[64, 16] · B[256, 16]ᵀ by 128 threads, straight from shared memory. Each factor lies in rows
+// along K, or across: in rows of 64 of its M or N, one for each k
 __device__ inline uint64_t descriptor(const bf16* tile, int k) { return descriptor_of(address_of(tile) + 2 * k); }
+__device__ inline uint64_t across(const bf16* tile, int row, int panel_bytes) {
+    return across(address_of(tile) + row * PANEL * 2, panel_bytes);
+}
 __device__ inline void wgmma_fence() { ON_HOPPER(asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory")); }
 __device__ inline void wgmma_commit() { ON_HOPPER(asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory")); }
 #define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
@@ -134,6 +147,7 @@ __device__ inline void wgmma_wait(float (&d)[128]) {
     // The operands do nothing here. They tell the compiler that the sums change until now, so it must not move them.
     ON_HOPPER(asm volatile("wgmma.wait_group.sync.aligned %128;\n" : D64(0), D64(64) : "n"(LEFT) : "memory"));
 }
+template <bool A_ACROSS = false, bool B_ACROSS = false>
 __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b) {
     ON_HOPPER(asm volatile(
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
@@ -142,9 +156,9 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b) {
         "%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,"
         "%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,"
         "%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, "
-        "%128, %129, 1, 1, 1, 0, 0;\n"  // add to D; A and B as they are; both stored row by row along K
+        "%128, %129, 1, 1, 1, %130, %131;\n"  // add to D; A and B as they are; how each is stored
         : D64(0), D64(64)
-        : "l"(a), "l"(b)));
+        : "l"(a), "l"(b), "n"(int(A_ACROSS)), "n"(int(B_ACROSS))));
 }
 // ---- Hopper: a warpgroup that needs few registers gives them to those that need many
 template <int N>
@@ -232,6 +246,13 @@ inline float element(uint64_t descriptor, int row, int k) {  // as the tensor co
     uint32_t start = (descriptor & 0x3fff) << 4, eight_rows = (descriptor >> 32 & 0x3fff) << 4;
     uint32_t at = start + row / 8 * eight_rows + row % 8 * 128 + 2 * k;
     if (descriptor >> 62 == 1) at ^= at >> 3 & 0x70;  // 128-byte swizzle: chunk XOR row, both read from the address
+    return __bfloat162float(*reinterpret_cast<const bf16*>(the.dynamic_shared + at));
+}
+inline float element_across(uint64_t descriptor, int k, int col) {  // of a factor that is summed over its rows
+    uint32_t start = (descriptor & 0x3fff) << 4, panel = (descriptor >> 16 & 0x3fff) << 4;
+    uint32_t eight_rows = (descriptor >> 32 & 0x3fff) << 4;
+    uint32_t at = start + col / 64 * panel + k / 8 * eight_rows + k % 8 * 128 + col % 64 * 2;
+    if (descriptor >> 62 == 1) at ^= at >> 3 & 0x70;
     return __bfloat162float(*reinterpret_cast<const bf16*>(the.dynamic_shared + at));
 }
 
@@ -322,7 +343,7 @@ inline void copy_tile(bf16* to, const CUtensorMap* map, int row, int col, uint64
     if (the.counting) {
         int rows = std::max(0, std::min(map->tile_rows, map->rows - row));
         the.requests[GLOBAL_LOAD]++;
-        the.units[GLOBAL_LOAD] += rows * std::min(TILE_K, map->cols - col) * 2 / 32;
+        the.units[GLOBAL_LOAD] += rows * std::max(0, std::min(TILE_K, map->cols - col)) * 2 / 32;
     }
     if (the.late()) the.in_flight.push_back(copy);
     else copy();
@@ -366,15 +387,21 @@ void out_wait() { cuda_on_cpu::mine(cuda_on_cpu::going_out).wait(LEFT); }
 inline uint64_t descriptor(const bf16* tile, int k) {
     return descriptor_of(uint32_t((const char*)tile - cuda_on_cpu::the.dynamic_shared) + 2 * k);
 }
+inline uint64_t across(const bf16* tile, int row, int panel_bytes) {
+    return across(uint32_t((const char*)tile - cuda_on_cpu::the.dynamic_shared) + row * PANEL * 2, panel_bytes);
+}
 inline void wgmma_fence() {}
-inline void wgmma(float (&d)[128], uint64_t a, uint64_t b) {
+template <bool A_ACROSS = false, bool B_ACROSS = false>
+void wgmma(float (&d)[128], uint64_t a, uint64_t b) {
     using namespace cuda_on_cpu;
     int thread = the.running->index % 128, row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4 * 2;
     mine(products).add([=, sums = &d[0]] {
+        auto left = [=](int row, int k) { return A_ACROSS ? element_across(a, k, row) : element(a, row, k); };
+        auto right = [=](int col, int k) { return B_ACROSS ? element_across(b, k, col) : element(b, col, k); };
         float x[2][16], y[16];
-        for (int k = 0; k < 16; k++) x[0][k] = element(a, row, k), x[1][k] = element(a, row + 8, k);
+        for (int k = 0; k < 16; k++) x[0][k] = left(row, k), x[1][k] = left(row + 8, k);
         for (int j = 0; j < 64; j++) {
-            for (int k = 0; k < 16; k++) y[k] = element(b, j / 2 * 8 + pair + j % 2, k);
+            for (int k = 0; k < 16; k++) y[k] = right(j / 2 * 8 + pair + j % 2, k);
             for (int lower = 0; lower < 2; lower++)
                 for (int k = 0; k < 16; k++) sums[j / 2 * 4 + lower * 2 + j % 2] += x[lower][k] * y[k];
         }

@@ -6,20 +6,13 @@
 //
 //     Q·Kᵀ    both factors lie in shared memory in rows along D, the direction that is summed over: as in rung 9
 //     P·V     P is in registers, laid out as the accumulator of Q·Kᵀ came out; V lies in rows along D too, but here the
-//             sum is over its rows, the keys. wgmma reads such a factor transposed, with another descriptor
+//             sum is over its rows, the keys. wgmma reads such a factor transposed, with another descriptor: across()
+//
+// A row of D = 128 does not fit into a swizzled row of 128 bytes: D is cut into panels of 64 columns.
 #pragma once
 #include <algorithm>
 
 #include "clusters.h"
-
-constexpr int PANEL = TILE_K;  // a row of D = 128 does not fit into a swizzled row of 128 bytes: D is cut into panels
-
-// A factor that is summed over its rows ("MN-major"). Bits 16 to 29: the way from one panel to the next; bits 32 to 45:
-// from 8 rows to the next 8, 1024 bytes. A step of 16 rows is a step of 2048 bytes in the address.
-__host__ __device__ inline uint64_t across(uint32_t address, int panel_bytes) {
-    return (address >> 4 & 0x3fff) | (uint64_t(panel_bytes >> 4) << 16) | (uint64_t(1024 >> 4) << 32) |
-           (uint64_t(1) << 62);
-}
 
 #ifdef __CUDACC__  // ---------------------------------------------------------------------------------------- on a GPU
 
@@ -116,9 +109,6 @@ __device__ inline void values_wgmma(float (&d)[32], const uint32_t* a, uint64_t 
                            : D32(0)
                            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)));
 }
-__device__ inline uint64_t across(const bf16* tile, int row, int panel_bytes) {
-    return across(address_of(tile) + row * PANEL * 2, panel_bytes);
-}
 __device__ inline void note_turn(int) {}
 __device__ inline void note_tiles(int) {}
 
@@ -187,14 +177,6 @@ void wgmma_done(float (&)[N]) {
 
 namespace cuda_on_cpu {
 
-// Element (k, col) of a factor that is summed over its rows, as the tensor core finds it by the descriptor.
-inline float element_across(uint64_t descriptor, int k, int col) {
-    uint32_t start = (descriptor & 0x3fff) << 4, panel = (descriptor >> 16 & 0x3fff) << 4;
-    uint32_t eight_rows = (descriptor >> 32 & 0x3fff) << 4;
-    uint32_t at = start + col / 64 * panel + k / 8 * eight_rows + k % 8 * 128 + col % 64 * 2;
-    if (descriptor >> 62 == 1) at ^= at >> 3 & 0x70;
-    return __bfloat162float(*reinterpret_cast<const bf16*>(the.dynamic_shared + at));
-}
 // Thread t of a warpgroup holds rows t/32·16 + t%32/4 (and 8 below), and of every 8 columns the pair t%4·2.
 template <int N, class A, class B>
 void product(float* sums, bool add, A a, B b) {
@@ -240,9 +222,6 @@ void values_wgmma(float (&d)[N], const uint32_t* a, uint64_t b) {
         return __bfloat162float({uint16_t(two >> 16 * (k % 2))});
     };
     product<2 * N>(d, true, left, [=](int k, int col) { return element_across(b, k, col); });
-}
-inline uint64_t across(const bf16* tile, int row, int panel_bytes) {
-    return across(uint32_t((const char*)tile - cuda_on_cpu::the.dynamic_shared) + row * PANEL * 2, panel_bytes);
 }
 inline void note_turn(int consumer) { cuda_on_cpu::turns.push_back(consumer); }
 inline void note_tiles(int tiles) { cuda_on_cpu::tiles_taken.push_back(tiles); }

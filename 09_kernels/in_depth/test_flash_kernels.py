@@ -469,7 +469,8 @@ def check_binary(kernel):
     """One kernel against the limits of its chip, and the instructions that it should consist of."""
     assert kernel["shared"] <= kernel["shared_limit"], kernel
     assert kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
-    assert kernel["spilled"] == 0, kernel  # bytes of stack included
+    hopper_128 = (kernel["kernel"], kernel["capability"], kernel["D"]) == ("forward", 90, 128) and kernel["tma"]
+    assert kernel["spilled"] <= 128 * hopper_128, kernel  # bytes of stack included; plan_for says why these may be
     assert kernel["adds"] == (kernel["kernel"] == "dkdvdq"), kernel
     sixteen, multiplies = kernel["dtype"] != "float32", kernel["kernel"] != "delta"
     assert kernel["wgmma"] == (sixteen and multiplies and kernel["capability"] == 90), kernel

@@ -109,6 +109,29 @@ def test_any_view_any_magnitude_and_empty_matrices(rung):
     )
 
 
+@pytest.mark.always("1-1")
+@pytest.mark.parametrize(("a_across", "b_across"), [(0, 1), (1, 0), (1, 1)])
+def test_multicast_reads_factors_that_lie_across_without_a_copy(a_across, b_across, monkeypatch):
+    handed = []
+
+    def spy(source, function, *arguments, **options):
+        handed[:] = [x.data_ptr() for x in arguments if isinstance(x, torch.Tensor)]
+        return call(source, function, *arguments, **options)
+
+    monkeypatch.setattr(matmul_ladder, "call", spy)
+    for size in ((200, 304, 320), (136, 264, 72)):  # two tiles for a cluster, and one that hangs over every edge
+        a, b = (x.contiguous() for x in random_inputs(*size, torch.bfloat16, "cpu"))
+        want = matmul_ladder.matmul(a, b.t().contiguous().t(), "multicast")
+        a = a.t().contiguous().t() if a_across else a
+        b = b if b_across else b.t().contiguous().t()
+        for order in (FORWARD, REVERSE, _cuda.ahead(12), _cuda.behind(12)):
+            got = matmul_ladder.matmul(a, b, "multicast", order=order)
+            assert torch.equal(got, want), f"{size}, order {order}"
+            assert handed == [a.data_ptr(), b.data_ptr(), got.data_ptr()], "a factor was copied"
+    a, b = random_inputs(40, 48, 20, torch.bfloat16, "cpu")  # 20 numbers are no multiple of 16 bytes
+    assert error_ratio(matmul_ladder.matmul(a.t().contiguous().t(), b.contiguous(), "multicast"), a, b) <= 2
+
+
 def test_vector_addition_covers_a_length_that_is_no_multiple_of_the_block():
     for n in (1, 256, 1000):
         a, b = torch.randn(n), torch.randn(n)
@@ -249,12 +272,17 @@ def test_kernels_have_no_stack_frame_and_fit_into_a_multiprocessor_and_use_the_u
         "tma_wgmma": ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "SYNCS", *OUT),  # wgmma, TMA, mbarriers
         "persistent": ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "USETMAXREG", *OUT),
         "multicast": ("HGMMA.64x256x16.F32.BF16", "UTMALDG.2D.MULTICAST", "SYNCS.ARRIVE.TRANS64.RED", *OUT),
+        "multicast, b across": ("].tnspB,", "UTMALDG.2D.MULTICAST", *OUT),
+        "multicast, a across": ("].tnspA,", "UTMALDG.2D.MULTICAST", *OUT),
+        "multicast, a across, b across": ("].tnspA.tnspB,", "UTMALDG.2D.MULTICAST", *OUT),
         "ping_pong": ("HGMMA.64x256x16.F32.BF16", "UTMALDG.2D.MULTICAST", "UCGABAR_ARV", "UCGABAR_WAIT", *OUT),
     }.items():
         for instruction in instructions:
             assert instruction in code[name], f"{name} has no {instruction}"
         assert not re.search(r"\b(LDL|STL)\b", code[name]), f"{name} uses local memory"
-    for name in ("multicast", "ping_pong"):  # two barriers of the cluster, at the beginning and at the end
+    for name in [name for name in code if name.startswith("multicast")] + [
+        "ping_pong"
+    ]:  # two barriers of the cluster, at the beginning and at the end
         assert code[name].count("MEMBAR.ALL.GPU") == 2, f"{name} waits for L2 in each step"
         assert code[name].count("CCTL.IVALL") == 2, f"{name} empties its L1 cache in each step"
 
@@ -274,14 +302,22 @@ def test_the_shared_loads_in_machine_code_are_those_that_the_readme_names(tmp_pa
 
 
 def machine_code(cubin):
-    """The disassembled kernels in bf16, by name."""
+    """The disassembled kernels in bf16, by name, and by which factors they read across."""
     tool = (
         Path(matmul_ladder.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     )  # triton brings it along
     listing = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
     parts = listing.split("Function : ")[1:]
     names = [rung.name for rung in LADDER if rung.dtype == torch.bfloat16]
-    return {name: part for part in parts for name in names if name in part.split("\n")[0]}
+    found = {}
+    for part in parts:
+        mangled = part.split("\n")[0]
+        across = re.search(r"ILb([01])ELb([01])EE", mangled)
+        variant = "".join(
+            f", {x} across" for x, bit in zip("ab", across.groups() if across else "", strict=False) if bit == "1"
+        )
+        found |= {name + variant: part for name in names if name in mangled}
+    return found
 
 
 COMPILE = """
