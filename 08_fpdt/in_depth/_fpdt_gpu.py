@@ -389,6 +389,10 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
     def search(way: str, until: float, ran: int = 0) -> None:
         """Doubles the length until it does not fit; the row grows with what was found, and stays if this is ended.
         `ran`: a length that is known to fit."""
+        if not ran and time.perf_counter() - begun > until:
+            longest.notes += f" Not tried, for want of time: {way}."
+            longest.write()
+            return
         S, fits, why, last = 2 * ran or first, ran, "the search ends here", 0
         longest.rows.append([way, fits, "", "more not tried yet"])
         while plan.longest >= S:
