@@ -224,7 +224,7 @@ def all_forms():
     return {name: parallel_trace(grad_sync, dist.group.WORLD) for name, grad_sync in FORMS.items()}
 
 
-@pytest.mark.always("2", "3")
+@pytest.mark.always("3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_losses_gradients_and_parameters_match_the_reference(world_size):
     expected = reference_trace(world_size)
@@ -239,6 +239,7 @@ def two_trainings():
     return {n: parallel_trace(form, groups[mine], seed=mine, first_step=3 * mine) for n, form in FORMS.items()}
 
 
+@pytest.mark.prove
 def test_two_groups_train_two_models_at_the_same_time():
     expected = [reference_trace(2, seed=mine, first_step=3 * mine) for mine in (0, 1)]
     for rank, traces in enumerate(run_ranks(4, two_trainings, timeout=LIMIT)):

@@ -180,7 +180,7 @@ def assert_reference(ranks: list, configs: list[ModelConfig]) -> None:
                 assert_same_named(ours, expected, what=f"{layout} parallel, {when}:", rank=rank)
 
 
-@pytest.mark.always("4")
+@pytest.mark.always("2")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_three_steps_match_reference(tp):
     configs = [TINY, SMALL, SMALLER]
@@ -192,6 +192,7 @@ def train_in_slice() -> list:
     return train_all([SMALL, SMALLER], groups[dist.get_rank() % 2])
 
 
+@pytest.mark.prove
 def test_two_slices_of_the_world_train_two_models():
     zero, one, two, three = run_ranks(4, train_in_slice)
     for group in ([zero, two], [one, three]):  # in a group ranks are sorted, however they were named
@@ -313,6 +314,7 @@ def compare_with_in_depth() -> None:
         assert len(shards(model)) == len(names)
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("tp", [2, 4])
 def test_in_depth_agrees(tp):
     run_ranks(tp, compare_with_in_depth)
@@ -407,7 +409,7 @@ def memory_between_steps(sequence_parallel: bool) -> list[int]:
     return alive
 
 
-@pytest.mark.always("True")
+@pytest.mark.prove
 @pytest.mark.parametrize("sequence_parallel", LAYOUTS)
 def test_nothing_of_a_step_or_of_a_forward_pass_alone_stays_alive(sequence_parallel):
     for alive in run_ranks(2, memory_between_steps, sequence_parallel):
@@ -699,6 +701,7 @@ def run_main_with_an_error(where: str) -> tuple[int, str]:
         return tensor_parallel.main(), out.getvalue()
 
 
+@pytest.mark.always("gradient")
 @pytest.mark.parametrize("where", ["loss", "gradient", "parameter", "bytes"])
 def test_an_error_on_one_rank_fails_on_all(where):
     (first, out), (second, _) = run_ranks(2, run_main_with_an_error, where)

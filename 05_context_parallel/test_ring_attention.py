@@ -381,6 +381,7 @@ def checked(spoil: str) -> list[str]:
         return [x for form, layout in VERSIONS for x in script.check(form, layout, 31, dist.group.WORLD, CPU)]
 
 
+@pytest.mark.prove
 def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes():
     assert run_ranks(2, checked, "")[0] == []
     assert any("error nan" in line for line in run_ranks(2, checked, "nan")[0])

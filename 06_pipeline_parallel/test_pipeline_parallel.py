@@ -140,6 +140,7 @@ def test_two_slices_of_the_world_train_two_models():
         assert_match_reference(name, [(3, 1)], ranks[::2])
 
 
+@pytest.mark.prove
 def test_every_layer_is_in_one_stage_and_stages_differ_by_one_block_at_most():
     for num_blocks in range(1, 12):
         for p in range(1, num_blocks + 1):
@@ -171,6 +172,7 @@ def core_and_in_depth(name, m, num_blocks):
     return (loss, grads[0], stage.actions, stage.max_in_flight), (deep_loss, grads[1], actions, executor.peak)
 
 
+@pytest.mark.always("1f1b")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_depth_agrees(name):
     for p, m, num_blocks in ((2, 5, 3), (4, 6, 5)):

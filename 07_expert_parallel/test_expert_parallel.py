@@ -163,7 +163,7 @@ def check_training(results: dict, ep: int, rank: int) -> None:
         assert bytes_ <= summed, f"{what}: {bytes_} bytes were all-reduced, and all that has to be is {summed}"
 
 
-@pytest.mark.always("2", "4")
+@pytest.mark.always("4")
 @pytest.mark.parametrize("ep", SEQUENCES)
 def test_three_steps_match_reference(ep):
     for rank, results in enumerate(run_ranks(ep, train_in_the_world)):
@@ -176,6 +176,7 @@ def train_in_slices() -> tuple[dict, int]:
     return train(group, [(2, 1.0)]), dist.get_rank(group)
 
 
+@pytest.mark.prove
 def test_two_slices_of_the_world_train_two_models():
     for results, rank in run_ranks(4, train_in_slices):
         check_training(results, 2, rank)

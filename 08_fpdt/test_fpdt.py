@@ -60,6 +60,7 @@ def test_losses_gradients_and_parameters_match_reference(ranks):
     assert_matches_reference(run_ranks(ranks, errors, WAYS), WAYS)
 
 
+@pytest.mark.prove
 def test_two_slices_of_the_world_match_reference():
     assert_matches_reference(run_ranks(4, errors, [(4, 2)], slices=True), [(4, 2)])
 
@@ -93,6 +94,7 @@ class Late(RecordingOffloader):
             dst.data.copy_(src)  # no new version: autograd has saved it already
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_copies_may_be_as_late_as_the_waits_allow(ranks):
     assert_matches_reference(run_ranks(ranks, errors, [(4, 1), (4, 2)], late=True), [(4, 1), (4, 2)])
@@ -469,6 +471,7 @@ def check(broken: str) -> tuple[bool, str]:
         return script.check(2, 2, 101, dist.group.WORLD, CPU), printed.getvalue()
 
 
+@pytest.mark.prove
 def test_check_passes_at_any_length_and_fails_on_nan_and_on_wrong_bytes():
     assert [passed for passed, _ in run_ranks(2, check, "")] == [True, True]
     assert all(not passed and "error nan" in printed for passed, printed in run_ranks(2, check, "nan"))

@@ -70,6 +70,7 @@ def flash(causal: bool, blocks: tuple = ()):
 # -------------------------------------------------------------------------------------------------- a row of softmax
 
 
+@pytest.mark.always("block-16")
 @pytest.mark.parametrize("block", [None, 16, 64], ids=lambda b: f"block-{b}")
 def test_softmax_matches_torch(block):
     generator = torch.Generator().manual_seed(0)
@@ -232,6 +233,7 @@ def test_lse_and_sums_over_tiles_are_in_float32():
 # ----------------------------------------------------------------------------------------------------- edges and modes
 
 
+@pytest.mark.prove
 def test_nan_stays_in_its_sequence_and_head():
     """A tile that ran on into the next sequence or head would bring the NaN along, as 0 · NaN."""
     for causal in (True, False):
@@ -254,6 +256,7 @@ def test_masked_tiles_are_not_loaded():
     assert dk[:, 32:].isfinite().all() and dv[:, 32:].isfinite().all()
 
 
+@pytest.mark.prove
 def test_every_element_is_written():
     """PyTorch fills what is allocated and not written with NaN, if asked to."""
     torch.use_deterministic_algorithms(True)
@@ -267,6 +270,7 @@ def test_every_element_is_written():
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.prove
 def test_strided_inputs_and_second_backward():
     B, S, N, D = 2, 21, 2, 16
     whole = torch.randn(B, S, 3 * N + 1, D, dtype=F64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -382,6 +386,7 @@ def test_script_passes_with_each_option(monkeypatch, capsys):
     assert len(set(said)) == 4
 
 
+@pytest.mark.always("nan")
 @pytest.mark.parametrize("spoil", ["nan", "bytes"])
 def test_check_notices_nan_and_bytes(spoil, monkeypatch):
     if spoil == "nan":

@@ -94,7 +94,7 @@ def test_result_matches_float64_at_uneven_sizes(inside, kernel):
         assert error <= 2, f"{kernel} at {M} x {N} x {K}: its error is {error} times that of torch's product"
 
 
-@pytest.mark.always("shared_tiles", "register_tiles")
+@pytest.mark.always("register_tiles")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_result_does_not_depend_on_the_order_of_threads(inside, kernel):
     threads = 256 if kernel == "register_tiles" else 1024
@@ -147,6 +147,7 @@ def predicted(kernel):
     return loaded, M * N if kernel == "naive" else M * N // 8, shared, 1.0, 1.0
 
 
+@pytest.mark.always("naive", "coalesced", "register_tiles")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sectors_and_wavefronts_match_the_formulas(inside, kernel):
     M, N, K = COUNTED
@@ -227,7 +228,7 @@ def test_wrong_option_is_one_line_and_exit_code_2(program, options):
     assert re.fullmatch(r"matmul: .*--size M N K: three whole numbers from 1 to 32768\n", done.stderr), done.stderr
 
 
-@pytest.mark.always("a_term_is_missing")
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -280,6 +281,7 @@ def test_deadlock_is_an_error_and_the_next_launch_works(inside, tmp_path):
 # -------------------------------------------------------------------------------------------------- compiled for a GPU
 
 
+@pytest.mark.prove
 @NVCC
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_use_no_stack_and_two_blocks_of_register_tiles_fit(arch):
@@ -302,6 +304,7 @@ def test_loads_and_fmas_in_machine_code(tmp_path):
     assert counts["register_tiles"] == (64, 16, 0, 0)
 
 
+@pytest.mark.prove
 @NVCC
 def test_nvcc_builds_the_program(tmp_path):
     shutil.copy(PROGRAM, tmp_path)

@@ -167,7 +167,7 @@ def test_a_repaired_run_is_at_the_rounding_floor(name):
     assert torch.equal(first.weights, second.weights), "ranks have different weights"
 
 
-@pytest.mark.always("fp16-scaled", "bf16-master", "fp8-scaled")
+@pytest.mark.always("fp16-scaled", "bf16-master")
 @pytest.mark.parametrize("name", mp.RECIPES)
 def test_bytes_stored_and_sent_match_the_formulas(name):
     num_params = reference().weights.shape[1]
@@ -254,12 +254,14 @@ def test_the_loss_scale_follows_grad_scaler():
             ours.update(found_inf=True)
 
 
+@pytest.mark.prove
 def test_a_larger_scale_is_halved_until_it_fits_and_changes_nothing_else():
     high, fits = (train("fp16-scaled", scale=scale) for scale in (2.0**36, 2.0**30))
     assert high.skipped > 3 and fits.skipped == 0
     assert mp.relative_error(high, fits) < 2e-3, "powers of two only move the exponent"
 
 
+@pytest.mark.prove
 def test_a_step_leaves_nothing_to_the_next_one_and_a_skipped_step_nothing_at_all():
     """The third step of a model equals the first one of a new model with the same weights."""
     group, lr = dist.group.WORLD, mp.LR * mp.REPLICAS
@@ -363,7 +365,7 @@ def test_only_fp8_values_and_scales_are_saved_for_backward():
 # ------------------------------------------------------------------------------------------------------ the whole file
 
 
-@pytest.mark.always("losses-nan")
+@pytest.mark.prove
 @pytest.mark.parametrize(("what", "value"), [("losses", math.nan), ("weights", 1e-3)])
 def test_the_check_fails_on_an_error_and_on_nan(what, value, monkeypatch, capsys):
     original, calls = mp.train, []

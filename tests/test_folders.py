@@ -123,7 +123,7 @@ def of_ground_floors():
 
 
 @pytest.mark.long
-@pytest.mark.always("data_parallel")
+@pytest.mark.prove
 @pytest.mark.parametrize(("script", "launcher"), list(of_ground_floors()))
 def test_a_script_copied_alone_runs_and_ends_with_pass(script, launcher, tmp_path):
     alone = copied_alone(script, tmp_path)
@@ -184,7 +184,7 @@ def of_all_floors():
             yield pytest.param(script, marks=pytest.mark.chapter(script.relative_to(ROOT).parts[0][:2]), id=script.stem)
 
 
-@pytest.mark.always("context_ring")
+@pytest.mark.prove
 @pytest.mark.parametrize("script", list(of_all_floors()))
 def test_a_script_copied_alone_passes_on_its_ranks_and_leaves_no_thread_of_a_group_behind(script, tmp_path):
     ends = ends_on_ranks(copied_alone(script, tmp_path), 1 if is_about_one_gpu(script) else 2)

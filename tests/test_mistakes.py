@@ -66,6 +66,7 @@ def run_planted(mistake, judge):
         return mistaken.run({}, [mistake.test], enough=1)
 
 
+@pytest.mark.always("pipeline_parallel-gradients_are_divided_by_micro_batches")
 @pytest.mark.parametrize("mistake", chosen())
 def test_the_mistake_is_caught_by_the_named_test(mistake, judge, caught):
     try:

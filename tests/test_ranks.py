@@ -122,6 +122,7 @@ def test_a_rank_stuck_in_a_collective_shows_the_line_that_waits():
     assert "in wait_for_a_message_that_nobody_sends" in str(failure.value)
 
 
+@pytest.mark.always("signal-was killed by SIGKILL")
 @pytest.mark.parametrize(("how", "words"), [("signal", "was killed by SIGKILL"), ("exit", "exit code 7")])
 def test_a_rank_that_is_killed_is_named(how, words):
     with pytest.raises(RankFailure) as failure:
@@ -159,6 +160,7 @@ def test_processes_are_kept_between_calls_and_replaced_after_a_failure():
     assert third[0][1] == 0, "state of the failed processes survived"
 
 
+@pytest.mark.prove
 def test_the_pool_works_after_every_kind_of_failure():
     for fail in (lambda: run_ranks(2, raise_on, 0), lambda: run_ranks(2, die_on, 0, "exit")):
         with pytest.raises(RankFailure):
@@ -200,6 +202,7 @@ def patch_and_leave(folder, what):
 PATCHED = {"a method": "counted.Counted.count", "a function": "counted.count", "a collective": "all_reduce"}
 
 
+@pytest.mark.always("a collective-all_reduce")
 @pytest.mark.parametrize(("what", "name"), PATCHED.items())
 def test_a_patch_that_the_next_call_would_meet_fails_and_is_named(what, name, tmp_path, pool):
     text = "class Counted:\n    def count(self):\n        return 1\n\n\ndef count():\n    return 1\n\n\nother = count\n"

@@ -46,6 +46,9 @@ def causes(script):
     return [cause for name, cause in WHAT if name == script]
 
 
+@pytest.mark.always(
+    "not_a_number-rate-broken", "not_a_number-rate-fixed", "out_of_memory-outputs-broken", "out_of_memory-outputs-fixed"
+)
 @pytest.mark.parametrize("fixed", [False, True], ids=["broken", "fixed"])
 @pytest.mark.parametrize(("script", "cause"), [key for key in WHAT if key[0] in ("out_of_memory", "not_a_number")])
 def test_in_one_process_the_line_that_is_wrong_is_named_and_the_mended_one_passes(script, cause, fixed, monkeypatch):

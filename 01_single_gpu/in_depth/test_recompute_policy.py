@@ -70,6 +70,7 @@ def test_flops_are_those_that_torch_counts_and_products_are_never_done_again(pla
     assert (again == 0) == ("full" not in plan)
 
 
+@pytest.mark.prove
 def test_everything_is_released_after_backward_also_over_several_steps():
     for plan in PLANS:
         (model, host), tokens = planned(Llama(ODD), plan), tokens_for(ODD)

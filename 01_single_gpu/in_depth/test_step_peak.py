@@ -32,15 +32,7 @@ def context_of(precision):
 
 
 @pytest.mark.always(
-    "fp32-none-config0-3-32-2",
-    "fp32-selective-config1-1-65-2",
-    "fp32-full-config2-1-33-3",
-    "bf16 autocast-none-config3-1-24-2",
-    "bf16 autocast-selective-config4-2-26-2",
-    "bf16 autocast-full-config5-2-41-2",
-    "bf16 weights-none-config1-1-65-2",
-    "bf16 weights-selective-config2-1-33-3",
-    "bf16 weights-full-config0-3-32-2",
+    "fp32-none-config0-3-32-2", "bf16 weights-full-config0-3-32-2", "bf16 autocast-selective-config4-2-26-2"
 )
 @pytest.mark.parametrize("config, batch, seq, micro_batches", SHAPES)
 @pytest.mark.parametrize("recompute", MODES)
@@ -113,6 +105,7 @@ def test_bf16_weights_hold_half_of_everything():
     assert step_peak.held(DEMO, 3, 32, 2, "bf16 autocast") == 16 * parameters(DEMO) + 16 * T
 
 
+@pytest.mark.prove
 def test_the_demo_passes_and_fails_when_a_prediction_is_off(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["step_peak.py"])
     assert step_peak.main() == 0

@@ -48,6 +48,7 @@ def trace(build: Callable[..., nn.Module] = decoder, micro_batches: int = 2, **o
     return zero_trace(lambda *a: zero3(*a, **options), dist.group.WORLD, build, micro_batches=micro_batches)
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
     want = reference_trace(ranks)
@@ -55,6 +56,7 @@ def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(
         assert_same_trace(got, want, rank=rank)
 
 
+@pytest.mark.always("options0")
 @pytest.mark.parametrize("options", [{"keep": False}, {"prefetch": False}])
 def test_results_do_not_depend_on_what_is_kept_or_prefetched(options):
     want = reference_trace(2)
@@ -62,6 +64,7 @@ def test_results_do_not_depend_on_what_is_kept_or_prefetched(options):
         assert_same_trace(got, want, rank=rank)
 
 
+@pytest.mark.prove
 def test_point_to_point_gives_what_the_collectives_give():
     want = reference_trace(3, micro_batches=3)
     options = {"reduce_scatter": ExchangeAndSum, "all_gather": SendToAll}
@@ -81,6 +84,7 @@ def two_slices() -> Trace:
     return zero_trace(zero3, groups[mine], seed=mine)
 
 
+@pytest.mark.prove
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
     want = [reference_trace(2, seed=mine) for mine in (0, 1)]
     for rank, got in enumerate(run_ranks(4, two_slices)):
@@ -128,6 +132,7 @@ def trace_of_kind(kind: type[Decoder]) -> tuple[Trace, int]:
     return got, sent.calls["all_gather"]
 
 
+@pytest.mark.always("Recomputing")
 @pytest.mark.parametrize("kind", [Recomputing, RecomputingOldWay])
 def test_recomputation_finds_the_weights_gathered_and_gathers_nothing_twice(kind):
     want = reference_trace(2)
@@ -144,6 +149,7 @@ def test_a_unit_may_be_used_twice_in_a_forward():
         assert_same_trace(got, want, rank=rank)
 
 
+@pytest.mark.always("with_momentum")
 @pytest.mark.parametrize("optimizer_of", [in_two_groups, with_momentum])
 def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(optimizer_of):
     model = awkward()
@@ -318,6 +324,7 @@ def test_bytes_sent_equal_three_times_the_weights_and_less_for_what_is_kept(rank
             assert got["all_gather"] == 2 * (2 * sum(each) - keep * (each[-2] + each[-1]))
 
 
+@pytest.mark.prove
 def test_recomputation_sends_no_byte_more():
     plain, again = run_ranks(2, bytes_of_a_step)[0], run_ranks(2, bytes_of_a_step, checkpointed=True)[0]
     assert plain == again
@@ -343,6 +350,7 @@ def peak_of_a_step(prefetch: bool) -> tuple[int, int]:
     return min(peaks), activations.peak
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_at_the_peak_there_are_two_units_and_the_root_and_as_much_of_gradients(prefetch):
     torch.manual_seed(0)

@@ -89,6 +89,7 @@ def measured() -> list[tuple[int, int, int, float]]:
     return [measure(stage, dist.group.WORLD, torch.device("cpu"), make_zero if stage else None) for stage in range(4)]
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_model_that_trains_holds_and_sends_what_the_formulas_say(ranks):
     for results in run_ranks(ranks, measured):

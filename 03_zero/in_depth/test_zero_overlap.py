@@ -88,6 +88,7 @@ def test_the_same_with_collectives_that_really_travel():
             assert_same_trace(got, want, rank=rank)
 
 
+@pytest.mark.prove
 def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
     want = reference_trace(3, awkward)
     for rank, results in enumerate(run_ranks(3, traces, awkward)):
@@ -99,6 +100,7 @@ def clipped_steps(stage: int):
     return sharded_steps(lambda *a: overlapped(stage, *a), in_two_groups, awkward(), 0.5)
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(stage):
     model = awkward()
@@ -120,6 +122,7 @@ def mixed_steps(stage: int, late: bool) -> dict[str, Tensor]:
     return zero.full_weights()
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_with_master_weights_is_bit_equal_to_the_stage_that_waits(stage):
     want = run_ranks(2, mixed_steps, stage, False)
@@ -174,6 +177,7 @@ def used_after_a_step(stage: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("stage", STAGES)
 def test_whoever_reads_a_weight_after_a_step_reads_the_new_one(stage):
     for wrong in run_ranks(2, used_after_a_step, stage):
@@ -264,6 +268,7 @@ def test_buckets_leave_in_the_order_of_forward_and_each_is_waited_for_by_its_fir
             assert index == 0 or log.index(("gather", index)) < log.index(("update", index - 1))
 
 
+@pytest.mark.always("2-3")
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes_held_and_sent_are_those_of_the_stage_that_waits(stage, ranks):
@@ -309,7 +314,7 @@ def peak_of_steps(stage: int, late: bool) -> tuple[int, float]:
     return min(peaks), sent.sent["all_gather"]
 
 
-@pytest.mark.always("2")
+@pytest.mark.prove
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_needs_no_more_memory_and_gathers_no_more_than_the_stage_that_waits(stage):
     waits, late = (run_ranks(2, peak_of_steps, stage, which) for which in (False, True))

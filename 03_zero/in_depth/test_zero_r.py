@@ -110,7 +110,7 @@ def all_keepers() -> list[Trace]:
     return [parallel_trace(kind, dist.group.WORLD) for kind in KEEPERS]
 
 
-@pytest.mark.always("2", "3")
+@pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
     want = reference_trace()
@@ -125,6 +125,7 @@ def two_slices() -> list[Trace]:
     return [parallel_trace(kind, groups[mine], seed=mine) for kind in ("P_a", "P_a+cpu")]
 
 
+@pytest.mark.prove
 def test_two_slices_of_the_world_keep_their_own_checkpoints():
     want = [reference_trace(seed) for seed in (0, 1)]
     for rank, results in enumerate(run_ranks(4, two_slices)):
@@ -169,6 +170,7 @@ def bytes_of_a_step(kind: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_p_a_keeps_one_nth_of_each_checkpoint_and_offloading_keeps_nothing_on_the_device(ranks):
     message, piece = 8 * TOKENS * HIDDEN, 8 * piece_of(ranks)
@@ -184,6 +186,7 @@ def test_p_a_keeps_one_nth_of_each_checkpoint_and_offloading_keeps_nothing_on_th
             assert got["host"] == (LAYERS * piece if kind == "P_a+cpu" else 0)
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_p_a_adds_a_twelfth_to_the_traffic_of_tensor_parallelism(ranks):
     message = 8 * TOKENS * HIDDEN
@@ -375,6 +378,7 @@ def test_bad_input_is_one_line_that_names_it(monkeypatch, capsys, arguments, ran
     assert all(word in lines[0] for word in words), lines
 
 
+@pytest.mark.prove
 def test_the_demo_ends_with_pass(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["zero_r.py"])
     for name in ("RANK", "WORLD_SIZE"):

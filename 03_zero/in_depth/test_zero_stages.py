@@ -110,7 +110,7 @@ def traces(build: Callable[..., nn.Module] = decoder, micro_batches: int = 2) ->
     return [zero_trace(lambda *a, s=s: sharded(s, *a), world, build, micro_batches=micro_batches) for s in STAGES]
 
 
-@pytest.mark.always("2", "3")
+@pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
     want = reference_trace(ranks)
@@ -125,6 +125,7 @@ def traces_by_exchange() -> list[Trace]:
     return [zero_trace(lambda *a, s=s: sharded(s, *a, **options), world, micro_batches=3) for s in STAGES]
 
 
+@pytest.mark.prove
 def test_point_to_point_gives_what_the_collectives_give():
     want = reference_trace(3, micro_batches=3)
     for rank, results in enumerate(run_ranks(3, traces_by_exchange)):
@@ -179,6 +180,7 @@ def two_slices() -> list[Trace]:
     return [zero_trace(lambda *a, s=s: sharded(s, *a), groups[mine], seed=mine) for s in STAGES]
 
 
+@pytest.mark.prove
 def test_two_slices_of_the_world_train_two_models_at_the_same_time():
     want = [reference_trace(2, seed=mine) for mine in (0, 1)]
     for rank, results in enumerate(run_ranks(4, two_slices)):
@@ -235,6 +237,7 @@ def all_stages_with(optimizer_of: Callable, max_norm: float):
     return [sharded_steps(lambda *a, s=s: sharded(s, *a), optimizer_of, awkward(), max_norm) for s in STAGES]
 
 
+@pytest.mark.always("in_two_groups")
 @pytest.mark.parametrize("optimizer_of", [in_two_groups, with_momentum])
 def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(optimizer_of):
     model = awkward()
@@ -574,6 +577,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return sum((a[name].double() - b[name].double()).norm() ** 2 for name in a).sqrt().item()
 
 
+@pytest.mark.prove
 def test_bf16_on_four_ranks_is_as_near_to_full_precision_as_the_unsharded_bf16_run():
     exact = in_full_precision(4)
     own = distance(unsharded_mixed_steps(4), exact)
@@ -851,7 +855,7 @@ def gradient_of_many_held_back(stage: int, accumulate_dtype: torch.dtype | None)
     return zero.full_gradients()
 
 
-@pytest.mark.always("2")
+@pytest.mark.prove
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_no_sync_holds_back_is_summed_in_fp32_at_stage_1_and_in_the_gradients_own_dtype_at_stage_2(stage):
     (wide,), (narrow,) = (run_ranks(1, gradient_of_many_held_back, stage, dtype) for dtype in (torch.float32, None))
@@ -876,6 +880,7 @@ def in_fp32_everywhere(stage: int) -> Trace:
     return zero_trace(lambda *a: sharded(stage, *a, **wide), dist.group.WORLD, micro_batches=3)
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_dtype_that_the_gradients_have_anyway_changes_nothing(stage):
     want = reference_trace(2, micro_batches=3)

@@ -88,6 +88,7 @@ def same_numbers(slices: bool) -> None:
             assert_same_named(got, want, 1e-12, f"in halves of 2 rows and 1, {layout} parallel,", dist.get_rank())
 
 
+@pytest.mark.always("4-True")
 @pytest.mark.parametrize(
     ("ranks", "slices"), [(1, False), pytest.param(2, False, marks=pytest.mark.prove), (4, False), (4, True)]
 )
@@ -249,6 +250,7 @@ def counts() -> None:
         assert in_bf16 == [whole[1] / 4] * 2, f"{layout}: under autocast a number is sent in 2 bytes, not in 8"
 
 
+@pytest.mark.prove
 def test_the_halves_send_and_keep_what_whole_batches_do_in_twice_as_many_messages():
     run_ranks(4, counts)
 

@@ -66,6 +66,7 @@ def all_versions(rows: int) -> None:
             assert_same_named(got, want, 1e-12, f"{version}, sequence parallel {sequence},", dist.get_rank())
 
 
+@pytest.mark.always("4-3", "2-1")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_version_equals_the_simple_one_to_1e_12(ranks, rows):
@@ -146,6 +147,7 @@ def bytes_of(version: str) -> tuple[dict[str, int], float, int]:
     return dict(sent.calls), sent.total, saved.bytes
 
 
+@pytest.mark.prove
 def test_all_versions_that_gather_again_send_and_keep_the_same_bytes():
     n = 2 * S * SMALL.hidden * 8
     for version in ("gather-again", "overlapped", "ring"):

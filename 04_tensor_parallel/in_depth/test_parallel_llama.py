@@ -147,6 +147,7 @@ LATER = {"qk_norm": True, "own_head_dim": 6, "rope_scaling": (8.0, 1.0, 4.0, 64)
 VARIANTS = {"untied": {}, "tied": {"tied": True}, "later": LATER | {"lora_rank": 2, "lora_scale": 1.5}}
 
 
+@pytest.mark.always("4-untied")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_it_is_chapter_01s_model_with_the_same_names_weights_loss_and_gradients(ranks, variant):
@@ -235,6 +236,7 @@ def float64_norms(monkeypatch):
         monkeypatch.setattr(norm, "forward", forward)
 
 
+@pytest.mark.always("qwen2-2")
 @pytest.mark.parametrize("ranks", [2, 4])  # two key/value heads: on four ranks, two hold the same one
 @pytest.mark.parametrize("kind", REFEREES)
 def test_llama_and_qwen2_with_biases_equal_transformers(kind, ranks, float64_norms):
@@ -254,6 +256,7 @@ def distances(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, floa
     return each | ({"biases": (sum(error**2 for error in biases) / len(biases)) ** 0.5} if biases else {})
 
 
+@pytest.mark.always("qwen2-2")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", REFEREES)
 def test_in_bf16_llama_and_qwen2_are_at_most_half_again_as_far_from_float64_as_transformers(kind, ranks, float64_norms):

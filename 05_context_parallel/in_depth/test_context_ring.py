@@ -142,6 +142,7 @@ def chapter_one_and_two() -> Trace:
     return sgd_trace(dict(model.named_parameters()), backward)
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_chapter_1s_model_and_chapter_2s_reducer_take_it_as_it_is_also_with_one_data_rank(ranks):
     sys.path[:0] = [str(CHAPTERS / "01_single_gpu" / "in_depth")]
@@ -430,6 +431,7 @@ def sent_bytes(heads: tuple[int, int], dtype: torch.dtype) -> list:
     return results
 
 
+@pytest.mark.always("3-heads1-float32")
 @pytest.mark.parametrize(
     ("P", "heads", "dtype"), [(2, (8, 8), "float64"), (3, (8, 2), "float32"), (4, (8, 1), "bfloat16")]
 )
@@ -528,6 +530,7 @@ def alive_at_each_post(layout: str, causal: bool) -> list[list[int]]:
     return [[min(x) for x in zip(*at, strict=True)] for at in zip(*counts, strict=True)]
 
 
+@pytest.mark.always("striped-False")
 @pytest.mark.parametrize(("layout", "causal"), [("zigzag", True), ("contiguous", True), ("striped", False)])
 def test_whenever_a_message_is_posted_two_blocks_are_alive_and_no_third(layout, causal):
     for rank, counts in enumerate(run_ranks(4, alive_at_each_post, layout, causal)):

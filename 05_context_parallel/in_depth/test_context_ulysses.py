@@ -122,7 +122,7 @@ def ulysses_traces(dtype: torch.dtype = torch.float64) -> list[Trace]:
     return [ulysses_trace(dist.group.WORLD, heads, kind, dtype) for heads, kind in CASES]
 
 
-@pytest.mark.always("2-float64-1e-10", "4-float64-1e-10")
+@pytest.mark.always("2-float64-1e-10")
 @pytest.mark.parametrize(
     ("ranks", "dtype", "tol"),
     [(1, "float64", 1e-10), (2, "float64", 1e-10), (4, "float64", 1e-10), (4, "float32", 1e-5)],
@@ -139,6 +139,7 @@ def odd_kv_heads(heads: tuple[int, int]) -> Trace:
     return ulysses_trace(dist.group.WORLD, heads, "causal")
 
 
+@pytest.mark.always("2-heads0")
 @pytest.mark.parametrize(("ranks", "heads"), [(2, (6, 3)), (6, (12, 4))])
 def test_kv_heads_that_neither_divide_the_ranks_nor_are_divided_by_them_work(ranks, heads):
     for rank, got in enumerate(run_ranks(ranks, odd_kv_heads, heads)):
@@ -152,7 +153,7 @@ def together_traces() -> list[Trace]:
     return [ulysses_trace(dist.group.WORLD, *case, together=True) for case in TOGETHER]
 
 
-@pytest.mark.always("2")
+@pytest.mark.prove
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_q_k_and_v_in_one_message_are_exact_for_any_number_of_heads(ranks):
     for rank, traces in enumerate(run_ranks(ranks, together_traces)):
@@ -616,6 +617,7 @@ def test_the_demo_finds_nothing_wrong(argv):
     assert run_ranks(2, run_demo, argv) == [[], []]
 
 
+@pytest.mark.always("3-argv1")
 @pytest.mark.parametrize(
     ("ranks", "argv"),
     [

@@ -126,6 +126,7 @@ def on_ranks(which: str, dtype: torch.dtype) -> list[tuple]:
     return [(name, where, results_of(attention, *(x[:, where] for x in given))) for name, attention, where in cases]
 
 
+@pytest.mark.always("flash")
 @pytest.mark.parametrize("which", ["flash", "tiled"])
 def test_plugged_into_ring_all_gather_and_mesh_it_is_exact(which):
     want = results_of(dense_attention, *given_of(48, 48))
@@ -135,6 +136,7 @@ def test_plugged_into_ring_all_gather_and_mesh_it_is_exact(which):
                 assert_same(got, expected[:, where], what=f"{what} of {name}, rank {rank}")
 
 
+@pytest.mark.always("flash")
 @pytest.mark.parametrize("which", ["flash", "tiled"])
 def test_in_bfloat16_it_errs_at_most_one_and_a_half_times_as_much_as_dense(which):
     given = [x.bfloat16() for x in given_of(48, 48)]

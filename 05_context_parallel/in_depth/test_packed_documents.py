@@ -223,6 +223,7 @@ def parts_and_bytes(dtype: torch.dtype) -> list[tuple]:
     return found
 
 
+@pytest.mark.prove
 def test_in_bfloat16_it_errs_at_most_one_and_a_half_times_as_much_as_dense_and_sends_what_one_document_would():
     found = run_ranks(4, parts_and_bytes, torch.bfloat16)
     for case, (version, layout) in enumerate([*CASES, ("ulysses", "contiguous")]):

@@ -140,7 +140,7 @@ def must_run(name, p, m):
     }.get(name, True)
 
 
-@pytest.mark.always("4")
+@pytest.mark.always("2")
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_every_schedule_gives_the_gradients_of_the_whole_model(p):
     counts = sorted({1, max(1, p - 1), p, 2 * p, 4 * p + 1} if p < 4 else {1, 3, 4, 8})
@@ -175,6 +175,7 @@ def with_data_parallel(cases):
         train_beside_the_reference(build(name, 2, m, v_of(name)), group, data_group=data_group, steps=3)
 
 
+@pytest.mark.prove
 def test_with_data_parallel_gradients_are_those_of_all_micro_batches_of_all_replicas():
     run_ranks(4, with_data_parallel, [("1f1b", 3), ("zb-v", 4), ("interleaved", 2), ("dualpipe", 4)])
 
@@ -592,6 +593,7 @@ def started(cases):
     return result
 
 
+@pytest.mark.prove
 def test_both_ends_of_a_pair_start_their_messages_in_the_same_order_and_none_is_forgotten():
     cases = [(name, 8) for name in SCHEDULES]
     by_rank = run_ranks(4, started, cases)
@@ -632,6 +634,7 @@ def in_batches(cases):
     return found
 
 
+@pytest.mark.prove
 def test_in_one_line_with_crossings_as_one_batch_both_ends_start_the_same_batches_in_the_order_of_the_program():
     cases = [(name, 8) for name in ("1f1b", "interleaved", "zb-h1", "v-half", "dualpipe", "dualpipe-v")]
     by_rank = run_ranks(4, in_batches, cases)

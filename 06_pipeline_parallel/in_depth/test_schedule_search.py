@@ -127,6 +127,7 @@ def test_the_heuristic_is_valid_and_keeps_its_memory_limit():
         assert max(simulate(schedule, times).peak_activations) <= limit
 
 
+@pytest.mark.always("4")
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])
 def test_with_equal_times_the_heuristic_reaches_zb_h1_and_zb_h2(p):
     for m in (2 * p, 3 * p + 1):
@@ -156,6 +157,7 @@ def test_the_cheapest_is_what_occupies_a_rank_least_though_another_ends_earlier(
     assert cheapest([early, cheap], times) == cheap
 
 
+@pytest.mark.prove
 def test_the_heuristic_is_within_12_percent_of_the_proven_optimum():
     gaps = []
     for p, m in ((2, 4), (3, 3), (3, 4)):
@@ -175,6 +177,7 @@ def test_more_memory_never_makes_the_optimum_worse():
         assert costs[0] > costs[-1]
 
 
+@pytest.mark.prove
 def test_the_demo_passes_and_a_case_out_of_reach_is_one_line():
     done = run_script(HERE / "schedule_search.py", "--ranks", "2")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS")

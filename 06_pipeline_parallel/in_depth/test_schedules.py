@@ -83,7 +83,7 @@ def auto_cost(p, m, times, limit=None):
     return simulate(build("auto", p, m, times=times, limit=limit), times).cost
 
 
-@pytest.mark.always("interleaved", "dualpipe-v")
+@pytest.mark.always("dualpipe-v")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_list_up_to_8_ranks_16_micro_batches_4_stages_passes_the_checker_and_has_the_published_bubble(name):
     compared = Counter()
@@ -127,6 +127,7 @@ def test_1f1b_holds_p_minus_rank_micro_batches_and_afab_all_of_them():
         assert simulate(build("afab", p, m)).peak_activations == (m,) * p
 
 
+@pytest.mark.prove
 def test_the_bubbles_of_zb_h1_and_zb_h2_hold_for_unequal_times():
     for p, (f, b, w) in product((1, 2, 3, 5, 8), product((1, 2, 3, 4), repeat=3)):
         if w <= min(f, b):
@@ -156,6 +157,7 @@ def test_the_bubble_of_dualpipe_holds_for_every_time_of_a_pair():
                     assert set(timeline.peak_activations) == {p + 1}
 
 
+@pytest.mark.prove
 def test_llama3_takes_any_number_of_micro_batches_in_flight():
     for p, m, v in product((1, 2, 3, 4), (1, 4, 5, 7, 10), (1, 2, 3)):
         smallest = min((n for n in range(p, m) if m % n == 0 or m % n >= p), default=m)  # the default

@@ -98,6 +98,7 @@ def one_by_one(p, m):
     return Schedule("one by one", p, 2 * p, m, (v_shape(p),), tuple(lists))
 
 
+@pytest.mark.prove
 def test_the_search_proves_how_far_the_v_schedules_are_from_the_best():
     gaps = {}
     for p, m, times, limit in product((2,), (2, 3), (Times(), Times(2, 3, 3), Times(3, 4, 2)), (2, 3, 4)):
@@ -177,6 +178,7 @@ def assert_auto_is_not_beaten(cases):
     return cheaper
 
 
+@pytest.mark.prove
 def test_with_two_stages_a_rank_auto_is_never_dearer_than_any_named_schedule_that_fits():
     sample = [case for case in random.Random(0).sample(SWEEP, 60) if case[1] < 5][:16]
     assert assert_auto_is_not_beaten(sample) >= 2

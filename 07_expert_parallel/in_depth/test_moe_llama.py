@@ -235,6 +235,7 @@ def two_slices() -> tuple[Trace, list]:
     return trace, [dist.get_process_group_ranks(g) for g in (experts, replicas)]
 
 
+@pytest.mark.prove
 def test_two_slices_of_the_world_train_two_models_at_once():
     for rank, (trace, members) in enumerate(run_ranks(4, two_slices)):
         assert_same_trace(trace, reference(["softmax", "sigmoid"][rank % 2]), rank=rank)

@@ -97,7 +97,7 @@ def all_cases(kernel_name: str) -> list[list[Tensor]]:
     return [in_chunks(dist.group.WORLD, *case, kernel) for case in CASES]
 
 
-@pytest.mark.always("1-explicit", "2-fused")
+@pytest.mark.always("2-fused")
 @pytest.mark.parametrize(("ranks", "kernel"), [(1, "fused"), (1, "explicit"), (2, "fused"), (4, "fused")])
 def test_output_and_every_gradient_equal_dense_attention_for_any_chunks_ranks_and_heads(ranks, kernel):
     for rank, cases in enumerate(run_ranks(ranks, all_cases, kernel)):
@@ -313,7 +313,7 @@ def sizes_for(P: int) -> list[tuple[Sizes, int]]:
     ]
 
 
-@pytest.mark.always("2")
+@pytest.mark.prove
 @pytest.mark.parametrize("P", [1, 2])
 def test_bytes_on_the_device_the_host_the_link_and_the_network_equal_the_formulas(P):
     cases = sizes_for(P)

@@ -460,6 +460,7 @@ def bytes_waiting(keep: str) -> list[tuple[int, int, float]]:
     return seen
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("keep", ["input", "attention"])
 def test_ten_validations_and_ten_abandoned_forwards_leave_not_a_byte_on_the_host(keep):
     [seen] = run_ranks(1, bytes_waiting, keep)
@@ -490,6 +491,7 @@ def gradients_on_the_host(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor
     return got, want, [store.offloaded, store.fetched, waiting, store.host_bytes], {x.dtype for x in got}
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_leave_for_the_host_as_they_are_made_summed_over_ranks_and_micro_batches(ranks):
     for rank, (got, want, counted, _) in enumerate(run_ranks(ranks, gradients_on_the_host, torch.float64)):
@@ -499,6 +501,7 @@ def test_gradients_leave_for_the_host_as_they_are_made_summed_over_ranks_and_mic
         assert counted == [2 * size, size, size, 0], "out twice, back once, and none left"
 
 
+@pytest.mark.prove
 def test_gradients_on_the_host_are_fp32_if_the_model_is_bf16():
     [(*_, dtypes)] = run_ranks(1, gradients_on_the_host, torch.bfloat16)
     assert dtypes == {torch.float32}

@@ -26,7 +26,7 @@ def assert_at_most_half_as_much_again(error, own, what):
     assert error <= 1.5 * own, f"{what}: off by {error:.2e} from float64, PyTorch in bfloat16 by {own:.2e}"
 
 
-@pytest.mark.always("five")
+@pytest.mark.prove
 @pytest.mark.parametrize("name", VERSIONS)
 def test_attention_and_its_gradients(name):
     given = of_attention(70, 70, 4, 2, 32, BF16)
@@ -40,6 +40,7 @@ def test_attention_and_its_gradients(name):
         assert_at_most_half_as_much_again(error, own, what)
 
 
+@pytest.mark.always("rms_norm", "swiglu")
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_kernels_and_their_gradients(name):
     with bfloat16(*UNCHECKED):
@@ -47,6 +48,7 @@ def test_fused_kernels_and_their_gradients(name):
     assert_at_most_half_as_much_again(error, own, name)
 
 
+@pytest.mark.always("cross_entropy")
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_their_gradients(name):
     with bfloat16(*UNCHECKED):

@@ -103,6 +103,7 @@ ORDERS = {"in reverse": REVERSE, "shuffled": 7, "racing": _cuda.racing(4)}
 ORDERS |= {f"warp {w} {f.__name__}": f(w) for w in (0, 4, 8) for f in (_cuda.ahead, _cuda.behind)}
 
 
+@pytest.mark.always("racing", "in reverse")
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_bits_are_the_same_in_this_order_of_the_warps(name):
     assert_same_bits(RACE, {name: ORDERS[name]})

@@ -154,6 +154,7 @@ def test_a_nan_in_one_sequence_stays_there():
         assert all(x[0, :, 0].isfinite().all() and x[1].isnan().all() for x in clean)
 
 
+@pytest.mark.prove
 def test_tiles_that_no_query_sees_are_never_loaded():
     """Keys and values that would spoil everything they touch, in tiles that lie outside the band."""
     q, k, v, dout = inputs(64, 160, 2, 1, 32)
@@ -204,6 +205,7 @@ def test_the_runs_hold_every_visible_pair_and_whole_tiles_no_hidden_one():
                     assert end - begin <= 4 * len({j // 4 for _, j in pairs}) or not pairs  # and no tile in vain
 
 
+@pytest.mark.prove
 def test_blocks_of_keys_give_their_shares_of_the_gradients_from_the_lse_of_all_keys():
     q, k, v, dout = inputs(40, 40, 4, 2, 32)
     out, lse = triton_forward(q, k, v, causal=True)
@@ -249,6 +251,7 @@ def test_saved_are_inputs_output_and_lse_to_the_byte_and_no_allocation_grows_wit
     assert peaks[1] == tuple(2 * peak for peak in peaks[0])
 
 
+@pytest.mark.prove
 def test_two_runs_of_the_repeatable_backward_give_the_same_bits():
     q, k, v, dout = inputs(40, 40, 4, 2, 32, torch.float16)
     attention = partial(flash_attention, version=REPEATABLE)
@@ -256,6 +259,7 @@ def test_two_runs_of_the_repeatable_backward_give_the_same_bits():
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
+@pytest.mark.always("five")
 @pytest.mark.parametrize("repeatable", [False, True], ids=["five", "seven"])
 def test_dq_dk_and_dv_are_summed_over_tiles_in_32_bits(repeatable):
     """A tile that gives much and then three that give little: in fp16, 90 + 0.03 is 90, and three times."""
@@ -295,6 +299,7 @@ def test_keys_beyond_the_end_of_a_tile_add_nothing_to_dq_however_low_the_scores(
             assert_same(x.double(), y, limit, f"{name}, {'descriptors' if plan.tma else 'addresses'}")
 
 
+@pytest.mark.prove
 def test_a_window_of_many_tiles_has_whole_tiles_between_cut_ones():
     """Tiles of 16 and a window of 40: a program walks along a cut tile, one or two whole ones, and cut ones."""
     q, k, v, dout = inputs(80, 80, 1, 1, 32)

@@ -25,6 +25,7 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
+@pytest.mark.always("{'eps': 0.001, 'betas': (0.5, 0.999)}")
 @pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.0}, {"eps": 1e-3, "betas": (0.5, 0.999)}], ids=str)
 def test_ten_steps_err_at_most_twice_as_much_as_torchs(settings):
     settings = SETTINGS | settings

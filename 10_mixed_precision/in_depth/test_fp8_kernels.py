@@ -406,6 +406,7 @@ def test_the_kernel_finds_the_largest_element_and_calls_nan_infinite(interpreted
     assert_holds(interpreted, request)
 
 
+@pytest.mark.prove
 def test_scales_and_values_of_the_kernel_are_those_of_the_recipe(interpreted, request):
     assert_holds(interpreted, request)
 

@@ -65,6 +65,7 @@ def test_every_axis_that_is_chosen_reaches_the_layout_that_is_asked_for():
         assert (layout.ranks, layout.global_batch) == (TASK.gpus, TASK.global_batch)
 
 
+@pytest.mark.prove
 def test_the_page_shows_the_task_bars_a_verdict_and_a_drawing_of_the_pipeline(browsed):
     seen = browsed.split("<script>")[0]
     assert len(re.findall(r"<rect ", seen)) == 2 * 2 * 4  # forward and backward of 4 micro-batches on 2 ranks

@@ -23,6 +23,7 @@ def test_a_way_of_the_playbook_is_tried_as_it_says_and_fits(way):
     assert found.peak <= task.memory and exact(task, layout).step.seconds == found.step.seconds
 
 
+@pytest.mark.prove
 def test_a_rule_is_the_simplest_layout_that_is_as_fast_as_one_can_tell():
     for what, gpus, models, ways in plan_rules.CASES[:1]:
         for row in plan_rules.rows(CLUSTER, ((what, gpus, models, ways),)):

@@ -162,7 +162,7 @@ def really(words):
     return sent.events, {name: count for name, count in sent.sent.items() if count}, held(me), min(peaks)
 
 
-@pytest.mark.always("2-words4")
+@pytest.mark.prove
 @pytest.mark.parametrize(("ranks", "words"), REAL)
 def test_collectives_and_bytes_are_those_of_ranks_that_really_run(ranks, words):
     measured = run_ranks(ranks, really, BASE | words, timeout=200.0)
@@ -574,6 +574,7 @@ def test_a_viewer_can_draw_the_trace(tmp_path):
         assert ends["s"]["pid"] != ends["f"]["pid"] and ends["s"]["ts"] <= ends["f"]["ts"]
 
 
+@pytest.mark.prove
 def test_domino_sends_what_it_sent_before_and_hides_it_behind_the_other_half():
     words = FUSED | {"preset": "tiny", "tp": 2, "global_batch": 4, **SP}
     machine = cluster(inside_gb_per_s=20.0)

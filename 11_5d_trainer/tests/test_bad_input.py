@@ -410,6 +410,7 @@ def test_options_come_from_a_file_and_the_command_line_wins(text, tmp_path):
     assert (config.steps, config.min_lr, config.tied, config.seq_len, config.data) == (50, 0.0, False, 32, text)
 
 
+@pytest.mark.prove
 def test_the_config_json_of_a_run_begins_the_same_run_elsewhere(text, tmp_path):
     log, folder = train_on(2, [*arguments(text, experts=4), "--zero", "1", "--out", str(tmp_path / "run")])
     again, other = train_on(2, ["--options", f"{folder}/config.json", "--out", str(tmp_path / "again")])
@@ -551,6 +552,7 @@ def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares()
     assert need("--experts 4 --ep 4", 4)["weights"] < 0.6 * need("--experts 4", 4)["weights"]
 
 
+@pytest.mark.always("llama3-8b")
 @pytest.mark.parametrize("preset", ["llama3-8b", "llama3-70b", "mixtral-8x7b"])
 def test_a_model_that_no_rank_can_hold_is_refused_with_the_estimate(preset, text, monkeypatch):
     monkeypatch.setattr(checks, "memory_of_a_rank", lambda device: 16 * 10**9)

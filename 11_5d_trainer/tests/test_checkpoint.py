@@ -223,7 +223,7 @@ def written(text, tmp_path_factory):
     return lambda layout: write(tuple(kind for kind in KINDS if kind in layout))
 
 
-@pytest.mark.always("4---tp 2 --sequence-parallel --zero 1")
+@pytest.mark.prove
 @each_layout
 def test_what_two_ranks_saved_any_layout_loads_reading_each_tensor_at_most_once_and_one_at_a_time(
     ranks, layout, text, written

@@ -50,6 +50,7 @@ def kinds(layout):
     )
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.prove)])
 def test_in_the_covering_set_all_kinds_meet_by_twos_and_by_threes_or_are_refused_with_a_reason(number):
     layouts, refused = covering(pairs=False, triples=number == 3)
@@ -62,7 +63,7 @@ def test_in_the_covering_set_all_kinds_meet_by_twos_and_by_threes_or_are_refused
             assert bool(reason) != (meeting in met), f"{names}: refused because {reason!r}, met: {meeting in met}"
 
 
-@pytest.mark.always("0")
+@pytest.mark.prove
 @pytest.mark.parametrize("part", range(6))
 def test_every_two_kinds_of_parallelism_together_give_the_loss_gradients_and_weights_of_one_process(part, text):
     layouts, _ = covering(pairs=False, triples=False, most=4)

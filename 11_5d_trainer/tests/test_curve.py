@@ -44,6 +44,7 @@ def test_a_loss_that_is_not_finite_and_a_log_of_one_line_can_be_drawn():
     assert curve.in_terminal([]) == "no loss to draw" and curve.as_svg([], "run") == ""
 
 
+@pytest.mark.prove
 def test_a_run_ends_with_its_curve_its_bits_per_byte_and_a_picture(tmp_path, monkeypatch, capsys):
     (tmp_path / "numbers.txt").write_text(TEXT)
     words = [*arguments(str(tmp_path / "numbers.txt"), steps=3), "--out", str(tmp_path / "run")]

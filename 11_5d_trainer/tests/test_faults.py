@@ -193,6 +193,7 @@ def test_a_disk_that_is_full_costs_that_checkpoint_and_not_the_run(who, text, un
     assert not list((tmp_path / "run" / "checkpoints").glob(".writing-*"))
 
 
+@pytest.mark.prove
 def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_in_one_line_and_the_one_before_is_gone_on_from(
     text, undisturbed, tmp_path
 ):
@@ -227,6 +228,7 @@ def test_of_several_damaged_checkpoints_each_is_passed_over_with_its_reason(text
     assert fuzz.losses(run_ranks(2, fuzz.run, ["--resume", str(folder)])[0]) == undisturbed
 
 
+@pytest.mark.prove
 def test_checkpoints_are_ordered_by_their_steps_and_not_by_their_names(text, tmp_path):
     words = [*fuzz.options(text, "", steps=6, save_every=2, keep=9), "--out", str(tmp_path / "run")]
     run_ranks(1, fuzz.run, words)
@@ -255,6 +257,7 @@ def test_when_no_checkpoint_is_whole_the_run_ends_in_one_line(text, tmp_path):
         run_ranks(1, agreed, ["--resume", str(tmp_path / "run"), "--steps", "4"])
 
 
+@pytest.mark.prove
 def test_ranks_that_see_different_checkpoints_end_in_one_line(text, tmp_path):
     words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run")]
     run_ranks(2, fuzz.run, words)
@@ -300,6 +303,7 @@ def test_a_file_of_another_node_is_waited_for_and_if_it_never_comes_there_is_no_
     assert checkpoint.damage(checkpoint.complete(tmp_path)[0]) == ""
 
 
+@pytest.mark.prove
 def test_a_run_that_died_before_its_first_checkpoint_leaves_no_line_in_the_log_of_the_next(text, tmp_path):
     words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run"), "--restart"]
     (tmp_path / "run").mkdir()
@@ -411,6 +415,7 @@ def test_a_signal_to_one_rank_makes_all_write_a_checkpoint_of_that_step_and_stop
     assert logged == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.prove
 def test_a_signal_in_the_last_step_stops_nothing(text, tmp_path):
     words = [*fuzz.options(text, "", steps=3, save_every=0), "--out", str(tmp_path / "run")]
     assert run_ranks(2, signalled, words, 1, 3, signal.SIGTERM) == [(3, False), (3, True)]
@@ -516,7 +521,7 @@ def test_weights_after_a_step_that_was_left_out_are_those_before_it(text, tmp_pa
     assert torch.tensor([line["val_loss"] for line in logged if "val_loss" in line]).isfinite().all()
 
 
-@pytest.mark.always("2")
+@pytest.mark.prove
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_checkpoint_from_before_the_first_step_that_was_taken_is_one_to_go_on_from(zero, text, tmp_path):
     words = [*fuzz.options(text, f"--zero {zero}", steps=3, save_every=1), "--keep", "9", "--on-nan", "skip"]

@@ -49,7 +49,7 @@ def trainer_and_five_d(words, layout):
     return both
 
 
-@pytest.mark.always("ranks4-cp2-ep2")
+@pytest.mark.prove
 @pytest.mark.parametrize(("layout", "words"), [pytest.param(*each, id=name_of(each[0])) for each in TRAINED])
 def test_losses_and_norms_match_the_trainer(layout, words, tmp_path):
     text = tmp_path / "text.txt"

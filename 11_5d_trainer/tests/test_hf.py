@@ -96,7 +96,7 @@ EXPORTS = {
 }
 
 
-@pytest.mark.always("mixtral")
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", EXPORTS)
 def test_transformers_gives_the_logits_and_the_validation_loss_of_an_exported_run(kind, text, tmp_path):
     ranks, layout = EXPORTS[kind]
@@ -113,6 +113,7 @@ def test_transformers_gives_the_logits_and_the_validation_loss_of_an_exported_ru
     assert_same(log[-1]["val_loss"], want, 1e-6, "validation loss at the end of the run")
 
 
+@pytest.mark.prove
 def test_a_large_model_is_exported_in_several_files_of_which_one_is_in_memory_at_a_time(text, tmp_path):
     _, folder = train_on(2, [*arguments(text, steps=1, warmup=0), "--tp", "2", "--out", str(tmp_path / "run")])
     out, file_bytes = tmp_path / "out", 70_000
@@ -196,6 +197,7 @@ def test_a_folder_goes_through_a_run_with_every_size_it_came_with(kind, text, tm
     assert hf.read_sizes(folder)[0].rope_theta in (10000.0, 20000.0)
 
 
+@pytest.mark.prove
 def test_a_run_that_began_with_a_folder_resumes_without_it(text, tmp_path):
     folder = new_model(tmp_path / "model", "mixtral")
     # Experts are balanced within a micro-batch of all ranks, so that loss depends on the layout. Here it is left out.

@@ -99,7 +99,7 @@ def by_transformers_and_torch(folder, text):
     return f64(found), {name: weight.detach() for name, weight in merged().items()}
 
 
-@pytest.mark.always("2---pp 2 --zero 1")
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("ranks", "layout"), [(1, ""), (4, "--tp 2 --sequence-parallel --zero 3"), (2, "--pp 2 --zero 1")]
 )
@@ -138,6 +138,7 @@ def test_a_run_of_adapters_goes_on_in_another_layout_without_its_folder(folder, 
     assert same == {name for name in first if "_proj" not in name}
 
 
+@pytest.mark.prove
 def test_bf16_adapters_have_masters_and_the_base_has_none(folder, text, tmp_path):
     words = adapted(text, folder, tmp_path, "--zero", "1", "--out", str(tmp_path / "run"), precision="bf16-master")
     _, home = run_ranks(2, run, words, {})[0]

@@ -90,7 +90,7 @@ def one_step(words, sizes):
     return mine, sent.total, told
 
 
-@pytest.mark.always("4---tp 2 --sequence-parallel --zero 2", "4---experts 4 --ep 2 --tp 2 --sequence-parallel --zero 1")
+@pytest.mark.always("4---experts 4 --ep 2 --tp 2 --sequence-parallel --zero 1")
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layout, text):
     sizes = SMALL | {"layers": 4 if "--pp" in layout else 2, "tied": "--tied" in layout}
@@ -181,6 +181,7 @@ def listened(words):
     return log, said
 
 
+@pytest.mark.prove
 def test_the_table_is_printed_once_with_a_sign_that_both_agree_and_kept_rank_by_rank(text, tmp_path):
     words = [*arguments(text, steps=3), "--meter", "--tp", "2", "--zero", "1", "--out", str(tmp_path / "run")]
     _, said = run_ranks(4, listened, words)[0]
@@ -194,7 +195,7 @@ def test_the_table_is_printed_once_with_a_sign_that_both_agree_and_kept_rank_by_
     assert len(ranks) == 4 and all(rank["sent"]["tp"][0] > 0 for rank in ranks)
 
 
-@pytest.mark.always("tp---precision bf16 --tp 2")
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("axis", "layout"),
     [("tp", "--precision bf16 --tp 2"), ("ep", "--experts 4 --ep 2 --dispatch once --recompute full")],
@@ -227,6 +228,7 @@ def test_a_trace_has_the_products_and_the_collectives_of_the_steps_asked_for(tex
         assert sum(name.startswith("step ") for name in names) == 2
 
 
+@pytest.mark.prove
 def test_a_trace_of_more_steps_than_there_are_ends_with_the_run(text, tmp_path):
     train_on(1, [*arguments(text, steps=3), "--profile", "9", "--out", str(tmp_path / "run")])
     assert json.loads((tmp_path / "run" / "trace-rank0.json").read_text())["traceEvents"]
@@ -302,6 +304,7 @@ def test_weights_and_biases_hears_every_line_and_a_resumed_run_goes_on_under_its
     assert told[1] == ["*", "step"] and told[2 : 2 + len(log)] == lines
 
 
+@pytest.mark.prove
 def test_the_log_has_the_epoch_the_time_and_the_memory_and_time_goes_on_when_a_run_does(text, tmp_path):
     _, folder = train_on(1, [*arguments(text, keep=9), "--out", str(tmp_path / "run")])
     log, _ = train_on(1, ["--resume", f"{folder}/checkpoints/step-000004"])
@@ -313,6 +316,7 @@ def test_the_log_has_the_epoch_the_time_and_the_memory_and_time_goes_on_when_a_r
     assert all(2**26 < line["memory"] < 2**40 for line in steps)
 
 
+@pytest.mark.prove
 def test_off_a_terminal_there_are_lines_and_no_carriage_returns(text, tmp_path):
     _, said = run_ranks(1, listened, [*arguments(text, steps=4), "--out", str(tmp_path / "run")])[0]
     steps = [line for line in said if re.match(r"step \d of ", line)]
@@ -324,7 +328,7 @@ def test_off_a_terminal_there_are_lines_and_no_carriage_returns(text, tmp_path):
 # -------------------------------------------------------------------------------------------------------- generate.py
 
 
-@pytest.mark.always("--tp 2 --tied")
+@pytest.mark.prove
 @pytest.mark.parametrize("layout", ["--tp 2 --tied", "--experts 4 --ep 2 --zero 3"])
 def test_a_checkpoint_of_any_layout_is_sampled_as_at_the_end_of_its_run(layout, text, tmp_path):
     words = [*arguments(text, steps=4, sample=20), *layout.split(), "--out", str(tmp_path / "run")]

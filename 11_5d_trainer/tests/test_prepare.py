@@ -282,6 +282,7 @@ def test_tokens_of_a_tokenizer_are_decoded_by_the_run_and_its_export_though_all_
         assert theirs.decode(theirs.encode(STORIES[0], add_special_tokens=False)) == STORIES[0]
 
 
+@pytest.mark.prove
 def test_a_resumed_run_reads_its_text_with_its_own_copy_of_the_tokenizer(tokenizer, text, tmp_path):
     mine = shutil.copy(tokenizer, tmp_path / "mine.json")
     words = [*arguments(text, steps=1, warmup=0, tokenizer=mine), "--out", str(tmp_path / "run")]
@@ -498,7 +499,7 @@ def gradients_in_documents(words):
     assert len(borders) > 1
 
 
-@pytest.mark.always("1-", "2---tp 2 --sequence-parallel", "2---cp 2 --cp-kind zigzag")
+@pytest.mark.always("2---tp 2 --sequence-parallel")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

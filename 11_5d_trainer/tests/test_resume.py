@@ -65,6 +65,7 @@ def validated_as(values, words, sizes):
         return run(words, sizes)
 
 
+@pytest.mark.prove
 def test_the_best_checkpoint_is_kept_beside_the_newest_and_found_by_its_name(text, tmp_path):
     words = [*arguments(text, eval_every=1, save_every=0, keep=1), "--keep-best", "--out", str(tmp_path / "run")]
     values = [1.0, 5.0, 4.0, 2.0, 3.0, 2.0, 2.5, 9.0, 9.0]  # that of step 0 does not count
@@ -82,6 +83,7 @@ def evaluated(words, sizes):
     return train.evaluate_alone(train.agree(plan)[0])
 
 
+@pytest.mark.prove
 def test_a_checkpoint_is_validated_alone_in_any_layout_and_nothing_is_written(text, tmp_path):
     log, folder = train_on(2, [*arguments(text), "--out", str(tmp_path / "run")])
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -133,6 +135,7 @@ def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file,
         assert capsys.readouterr().err.startswith("step-000008 is passed over: step-000008/")
 
 
+@pytest.mark.prove
 def test_other_contents_of_the_same_size_are_found_and_the_checkpoint_before_is_used(text, tmp_path):
     log, folder = train_on(1, [*arguments(text, keep=9, min_lr=3e-3), "--out", str(tmp_path / "run")])
     damaged = Path(folder) / "checkpoints" / "step-000008" / "__0_0.distcp"
@@ -151,7 +154,7 @@ def run_with_a_growing_scale(words, sizes):
         return run(words, sizes)
 
 
-@pytest.mark.always("fp16")
+@pytest.mark.prove
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16"])
 def test_a_resumed_run_in_low_precision_goes_on_bit_by_bit_and_notes_the_same_progress(precision, text, tmp_path):
     words = [*arguments(text, precision=precision, keep=9, zero=2), "--out", str(tmp_path / "run")]

@@ -132,7 +132,7 @@ LAYOUTS += [
 ]
 
 
-@pytest.mark.always("llama3.2-2---tp 2 --sequence-parallel --zero 2")
+@pytest.mark.prove
 @pytest.mark.parametrize(("kind", "ranks", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_five_steps_of_a_folder_are_those_of_transformers_with_torchs_adamw_in_float64(
     kind, ranks, layout, folder, tmp_path

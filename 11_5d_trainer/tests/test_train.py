@@ -235,6 +235,7 @@ def test_clipped_adamw_steps_in_any_layout_give_the_losses_and_norms_of_one_rank
         assert_same(f64(many[step]), f64(one[step]), 1e-9, f"loss and norm of step {step}")
 
 
+@pytest.mark.prove
 def test_validation_does_not_depend_on_the_layout_also_when_ranks_have_unequal_shares(text, tmp_path):
     layouts = [(1, []), (2, []), (4, []), (4, ["--zero", "3"]), (4, ["--cp", "2", "--tp", "2"])]
     runs = [
