@@ -923,7 +923,7 @@ def test_what_the_changes_to_a_step_should_save_is_less_than_the_step_and_each_s
     job = bench.jobs(False, 139 * 2**30)[0]
     ideal = 1e3 * step_flops(job.sizes, job.samples, job.seq).model / 989.4e12
     for column in (0, 1):
-        saved = [float(line.split()[column]) for line in lines]
+        saved = [float(line.split()[column]) for line in lines if " alone: " not in line]  # these are of other ways
         assert 20 < sum(saved) < 0.2 * ideal
     assert all("Wrong if: " in line for line in lines)
 

@@ -20,18 +20,14 @@ using bf16 = __nv_bfloat16;
 constexpr int TILE_K = 64;
 __host__ __device__ inline int swizzled(int row, int chunk) { return row * TILE_K + ((chunk ^ (row & 7)) * 8); }
 
-// How wgmma is told where a tile is. In units of 16 bytes: the address in shared memory (bits 0 to 13), and the way from
-// one group of 8 rows to the next (bits 32 to 45), 1024 bytes here; bits 62 and 63: 1 for the 128-byte swizzle. (Bits
-// 16 to 29, the way along K, are not used with a swizzle.) Both compilers build it; the emulator reads its bits.
-__host__ __device__ inline uint64_t descriptor_of(uint32_t address) {
-    return (address >> 4 & 0x3fff) | (uint64_t(1) << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
-}
-
-// The same for a factor that is summed over its rows ("MN-major", "transposed"): 64 of its columns fill a swizzled row, so
-// a wider tile lies in panels of 64 columns, one after the other. Bits 16 to 29: the way from one panel to the next; bits
-// 32 to 45: from 8 rows to the next 8, 1024 bytes. A step of 16 rows is a step of 2048 bytes in the address.
+// How wgmma is told where a tile is. In units of 16 bytes: the address in shared memory (bits 0 to 13), the way from one
+// panel to the next (bits 16 to 29), and that from one group of 8 rows to the next (bits 32 to 45), 1024 bytes here; bits
+// 62 and 63: 1 for the 128-byte swizzle. A factor in rows along K has no panels, and the bits of that way are not used.
+// One that is summed over its rows ("MN-major", "transposed") fills a swizzled row with 64 of its columns, so that a wider
+// tile lies in panels of 64 columns. A step of 16 rows is then a step of 2048 bytes in the address. Both compilers build
+// the descriptor; the emulator reads its bits.
 constexpr int PANEL = TILE_K;
-__host__ __device__ inline uint64_t across(uint32_t address, int panel_bytes) {
+__host__ __device__ inline uint64_t descriptor_of(uint32_t address, int panel_bytes = 16) {
     return (address >> 4 & 0x3fff) | (uint64_t(panel_bytes >> 4) << 16) | (uint64_t(1024 >> 4) << 32) |
            (uint64_t(1) << 62);
 }
@@ -135,7 +131,7 @@ __device__ inline void out_wait() {
 // along K, or across: in rows of 64 of its M or N, one for each k
 __device__ inline uint64_t descriptor(const bf16* tile, int k) { return descriptor_of(address_of(tile) + 2 * k); }
 __device__ inline uint64_t across(const bf16* tile, int row, int panel_bytes) {
-    return across(address_of(tile) + row * PANEL * 2, panel_bytes);
+    return descriptor_of(address_of(tile) + row * PANEL * 2, panel_bytes);
 }
 __device__ inline void wgmma_fence() { ON_HOPPER(asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory")); }
 __device__ inline void wgmma_commit() { ON_HOPPER(asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory")); }
@@ -388,7 +384,7 @@ inline uint64_t descriptor(const bf16* tile, int k) {
     return descriptor_of(uint32_t((const char*)tile - cuda_on_cpu::the.dynamic_shared) + 2 * k);
 }
 inline uint64_t across(const bf16* tile, int row, int panel_bytes) {
-    return across(uint32_t((const char*)tile - cuda_on_cpu::the.dynamic_shared) + row * PANEL * 2, panel_bytes);
+    return descriptor_of(uint32_t((const char*)tile - cuda_on_cpu::the.dynamic_shared) + row * PANEL * 2, panel_bytes);
 }
 inline void wgmma_fence() {}
 template <bool A_ACROSS = false, bool B_ACROSS = false>
