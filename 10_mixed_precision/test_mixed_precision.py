@@ -145,7 +145,7 @@ def test_three_steps_match_reference(ranks):
             assert_same(getattr(run, what), getattr(reference(), what), 1e-10, what, rank)
 
 
-@pytest.mark.always("ranks1")
+@pytest.mark.prove
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2, 3), (2, 0)])
 def test_fp8_on_ranks_equals_one_process(ranks):
     """Sums are float64 here, so only a scale of a rank's own could make a difference."""

@@ -210,6 +210,7 @@ def ends_of_scripts(scripts, option):
     return ends
 
 
+@pytest.mark.always("03_zero", "06_pipeline_parallel")
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.name)
 def test_an_unknown_option_is_one_line_and_exit_code_2(chapter):
     [ends] = run_ranks(1, ends_of_scripts, scripts(chapter), "--no-such-option")

@@ -92,6 +92,7 @@ def test_the_mistake_is_caught_by_the_named_test(mistake, judge, caught):
     remember(verdict)
 
 
+@pytest.mark.prove
 def test_without_a_mistake_the_same_machinery_says_passed(judge, listed):
     some = list({m.script[:2]: m for m in reversed(listed)}.values())  # the first of each chapter
     outcome = judge.run({}, [mistake.test for mistake in (some if "PROVE" in os.environ else some[::4])])

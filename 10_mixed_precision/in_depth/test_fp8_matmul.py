@@ -51,6 +51,7 @@ def in_powers_of_two(M, N, K, product="Fprop", seed=0):
     return drawn(M, (1, TILE), form), drawn(N, (1, TILE) if product == "Wgrad" else (TILE, TILE), e4m3)
 
 
+@pytest.mark.prove
 def test_the_numbers_of_the_two_formats_are_those_of_their_bits():
     patterns = torch.arange(256, dtype=torch.uint8)
     one = Quantized(torch.eye(16, 256)[:1].to(e4m3), torch.ones(1, 2), (1, TILE))
