@@ -223,16 +223,17 @@ def look_alike(one: str, other: str) -> bool:
     def parts(svg: str) -> tuple[list[str], list[float]]:
         for number, name in enumerate(dict.fromkeys(re.findall(r"\b[mp][0-9a-f]{10}\b", svg))):
             svg = svg.replace(name, f"id-{number}-")
-        return re.split(r"\d+\.\d+", svg), [float(found) for found in re.findall(r"\d+\.\d+", svg)]
+        number = r"\d+(?:\.\d+)?"
+        return re.split(number, svg), [float(found) for found in re.findall(number, svg)]
 
     (words, numbers), (others, other_numbers) = parts(one), parts(other)
-    return words == others and numbers == pytest.approx(other_numbers, rel=0, abs=1e-4)
+    return words == others and numbers == pytest.approx(other_numbers, rel=0, abs=0.011)
 
 
 def test_figures_look_alike_when_only_last_digits_and_ids_differ():
-    svg = '<path id="p0123456789" d="M 1.500000 -2.5"/> <use href="#p0123456789"/> <use href="#mabcdef0123"/>'
-    assert look_alike(svg, svg.replace("1.500000", "1.500001").replace("p0123456789", "pfedcba9876"))
-    for wrong in (("1.500000", "1.501000"), ("-2.5", "2.5"), ("#mabcdef0123", "#p0123456789"), ("<path", "<line")):
+    svg = '<path id="p0123456789" d="M 1.5 -2.5"/> <use href="#p0123456789"/> <use href="#mabcdef0123"/>'
+    assert look_alike(svg, svg.replace("1.5", "1.51").replace("p0123456789", "pfedcba9876"))
+    for wrong in (("1.5", "1.53"), ("-2.5", "2.5"), ("#mabcdef0123", "#p0123456789"), ("<path", "<line")):
         assert not look_alike(svg, svg.replace(*wrong)), wrong
 
 
