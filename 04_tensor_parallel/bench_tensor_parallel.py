@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _tensor_parallel_bench import (
-    LIMIT,
     RANKS,
     kept_by_both,
     must_be_same,
@@ -33,6 +32,7 @@ from _tensor_parallel_bench import (
     whole,
 )
 from harness.figures import COLOURS, GREY, write_figure
+from harness.launch import LIMIT
 from harness.report import paired, write_result
 from parallel_block import Config, ParallelBlock, Parts, sync_replicated_gradients
 from parallel_linear import TensorParallel as Deep

@@ -1,20 +1,16 @@
 """What the benchmarks of this chapter share: N ranks on one machine, gloo on CPU or nccl on GPUs."""
 
-import gc
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
+import harness.launch
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-import torch.multiprocessing as mp
 from _zero_demo import Decoder, make_batch, token_loss_sum
 from harness.meter import communication, peak_memory
 from torch import Tensor
@@ -23,30 +19,12 @@ from torch.distributed.tensor import DTensor
 RANKS = 4
 
 
-def _worker(rank: int, folder: str, benchmark: Callable[[torch.device], None]) -> None:
-    torch.set_num_threads(1)
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    limit = timedelta(seconds=300)
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
-    benchmark(device)
-    dist.barrier()
-    gc.collect()
-    dist.destroy_process_group()
-
-
 def launch(benchmark: Callable[[torch.device], None]) -> None:
     """Run `benchmark(device)` on every rank. No benchmark has options of its own here."""
     if sys.argv[1:]:
         print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: it has no options; use nothing", file=sys.stderr)
         sys.exit(2)
-    if 0 < torch.cuda.device_count() < RANKS:
-        sys.exit(f"{Path(sys.argv[0]).name}: {torch.cuda.device_count()} GPUs; use {RANKS}, or none")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(folder, benchmark), nprocs=RANKS)
+    harness.launch.launch(benchmark, RANKS)
 
 
 def must_be_equal(got: dict[str, Tensor], want: dict[str, Tensor], what: str, tol: float = 1e-8) -> None:

@@ -27,9 +27,10 @@ import parallel_linear
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tensor_parallel_bench import LIMIT, RANKS, must_be_same, options, run, step
+from _tensor_parallel_bench import RANKS, must_be_same, options, run, step
 from domino import HalvedBlock, in_halves, one_by_one
 from harness.figures import COLOURS, GREY, write_figure
+from harness.launch import LIMIT
 from harness.meter import bytes_on_the_wire, communication
 from harness.report import paired, write_result
 from overlap import LLAMA_70B, VERSIONS, Cluster, block_time
