@@ -32,8 +32,8 @@ from _tensor_parallel_bench import (
     whole,
 )
 from harness.figures import COLOURS, GREY, write_figure
-from harness.launch import LIMIT
 from harness.report import paired, write_result
+from harness.spawn import LIMIT
 from parallel_block import Config, ParallelBlock, Parts, sync_replicated_gradients
 from parallel_linear import TensorParallel as Deep
 from parallel_llama import load_full_state_dict

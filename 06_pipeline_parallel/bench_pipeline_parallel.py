@@ -22,10 +22,10 @@ import pipeline_parallel as pipe
 import torch
 import torch.distributed as dist
 from harness.figures import COLOURS, GREY, write_figure
-from harness.launch import launch
 from harness.meter import held_bytes, peak_memory
 from harness.reference import error_between
 from harness.report import paired, write_result
+from harness.spawn import launch
 from pipeline_executor import Pipeline
 from pipeline_parallel import IGNORE_INDEX, SCHEDULES, RecordingStage, build_model, build_stage, get_batch
 from schedules import build

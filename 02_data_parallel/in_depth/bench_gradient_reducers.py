@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from bench_data_parallel import in_processor_seconds
 from gradient_reducers import VERSIONS, BucketedReducer, Decoder, Reducer, make_batch, token_loss_sum
-from harness.launch import launch
 from harness.meter import communication
 from harness.report import Ratio, paired, write_result
+from harness.spawn import launch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-import harness.launch
+import harness.spawn
 import torch
 import torch.distributed as dist
 from _zero_demo import Decoder, make_batch, token_loss_sum
@@ -24,7 +24,7 @@ def launch(benchmark: Callable[[torch.device], None]) -> None:
     if sys.argv[1:]:
         print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: it has no options; use nothing", file=sys.stderr)
         sys.exit(2)
-    harness.launch.launch(benchmark, RANKS)
+    harness.spawn.launch(benchmark, RANKS)
 
 
 def must_be_equal(got: dict[str, Tensor], want: dict[str, Tensor], what: str, tol: float = 1e-8) -> None:

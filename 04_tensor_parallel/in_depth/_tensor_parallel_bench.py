@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _tensor_parallel_demo import OneLineParser
-from harness.launch import launch
 from harness.meter import communication, peak_memory
+from harness.spawn import launch
 from parallel_block import Config, apply_rope, attention
 from parallel_linear import swiglu
 from torch import Tensor, nn

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import overlapped_pair
 import torch
 import torch.distributed as dist
-from harness.launch import launch
 from harness.report import ratio_of, write_result
+from harness.spawn import launch
 from overlapped_pair import Turns, pair_time
 from pipeline_executor import Pipeline
 from schedule_simulator import Times, simulate

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import torch.distributed as dist
 from _pipeline_model import Sizes, Stage, make_batch, token_loss_sum
-from harness.launch import launch
 from harness.report import Ratio, paired, write_result
+from harness.spawn import launch
 from pipeline_executor import Pipeline, layers_of
 from schedules import build
 from torch import Tensor, nn

@@ -3,7 +3,7 @@
 layout       where things are: chapters, scripts, tests and benchmarks
 programs     run a script as `python` would, without importing torch again
 ranks        run a function on N processes, each with its rank in a Gloo group, and learn exactly what failed in which
-launch       start the ranks of a benchmark: processes of their own, with Gloo or NCCL
+spawn        start the ranks of a benchmark: processes of their own, with Gloo or NCCL
 reference    decide whether a parallel run equals the unsharded one: losses, every gradient, weights after three steps
 meter        count bytes: held per rank, saved for backward, at the peak, and sent by each collective
 report       time two things in pairs, write results/*.json from a clean tree, fill the tables of the READMEs from them
