@@ -104,6 +104,7 @@ results: $(READY)  ## tables and figures of the READMEs from results/; FROM=FILE
 figures: $(READY)  ## draw every figure again from results/, or with CH=03 those of one chapter
 	@set -e; for script in $$(grep -l -e --figures $(or $(CH),[01])*_*/bench_*.py $(or $(CH),[01])*_*/*/bench_*.py); do \
 	  echo "== $$script"; $(PY) $$script --figures; done
+	$(PY) tests/harness/computed.py --figures
 
 # The web edition: book/README.md. Its generator is installed when it is first needed.
 .PHONY: book book-serve

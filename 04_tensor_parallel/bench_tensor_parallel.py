@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _tensor_parallel_bench import (
-    LIMIT,
     RANKS,
     kept_by_both,
     must_be_same,
@@ -34,6 +33,7 @@ from _tensor_parallel_bench import (
 )
 from harness.figures import COLOURS, GREY, write_figure
 from harness.report import paired, write_result
+from harness.spawn import LIMIT
 from parallel_block import Config, ParallelBlock, Parts, sync_replicated_gradients
 from parallel_linear import TensorParallel as Deep
 from parallel_llama import load_full_state_dict

@@ -10,11 +10,8 @@ messages and waits are those of the core file; the timelines are what these runs
 """
 
 import argparse
-import gc
 import sys
-import tempfile
 import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +21,11 @@ sys.path.insert(1, str(Path(__file__).resolve().parent / "in_depth"))
 import pipeline_parallel as pipe
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-import torch.multiprocessing as mp
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import held_bytes, peak_memory
 from harness.reference import error_between
 from harness.report import paired, write_result
+from harness.spawn import launch
 from pipeline_executor import Pipeline
 from pipeline_parallel import IGNORE_INDEX, SCHEDULES, RecordingStage, build_model, build_stage, get_batch
 from schedules import build
@@ -200,16 +196,13 @@ def measure() -> tuple[list, list, list]:
     return schedules, timeline, stored
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store, limit = dist.FileStore(f"{folder}/store", RANKS), timedelta(seconds=120)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+def worker(device: torch.device) -> None:
     small = pipe.SEQ_LEN, pipe.HIDDEN
     pipe.SEQ_LEN, pipe.HIDDEN = 64, 128
     ratios = [compare(name) for name in SCHEDULES]
     pipe.SEQ_LEN, pipe.HIDDEN = small
     schedules, timeline, stored = measure()
-    if rank == 0:
+    if dist.get_rank() == 0:
         write_result(
             "06_ground",
             f"Step time of the core file, {RANKS} ranks, {M} micro-batches",
@@ -249,9 +242,6 @@ def worker(rank: int, folder: str) -> None:
             "One process runs one micro-batch after the other.",
         )
         figures()
-    dist.barrier()
-    gc.collect()
-    dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -321,8 +311,7 @@ def main() -> None:
     if parser.parse_args().figures:
         figures()
         return
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(folder,), nprocs=RANKS)
+    launch(worker, RANKS, gpus=False)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ The prompt is read as the training data was: as bytes, or with the run's tokeniz
 numbers. The model is chapter 01's Llama (or chapter 07's mixture) on one device: a checkpoint holds whole weights.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import paths  # noqa: F401  finds the chapters below
 import checkpoint
@@ -24,7 +23,7 @@ from hf_keys import TOKENS
 from llama import Llama, LlamaConfig, at_least_fp32
 from model import alone, full_shapes, give_memory, whole_names
 from ops import WEIGHTS
-from options import Config, UsageError
+from options import Config, OneLineParser, UsageError
 from sources import Tokenizer, as_bytes, as_numbers, load_tokenizer
 from torch import Tensor
 
@@ -153,13 +152,10 @@ def read_prompt(prompt: str, config: Config, numbers: bool, tokenizer: Tokenizer
     return list(prompt.encode()), as_bytes
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"generate.py: {message}\n")
-
-
 def main() -> int:
-    parser = OneLineParser(description="Continue a text with the newest checkpoint of a run.", allow_abbrev=False)
+    parser = OneLineParser(
+        "generate.py", description="Continue a text with the newest checkpoint of a run.", allow_abbrev=False
+    )
     parser.add_argument("run", help="folder of a run, or one checkpoint in it")
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--tokens", type=int, default=200)

@@ -10,7 +10,6 @@ is exported as one. safetensors is needed for weights, and installed with transf
 it, `pip install safetensors`. A config.json alone needs neither.
 """
 
-import argparse
 import json
 import re
 import shutil
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import paths  # noqa: F401  finds the chapters below
 import checkpoint
@@ -28,7 +27,7 @@ from llama import LlamaConfig
 from model import Lazy, full_shapes
 from moe_layer import MoEConfig
 from ops import WEIGHTS
-from options import Config, UsageError
+from options import Config, OneLineParser, UsageError
 from torch import Tensor
 
 # Ours -> Hugging Face's, in config.json; the keys of a file, and what else there is, stand in hf_keys.py.
@@ -323,13 +322,8 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     return path.name
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"hf.py: {message}\n")
-
-
 def main() -> None:
-    parser = OneLineParser(description="Write the newest checkpoint of a run as a Hugging Face model.")
+    parser = OneLineParser("hf.py", description="Write the newest checkpoint of a run as a Hugging Face model.")
     parser.add_argument("run", help="folder of a run, or one checkpoint in it")
     parser.add_argument("folder", help="where to write config.json and *.safetensors")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in the checkpoint")

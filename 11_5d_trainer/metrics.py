@@ -10,7 +10,7 @@
 The first step is always counted, for the summary at the end. A dispatch mode sees every communication operator, and
 looks up the group it is for: each axis has groups of its own (mesh.py), so bytes fall to axes by themselves. What a
 collective sends is what its bandwidth-optimal algorithm sends for the tensor it is given, as in chapter 02. Beside it
-stands what the options decide, which planner/plan_traffic.py knows without a model, and what only a model that is built
+stands what the options decide, which plan_traffic.py knows without a model, and what only a model that is built
 does: the buckets, heads and rows of this very rank. test_metrics.py holds the planner to these, too.
 
     axis         what is sent                                   where the formula comes from

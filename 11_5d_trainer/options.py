@@ -609,12 +609,19 @@ GROUPS = {  # of `--help`, by their first option
 }
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Its errors are one line and exit code 2; argparse would print the whole usage as well."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 class _Parser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("RANK", "0") == "0":  # once, and not by every rank
             super().print_help(file)
 
-    def error(self, message: str) -> NoReturn:  # argparse would print the whole usage as well
+    def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; --help lists the options")
 
 

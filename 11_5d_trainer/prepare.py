@@ -29,10 +29,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import paths  # noqa: F401  finds the chapters below
-from options import UsageError
+from options import OneLineParser, UsageError
 from sources import ONE_JSON, Meta, Tokenizer, checksums, encode_whole, in_words, load_tokenizer, refused, text_files
 from tqdm import tqdm
 
@@ -353,13 +353,8 @@ def source_and_weight(word: str) -> tuple[Path, float]:
     return Path(path), number
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"prepare.py: {message}\n")
-
-
 def main() -> int:
-    parser = OneLineParser(description="Your own data to token ids on disk.", allow_abbrev=False)
+    parser = OneLineParser("prepare.py", description="Your own data to token ids on disk.", allow_abbrev=False)
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE[:WEIGHT]", help="text, *.jsonl, *.parquet, or a folder of text"
     )

@@ -7,6 +7,8 @@ Above a table whose cells are formulas, and above a line such as `W = 2·V·H + 
 
 It names a function below. That gets the table's formulas as one function of the symbols, in the order of reading, and
 yields pairs: what the README says for some sizes, and what the chapter's code says.
+
+A formula within a sentence, or in a line with words, is tied if `quoted` has it; prose has more of them.
 """
 
 import math
@@ -27,11 +29,13 @@ import single_gpu
 import tensor_parallel
 import torch
 import zero
-from accounting import activations
+from accounting import activations, gpt_activations, gpt_parameters
 from collectives import bytes_sent, seconds
 from context_ring import pairs_of
 from context_ulysses import sent_per_layer
+from expert_dispatch import bytes_sent as rows_sent
 from expert_dispatch import rows_that_leave
+from fixed_dispatch import bytes_sent_fixed
 from formulas import TIE, is_cell, is_formula, python
 from llama import LlamaConfig
 from parallel_block import kept_bytes
@@ -40,6 +44,7 @@ from zero_memory import bytes_per_parameter
 from zero_memory import bytes_sent as zero_bytes_sent
 from zero_offload import bytes_apart, bytes_over_the_link
 
+MIXED_PRECISION = ROOT / "10_mixed_precision" / "mixed_precision.py"
 Read = Callable[..., list[float]]
 Pairs = Iterator[tuple[float, float]]
 
@@ -279,6 +284,32 @@ def rows_of_dispatch(read: Read) -> Pairs:
     for P, T in ((2, 5), (4, 7)):
         chosen = torch.zeros(T, 1, dtype=torch.int64)  # every token goes everywhere, whatever it chose
         yield read(P=P, T=T)[0], sum(rows_that_leave("everywhere", chosen, chosen == 0, P, P, 0))
+
+
+def quoted() -> Iterator[tuple[str, str, dict[str, float], float]]:
+    """(chapter, words of its README with the formula between ‹ and ›, symbols, what the code says)."""
+    sizes = {"h": 96, "L": 3, "v": 256, "s": 64, "b": 2, "a": 4}
+    yield "01", "is ‹h·v + L(12h² + 13h) + 2h›", sizes, gpt_parameters(96, 3, 256)
+    kept = gpt_activations(96, 1, 4, 64, 2)
+    yield "01", "saves ‹s·b·h·(34 + 5·a·s/h)› bytes", sizes, kept
+    yield "02", "of them sends ‹2(P−1)/P · n›", {"P": 4, "n": 3360}, bytes_sent("all_reduce_ring", 840, 4, 4, 0)
+    alone = {"N": 4, "Ψ": 1000}
+    yield "03", "exactly ‹3 · 2Ψ (N−1)/N› with keep=False", alone, zero_bytes_sent(3, 4, 2000)
+    c = tensor_parallel.ModelConfig(64, 64, 2, 8, 4, 96, batch=2, seq_len=32)
+    block = {"T": c.batch * c.seq_len, "H": c.hidden, "tp": 4}
+    for words, overlapped in (("that is ‹8 T H (tp−1)/tp› per rank", False), ("sends ‹10 T H (tp−1)/tp›.", True)):
+        yield "04", words, block, tensor_parallel.expected_bytes(c, 4, True, overlapped)[2] / 8
+    even = {"K": 2, "T": 6, "H": 16, "ep": 4, "P": 4, "E": 8, "C": 6}
+    counts = rows_sent("pairs", [[0] * 4] * 4, 0, 16, 8, 8, 8)
+    rows = [[3 * (i != j) for j in range(4)] for i in range(4)]  # K T / ep for each other rank
+    sent = (rows_sent("pairs", rows, 0, 16, 8, 8, 8) - counts) / 8
+    yield "07", "with an even load = ‹4 K T H (ep − 1)/ep› · (bytes of an element)", even, sent
+    fixed = bytes_sent_fixed(4, 8, 6, 16, 8) / 8
+    yield "07", "bytes sent by a rank = ‹4 (P − 1) (E/P) C H› · (bytes of a number)", even, fixed
+    judged = re.search(r"error > ([\d.]+) \* recipe.floor .* error <= ([\d.]+) \*", MIXED_PRECISION.read_text())
+    assert judged
+    yield "10", "must be more than ‹7.5› times as large", {}, float(judged[1])
+    yield "10", "must stay within ‹1.5› times that error", {}, float(judged[2])
 
 
 TIES = [name for name, made in list(vars().items()) if getattr(made, "__annotations__", {}).get("read") == Read]

@@ -1,10 +1,10 @@
-"""Every formula that a chapter's README displays is computed from the code that it describes."""
+"""Every formula in a table of a chapter's README, or on a line of its own, is computed from the code it describes."""
 
 import math
 
 import pytest
 import readme_formulas
-from readme_formulas import displayed, is_formula, value
+from readme_formulas import displayed, is_formula, quoted, value
 from symbols import ROOT
 
 CHAPTERS = sorted(ROOT.glob("[01]*_*/README.md"))
@@ -27,6 +27,16 @@ def test_formulas_of_a_readme_are_those_of_the_code(readme, line, tie, cells):
 def test_no_chapter_displays_a_formula_that_nothing_computes():
     untied = [f"{readme.parent.name}:{line}: {cells}" for readme, line, tie, cells in SHOWN if not tie]
     assert not untied, "\n".join(untied)
+
+
+@pytest.mark.parametrize(
+    ("chapter", "words", "symbols", "right"), [pytest.param(*found, id=found[1]) for found in quoted()]
+)
+def test_a_formula_in_a_sentence_is_that_of_the_code(chapter, words, symbols, right):
+    [readme] = ROOT.glob(f"{chapter}_*/README.md")
+    assert words.replace("‹", "").replace("›", "") in " ".join(readme.read_text().split())
+    formula = words.partition("‹")[2].partition("›")[0]
+    assert math.isclose(value(formula, symbols) if symbols else float(formula), right)
 
 
 def test_each_function_that_computes_formulas_is_named_above_one_table():

@@ -4,7 +4,6 @@ Also what holds for the repository as a whole: the README's map, the Makefile's 
 """
 
 import contextlib
-import functools
 import gc
 import io
 import os
@@ -222,26 +221,21 @@ def test_an_unknown_option_is_one_line_and_exit_code_2(chapter):
 
 
 # Which planted mistake each benchmark has to notice before it times anything: `spoils` in its list of mistakes.
-@functools.cache
-def spoilers():
-    return {bench: m for m in all_mistakes() if m.script[:2] != "11" for bench in m.spoils.split()}
+SPOILERS = [(bench, m) for m in all_mistakes() if m.script[:2] != "11" for bench in m.spoils.split()]
 
 
 def test_every_benchmark_has_a_mistake_that_it_must_notice():
-    assert spoilers().keys() == BENCHMARKS.keys() - {"bench_profile"}, "which profiles what its neighbours verify"
+    noticed = {bench for bench, _ in SPOILERS}
+    assert noticed == BENCHMARKS.keys() - {"bench_profile"}, "which profiles what its neighbours verify"
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    "bench",
-    [
-        pytest.param(stem, marks=pytest.mark.chapter(chapter_of(p).name[:2]))
-        for stem, p in BENCHMARKS.items()
-        if stem != "bench_profile"
-    ],
+    ("bench", "mistake"),
+    [pytest.param(bench, m, marks=pytest.mark.chapter(m.script[:2]), id=f"{bench}-{m.name}") for bench, m in SPOILERS],
 )
-def test_a_benchmark_verifies_first_and_writes_nothing_when_the_code_is_wrong(bench, tmp_path):
-    mistake, copy = spoilers()[bench], tmp_path / "copy"
+def test_a_benchmark_verifies_first_and_writes_nothing_when_the_code_is_wrong(bench, mistake, tmp_path):
+    copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
     (copy / mistake.script).write_text(mistake.planted((ROOT / mistake.script).read_text()))
     done = run_script(copy / BENCHMARKS[bench].relative_to(ROOT), cwd=copy, timeout=180)

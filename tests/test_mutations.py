@@ -13,7 +13,7 @@ x += 1
 # --- end exercise ---
 print(x)
 """
-MISTAKE = Mistake("a.py", "x", "1.1", "x += 1", "x += 2", "test_a.py::test_it", "One more.", "known")
+MISTAKE = Mistake("a.py", "x", "x += 1", "x += 2", "test_a.py::test_it", "One more.", "1.1")
 
 
 def test_a_mistake_is_planted_in_one_place_inside_its_exercise_or_is_an_error():

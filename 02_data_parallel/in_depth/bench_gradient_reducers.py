@@ -9,10 +9,7 @@ of the machinery (hooks, copies, launches): compute and communication share the 
 overlap wins nothing.
 """
 
-import gc
 import sys
-import tempfile
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-import torch.multiprocessing as mp
 from bench_data_parallel import in_processor_seconds
 from gradient_reducers import VERSIONS, BucketedReducer, Decoder, Reducer, make_batch, token_loss_sum
 from harness.meter import communication
 from harness.report import Ratio, paired, write_result
+from harness.spawn import launch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -87,17 +83,9 @@ def compare(name: str, sizes: dict[str, int]) -> list[list[str | int | Ratio]]:
     return rows
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    gpu = torch.cuda.is_available()
-    if gpu:
-        torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    backend, limit = "nccl" if gpu else "gloo", timedelta(seconds=300)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=limit)
+def worker(device: torch.device) -> None:
     rows = [row for name, sizes in MODELS.items() for row in compare(name, sizes)]
-    dist.barrier()
-    if rank == 0:
+    if dist.get_rank() == 0:
         write_result(
             "02_data_parallel",
             f"Step time against torch's DistributedDataParallel, {RANKS} ranks, buckets of {BUCKET_MIB} MiB",
@@ -107,24 +95,17 @@ def worker(rank: int, folder: str) -> None:
                 "all-reduces of DDP",
                 "of this version",
                 "seconds of this version / of DDP",
-                *([] if gpu else ["processor seconds / of DDP"]),
+                *([] if device.type == "cuda" else ["processor seconds / of DDP"]),
             ],
             rows,
             "A step is zero_grad, forward, backward and the wait for the summed gradients; DDP runs with "
             "`gradient_as_bucket_view=True`. The gradients of all versions were compared with DDP's first. Medians of "
             "pairs, and quartiles. Processor seconds are those of all ranks and all their threads.",
         )
-    gc.collect()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
         print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: it has no options; use nothing", file=sys.stderr)
         sys.exit(2)
-    if 0 < torch.cuda.device_count() < RANKS:
-        sys.exit(
-            f"{Path(__file__).name}: {torch.cuda.device_count()} GPUs; use {RANKS}, or none (CUDA_VISIBLE_DEVICES=)"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(folder,), nprocs=RANKS)
+    launch(worker, RANKS)

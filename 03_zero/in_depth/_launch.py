@@ -1,35 +1,22 @@
 """What the benchmarks of this chapter share: N ranks on one machine, gloo on CPU or nccl on GPUs."""
 
-import gc
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import harness.spawn
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-import torch.multiprocessing as mp
+from _zero_demo import Decoder, make_batch, token_loss_sum
+from harness.meter import communication, peak_memory
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 RANKS = 4
-
-
-def _worker(rank: int, folder: str, benchmark: Callable[[torch.device], None]) -> None:
-    torch.set_num_threads(1)
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    limit = timedelta(seconds=300)
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
-    benchmark(device)
-    dist.barrier()
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def launch(benchmark: Callable[[torch.device], None]) -> None:
@@ -37,10 +24,7 @@ def launch(benchmark: Callable[[torch.device], None]) -> None:
     if sys.argv[1:]:
         print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: it has no options; use nothing", file=sys.stderr)
         sys.exit(2)
-    if 0 < torch.cuda.device_count() < RANKS:
-        sys.exit(f"{Path(sys.argv[0]).name}: {torch.cuda.device_count()} GPUs; use {RANKS}, or none")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(folder, benchmark), nprocs=RANKS)
+    harness.spawn.launch(benchmark, RANKS)
 
 
 def must_be_equal(got: dict[str, Tensor], want: dict[str, Tensor], what: str, tol: float = 1e-8) -> None:
@@ -76,3 +60,79 @@ def processor_ratios(a: Callable[[], object], b: Callable[[], object], repeats: 
         seconds = {fn: processor_seconds(fn) for fn in ((a, b) if repeat % 2 else (b, a))}
         ratios.append(seconds[a] / seconds[b])
     return ratios
+
+
+# ----------------------------------------------------------------------------------------- what is measured, and beside
+
+
+class Ours:
+    """A decoder whose steps are those of `make(model)`, one of ZeRO's stages."""
+
+    def __init__(
+        self,
+        make: Callable[[torch.nn.Module], Any],
+        sizes: dict[str, int],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ):
+        torch.manual_seed(0)
+        self.model = Decoder(**sizes).to(device, dtype)
+        self.zero = make(self.model)
+
+    def step(self, tokens: Tensor, labels: Tensor, micro_batches: int = 1) -> None:
+        self.zero.zero_grad()
+        for i in range(micro_batches):
+            with self.zero.micro_batch(last=i == micro_batches - 1):
+                (token_loss_sum(self.model, tokens, labels.roll(i, 1)) / (labels.numel() * RANKS)).backward()
+        self.zero.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.zero.full_weights()
+
+
+class Torchs:
+    """The same decoder and AdamW (or SGD) with what `wrap(model)` of torch's makes of it: FSDP2, or DDP."""
+
+    def __init__(
+        self,
+        wrap: Callable[[torch.nn.Module], torch.nn.Module],
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+        sizes: dict[str, int],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ):
+        torch.manual_seed(0)
+        self.plain = Decoder(**sizes).to(device, dtype)
+        self.model = wrap(self.plain)
+        self.optimizer = optimizer(self.model.parameters())
+
+    def step(self, tokens: Tensor, labels: Tensor) -> None:
+        self.optimizer.zero_grad()
+        # Torch's average over the ranks, so the mean of this rank's tokens is the right loss for them.
+        (token_loss_sum(self.model, tokens, labels) / labels.numel()).backward()
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        named = self.plain.named_parameters()
+        return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
+
+
+def batch_of_rank(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of this rank, [2, 64] each."""
+    tokens = make_batch(0, RANKS, 1, rows=2, length=64)[dist.get_rank()][0][0].to(device)
+    return tokens, tokens.roll(-1, 1)
+
+
+def after_two_steps(run: Any, tokens: Tensor, labels: Tensor, **how: int) -> dict[str, Tensor]:
+    """Its weights. They are compared in float64: in fp32 Adam's division makes much of the order of sums."""
+    for _ in range(2):
+        run.step(tokens, labels, **how)
+    return run.weights()
+
+
+def one_step(run: Any, tokens: Tensor, labels: Tensor, device: torch.device) -> tuple[int, Any]:
+    """Of the second step, after which all that stays is there: its peak on the fullest rank, and what it sent."""
+    run.step(tokens, labels)
+    with peak_memory() as memory, communication() as wire:
+        run.step(tokens, labels)
+    return largest(memory.peak, device), wire

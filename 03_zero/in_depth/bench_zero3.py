@@ -1,105 +1,154 @@
-"""Stage 3 against torch's FSDP2 (`fully_shard`): same model, same units, same optimizer, 4 ranks, one run.
+"""Stage 3, its hybrid and its full state against torch's FSDP2 (`fully_shard`): same model and units, 4 ranks, one run.
 
     python 03_zero/in_depth/bench_zero3.py             4 processes on CPU (gloo), or 4 GPUs (nccl)
 
-First the weights after two AdamW steps are compared; only then is anything measured. Both gather the next unit while
-one computes, and keep the root gathered between forward and backward; we keep the last unit too.
+First the weights after two steps in float64 are compared, of AdamW and, for HSDP on 2 shards x 2 copies, of SGD, and
+then both full states; only then is anything measured. Both gather the next unit while one computes, and keep the root
+gathered between forward and backward; we keep the last unit too.
 """
 
 import gc
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.distributed as dist
-from _launch import RANKS, largest, launch, must_be_equal
-from _zero_demo import Decoder, make_batch, token_loss_sum
-from harness.meter import communication, peak_memory
-from harness.report import Ratio, paired, write_result
+from _launch import RANKS, Ours, Torchs, after_two_steps, batch_of_rank, launch, must_be_equal, one_step
+from harness.meter import communication
+from harness.report import paired, write_result
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from zero3 import Zero3
+from zero_hybrid import make_groups, make_hybrid
+from zero_state import full_state_dict
 
-MODELS = {"0.9M": {"hidden": 128, "layers": 4}, "6.4M": {"hidden": 256, "layers": 8}}
-
-
-class Ours:
-    def __init__(self, sizes: dict[str, int], device: torch.device, dtype: torch.dtype = torch.float32):
-        torch.manual_seed(0)
-        self.model = Decoder(**sizes).to(device, dtype)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.zero = Zero3(self.model, optimizer, dist.group.WORLD, units=self.model.layers)
-
-    def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> None:
-        self.zero.zero_grad()
-        with self.zero.micro_batch(last=True):
-            (token_loss_sum(self.model, tokens, labels) / (labels.numel() * RANKS)).backward()
-        self.zero.step()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self.zero.full_weights()
+SMALL, MIDDLE, LARGE = ({"hidden": h, "layers": n} for h, n in ((128, 4), (256, 4), (256, 8)))
+SHARDS = 2
+ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-3), partial(torch.optim.SGD, lr=0.05)
 
 
-class Torchs:
-    def __init__(self, sizes: dict[str, int], device: torch.device, dtype: torch.dtype = torch.float32):
-        torch.manual_seed(0)
-        self.model = Decoder(**sizes).to(device, dtype)
-        for layer in self.model.layers:
-            fully_shard(layer)
-        fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
-    def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> None:
-        self.optimizer.zero_grad()
-        # FSDP averages over the ranks, so the mean of this rank's tokens is the right loss for it.
-        (token_loss_sum(self.model, tokens, labels) / labels.numel()).backward()
-        self.optimizer.step()
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.full_tensor().detach() for name, p in self.model.named_parameters()}
+def zero3(model: nn.Module) -> Zero3:
+    return Zero3(model, ADAMW(model.parameters()), dist.group.WORLD, units=model.layers)
+
+
+def full_states(device: torch.device, sizes: dict[str, int]) -> tuple[Any, Any]:
+    """Two functions that gather the full state after a step in float64, ours and torch's."""
+    ours, theirs = Ours(zero3, sizes, device, torch.float64), Torchs(sharded, ADAMW, sizes, device, torch.float64)
+    for run in (ours, theirs):
+        run.step(*batch_of_rank(device))
+    options = StateDictOptions(full_state_dict=True)
+    return partial(full_state_dict, ours.zero), partial(get_state_dict, theirs.model, theirs.optimizer, options=options)
+
+
+def hybrid(groups: Any, optimizer: Any, model: nn.Module) -> Any:
+    return make_hybrid(model, optimizer(model.parameters()), *groups, units=model.layers)
+
+
+def verify(device: torch.device, groups: Any, mesh: Any) -> None:
+    on = (device, torch.float64)
+    for sizes in (SMALL, LARGE):
+        ours, theirs = Ours(zero3, sizes, *on), Torchs(sharded, ADAMW, sizes, *on)
+        got, want = (after_two_steps(run, *batch_of_rank(device)) for run in (ours, theirs))
+        must_be_equal(got, want, f"stage 3, {sizes}")
+    ours = Ours(partial(hybrid, groups, SGD), SMALL, *on)  # AdamW would hide a wrong factor
+    theirs = Torchs(partial(sharded, mesh=mesh), SGD, SMALL, *on)
+    must_be_equal(*(after_two_steps(run, *batch_of_rank(device)) for run in (ours, theirs)), "HSDP")
+    for sizes in (SMALL, MIDDLE):
+        save, torchs = full_states(device, sizes)
+        mine, (weights, states) = save(), torchs()
+        must_be_equal(mine["weights"], {key: value.cpu() for key, value in weights.items()}, f"weights, {sizes}")
+        for kind in ("exp_avg", "exp_avg_sq"):
+            want = {key: state[kind].cpu() for key, state in states["state"].items()}
+            must_be_equal({key: state[kind] for key, state in mine["optimizer"].items()}, want, f"{kind}, {sizes}")
+    gc.collect()
+
+
+def steps_of(device: torch.device, ours: Ours, theirs: Torchs) -> list[Any]:
+    """Ratio of seconds, of peaks, torch's peak, and what both send."""
+    batch = batch_of_rank(device)
+    (peak, sent), (torchs_peak, sent_by_torch) = (one_step(run, *batch, device) for run in (ours, theirs))
+    ratio = paired(partial(ours.step, *batch), partial(theirs.step, *batch), repeats=9, setup=dist.barrier)
+    gc.collect()
+    return [ratio, peak / torchs_peak, torchs_peak, sent, sent_by_torch]
 
 
 def benchmark(device: torch.device) -> None:
-    rows: list[list[str | float | Ratio]] = []
-    tokens = make_batch(0, RANKS, 1, rows=2, length=64)[dist.get_rank()][0][0].to(device)
-    labels = tokens.roll(-1, 1)
-    for name, sizes in MODELS.items():
-        peaks, weights, sent = {}, {}, {}
-        for who, make in {"torch": partial(Torchs, sizes, device), "ours": partial(Ours, sizes, device)}.items():
-            exact = make(torch.float64)  # in fp32 Adam's division makes much of the order of sums
-            for _ in range(2):
-                exact.step(tokens, labels)
-            weights[who] = exact.weights()
-            one = make()
-            one.step(tokens, labels)  # after the first step all that stays is there
-            with peak_memory() as memory, communication() as wire:
-                one.step(tokens, labels)
-            peaks[who], sent[who] = largest(memory.peak, device), wire.total
-            del one, exact
-            gc.collect()
-        must_be_equal(weights["ours"], weights["torch"], f"stage 3, {name}")
-        ours, theirs = Ours(sizes, device), Torchs(sizes, device)
-        steps = (partial(ours.step, tokens, labels), partial(theirs.step, tokens, labels))
-        ratio = paired(*steps, repeats=9, setup=dist.barrier)
-        rows.append([name, ratio, peaks["ours"] / peaks["torch"], peaks["torch"], sent["ours"] / sent["torch"]])
+    groups = make_groups(SHARDS)
+    mesh = init_device_mesh(device.type, (RANKS // SHARDS, SHARDS), mesh_dim_names=("copies", "shards"))
+    verify(device, groups, mesh)
+    stage3, state = [], []
+    for name, sizes in {"0.9M": SMALL, "6.4M": LARGE}.items():
+        *cells, sent, by_torch = steps_of(device, Ours(zero3, sizes, device), Torchs(sharded, ADAMW, sizes, device))
+        stage3.append([name, *cells, sent.total / by_torch.total])
+    ours = Ours(partial(hybrid, groups, ADAMW), SMALL, device)
+    theirs = Torchs(partial(sharded, mesh=mesh), ADAMW, SMALL, device)
+    ratio, peaks, _, *both = steps_of(device, ours, theirs)
+    inside = [wire.sent["all_gather"] + wire.sent["reduce_scatter"] for wire in both]
+    across = [wire.sent["all_reduce"] for wire in both]
+    hsdp = ["0.9M", ratio, peaks, inside[0] / inside[1], across[0] / across[1], round(across[0])]
+    for name, sizes in {"0.9M": SMALL, "3.3M": MIDDLE}.items():
+        save, torchs = full_states(device, sizes)
+        with communication() as sent:
+            save()
+        with communication() as by_torch:
+            torchs()
+        ratio = paired(save, torchs, repeats=9, setup=dist.barrier)
+        calls = [sent.calls["all_gather"], by_torch.calls["all_gather"]]
+        state.append([name, ratio, *calls, sent.total / by_torch.total])
     if dist.get_rank() == 0:
-        write_result(
-            "03_zero3",
-            f"Stage 3 against torch's FSDP2, {RANKS} ranks",
-            [
-                "parameters",
-                "seconds of a step / FSDP2's (quartiles)",
-                "peak bytes in a step / FSDP2's",
-                "FSDP2's peak",
-                "bytes sent / FSDP2's",
-            ],
-            rows,
-            "fp32, AdamW, each layer a unit, 2 x 64 tokens a rank. The weights after two steps in float64 were "
-            "compared first. The peak is what a step needs beyond the shards that stay, on the rank with the largest. "
-            "Bytes sent are payloads times the formula of a ring.",
-        )
+        write(stage3, hsdp, state)
+
+
+def write(stage3: list, hsdp: list, state: list) -> None:
+    write_result(
+        "03_zero3",
+        f"Stage 3 against torch's FSDP2, {RANKS} ranks",
+        [
+            "parameters",
+            "seconds of a step / FSDP2's (quartiles)",
+            "peak bytes in a step / FSDP2's",
+            "FSDP2's peak",
+            "bytes sent / FSDP2's",
+        ],
+        stage3,
+        "fp32, AdamW, each layer a unit, 2 x 64 tokens a rank. The weights after two steps in float64 were compared "
+        "first. The peak is what a step needs beyond the shards that stay, on the rank with the largest. Bytes sent "
+        "are payloads times the formula of a ring.",
+    )
+    write_result(
+        "03_zero_hybrid",
+        f"HSDP, {SHARDS} shards x {RANKS // SHARDS} copies, against torch's FSDP2 on the same mesh",
+        [
+            "parameters",
+            "seconds of a step / torch's (quartiles)",
+            "peak bytes in a step / torch's",
+            "sent in the machine / torch's",
+            "sent across / torch's",
+            "sent across, bytes",
+        ],
+        [hsdp],
+        "fp32, AdamW, each layer a unit, 2 x 64 tokens a rank. The weights after two steps of SGD in float64 were "
+        "compared first. The peak is what a step needs beyond what stays. Bytes are payloads times formulas.",
+    )
+    write_result(
+        "03_zero_state",
+        f"Gathering weights and optimizer states of a stage 3 run, against torch's for FSDP2, {RANKS} ranks",
+        ["parameters", "seconds / torch's (quartiles)", "all-gathers", "torch's all-gathers", "bytes sent / torch's"],
+        state,
+        "float64. We gather a bucket at a time, torch each parameter by itself. Both states were compared first.",
+    )
 
 
 if __name__ == "__main__":

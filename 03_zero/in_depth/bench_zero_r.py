@@ -1,12 +1,14 @@
-"""Activation checkpoints replicated, partitioned and offloaded, on 4 tensor-parallel ranks, one run.
+"""ZeRO-R on 4 ranks: checkpoints replicated, partitioned and offloaded; what a constant buffer costs and saves.
 
     python 03_zero/in_depth/bench_zero_r.py            4 processes on CPU (gloo), or 4 GPUs (nccl)
 
 First each kind's gradients are compared with those of replicated checkpoints, kept whole by torch's own
-`torch.utils.checkpoint`; only then is anything timed.
+`torch.utils.checkpoint`, and the sums through a constant buffer with those through a fused one; only then is anything
+timed. What fragmentation costs, without and with M_D, is counted.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -15,18 +17,30 @@ import torch
 import torch.distributed as dist
 from _launch import RANKS, launch, must_be_equal
 from _zero_demo import Decoder
-from harness.meter import communication, saved_activations
+from harness.meter import communication, peak_memory, saved_activations
 from harness.report import paired, write_result
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zero_r import Offloaded, ParallelBlock, Partitioned, Replicated, recompute
+from zero_r import (
+    Offloaded,
+    ParallelBlock,
+    Partitioned,
+    Replicated,
+    all_reduce_fused,
+    all_reduce_through,
+    heap_needed,
+    most_alive,
+    recompute,
+    recorded_step,
+)
 
 LAYERS, SHAPE = 4, (2, 256, 192)  # B, S, H
+SIZES = [256 * 1024, 64, 1000 * 1000, 3, 700 * 1000]  # elements that go through a buffer: 8 MB in fp32
 COLUMNS = ["checkpoints", "bytes kept on the device", "bytes in host memory", "traffic added"]
 COLUMNS += ["seconds of forward and backward / torch.utils.checkpoint's (quartiles)"]
 
 
-def benchmark(device: torch.device) -> None:
+def checkpoints(device: torch.device) -> list[list]:
     group = dist.group.WORLD
     torch.manual_seed(0)
     full = Decoder(hidden=SHAPE[2], heads=12, layers=LAYERS).to(device)
@@ -72,13 +86,52 @@ def benchmark(device: torch.device) -> None:
         host = keeper.host.nbytes if isinstance(keeper, Offloaded) else 0
         added = sent.sent["all_gather"] / sent.sent["all_reduce"]
         rows.append([name, kept, host, f"{added:.2%}", ratio])
+    return rows
+
+
+def buffers(device: torch.device) -> list[list]:
+    group, rows = dist.group.WORLD, []
+    for kib in (64, 1024, 4096):
+        buffer = torch.empty(kib * 256, device=device)
+        torch.manual_seed(dist.get_rank())
+        whole = [torch.randn(n, device=device) for n in SIZES]
+        through = [t.clone() for t in whole]
+        with peak_memory() as fused:
+            all_reduce_fused(whole, group)
+        with peak_memory() as streamed:
+            messages = all_reduce_through(buffer, through, group)
+        names = [f"tensor {i}" for i in range(len(SIZES))]
+        must_be_equal(dict(zip(names, through, strict=True)), dict(zip(names, whole, strict=True)), f"{kib} KiB", 1e-5)
+        for tensor in [*whole, *through]:
+            tensor.zero_()  # or many sums of sums would overflow
+        steps = (partial(all_reduce_through, buffer, through, group), partial(all_reduce_fused, whole, group))
+        ratio = paired(*steps, repeats=9, setup=dist.barrier)
+        rows.append([f"C_B, {kib} KiB", buffer.nbytes + streamed.peak, fused.peak, messages, ratio])
+    for moved in (False, True):
+        trace, arenas = recorded_step(moved)
+        alive, needed = most_alive(trace) + arenas, heap_needed(trace) + arenas
+        rows.append([f"{'with' if moved else 'without'} M_D", needed, alive, "-", f"{needed / alive:.3f} in bytes"])
+    return rows
+
+
+def benchmark(device: torch.device) -> None:
+    kept, through = checkpoints(device), buffers(device)
     if dist.get_rank() == 0:
         write_result(
             "03_zero_r",
             f"Activation checkpoints of {LAYERS} tensor-parallel layers on {RANKS} ranks",
             COLUMNS,
-            rows,
+            kept,
             f"fp32, x of {SHAPE[0]} x {SHAPE[1]} x {SHAPE[2]}. The gradients were compared first.",
+        )
+        write_result(
+            "03_zero_buffers",
+            f"Constant buffers against one fused buffer ({RANKS} ranks), and the heap of a step without and with M_D",
+            ["", "bytes needed", "of a fused buffer, or alive at the peak", "messages", "ratio (seconds; quartiles)"],
+            through,
+            f"C_B: {sum(SIZES):,} fp32 numbers are summed over the ranks; seconds through the constant buffer over "
+            "those through a fused one. M_D: the heap a best-fit allocator needs for a recorded step of a decoder with "
+            "checkpoints, over sequences of four lengths, beside the bytes alive at its peak.",
         )
 
 

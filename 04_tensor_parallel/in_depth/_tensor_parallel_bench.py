@@ -1,22 +1,15 @@
 """What the benchmarks of this chapter share: the ranks, and the same block by torch's own tensor parallelism."""
 
 import argparse
-import gc
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from _tensor_parallel_demo import OneLineParser
 from harness.meter import communication, peak_memory
+from harness.spawn import launch
 from parallel_block import Config, apply_rope, attention
 from parallel_linear import swiglu
 from torch import Tensor, nn
@@ -30,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-RANKS, LIMIT = 4, timedelta(seconds=300)
+RANKS = 4
 
 
 class MLP(nn.Module):
@@ -167,23 +160,4 @@ def options(about: str | None, figures: bool = False) -> argparse.Namespace:
 
 def run(worker: Callable[[torch.device], None]) -> None:
     """`worker(device)` on RANKS ranks: processes on the CPU, or a GPU each."""
-    if 0 < torch.cuda.device_count() < RANKS:
-        sys.exit(
-            f"{Path(sys.argv[0]).name}: {torch.cuda.device_count()} GPUs; use {RANKS}, or none (CUDA_VISIBLE_DEVICES=)"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_start, args=(folder, worker), nprocs=RANKS)
-
-
-def _start(rank: int, folder: str, worker: Callable[[torch.device], None]) -> None:
-    torch.set_num_threads(1)
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=RANKS, timeout=LIMIT)
-    worker(device)
-    dist.barrier()
-    gc.collect()
-    dist.destroy_process_group()
+    launch(worker, RANKS)

@@ -27,11 +27,12 @@ import parallel_linear
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tensor_parallel_bench import LIMIT, RANKS, must_be_same, options, run, step
+from _tensor_parallel_bench import RANKS, must_be_same, options, run, step
 from domino import HalvedBlock, in_halves, one_by_one
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import bytes_on_the_wire, communication
 from harness.report import paired, write_result
+from harness.spawn import LIMIT
 from overlap import LLAMA_70B, VERSIONS, Cluster, block_time
 from parallel_block import Config, ParallelBlock, Parts, rope_tables
 from parallel_linear import TensorParallel, init_weights

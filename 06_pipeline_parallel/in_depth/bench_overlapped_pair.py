@@ -6,11 +6,8 @@ Parts of a stage sleep for a known time and messages take a known time, so that 
 compared with a simulation. First, on real all-to-alls, gradients and the order of events have to be right.
 """
 
-import gc
 import sys
-import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -18,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import overlapped_pair
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-import torch.multiprocessing as mp
 from harness.report import ratio_of, write_result
+from harness.spawn import launch
 from overlapped_pair import Turns, pair_time
 from pipeline_executor import Pipeline
 from schedule_simulator import Times, simulate
@@ -104,11 +100,8 @@ def predicted(message: float, in_turns: bool) -> float:
     return simulate(build("dualpipe-v", RANKS, MICRO_BATCHES, 2), Times(f, b, w, pair=pair)).makespan
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
-    wrong = overlapped_pair.run(2, torch.device("cpu"))
+def worker(device: torch.device) -> None:
+    wrong = overlapped_pair.run(2, device)
     if wrong:
         raise SystemExit("; ".join(wrong))
     rows = []
@@ -119,7 +112,7 @@ def worker(rank: int, folder: str) -> None:
         ratios = [ratio_of([seconds / want for seconds in times[key]]) for key, want in ((False, alone), (True, turns))]
         gained = ratio_of([b / a for a, b in zip(times[False], times[True], strict=True)])
         rows.append([f"{share:g}", f"{turns / alone:.2f}", gained, *ratios])
-    if rank == 0:
+    if dist.get_rank() == 0:
         write_result(
             "06_overlapped_pair",
             f"DualPipeV with messages inside its chunks, {RANKS} ranks, {MICRO_BATCHES} micro-batches: pairs in turns",
@@ -135,15 +128,12 @@ def worker(rank: int, folder: str) -> None:
             "Sleeping needs no core. Gradients, and the order of events with real all-to-alls, were compared first. "
             "Medians and quartiles.",
         )
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def main() -> None:
     if "--figures" in sys.argv[1:]:
         return  # it has none
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(folder,), nprocs=RANKS)
+    launch(worker, RANKS, gpus=False)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,16 @@ and backward of all micro-batches. Ours and torch's steps alternate in pairs. Th
 machine, so the ratio compares what is done besides computing: finding the split, starting messages, bookkeeping.
 """
 
-import gc
 import sys
-import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-import torch.multiprocessing as mp
 from _pipeline_model import Sizes, Stage, make_batch, token_loss_sum
 from harness.report import Ratio, paired, write_result
+from harness.spawn import launch
 from pipeline_executor import Pipeline, layers_of
 from schedules import build
 from torch import Tensor, nn
@@ -102,18 +98,9 @@ def compare(name: str, device: torch.device) -> list[str | int | Ratio]:
     return [name, their_schedule.__name__, schedule.stages, ratio]
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(rank)
-    store, limit = dist.FileStore(f"{folder}/store", RANKS), timedelta(seconds=300)
-    backend = "nccl" if gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=limit)
+def worker(device: torch.device) -> None:
     rows = [compare(name, device) for name in PAIRS]
-    dist.barrier()
-    if rank == 0:
+    if dist.get_rank() == 0:
         write_result(
             "06_pipeline_parallel",
             f"Step time against torch.distributed.pipelining, {RANKS} ranks, {MICRO_BATCHES} micro-batches",
@@ -122,18 +109,12 @@ def worker(rank: int, folder: str) -> None:
             "A step is zero_grad, and forward and backward of all micro-batches. Losses and gradients were compared "
             "first. Medians of pairs, and quartiles, on rank 0.",
         )
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def main() -> None:
     if "--figures" in sys.argv[1:]:
         return  # it has none
-    name = Path(__file__).name
-    if 0 < torch.cuda.device_count() < RANKS:
-        sys.exit(f"{name}: {torch.cuda.device_count()} GPUs; use {RANKS}, or none (CUDA_VISIBLE_DEVICES=)")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(folder,), nprocs=RANKS)
+    launch(worker, RANKS)
 
 
 if __name__ == "__main__":

@@ -209,6 +209,16 @@ class Exhaustive:
             # --- end exercise ---
         return result
 
+    def begin(self, want: Action, free: float, f_end, b_end) -> float | None:
+        """When a rank that is free from `free` on can do this; None while the end of what it needs is not known."""
+        if want.kind == F and want.stage > 0:
+            ends, travel = f_end[want.stage - 1], self.travel[want.stage]
+        elif want.kind == B and want.stage < len(self.place) - 1:
+            ends, travel = b_end[want.stage + 1], self.travel[want.stage + 1]
+        else:
+            return free
+        return max(free, ends[want.micro_batch] + travel) if len(ends) > want.micro_batch else None
+
     def visit(self, lists, free, first, f_end, b_end, wants) -> None:
         if self.nodes >= self.most:
             self.proven = False
@@ -222,16 +232,10 @@ class Exhaustive:
             for r, want in enumerate(wants):
                 if want is None:
                     continue
-                kind, s, k = want.kind, want.stage, want.micro_batch
-                begin = free[r]
-                if kind == F and s > 0:
-                    if len(f_end[s - 1]) <= k:
-                        continue
-                    begin = max(begin, f_end[s - 1][k] + self.travel[s])
-                if kind == B and s < len(self.place) - 1:
-                    if len(b_end[s + 1]) <= k:
-                        continue
-                    begin = max(begin, b_end[s + 1][k] + self.travel[s + 1])
+                begin = self.begin(want, free[r], f_end, b_end)
+                if begin is None:
+                    continue
+                kind, s = want.kind, want.stage
                 free[r] = begin + self.cost[s][kind]
                 first[r] = begin if first[r] is None else first[r]
                 lists[r] = (*lists[r], want)

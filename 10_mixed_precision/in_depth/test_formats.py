@@ -146,7 +146,6 @@ def test_an_unknown_option_is_one_line(tmp_path):
 
 REFUSED = [  # what a benchmark of this chapter cannot do, or would have to pass over in silence
     ("bench_mixed_precision.py", "--figurs", "--figurs"),
-    ("bench_formats.py", "--figures=yes", "--figures"),
     ("bench_precision_policies.py", "--steps 3", "--steps"),
     ("bench_fp8.py", "--out x", "--out x is for --gpu"),
     ("bench_fp8.py", "--gpu --figures", "--figures has nothing to draw of --gpu"),

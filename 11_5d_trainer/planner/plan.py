@@ -18,10 +18,10 @@ at, and why the others were not. `--explain` takes the
 trainer's own options and prints the budget of that one layout line by line: bytes on the fullest rank, what is sent,
 seconds. What is in it:
 
-    plan_memory.py    bytes held, kept and at the peak       exact, or within 5 %: test_plan_memory.py
-    plan_traffic.py   bytes sent, by collective              exact: same test
-    plan_time.py      seconds on a cluster                   five fitted constants: plan_published.py
-    plan_search.py    millions of layouts in seconds
+    ../plan_memory.py    bytes held, kept and at the peak    exact, or within 5 %: test_plan_memory.py
+    ../plan_traffic.py   bytes sent, by collective           exact: same test
+    plan_time.py         seconds on a cluster                five fitted constants: plan_published.py
+    plan_search.py       millions of layouts in seconds
 
 What it does not know: the holes of an allocator beyond a fixed reserve, a slow node, an uneven load of experts. MFU
 counts the whole square of attention, as papers do; a causal kernel skips half of it, so that with very long sequences
@@ -34,7 +34,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import planner_paths  # noqa: F401  finds the trainer and the chapters
 import plan_facts
@@ -44,7 +44,7 @@ from hf_keys import KINDS
 from llama import LLAMA3_405B, LlamaConfig
 from model import EXPERTS, PRESETS
 from moe_layer import MoEConfig
-from options import SIZES, UsageError, flag, fresh, learning_rate_for
+from options import SIZES, OneLineParser, UsageError, flag, fresh, learning_rate_for
 from options import parse as parse_trainer
 from plan_memory import Layout, check_planned, fpdt_host, peak, weights_of
 from plan_published import error_bar
@@ -56,12 +56,6 @@ TIE = 0.05  # layouts of one family that were published more than this apart are
 TOKENS = 20  # for each parameter: about where a given number of FLOPs is spent best (Chinchilla, 2203.15556)
 MODELS = PRESETS | {"llama3-405b": LLAMA3_405B}
 OF_THE_MODEL = ("preset", "config", "init", *SIZES, "tied", "vocab_size")  # options of the trainer that change it
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"plan.py: {message}", file=sys.stderr)
-        sys.exit(2)
 
 
 def arguments(given: list[str]) -> argparse.Namespace:

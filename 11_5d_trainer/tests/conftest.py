@@ -1,4 +1,5 @@
-"""The trainer's modules lie one folder up; fuzz.py and layouts.py, which the tests share with `make fuzz`, lie here.
+"""The trainer's modules lie one folder up, and the planner's below them; fuzz.py and layouts.py, which the tests share
+with `make fuzz`, lie here.
 
 Layouts of more than four ranks are for `make prove`.
 """
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+TRAINER = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TRAINER), str(TRAINER / "planner")]
 
 
 @pytest.fixture(scope="session")

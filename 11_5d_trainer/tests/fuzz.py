@@ -32,7 +32,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -53,7 +53,7 @@ from mesh import Mesh
 from model import alone, state_buffers
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from moe_llama import gather_experts
-from options import Config, parse
+from options import Config, OneLineParser, parse
 from training_step import accumulate
 
 
@@ -303,13 +303,8 @@ def kill_options(data: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------ the command
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"fuzz.py: {message}; --help lists the options\n")
-
-
 def arguments() -> argparse.Namespace:
-    parser = OneLineParser(description="Compare layouts of the trainer with one process.")
+    parser = OneLineParser("fuzz.py", description="Compare layouts of the trainer with one process.")
     parser.add_argument("--runs", type=int, default=100, help="random layouts")
     parser.add_argument("--seed", type=int, default=0, help="of the random layouts or kills")
     parser.add_argument("--most", type=int, default=8, help="ranks of a random layout")

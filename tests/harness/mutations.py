@@ -39,12 +39,12 @@ TOKENS = {  # what is a comment in one language is an operator in the other
 class Mistake:
     script: str  # "03_zero/zero.py"
     name: str
-    exercise: str  # "2.3", or "" outside the exercises
     old: str
     new: str
     caught_by: str  # "test_file.py::test_name"
     hint: str
-    source: str  # a project and the number of its issue, where one has shipped it; "known" if it is typical
+    exercise: str = ""  # "2.3"; "" outside the exercises
+    source: str = "known"  # a project and the number of its issue, where one has shipped it; or typical
     spoils: str = ""  # the benchmarks that have to notice it: "bench_zero bench_zero3"
     symptom: str = ""  # what the test says of it; "" if that is another thing each time
 

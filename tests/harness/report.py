@@ -6,8 +6,9 @@ the commit. `make tables` (this file as a script) then fills every block of ever
     <!-- results: NAME -->
     <!-- end results -->
 
-with the tables of all results of that name, one for each device it was measured on. `--check` changes nothing and
-exits with 1 if a README differs from what its results say; a test does the same.
+with the tables of all results of that name, one for each device it was measured on, or with the table that
+computed.py has of that name, which nobody had to measure. `--check` changes nothing and exits with 1 if a README
+differs from what its results say; a test does the same.
 
 Between `<!-- files -->` and `<!-- end files -->` stands, for each script of the chapter's depth, what has to be copied
 with it to run it elsewhere.
@@ -252,6 +253,8 @@ def table(record: dict[str, Any]) -> str:
     """A result as Markdown: title, table, notes, and where it was measured."""
     lines = [f"**{record['title']}**", "", _row(record["columns"]), _row(["---"] * len(record["columns"]))]
     lines += [_row([_cell(cell) for cell in row]) for row in record["rows"]]
+    if "environment" not in record:
+        return "\n".join([*lines, "", f"{record['notes']} Computed, not measured.", ""])
     where = record["environment"]
     on_cpu = (
         " A CPU's ratios hold within this run and say nothing of speed on GPUs." if "CPU" in where["device"] else ""
@@ -277,9 +280,12 @@ def _cell(cell: Any) -> str:
 
 
 def fill(text: str, results: Path) -> str:
-    """`text` with every results block filled from the files in `results`. Raises ValueError for an unknown name."""
+    """`text` with every results block filled: by computed.py, or from `results`. ValueError for an unknown name."""
+    from harness.computed import TABLES
 
     def body(block: re.Match[str]) -> str:
+        if block["name"] in TABLES:
+            return block["begin"] + "\n" + table(TABLES[block["name"]]()) + "\n" + block["end"]
         files = sorted(results.glob(f"{block['name']}.*.json"))
         if block["gpu"]:
             files = [file for file in files if not file.name.endswith(".cpu.json")]

@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import planner_paths  # noqa: F401  finds the trainer and the chapters
+import paths  # noqa: F401  finds the chapters below
 import torch
 from context_ulysses import kv_heads_of, repeated_kv_heads
 from fpdt_costs import Sizes, attention_peak, feed_forward_peak, loss_peak, model_host_peak

@@ -31,7 +31,7 @@ Symbols as in plan_memory.py.
 from collections import Counter
 from dataclasses import dataclass
 
-import planner_paths  # noqa: F401  finds the trainer and the chapters
+import paths  # noqa: F401  finds the chapters below
 from fpdt_costs import network_bytes
 from llama import LlamaConfig
 from moe_layer import MoEConfig
