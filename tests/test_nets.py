@@ -3,7 +3,8 @@
 import ast
 import re
 import sys
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness.layout import CHAPTERS, TRAINER, files
 from harness.ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path += [str(folder) for chapter in (*CHAPTERS, TRAINER) for folder in (chapter, chapter / "in_depth")]
 
@@ -86,13 +90,13 @@ def test_every_collective_names_its_group_and_its_peer_within_it(chapter):
     assert not found, "\n".join(["wrong group: a group may be any slice of the world", *found])
 
 
-SLICE = [1, 2]  # the group of the nets below is a slice of the world: its ranks have other numbers there
+SLICE = [1, 2, 3, 4]  # the group of the nets below is a slice of the world: its ranks have other numbers there
 
 
-def group_of_the_slice():
-    """None on other ranks, which have made it, too."""
-    group = dist.new_group(SLICE)
-    return group if dist.get_rank() in SLICE else None
+def group_of(*slices):
+    """The one of these groups that this rank is in; None on other ranks, which have made them, too."""
+    made = [(ranks, dist.new_group(ranks)) for ranks in slices or [SLICE[:2]]]
+    return next((group for ranks, group in made if dist.get_rank() in ranks), None)
 
 
 # ------------------------------------------------------------------------------------- state between steps, and aliases
@@ -186,7 +190,7 @@ def three_steps():
             logits = super().forward(tokens)
             return logits * self.scale.mean() if self.uses_scale else logits
 
-    group, found = group_of_the_slice(), []
+    group, found = group_of(), []
     if group is None:
         return found
 
@@ -220,16 +224,216 @@ def test_gradients_of_a_step_depend_on_its_batch_alone():
 
 # ------------------------------------------------------------------------------------------------ modes, and dtypes
 
+S, N, D = 32, 4, 16  # tokens, query heads, head dim; B = 1
+DOCUMENTS = (0, 8, 32)
+ADDING = ("add_", "index_add_", "index_put_", "_index_put_impl_", "allreduce_", "_reduce_scatter_base_")
+# By matrix products of bf16, to be read: their scores are rounded as well.
+ROUND_THEIR_SCORES = ("attention_math", "naive_attention", "attention_with_dropout of nothing", "tensor_parallel.py")
+
+
+def causal_only(attention, *, transposed=False):
+    def of(q, k, v, *, causal):
+        q, k, v = (x.transpose(1, 2) if transposed else x for x in (q, k, v))
+        out = attention(q, k, v)
+        return out.transpose(1, 2) if transposed else out
+
+    return of
+
+
+def fpdt_of_the_core_file(group):
+    """Of q, k and v that are one activation, which it cuts into chunks."""
+    import fpdt
+
+    offloader, comm = fpdt.HostOffloader(torch.device("cpu")), fpdt.AllToAllComm(group)
+
+    def attention(q, k, v, *, causal):
+        heads = (q.shape[2], k.shape[2], v.shape[2])
+        x = torch.cat((q, k, v), 2)[0].flatten(1)  # [S/P, (N + 2 N_kv) D]
+        return fpdt.fpdt_attention(x, lambda x: x.unflatten(1, (-1, D)).split(heads, 1), (), 2, offloader, comm)[None]
+
+    return lambda *qkv, causal: attention(*qkv, causal=causal).unflatten(2, (-1, D))
+
+
+def attentions(group, inner, outer):
+    """Each attention of the chapters: a name, the function, where this rank's tokens lie, documents, and its modes."""
+    import _fpdt_demo
+    import context_ring
+    import context_ulysses
+    import fpdt
+    import llama
+    import packed_documents as packed
+    import parallel_block
+    import ring_attention
+    import single_gpu
+    import tensor_parallel
+    import ulysses
+    from flash_local import FLASH, tiled
+    from fpdt_attention import fpdt_attention, fpdt_positions
+    from fpdt_store import CpuMachine, Store
+
+    rank, P = group.rank(), group.size()
+    everything, one, both = torch.arange(S), (0, S), (False, True)
+    for of in (llama.attention, llama.attention_math, parallel_block.attention, context_ring.dense_attention):
+        yield of.__name__, of, everything, one, both
+    undropped = partial(parallel_block.attention_with_dropout, drop=lambda weights: weights)
+    yield "attention_with_dropout of nothing", undropped, everything, one, both
+    yield "_fpdt_demo.dense_attention", _fpdt_demo.dense_attention, everything, one, both
+    yield "tensor_parallel.py", causal_only(tensor_parallel.attention, transposed=True), everything, one, (True,)
+    for of in (single_gpu.naive_attention, single_gpu.fused_attention):
+        yield of.__name__, causal_only(of), everything, one, (True,)
+    yield "in_documents", packed.in_documents(DOCUMENTS), everything, DOCUMENTS, both
+    yield "masked_attention", packed.masked_attention(DOCUMENTS), everything, DOCUMENTS, both
+    ring = ring_attention.RingComm(group)
+    for layout in ("contiguous", "zigzag"):
+        of = causal_only(lambda *qkv, layout=layout: ring_attention.RingAttention.apply(*qkv, layout, ring))
+        yield f"ring_attention.py {layout}", of, ring_attention.token_positions(layout, S, rank, P), one, (True,)
+    where = ring_attention.token_positions("contiguous", S, rank, P)
+    of = causal_only(partial(ring_attention.simple_ring_attention, ring=ring))
+    yield "ring_attention.py, simple", of, where, one, (True,)
+    comm = ulysses.AllToAllComm(group)
+    of = causal_only(partial(ulysses.ulysses_attention, attention=ulysses.causal_attention, comm=comm))
+    yield "ulysses.py", of, where, one, (True,)
+    for layout, (name, version) in product(context_ring.LAYOUTS, context_ring.VERSIONS.items()):
+        yield f"{name} {layout}", version(group, layout), context_ring.layout_positions(layout, S, rank, P), one, both
+    where = context_ring.layout_positions("zigzag", S, rank, P)
+    for name, local in (("flash", FLASH), ("tiled", tiled(5))):
+        yield f"ring of {name} blocks", context_ring.ring_attention(group, local=local), where, one, both
+    for layout, version in product(packed.PACKED_LAYOUTS, packed.TRANSPORTS):
+        of = packed.packed_attention(group, DOCUMENTS, layout, version)
+        yield f"packed {version} {layout}", of, packed.packed_positions(layout, DOCUMENTS, rank, P), DOCUMENTS, both
+    where = context_ring.layout_positions("contiguous", S, rank, P)
+    for together in both:
+        yield f"ulysses {together=}", context_ulysses.ulysses(group, together=together), where, one, both
+    for layout in context_ring.LAYOUTS:
+        where = context_ulysses.usp_positions(layout, S, outer.rank(), outer.size(), inner.rank(), inner.size())
+        yield f"usp {layout}", context_ulysses.usp(inner, outer, layout), where, one, both
+    yield "fpdt", fpdt_attention(group, 2, Store(CpuMachine())), fpdt_positions(S, rank, P, 2), one, (True,)
+    yield "fpdt.py", fpdt_of_the_core_file(group), fpdt.token_positions(S, 2, rank, P), one, (True,)
+
+
+def exact_attention(q, k, v, *, mask):
+    """softmax(q kᵀ / √D) v pair by pair; q [B, S, N, D], k and v [B, S, N_kv, D]."""
+    k, v = (x.repeat_interleave(N // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bind,bjnd->bnij", q, k) / D**0.5
+    return torch.einsum("bnij,bjnd->bind", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+
+def torch_attention(q, k, v, *, mask):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+def with_gradients(attention, qkv, dout, **how):
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = attention(*leaves, **how)
+    out.backward(dout)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *(x.grad for x in leaves)), strict=True))
+
+
+@cache
+def inputs_and_results(cu, causal, kv_heads, dtype):
+    """q, k, v and dout of whole sequences; results and gradients in float64; and those of PyTorch's attention in dtype,
+    whose K/V heads are copied first, so that what their copies get is summed here."""
+    torch.manual_seed(0)
+    q, dout, k, v = (torch.randn(1, S, n, D).to(dtype) for n in (N, N, kv_heads, kv_heads))
+    i, document = torch.arange(S), torch.bucketize(torch.arange(S), torch.tensor(cu[1:]), right=True)
+    mask = (document[:, None] == document) & (i[:, None] >= i if causal else True)
+    exact = with_gradients(exact_attention, [x.double() for x in (q, k, v)], dout.double(), mask=mask)
+    copies = [q, *(x.repeat_interleave(N // kv_heads, 2) for x in (k, v))]
+    torchs = with_gradients(torch_attention, copies, dout, mask=mask)
+    torchs |= {name: torchs[name].double().unflatten(2, (kv_heads, -1)).sum(3).to(dtype) for name in ("dk", "dv")}
+    return (q, k, v), dout, exact, torchs
+
+
+class NarrowSums(TorchDispatchMode):
+    """Operators that add to a tensor of 16 bits: also those that a CPU computes in fp32, which a GPU does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        if func._opname in ADDING and tensors[0].itemsize == 2:
+            self.found.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def rms(x):
+    return x.double().square().mean().sqrt().item()
+
+
+def every_attention():
+    """Results and gradients beside float64 of the same inputs: where they are rounded, at most 1.5 times as far from it
+    as one rounding, or as PyTorch's attention."""
+    group, inner, outer = group_of(SLICE), group_of(SLICE[:2], SLICE[2:]), group_of(SLICE[::2], SLICE[1::2])
+    if group is None:
+        return []
+    found, f64, f32, bf16 = [], torch.float64, torch.float32, torch.bfloat16
+    cases = ((N, f64), (1, f32), (1, bf16))
+    for (name, attention, where, cu, modes), (kv_heads, dtype) in product([*attentions(group, inner, outer)], cases):
+        kv_heads = N if name == "fpdt.py" else kv_heads  # in which each rank needs a head of its own
+        for causal in modes:
+            qkv, dout, exact, torchs = inputs_and_results(cu, causal, kv_heads, dtype)
+            with (sums := NarrowSums()) if dtype == bf16 else nullcontext():
+                got = with_gradients(attention, [x[:, where] for x in qkv], dout[:, where], causal=causal)
+            if dtype == bf16 and sums.found:
+                found.append(f"dtypes in sums: {name}, {dtype}: {sums.found} add up in 16 bits")
+            for what, whole in exact.items():
+                want = whole[:, where]
+                limit, error = 8 * torch.finfo(dtype).eps * rms(want), rms(got[what] - want)
+                if dtype == bf16:
+                    limit = 1.5 * max(rms(want.to(bf16) - want), rms(torchs[what][:, where] - want))
+                    limit *= 4 / 3 if name in ROUND_THEIR_SCORES else 1
+                if not error <= limit:
+                    family = "modes" if dtype == f64 else "dtypes in sums"
+                    case = f"{name}, {causal=}, {kv_heads} K/V heads, {dtype}"
+                    found.append(f"{family}: {case}: {what} is off by {error:.2g}, more than {limit:.2g}")
+    return found
+
+
+def test_every_attention_in_every_mode_and_dtype_equals_float64():
+    for found in run_ranks(5, every_attention, timeout=120):
+        assert not found, "\n".join(found)
+
+
+def counted(group):
+    """What is counted or summed over the ranks, beside the training step: each as a function of nothing."""
+    import data_parallel
+    import expert_parallel
+    import fixed_dispatch
+    import gradient_reducers
+    import routing
+    import tensor_parallel
+
+    torch.manual_seed(group.rank())
+    x, probabilities, labels = torch.randn(8, 16), torch.randn(8, 4).softmax(-1), torch.randint(-100, 6, (8,))
+    experts, logits, tp = probabilities.topk(2)[1], torch.randn(8, 3), tensor_parallel.TPContext(group, False)
+    weights = torch.randn(4, 16), torch.randn(2, 12, 16), torch.randn(2, 12, 16), torch.randn(2, 16, 12)
+    counts = partial(routing.expert_counts, experts, 4)
+    return {
+        "count_valid_tokens": lambda: data_parallel.count_valid_tokens(labels, group),
+        "global_valid_tokens": lambda: gradient_reducers.global_valid_tokens(labels, group),
+        "vocab_parallel_cross_entropy": lambda: tensor_parallel.vocab_parallel_cross_entropy(logits, labels, 6, tp),
+        "load_balancing_loss": lambda: expert_parallel.load_balancing_loss(probabilities, experts, group),
+        "moe": lambda: expert_parallel.moe(x, *weights, 2, 1.0, group)[1],
+        "moe_fixed": lambda: fixed_dispatch.moe_fixed(x, *weights, 2, 4, group)[1],
+        "balance_loss": lambda: routing.balance_loss(probabilities, routing.group_sum(counts(), group), 2),
+        "within_capacity": lambda: routing.within_capacity(experts, 4, 1.0, group),
+    }
+
 
 def every_model():
-    """Logits in other modes than training's: evaluated, a model drops nothing; float64 under autocast stays float64."""
+    """Logits in other modes than training's: evaluated, a model drops nothing; float64 under autocast stays float64.
+    Norms of gradients in bf16. Counts and losses without gradients."""
     from moe_layer import MoEConfig
-    from moe_llama import LlamaConfig, MoELlama
+    from moe_llama import LlamaConfig, MoELlama, expert_parameters
+    from moe_llama import squared_gradient_norm as norm_with_experts
     from parallel_block import Config
-    from parallel_linear import TensorParallel
-    from parallel_llama import ParallelLlama
+    from parallel_linear import TensorParallel, shards
+    from parallel_llama import ParallelLlama, squared_gradient_norm
 
-    group, found = group_of_the_slice(), []
+    group, found = group_of(), []
     if group is None:
         return found
     tokens, small = torch.arange(16).view(2, 8), Config(64, 16, 1, 4, 2, 32)
@@ -244,10 +448,27 @@ def every_model():
             got = dropping.double().eval()(tokens)
         if not torch.equal(got, want):
             found.append(f"modes: {name}, evaluated under autocast: logits are off by {(got - want).abs().max():.2g}")
+        plain.bfloat16()
+        for p in plain.parameters():
+            p.grad = torch.full_like(p, 0.1)
+        if name == "MoELlama":
+            norm, copies = norm_with_experts(plain, group), {key: group.size() for key in expert_parameters(plain)}
+            elements = sum(p.numel() * copies.get(key, 1) for key, p in plain.named_parameters())
+        else:
+            norm, held = squared_gradient_norm(plain, group), shards(plain)
+            elements = sum(torch.Size(held[key].full_shape(p)).numel() for key, p in plain.named_parameters())
+        exact = elements * p.grad.double().flatten()[0] ** 2
+        if not abs(norm - exact) <= 1e-12 * exact:
+            found.append(f"dtypes in sums: {name}: of gradients in bf16 the squared norm is {norm}, not {exact}")
+    for name, count in counted(group).items():
+        with torch.no_grad():
+            quiet = count()
+        if not torch.equal(quiet, count()):
+            found.append(f"modes: {name} is {quiet} without gradients, with them {count()}")
     return found
 
 
-def test_every_model_computes_in_evaluation_and_under_autocast_what_it_is_trained_to():
+def test_every_model_and_loss_is_the_same_in_evaluation_and_under_autocast():
     for found in run_ranks(3, every_model):
         assert not found, "\n".join(found)
 

@@ -354,20 +354,6 @@ def test_a_recomputed_block_draws_the_masks_of_its_forward(sequence):
         assert_same_named(again, kept_all, 1e-14, "gradient of", rank)
 
 
-def evaluated() -> float:
-    block = make_block(SMALL, TensorParallel(dist.group.WORLD), p=0.5).eval()
-    return (
-        (block(numbers(B, S, 32), COS, SIN) - make_block(SMALL, block.tp)(numbers(B, S, 32), COS, SIN))
-        .abs()
-        .max()
-        .item()
-    )
-
-
-def test_nothing_is_dropped_in_evaluation():
-    assert run_ranks(2, evaluated) == [0.0, 0.0]
-
-
 # ---------------------------------------------------------------------------------------------------- low precision
 
 

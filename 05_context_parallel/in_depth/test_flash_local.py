@@ -113,7 +113,7 @@ def results_of(attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-def on_ranks(which: str, dtype: torch.dtype) -> list[tuple]:
+def on_ranks(which: str) -> list[tuple]:
     """(name, where, out and gradients) of each version on this rank."""
     group, rank, local = dist.group.WORLD, dist.get_rank(), {"flash": FLASH, "tiled": tiled(5)}[which]
     cases = [
@@ -122,7 +122,7 @@ def on_ranks(which: str, dtype: torch.dtype) -> list[tuple]:
     cases.append(
         ("usp", usp(*usp_groups(4, 2), "zigzag", local), usp_positions("zigzag", 48, rank // 2, 2, rank % 2, 2))
     )
-    given = [x.to(dtype) for x in given_of(48, 48)]
+    given = given_of(48, 48)
     return [(name, where, results_of(attention, *(x[:, where] for x in given))) for name, attention, where in cases]
 
 
@@ -130,24 +130,10 @@ def on_ranks(which: str, dtype: torch.dtype) -> list[tuple]:
 @pytest.mark.parametrize("which", ["flash", "tiled"])
 def test_plugged_into_ring_all_gather_and_mesh_it_is_exact(which):
     want = results_of(dense_attention, *given_of(48, 48))
-    for rank, cases in enumerate(run_ranks(4, on_ranks, which, torch.float64)):
+    for rank, cases in enumerate(run_ranks(4, on_ranks, which)):
         for name, where, results in cases:
             for what, got, expected in zip(("out", "dq", "dk", "dv"), results, want, strict=True):
                 assert_same(got, expected[:, where], what=f"{what} of {name}, rank {rank}")
-
-
-@pytest.mark.always("flash")
-@pytest.mark.parametrize("which", ["flash", "tiled"])
-def test_in_bfloat16_it_errs_at_most_one_and_a_half_times_as_much_as_dense(which):
-    given = [x.bfloat16() for x in given_of(48, 48)]
-    exact, dense = results_of(dense_attention, *(x.double() for x in given)), results_of(dense_attention, *given)
-    found = run_ranks(4, on_ranks, which, torch.bfloat16)
-    for case, (name, *_) in enumerate(found[0]):
-        order = torch.cat([rank[case][1] for rank in found]).argsort()
-        for i, what in enumerate(("out", "dq", "dk", "dv")):
-            got = torch.cat([rank[case][2][i] for rank in found], 1)[:, order]
-            ours, theirs = ((x.double() - exact[i]).square().mean().sqrt().item() for x in (got, dense[i]))
-            assert ours <= 1.5 * theirs, f"{name} {what}: error {ours:.2e}, dense bf16 {theirs:.2e}"
 
 
 # ------------------------------------------------------------------------------------------------ which kernel

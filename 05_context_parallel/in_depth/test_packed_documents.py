@@ -40,7 +40,6 @@ S = 48
 # Documents of one token, across several chunks, and ending where a chunk does; for "each" 2P divides them.
 CU = {layout: (0, 8, 32, 48) if layout == "each" else (0, 1, 6, 23, 24, 41, 48) for layout in PACKED_LAYOUTS}
 CASES = [(version, layout) for version in TRANSPORTS for layout in PACKED_LAYOUTS]
-NAMES = ("out", "dq", "dk", "dv")
 
 
 def model_of(dtype: torch.dtype = torch.float64, seed: int = 0) -> Model:
@@ -200,45 +199,24 @@ def random_qkv(heads: tuple[int, int] = HEADS) -> list[Tensor]:
     return [torch.randn(2, S, n, 4, generator=generator, dtype=torch.float64) for n in (*heads, heads[1], heads[0])]
 
 
-def results_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, causal=True)
-    out.backward(dout)
-    return [out.detach(), q.grad, k.grad, v.grad]
-
-
-def parts_and_bytes(dtype: torch.dtype) -> list[tuple]:
-    """For every version: where, (out, dq, dk, dv), pairs computed, bytes sent."""
+def pairs_and_bytes() -> list[tuple]:
+    """In bf16, for every version: pairs computed, bytes sent."""
     group, rank, P, found = dist.group.WORLD, dist.get_rank(), dist.get_world_size(), []
-    for version, layout in [*CASES, ("ulysses", "contiguous")]:
-        cu, count = CU[layout], [0]
-        if version == "ulysses":
-            attention = ulysses(group, in_documents(cu))
-        else:
-            attention = packed_attention(group, cu, layout, version, counting(EXPLICIT, count))
-        where = packed_positions(layout, cu, rank, P)
+    for version, layout in CASES:
+        count, where = [0], packed_positions(layout, CU[layout], rank, P)
+        attention = packed_attention(group, CU[layout], layout, version, counting(EXPLICIT, count))
+        q, k, v, dout = (x.bfloat16()[:, where].requires_grad_() for x in random_qkv())
         with communication() as sent:
-            results = results_of(attention, *(x.to(dtype)[:, where] for x in random_qkv()))
-        found.append((where, results, count[0], sent.total))
+            attention(q, k, v, causal=True).backward(dout)
+        found.append((count[0], sent.total))
     return found
 
 
-@pytest.mark.prove
-def test_in_bfloat16_it_errs_at_most_one_and_a_half_times_as_much_as_dense_and_sends_what_one_document_would():
-    found = run_ranks(4, parts_and_bytes, torch.bfloat16)
-    for case, (version, layout) in enumerate([*CASES, ("ulysses", "contiguous")]):
-        cu, parts = CU[layout], [rank[case] for rank in found]
-        exact = results_of(reference_attention(cu), *(x.bfloat16().double() for x in random_qkv()))
-        dense = results_of(reference_attention(cu), *(x.bfloat16() for x in random_qkv()))
-        order = torch.cat([where for where, *_ in parts]).argsort()
-        for i, name in enumerate(NAMES):
-            got = torch.cat([results[i] for _, results, *_ in parts], 1)[:, order]
-            ours, theirs = ((x.double() - exact[i]).square().mean().sqrt().item() for x in (got, dense[i]))
-            assert ours <= 1.5 * theirs, f"{version} {layout} {name}: error {ours:.2e}, dense bf16 {theirs:.2e}"
-        if version != "ulysses":
-            assert [pairs for _, _, pairs, _ in parts] == [packed_pairs(layout, cu, rank, 4) for rank in range(4)]
-            kv = 2 * 2 * S * HEADS[1] * 4 * 2  # K and V of two sequences, bf16; in backward again, and dK/dV in fp32
-            assert {sent for *_, sent in parts} == {3 * (kv + kv + 2 * kv) // 4}
+def test_it_computes_the_pairs_of_the_formula_and_sends_what_one_document_would():
+    kv = 2 * 2 * S * HEADS[1] * 4 * 2  # K and V of two sequences, bf16; in backward again, and dK/dV in fp32
+    for rank, found in enumerate(run_ranks(4, pairs_and_bytes)):
+        for (_, layout), numbers in zip(CASES, found, strict=True):
+            assert numbers == (packed_pairs(layout, CU[layout], rank, 4), 3 * (kv + kv + 2 * kv) // 4), layout
 
 
 def results_in_pieces() -> tuple[Tensor, Tensor]:

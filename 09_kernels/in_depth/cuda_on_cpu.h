@@ -10,6 +10,7 @@
 //                where all of them keep step; or one warp as far ahead of the others as barriers let it, or as far
 //                behind; or a random mixture. A kernel with all its barriers gives the same bits in every order.
 //   poison       Shared memory is filled with NaN before each block, so what was never written cannot look right.
+//   alignment    An access to 16 bytes at once has to begin at a multiple of 16, or the launch fails.
 //   slowness     Asynchronous copies take as long as they may (forward), no time (reverse, ahead, behind), or either.
 //   clusters     Blocks of one cluster run together, each with its own dynamic shared memory, all threads in one order.
 //   diary        In which sweep a warp of block 0 orders tiles, multiplies, writes or waits: an order, and no time.
@@ -242,6 +243,13 @@ inline void note(Kind kind, const void* address, int bytes) {
     log[number].bytes = bytes;
 }
 
+// An access to 16 bytes at once. Anywhere else than at a multiple of 16 a GPU gives up the whole program.
+inline const void* aligned(const void* address) {
+    if (uintptr_t(address) % 16 && the.error.empty())
+        the.error = "16 bytes at once at an address that is no multiple of 16: misaligned";
+    return address;
+}
+
 // How many different values f(lane) has among the lanes [first, last) that took part.
 template <class F>
 int different(const Request& r, int first, int last, F f) {
@@ -459,13 +467,15 @@ using shared = cuda_on_cpu::Pointer<cuda_on_cpu::SHARED_LOAD, T>;
 
 template <cuda_on_cpu::Kind LOAD, class T>
 float4 load4(cuda_on_cpu::Pointer<LOAD, T> p, int i) {
-    cuda_on_cpu::note(LOAD, p.p + i, 16);
-    return *reinterpret_cast<const float4*>(p.p + i);
+    cuda_on_cpu::note(LOAD, cuda_on_cpu::aligned(p.p + i), 16);
+    float4 v;
+    memcpy(&v, p.p + i, 16);
+    return v;
 }
 template <cuda_on_cpu::Kind LOAD>
 void store4(cuda_on_cpu::Pointer<LOAD, float> p, int i, float4 v) {
-    cuda_on_cpu::note(cuda_on_cpu::Kind(LOAD + 1), p.p + i, 16);
-    *reinterpret_cast<float4*>(p.p + i) = v;
+    cuda_on_cpu::note(cuda_on_cpu::Kind(LOAD + 1), cuda_on_cpu::aligned(p.p + i), 16);
+    memcpy(p.p + i, &v, 16);
 }
 inline void count_path(int path) { cuda_on_cpu::note(cuda_on_cpu::PATH, (const void*)(uintptr_t)path, 1); }
 

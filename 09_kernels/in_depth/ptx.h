@@ -262,7 +262,8 @@ inline void store2(global<bf16> p, int i, float first, float second) {
 }
 inline void copy_async16(bf16* to, const bf16* from, bool exists) {
     using namespace cuda_on_cpu;
-    if (exists) note(GLOBAL_LOAD, from, 16);
+    aligned(to);
+    if (exists) note(GLOBAL_LOAD, aligned(from), 16);
     mine(copies).add([=] {
         if (exists) memcpy((void*)to, from, 16);
         else memset((void*)to, 0, 16);
@@ -274,7 +275,7 @@ void copy_wait() { cuda_on_cpu::mine(cuda_on_cpu::copies).wait(LEFT); }
 
 inline void load_matrices(uint32_t (&r)[4], const bf16* row) {
     using namespace cuda_on_cpu;
-    note(SHARED_LOAD, row, 16);
+    note(SHARED_LOAD, aligned(row), 16);
     int lane = the.running->index % 32;
     auto rows = exchange(row, __LINE__);
     for (int m = 0; m < 4; m++) memcpy(&r[m], rows[8 * m + lane / 4] + lane % 4 * 2, 4);  // two neighbours of my row

@@ -402,7 +402,11 @@ __global__ void strided(global<const float> in, global<float> out, int stride) {
     for (int i = 0; i < 32; i++) s[i * 32 + threadIdx.x] = in[i];
     out[threadIdx.x] = s[threadIdx.x * stride % 1024];
 }
+__global__ void four_from(global<const float> in, global<float> out, int i) { store4(out, i / 2, load4(in, i)); }
 static dim3 one(1);
+extern "C" const char* run_four_from(const float* i, float* o, int n, void* s) {
+    return launch(four_from, one, one, 0, s, i, o, n);
+}
 extern "C" const char* run_cluster(float* o, void* s) {
     return launch_clusters(2, half_meets, dim3(2), dim3(64), 0, s, o);
 }
@@ -441,6 +445,14 @@ def test_shared_memory_is_poisoned_before_every_block(strange):
     out = torch.zeros(64)
     call(strange, "run_unwritten", out)
     assert out.isnan().all()
+
+
+def test_four_numbers_at_once_that_do_not_begin_at_a_multiple_of_16_bytes_are_reported(strange):
+    call(strange, "run_four_from", torch.ones(20), out := torch.zeros(20), 8)
+    assert out.tolist() == 4 * [0.0] + 4 * [1.0] + 12 * [0.0]
+    for start in (1, 4):  # a load, a store
+        with pytest.raises(CudaError, match="misaligned"):
+            call(strange, "run_four_from", torch.ones(20), torch.zeros(20), start)
 
 
 def test_a_missing_barrier_shows_and_shows_differently_in_another_order(strange):
