@@ -92,7 +92,7 @@ def drawing() -> str:
     training = " ".join(place(step, loss) for step, loss, _ in rows if loss != "")
     dots = [place(step, loss).split(",") for step, _, loss in rows if loss != ""]
     bits = bits_per_byte(rows[-1][2], 1.0)
-    width, height = 830, max(bottom, 46 + 17 * len(lines)) + 26
+    width, height = 840, max(bottom, 46 + 17 * len(lines)) + 26
     bright = f'[fill="{BLUE}"] {{ fill: {BRIGHT} }} [stroke="{BLUE}"] {{ stroke: {BRIGHT} }}'
     dark = DARK.replace("</style>", f"@media (prefers-color-scheme: dark) {{ {bright} }}</style>")
     parts = [
@@ -117,8 +117,8 @@ def drawing() -> str:
         spans = "".join(f'<tspan fill="{colour}">{escape(words)}</tspan>' for colour, words in line)
         parts.append(f'<text x="370" y="{46 + 17 * n}" font-family="monospace" xml:space="preserve">{spans}</text>')
     parts.append(
-        f'<text x="370" y="{height - 8}">each of 2 ranks stores {16 * num_params / 1e6:.1f} MB (weights, gradients, '
-        f"AdamW's moments) and sends {4 * num_params / 1e6:.1f} MB in a step</text>"
+        f'<text x="370" y="{height - 8}">each of 2 ranks stores {16 * num_params / 1e6:.1f} MB '
+        f"and sends {4 * num_params / 1e6:.1f} MB in a step</text>"
     )
     return "\n".join([*parts, "</svg>\n"])
 
