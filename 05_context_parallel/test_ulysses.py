@@ -220,8 +220,9 @@ def test_bytes_match_the_formulas(heads, P):
     C, token = sum(m for _, m in sizes), 2 * 24 // P * 8 * 4  # float32
     for rank, (forward, own, backward, own_step, saved, calls) in enumerate(run_ranks(P, costs, heads)):
         n, m = sizes[rank]
-        assert forward == own == (N - n + 2 * (C - m) + n * (P - 1)) * token, f"rank {rank}"
-        assert backward == own_step - own == ((n + 2 * m) * (P - 1) + N - n) * token, f"rank {rank}"
+        expected = (N - n + 2 * (C - m) + n * (P - 1)) * token, ((n + 2 * m) * (P - 1) + N - n) * token
+        assert (forward, backward) == expected, f"rank {rank} sends {forward, backward} bytes, by formula {expected}"
+        assert (own, own_step - own) == expected, f"rank {rank} counts {own, own_step - own} bytes"
         assert calls == {"all_to_all": 2}, f"rank {rank}: {dict(calls)}"
         # q, k, v, out and LSE of all tokens and n or m heads; torch adds two words for a random state
         assert saved - 2 * 24 * (8 * (2 * n + 2 * m) + n) * 4 in range(17), f"rank {rank}"

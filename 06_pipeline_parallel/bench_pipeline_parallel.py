@@ -277,6 +277,7 @@ def draw_schedules(axes, result) -> None:
     axes[-1].set_xlabel("time, in units of one forward pass")
     names = {"F, forward": "compute", "BW, backward": "gradients", "message": "messages", "idle": "idle"}
     handles = [axes[0].plot([], [], color=COLOURS[key], linewidth=5, label=name)[0] for name, key in names.items()]
+    handles[-1].set_alpha(0.2)  # as it is drawn
     axes[0].figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=10, frameon=False)
 
 

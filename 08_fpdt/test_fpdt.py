@@ -300,7 +300,8 @@ def positions_of_all(cp: int, num_chunks: int) -> list[Tensor]:
 def test_all_ranks_together_store_a_chunk_of_tokens_in_order(cp, num_chunks):
     [parts] = run_ranks(1, positions_of_all, cp, num_chunks)
     assert all(part.dtype == torch.int64 for part in parts), f"positions are {parts[0].dtype}"
-    assert torch.equal(torch.cat(parts, 1), torch.arange(24).view(num_chunks, -1)), parts
+    stored = f"rank 0 of {cp} stores {parts[0].tolist()}, a row for each chunk"
+    assert torch.equal(torch.cat(parts, 1), torch.arange(24).view(num_chunks, -1)), stored
 
 
 def sent_and_returned() -> list:

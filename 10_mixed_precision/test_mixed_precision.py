@@ -306,11 +306,11 @@ def test_master_weights_start_with_all_their_digits_and_arrive():
 # ----------------------------------------------------------------------------------------------------------------- fp8
 
 
-def matmuls_of(linear, M=24, K=40, N=32) -> list[Tensor]:
+def matmuls_of(linear, B=2, S=12, K=40, N=32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x, w = (torch.randn(n, K, generator=generator, dtype=torch.float64).requires_grad_() for n in (M, N))
-    y = linear(x, w)
-    y.backward(torch.randn(M, N, generator=generator, dtype=torch.float64) * 1e-6)
+    x, w, grad_y = (torch.randn(*n, generator=generator, dtype=torch.float64) for n in ((B, S, K), (N, K), (B, S, N)))
+    y = linear(x.requires_grad_(), w.requires_grad_())
+    y.backward(grad_y * 1e-6)
     return [y.detach(), x.grad, w.grad]
 
 

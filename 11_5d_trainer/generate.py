@@ -50,10 +50,10 @@ def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str
 
 class KVCache:
     """attention(q, k, v, *, causal) of one layer that keeps the keys and values of the tokens before: the first call
-    brings the prompt, each later one a token."""
+    brings the prompt, each later one a token, which sees the last `window` of them."""
 
-    def __init__(self, attention: Callable[..., Tensor], length: int) -> None:
-        self.attention, self.length, self.used = attention, length, 0
+    def __init__(self, attention: Callable[..., Tensor], length: int, window: int) -> None:
+        self.attention, self.length, self.window, self.used = attention, length, window, 0
         self.k = self.v = torch.empty(0)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -63,18 +63,19 @@ class KVCache:
         new = slice(self.used, self.used + k.shape[1])
         self.k[:, new], self.v[:, new] = k, v
         first, self.used = not self.used, new.stop
-        # The last token sees all of them, so nothing has to be hidden from it.
-        return self.attention(q, self.k[:, : self.used], self.v[:, : self.used], causal=causal and first)
+        seen = slice(0 if first else max(0, self.used - self.window), self.used)
+        # The last token sees all of these, so nothing has to be hidden from it.
+        return self.attention(q, self.k[:, seen], self.v[:, seen], causal=causal and first)
 
 
 @contextmanager
-def with_caches(model: Llama, length: int) -> Iterator[None]:
-    """Inside, each layer keeps the keys and values of up to `length` tokens."""
+def with_caches(model: Llama, length: int, window: int) -> Iterator[None]:
+    """Inside, each layer keeps the keys and values of up to `length` tokens, and a new token sees `window` of them."""
     layers = [block.self_attn for block in model.model.layers]
     parts = [layer.parts for layer in layers]
     try:
         for layer in layers:
-            layer.parts = replace(layer.parts, attention=KVCache(layer.parts.attention, length))
+            layer.parts = replace(layer.parts, attention=KVCache(layer.parts.attention, length, window))
         yield
     finally:
         for layer, before in zip(layers, parts, strict=True):
@@ -91,10 +92,15 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     stop: Collection[int] = (),
+    window: int | None = None,
 ) -> Tensor:
-    """prompt [B, S] -> [B, S + n], or less: it ends with the token of which every row has one of `stop`."""
+    """prompt [B, S] -> [B, S + n], or less: it ends with the token of which every row has one of `stop`.
+
+    A new token sees the last `window` tokens (None: all): over longer distances than it was trained on, a model fails.
+    """
     tokens = new = prompt
-    with with_caches(model, prompt.shape[1] + n):
+    length = prompt.shape[1] + n
+    with with_caches(model, length, window or length):
         for _ in range(n):
             positions = torch.arange(tokens.shape[1] - new.shape[1], tokens.shape[1], device=tokens.device)
             last = model.model(new, positions)[:, -1]  # [B, 1 or S, H] -> [B, H]: of the others no logits are needed
@@ -103,6 +109,11 @@ def generate(
             if stop and all(token in stop for token in new.flatten().tolist()):
                 break
     return tokens
+
+
+def trained_length(config: Config) -> int | None:
+    """Over how many tokens the model has learnt to look; None if it came from elsewhere, where that is not known."""
+    return None if config.init else config.seq_len
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator, top_k: int, top_p: float) -> Tensor:
@@ -192,7 +203,7 @@ def main() -> int:
         parser.error("--prompt is empty; give at least one token to continue")
     prompt = torch.tensor([tokens], device=args.device)
     generator = torch.Generator().manual_seed(args.seed)
-    drawn = (args.tokens, args.temperature, generator, args.top_k, args.top_p, stop)
+    drawn = (args.tokens, args.temperature, generator, args.top_k, args.top_p, stop, trained_length(config))
     out = generate(model, prompt, *drawn)[0].tolist()
     if out[-1] in stop and len(out) > len(tokens):
         out.pop()

@@ -48,7 +48,7 @@ from accounting import peak_flops, step_flops
 from checks import check_compile, check_kernels, check_memory
 from data import Corpus, Sampler, load_corpus
 from full_state import load_full_state, share_of_state
-from generate import generate, load_model
+from generate import generate, load_model, trained_length
 from hf import check_weights, keep_origin, read_sizes
 from llama import LlamaConfig
 from mesh import picture
@@ -579,7 +579,8 @@ def sample(plan: Plan, run: Path, log: "Logger") -> str:
     model, *_ = load_model(str(run), plan.device)
     prompt = corpus.val[None, : min(32, config.seq_len)].long().to(plan.device)
     generator = torch.Generator().manual_seed(config.seed)
-    tokens = generate(model, prompt, config.sample, 0.8, generator)[0].tolist()
+    window = trained_length(config)
+    tokens = generate(model, prompt, config.sample, 0.8, generator, window=window)[0].tolist()
     text = corpus.decode(tokens)
     log.keep("sample.txt", text)
     return f"--- a sample: 32 tokens of the validation text, continued ---\n{text}\n---"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import front_figure
 import pytest
+import train_figure
 from cheat_sheet import PAGE, formulas_of, one_page, page, symbols, techniques
 from formulas import evaluate, mathml, names, show
 from referees import MODEL, REFEREES, Config, Layout, UsageError, Verdict, parse
@@ -139,6 +140,7 @@ def test_a_formula_cannot_call_anything():
 
 def test_the_figure_of_the_front_page_is_the_one_that_is_drawn_now():
     assert front_figure.PAGE.read_text() == front_figure.drawing(), "run python book/front_figure.py"
+    assert train_figure.PAGE.read_text() == train_figure.drawing(), "run python book/train_figure.py"
 
 
 def test_the_figure_shows_who_cuts_what():

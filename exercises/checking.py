@@ -51,12 +51,22 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """What a test asks of one exercise, as a hint for mistakes that are not listed."""
+
+    exercise: str
+    test: str  # "test_messages_are_in_flight"
+    hint: str
+
+
+@dataclass(frozen=True)
 class Script:
     path: str  # "02_data_parallel/in_depth/collectives.py"
     text: str
     fences: dict[str, Fence]
     mistakes: tuple[Mistake, ...]
     alternatives: tuple[Alternative, ...]
+    claims: tuple[Claim, ...] = ()
 
     @property
     def name(self) -> str:
@@ -169,14 +179,17 @@ class Chapter:
 
 
 class Course:
-    """All chapters with exercises, read once: what a submission does to the files afterwards changes nothing here."""
+    """All chapters with exercises, read once: what a submission does to the files afterwards changes nothing here.
+    With `only`, a name as `chapter` takes it, that one alone: to read all takes a second."""
 
-    def __init__(self, root: Path = ROOT) -> None:
+    def __init__(self, root: Path = ROOT, only: str = "") -> None:
         self.root = root
         self.files = read_files(root)
         self.chapters: dict[str, Chapter] = {}
         reach = Reach(self.files)
         for folder in sorted(root.glob("[01][0-9]_*")):
+            if only and only not in _names(folder.name):
+                continue
             homes = [home for home in (folder, folder / "in_depth", folder / "planner") if home.is_dir()]
             paths = [path for home in homes for path in sorted(home.iterdir()) if path.suffix in (".py", ".cu")]
             scripts = [script for script in map(self._script, paths) if script.fences]
@@ -194,12 +207,13 @@ class Course:
         listed = tables(where, self.root) if found else {}
         mistakes = tuple(Mistake(where, **entry) for entry in listed.get("mistake", []))
         alternatives = tuple(Alternative(**entry) for entry in listed.get("alternative", []))
-        return Script(where, text, found, mistakes, alternatives)
+        claims = tuple(Claim(**entry) for entry in listed.get("claim", []))
+        return Script(where, text, found, mistakes, alternatives, claims)
 
     def chapter(self, name: str) -> Chapter:
         """By "02", "2" or the folder's name."""
         for folder, chapter in self.chapters.items():
-            if name in (folder, folder[:2], folder[:2].lstrip("0")):
+            if name in _names(folder):
                 return chapter
         known = ", ".join(folder[:2] for folder in self.chapters)
         raise CourseError(f"chapter {name!r} has no exercises; there are {known}")
@@ -462,7 +476,7 @@ def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row:
         return ""
     said = {result.test: result.message for result in failed} or {at: ""}
     mistake = nearest_mistake(script, row.number, body, said)
-    row.mistake, row.hint = (mistake.name, mistake.hint) if mistake else ("", general_hint(chapter, script, row))
+    row.mistake, row.hint = (mistake.name, mistake.hint) if mistake else ("", general_hint(chapter, script, row, at))
     return ""
 
 
@@ -592,8 +606,8 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     for test, message in failed.items():
         claims.setdefault(_claim(test), []).append(symptom(message))
     says = {m: claims.get(_claim(m.caught_by), []) for m in mistakes if m.symptom}
-    same = [m for m, said in says.items() if any(same_symptom(m.symptom, words) for words in said)]
-    sure = [m for m in same if any(_same_numbers(m.symptom, words) for words in says[m])]
+    same = [m for m, said in says.items() if any(same_symptom(m.symptom, words, exact=True) for words in said)]
+    sure = [m for m in same if any(_same_numbers(m.symptom, words, exact=True) for words in says[m])]
     numbers = [m for m in sure if re.search(r"\d", m.symptom)]
     if len(numbers) == 1:
         return numbers[0]
@@ -632,8 +646,9 @@ def _on_any_rank(symptom: str) -> str:
     return re.sub(r"\brank ?\d+", "a rank", symptom)
 
 
-def same_symptom(a: str, b: str) -> bool:
-    """Whether a hint that is chosen by one is right for the other: the same words, and numbers within a tenth.
+def same_symptom(a: str, b: str, exact: bool = False) -> bool:
+    """Whether a hint that is chosen by one is right for the other: the same words, and numbers within a tenth. With
+    `exact`, large whole numbers have to agree: a count of bytes that is another by 3 % is another mistake.
 
     Of an exception the name and most of the words count: some may be those of another version of torch. Which of
     several ranks says it first is chance, and each has numbers of its own: said by two ranks, only the words count.
@@ -643,16 +658,19 @@ def same_symptom(a: str, b: str) -> bool:
     if any(names):
         return names[0] == names[1] and _likeness(a, b) > 0.5
     same_words = re.split(NUMBER, _on_any_rank(a)) == re.split(NUMBER, _on_any_rank(b))
-    return same_words and (_ranks(a) != _ranks(b) or _same_numbers(a, b))
+    return same_words and (_ranks(a) != _ranks(b) or _same_numbers(a, b, exact))
 
 
 NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*[a-z_])"
 
 
-def _same_numbers(a: str, b: str) -> bool:
-    values = [[*map(float, re.findall(NUMBER, _on_any_rank(text)))] for text in (a, b)]
-    close = partial(math.isclose, rel_tol=0.1, abs_tol=1e-12)
-    return _ranks(a) == _ranks(b) and len(values[0]) == len(values[1]) and all(map(close, *values))
+def _same_numbers(a: str, b: str, exact: bool = False) -> bool:
+    def close(x: str, y: str) -> bool:
+        counts = exact and x.isdigit() and y.isdigit() and len(x) > 3
+        return math.isclose(float(x), float(y), rel_tol=0.001 if counts else 0.1, abs_tol=1e-12)
+
+    found = [re.findall(NUMBER, _on_any_rank(text)) for text in (a, b)]
+    return _ranks(a) == _ranks(b) and len(found[0]) == len(found[1]) and all(map(close, *found))
 
 
 def _ranks(symptom: str) -> list[str]:
@@ -677,15 +695,16 @@ SAYS = {  # what a failure's own words are about, whoever's lines they are
 }
 
 
-def general_hint(chapter: Chapter, script: Script, row: Row) -> str:
-    """For a mistake of the student's own: what the failure says by itself, and where to read."""
-    fence = script.fences[row.number]
+def general_hint(chapter: Chapter, script: Script, row: Row, test: str = "") -> str:
+    """For a mistake of the student's own: what the failure says by itself, what the test asks, and where to read."""
+    fence, name = script.fences[row.number], _claim(test).partition("::")[2]
+    asked = next((claim.hint for claim in script.claims if (claim.exercise, claim.test) == (row.number, name)), "")
     said = next((words for pattern, words in SAYS.items() if re.search(pattern, row.detail)), "")
     around = f"the docstring of {fence.inside} in {script.name}" if fence.inside else script.name
     where = (
         f"Read exercise {row.number} in {chapter.folder}/README.md and {around} once more, then the test that failed."
     )
-    return f"{said} {where}".strip()
+    return " ".join(filter(None, (said, asked, where)))
 
 
 def sentence(test: str) -> str:
@@ -718,6 +737,11 @@ def first_lines(message: str, most: int = 240) -> str:
     line = re.sub(r"^(?:[\w.]*\.)?(AssertionError|RankFailure|Failed): ", "", line)
     line = re.sub(r"0x[0-9a-f]{6,}", "0x...", line)
     return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def _names(folder: str) -> tuple[str, str, str]:
+    """What a chapter may be called."""
+    return folder, folder[:2], folder[:2].lstrip("0")
 
 
 def _key(number: str) -> tuple[int, ...]:

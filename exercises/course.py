@@ -271,7 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     signal.signal(signal.SIGTERM, end)
     try:
-        return run(arguments, Course())
+        named = Course(only=getattr(arguments, "chapter", ""))
+        return run(arguments, named if named.chapters else Course())  # whose message names the chapters there are
     except (CourseError, JudgeError, OSError) as error:
         print(f"course.py: {error}", file=sys.stderr)
         return 2

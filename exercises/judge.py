@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from module_cache import forget_modules  # sandbox.py puts it beside this file
+from module_cache import PRELOAD, forget_modules  # sandbox.py puts it beside this file
 
 LONGEST_MESSAGE = 4000  # characters of a failure that are passed on
 TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # what decides whether a test passes
@@ -101,7 +101,8 @@ def message_of(report: Any) -> str:
     lines = entries[-1].lines if entries else []
     begin = next((n for n, line in enumerate(lines) if line.startswith(">")), len(lines))
     end = next((n for n, line in enumerate(lines) if line.startswith("E") and n > begin), len(lines))
-    source = " ".join(line.lstrip("> ").strip() for line in lines[begin:end])
+    shown = [re.sub(r"  # .*", "", line.lstrip("> ")).strip(" ^") for line in lines[begin:end]]
+    source = " ".join(filter(None, shown))
     if raised := text.partition("Traceback (most recent call last):\n")[2]:
         last = [m.start() for m in re.finditer(r"^[\w.]+(?:: |$)", raised, re.MULTILINE)]
         shown = re.findall(r"^ +(assert .*)$", raised[: last[0]], re.MULTILINE) if last else []
@@ -221,17 +222,16 @@ def main() -> None:
 
     unwell = ""
     if Path("../judge/tests/harness/ranks.py").exists():
+        # Ranks are forked from a server. With the harness in it, no rank looks for the harness in the copy of the run
+        # that started it, which is gone when a later run needs one more of its modules. It imports while this process
+        # does: first verdicts wait for the slower of the two, not for both.
+        forkserver.set_forkserver_preload([*PRELOAD, "harness.meter", "harness.reference", "harness.ranks"])
+        forkserver.ensure_running()
         import harness.ranks
         import harness.reference
         import torch
 
         torch.set_num_threads(1)
-        # Ranks are forked from a server. With the harness in it, no rank looks for the harness in the copy of the run
-        # that started it, which is gone when a later run needs one more of its modules.
-        forkserver.set_forkserver_preload(
-            [*harness.ranks.PRELOAD, "harness.meter", "harness.reference", "harness.ranks"]
-        )
-        forkserver.ensure_running()
         harness.ranks.use_fresh_modules()
         unwell = "" if trusted else harness.ranks.preflight()
     gc.freeze()  # what is imported so far is never garbage: pytest's collections at the end of each run skip it

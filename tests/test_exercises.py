@@ -363,6 +363,18 @@ def test_without_a_known_mistake_the_hint_is_what_the_failure_says_by_itself_and
     assert hint.startswith("Read") == words.startswith("Read")
 
 
+def test_where_no_mistake_is_known_the_hint_says_what_the_test_asks_of_the_exercise():
+    for chapter in real().chapters.values():
+        for script in chapter.scripts:
+            for claim in script.claims:
+                row = checking.Row(claim.exercise, "", "", detail="w: 3, but should be 2")
+                graded = [test for test in chapter.tests(claim.exercise) if f"::{claim.test}[" in f"{test}["]
+                assert graded, f"{script.name}: {claim.test} does not grade {claim.exercise}"
+                hint = checking.general_hint(chapter, script, row, graded[0])
+                assert hint.startswith(f"{claim.hint} Read exercise {claim.exercise} in "), hint
+                assert checking.general_hint(chapter, script, row, "test_x.py::test_other").startswith("Read exercise")
+
+
 def test_a_symptom_does_not_depend_on_the_hour():
     said = "RuntimeError: [F1123 13:46:10.123456789 ProcessGroupGloo.cpp:12] sizes differ: 3 and 4"
     assert checking.symptom(said) == checking.symptom(said.replace("1123 13:46:10.123456789", "0102 07:05:00.000000"))
@@ -386,6 +398,8 @@ def test_two_symptoms_are_one_but_for_ranks_small_differences_and_words_of_torch
     assert not checking.same_symptom("RuntimeError: a.cc:12 no pair", "RuntimeError: shape [3] is invalid for size 4")
     assert not checking.same_symptom("RuntimeError: no pair", "ValueError: no pair")
     assert not checking.same_symptom("RuntimeError: no pair", said)
+    counted, another = "assert 204104 == 208072", "assert 204104 == 202120"
+    assert checking.same_symptom(counted, another) and not checking.same_symptom(counted, another, exact=True)
 
 
 def test_a_hint_is_chosen_by_what_the_tests_say_before_how_the_lines_look():
@@ -413,7 +427,7 @@ def test_a_comparison_is_told_with_its_statement_and_with_the_first_entry_that_d
     for old, compare, words in (
         (
             "assert tiny.scale(3) == 6 and tiny.scale(-1) == -2",
-            f"assert {lists}",
+            f"assert {lists}  # all of them",
             (f"`{lists}`: ", "; entry 5: 0 != 10"),
         ),
         (

@@ -110,14 +110,16 @@ def speed_rows() -> list[list]:
 
 def draw_memory(axes, result) -> None:
     rows = [row for row in result["rows"] if row[0] == S]
-    for P in (1, 2):
+    for P, ranks in ((1, "one rank"), (2, "two ranks")):
         mine = [row for row in rows if row[2] == P]
         for column, way, style in ((3, "forward", "o-"), (4, "backward", "s--")):
-            axes.loglog(
-                [row[1] for row in mine], [row[column] / 1e3 for row in mine], style, label=f"{way}, {P} rank(s)"
-            )
-    axes.set(xlabel="chunks", ylabel="kB on the device", title="Attention: memory falls as 1/u")
+            megabytes = [row[column] / 1e6 for row in mine]
+            axes.loglog([row[1] for row in mine], megabytes, style, label=f"{way}, {ranks}")
+    axes.set(xlabel="chunks", ylabel="MB on the device", title="Attention: memory falls as 1/u")
     axes.set_xticks(CHUNKS, [str(u) for u in CHUNKS])
+    ticks = (0.2, 0.5, 1, 2, 5)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.legend()
 
 

@@ -337,7 +337,7 @@ def test_a_checkpoint_of_any_layout_is_sampled_as_at_the_end_of_its_run(layout, 
     assert name == "step-000004"
     tokens = load_corpus(config).val[None, :16].long()
     generator = torch.Generator().manual_seed(config.seed)
-    again = generate.generate(model, tokens, 20, 0.8, generator)[0].tolist()
+    again = generate.generate(model, tokens, 20, 0.8, generator, window=config.seq_len)[0].tolist()
     assert (tmp_path / "run" / "sample.txt").read_text() == bytes(again).decode(errors="replace")
 
 
@@ -402,6 +402,19 @@ def test_the_cache_of_keys_and_values_changes_no_token_and_computes_each_once(ex
     for ends in ({whole[14]}, {whole[14], whole[12]}):
         last = min(i for i in range(9, 21) if whole[i] in ends)
         assert generate.generate(*greedy, stop=ends)[0].tolist() == whole[: last + 1]
+
+
+def test_a_new_token_sees_no_more_tokens_than_the_model_was_trained_on():
+    model = alone(dataclasses.replace(SIZES, layers=1), None).double()  # in a second layer, tokens have seen others
+    prompt = torch.randint(256, (1, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(20 if p.dim() > 1 else 1)
+        tokens = generate.generate(model, prompt, 12, 0, torch.Generator(), window=6)
+        for end in range(10, 21):
+            assert tokens[0, end] == model(tokens[:, end - 6 : end])[0, -1].argmax(), end
+    assert generate.trained_length(Config(seq_len=96)) == 96
+    assert generate.trained_length(Config(seq_len=96, init="theirs")) is None
 
 
 def test_top_k_and_top_p_are_those_of_transformers():

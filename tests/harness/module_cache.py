@@ -6,6 +6,17 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+# Imported once by the server that ranks are forked from, so that no rank pays for them again.
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.nn",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch.utils.checkpoint",
+]
+
 
 def forget_modules(keep: Iterable[str]) -> None:
     """Unload the modules of this repository that were imported since `keep`, names of modules, was recorded.

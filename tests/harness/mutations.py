@@ -148,7 +148,8 @@ def mistakes_of(script: str, root: Path = ROOT) -> tuple[Mistake, ...]:
 
 
 def tables(script: str, root: Path = ROOT) -> dict[str, list[dict[str, str]]]:
-    """All that is listed for a script: its mistakes, and the other right solutions of its exercises."""
+    """All that is listed for a script: its mistakes, the other right solutions of its exercises, and claims: what a
+    test asks of an exercise, as a hint for mistakes that are not listed."""
     file = root / list_of(script)
     return tomllib.loads(file.read_text()) if file.exists() else {}
 

@@ -46,18 +46,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .module_cache import forget_modules, functions, replaced
+from .module_cache import PRELOAD, forget_modules, functions, replaced
 
-# Imported once by the fork server, so that no rank pays for them again.
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.nn",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint",
-    "torch.utils.checkpoint",
-]
 QUIET = 0.5  # seconds of a first preflight where nothing else runs, the fork server's imports not counted
 GRACE = 1.0  # seconds that the other ranks get to report after the first failure
 
