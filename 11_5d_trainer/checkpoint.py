@@ -258,15 +258,26 @@ def hold(run: Path) -> IO[str] | None:
 def check_free(run: Path, restart: bool = False) -> None:
     """Raise UsageError if another job holds the lock of this folder. Looks only: `hold` decides. `restart`: the holder
     may be the same job, on a machine that is gone."""
-    if (run / "lock").exists():
-        with (run / "lock").open() as file:
-            if not locked(file, exclusive=False, patience=LEASE if restart else PATIENCE):
-                raise in_use(run)
+    if not (run / "lock").exists():
+        return
+    with (run / "lock").open() as file:
+        if locked(file, exclusive=False, patience=PATIENCE):
+            return
+        if restart:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                waits = f"--restart waits {LEASE:g} s, in case its machine is gone"
+                print(f"{run} is being written by {holder(run)}; {waits}", file=sys.stderr)
+            if locked(file, exclusive=False, patience=LEASE):
+                return
+    raise in_use(run)
 
 
 def in_use(run: Path) -> UsageError:
-    by = (run / "lock").read_text().strip() or "another job"
-    return UsageError(f"{run} is being written by {by}; wait for its end, or give this run another --out")
+    return UsageError(f"{run} is being written by {holder(run)}; wait for its end, or give this run another --out")
+
+
+def holder(run: Path) -> str:
+    return (run / "lock").read_text().strip() or "another job"
 
 
 def locked(file: IO[str], exclusive: bool, patience: float) -> bool:

@@ -28,6 +28,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -798,18 +799,34 @@ def waited_for_another_rank(error: RuntimeError) -> None:
     where = f"{frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else "a collective"
     reason = str(error).strip().splitlines()[0]
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    noted = False
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set_timeout(timedelta(seconds=GRACE))
-        store.set(f"waited {rank}", "")
-        noted = True
-        time.sleep(GRACE)  # the others' timeouts end about now
-        waited = [other for other in ranks if other == rank or store.check([f"waited {other}"])]
-        others = ", ".join(str(other) for other in ranks if other not in waited)
-    except Exception:  # it was in a process that is stuck or gone
-        waited, others = ([0] if noted else [rank]), "0, and perhaps more"
-    if rank == min(waited):
+    noted, answers = threading.Event(), list[list[int]]()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # the store was in a process that is gone
+            store = dist.distributed_c10d._get_default_store()
+            store.set_timeout(timedelta(seconds=GRACE))
+            store.set(f"waited {rank}", "")
+            noted.set()
+            time.sleep(GRACE)  # the others' timeouts end about now
+            answers.append([other for other in ranks if other == rank or store.check([f"waited {other}"])])
+
+    # The store knows no timeout for a process that is stuck, so a thread awaits its answer. For one that is gone it
+    # writes a stack of C++ to stderr, on every rank.
+    asking, stderr = threading.Thread(target=ask, daemon=True), os.dup(2)
+    sys.stderr.flush()
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    asking.start()
+    asking.join(3 * GRACE)
+    os.dup2(stderr, 2)
+    if answers:
+        speaks = rank == min(answers[0])
+        others = ", ".join(str(other) for other in ranks if other not in answers[0])
+    else:  # rank 0 has the store, and is stuck; or it is gone, and may have said all before
+        first = rank == 1 or os.environ.get("LOCAL_RANK") == "0"  # one on each node
+        speaks = not noted.is_set() or (asking.is_alive() and first)
+        others = "0, and perhaps more"
+    if speaks:
         what = f"ranks that do not answer, stuck or dead: {others}" if others else "one another: all have given up"
         print(f"train.py: rank {rank} has waited in {where} for {what} ({reason})", file=sys.stderr, flush=True)
 

@@ -1614,6 +1614,8 @@ def test_screening_refuses(line):
     ],
 )
 def test_screening_lets_pass_what_a_solution_may_need(line):
+    if re.search(r"\b(tl|triton)\.", line):
+        pytest.importorskip("triton", reason="needs Triton, which is not installed")
     script = "import torch\nimport torch.distributed as dist\nimport torch.nn.functional as F\nfrom torch import nn\n"
     script += "from _interpreter import tl, triton\nimport sibling\n"
     assert list(screen.objections(fences.parse(line), [], compile(script, "s", "exec", 1024))) == []

@@ -51,14 +51,18 @@ def free_port():
     return store.port
 
 
-def start_two(text, folder, timeout):
-    """A long run on two processes, once its first checkpoint is there."""
+def start(text, folder, timeout, ranks=2):
+    """A long run on some processes, once its first checkpoint is there."""
     port = free_port()
-    words = [*arguments(text, steps=100_000, save_every=3, timeout=timeout), "--out", str(folder)]
-    processes = [command(words, rank, 2, port) for rank in range(2)]
-    deadline = time.monotonic() + 60
+    more = dict(steps=100_000, save_every=3, timeout=timeout, global_batch=4 * ranks)
+    words = [*arguments(text, **more), "--out", str(folder)]
+    processes = [command(words, rank, ranks, port) for rank in range(ranks)]
+    deadline = time.monotonic() + 60 * float(os.environ.get("RANKS_UNIT", "1"))
     while not checkpoint.complete(folder):
-        assert time.monotonic() < deadline and processes[0].poll() is None, "the run did not start"
+        if time.monotonic() > deadline or processes[0].poll() is not None:
+            for process in processes:
+                process.kill()
+            pytest.fail(f"the run did not start: {processes[0].communicate()[1]}")
         time.sleep(0.1)
     return processes
 
@@ -74,7 +78,7 @@ def finish(processes, seconds):
 
 @pytest.mark.prove
 def test_ctrl_c_leaves_the_last_complete_checkpoint_usable(text, tmp_path):
-    processes = start_two(text, tmp_path / "run", timeout=60)
+    processes = start(text, tmp_path / "run", timeout=60)
     for process in processes:
         process.send_signal(signal.SIGINT)
     ended = finish(processes, 60)
@@ -87,18 +91,27 @@ def test_ctrl_c_leaves_the_last_complete_checkpoint_usable(text, tmp_path):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time(how, text, tmp_path):
-    processes = start_two(text, tmp_path / "run", timeout=10)  # also how long one waits for the other to start
-    processes[1].send_signal(how)
-    [(said, code)] = finish(processes[:1], 60)
-    processes[1].kill()
-    processes[1].communicate()
-    assert code == 4
-    lines = [line for line in said.splitlines() if line.startswith("train.py: ")]
-    assert len(lines) == 1 and "Traceback" not in said, said
-    assert re.match(r"train.py: rank 0 has waited in \w+ \(\w+\.py:\d+\) for ranks that do not", lines[0]), said
-    assert ", stuck or dead: 1 (" in lines[0], said
+@pytest.mark.parametrize(
+    ("how", "who"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 0)]
+)
+def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time_and_one_line(how, who, text, tmp_path):
+    processes = start(text, tmp_path / "run", timeout=10, ranks=3)  # also how long one waits for the others to start
+    processes[who].send_signal(how)
+    others = [process for rank, process in enumerate(processes) if rank != who]
+    try:
+        ended = finish(others, 60)
+    finally:
+        processes[who].kill()
+        processes[who].communicate()
+    assert [code for _, code in ended] == [4, 4]
+    said = "".join(said for said, _ in ended).splitlines()
+    if (how, who) == (signal.SIGKILL, 0):  # it has the store in which they find one another, and torchrun names it
+        assert not said
+    else:
+        assert len(said) == 1, said
+        speaker, which = ("1", "0, and perhaps more") if who == 0 else ("0", "1")
+        words = rf"train.py: rank {speaker} has waited in \w+ \(\w+\.py:\d+\) for ranks that do not answer, "
+        assert re.match(rf"{words}stuck or dead: {which} \(", said[0]), said
     assert checkpoint.find(str(tmp_path / "run"))[2].step >= 3
 
 

@@ -359,13 +359,18 @@ def held_by_another(words, folder):
         agreed(words)
 
 
-def test_two_jobs_do_not_write_into_one_folder(text, tmp_path, monkeypatch):
+def test_two_jobs_do_not_write_into_one_folder(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "PATIENCE", 0.1)
+    monkeypatch.setattr(checkpoint, "LEASE", 0.2)
     words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run")]
     lock = checkpoint.hold(fuzz.train.new_folder(str(tmp_path / "run")))
     one_line = f"{tmp_path}/run is being written by process {os.getpid()} on .*; wait for its end, or give this run an"
     with pytest.raises(UsageError, match=one_line):  # alike on every rank, before they connect
         train.prepare(words, 2)
+    assert not capsys.readouterr().err
+    with pytest.raises(UsageError, match=one_line):
+        train.prepare([*words, "--restart"], 2)
+    assert capsys.readouterr().err.endswith("; --restart waits 0.2 s, in case its machine is gone\n")
     with pytest.raises(UsageError, match=one_line):
         checkpoint.hold(tmp_path / "run")
     lock.close()
