@@ -38,7 +38,7 @@ OVER_THE_WORLD = {
 NOT_OF_A_GROUP = {  # a function or class in which something beside the technique asks the world
     *("collectives.py place", "zero_hybrid.py measure", "overlapped_pair.py demo", "mixed_precision.py check"),
     *("five_d.py check", "five_d.py Mesh", "_fpdt_gpu.py verify_model", "_fpdt_gpu.py step"),
-    *("expert_dispatch.py global_rank", "_moe_demo.py Wire"),
+    *("expert_dispatch.py global_rank", "_moe_demo.py Wire", "_launch.py batch_of_rank"),
 }
 
 
