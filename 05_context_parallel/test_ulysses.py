@@ -87,6 +87,7 @@ def trained(slices: bool = False, delays: bool = False) -> list[Tensor]:
     return results + [p.detach() for p in params]
 
 
+@pytest.mark.always("4-{}", "2-{}")
 @pytest.mark.parametrize(
     ("ranks", "options"), [(1, {}), (2, {}), (4, {}), (4, {"slices": True}), (4, {"delays": True})], ids=str
 )

@@ -839,7 +839,7 @@ def test_screening_refuses_a_hostile_submission_with_one_line(kind, tiny, tmp_pa
         assert "\n" not in submission.refused["1.1"]
 
 
-@pytest.mark.always("patches_the_report")
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ONLY_SCREENED])
 def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hurt_the_next(kind, tiny, tmp_path):
     chapter = tiny.chapter("01")
@@ -959,6 +959,7 @@ def test_a_check_that_is_broken_off_ends_its_judges_and_what_they_run(tiny, tmp_
     assert processes_of(tmp_path) == [] and not list(tmp_path.glob("exercises-*"))
 
 
+@pytest.mark.prove
 def test_a_pass_is_not_believed_when_a_known_mistake_beside_it_goes_unnoticed(tiny):
     """This one tells pytest that every test passes, and leaves no changed function behind: the control notices."""
     plugin = f"""import pytest
@@ -1019,6 +1020,7 @@ def test_a_forged_pass_that_knows_the_controls_is_seen_from_a_process_without_it
     assert "an exercise may not" in read_submission(chapter, folder).refused["3.1"]
 
 
+@pytest.mark.prove
 def test_in_ranks_a_students_lines_run_there_and_nowhere_else(judge):
     halves = "test_three_steps_match_reference[1-2]"
     for number, test, passes in (
@@ -1376,6 +1378,7 @@ def test_which_tests_run_an_exercise_and_which_of_these_grade_it(tiny):
     assert OF_NOTHING in Course(tiny.root).chapter("01").tests("1.2"), "its statement names it"
 
 
+@pytest.mark.prove
 def test_what_passes_the_tests_of_its_mistakes_and_fails_another_that_runs_it_is_wrong(tiny):
     chapter = tiny.chapter("01")
     (row,) = check_bodies(tiny, chapter, {"1.2": "result = 3"}).rows

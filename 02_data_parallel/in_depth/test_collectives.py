@@ -386,6 +386,7 @@ def with_delays():
         assert_same(got[i], definition(name, everyone, rank, i % world), what=f"{name}, number {i} in a row", rank=rank)
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_delays_neither_deadlock_nor_mix_up_collectives_that_follow_each_other(world):
     run_ranks(world, with_delays, timeout=30)

@@ -429,6 +429,7 @@ def on_a_late_network(version: str, late: int) -> Trace:
         return replica_trace(version, dist.group.WORLD)
 
 
+@pytest.mark.always("overlapped-2")
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("version", ["overlapped", "bucketed"])
 def test_every_bucket_is_waited_for_and_left_alone_while_it_is_under_way(version, late):

@@ -707,6 +707,7 @@ def sent_bytes():
     return found
 
 
+@pytest.mark.prove
 def test_bytes_sent_are_two_per_border_and_micro_batch_and_none_within_a_rank():
     totals = [sum(column) for column in zip(*run_ranks(4, sent_bytes), strict=True)]
     for name, total in zip(SCHEDULES, totals, strict=True):

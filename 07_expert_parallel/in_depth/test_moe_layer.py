@@ -140,7 +140,7 @@ def check(results: list[list[dict]], case: str, what: str, sizes: dict = SIZES) 
             assert torch.equal(got["steps"], want["steps"]), f"{where}, biases on rank {rank}: {got['steps']}"
 
 
-@pytest.mark.always("4")
+@pytest.mark.prove
 @pytest.mark.parametrize("P", SIZES)
 def test_gradients_losses_counts_and_biases_equal_a_token_by_token_mixture_over_micro_batches(P):
     results = run_ranks(P, all_cases)

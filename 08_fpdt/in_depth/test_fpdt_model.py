@@ -86,7 +86,7 @@ def all_cases() -> list[Trace]:
     return [trace_in_chunks(dist.group.WORLD, u, keep=keep, finer=finer) for u, keep, finer in CASES]
 
 
-@pytest.mark.always("2")
+@pytest.mark.prove
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_loss_every_gradient_and_weights_equal_the_whole_model_for_any_chunks(ranks):
     for rank, traces in enumerate(run_ranks(ranks, all_cases)):

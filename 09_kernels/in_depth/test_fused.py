@@ -275,9 +275,7 @@ def test_what_the_kernels_cannot_do_is_refused_in_one_line():
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.always(
-    "fused.py-arguments1-'int8'", "fused_loss.py-arguments2---chunk 0", "fused_adamw.py-arguments3---dtype"
-)
+@pytest.mark.always("fused.py-arguments1-'int8'")
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [

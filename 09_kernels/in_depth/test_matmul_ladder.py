@@ -149,18 +149,7 @@ def test_triton_takes_fp16_and_sums_in_fp32():
 # ------------------------------------------------------------------------------------------------------ predictions
 
 
-@pytest.mark.always(
-    "naive",
-    "coalesced",
-    "coarsened_2d",
-    "vectorised",
-    "warp_tiles",
-    "mma_tiles",
-    "tma_wgmma",
-    "persistent",
-    "multicast",
-    "ping_pong",
-)
+@pytest.mark.always("coalesced", "vectorised", "mma_tiles", "persistent", "multicast")
 @pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 def test_sectors_and_bank_turns_are_those_predicted(rung):
     size = (128 * rung.cluster, 256, 64)

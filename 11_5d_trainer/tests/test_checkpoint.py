@@ -163,7 +163,7 @@ def saved_while_training(words, folder):
     return before
 
 
-@pytest.mark.always("2---zero 1")
+@pytest.mark.prove
 @pytest.mark.parametrize(("ranks", "layout"), [(2, ""), (2, "--zero 1"), (2, "--experts 4 --ep 2")])
 def test_the_share_is_a_copy_that_the_next_step_does_not_change(ranks, layout, text, tmp_path):
     before = run_ranks(ranks, saved_while_training, words_for(text, layout), str(tmp_path))[0]

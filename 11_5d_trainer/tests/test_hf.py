@@ -134,6 +134,7 @@ def test_a_large_model_is_exported_in_several_files_of_which_one_is_in_memory_at
         assert_same(read_by_transformers(out)(TOKENS).logits, read_by_ours(out)(TOKENS), 1e-6, "logits")
 
 
+@pytest.mark.prove
 def test_an_exported_model_has_the_dtype_that_was_asked_for_and_the_command_says_what_it_wrote(
     text, tmp_path, monkeypatch, capsys
 ):
@@ -339,6 +340,7 @@ def tokenizer(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.prove
 def test_a_hugging_face_tokenizer_reads_the_text_and_gives_it_back(text, tokenizer, tmp_path):
     corpus = load_corpus(Config(data=text, tokenizer=tokenizer, seq_len=16))
     assert corpus.vocab_size == 300 and len(corpus.train) < 0.6 * 0.9 * len(TEXT)

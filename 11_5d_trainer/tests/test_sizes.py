@@ -281,7 +281,7 @@ def odd_folders(kind):
     yield "two rope_theta", {"rope_theta": 1e5, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
 
 
-@pytest.mark.always("llama")
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("qwen2.5",)])
 def test_odd_values_are_what_transformers_makes_of_them_or_are_refused_in_one_line(kind, folder, tmp_path, monkeypatch):
     """Each key with each odd value: a model is trained only if transformers makes the same of the file."""
