@@ -19,7 +19,6 @@ from front_figure import DARK, GREY
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "11_5d_trainer")]
-from curve import bits_per_byte
 from harness.figures import read_result
 from harness.report import write_result
 
@@ -91,7 +90,6 @@ def drawing() -> str:
 
     training = " ".join(place(step, loss) for step, loss, _ in rows if loss != "")
     dots = [place(step, loss).split(",") for step, _, loss in rows if loss != ""]
-    bits = bits_per_byte(rows[-1][2], 1.0)
     width, height = 840, max(bottom, 46 + 17 * len(lines)) + 26
     bright = f'[fill="{BLUE}"] {{ fill: {BRIGHT} }} [stroke="{BLUE}"] {{ stroke: {BRIGHT} }}'
     dark = DARK.replace("</style>", f"@media (prefers-color-scheme: dark) {{ {bright} }}</style>")
@@ -109,16 +107,16 @@ def drawing() -> str:
         f'<polyline points="{training}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>',
         *(f'<circle cx="{x}" cy="{y}" r="3" fill="{RED}"/>' for x, y in dots),
         f'<text x="{right}" y="{top + 14}" text-anchor="end">line: training, dots: text not trained on</text>',
-        f'<text x="{right}" y="{top + 32}" text-anchor="end">{rows[0][2]:.2f} to {rows[-1][2]:.2f}, '
-        f"or {bits:.2f} bits per byte</text>",
-        '<text x="370" y="18">the first 32 characters of a file that it has not seen, and how it goes on</text>',
+        f'<text x="{right}" y="{top + 32}" text-anchor="end">these begin at {rows[0][2]:.2f} '
+        f"and end at {rows[-1][2]:.2f}</text>",
+        '<text x="370" y="18">grey: 32 characters of a file that it has not seen; blue: what it writes</text>',
     ]
     for n, line in enumerate(lines):
         spans = "".join(f'<tspan fill="{colour}">{escape(words)}</tspan>' for colour, words in line)
         parts.append(f'<text x="370" y="{46 + 17 * n}" font-family="monospace" xml:space="preserve">{spans}</text>')
     parts.append(
-        f'<text x="370" y="{height - 8}">each of 2 ranks stores {16 * num_params / 1e6:.1f} MB '
-        f"and sends {4 * num_params / 1e6:.1f} MB in a step</text>"
+        f'<text x="370" y="{height - 8}">each process stores {16 * num_params / 1e6:.1f} MB '
+        f"and sends {4 * num_params / 1e6:.1f} MB of gradients a step</text>"
     )
     return "\n".join([*parts, "</svg>\n"])
 

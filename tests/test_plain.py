@@ -4,7 +4,10 @@ A reader takes in one idea per line. What is refused here is what makes a line h
 """
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -193,3 +196,30 @@ def test_what_makes_a_line_hold_two_ideas_is_found(code, message):
 )
 def test_what_is_plain_passes(code):
     assert findings(code) == []
+
+
+def on_the_front_page(language: str) -> str:
+    return re.search(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)[1]
+
+
+def test_the_code_on_the_front_page_is_that_of_the_file_and_no_exercise():
+    source, shown = (ROOT / "02_data_parallel/data_parallel.py").read_text(), on_the_front_page("python")
+    before, found, _ = source.partition(shown)
+    assert found and before.count("# --- exercise") == before.count("# --- end exercise")
+
+
+@pytest.mark.prove
+def test_the_output_on_the_front_page_is_what_the_file_prints():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*torchrun, str(ROOT / "02_data_parallel/data_parallel.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    shown, said = on_the_front_page("text").splitlines(), done.stdout.splitlines()
+    assert len(shown) == len(said)
+    for one, other in zip(
+        shown, said, strict=True
+    ):  # the errors, and how many messages were early, differ from run to run
+        a, b = one.split(), other.split()
+        assert a == b or (a[0] == b[0] and a[2] == b[2] and a[4:] == b[4:]), other
