@@ -271,6 +271,8 @@ def test_no_size_deadlocks_and_every_action_has_the_right_input(name):
                 receiver = {"F": rank + 1, "BW": rank - 1}.get(call[0], -1)
                 sends = after[0].startswith("send") and after[1] == receiver
                 assert sends or not 0 <= receiver < p, f"{call} is not sent at once, but followed by {after}"
+    for rank, actions in enumerate(build(name, 64, 64, 1).actions):
+        assert SCHEDULES[name](rank, 64, 64) == [(a.kind, a.micro_batch) for a in actions], f"rank {rank} of 64"
 
 
 def test_one_by_one_runs_all_but_1f1b():

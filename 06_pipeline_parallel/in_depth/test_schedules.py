@@ -20,9 +20,11 @@ LOOPED, FOLDED = ("interleaved", "breadth-first", "llama3"), ("zb-v", "v-half", 
 
 
 def cases(name):
-    """Every (p, m, v) of the grid that the schedule accepts, by its own rule."""
+    """Every (p, m, v) of the grid, and a few far beyond it, that the schedule accepts, by its own rule."""
     per_rank = STAGES if name in LOOPED else (2,) if name in FOLDED else (1,)
-    for p, m, v in product(RANKS, MICRO_BATCHES, per_rank):
+    far = () if name == "auto" else ((13, 26), (32, 64) if "dualpipe" in name else (64, 64))
+    beyond = [(p, m, per_rank[0]) for p, m in far]
+    for p, m, v in [*product(RANKS, MICRO_BATCHES, per_rank), *beyond]:
         fits = {
             "interleaved": m % p == 0,
             "dualpipe": p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
