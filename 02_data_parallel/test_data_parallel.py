@@ -578,6 +578,8 @@ def test_buckets_equal_those_of_in_depth_hold_one_dtype_and_large_parameters_are
         core, deep = run_ranks(1, buckets_of_both, size, timeout=LIMIT)[0]
         assert core == deep
     dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
+    exact = build_buckets([nn.Parameter(torch.ones(4)) for _ in range(5)], 32)  # two of 16 bytes hold just that
+    assert [len(bucket) for bucket in exact] == [2, 2, 1]
     assert [len(bucket) for bucket in build_buckets([nn.Parameter(torch.ones(4, dtype=d)) for d in dtypes], 10**6)] == [
         2,
         1,

@@ -239,6 +239,27 @@ def test_the_example_by_hand(column_linear):
     assert second == [[[11]], [[27.5, 11.5]], [[3]], [[10, 14]]]
 
 
+def layouts_sent() -> list[bool]:
+    """Is what is gathered in one piece? Gloo takes what is not, NCCL sends it as it lies."""
+    tp, found = TPContext(dist.group.WORLD, sequence_parallel=True), []
+
+    def gather(out: Tensor, x: Tensor, **options):
+        found.append(x.is_contiguous())
+        return all_gather_single(out, x, **options)
+
+    all_gather_single = tensor_parallel.all_gather_single
+    with patch.object(tensor_parallel, "all_gather_single", gather):
+        for column_linear in FORMS:
+            x = torch.arange(12.0).view(2, 6)[:, ::2].requires_grad_()
+            (y,) = column_linear(x, [torch.ones(2, 3, requires_grad=True)], [None], tp)
+            y.sum().backward()
+    return found
+
+
+def test_an_x_with_gaps_is_gathered_in_one_piece_forward_and_backward():
+    assert run_ranks(2, layouts_sent) == [[True] * 3] * 2  # the simple form saves all of x
+
+
 def operator_table(rank: int, tp: int) -> dict[str, tuple[Tensor, ...]]:
     """Input, output, gradient of the output, gradient of the input: of each operator on one rank."""
     full = torch.arange(8.0).view(4, 2)

@@ -141,6 +141,18 @@ def test_labels_and_positions_follow_their_tokens():
 # ---------------------------------------------------------------------------------------------------- attention alone
 
 
+def shifted() -> Tensor:
+    x = torch.zeros(2, 3, requires_grad=True)
+    script.RingShift.apply(
+        x, script.RingComm(dist.group.WORLD), 1
+    ).sum().backward()  # a gradient of one number, expanded
+    return x.grad
+
+
+def test_an_expanded_gradient_is_sent_with_all_its_numbers():
+    assert all(torch.equal(grad, torch.ones(2, 3)) for grad in run_ranks(2, shifted))
+
+
 def inputs(heads: tuple[int, int] = (4, 2), length: int = 48, scale: float = 1.0) -> list[Tensor]:
     """q, k, v of a whole sequence and the gradient of the output: [2, length, heads, 8] in float64."""
     generator = torch.Generator().manual_seed(1)
