@@ -442,6 +442,7 @@ def test_both_forms_are_written_from_one_read_of_tiles_and_two_of_whole_rows(int
     assert json.loads(outcome) == want
 
 
+@pytest.mark.prove
 def test_the_matmul_scales_each_128_terms_by_both_scales(interpreted, request):
     assert_holds(interpreted, request)
 
