@@ -1,7 +1,7 @@
 """Lines and files by kind: what teaches or trains, what proves it, and what is generated.
 
-    .venv/bin/python tests/weight.py                    # this commit
-    .venv/bin/python tests/weight.py edition-2 HEAD     # any commits, one below the other
+.venv/bin/python tests/weight.py                    # this commit
+.venv/bin/python tests/weight.py edition-2 HEAD     # any commits, one below the other
 """
 
 import collections
@@ -20,7 +20,7 @@ def git(*words: str) -> bytes:
 def kind_of(path: PurePath) -> str:
     if path.suffix in (".svg", ".json", ".ipynb"):
         return "generated"
-    if path.suffix == ".toml" and "exercises" in path.parts or "mistakes" in path.parts:
+    if (path.suffix == ".toml" and "exercises" in path.parts) or "mistakes" in path.parts:
         return "planted mistakes"
     if path.name.startswith("bench_"):
         return "benchmarks"
