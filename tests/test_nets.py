@@ -363,18 +363,17 @@ def rms(x):
     return x.double().square().mean().sqrt().item()
 
 
-def every_attention():
+def every_attention(kv_heads, dtype):
     """Results and gradients beside float64 of the same inputs: where they are rounded, at most 1.5 times as far from it
     as one rounding, or as PyTorch's attention."""
     group, inner, outer = group_of(SLICE), group_of(SLICE[:2], SLICE[2:]), group_of(SLICE[::2], SLICE[1::2])
     if group is None:
         return []
-    found, f64, f32, bf16 = [], torch.float64, torch.float32, torch.bfloat16
-    cases = ((N, f64), (1, f32), (1, bf16))
-    for (name, attention, where, cu, modes), (kv_heads, dtype) in product([*attentions(group, inner, outer)], cases):
-        kv_heads = N if name == "fpdt.py" else kv_heads  # in which each rank needs a head of its own
+    found, f64, bf16 = [], torch.float64, torch.bfloat16
+    for name, attention, where, cu, modes in attentions(group, inner, outer):
+        heads = N if name == "fpdt.py" else kv_heads  # in which each rank needs a head of its own
         for causal in modes:
-            qkv, dout, exact, torchs = inputs_and_results(cu, causal, kv_heads, dtype)
+            qkv, dout, exact, torchs = inputs_and_results(cu, causal, heads, dtype)
             with (sums := NarrowSums()) if dtype == bf16 else nullcontext():
                 got = with_gradients(attention, [x[:, where] for x in qkv], dout[:, where], causal=causal)
             if dtype == bf16 and sums.found:
@@ -387,13 +386,17 @@ def every_attention():
                     limit *= 4 / 3 if name in ROUND_THEIR_SCORES else 1
                 if not error <= limit:
                     family = "modes" if dtype == f64 else "dtypes in sums"
-                    case = f"{name}, {causal=}, {kv_heads} K/V heads, {dtype}"
+                    case = f"{name}, {causal=}, {heads} K/V heads, {dtype}"
                     found.append(f"{family}: {case}: {what} is off by {error:.2g}, more than {limit:.2g}")
     return found
 
 
-def test_every_attention_in_every_mode_and_dtype_equals_float64():
-    for found in run_ranks(5, every_attention, timeout=120):
+@pytest.mark.always("float64", "bfloat16")
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype"), [(N, "float64"), (1, "float32"), (1, "bfloat16")], ids=["float64", "float32", "bfloat16"]
+)
+def test_every_attention_in_every_mode_and_dtype_equals_float64(kv_heads, dtype):
+    for found in run_ranks(5, every_attention, kv_heads, getattr(torch, dtype), timeout=120):
         assert not found, "\n".join(found)
 
 

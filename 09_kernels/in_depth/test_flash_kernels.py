@@ -35,15 +35,15 @@ HERE = Path(__file__).parent
 DEVICE = "cpu" if INTERPRETED else "cuda"
 HOPPER = INTERPRETED or torch.cuda.get_device_capability()[0] == 9
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-CASES = [  # S_q, S_k, N, N_kv, D, causal, window, offset
-    (50, 50, 4, 2, 32, True, None, 0),
-    (64, 64, 1, 1, 64, False, None, 0),  # a multiple of every tile
-    (37, 71, 9, 9, 48, False, None, 0),  # cross attention; D is no power of two; heads beyond a group of eight
-    (71, 71, 2, 1, 32, True, 20, 0),
-    (60, 40, 2, 1, 32, False, 9, 0),
-    (33, 66, 3, 1, 32, True, None, 33),  # a later chunk of a ring; three query heads a group
-    (66, 33, 2, 1, 32, True, 24, -17),  # the first rows see no key, the last ones neither
-]
+CASES = {  # S_q, S_k, N, N_kv, D, causal, window, offset
+    "causal": (50, 50, 4, 2, 32, True, None, 0),
+    "whole_tiles": (64, 64, 1, 1, 64, False, None, 0),
+    "cross_attention": (37, 71, 9, 9, 48, False, None, 0),  # D is no power of two; heads beyond a group of eight
+    "causal_window": (71, 71, 2, 1, 32, True, 20, 0),
+    "window": (60, 40, 2, 1, 32, False, 9, 0),
+    "later_chunk_of_a_ring": (33, 66, 3, 1, 32, True, None, 33),  # three query heads a group
+    "rows_without_keys": (66, 33, 2, 1, 32, True, 24, -17),  # the first and the last ones
+}
 
 
 def inputs(S_q, S_k, N, N_kv, D, dtype=torch.float32, B=1):
@@ -99,10 +99,11 @@ def plans(dtype):
     return [plan, Plan(Tiles(16, 32), Tiles(16, 32), Tiles(32, 16), tma=False)]
 
 
-@pytest.mark.always("torch.float16")
+@pytest.mark.always("causal-torch.float16", "cross_attention-torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_errors_are_at_most_twice_those_of_pytorchs_kernel_for_output_and_gradients(dtype):
-    check_against_the_definition(triton_forward, triton_backward, CASES, dtype)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_errors_are_at_most_twice_those_of_pytorchs_kernel_for_output_and_gradients(case, dtype):
+    check_against_the_definition(triton_forward, triton_backward, [case], dtype)
 
 
 @pytest.mark.prove
@@ -111,7 +112,9 @@ def test_slices_transposes_odd_strides_and_expanded_gradients_are_read_right(tma
     plan = plans(torch.float16)[0 if tma else 1]
     forward = lambda *x, **options: triton_forward(*x, **options, plan=plan)  # noqa: E731
     backward = lambda *x, **options: triton_backward(*x, **options, plan=plan)  # noqa: E731
-    check_against_the_definition(forward, backward, [CASES[0], CASES[6]], torch.float16, strided=True)
+    check_against_the_definition(
+        forward, backward, [CASES["causal"], CASES["rows_without_keys"]], torch.float16, strided=True
+    )
 
 
 @pytest.mark.prove
@@ -120,7 +123,7 @@ def test_every_number_of_the_results_is_written():
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3, device=DEVICE).isnan().all()
-        for *sizes, causal, window, offset in CASES[2:3] + CASES[6:]:
+        for *sizes, causal, window, offset in (CASES["cross_attention"], CASES["rows_without_keys"]):
             mask = dict(causal=causal, window=window, offset=offset)
             q, k, v, dout = inputs(*sizes)
             out, lse = triton_forward(q, k, v, **mask)
