@@ -162,11 +162,14 @@ def our_name(kind: str, name: str) -> str:
 
 
 def check_weights(folder: str, like: dict[str, Tensor]) -> None:
-    """Raise UsageError unless the folder has every tensor of `like` in its shape. Reads only what files say of them,
-    and the output layer where the model ties it to the embedding."""
+    """Raise UsageError unless the folder has every tensor of `like` in its shape, and no other. Reads only what files say
+    of them, and the output layer where the model ties it to the embedding."""
     found = open_files(folder)
     if missing := sorted(like.keys() - found.keys()):
         raise UsageError(f"--init {folder} has {len(files_of(folder))} *.safetensors, and in none of them {missing[0]}")
+    extra = {name for name in found.keys() - like.keys() if not name.endswith(COMPUTED)} - {"lm_head.weight"}
+    if extra:
+        raise UsageError(f"--init {folder} has {min(extra)}, which the model of its config.json does not have")
     for name, tensor in like.items():
         file, theirs = found[name]
         header = file.get_slice(theirs)
@@ -184,6 +187,7 @@ def check_weights(folder: str, like: dict[str, Tensor]) -> None:
 
 
 EMBEDDING = "model.embed_tokens.weight"
+COMPUTED = ".rotary_emb.inv_freq"  # the angles of RoPE, which old files hold as well
 
 
 def read_weights(folder: str, names: set[str]) -> Mapping[str, Tensor]:

@@ -229,6 +229,9 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
             save_file({n: t for n, t in weights.items() if "layers.1.mlp.up" not in n}, folder / "model.safetensors")
         if name == "other":
             save_file(weights | {"model.norm.weight": torch.ones(7)}, folder / "model.safetensors")
+        if name in ("more", "old"):
+            extra = "o_proj.bias" if name == "more" else "rotary_emb.inv_freq"
+            save_file(weights | {f"model.layers.0.self_attn.{extra}": torch.ones(4)}, folder / "model.safetensors")
         if name == "none":
             (folder / "model.safetensors").unlink()
         if name == "cut":
@@ -243,6 +246,10 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
     known = "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe"
     assert refusal("gpt", model_type="gpt2") == f"is a 'gpt2', but only {known} can be trained here"
     assert refusal("missing") == f"has 1 *.safetensors, and in none of them {up}"
+    bias = "model.layers.0.self_attn.o_proj.bias"
+    assert refusal("more") == f"has {bias}, which the model of its config.json does not have"
+    with pytest.raises(pytest.fail.Exception):  # nothing is wrong with it
+        refusal("old")
     assert refusal("none").startswith("has no model.safetensors, nor model.safetensors.index.json")
     assert refusal("other") == "has model.norm.weight of shape [7], but its config.json asks for [32]"
     assert refusal("deeper", num_hidden_layers=3).startswith("has 1 *.safetensors, and in none of them model.layers.2.")
