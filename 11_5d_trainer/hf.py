@@ -162,8 +162,8 @@ def our_name(kind: str, name: str) -> str:
 
 
 def check_weights(folder: str, like: dict[str, Tensor]) -> None:
-    """Raise UsageError unless the folder has every tensor of `like` in its shape, and no other. Reads only what files say
-    of them, and the output layer where the model ties it to the embedding."""
+    """Raise UsageError unless the folder has every tensor of `like` in its shape, and no other. Reads only what files
+    say of them, and the output layer where the model ties it to the embedding."""
     found = open_files(folder)
     if missing := sorted(like.keys() - found.keys()):
         raise UsageError(f"--init {folder} has {len(files_of(folder))} *.safetensors, and in none of them {missing[0]}")
