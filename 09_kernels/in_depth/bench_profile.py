@@ -116,6 +116,15 @@ def rows_of(lines: Iterable[str]) -> list[list[str]]:
     return [[row.get(key) or "" for key in asked] for row in csv.DictReader(table)]
 
 
+def readable(unit: str, value: str) -> str:
+    """Three digits of a value, and GHz for Hz."""
+    try:
+        number = float(value.replace(",", ""))
+    except ValueError:  # ncu could not measure it
+        return value
+    return f"{number / 1e9:.3g} GHz" if unit == "hz" else f"{number:.3g} {unit}"
+
+
 def profile(dry: bool, folder: Path | None, limit: float) -> int:
     begun, failures = time.monotonic(), 0
     table = Table(
@@ -132,12 +141,15 @@ def profile(dry: bool, folder: Path | None, limit: float) -> int:
             print(f"{profiled.what}: left out, {max(left, 0):.0f} s are left")
             continue
         try:
-            found = {(section, metric): f"{value} {unit}" for section, metric, unit, value in report(name, dry, left)}
+            found = {(section, metric): (unit, value) for section, metric, unit, value in report(name, dry, left)}
         except (OSError, RuntimeError) as error:
             print(f"bench_profile.py: {profiled.what}: {error}", file=sys.stderr)
             failures += 1
             continue
-        table.add(f"{profiled.what} ({profiled.kernel})", *(found.get(key, "-") for key in METRICS.values()))
+        table.add(
+            f"{profiled.what} ({profiled.kernel})",
+            *(readable(*found[key]) if key in found else "-" for key in METRICS.values()),
+        )
     return 1 if failures else 0
 
 

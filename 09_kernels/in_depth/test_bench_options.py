@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_profile
 import pytest
 import torch
 from _bench_options import bench_options
@@ -120,3 +121,8 @@ def test_a_wrong_argument_of_the_compiling_tools_is_one_line(tool, given):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith(f"{tool}: {TOOLS[tool][given]}"), done.stderr
+
+
+def test_what_nsight_compute_measured_is_shown_in_three_digits_and_what_it_could_not_as_it_says():
+    told = (("hz", "1,557,211,323.15"), ("%", "81.23"), ("cycle", "0.4983"), ("", "n/a"))
+    assert [bench_profile.readable(*each) for each in told] == ["1.56 GHz", "81.2 %", "0.498 cycle", "n/a"]
