@@ -111,10 +111,15 @@ def options_of(**choices):
 
 WIDE, EITHER = (None, torch.float32), (False, True)
 SHARDED = options_of(hooks=EITHER, master=WIDE, reduce_dtype=WIDE, accumulate_dtype=WIDE)
+SHARDED = [options | {"fused": options["hooks"] == (options["master"] is None)} for options in SHARDED]
 REDUCED = options_of(
     early=EITHER, rebuild=EITHER, main_grads=EITHER, find_unused=EITHER, to_none=EITHER, bucket_bytes=(1, 4000)
 )
 REDUCED = [options for options in REDUCED if options["to_none"] or not options["find_unused"]]  # else None is zeros
+
+
+class BrokenBackward(Exception):
+    """What one backward of the nets raises, before it has come to the first weights."""
 
 
 def reducer(model, group, to_none, **options):
@@ -126,32 +131,55 @@ def reducer(model, group, to_none, **options):
         model.zero_grad(set_to_none=to_none)
         with summed.no_sync():
             losses[0]().backward()
-        losses[1]().backward()
-        summed.finish()
+        try:
+            losses[1]().backward()
+        finally:
+            summed.finish()
         written = {name: p.main_grad if summed.main_grads else p.grad for name, p in model.named_parameters()}
         return {name: gradient for name, gradient in written.items() if gradient is not None}, {}
 
     return step
 
 
-def sharded(kind, model, group, **options):
+def sharded(kind, model, group, fused, **options):
+    """Of no momentum, so that the first moment is what the optimizer has been given."""
+    from test_zero_stages import AdamWInOneGo
+    from zero_state import full_state_dict, load_full_state_dict
+
     units = {"units": model.layers} if "3" in kind.__name__ else {"bucket_bytes": 4000}
-    zero = kind(model, torch.optim.AdamW(model.parameters(), lr=0.0), group, **units, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.0, 0.9))
+    zero = kind(model, optimizer, group, fused=AdamWInOneGo() if fused else None, **units, **options)
+    case = f"{kind.__name__} {options | {'fused': fused}}"
 
     def step(losses):
         zero.zero_grad()
         for last, loss in enumerate(losses):
             with zero.micro_batch(last=bool(last)):
-                loss().backward()
+                try:
+                    loss().backward()
+                except BrokenBackward:
+                    zero.finish()
+                    raise
                 for p in zero.names if not options["hooks"] else ():
                     zero.start(p)
         returned = zero.full_gradients()
         exact = sum(gradient.double().square().sum() for gradient in returned.values()).sqrt()
         norm = zero.clip_grad_norm(1e-3)
-        assert abs(norm - exact) <= 1e-12 * exact, (
-            f"dtypes in sums: {kind.__name__} {options}: norm {norm}, not {exact}"
-        )
+        assert abs(norm - exact) <= 1e-12 * exact, f"dtypes in sums: {case}: norm {norm}, not {exact}"
+        zero.scale_gradients(0.5)
         zero.step()
+        state = full_state_dict(zero)
+        for name, held in state["optimizer"].items():
+            want = returned[name].double() * min(1, 1e-3 / exact) * 0.5
+            close = torch.allclose(held["exp_avg"].double(), want, rtol=2**-6, atol=0)
+            assert close, f"state between steps: {case}: the update of {name} is not by the gradient times both factors"
+        for factor in (2, 0.5):
+            state["weights"] = {name: factor * weight for name, weight in state["weights"].items()}
+            for held in state["optimizer"].values():
+                held |= {"master": factor * held["master"]} if "master" in held else {}
+            load_full_state_dict(zero, state)
+            wrong = [name for name, got in zero.full_weights().items() if not got.equal(state["weights"][name])]
+            assert not wrong, f"state between steps: {case}: other weights, loaded, are not those of {wrong[:3]}"
         return dict(enumerate(zero.held()["gradients"])), returned
 
     return step
@@ -178,13 +206,21 @@ def overlapping(tensors):
 
 def three_steps():
     """Steps on batches a, b, a, whose weights stay: the third has to leave what the first has left. One rank uses
-    another parameter in b."""
+    another parameter in b, and before it a backward has raised."""
     from _zero_demo import Decoder, make_batch, token_loss_sum
 
     class Sometimes(Decoder):
         def __init__(self):
             super().__init__(hidden=8, heads=2, layers=1)
-            self.scale = torch.nn.Parameter(torch.ones(5))
+            self.scale, self.uses_scale, self.breaks = torch.nn.Parameter(torch.ones(5)), False, False
+            self.layers[0].register_forward_hook(self.broken)
+
+        def broken(self, layer, args, out):
+            def fail(gradient):
+                raise BrokenBackward
+
+            if self.breaks:
+                out.register_hook(fail)
 
         def forward(self, tokens):
             logits = super().forward(tokens)
@@ -194,8 +230,12 @@ def three_steps():
     if group is None:
         return found
 
-    def loss_of(model, pair):
-        return lambda: token_loss_sum(model, *pair) / 32
+    def loss_of(model, pair, breaks=False):
+        def loss():
+            model.breaks = breaks
+            return token_loss_sum(model, *pair) / 32
+
+        return loss
 
     for name, make in owners_of_gradients():
         torch.manual_seed(0)
@@ -204,6 +244,9 @@ def three_steps():
         for number in (0, 1, 0):
             model.uses_scale = number == 1 and group.rank() == 0
             batch = make_batch(number, group.size(), length=8)[group.rank()]
+            if number == 1:
+                with pytest.raises(BrokenBackward):
+                    step([loss_of(model, pair, breaks) for pair, breaks in zip(batch, EITHER, strict=True)])
             written, returned = step([loss_of(model, pair) for pair in batch])
             steps.append(({key: t.clone() for key, t in (written | returned).items()}, returned))
             if pairs := overlapping(written):
