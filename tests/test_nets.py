@@ -111,10 +111,15 @@ def options_of(**choices):
 
 WIDE, EITHER = (None, torch.float32), (False, True)
 SHARDED = options_of(hooks=EITHER, master=WIDE, reduce_dtype=WIDE, accumulate_dtype=WIDE)
+SHARDED = [options | {"fused": options["hooks"] == (options["master"] is None)} for options in SHARDED]
 REDUCED = options_of(
     early=EITHER, rebuild=EITHER, main_grads=EITHER, find_unused=EITHER, to_none=EITHER, bucket_bytes=(1, 4000)
 )
 REDUCED = [options for options in REDUCED if options["to_none"] or not options["find_unused"]]  # else None is zeros
+
+
+class BrokenBackward(Exception):
+    """What one backward of the nets raises, before it has come to the first weights."""
 
 
 def reducer(model, group, to_none, **options):
@@ -126,48 +131,75 @@ def reducer(model, group, to_none, **options):
         model.zero_grad(set_to_none=to_none)
         with summed.no_sync():
             losses[0]().backward()
-        losses[1]().backward()
-        summed.finish()
+        try:
+            losses[1]().backward()
+        finally:
+            summed.finish()
         written = {name: p.main_grad if summed.main_grads else p.grad for name, p in model.named_parameters()}
         return {name: gradient for name, gradient in written.items() if gradient is not None}, {}
 
     return step
 
 
-def sharded(kind, model, group, **options):
+def sharded(kind, model, group, fused, **options):
+    """Of no momentum, so that the first moment is what the optimizer has been given."""
+    from test_zero_stages import AdamWInOneGo
+    from zero_state import full_state_dict, load_full_state_dict
+
     units = {"units": model.layers} if "3" in kind.__name__ else {"bucket_bytes": 4000}
-    zero = kind(model, torch.optim.AdamW(model.parameters(), lr=0.0), group, **units, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.0, 0.9))
+    zero = kind(model, optimizer, group, fused=AdamWInOneGo() if fused else None, **units, **options)
+    case = f"{kind.__name__} {options | {'fused': fused}}"
 
     def step(losses):
         zero.zero_grad()
         for last, loss in enumerate(losses):
             with zero.micro_batch(last=bool(last)):
-                loss().backward()
+                try:
+                    loss().backward()
+                except BrokenBackward:
+                    zero.finish()
+                    raise
                 for p in zero.names if not options["hooks"] else ():
                     zero.start(p)
         returned = zero.full_gradients()
         exact = sum(gradient.double().square().sum() for gradient in returned.values()).sqrt()
         norm = zero.clip_grad_norm(1e-3)
-        assert abs(norm - exact) <= 1e-12 * exact, (
-            f"dtypes in sums: {kind.__name__} {options}: norm {norm}, not {exact}"
-        )
+        assert abs(norm - exact) <= 1e-12 * exact, f"dtypes in sums: {case}: norm {norm}, not {exact}"
+        zero.scale_gradients(0.5)
         zero.step()
+        state = full_state_dict(zero)
+        for name, held in state["optimizer"].items():
+            want = returned[name].double() * min(1, 1e-3 / exact) * 0.5
+            close = torch.allclose(held["exp_avg"].double(), want, rtol=2**-6, atol=0)
+            assert close, f"state between steps: {case}: the update of {name} is not by the gradient times both factors"
+        for factor in (2, 0.5):
+            state["weights"] = {name: factor * weight for name, weight in state["weights"].items()}
+            for held in state["optimizer"].values():
+                held |= {"master": factor * held["master"]} if "master" in held else {}
+            load_full_state_dict(zero, state)
+            wrong = [name for name, got in zero.full_weights().items() if not got.equal(state["weights"][name])]
+            assert not wrong, f"state between steps: {case}: other weights, loaded, are not those of {wrong[:3]}"
         return dict(enumerate(zero.held()["gradients"])), returned
 
     return step
 
 
-def owners_of_gradients():
-    """What keeps gradients between two steps, with every set of its options: a name, and how to make it."""
-    from zero3 import Zero3
-    from zero_offload import Offload2, Offload3
-    from zero_overlap import Overlapped1, Overlapped2
-    from zero_stages import Zero1, Zero2
+OWNERS = ("Reducer", "Zero1", "Zero2", "Zero3", "Overlapped1", "Overlapped2", "Offload2", "Offload3")
 
-    kinds = (Zero1, Zero2, Zero3, Overlapped1, Overlapped2, Offload2, Offload3)
-    yield from ((f"Reducer {options}", partial(reducer, **options)) for options in REDUCED)
-    for kind, options in product(kinds, SHARDED):
-        yield f"{kind.__name__} {options}", partial(sharded, kind, **options)
+
+def owners_of_gradients(kind):
+    """What keeps gradients between two steps, with every set of its options: a name, and how to make it."""
+    import zero3
+    import zero_offload
+    import zero_overlap
+    import zero_stages
+
+    if kind == "Reducer":
+        return [(f"Reducer {options}", partial(reducer, **options)) for options in REDUCED]
+    modules = (zero_stages, zero3, zero_overlap, zero_offload)
+    (made,) = {getattr(module, kind) for module in modules if hasattr(module, kind)}
+    return [(f"{kind} {options}", partial(sharded, made, **options)) for options in SHARDED]
 
 
 def overlapping(tensors):
@@ -176,15 +208,23 @@ def overlapping(tensors):
     return [(first[2], second[2]) for first, second in pairwise(spans) if second[0] < first[1]]
 
 
-def three_steps():
+def three_steps(kind):
     """Steps on batches a, b, a, whose weights stay: the third has to leave what the first has left. One rank uses
-    another parameter in b."""
+    another parameter in b, and before it a backward has raised."""
     from _zero_demo import Decoder, make_batch, token_loss_sum
 
     class Sometimes(Decoder):
         def __init__(self):
             super().__init__(hidden=8, heads=2, layers=1)
-            self.scale = torch.nn.Parameter(torch.ones(5))
+            self.scale, self.uses_scale, self.breaks = torch.nn.Parameter(torch.ones(5)), False, False
+            self.layers[0].register_forward_hook(self.broken)
+
+        def broken(self, layer, args, out):
+            def fail(gradient):
+                raise BrokenBackward
+
+            if self.breaks:
+                out.register_hook(fail)
 
         def forward(self, tokens):
             logits = super().forward(tokens)
@@ -194,16 +234,23 @@ def three_steps():
     if group is None:
         return found
 
-    def loss_of(model, pair):
-        return lambda: token_loss_sum(model, *pair) / 32
+    def loss_of(model, pair, breaks=False):
+        def loss():
+            model.breaks = breaks
+            return token_loss_sum(model, *pair) / 32
 
-    for name, make in owners_of_gradients():
+        return loss
+
+    for name, make in owners_of_gradients(kind):
         torch.manual_seed(0)
         model = Sometimes().bfloat16()
         step, steps = make(model, group), []
         for number in (0, 1, 0):
             model.uses_scale = number == 1 and group.rank() == 0
             batch = make_batch(number, group.size(), length=8)[group.rank()]
+            if number == 1:
+                with pytest.raises(BrokenBackward):
+                    step([loss_of(model, pair, breaks) for pair, breaks in zip(batch, EITHER, strict=True)])
             written, returned = step([loss_of(model, pair) for pair in batch])
             steps.append(({key: t.clone() for key, t in (written | returned).items()}, returned))
             if pairs := overlapping(written):
@@ -216,9 +263,10 @@ def three_steps():
     return found
 
 
-@pytest.mark.prove
-def test_gradients_of_a_step_depend_on_its_batch_alone():
-    for found in run_ranks(3, three_steps, timeout=120):
+@pytest.mark.always("Reducer", "Zero1")
+@pytest.mark.parametrize("kind", OWNERS)
+def test_gradients_of_a_step_depend_on_its_batch_alone(kind):
+    for found in run_ranks(3, three_steps, kind, timeout=120):
         assert not found, "\n".join(found)
 
 

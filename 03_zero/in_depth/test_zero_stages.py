@@ -261,7 +261,7 @@ class AdamWInOneGo:
         g = g.to(p.dtype) * (1 if scale is None else scale)
         if scale is not None and scale.isnan():
             return
-        m.lerp_(g, 1 - betas[0])
+        m.mul_(betas[0]).add_(g, alpha=1 - betas[0])
         v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
         p.mul_(1 - lr * weight_decay)
         p.addcdiv_(m, (v / (1 - betas[1] ** step)).sqrt() + eps, value=-lr / (1 - betas[0] ** step))

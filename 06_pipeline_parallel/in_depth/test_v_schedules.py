@@ -1,6 +1,7 @@
 """What v_schedules.py claims: blocks that never meet, the memory chosen beforehand, and orders near the optimum."""
 
 import random
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from harness.programs import run_script
 from schedule_search import Exhaustive, exhaustive
 from schedule_simulator import Action, B, F, Schedule, ScheduleError, Times, W, check, simulate
 from schedules import FOLDED, LOOPED, build
-from v_schedules import WAYS, automatic_v, block, predicted, starts, v_half, v_min, v_shape
+from v_schedules import ORDERS, WAYS, automatic_v, block, greedy_v, predicted, starts, v_half, v_min, v_shape
 
 HERE = Path(__file__).parent
 
@@ -79,6 +80,24 @@ def test_the_automatic_v_is_valid_and_keeps_its_limit_down_to_two():
         assert max(simulate(schedule, times).peak_activations) <= limit
     with pytest.raises(ScheduleError, match="a limit of 1: in a V each micro-batch holds two"):
         automatic_v(2, 2, Times(), 1)
+
+
+def test_the_automatic_v_has_the_simulators_clock():
+    """On one rank nothing is sent, and that takes no time. A rank that is not patient never idles with a W to do."""
+    rng = random.Random(0)
+    for order, _ in product(ORDERS, range(8)):
+        p, m, limit = rng.randint(1, 4), rng.randint(1, 6), rng.randint(3, 9)
+        work = [[rng.randint(1, 6) for _ in range(2 * p)] for _ in range(3)]
+        times, at_once = Times(*work, communication=rng.randint(1, 5)), Times(*work)
+        greedy = partial(greedy_v, p, m, limit=limit, caps=(limit - 1,) * p, order=order)
+        if p == 1:
+            assert greedy(times, patient=True).actions == greedy(at_once, patient=True).actions
+        timeline = simulate(greedy(times, patient=False), times)
+        for actions, began, ends in zip(timeline.schedule.actions, timeline.start, timeline.end, strict=True):
+            left = 0  # W's to do
+            for action, start, free in zip(actions, began, (0, *ends), strict=False):
+                assert start == free or left == 0, f"{action} is waited for with {left} W's to do"
+                left += {B: 1, W: -1}.get(action.kind, 0)
 
 
 def test_more_memory_buys_less_bubble():

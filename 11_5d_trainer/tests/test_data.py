@@ -5,11 +5,12 @@ import gzip
 import lzma
 import re
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 import train
-from data import Sampler, load_corpus
+from data import Corpus, Row, Sampler, check_corpus, load_corpus
 from options import Config, UsageError
 from sources import as_bytes
 
@@ -149,9 +150,12 @@ def test_every_seed_and_epoch_has_an_order_of_its_own():
     assert len(orders) == 144
 
 
-@pytest.mark.parametrize("tokens", range(17, 51))
+@pytest.mark.parametrize("tokens", range(1, 51))
 def test_windows_of_any_length_of_text_end_with_its_last_label_at_most(tokens):
-    sampler = Sampler(torch.arange(tokens), 16, 51, seed=0)
-    batch, labels = sampler.samples(list(range(sampler.windows)))
-    assert batch.flatten().tolist() == list(range(16 * sampler.windows))
-    assert labels[-1, -1] <= tokens - 1 < labels[-1, -1] + 16
+    row = Row(torch.arange(tokens))
+    with nullcontext() if tokens > 16 else pytest.raises(UsageError, match=f"has {tokens} training tokens, too few"):
+        check_corpus(Corpus((row,), (row,), 51, str), Config(seq_len=16))
+        sampler = Sampler([row], 16, 51, seed=0)
+        batch, labels = sampler.samples(list(range(sampler.windows)))
+        assert batch.flatten().tolist() == list(range(16 * sampler.windows))
+        assert labels[-1, -1] <= tokens - 1 < labels[-1, -1] + 16

@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from datetime import datetime
+from itertools import permutations
 from pathlib import Path
 from unittest.mock import patch
 
@@ -228,22 +229,6 @@ def test_of_several_damaged_checkpoints_each_is_passed_over_with_its_reason(text
     assert fuzz.losses(run_ranks(2, fuzz.run, ["--resume", str(folder)])[0]) == undisturbed
 
 
-@pytest.mark.prove
-def test_checkpoints_are_ordered_by_their_steps_and_not_by_their_names(text, tmp_path):
-    words = [*fuzz.options(text, "", steps=6, save_every=2, keep=9), "--out", str(tmp_path / "run")]
-    run_ranks(1, fuzz.run, words)
-    saved = tmp_path / "run" / "checkpoints"
-    for old, new in ((2, 999_998), (4, 999_999), (6, 1_000_000)):
-        folder = (saved / f"step-{old:06d}").rename(saved / f"step-{new:06d}")
-        manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["progress"]["step"] = new
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.complete(tmp_path / "run")[-1].name == "step-1000000"
-    damage(tmp_path / "run", "step-1000000", "__0_0.distcp", "corrupted")
-    step, messages = run_ranks(1, agreed, ["--resume", str(tmp_path / "run"), "--steps", "2000000"])[0]
-    assert step == 999_999 and len(messages) == 1, messages
-
-
 def agreed(words):
     plan, _ = train.agree(train.prepare(words, dist.get_world_size()))
     return plan.resume[2].step, plan.messages
@@ -313,15 +298,37 @@ def test_a_run_that_died_before_its_first_checkpoint_leaves_no_line_in_the_log_o
     assert logged == log and [line["step"] for line in logged if "val_loss" in line] == [0, 2]
 
 
-def published(folder, step):
+def published(folder, step, loss=None, keep=1, keep_best=False):
     writing = folder / "checkpoints" / f".writing-{step:06d}"
     writing.mkdir(parents=True)
-    (writing / ".metadata").write_bytes(b"contents")
-    checkpoint.publish(writing, checkpoint.Progress(step, 8, 100, {}, {}), {}, 1)
+    for file in (".metadata", "__0_0.distcp"):
+        (writing / file).write_bytes(b"contents" * 200)
+    files = {"__0_0.distcp": checkpoint.entry(writing / "__0_0.distcp")}
+    checkpoint.publish(writing, checkpoint.Progress(step, 8, 100, {}, {}, val_loss=loss), files, keep, keep_best)
 
 
 def whole(folder):
     return [path.name for path in checkpoint.complete(folder) if not checkpoint.damage(path, contents=True)]
+
+
+def test_the_newest_and_the_best_are_by_their_steps_and_finite_losses_and_every_file_is_checked(tmp_path):
+    for losses in permutations((math.nan, 2.0, 3.0, None)):
+        run = tmp_path / str(losses)
+        for step, loss in enumerate(losses, 999_998):  # whose names do not sort
+            published(run, step, loss, keep=2, keep_best=True)
+        best, left = losses.index(2.0), [checkpoint.step_of(path) - 999_998 for path in checkpoint.complete(run)]
+        assert left == sorted({best, 2, 3}), f"{losses}: {left} are left"
+        assert checkpoint.find(str(run))[1].name == "step-1000001"
+        assert checkpoint.step_of(checkpoint.find(f"{run}/best")[1]) == 999_998 + best, losses
+    for step, file, how in ((1_000_001, ".metadata", "truncated"), (1_000_000, "__0_0.distcp", "truncated")):
+        assert checkpoint.find(str(run))[1].name == f"step-{step}"
+        damage(run, f"step-{step}", file, how)
+    published(run, 1_000_002)
+    for file in (".metadata", "__0_0.distcp"):
+        assert whole(run) == ["step-1000002"]
+        damage(run, "step-1000002", file, "corrupted")
+        assert whole(run) == []
+        damage(run, "step-1000002", file, "corrupted")  # the same bit again
 
 
 RAISING = {  # what the system refuses -> whether the new checkpoint is complete nevertheless

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import random
 import re
 import sys
 import types
@@ -10,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import paths  # noqa: F401  finds the chapters below
+import gradients
 import model
 import options
 import pytest
@@ -196,6 +198,22 @@ def test_mfu_is_the_model_flops_of_one_rank_and_of_the_experts_that_a_token_uses
     assert speedometer(2, experts=8, top_k=3).of_step(2.0)["mfu"] == pytest.approx(three / 2 / 2.0 / 1e9)
     again = speedometer(1, recompute="full").of_step(1.0)["mfu"]
     assert again == pytest.approx(dense / 1e9), "what is computed twice counts once"
+
+
+def test_runs_of_gradients_have_the_squares_of_their_pieces_each_by_its_holders():
+    draw = random.Random(0)
+    for _ in range(50):  # buffers with gaps, in which some pieces are matrices, and some are read backwards
+        buffer, at, pieces = torch.randn(200, dtype=torch.float64), 0, []
+        while at < 150:
+            at, numel = at + draw.choice([0, 0, 0, 4]), draw.choice([0, 4, 8, 12])
+            piece = buffer[at : at + numel]
+            pieces.append((str(len(pieces)), draw.choice([piece, piece, piece.view(2, -1), piece.view(2, -1).t()])))
+            at += numel
+        holders = {name: draw.choice([1, 1, 3]) for name, _ in pieces}
+        runs = list(gradients.runs(pieces, holders))
+        got, want = (sum(x.square().sum() / holders[name] for name, x in each) for each in (runs, pieces))
+        assert_same(got, want, 1e-12)
+        assert len(runs) < len(pieces)
 
 
 def test_the_schedule_ends_at_the_least_rate_and_begins_above_zero():
