@@ -341,6 +341,7 @@ def test_a_mistake_of_the_students_own_gets_the_claim_the_numbers_and_a_general_
 SAYS = {
     "NameError: name 'works' is not defined": "a name that nobody has given a value",
     "harness.ranks.RankFailure: ranks [0, 1] of 2 were still running after 10 s": "waits for a message",
+    "ranks [0] of 4 were still running after 20 s": "waits for a message",
     "ranks [0] of 1 were still running after 20 s": "do not come to an end",
     "still computing after 60 s of processor time": "do not come to an end",
     "w: largest difference 0.5 (relative): 1, but should be 2; everything is 0.5 times what it should be": "One factor",
