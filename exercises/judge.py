@@ -25,7 +25,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,22 @@ def limit(file_bytes: int, data_bytes: int, cpu_seconds: int, threads: int) -> N
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard),) * 2)
 
 
+def fork(_path: str, arguments: list[str], keep: list[int]) -> int:
+    """What `util.spawnv_passfds` does for `python -c CODE`, but in a copy of this process: it has imported all already.
+
+    So the seconds of these imports are spent once, and neither the server of the ranks nor a rank pays for them.
+    """
+    if pid := os.fork():
+        return pid
+    try:
+        for fd in set(range(3, 256)) - set(keep):  # above all the pipe of the results
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        exec(arguments[-1])
+    finally:
+        os._exit(0)
+
+
 def main() -> None:
     options = json.loads(sys.argv[1])
     trusted = options.pop("trusted")
@@ -223,12 +239,16 @@ def main() -> None:
     unwell = ""
     if Path("../judge/tests/harness/ranks.py").exists():
         # Ranks are forked from a server. With the harness in it, no rank looks for the harness in the copy of the run
-        # that started it, which is gone when a later run needs one more of its modules. It imports while this process
-        # does: first verdicts wait for the slower of the two, not for both.
-        forkserver.set_forkserver_preload([*PRELOAD, "harness.meter", "harness.reference", "harness.ranks"])
+        # that started it, which is gone when a later run needs one more of its modules.
+        preload = [*PRELOAD, "harness.meter", "harness.reference", "harness.ranks"]
+        for name in preload:
+            importlib.import_module(name)
+        forkserver.set_forkserver_preload(preload)
+        resource_tracker.ensure_running()
+        util.spawnv_passfds, spawn = fork, util.spawnv_passfds
         forkserver.ensure_running()
+        util.spawnv_passfds = spawn
         import harness.ranks
-        import harness.reference
         import torch
 
         torch.set_num_threads(1)
