@@ -228,8 +228,6 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     trusted = options.pop("trusted")
     limit(**options)
-    if sys.platform == "linux":  # no rank reads or writes this process's memory, nor its pipe: PR_SET_DUMPABLE
-        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
     requests = os.fdopen(os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -254,6 +252,8 @@ def main() -> None:
         torch.set_num_threads(1)
         harness.ranks.use_fresh_modules()
         unwell = "" if trusted else harness.ranks.preflight()
+    if sys.platform == "linux":  # no rank reads or writes this process's memory, nor its pipe: PR_SET_DUMPABLE
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     gc.freeze()  # what is imported so far is never garbage: pytest's collections at the end of each run skip it
     search_path, modules = list(sys.path), set(sys.modules)
     before = {} if trusted else tools()
