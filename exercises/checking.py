@@ -251,8 +251,9 @@ class Submission:
     warnings: list[str] = field(default_factory=list)
 
 
-def read_submission(chapter: Chapter, folder: Path, screened: bool = True) -> Submission:
-    """Find the student's bodies. Whatever is wrong with a file concerns only the exercises it is wrong for."""
+def read_submission(chapter: Chapter, folder: Path, screened: bool = True, only: str | None = None) -> Submission:
+    """Find the student's bodies, of all exercises or of `only` one. Whatever is wrong with a file concerns only the
+    exercises it is wrong for."""
     submission = Submission()
     for script in chapter.scripts:
         path, text, why = folder / script.within, "", ""
@@ -272,14 +273,16 @@ def read_submission(chapter: Chapter, folder: Path, screened: bool = True) -> Su
             unusable = submission.missing if why == "is not there" else submission.refused
             unusable |= dict.fromkeys(script.fences, f"{script.name} {why}")
         else:
-            _read_script(script, text, submission, screened)
+            _read_script(script, text, submission, screened, only)
     return submission
 
 
-def _read_script(script: Script, text: str, submission: Submission, screened: bool) -> None:
+def _read_script(script: Script, text: str, submission: Submission, screened: bool, only: str | None) -> None:
     found, problems = fences.read_fences(text)
     submission.warnings += [f"{script.name}, {problem}" for problem in problems]
     for number, fence in script.fences.items():
+        if only not in (None, number):
+            continue
         theirs = found.get(number)
         if theirs is None and found and not set(found) & set(script.fences):
             why = f"{script.name} is another file than the chapter's: the first exercise in it is {next(iter(found))}"
@@ -356,7 +359,7 @@ class Report:
 def check(
     course: Course,
     chapter: Chapter,
-    submission: Submission,
+    submission: Submission | Callable[[], Submission],
     numbers: Iterable[str] | None = None,
     limits: Limits | None = None,
     show: Callable[[Row], None] = lambda row: None,
@@ -367,12 +370,16 @@ def check(
     a pass is final when the report is there, for only then it is confirmed.
 
     Two judges work side by side. Only a caller that trusts all its submissions gives one, to be spared the seconds that
-    it takes to start. With `apart` there is one, new for each exercise, so that what runs beside the chapter's solution
-    of the next cannot keep it, and each pass is looked at from outside.
+    it takes to start. A submission that is given as a function is read in these seconds. With `apart` there is one, new
+    for each exercise, so that what runs beside the chapter's solution of the next cannot keep it, and each pass is
+    looked at from outside.
     """
-    report = Report(chapter.folder, [], list(submission.warnings))
     wanted = list(chapter.exercises) if numbers is None else list(numbers)
     with judges(course, limits, judge, 1 if apart else 2) as ask:
+        if callable(submission):
+            ask(Judge.start)
+            submission = submission()
+        report = Report(chapter.folder, [], list(submission.warnings))
         answers = {number: ask(_decide, course, chapter, submission, number, apart) for number in wanted}
         for number, answer in answers.items():
             row = _row(chapter, number)
@@ -683,8 +690,8 @@ def _likeness(a: str, b: str) -> float:
 
 SAYS = {  # what a failure's own words are about, whoever's lines they are
     r"(NameError|UnboundLocalError)\b": "Your lines, or those behind them, use a name that nobody has given a value.",
-    r"ranks \[\d+, .*still running": "A rank waits for a message that nobody sends. Write down for each rank which "
-    "sends, receives and collectives it starts, in their order: the first line that differs is the place.",
+    r"ranks \[.*\] of (?!1 ).*still running": "A rank waits for a message that nobody sends. Write down for each rank "
+    "which sends, receives and collectives it starts, in their order: the first line that differs is the place.",
     r"ranks \[\d+\] of 1 were still|still (running|computing) after": "Your lines do not come to an end, or take many "
     "times as long as they should: which loop has no end, and what is computed again in each round?",
     r"everything is ([1-9]\d*|0\.(5|333333|25|2|166667|125|0625)) times": "One factor everywhere: what is counted once "

@@ -23,7 +23,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -318,7 +318,8 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
         else:
             show_row(row)
 
-    report = check(course, chapter, read_submission(chapter, folder), [number] if number else None, show=show)
+    read = partial(read_submission, chapter, folder, only=number)
+    report = check(course, chapter, read, [number] if number else None, show=show)
     if later:
         print(f"{later[0]} to {later[-1]}: {len(later)} in depth are not done")
     print(verdict(report))

@@ -25,7 +25,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +208,26 @@ def limit(file_bytes: int, data_bytes: int, cpu_seconds: int, threads: int) -> N
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard),) * 2)
 
 
+def fork(_path: str, arguments: list[str], keep: list[int]) -> int:
+    """What `util.spawnv_passfds` does for `python -c CODE`, but in a copy of this process: it has imported all already.
+
+    So the seconds of these imports are spent once, and neither the server of the ranks nor a rank pays for them.
+    """
+    if pid := os.fork():
+        return pid
+    try:
+        for fd in set(range(3, 256)) - set(keep):  # above all the pipe of the results
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        exec(arguments[-1])
+    finally:
+        os._exit(0)
+
+
 def main() -> None:
     options = json.loads(sys.argv[1])
     trusted = options.pop("trusted")
     limit(**options)
-    if sys.platform == "linux":  # no rank reads or writes this process's memory, nor its pipe: PR_SET_DUMPABLE
-        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
     requests = os.fdopen(os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -223,17 +237,23 @@ def main() -> None:
     unwell = ""
     if Path("../judge/tests/harness/ranks.py").exists():
         # Ranks are forked from a server. With the harness in it, no rank looks for the harness in the copy of the run
-        # that started it, which is gone when a later run needs one more of its modules. It imports while this process
-        # does: first verdicts wait for the slower of the two, not for both.
-        forkserver.set_forkserver_preload([*PRELOAD, "harness.meter", "harness.reference", "harness.ranks"])
+        # that started it, which is gone when a later run needs one more of its modules.
+        preload = [*PRELOAD, "harness.meter", "harness.reference", "harness.ranks"]
+        for name in preload:
+            importlib.import_module(name)
+        forkserver.set_forkserver_preload(preload)
+        resource_tracker.ensure_running()
+        util.spawnv_passfds, spawn = fork, util.spawnv_passfds
         forkserver.ensure_running()
+        util.spawnv_passfds = spawn
         import harness.ranks
-        import harness.reference
         import torch
 
         torch.set_num_threads(1)
         harness.ranks.use_fresh_modules()
         unwell = "" if trusted else harness.ranks.preflight()
+    if sys.platform == "linux":  # no rank reads or writes this process's memory, nor its pipe: PR_SET_DUMPABLE
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     gc.freeze()  # what is imported so far is never garbage: pytest's collections at the end of each run skip it
     search_path, modules = list(sys.path), set(sys.modules)
     before = {} if trusted else tools()

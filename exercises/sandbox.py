@@ -80,6 +80,7 @@ class Judge:
         self.folder = Path(tempfile.mkdtemp(prefix="exercises-"))
         self.deadline = time.monotonic() + self.limits.all_seconds
         self.process: subprocess.Popen[bytes] | None = None
+        self.ready = False  # it has said that it can judge
         self.used_before = 0  # bytes of files, before the run that is under way
         self.pending = b""  # what the judge has written after its last whole line
         self.mine: set[int] = set()  # without a cell: children of this process that have nothing to do with the judge
@@ -106,8 +107,8 @@ class Judge:
         With `in_ranks` only the ranks that tests start see the changes; a CUDA file is built and called by ranks alone,
         so there it lies in the copy.
         """
-        if self.process is None:
-            self._start()
+        self.start()
+        self._wait_until_ready()
         if self.trusted:  # hundreds of runs in the same processes: each may write as much as a whole submission
             self.used_before = self._used(self.descendants())
         copy, theirs = self.folder / "copy", self.folder / "theirs"
@@ -203,7 +204,10 @@ class Judge:
 
     # ---------------------------------------------------------------------------------- the process and its children
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin to start it, if it is not there: until it can judge, seconds pass, in which others may work."""
+        if self.process is not None:
+            return
         base, copy = self.folder / "judge", self.folder / "copy"
         write_files({name: content for name, content in self.files.items() if name.startswith("tests/")}, base)
         base.mkdir(exist_ok=True)
@@ -241,6 +245,10 @@ class Judge:
             env=environment,
             start_new_session=True,
         )
+
+    def _wait_until_ready(self) -> None:
+        if self.ready:
+            return
         try:
             why = json.loads(self._line(300))["unwell"]
         except Ended as end:
@@ -248,6 +256,7 @@ class Judge:
         if why:
             self.stop()
             raise JudgeError(f"the judge did not start: {why}")
+        self.ready = True
 
     def descendants(self) -> "list[Process]":
         """All processes that the judge started, and theirs. One whose parent has died is a child of ours: it counts."""
@@ -289,7 +298,7 @@ class Judge:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-        self.process = None
+        self.process, self.ready = None, False
         if not self.cell:
             _adopt_orphans(False)
         for name in ("tmp", "judge", "copy"):  # nothing of this run is there for the next
