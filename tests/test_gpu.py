@@ -307,8 +307,9 @@ time.sleep(600)
     steps = python("hangs", parent, seconds=3.0), python("behind it", "pass", seconds=55.0)
     run.section(dataclasses.replace(section("slow", *steps, seconds=4.0), together=together), later=57.0)
     hangs, behind = run.record["sections"][0]["steps"]
-    assert (hangs["status"], hangs["reason"]) == ("too slow", "its time was over") and 2.5 < hangs["seconds"] < 9
-    assert behind["status"] == ("passed" if together else "left out"), "side by side it has time of its own"
+    assert (hangs["status"], hangs["reason"]) == ("too slow", "its time was over")
+    assert (4.0 if together else 3.0) <= hangs["seconds"] < 30.0, "side by side each has all the time of the section"
+    assert behind["status"] == ("passed" if together else "left out")
     assert run.summary(["slow"]) == 1
     assert gone((tmp_path / "pid").read_text())
 
@@ -379,8 +380,8 @@ def test_the_second_call_runs_once_more_the_scripts_that_failed(tmp_path, monkey
         ("02_data_parallel/data_parallel.py", "passed", ""),
     ]
     steps = [{"step": name, "status": status, "reason": reason} for name, status, reason in steps]
-    kernels = {"name": "kernels", "steps": steps}
-    run.record["sections"] = [kernels, {"name": "correct", "steps": kernels["steps"][:1]}]
+    other = {"step": "04_tensor_parallel/tensor_parallel.py", "status": "failed", "reason": "exit code 1"}
+    run.record["sections"] = [{"name": "kernels", "steps": steps}, {"name": "several", "steps": [other]}]
     run.save()
     broken, core, train = gpu.failed_before(a_run(tmp_path))
     assert broken.commands[0][0] == "compute-sanitizer" and broken.commands[0][-1].endswith("/fused.py")
