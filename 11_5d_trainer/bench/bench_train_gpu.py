@@ -413,8 +413,8 @@ class Bench:
         self.notes.append(f"{what} was not tried, for want of time.")
         return False
 
-    def tries(self, way: Way, models: list[Job]) -> None:
-        """Verify a way and time a step of each model."""
+    def verify_and_time(self, way: Way, models: list[Job]) -> None:
+        """A way that is wrong is a note, and so is one for which there is no time."""
         if not self.has_time(way, str(way)):
             return
         error = wrong_with(way, self.device, self.dry)
@@ -425,12 +425,12 @@ class Bench:
             return
         for job in models:
             if self.has_time(way, f"{job.name}: {way}"):
-                self.times(way, job)
+                self.time_step(way, job)
             free(self.device)
             if self.rows:
                 self.save()  # at once: what ends this program leaves what there is
 
-    def times(self, way: Way, job: Job) -> None:
+    def time_step(self, way: Way, job: Job) -> None:
         found: list[Any] = []
         look = None if job.name in self.first else lambda step: found.append(breakdown(step, self.device))
         try:
@@ -489,7 +489,7 @@ def run(dry: bool, out: Path | None, limit: float) -> int:
     if not dry and len(models) < 2:
         bench.notes.append("Too little memory is free for a model that is missing here.")
     for way in DRY_WAYS if dry else WAYS:
-        bench.tries(way, models)
+        bench.verify_and_time(way, models)
     dist.destroy_process_group()
     failures = bench.wrong if bench.rows else ["nothing could be measured;", *bench.notes]
     if failures:
