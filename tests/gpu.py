@@ -326,7 +326,7 @@ class Running:
     """A step that is running. Each command leads a process group, so that what it starts ends with it."""
 
     def __init__(
-        self, step: Step, outcome: dict[str, Any], seconds: float, environment: dict[str, str], work: Path
+        self, step: Step, outcome: dict[str, Any], seconds: float, environment: dict[str, str], work: str
     ) -> None:
         self.step = step
         self.outcome = outcome  # its entry in the record
@@ -440,7 +440,7 @@ class Run:
         self.dry = machine.dry
         self.out = out
         self.deadline = time.monotonic() + seconds
-        self.work = Path(tempfile.mkdtemp(prefix="gpu-run-"))
+        self.work = tempfile.TemporaryDirectory(prefix="gpu-run-")  # removed with this object
         self.logs: dict[str, Path] = {}
         self.path = out / ("dry.json" if self.dry else f"{file_name(machine.about['device'])}.json")
         before = json.loads(self.path.read_text()) if self.path.exists() else {}
@@ -503,7 +503,7 @@ class Run:
                     behind = 0.0 if at_once > 1 else sum(other.seconds for other, _ in waiting)
                     seconds = allowed(deadline - time.monotonic(), step.seconds, behind)
                     if self.can_begin(step, outcome, seconds, section.name):
-                        process = Running(step, outcome, seconds, self.machine.environment, self.work)
+                        process = Running(step, outcome, seconds, self.machine.environment, self.work.name)
                         process.first_clock = len(self.clocks.lines())
                         self.logs[step.name] = process.log
                         running.append(process)
@@ -712,7 +712,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nstopped; what was measured is kept", file=sys.stderr)
     run.clocks.stop()
     run.pack(args.call or "sections")
-    shutil.rmtree(run.work)
     return run.summary([section.name for section in args.section])
 
 

@@ -203,10 +203,21 @@ def a_machine(*, dry=False, gpus=1, about=ABOUT):
     return gpu.Machine(dry, about, gpus, frozenset({"pytest"}), gpu.surroundings(True))
 
 
+RUNS = []
+
+
+@pytest.fixture(autouse=True)
+def stop_the_clocks():
+    yield
+    while RUNS:
+        RUNS.pop().clocks.stop()
+
+
 def a_run(folder, seconds=60.0, **machine):
     """A run on a machine that is made up: to look at a real one takes as long as PyTorch takes to be imported."""
     folder.mkdir(exist_ok=True)
-    return gpu.Run(a_machine(**machine), folder, seconds)
+    RUNS.append(gpu.Run(a_machine(**machine), folder, seconds))
+    return RUNS[-1]
 
 
 def section(name, *steps, seconds=60.0):

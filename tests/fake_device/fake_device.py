@@ -539,8 +539,8 @@ def _check_generator(generator: Any, where: int) -> None:
         raise RuntimeError(f"Expected a '{kinds[0]}' device type for generator but found '{kinds[1]}'")
 
 
-def _factory(name: str, like: bool) -> Callable:
-    make = getattr(torch, name)
+def _factory(make: Callable, like: bool) -> Callable:
+    """`make`, with its tensor where it was asked to be; if `like`, without a word, where the first argument is."""
 
     @functools.wraps(make)
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -549,12 +549,15 @@ def _factory(name: str, like: bool) -> Callable:
             stack = torch.overrides._get_current_function_mode_stack()
             device = next((mode.device for mode in stack[::-1] if hasattr(mode, "device")), None)
         where = place(model) if model is not None and device is None else _index(device)
-        if where is None or (isinstance(model, Tensor) and device is None and _key(model) is None):
-            return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
+        asked = {} if device is None else {"device": device}
+        if where is None or (model is not None and device is None and _key(model) is None):  # meta and the like
+            return make(*args, **asked, **kwargs)
         _check_generator(kwargs.get("generator"), where)
-        if name == "tensor" and where >= 0:  # made on the host, and copied from memory that is not pinned
+        if make.__name__ in ("tensor", "new_tensor") and where >= 0:  # copied from memory that is not pinned
             _may_wait("a copy")
-        out = make(*args, **kwargs) if model is None or device is None else make(*args, device="cpu", **kwargs)
+        if asked:
+            asked = {"device": "cpu"}
+        out = make(*args, **asked, **kwargs)
         if kwargs.get("out") is None:
             _note(out, where)
             if where >= 0 and Stream.made > 1:
@@ -693,25 +696,9 @@ def _install_makers() -> None:
     """Functions that make a tensor: on which device, and with whose generator."""
     tensor: Any = torch.Tensor
     for name in NEW:
-        make = getattr(tensor, name)
-
-        def new(self: Tensor, *args: Any, make: Any = make, device: Any = None, pin_memory: bool = False, **kw: Any):
-            where = place(self) if device is None else _index(device)
-            if where is None or _key(self) is None:
-                return make(self, *args, **kw, **({} if device is None else {"device": device}))
-            if make.__name__ == "new_tensor" and where >= 0:
-                _may_wait("a copy")
-            out = make(self, *args, **kw)
-            _note(out, where)
-            if pin_memory:
-                _remember(out).pinned = True
-            return out
-
-        setattr(tensor, name, functools.wraps(make)(new))
-    for name in FACTORIES + ALIKE:
-        if hasattr(torch, name):
-            setattr(torch, name, _factory(name, name in ALIKE))
-
+        setattr(tensor, name, _factory(getattr(tensor, name), like=True))
+    for name in [name for name in FACTORIES + ALIKE if hasattr(torch, name)]:
+        setattr(torch, name, _factory(getattr(torch, name), like=name in ALIKE))
     as_tensor = torch.as_tensor
 
     def as_tensor_on(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
