@@ -280,7 +280,7 @@ CALLS = {  # of at most 600 s each
     "second": ("failed", "fpdt", "profile"),
 }
 STARTING = 60.0  # seconds, until PyTorch is imported on a machine that has just been started
-DRY = 560.0  # seconds of a dry run, whose sections have no limits of their own
+DRY = 1800.0  # seconds of a dry run, whose sections have no limits of their own
 
 
 def seconds_of(names: Sequence[str]) -> float:

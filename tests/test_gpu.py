@@ -47,7 +47,7 @@ DRY += [["--section", name] for name in gpu.KNOWN if name not in (*CALLED, "chap
 )
 def test_a_call_passes_on_the_stand_in_gpu_and_leaves_what_goals_and_readmes_look_for(dry_folder, what):
     command = [sys.executable, str(ROOT / "tests/gpu.py"), "--dry", *what, "--out", str(dry_folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=590, cwd=dry_folder, env=NO_GPU)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1900, cwd=dry_folder, env=NO_GPU)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert done.stdout.splitlines()[-1].startswith("PASS (dry")
     record = json.loads((dry_folder / "dry.json").read_text())
