@@ -305,7 +305,7 @@ def plan() -> str:
         lines += [line(KNOWN[name]) for name in names]
         lines.append("")
     lines += ["Where there is more time, --section NAMES runs others, in the order asked:", ""]
-    called = [name for names in CALLS.values() for name in names]
+    called = CALLS["first"] + CALLS["second"]
     lines += [line(section) for section in SECTIONS if section.name not in called]
     lines += ["", "Nothing was run. `make results FROM=DIR/DEVICE.json` fills the tables from what a call has written."]
     return "\n".join(lines)
@@ -459,8 +459,12 @@ class Run:
         taken = ROOT / "results" / self.path.name
         if not sections and taken.exists():
             sections = json.loads(taken.read_text())["sections"]
-        steps = [step for section in sections if section["name"] in CALLS["first"] for step in section["steps"]]
-        return {step["step"]: step["reason"] for step in steps if step["status"] in (FAILED, TOO_SLOW)}
+        found: dict[str, str] = {}
+        for section in sections:
+            if section["name"] in CALLS["first"]:
+                wrong = [step for step in section["steps"] if step["status"] in (FAILED, TOO_SLOW)]
+                found |= {step["step"]: step["reason"] for step in wrong}
+        return found
 
     def save(self) -> None:
         part = self.path.with_suffix(".part")
@@ -573,8 +577,10 @@ class Run:
         print()
         for chapter, goal, asked, reached, status, _ in tables["gpu_goals"]["rows"]:
             print(f"chapter {chapter}: {goal}: {asked}; {reached}, {status}")
-        mine = [section["steps"] for section in self.record["sections"] if section["name"] in names]
-        found = {step["status"] for steps in mine for step in steps}
+        found: set[str] = set()
+        for section in self.record["sections"]:
+            if section["name"] in names:
+                found |= {step["status"] for step in section["steps"]}
         right = PASSED in found and not found & {FAILED, TOO_SLOW, CUT_OFF}
         print(f"\n{self.record['device']}; {self.path}")
         print(("PASS" if right else "FAIL") + (" (dry: nothing was measured)" if self.dry else ""))

@@ -308,21 +308,16 @@ def gone(pid):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_step_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, together):
-    parent = f"""
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
-time.sleep(600)
-"""
+    hangs = ["bash", "-c", f"sleep 600 & echo $! > {tmp_path / 'pid'}; wait"]
     run = a_run(tmp_path)
-    steps = python("hangs", parent, seconds=3.0), python("behind it", "pass", seconds=55.0)
+    steps = Step("hangs", [hangs], seconds=3.0), Step("behind it", [["true"]], seconds=55.0)
     run.section(dataclasses.replace(section("slow", *steps, seconds=4.0), together=together), later=57.0)
     hangs, behind = run.record["sections"][0]["steps"]
     assert (hangs["status"], hangs["reason"]) == ("too slow", "its time was over")
     assert (4.0 if together else 3.0) <= hangs["seconds"] < 30.0, "side by side each has all the time of the section"
     assert behind["status"] == ("passed" if together else "left out")
     assert run.summary(["slow"]) == 1
-    assert gone((tmp_path / "pid").read_text())
+    assert gone((tmp_path / "pid").read_text().strip())
 
 
 STARTED = """
