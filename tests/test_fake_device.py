@@ -18,10 +18,10 @@ FAKE = os.environ | {
 }
 
 
-def python(program, *, cwd=ROOT, path=""):
-    environment = FAKE | {"PYTHONPATH": os.pathsep.join(filter(None, [path, FAKE["PYTHONPATH"]]))}
+def python(program, *, cwd=ROOT, path="", **environment):
+    environment = FAKE | {"PYTHONPATH": f"{path}{os.pathsep}{FAKE['PYTHONPATH']}"} | environment
     return subprocess.run(
-        [sys.executable, *program], env=environment, cwd=cwd, capture_output=True, text=True, timeout=240
+        [sys.executable, *program], env=environment, cwd=cwd, capture_output=True, text=True, timeout=500
     )
 
 
@@ -203,9 +203,7 @@ print("PASS")
 @pytest.mark.prove
 def test_compiled_kernels_that_need_too_much_shared_memory_or_do_not_compile_are_refused(tmp_path):
     (tmp_path / "compiled.py").write_text(COMPILED)
-    environment = FAKE | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(tmp_path / "compiled.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = python(["compiled.py"], cwd=tmp_path, TRITON_INTERPRET="0")
     assert done.stdout.strip() == "PASS", done.stdout + done.stderr[-2000:]
 
 
@@ -218,9 +216,8 @@ def test_compiled_kernels_that_need_too_much_shared_memory_or_do_not_compile_are
 def test_compiled_for_a_gpu_every_test_of_kernels_gets_as_far_as_its_numbers(file):
     """No kernel runs, so numbers are wrong. What else fails would fail on a GPU: what does not compile or does not fit,
     a tensor on the host, a message that is another one there."""
-    environment = FAKE | {"FAKE_GPUS": "1", "TRITON_INTERPRET": "0", "RANKS_UNIT": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", str(file)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    pytest_options = ["-q", "-p", "no:cacheprovider", "--tb=line"]
+    done = python(["-m", "pytest", *pytest_options, str(file)], FAKE_GPUS="1", TRITON_INTERPRET="0", RANKS_UNIT="1")
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
     failures = re.findall(r"^E   .*(?:\n  .*)*", done.stdout, re.MULTILINE)
     numbers = ("E   AssertionError", "E   assert", "E   harness.ranks.RankFailure")
@@ -229,51 +226,15 @@ def test_compiled_for_a_gpu_every_test_of_kernels_gets_as_far_as_its_numbers(fil
 
 
 @pytest.mark.prove
-def test_without_the_variable_nothing_is_there():
-    environment = FAKE | {"FAKE_GPUS": "0"}
-    program = "import torch, sys; print(torch.cuda.is_available(), 'fake_device' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["False", "False"], done.stderr
-
-
-# Mistakes that this repository had, put back, and one that is easily made: each passes every test on a CPU, and would
-# fail on any GPU, or be wrong there now and then.
-BEFORE = {
-    "host tensors over nccl": (
-        "formats.py",
-        [("mine = drawn.to(device)", "mine = drawn")],
-        "No backend type associated with device type cpu",
-    ),
-    "the source of a copy is given away": (
-        "fpdt.py",
-        [("src.record_stream(self.streams[stream])", "pass")],
-        "may still use it: wait for it first, or tell with record_stream",
-    ),
-    "scales to the bit": (
-        "fp8_kernels.py",
-        [('limit = 0 if device.type == "cpu" else 4', "limit = 0")],
-        "apart, in units of the last place",
-    ),
-}
-
-
-ONE, *OTHERS = BEFORE
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("name", [ONE, *(pytest.param(name, marks=pytest.mark.prove) for name in OTHERS)])
-def test_the_failures_that_were_certain_on_a_gpu_are_red_here(tmp_path, name):
-    script, changes, words = BEFORE[name]
-    source = find(script)
+def test_scales_that_are_compared_to_the_bit_differ_from_those_of_a_gpu(tmp_path):
+    """A mistake that this repository had: it passes every test on a CPU, and would fail on any GPU."""
+    source = find("fp8_kernels.py")
     text = source.read_text()
-    for new, old in changes:
-        assert text.count(new) == 1, f"{script} no longer has: {new}"
-        text = text.replace(new, old)
-    (tmp_path / script).write_text(text)
-    broken = python([str(tmp_path / script)], cwd=tmp_path, path=str(source.parent))
-    assert broken.returncode == 1 and words in broken.stdout + broken.stderr, (
-        broken.stdout[-800:] + broken.stderr[-800:]
-    )
+    right = 'limit = 0 if device.type == "cpu" else 4'
+    assert text.count(right) == 1
+    (tmp_path / source.name).write_text(text.replace(right, "limit = 0"))
+    done = python([source.name], cwd=tmp_path, path=str(source.parent))
+    assert done.returncode == 1 and "apart, in units of the last place" in done.stdout + done.stderr
 
 
 @pytest.mark.prove
@@ -294,6 +255,5 @@ tf32 = lambda x: (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 assert ladder.error_ratio(tf32(a) @ tf32(b), a, b) > 50
 print("PASS")
 """
-    environment = os.environ | {"PYTHONPATH": str(find("matmul_ladder.py").parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    done = python(["-c", program], path=str(find("matmul_ladder.py").parent), FAKE_GPUS="0")
     assert done.stdout.strip() == "PASS", done.stderr[-1500:]

@@ -38,7 +38,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 aten = torch.ops.aten
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}  # dense bf16 FLOP/s, by the data sheets
 WAYS = ("FPDT", "recomputed", "recomputed, input offloaded")
 
 
@@ -196,6 +195,28 @@ def flops(plan: Plan, S: int, layers: int, scores: float = 1.0) -> float:
     return 3 * (layers * (2 * block * S + scores * 4 * S * S * plan.hidden) + 2 * S * plan.hidden * plan.vocab)
 
 
+def held_beside(plan: Plan, way: str, z: Sizes, layers: int, block: int, head: int) -> int:
+    """Bytes to hold on a GPU besides a step of `layers` layers with `block` parameters each and an output layer of
+    `head`: 16 bytes for each parameter of the model less the weights and gradients of what runs, and the inputs of the
+    layers that do not run. With offload these lie on the device only where they find room, the others on the host;
+    MemoryError if they find none there."""
+    ran = 2 * z.e * (layers * block + head)
+    weights = 16 * (plan.layers * block + head) - ran
+    x_bytes = z.S * plan.hidden * z.e
+    waiting = (plan.layers - layers) * x_bytes
+    if way == "recomputed":
+        return weights + waiting
+    working = 6 * x_bytes + plan.memory + 4 * head * z.e + 2**32  # x, y, dy, dx, two of the loss; attention; the rest
+    room = torch.cuda.get_device_properties(0).total_memory - weights - ran - working
+    on_device = min(waiting, max(0, int(room // x_bytes)) * x_bytes)
+    on_host = waiting - on_device
+    if way == "FPDT":
+        on_host += model_host_peak(z, plan.hidden, layers, "input")
+    if on_host > 0.95 * available_host_memory():
+        raise MemoryError(f"the host would need {on_host / 1e9:.0f} GB")
+    return weights + on_device
+
+
 def step(
     plan: Plan,
     way: str,
@@ -210,36 +231,19 @@ def step(
     """Seconds of one forward and backward, and the peak of the device in bytes, others' bytes included. To rehearse is
     to try the memory only, with a part of attention, untimed."""
     cuda = device.type == "cuda"
-    blocks = [
-        LlamaBlock(plan.hidden, plan.heads, plan.kv_heads, plan.intermediate).to(device, dtype) for _ in range(layers)
-    ]
-    head = (torch.randn(plan.vocab, plan.hidden, device=device, dtype=dtype) * 0.02).requires_grad_()
-    parameters = sum(p.numel() for p in blocks[0].parameters()) * plan.layers + plan.vocab * plan.hidden
-    ran = sum(p.numel() for block in blocks for p in block.parameters()) + head.numel()
-    # 16 bytes a parameter in all; of those that ran, weights and gradients are there anyway
-    others = 16 * parameters - 2 * dtype.itemsize * ran
-    positions = torch.arange(S, device=device)
     D = plan.hidden // plan.heads
-    angles = positions[:, None].float() / 10000 ** (torch.arange(0, D, 2, device=device) / D)
+    sizes = (plan.hidden, plan.heads, plan.kv_heads, plan.intermediate)
+    blocks = [LlamaBlock(*sizes).to(device, dtype) for _ in range(layers)]
+    head = (torch.randn(plan.vocab, plan.hidden, device=device, dtype=dtype) * 0.02).requires_grad_()
+    weights = [head, *(p for block in blocks for p in block.parameters())]
+    angles = torch.arange(S, device=device)[:, None].float() / 10000 ** (torch.arange(0, D, 2, device=device) / D)
     cos, sin = angles.cos(), angles.sin()
     labels = torch.randint(plan.vocab, (1, S), device=device)
-    pieces = max(S // 8192, 1)
     store = Store(machine_for(device), host_limit=available_host_memory() if cuda else None)
-    x_bytes = S * plan.hidden * dtype.itemsize
-    waiting = (plan.layers - layers) * x_bytes  # inputs of the layers that do not run
-    if way == "recomputed":
-        others += waiting
-    elif cuda:
-        working = (
-            6 * x_bytes + plan.memory + 4 * head.nbytes + 2**32
-        )  # x, y, dy, dx, two of the loss; attention; the rest
-        room = torch.cuda.get_device_properties(device).total_memory - others - 2 * ran * dtype.itemsize - working
-        on_device = min(waiting, max(0, int(room // x_bytes)) * x_bytes)
-        z = Sizes(S, 1, u, plan.heads, plan.kv_heads, D)
-        on_host = waiting - on_device + (model_host_peak(z, plan.hidden, layers, "input") if way == "FPDT" else 0)
-        if on_host > 0.95 * available_host_memory():
-            raise MemoryError(f"the host would need {on_host / 1e9:.0f} GB")
-        others += on_device
+    others = 0  # on a CPU nothing else is held
+    if cuda:
+        z = Sizes(S, 1, u, plan.heads, plan.kv_heads, D, dtype.itemsize)
+        others = held_beside(plan, way, z, layers, sum(p.numel() for p in blocks[0].parameters()), head.numel())
     if rehearse:
         kernel = a_part_of(kernel)
         for block in blocks:
@@ -254,25 +258,24 @@ def step(
             return checkpoint(block, x, cos, sin, use_reentrant=False)
 
     def once() -> None:
-        x = torch.zeros(1, S, plan.hidden, device=device, dtype=dtype).normal_().requires_grad_()
-        y = x
+        y = torch.zeros(1, S, plan.hidden, device=device, dtype=dtype).normal_().requires_grad_()
         for block in blocks:
             y = run(block, y)
-        (chunked_loss(y, head, labels, pieces) / S).backward()
-        for p in (head, *(p for block in blocks for p in block.parameters())):
+        (chunked_loss(y, head, labels, max(S // 8192, 1)) / S).backward()
+        for p in weights:
             p.grad = None
 
-    meter = DeviceMemory() if not cuda else contextlib.nullcontext()
-    ballast = [torch.empty(others, dtype=torch.uint8, device=device)]
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    with meter:
-        if rehearse:
-            once()
-            synchronize(device)
-        seconds = float("nan") if rehearse else timed(once, device)
-    ballast.clear()
-    return seconds, torch.cuda.max_memory_allocated(device) if cuda else meter.peak + others
+    ballast = torch.empty(others, dtype=torch.uint8, device=device)
+    if not cuda:
+        with DeviceMemory() as meter:
+            return timed(once, device), meter.peak
+    torch.cuda.reset_peak_memory_stats(device)
+    if rehearse:
+        once()
+        synchronize(device)
+    seconds = float("nan") if rehearse else timed(once, device)
+    del ballast
+    return seconds, torch.cuda.max_memory_allocated(device)
 
 
 def predicted_seconds(plan: Plan, S: int, layers: int, gpu: predictions.Gpu) -> float:
@@ -283,11 +286,6 @@ def predicted_seconds(plan: Plan, S: int, layers: int, gpu: predictions.Gpu) -> 
     attention = flops(plan, S, layers, 0.5) - rest
     slower = 1 + 64 * plan.heads / plan.hidden
     return (rest * 4 / 3 + attention * 4.5 / 3 * slower) / (predictions.MULTIPLIED * gpu.bf16)
-
-
-def predicted_step(plan: Plan, S: int, layers: int) -> str:
-    gpu = predictions.here()
-    return "-" if gpu is None else f"{predicted_seconds(plan, S, layers, gpu):.3g}"
 
 
 def no_memory(error: Exception) -> str:
@@ -311,117 +309,107 @@ def chunks_for(plan: Plan, S: int, h: Hardware) -> int:
     return best.u if best else S // 64
 
 
-def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
-    if not dry and not torch.cuda.is_available():
-        print(
-            "bench_fpdt_attention.py: --gpu needs a GPU and there is none; add --dry --out DIR to try it on the CPU",
-            file=sys.stderr,
-        )
-        return 2
-    if dry and out is None:
-        print("bench_fpdt_attention.py: --dry writes nothing to results/; say where with --out DIR", file=sys.stderr)
-        return 2
-    plan, device = TINY if dry else REAL, device_here()
-    cuda, dtype = device.type == "cuda", torch.float32 if dry else torch.bfloat16
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        **({"device_id": device} if cuda else {}),
-    )
-    begun, first = time.perf_counter(), plan.lengths[1]
-    name, kernel, reached = choose_kernel(plan, device, dtype)
-    verify_model(kernel, device, dtype)
-    h = Hardware(flops=reached, link=link_speed(device))
-    peak_flops = next((f for key, f in PEAKS.items() if key in torch.cuda.get_device_name()), None) if cuda else None
-    z = Sizes(plan.lengths[-1], 1, 1, plan.heads, plan.kv_heads, plan.hidden // plan.heads)
-    where = f"{name}, {reached / 1e12:.3g} TFLOP/s forward; link {h.link / 1e9:.3g} GB/s. "
-    table = Table(
-        "08_fpdt_gpu",
-        f"One step of a Llama of hidden size {plan.hidden} and {plan.layers} layers; those that did not run are held",
-        [
-            "tokens",
-            "way",
-            "layers that ran",
-            "tokens of a chunk",
-            "seconds",
-            "MFU",
-            "MFU, half of attention",
-            "peak, GB",
-            "predicted, s",
-        ],
-        where
-        + "MFU counts attention as the full square (the column beside it: the half that a causal mask leaves), and "
-        f"recomputation not at all. Host memory of all layers at {plan.lengths[-1]:,} tokens: "
-        f"{model_host_peak(z, plan.hidden, plan.layers, 'input') / 1e9:.3g} GB. Predicted: what is computed, forward "
-        "twice, at 80 % of the data sheet's rate, attention at D / (D + 64) of that.",
-        out,
-    )
-    longest = Table(
-        "08_fpdt_longest",
-        "The longest sequence whose step fits, memory of all layers held",
-        ["way", "tokens", "peak, GB", "ended by"],
-        where
-        + "One layer runs, with the allocations and copies of a real step; its attention sees a part of the keys.",
-        out,
-    )
+COLUMNS = ["tokens", "way", "layers that ran", "tokens of a chunk", "seconds", "MFU", "MFU, half of attention"]
+COLUMNS += ["peak, GB", "predicted, s"]
+NOTES = (
+    "MFU counts attention as the full square (the column beside it: the half that a causal mask leaves), and "
+    "recomputation not at all. Predicted: what is computed, forward twice, at 80 % of the data sheet's rate, attention "
+    "at D / (D + 64) of that. Host memory of all layers at"
+)
 
-    def one_step(S: int, way: str) -> bool:
+
+class Bench:
+    """The two tables, and what their rows need."""
+
+    def __init__(self, plan: Plan, device: torch.device, dtype: torch.dtype, out: Path | None) -> None:
+        self.plan, self.device, self.dtype = plan, device, dtype
+        self.begun = time.perf_counter()
+        name, self.kernel, self.reached = choose_kernel(plan, device, dtype)
+        verify_model(self.kernel, device, dtype)
+        self.h = Hardware(flops=self.reached, link=link_speed(device))
+        where = f"{name}, {self.reached / 1e12:.3g} TFLOP/s forward; link {self.h.link / 1e9:.3g} GB/s."
+        z = Sizes(plan.lengths[-1], 1, 1, plan.heads, plan.kv_heads, plan.hidden // plan.heads)
+        host = model_host_peak(z, plan.hidden, plan.layers, "input") / 1e9
+        title = f"One step of a Llama of hidden size {plan.hidden} and {plan.layers} layers; those that did not run are"
+        notes = f"{where} {NOTES} {z.S:,} tokens: {host:.3g} GB."
+        self.table = Table("08_fpdt_gpu", f"{title} held", COLUMNS, notes, out)
+        title = "The longest sequence whose step fits, memory of all layers held"
+        notes = "One layer runs, with the allocations and copies of a real step; its attention sees a part of the keys."
+        columns = ["way", "tokens", "peak, GB", "ended by"]
+        self.longest = Table("08_fpdt_longest", title, columns, f"{where} {notes}", out)
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begun
+
+    def one_step(self, S: int, way: str) -> bool:
+        """Time a length; whether it fits."""
+        plan, gpu = self.plan, predictions.here()
         # 4.5/3 of the counted work is done: forward twice, and backward is 2.5 forwards
-        one = 1.5 * flops(plan, S, 1, 0.5) / reached
+        one = 1.5 * flops(plan, S, 1, 0.5) / self.reached
         layers = max(1, min(plan.layers, int(plan.seconds / 2 / one)))
-        expected = predicted_step(plan, S, layers)
+        u = chunks_for(plan, S, self.h)
+        expected = f"{predicted_seconds(plan, S, layers, gpu):.3g}" if gpu else "-"
         try:
-            seconds, peak = step(plan, way, S, layers, chunks_for(plan, S, h), device, dtype, kernel)
-            mfu = ["n/a", "n/a"]
-            if peak_flops:
-                mfu = [f"{flops(plan, S, layers, share) / seconds / peak_flops:.1%}" for share in (1.0, 0.5)]
-            cells = [layers, S // chunks_for(plan, S, h), round(seconds, 3), *mfu, round(peak / 1e9, 3), expected]
-            table.add(S, way, *cells)
+            seconds, peak = step(plan, way, S, layers, u, self.device, self.dtype, self.kernel)
         except (MemoryError, RuntimeError) as error:
-            table.add(S, way, layers, "", "out of memory", "", "", no_memory(error), expected)
+            self.table.add(S, way, layers, "", "out of memory", "", "", no_memory(error), expected)
             return False
         finally:
-            free(device)
+            free(self.device)
+        rates = [flops(plan, S, layers, share) / seconds for share in (1.0, 0.5)]
+        mfu = [f"{rate / gpu.bf16:.1%}" if gpu else "n/a" for rate in rates]
+        self.table.add(S, way, layers, S // u, round(seconds, 3), *mfu, round(peak / 1e9, 3), expected)
         return True
 
-    def search(way: str, until: float, ran: int = 0) -> None:
-        """Doubles the length until it does not fit; the row grows with what was found, and stays if this is ended.
-        `ran`: a length that is known to fit."""
-        if not ran and time.perf_counter() - begun > until:
-            longest.notes += f" Not tried, for want of time: {way}."
-            longest.write()
-            return
-        S, fits, why, last = 2 * ran or first, ran, "the search ends here", 0
-        longest.rows.append([way, fits, "", "more not tried yet"])
-        while plan.longest >= S:
-            if time.perf_counter() - begun > until:
-                why = "the time was over"
-                break
+    def search(self, way: str, until: float, fits: int = 0) -> None:
+        """Double the length until it does not fit, from `fits` on, which is known to. The row grows with what was
+        found, and stays if this program is ended."""
+        row = [way, fits, "", "the time was over"]
+        self.longest.rows.append(row)
+        self.longest.write()
+        last = self.plan.longest
+        S = 2 * fits or self.plan.lengths[1]
+        while last >= S and self.seconds() < until:
+            u = chunks_for(self.plan, S, self.h)
             try:
-                _, last = step(plan, way, S, 1, chunks_for(plan, S, h), device, dtype, kernel, True)
-                fits = S
+                _, peak = step(self.plan, way, S, 1, u, self.device, self.dtype, self.kernel, rehearse=True)
             except (MemoryError, RuntimeError) as error:
-                why = f"{no_memory(error)} at {S:,}"
+                row[3] = f"{no_memory(error)} at {S:,}"
                 break
             finally:
-                free(device)
-            longest.rows[-1] = [way, fits, round(last / 1e9, 3), f"{S:,} fit, more not tried yet"]
-            longest.write()
+                free(self.device)
+            row[1:3] = [S, round(peak / 1e9, 3)]
+            if last == S:
+                row[3] = "the search ends here"
+            self.longest.write()
             S *= 2
-        longest.rows[-1] = [way, fits, round(last / 1e9, 3) if last else "", why]
-        longest.write()
+        self.longest.write()
 
+
+def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
+    refused = ""
+    if not dry and not torch.cuda.is_available():
+        refused = "--gpu needs a GPU and there is none; add --dry --out DIR to try it on the CPU"
+    elif dry and out is None:
+        refused = "--dry writes nothing to results/; say where with --out DIR"
+    if refused:
+        print(f"bench_fpdt_attention.py: {refused}", file=sys.stderr)
+        return 2
+    device = device_here()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    where = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **where)
+    plan = TINY if dry else REAL
+    bench = Bench(plan, device, torch.float32 if dry else torch.bfloat16, out)
     # A length that surely fits, the goal's length, then how far FPDT goes; the others for comparison.
-    goals = [(first, WAYS[0]), (plan.lengths[-1], WAYS[0])]
-    ran = [S for S, way in goals if one_step(S, way)]
-    search(WAYS[0], 0.7 * limit, max(ran, default=0))
+    goals = [(plan.lengths[1], WAYS[0]), (plan.lengths[-1], WAYS[0])]
+    ran = [S for S, way in goals if bench.one_step(S, way)]
+    bench.search(WAYS[0], 0.7 * limit, max(ran, default=0))
     rest = [(S, way) for S in plan.lengths[::-1] for way in WAYS if (S, way) not in goals]
     for S, way in rest:
-        if time.perf_counter() - begun < 0.8 * limit:
-            one_step(S, way)
+        if bench.seconds() < 0.8 * limit:
+            bench.one_step(S, way)
     for way in WAYS[1:]:
-        search(way, 0.9 * limit)
+        bench.search(way, 0.9 * limit)
     dist.destroy_process_group()
     return 0

@@ -1,6 +1,5 @@
 """The trainer's step on one GPU: tokens per second, MFU, memory, and where the time goes.
 
-    python 11_5d_trainer/bench/bench_train_gpu.py                              what is expected of the step, and why
     python 11_5d_trainer/bench/bench_train_gpu.py --gpu [--out DIR] [--seconds 115]
     python 11_5d_trainer/bench/bench_train_gpu.py --gpu --dry --out DIR        the same program on the CPU, tiny
 
@@ -22,6 +21,7 @@ beside it counts of attention only the half that a causal mask leaves.
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -178,49 +178,32 @@ def random_batches(job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(t[:, :-1], t[:, 1:]) for t in tokens]
 
 
-def gradients(way: Way, job: Job, device: torch.device) -> dict[str, torch.Tensor]:
+@functools.cache
+def gradients(way: Way, device: torch.device, tiny: bool) -> dict[str, torch.Tensor]:
+    job = Job("to verify", TINY if tiny else SMALL, 16 if tiny else 256, 1, 2)
     me = start(way, job, device)
     batches = [shard_batch(me, batch) for batch in random_batches(job)]
     zero_grad(me)
     forward_and_backward(me, batches, valid_tokens(me, batches))
-    found = (pair for owner in me.owners for pair in owner.full_gradients().items())
-    return {name: g.detach().float().clone() for name, g in found}
+    return {name: g.detach().float().clone() for owner in me.owners for name, g in owner.full_gradients().items()}
 
 
-def verifier(device: torch.device, tiny: bool = True) -> Callable[[Way], str]:
-    """A function that says what is wrong with a way; "" if nothing is. Each is tried once, when it is asked about."""
-    job = Job("to verify", TINY if tiny else SMALL, 16 if tiny else 256, 1, 2)
-    exact = gradients(Way("torch", "fp32"), job, device)
-    own: dict[str, dict[str, float]] = {}  # by precision: what PyTorch's kernels are off by
-    verdict: dict[Way, str] = {}
-
-    def wrong(way: Way) -> str:
-        if way in verdict:
-            return verdict[way]
-        try:
-            if way.precision not in own:
-                theirs = gradients(Way("torch", way.precision), job, device)
-                own[way.precision] = {name: error_between(theirs[name], want) for name, want in exact.items()}
-            got = gradients(way, job, device)
-            off = {name: error_between(got[name], want) for name, want in exact.items()}
-            bad = [name for name in off if not off[name] <= 2 * own[way.precision][name] + 1e-3]
-            verdict[way] = f"gradient of {bad[0]} is off by {off[bad[0]]:.1e}" if bad else ""
-        except Exception as error:  # one way may not run on this device; the others go on, and the end says so
-            verdict[way] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}"
-        print(f"verified {way}: {verdict[way] or 'right'}", flush=True)
-        return verdict[way]
-
-    return wrong
+def wrong_with(way: Way, device: torch.device, tiny: bool) -> str:
+    """What is wrong with the gradients of a way; "" if nothing is."""
+    try:
+        exact = gradients(Way("torch", "fp32"), device, tiny)
+        pytorch = gradients(Way("torch", way.precision), device, tiny)
+        found = gradients(way, device, tiny)
+    except Exception as error:  # one way may not run on this device; the others go on, and the end says so
+        return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:160]}"
+    for name, want in exact.items():
+        error = error_between(found[name], want)
+        if not error <= 2 * error_between(pytorch[name], want) + 1e-3:
+            return f"gradient of {name} is off by {error:.1e}"
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------------------- measure
-
-
-@dataclass
-class Measured:
-    seconds: Ratio
-    peak: int
-    losses: list[float]
 
 
 def synchronize(device: torch.device) -> None:
@@ -251,30 +234,28 @@ def steps(me: Trainer, batches: list) -> Iterator[tuple[float, float]]:
 
 
 def measure(
-    way: Way, job: Job, device: torch.device, repeats: int, look: Callable | None = None, until: float = math.inf
-) -> Measured:
-    """Seconds of a step after two to warm up: `repeats` times, fewer (two at least) if by the clock it is `until`.
-
-    `look(step)` gets the step, warm, before everything is let go.
-    """
-    me, batches = start(way, job, device), random_batches(job)
+    way: Way, job: Job, device: torch.device, repeats: int, until: float = math.inf, look: Callable | None = None
+) -> tuple[Ratio, int]:
+    """Seconds of a step after two to warm up, and the peak of memory. `repeats` times, fewer (two at least) if by the
+    clock it is `until`. `look(step)` gets the step, warm, before everything is let go."""
+    me = start(way, job, device)
+    batches = random_batches(job)
     seconds: list[float] = []
     losses: list[float] = []
     for loss, took in steps(me, batches):
         losses.append(loss)
-        seconds += [took] if len(losses) > 2 else []
+        if len(losses) > 2:
+            seconds.append(took)
         if len(seconds) == repeats or (len(seconds) >= 2 and time.perf_counter() > until):
             break
     synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     if not (math.isfinite(losses[-1]) and losses[-1] < losses[0]):  # the same batch again and again: it must be learnt
-        raise ArithmeticError(
-            f"the loss of one batch goes from {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps"
-        )
+        raise ArithmeticError(f"the loss of one batch goes from {losses[0]:.4f} to {losses[-1]:.4f}")
     if look:
         step = launch_step if reads_late(me) else train_step
         look(lambda: step(me, batches))
-    return Measured(ratio_of(seconds), peak, losses)
+    return ratio_of(seconds), peak
 
 
 # The first pattern that fits the name of a GPU's kernel, or of an operation on the CPU, says what it belongs to.
@@ -388,100 +369,6 @@ def predicted_step(job: Job) -> float | None:
     return sum(least.values()) + softmax
 
 
-# What each change to the step should save, in bytes that are no longer moved and in seconds for which the device waited
-# for the host. Written down before any of it was measured.
-
-
-@dataclass(frozen=True)
-class Saving:
-    what: str
-    nbytes: Callable[[Job], float]
-    host: float  # seconds in which the device waited for Python
-    falsified_by: str
-
-
-def sizes_of(job: Job) -> tuple[int, int, int]:
-    """Weights; elements of a hidden state of the step's tokens; layers."""
-    return parameters(job.sizes), job.samples * job.seq * job.sizes.hidden, job.sizes.layers
-
-
-def sum_of_sides(sizes: LlamaConfig) -> int:
-    """In and out of all linear layers, added: what dW reads for each token."""
-    attention = 2 * (sizes.hidden + sizes.heads * sizes.head_dim) + 2 * (sizes.hidden + sizes.kv_heads * sizes.head_dim)
-    feed_forward = 3 * (sizes.hidden + sizes.intermediate)
-    return sizes.layers * (attention + feed_forward) + sizes.hidden + sizes.vocab_size
-
-
-SAVINGS = (
-    Saving(
-        "one AdamW kernel for each group of options (28 bytes per weight) instead of 98 buckets that Python casts, "
-        "updates and copies, in about 350 microseconds each",
-        lambda job: -28 * sizes_of(job)[0],
-        98 * 350e-6,
-        "`optimizer and clipping` above 1.3 times its floor",
-    ),
-    Saving(
-        "the norm over two flat buffers in fp32 chunks: 2 bytes per weight instead of 18 (a float64 copy, read again)",
-        lambda job: 16 * sizes_of(job)[0],
-        0.0,
-        "norm kernels above 2 ms, or more than ten of them in a step",
-    ),
-    Saving(
-        "loss, norm and votes read one step late, batches from pinned memory: three times the host reaches the device "
-        "with nothing queued, about 1.5 ms each",
-        lambda job: 0.0,
-        3 * 1.5e-3,
-        "`nothing runs` above 1 % of the step",
-    ),
-    Saving(
-        "the residual added by the norm after attention: 8 tensors of a hidden state moved instead of 11",
-        lambda job: 3 * 2 * sizes_of(job)[1] * sizes_of(job)[2],
-        0.0,
-        "`other element by element` as long as without it (Parts.add_norm = None)",
-    ),
-    Saving(
-        "one x for q, k, v and one for gate, up: of its 3 additional gradients in a layer each is read by the next "
-        "product (1 tensor), and not added in a pass of its own (3)",
-        lambda job: 3 * 2 * 2 * sizes_of(job)[1] * sizes_of(job)[2],
-        0.0,
-        "products that get slower by more than that (Parts.linears = None): cuBLAS may add worse than it multiplies",
-    ),
-    Saving(
-        "output layer and loss in chunks: 6 GB of logits and their gradient less at the peak; 2 chunks add the "
-        "weight's gradient in fp32 (16 bytes an element each) and round it (6)",
-        lambda job: -(2 * 16 + 6) * job.sizes.vocab_size * job.sizes.hidden,
-        0.0,
-        "a peak that is less than 4 GiB lower, or a step more than 2 ms longer (Parts.linear_cross_entropy = None)",
-    ),
-    Saving(
-        "in fp8-tensor alone: x of q, k, v and of gate, up quantised 2 times in a layer instead of 5, each time read "
-        "for its amax (2 bytes), read again and written in 8 bits (3)",
-        lambda job: 3 * 5 * sizes_of(job)[1] * sizes_of(job)[2],
-        0.0,
-        "`fp8 casts` less than that below what they take with Parts.linears = None",
-    ),
-    Saving(
-        "in --kernels cuda alone: no copies of W, dy and x turned round for the products of backward (4 bytes an "
-        "element, by PyTorch's copy at half the bandwidth)",
-        lambda job: 2 * 4 * (sizes_of(job)[0] + job.samples * job.seq * sum_of_sides(job.sizes)),
-        0.0,
-        "a step above 930 ms, where it was 983 with the copies",
-    ),
-)
-
-
-def expectations() -> list[str]:
-    """Milliseconds of a step by each of SAVINGS, for the GPUs that this is meant for."""
-    job = Job("1.7 billion (SmolLM)", PRESETS["smollm-1.7b"], 4096, 8, 1)
-    gpus = [gpu for gpu in predictions.GPUS if gpu.name in ("H100", "H200")]
-    names = ", ".join(gpu.name for gpu in reversed(gpus))
-    lines = [f"ms of a step of {job.samples} x {job.seq} tokens that each change should save on {names}:"]
-    for saving in SAVINGS:
-        saved = [1e3 * (saving.host + saving.nbytes(job) / (predictions.COPIED * gpu.bandwidth)) for gpu in gpus]
-        lines.append(f"{saved[1]:6.1f} {saved[0]:6.1f}  {saving.what}. Wrong if: {saving.falsified_by}.")
-    return lines
-
-
 def breakdown_rows(job: Job, way: Way, found: tuple, copy: float, product: float) -> list[list[Any]]:
     spent, unnamed, wall = found
     least = floors(job, copy, product)
@@ -497,125 +384,117 @@ def breakdown_rows(job: Job, way: Way, found: tuple, copy: float, product: float
     return [*rows, [job.name, str(way), "step", 1e3 * wall, "100.0%", f"{1e3 * whole:.3g}", f"{whole / wall:.0%}"]]
 
 
+COLUMNS = ["model", "kernels; precision", "samples x micro-batches x tokens", "ms: median (quartiles)", "tokens/s"]
+COLUMNS += ["times as fast as the model's first row", "MFU", "MFU, half of attention", "of the matrix product"]
+COLUMNS += ["peak GiB", "predicted GiB", *predictions.COLUMNS]
+PARTS_COLUMNS = ["model", "kernels; precision", "part", "ms", "of the step", "floor, ms", "floor / time"]
+
+
+class Bench:
+    """What is measured so far, and what it is held against."""
+
+    def __init__(self, device: torch.device, dry: bool, out: Path | None, limit: float) -> None:
+        self.device, self.dry, self.out = device, dry, out
+        self.until = time.perf_counter() + limit
+        nbytes = 2**20 if dry else min(2 * GIB, free_bytes(device) // 8 // 4096 * 4096)
+        self.product = matmul_rate(device, 256 if dry else 8192).median
+        self.copy = copy_bandwidth(device, nbytes).median
+        self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.rows: list[list[Any]] = []
+        self.parts: list[list[Any]] = []
+        self.notes: list[str] = []
+        self.wrong: list[str] = []
+        self.first: dict[str, float] = {}  # by model: seconds of the first way that ran
+
+    def has_time(self, way: Way, what: str) -> bool:
+        needed = COMPILING if way.compiled else SECONDS
+        if not self.rows or time.perf_counter() + needed <= self.until:
+            return True
+        self.notes.append(f"{what} was not tried, for want of time.")
+        return False
+
+    def verify_and_time(self, way: Way, models: list[Job]) -> None:
+        """A way that is wrong is a note, and so is one for which there is no time."""
+        if not self.has_time(way, str(way)):
+            return
+        error = wrong_with(way, self.device, self.dry)
+        print(f"verified {way}: {error or 'right'}", flush=True)
+        if error:
+            self.wrong.append(f"{way} is left out: {error}.")
+            self.notes.append(self.wrong[-1])
+            return
+        for job in models:
+            if self.has_time(way, f"{job.name}: {way}"):
+                self.time_step(way, job)
+            free(self.device)
+            if self.rows:
+                self.save()  # at once: what ends this program leaves what there is
+
+    def time_step(self, way: Way, job: Job) -> None:
+        found: list[Any] = []
+        look = None if job.name in self.first else lambda step: found.append(breakdown(step, self.device))
+        try:
+            seconds, peak = measure(way, job, self.device, 3 if self.dry else 8, self.until, look)
+        except (torch.OutOfMemoryError, RuntimeError, ArithmeticError) as error:
+            self.notes.append(f"{job.name}, {way}: {type(error).__name__}, {str(error).splitlines()[0][:120]}.")
+            if isinstance(error, ArithmeticError):
+                self.wrong.append(self.notes[-1])
+            return
+        self.first.setdefault(job.name, seconds.median)
+        self.rows.append(self.row(job, way, seconds, peak))
+        if found:
+            self.parts += breakdown_rows(job, way, found[0], self.copy, self.product)
+
+    def row(self, job: Job, way: Way, seconds: Ratio, peak: int) -> list[Any]:
+        model = step_flops(job.sizes, job.samples, job.seq).model
+        reached = model / seconds.median
+        halved = (model - masked_flops(job)) / seconds.median
+        return [
+            f"{job.name}, {parameters(job.sizes) / 1e9:.2f} billion weights",
+            str(way),
+            f"{job.micro_batch} x {job.accumulation} x {job.seq}",
+            Ratio(1e3 * seconds.median, 1e3 * seconds.low, 1e3 * seconds.high),
+            round(job.samples * job.seq / seconds.median),
+            round(self.first[job.name] / seconds.median, 3),
+            f"{reached / self.peak:.1%}" if self.peak else "n/a",
+            f"{halved / self.peak:.1%}" if self.peak else "n/a",
+            f"{reached / self.product:.1%}",
+            round(peak / GIB, 1),
+            round(job.predicted_bytes() / GIB, 1),
+            *predictions.cells(predicted_step(job), seconds.median),
+        ]
+
+    def save(self) -> None:
+        rates = f"{self.product / 1e12:.3g} TFLOP/s and a copy {self.copy / 1e12:.3g} TB/s"
+        against = f"A matrix product reaches {rates} in the same run."
+        verified = "Gradients of each way were verified first. Goal: 60 % MFU."
+        notes = " ".join([against, verified, COUNTED, BASIS, *self.notes])
+        title = "A training step of the trainer on one GPU"
+        write_result("11_train_gpu", title, COLUMNS, self.rows, notes, self.out)
+        title = "Where the time of a step goes, and the floor of each part"
+        notes = f"From a trace of two steps. {against}"
+        write_result("11_train_parts", title, PARTS_COLUMNS, self.parts, notes, self.out)
+
+
 def run(dry: bool, out: Path | None, limit: float) -> int:
-    begun = time.perf_counter()
     device = device_here()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         draw_on(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=timedelta(seconds=120),
-    )
-    wrong_with = verifier(device, tiny=dry)
-    product = matmul_rate(device, 256 if dry else 8192).median
-    copy = copy_bandwidth(device, 2**20 if dry else min(2 * GIB, free_bytes(device) // 8 // 4096 * 4096)).median
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=120))
+    bench = Bench(device, dry, out, limit)
     free(device)
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    rows: list[list[Any]] = []
-    parts: list[list[Any]] = []
-    notes: list[str] = []
-    wrong: list[str] = []
-    room = free_bytes(device)
-    planned = jobs(dry, room)
-    if not dry and len(planned) < 2:
-        notes.append(f"{room / GIB:.0f} GiB are free: too little for a model that is missing here.")
-    first: dict[str, float] = {}  # by model: seconds of the first way that ran
-    until = begun + limit
-
-    def attempt(job: Job, way: Way) -> None:
-        needed = 0.0 if not first else COMPILING if way.compiled else SECONDS
-        if time.perf_counter() + needed > until:
-            notes.append(f"{job.name}: {way} was not tried, for want of time.")
-            return
-        if off := wrong_with(way):
-            left_out = f"{way} is left out: {off}."
-            if left_out not in wrong:
-                notes.append(left_out)
-                wrong.append(left_out)
-            return
-        free(device)
-        what: list[Any] = []
-        look = None if job.name in first else lambda step: what.append(breakdown(step, device))
-        try:
-            got = measure(way, job, device, 3 if dry else 8, look, until)
-        except (torch.OutOfMemoryError, RuntimeError, ArithmeticError) as error:
-            notes.append(f"{job.name}, {way}: {type(error).__name__}, {str(error).splitlines()[0][:120]}.")
-            wrong.extend([notes[-1]] if isinstance(error, ArithmeticError) else [])
-            return
-        seconds = got.seconds.median
-        reached = step_flops(job.sizes, job.samples, job.seq).model / seconds
-        halved = (step_flops(job.sizes, job.samples, job.seq).model - masked_flops(job)) / seconds
-        rows.append(
-            [
-                f"{job.name}, {parameters(job.sizes) / 1e9:.2f} billion weights",
-                str(way),
-                f"{job.micro_batch} x {job.accumulation} x {job.seq}",
-                Ratio(*(1e3 * s for s in (seconds, got.seconds.low, got.seconds.high))),
-                round(job.samples * job.seq / seconds) if not dry else "n/a on CPU",
-                round(first.setdefault(job.name, seconds) / seconds, 3),
-                f"{reached / peak:.1%}" if peak else "n/a",
-                f"{halved / peak:.1%}" if peak else "n/a",
-                f"{reached / product:.1%}",
-                round(got.peak / GIB, 1) if device.type == "cuda" else "n/a",
-                round(job.predicted_bytes() / GIB, 1),
-                *predictions.cells(predicted_step(job), seconds),
-            ]
-        )
-        if what:
-            parts.extend(breakdown_rows(job, way, what[0], copy, product))
-
+    models = jobs(dry, free_bytes(device))
+    if not dry and len(models) < 2:
+        bench.notes.append("Too little memory is free for a model that is missing here.")
     for way in DRY_WAYS if dry else WAYS:
-        for job in planned:
-            attempt(job, way)
-            free(device)
-            if rows:
-                save(rows, parts, notes, copy, product, out)  # at once: whoever stops this keeps what there is
+        bench.verify_and_time(way, models)
     dist.destroy_process_group()
-    if not rows:
-        print(f"bench_train_gpu.py: nothing could be measured; {' '.join(notes)}", file=sys.stderr)
-        return 1
-    if wrong:
-        print(f"bench_train_gpu.py: {' '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
-
-
-def save(rows: list, parts: list, notes: list[str], copy: float, product: float, out: Path | None) -> None:
-    against = (
-        f"A matrix product reaches {product / 1e12:.3g} TFLOP/s and a copy {copy / 1e12:.3g} TB/s in the same run."
-    )
-    write_result(
-        "11_train_gpu",
-        "A training step of the trainer on one GPU",
-        [
-            "model",
-            "kernels; precision",
-            "samples x micro-batches x tokens",
-            "ms: median (quartiles)",
-            "tokens/s",
-            "times as fast as the model's first row",
-            "MFU",
-            "MFU, half of attention",
-            "of the matrix product",
-            "peak GiB",
-            "predicted GiB",
-            *predictions.COLUMNS,
-        ],
-        rows,
-        " ".join([against, "Gradients of each way were verified first. Goal: 60 % MFU.", COUNTED, BASIS, *notes]),
-        folder=out,
-    )
-    write_result(
-        "11_train_parts",
-        "Where the time of a step goes, and the floor of each part",
-        ["model", "kernels; precision", "part", "ms", "of the step", "floor, ms", "floor / time"],
-        parts,
-        f"From a trace of two steps. {against}",
-        folder=out,
-    )
+    failures = bench.wrong if bench.rows else ["nothing could be measured;", *bench.notes]
+    if failures:
+        print(f"bench_train_gpu.py: {' '.join(failures)}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def main() -> int:
@@ -625,17 +504,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
     parser.add_argument("--seconds", type=float, default=115.0, help="about how long it may take")
     args = parser.parse_args()
-    name = Path(__file__).name
-    if args.dry and not (args.gpu and args.out):
-        print(f"{name}: --dry goes with --gpu and --out DIR: its numbers are no results", file=sys.stderr)
-        return 2
-    if args.gpu and not args.dry and not torch.cuda.is_available():
-        print(f"{name}: --gpu: PyTorch finds no GPU here; --gpu --dry --out DIR tries it on the CPU", file=sys.stderr)
-        return 2
     if not args.gpu:
-        print(f"{name}: absolute speed is only true on a GPU; there, use --gpu")
-        print("\n".join(expectations()))
+        print("bench_train_gpu.py: absolute speed is only true on a GPU; there, use --gpu")
         return 0
+    if args.dry and not args.out:
+        print("bench_train_gpu.py: --dry measures nothing worth keeping; add --out DIR", file=sys.stderr)
+        return 2
+    if not args.dry and not torch.cuda.is_available():
+        print(
+            "bench_train_gpu.py: PyTorch finds no GPU here; --gpu --dry --out DIR tries it on the CPU", file=sys.stderr
+        )
+        return 2
     return run(args.dry, args.out, args.seconds)
 
 

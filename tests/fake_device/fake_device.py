@@ -34,6 +34,7 @@ numbers are wrong; what shows is what only a compiler refuses, and tiles that ne
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import importlib
 import os
@@ -42,7 +43,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,16 +53,36 @@ from torch.utils._pytree import tree_leaves
 KINDS = {"H200": ("an NVIDIA H200", (9, 0), 232448), "T4": ("a Tesla T4", (7, 5), 65536)}
 KIND, CAPABILITY, SHARED = KINDS[os.environ.get("FAKE_KIND", "H200")]
 NAME = f"stand-in for {KIND}"
-HOST, WILD = -1, -2  # WILD: made inside torch without a word of where, for example zeros in a backward
-_places: dict[int, int] = {}  # storage -> index of its GPU, or WILD; the others are on the host
-_pinned: set[int] = set()
-_sizes: dict[int, int] = {}  # storage of a GPU -> bytes
-_owners: dict[int, int] = {}  # storage of a GPU -> the stream in which it was allocated, and is given away again
-_told: dict[int, set[int]] = {}  # storage -> the streams of its `record_stream`s
-_given_away: list[str] = []  # what was freed too early; the next operator says it
-_memory = {"now": 0, "peak": 0}
+HOST = -1
+WILD = -2  # made inside torch without a word of where, for example zeros in a backward pass
 _now: dict[str, Any] = {"device": 0, "count": 1, "sync": "default"}
+_allocated = {"now": 0, "peak": 0}  # bytes of all GPUs
 _real: dict[str, Any] = {}
+
+
+class Access(NamedTuple):
+    first: int  # byte
+    last: int  # byte + 1
+    stream: int
+    piece: int  # of the stream's work
+    wrote: bool
+
+
+@dataclasses.dataclass
+class Memory:
+    """What is known of a storage."""
+
+    place: int = HOST  # the index of its GPU, HOST or WILD
+    pinned: bool = False
+    nbytes: int = 0  # on a GPU
+    owner: int = 0  # the stream in which it was allocated on a GPU, and is given away again
+    told: set[int] = dataclasses.field(default_factory=set)  # the streams of its `record_stream`s
+    accesses: list[Access] = dataclasses.field(default_factory=list)
+
+
+_known: dict[int, Memory] = {}  # by storage
+_nothing = Memory()
+_given_away: list[str] = []  # what was freed too early; the next operator says it
 
 
 def _key(t: Tensor) -> int | None:
@@ -73,42 +94,51 @@ def _key(t: Tensor) -> int | None:
     return storage._cdata if _real["device"].__get__(t).type == "cpu" else None
 
 
+def _memory(t: Tensor) -> Memory:
+    """What is known of the storage of `t`. Not to be changed."""
+    return _known.get(_key(t), _nothing)  # type: ignore[arg-type]
+
+
+def _remember(t: Tensor) -> Memory:
+    """The same, to be changed: kept until the storage is freed."""
+    key = _key(t)
+    if key is None:
+        return Memory()
+    if key not in _known:
+        _known[key] = Memory()
+        weakref.finalize(t.untyped_storage(), _forget, key).atexit = False
+    return _known[key]
+
+
 def place(t: Tensor) -> int:
     """The index of its GPU, HOST or WILD."""
-    return _places.get(_key(t), HOST)  # type: ignore[arg-type]
+    return _memory(t).place
 
 
 def _forget(key: int) -> None:
-    owner, told = Stream.everyone.get(_owners.pop(key, 0)), _told.pop(key, set())
-    for _, _, stream, piece, _ in _accesses.get(key, ()) if owner else ():
-        done = max(owner.knows.get(stream, 0), _host.get(stream, 0))
-        if stream not in (owner.id, *told) and done < piece:
-            _given_away.append(f"memory of stream {owner.id} was freed while stream {stream} may still use it")
-    _places.pop(key, None)
-    _pinned.discard(key)
-    _accesses.pop(key, None)
-    _memory["now"] -= _sizes.pop(key, 0)
+    memory = _known.pop(key)
+    _allocated["now"] -= memory.nbytes
+    owner = Stream.everyone.get(memory.owner)
+    if owner is None:
+        return
+    for access in memory.accesses:
+        done = max(owner.knows.get(access.stream, 0), _host.get(access.stream, 0))
+        if access.stream not in (owner.id, *memory.told) and done < access.piece:
+            _given_away.append(f"memory of stream {owner.id} was freed while stream {access.stream} may still use it")
 
 
 def _note(t: Tensor, where: int) -> None:
     """From now on the storage of `t` is there."""
-    key = _key(t)
-    if key is None:
+    if where == HOST and place(t) == HOST:
         return
-    known = key in _places
-    if where == HOST:
-        _places.pop(key, None)
-        _memory["now"] -= _sizes.pop(key, 0)
-        return
-    if not known and key not in _pinned:
-        weakref.finalize(t.untyped_storage(), _forget, key).atexit = False
-    _places[key] = where
-    if where >= 0 and _current:
-        _owners.setdefault(key, _current[0].id)
-    if where >= 0 and key not in _sizes:
-        _sizes[key] = t.untyped_storage().nbytes()
-        _memory["now"] += _sizes[key]
-        _memory["peak"] = max(_memory["peak"], _memory["now"])
+    memory = _remember(t)
+    memory.place = where
+    nbytes = t.untyped_storage().nbytes() if where >= 0 else 0
+    _allocated["now"] += nbytes - memory.nbytes
+    _allocated["peak"] = max(_allocated["peak"], _allocated["now"])
+    memory.nbytes = nbytes
+    if where >= 0 and not memory.owner and _current:
+        memory.owner = _current[0].id
 
 
 def _index(device: Any) -> int | None:
@@ -159,10 +189,6 @@ class Stream:
     def synchronize(self) -> None:
         _learn(_host, self.knows)
 
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
     def __enter__(self) -> Stream:
         self._before = _current[0]
         _current[0] = self
@@ -188,33 +214,23 @@ class Event:
     def synchronize(self) -> None:
         _learn(_host, self.knows)
 
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
     def elapsed_time(self, end: Event) -> float:
         for event in (self, end):
             if not event.timing or event.at is None:
                 raise ValueError("Both events must be created with enable_timing=True, and recorded")
-            if not _knows_all(_host, event.knows):
+            if any(_host.get(stream, 0) < done for stream, done in event.knows.items()):
                 raise RuntimeError("device not ready: elapsed_time of an event that nobody has waited for")
         return 1e3 * (end.at - self.at)
 
 
 _host: dict[int, int] = {}
 _current: list[Stream] = []
-# storage -> [first byte, last byte + 1, stream, its piece of work, was it a write]
-_accesses: dict[int, list[tuple[int, int, int, int, bool]]] = {}
 
 
 def _learn(knows: dict[int, int], others: dict[int, int]) -> None:
     for stream, done in others.items():
         if knows.get(stream, 0) < done:
             knows[stream] = done
-
-
-def _knows_all(knows: dict[int, int], others: dict[int, int]) -> bool:
-    return all(knows.get(stream, 0) >= done for stream, done in others.items())
 
 
 def _span(t: Tensor) -> tuple[int, int]:
@@ -225,30 +241,25 @@ def _span(t: Tensor) -> tuple[int, int]:
 
 def _ordered(t: Tensor, write: bool, knows: dict[int, int], who: str, what: str) -> None:
     """Raises if somebody writes `t`, or reads what is written here, and may not be done."""
-    key = _key(t)
-    if key is None or not (past := _accesses.get(key)):
+    past = _memory(t).accesses
+    if not past:
         return
     first, last = _span(t)
-    for a, b, stream, piece, wrote in past:
-        if (write or wrote) and a < last and first < b and knows.get(stream, 0) < piece:
-            doing, other = ("writes" if write else "reads"), ("written" if wrote else "read")
-            raise RuntimeError(
-                f"{who} {doing} in {what} what may still be {other} by stream {stream}: wait for it first"
-            )
+    for access in past:
+        overlaps = access.first < last and first < access.last
+        if (write or access.wrote) and overlaps and knows.get(access.stream, 0) < access.piece:
+            doing, other = ("writes" if write else "reads"), ("written" if access.wrote else "read")
+            may = f"what may still be {other} by stream {access.stream}"
+            raise RuntimeError(f"{who} {doing} in {what} {may}: wait for it first")
 
 
 def _accessed(t: Tensor, write: bool) -> None:
-    key, stream = _key(t), _current[0]
-    if key is None:
-        return
-    if key not in _places and key not in _pinned and key not in _accesses:
-        weakref.finalize(t.untyped_storage(), _forget, key).atexit = False
-    past = _accesses.setdefault(key, [])
-    span = _span(t)
-    mine = (*span, stream.id, stream.knows[stream.id], write)
+    stream = _current[0]
+    memory = _remember(t)
+    mine = Access(*_span(t), stream.id, stream.knows[stream.id], write)
     # Of one stream the last access to the same bytes stands for those before it.
-    kept = [p for p in past if not (p[:3] == mine[:3] and p[4] <= write)]
-    _accesses[key] = [*kept[-200:], mine]
+    kept = [access for access in memory.accesses if access[:3] != mine[:3] or access.wrote > write]
+    memory.accesses = [*kept[-200:], mine]
 
 
 # ------------------------------------------------------------------------------------------------------- every operator
@@ -256,11 +267,10 @@ def _accessed(t: Tensor, write: bool) -> None:
 INTEGER_PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::dot", "aten::mv", "aten::baddbmm"}
 HOST_MAY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
-ONLY_SHAPES = {
-    f"aten::{kind}_{how}" for kind in ("empty", "zeros", "ones", "full", "rand", "randn") for how in ("like",)
-}
+ONLY_SHAPES = {f"aten::{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")}
 ONLY_SHAPES |= {f"aten::new_{kind}" for kind in ("empty", "zeros", "ones", "full", "empty_strided")}
-MOVES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::resize_", "aten::_resize_output_", "aten::record_stream"}
+STAYS = {"aten::set_", "aten::record_stream"}  # what they return is where it was
+MOVES = {"aten::_to_copy", "aten::resize_", "aten::_resize_output_", *STAYS}
 
 
 def _may_wait(name: str) -> None:
@@ -269,7 +279,7 @@ def _may_wait(name: str) -> None:
 
 
 class Device(TorchDispatchMode):
-    """Sees every operator, also those of a backward."""
+    """Sees every operator, those of a backward pass as well."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -277,65 +287,51 @@ class Device(TorchDispatchMode):
         if _given_away:
             raise RuntimeError(f"{_given_away.pop()}: wait for it first, or tell with record_stream")
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        places = [place(x) for x in given]
-        if name.startswith(("c10d::", "_c10d_functional::")):
+        memories = [_memory(x) for x in given]
+        places = [memory.place for memory in memories]
+        collective = name.startswith(("c10d::", "_c10d_functional::"))
+        if collective:
             _check_collective(name, args, given, places)
-        quiet = _is_view(func) or name in ONLY_SHAPES  # reads and writes no element of what it is given
-        where = max(places, default=WILD) if all(p == WILD for p in places) else max(p for p in places if p != WILD)
         if name == "aten::copy_":
             return self.copy(func, args, kwargs, given, places)
+        where = max((p for p in places if p != WILD), default=WILD)
         on_device = where >= 0
+        written = _written(func, args, kwargs)
+        quiet = _is_view(func) or name in ONLY_SHAPES  # reads and writes no element of what it is given
         if on_device:
-            self.check(name, given, places)
-            stream = _current[0]
-            stream.work()
-            if Stream.made > 1 or _accesses:
-                written = self.written(func, args)
-                for x in given if not quiet else ():
-                    _ordered(x, any(x is y for y in written), stream.knows, f"stream {stream.id}", name)
-        elif _accesses and not quiet:
-            for x in given:
-                _ordered(x, bool(func._schema.is_mutable), _host, "the host", name)
-        if on_device and (name in WAITS or (name in HOST_MAY_INDEX and any(x.dtype == torch.bool for x in given[1:]))):
-            _may_wait(name)
-        if name == "aten::_local_scalar_dense" and on_device:
-            _current[0].synchronize()
-        full = f"{name}.{func._schema.overload_name}".rstrip(".")
-        call = STAND_INS.get(full, func) if on_device else func
-        out = call(*args, **kwargs)
-        if name in MOVES or name.startswith("c10d::"):
-            where = HOST if name in ("aten::set_", "aten::record_stream") or not on_device else where
-            if where == HOST:
-                return out
-        if where != HOST:
-            for x in tree_leaves(out):
-                if isinstance(x, Tensor) and place(x) in (HOST, WILD) and not any(x is y for y in given):
-                    _note(x, where)
-        if on_device and Stream.made > 1:
-            written = self.written(func, args)
-            made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and not any(x is y for y in given)]
-            for x in made if name in ONLY_SHAPES else [] if quiet else [*given, *made]:
-                _accessed(x, any(x is y for y in [*written, *made]))
+            self.check(name, given, places, anywhere=collective or name in MOVES)
+            _current[0].work()
+        knows, who = (_current[0].knows, f"stream {_current[0].id}") if on_device else (_host, "the host")
+        for x, memory in zip(given, memories, strict=True):
+            if memory.accesses and not quiet:
+                _ordered(x, _among(x, written), knows, who, name)
+        if on_device:
+            if name in WAITS or (name in HOST_MAY_INDEX and any(x.dtype == torch.bool for x in given[1:])):
+                _may_wait(name)
+            if name == "aten::_local_scalar_dense":
+                _current[0].synchronize()
+            func = STAND_INS.get(f"{name}.{func._schema.overload_name}".rstrip("."), func)
+        out = func(*args, **kwargs)
+        moves = name in MOVES or name.startswith("c10d::")
+        if name in STAYS or (moves and not on_device):
+            return out
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and not _among(x, given)]
+        for x in made:
+            if where != HOST and place(x) in (HOST, WILD):
+                _note(x, where)
+        if on_device and Stream.made > 1 and (name in ONLY_SHAPES or not quiet):
+            for x in made if quiet else [*given, *made]:
+                _accessed(x, _among(x, [*written, *made]))
         return out
 
     @staticmethod
-    def written(func: Any, args: Any) -> list[Tensor]:
-        if not func._schema.is_mutable:
-            return []
-        found: list[Tensor] = []
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-        return found
-
-    @staticmethod
-    def check(name: str, given: list[Tensor], places: list[int]) -> None:
+    def check(name: str, given: list[Tensor], places: list[int], anywhere: bool) -> None:
         """Refuse what no kernel of a GPU takes."""
         there = {p for p in places if p >= 0}
         strangers = [x for x, p in zip(given, places, strict=True) if p == HOST and x.dim() and x.numel()]
         if name in HOST_MAY_INDEX:
             strangers = [x for x in strangers if x is given[0] or x.dtype not in (torch.int64, torch.bool, torch.int32)]
-        if name in MOVES or name.startswith(("c10d::", "_c10d_functional::")):
+        if anywhere:
             strangers = []
         if strangers or len(there) > 1:
             devices = sorted({f"cuda:{p}" for p in there} | ({"cpu"} if strangers else set()), reverse=True)
@@ -351,23 +347,37 @@ class Device(TorchDispatchMode):
         stream = _current[0]
         if by_device:
             stream.work()
-            for x, write in ((to, True), (source, False)):
-                _ordered(x, write, stream.knows, f"stream {stream.id}", "a copy")
-        else:
-            for x, write in ((to, True), (source, False)):
-                _ordered(x, write, _host, "the host", "a copy")
+        knows, who = (stream.knows, f"stream {stream.id}") if by_device else (_host, "the host")
+        _ordered(to, True, knows, who, "a copy")
+        _ordered(source, False, knows, who, "a copy")
         out = func(*args, **kwargs)
-        if by_device:
-            between = min(place(to), place(source)) == HOST
-            for x, write in ((to, True), (source, False)):
-                # From pageable memory the driver takes a copy of its own before the call returns.
-                staged = place(x) == HOST and not write and _key(x) not in _pinned
-                if not staged and (Stream.made > 1 or (asynchronous and place(x) == HOST)):
-                    _accessed(x, write)
-            if between and not asynchronous:
-                _may_wait("a copy")
-                stream.synchronize()
+        if not by_device:
+            return out
+        for x, write in ((to, True), (source, False)):
+            # From pageable memory the driver takes a copy of its own before the call returns.
+            staged = place(x) == HOST and not write and not _memory(x).pinned
+            if not staged and (Stream.made > 1 or (asynchronous and place(x) == HOST)):
+                _accessed(x, write)
+        if min(places) == HOST and not asynchronous:
+            _may_wait("a copy")
+            stream.synchronize()
         return out
+
+
+@functools.cache
+def _writes(func: Any) -> list[tuple[int, str]]:
+    """Place and name of the arguments that an operator writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)]
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)] if values else []
+
+
+def _among(x: Tensor, tensors: list[Tensor]) -> bool:
+    return any(x is y for y in tensors)
 
 
 @functools.cache
@@ -465,13 +475,8 @@ def _install_collectives() -> None:
     start, new_group, backend_of = c10d.init_process_group, c10d.new_group, c10d.get_backend
     object_device = c10d._get_object_coll_device
 
-    def wants_nccl(backend: Any, device: Any) -> bool:
-        return str(backend or "").lower() == "nccl" or (
-            backend is None and device is not None and _index(device) != HOST
-        )
-
     def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        nccl = wants_nccl(backend, device_id)
+        nccl = backend == "nccl" or (backend is None and device_id is not None and _index(device_id) != HOST)
         start("gloo" if nccl or backend is None else backend, *args, **kwargs)
         if nccl:
             _nccl.add(c10d.GroupMember.WORLD.group_name)
@@ -534,8 +539,8 @@ def _check_generator(generator: Any, where: int) -> None:
         raise RuntimeError(f"Expected a '{kinds[0]}' device type for generator but found '{kinds[1]}'")
 
 
-def _factory(name: str, like: bool) -> Callable:
-    make = getattr(torch, name)
+def _factory(make: Callable, like: bool) -> Callable:
+    """`make`, with its tensor where it was asked to be; if `like`, without a word, where the first argument is."""
 
     @functools.wraps(make)
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -544,29 +549,25 @@ def _factory(name: str, like: bool) -> Callable:
             stack = torch.overrides._get_current_function_mode_stack()
             device = next((mode.device for mode in stack[::-1] if hasattr(mode, "device")), None)
         where = place(model) if model is not None and device is None else _index(device)
-        if where is None or (isinstance(model, Tensor) and device is None and _key(model) is None):
-            return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
+        asked = {} if device is None else {"device": device}
+        if where is None or (model is not None and device is None and _key(model) is None):  # meta and the like
+            return make(*args, **asked, **kwargs)
         _check_generator(kwargs.get("generator"), where)
-        if name == "tensor" and where >= 0:  # made on the host, and copied from memory that is not pinned
+        if make.__name__ in ("tensor", "new_tensor") and where >= 0:  # copied from memory that is not pinned
             _may_wait("a copy")
-        out = make(*args, **kwargs) if model is None or device is None else make(*args, device="cpu", **kwargs)
+        if asked:
+            asked = {"device": "cpu"}
+        out = make(*args, **asked, **kwargs)
         if kwargs.get("out") is None:
             _note(out, where)
             if where >= 0 and Stream.made > 1:
                 _current[0].work()
                 _accessed(out, True)
         if pin_memory:
-            _pin(out)
+            _remember(out).pinned = True
         return out
 
     return made
-
-
-def _pin(t: Tensor) -> None:
-    key = _key(t)
-    if key is not None and key not in _pinned:
-        weakref.finalize(t.untyped_storage(), _forget, key).atexit = False
-        _pinned.add(key)
 
 
 class _Move(torch.autograd.Function):
@@ -608,7 +609,7 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if where is None or _key(self) is None:  # meta and the like
         return _real["to"](self, **rest, **({} if device is None else {"device": device}))
     here = place(self)
-    if here == WILD or where == WILD:
+    if here == WILD:
         out = _real["to"](self, **rest)
         _note(out, where)
         return out
@@ -680,37 +681,24 @@ def _install_tensor() -> None:
         return copy
 
     tensor.__deepcopy__ = copied
-    tensor.record_stream = lambda t, stream: _told.setdefault(_key(t), set()).add(stream.id)
-    tensor.is_pinned = lambda t, device=None: _key(t) in _pinned
+    tensor.record_stream = lambda t, stream: _remember(t).told.add(stream.id)
+    tensor.is_pinned = lambda t, device=None: _memory(t).pinned
 
     def pin_memory(t: Tensor, device: Any = None) -> Tensor:
-        if place(t) >= 0:
-            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
         copy = t.clone()
-        _pin(copy)
+        _remember(copy).pinned = True
         return copy
 
     tensor.pin_memory = pin_memory
+
+
+def _install_makers() -> None:
+    """Functions that make a tensor: on which device, and with whose generator."""
+    tensor: Any = torch.Tensor
     for name in NEW:
-        make = getattr(tensor, name)
-
-        def new(self: Tensor, *args: Any, make: Any = make, device: Any = None, pin_memory: bool = False, **kw: Any):
-            where = place(self) if device is None else _index(device)
-            if where is None or _key(self) is None:
-                return make(self, *args, **kw, **({} if device is None else {"device": device}))
-            if make.__name__ == "new_tensor" and where >= 0:
-                _may_wait("a copy")
-            out = make(self, *args, **kw)
-            _note(out, where)
-            if pin_memory:
-                _pin(out)
-            return out
-
-        setattr(tensor, name, functools.wraps(make)(new))
-    for name in FACTORIES + ALIKE:
-        if hasattr(torch, name):
-            setattr(torch, name, _factory(name, name in ALIKE))
-
+        setattr(tensor, name, _factory(getattr(tensor, name), like=True))
+    for name in [name for name in FACTORIES + ALIKE if hasattr(torch, name)]:
+        setattr(torch, name, _factory(getattr(torch, name), like=name in ALIKE))
     as_tensor = torch.as_tensor
 
     def as_tensor_on(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
@@ -720,22 +708,32 @@ def _install_tensor() -> None:
 
     torch.as_tensor = as_tensor_on
     torch.Generator = Generator  # type: ignore[misc]
-    for name in ("multinomial", "bernoulli"):
-        draw = getattr(torch, name)
+    multinomial, normal = torch.multinomial, tensor.normal_
 
-        def drawn(x: Tensor, *args: Any, draw: Any = draw, generator: Any = None, **kwargs: Any) -> Tensor:
-            _check_generator(generator, place(x))
-            return draw(x, *args, generator=generator, **kwargs)
+    def drawn(x: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+        _check_generator(generator, place(x))
+        return multinomial(x, *args, generator=generator, **kwargs)
 
-        setattr(torch, name, drawn)
-    for name in ("normal_", "uniform_", "random_", "bernoulli_", "exponential_"):
-        fill = getattr(tensor, name)
+    def filled(self: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+        _check_generator(generator, place(self))
+        return normal(self, *args, generator=generator, **kwargs)
 
-        def filled(self: Tensor, *args: Any, fill: Any = fill, generator: Any = None, **kwargs: Any) -> Tensor:
-            _check_generator(generator, place(self))
-            return fill(self, *args, generator=generator, **kwargs)
+    torch.multinomial, tensor.normal_ = drawn, filled
 
-        setattr(tensor, name, filled)
+
+class CurrentDevice:
+    """torch.cuda.device."""
+
+    def __init__(self, which: Any) -> None:
+        self.index = None if which is None else _index(which)
+
+    def __enter__(self) -> None:
+        self.before = _now["device"]
+        if self.index is not None and self.index >= 0:
+            _now["device"] = self.index
+
+    def __exit__(self, *error: Any) -> None:
+        _now["device"] = self.before
 
 
 def _install_cuda(count: int) -> None:
@@ -747,20 +745,8 @@ def _install_cuda(count: int) -> None:
         is_integrated=0, uuid="none",
     )  # fmt: skip
 
-    class device:
-        def __init__(self, which: Any) -> None:
-            self.index = None if which is None else _index(which)
-
-        def __enter__(self) -> None:
-            self.before = _now["device"]
-            if self.index is not None and self.index >= 0:
-                _now["device"] = self.index
-
-        def __exit__(self, *error: Any) -> None:
-            _now["device"] = self.before
-
     def stream(s: Stream | None) -> Any:
-        return s if s is not None else device(None)
+        return s if s is not None else CurrentDevice(None)
 
     def set_device(which: Any) -> None:
         index = _index(which)
@@ -772,7 +758,11 @@ def _install_cuda(count: int) -> None:
             s.synchronize()
 
     def reset_peak(device: Any = None) -> None:
-        _memory["peak"] = _memory["now"]
+        _allocated["peak"] = _allocated["now"]
+
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        peaks = dict.fromkeys(("allocated_bytes.all.peak", "reserved_bytes.all.peak"), _allocated["peak"])
+        return collections.defaultdict(int, peaks)
 
     def nothing(*_: Any, **__: Any) -> None:
         return None
@@ -782,24 +772,18 @@ def _install_cuda(count: int) -> None:
     cuda.first_stream = first  # kept alive
     changed = dict(
         is_available=lambda: True, device_count=lambda: count, current_device=lambda: _now["device"],
-        is_initialized=lambda: True, _lazy_init=nothing, init=nothing, set_device=set_device, device=device,
-        device_of=lambda t: device(t.device if place(t) >= 0 else None), get_device_name=lambda d=None: NAME,
+        is_initialized=lambda: True, set_device=set_device, device=CurrentDevice,
+        device_of=lambda t: CurrentDevice(t.device if place(t) >= 0 else None), get_device_name=lambda d=None: NAME,
         get_device_capability=lambda d=None: CAPABILITY, get_device_properties=lambda d=None: properties,
-        mem_get_info=lambda d=None: (properties.total_memory - _memory["now"], properties.total_memory),
-        set_sync_debug_mode=lambda mode: _now.update(sync=mode), get_sync_debug_mode=lambda: 0,
+        mem_get_info=lambda d=None: (properties.total_memory - _allocated["now"], properties.total_memory),
+        set_sync_debug_mode=lambda mode: _now.update(sync=mode), is_bf16_supported=lambda *a, **k: True,
         synchronize=synchronize, Stream=Stream, Event=Event, stream=stream, current_stream=lambda d=None: _current[0],
-        _sleep=nothing, default_stream=lambda d=None: first, empty_cache=nothing, ipc_collect=nothing,
-        memory_allocated=lambda d=None: _memory["now"], max_memory_allocated=lambda d=None: _memory["peak"],
-        memory_reserved=lambda d=None: _memory["now"], max_memory_reserved=lambda d=None: _memory["peak"],
-        reset_peak_memory_stats=reset_peak, is_bf16_supported=lambda *a, **k: True, manual_seed=nothing,
-        manual_seed_all=nothing, get_rng_state=lambda d="cuda": torch.get_rng_state(),
-        set_rng_state=lambda s, d="cuda": torch.set_rng_state(s), is_current_stream_capturing=lambda: False,
-        memory_stats=lambda d=None: collections.defaultdict(int) | {
-            "allocated_bytes.all.peak": _memory["peak"], "reserved_bytes.all.peak": _memory["peak"],
-            "allocated_bytes.all.current": _memory["now"], "reserved_bytes.all.current": _memory["now"],
-            "num_alloc_retries": 0, "num_ooms": 0,
-        },
+        default_stream=lambda d=None: first, is_current_stream_capturing=lambda: False,
+        memory_allocated=lambda d=None: _allocated["now"], max_memory_allocated=lambda d=None: _allocated["peak"],
+        reset_peak_memory_stats=reset_peak, memory_stats=memory_stats,
+        get_rng_state=lambda d="cuda": torch.get_rng_state(), set_rng_state=lambda s, d="cuda": torch.set_rng_state(s),
     )  # fmt: skip
+    changed |= dict.fromkeys(("_lazy_init", "init", "_sleep", "empty_cache", "manual_seed", "manual_seed_all"), nothing)
     for name, value in changed.items():
         setattr(cuda, name, value)
     cuda.nccl.version = lambda: (2, 28, 9)  # c10d's messages name it
@@ -822,6 +806,7 @@ def install(module: Any = None) -> None:
 
     _now["count"] = int(os.environ["FAKE_GPUS"])
     _install_tensor()
+    _install_makers()
     _install_cuda(_now["count"])
     _install_collectives()
     Device().__enter__()
