@@ -137,7 +137,7 @@ class Chapter:
             decisive += [f"{test}{bracket}{parameters}" for test in tests if test.partition("::")[2].startswith(name)]
         decisive = [test for test in dict.fromkeys(decisive) if test not in script.catching(number)]
         there = {_claim(test) for test in decisive}
-        marks = "prove|long|always|as_written"
+        marks = "prove|long|as_written"
         quick = [test for test in running if test not in there and not self.reach.marked(test, marks)]
         quick.sort(key=lambda test: test not in known)
         return [*decisive, *quick[: max(0, most - len(decisive))]] or ([] if own else script.test_files)
