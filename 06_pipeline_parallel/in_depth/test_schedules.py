@@ -62,17 +62,14 @@ def assert_auto_is_not_beaten(cases):
     return cheaper
 
 
-@pytest.mark.prove
-def test_auto_is_never_dearer_than_what_was_drawn_by_hand_and_fits():
+def test_auto_is_zb_h1_where_that_is_the_best():
     case = simulate(build("auto", 6, 12, times=Times(3, 5, 4), limit=6), Times(3, 5, 4))
     assert case.bubble == simulate(build("zb-h1", 6, 12), Times(3, 5, 4)).bubble == 25
-    sample = [case for case in random.Random(0).sample(SWEEP, 120) if case[1] < 8][:60]
-    assert assert_auto_is_not_beaten(sample) > 10
 
 
 @pytest.mark.long
 @pytest.mark.prove
-def test_all_over_the_sweep_auto_is_never_dearer_and_often_cheaper():
+def test_all_over_the_sweep_auto_is_never_dearer_than_what_was_drawn_by_hand_and_often_cheaper():
     assert len(SWEEP) == 1440
     assert assert_auto_is_not_beaten(random.Random(1).sample(SWEEP, 360)) > 75
 
