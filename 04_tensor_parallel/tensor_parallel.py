@@ -300,7 +300,7 @@ def block(x: Tensor, params: Params, i: int, config: ModelConfig, tp: TPContext)
 
 # ------- The overlapped form: collectives in flight while the gradients of the weights are computed
 def overlapped_column_parallel_linear(x: Tensor, weights: list, biases: list, tp: TPContext):
-    """The same results as `column_parallel_linear`, bit by bit, with less waiting.
+    """The same results as `column_parallel_linear`, up to rounding, with less waiting.
 
     grad_x is needed first, by the layers before this one. It is summed while grad_W is computed:
 
