@@ -240,6 +240,7 @@ def validate(me: Trainer, sampler: Sampler) -> float:
     every = sampler.held_out(me.config.eval_samples, me.config.micro_batch, place, dp, at_once)
     batches = [shard_batch(me, batch) for batch in every]
     total = torch.zeros((), dtype=torch.float64, device=me.device)
+    me.model.eval()  # tokens that are not trained on move no bias of an expert
     if me.pipeline:
         one = torch.ones((), device=me.device)
         for some in (batches[i : i + at_once] for i in range(0, len(batches), at_once)):
@@ -248,6 +249,7 @@ def validate(me: Trainer, sampler: Sampler) -> float:
     else:
         for batch in batches:
             total += loss_sum(me, *batch)
+    me.model.train()
     dist.all_reduce(total, group=me.mesh.groups["replica"])
     return (total / valid_tokens(me, batches)).item()
 

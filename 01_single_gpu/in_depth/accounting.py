@@ -60,18 +60,18 @@ GB = 10**9
 
 
 def parameters(config: LlamaConfig) -> int:
-    """Number of weights of a Llama. Equal to what `Llama(config)` builds, which a test checks up to 405B; adapters are
-    left out."""
+    """Number of weights of a Llama, adapters included. Equal to what `Llama(config)` builds, which a test checks up to
+    405B."""
     c = config
     # --- exercise 1.28: count the weights without building the model ---
     attention_weights = 2 * c.hidden * c.attention_width + 2 * c.hidden * c.kv_heads * c.head_dim  # q, o; k, v
     attention_weights += c.qkv_bias * (c.attention_width + 2 * c.kv_heads * c.head_dim)  # biases of q, k, v
     attention_weights += c.qk_norm * 2 * c.head_dim
     mlp_weights = 3 * c.hidden * c.intermediate  # gate, up, down
-    sides = 2 * (c.hidden + c.attention_width) + 2 * (
-        c.hidden + c.kv_heads * c.head_dim
-    )  # inputs and outputs of q, o; k, v
-    mlp_weights += c.lora_rank * (sides + 3 * (c.hidden + c.intermediate))  # adapters, all of them
+    # An adapter has lora_rank weights for each input and each output of its layer: of q, o; k, v; gate, up, down.
+    sides = 2 * (c.hidden + c.attention_width) + 2 * (c.hidden + c.kv_heads * c.head_dim)
+    sides += 3 * (c.hidden + c.intermediate)
+    mlp_weights += c.lora_rank * sides
     block = attention_weights + mlp_weights + 2 * c.hidden  # and two norms
     vocabulary = c.vocab_size * c.hidden * (1 if c.tied else 2)  # embedding and lm_head
     return vocabulary + c.layers * block + c.hidden  # and the last norm

@@ -235,6 +235,14 @@ def test_clipped_adamw_steps_in_any_layout_give_the_losses_and_norms_of_one_rank
         assert_same(f64(many[step]), f64(one[step]), 1e-9, f"loss and norm of step {step}")
 
 
+@pytest.mark.parametrize("layout", ["", "--pp 2"])
+def test_a_run_that_is_validated_after_every_step_trains_as_one_that_is_not(layout, text, tmp_path):
+    """What a layer notes for the end of a step, as how many tokens came to each expert, is noted of training alone."""
+    words = f"--experts 4 --router sigmoid --bias-speed 0.1 {layout}".split()
+    logs = [train_on(2, [*arguments(text, eval_every=n), *words, "--out", str(tmp_path / str(n))])[0] for n in (0, 1)]
+    assert losses(logs[0]) == losses(logs[1])
+
+
 @pytest.mark.prove
 def test_validation_does_not_depend_on_the_layout_also_when_ranks_have_unequal_shares(text, tmp_path):
     layouts = [(1, []), (2, []), (4, []), (4, ["--zero", "3"]), (4, ["--cp", "2", "--tp", "2"])]
