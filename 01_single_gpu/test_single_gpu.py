@@ -7,6 +7,7 @@ import math
 import random
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import single_gpu
@@ -412,15 +413,22 @@ def test_rotary_rounds_once_in_bf16():
 
 
 def test_positions_above_256_differ_in_bf16():
-    """Where all tokens are the same, only their positions tell their queries apart."""
-    seen = []
+    """What the model makes of queries and keys, next to float64: rounded once, wherever they stand."""
+    seen, rotate = [], single_gpu.apply_rotary
 
-    def record(q, k, v):
-        seen.append(q[0, :, 0])
-        return naive_attention(q, k, v)
+    def record(x, *angles):
+        seen.append((x, rotate(x, *angles)))
+        return seen[-1][1]
 
-    Llama(ModelConfig(n_layers=1), record).bfloat16()(torch.full((1, 300), 7))
-    assert not torch.equal(seen[0][256], seen[0][257])
+    with patch.object(single_gpu, "apply_rotary", record):
+        Llama(ModelConfig(n_layers=1)).bfloat16()(torch.full((1, 300), 7))
+    for x, rotated in seen:
+        x1, x2 = x.double().chunk(2, -1)
+        inv_freq = 10000.0 ** (-torch.arange(x1.shape[-1], dtype=torch.float64) / x1.shape[-1])
+        angle = torch.arange(300, dtype=torch.float64)[:, None, None] * inv_freq
+        expected = torch.cat((x1 * angle.cos() - x2 * angle.sin(), x2 * angle.cos() + x1 * angle.sin()), -1)
+        beyond = ((rotated - expected).abs() - 2**-8 * expected.abs()).max() / x.abs().max()
+        assert beyond <= 1e-4, f"{beyond:.1e} beyond one rounding"
 
 
 def test_the_returned_loss_has_no_graph():

@@ -361,11 +361,15 @@ def broadcast_in_a_group():
     rank = dist.get_rank()
     model = seeded_model(seed=rank)
     model[1].up_proj.weight.requires_grad_(False)
-    model.register_buffer("positions", torch.tensor([rank, 7]))
-    before = {name: t.clone() for name, t in model.state_dict().items()}
+    model.register_buffer("positions", torch.tensor([rank, 7]), persistent=False)
+    model[2].up_proj.weight = model[1].up_proj.weight
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    before = {name: t.clone() for name, t in tensors.items()}
     groups = [dist.new_group([0]), dist.new_group([1, 3]), dist.new_group([2])]
-    broadcast_params(model, groups[0 if rank == 0 else 2 if rank == 2 else 1])
-    return before, {name: t.clone() for name, t in model.state_dict().items()}
+    with communication() as wire:
+        broadcast_params(model, groups[0 if rank == 0 else 2 if rank == 2 else 1])
+    assert rank != 1 or wire.sent["broadcast"] == sum(t.nbytes for t in tensors.values()), "each is sent once"
+    return before, tensors
 
 
 def test_broadcast_sends_parameters_frozen_ones_and_buffers_of_the_groups_first_rank():

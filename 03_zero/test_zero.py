@@ -442,13 +442,18 @@ def gradient_in_bf16(stage: str) -> list[Tensor]:
     layers = [layer.float() for layer in build_layers()]
     sharded = STAGES[stage](layers, dist.group.WORLD, param_dtype=torch.bfloat16)
     tokens, labels = get_batch(0, 2, MANY, "cpu")
-    forward_backward(sharded, tokens[dist.get_rank()], labels[dist.get_rank()])
+    with communication() as wire:
+        forward_backward(sharded, tokens[dist.get_rank()], labels[dist.get_rank()])
+        sharded.gather_params()
+    sent = wire.sent["reduce_scatter"] + wire.sent["all_gather"]
+    formula = expected_bytes(int(stage[0]), sum(flat_sizes(2)) // 8, 2, MANY, 0)[1] // 4  # 2 bytes and not 8
+    assert sent == formula, f"{sent:,} bytes are sent, by formula {formula:,}"
     for shard in shards_of(sharded):
         assert shard.dtype == shard.grad.dtype == torch.float32, "the master copy and its gradient are in fp32"
     return list(by_name(sharded, [shard.grad for shard in shards_of(sharded)]).values())
 
 
-@pytest.mark.prove
+@pytest.mark.always("3-simple")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bf16_gradient_is_as_close_to_float64_as_that_of_one_process(stage):
     tokens, labels = get_batch(0, 2, MANY, "cpu")

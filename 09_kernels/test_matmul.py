@@ -265,6 +265,14 @@ def test_max_error_notices_nan_low_precision_and_writes_outside(inside):
     rounded = field.clone()
     rounded[1024 : 1024 + M * N] = (a.bfloat16().float() @ b.bfloat16().float()).flatten()
     assert not accepted(rounded), "inputs of 8 bits pass for fp32"
+    # Of a large matrix a part is checked: of every row and of every column.
+    M, N, K = 260, 272, 1
+    a, b = torch.randn(M, K), torch.randn(K, N)
+    for wrong in [*((slice(None), i) for i in range(0, N, 11)), *((i, slice(None)) for i in range(0, M, 11))]:
+        c = a @ b
+        c[wrong] += 1
+        whole = torch.nn.functional.pad(c.flatten(), (1024, 1024), value=float("nan"))
+        assert not accepted(whole), f"all of C[{wrong}] may be wrong"
 
 
 def test_deadlock_is_an_error_and_the_next_launch_works(inside, tmp_path):

@@ -384,6 +384,7 @@ def inputs_and_results(cu, causal, kv_heads, dtype):
     whose K/V heads are copied first, so that what their copies get is summed here."""
     torch.manual_seed(0)
     q, dout, k, v = (torch.randn(1, S, n, D).to(dtype) for n in (N, N, kv_heads, kv_heads))
+    q, dout, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, dout, k, v))  # heads lie before tokens
     i, document = torch.arange(S), torch.bucketize(torch.arange(S), torch.tensor(cu[1:]), right=True)
     mask = (document[:, None] == document) & (i[:, None] >= i if causal else True)
     exact = with_gradients(exact_attention, [x.double() for x in (q, k, v)], dout.double(), mask=mask)
@@ -524,7 +525,65 @@ def test_every_model_and_loss_is_the_same_in_evaluation_and_under_autocast():
         assert not found, "\n".join(found)
 
 
+def every_router():
+    """Which layers send a token in bf16 to other experts than float64 of the same inputs does."""
+    import expert_parallel
+    import five_d
+    from moe_layer import MoE, MoEConfig
+
+    generator = torch.Generator().manual_seed(0)
+    x, router = torch.randn(2000, 16, generator=generator).bfloat16(), torch.randn(8, 16, generator=generator)
+    w1, w3 = (torch.randn(8, 12, 16, generator=generator).bfloat16() for _ in range(2))
+    w2 = torch.randn(8, 16, 12, generator=generator).bfloat16()
+    gates, experts = (x.double() @ router.double().T).softmax(-1).topk(2)
+    want = torch.zeros_like(x, dtype=torch.float64)
+    for e, weights in enumerate(zip(w1, w3, w2, strict=True)):
+        a, b, c = (w.double().T for w in weights)
+        gate = (gates * (experts == e)).sum(-1, keepdim=True) / gates.sum(-1, keepdim=True)
+        want += gate * (F.silu(x.double() @ a) * (x.double() @ b) @ c)
+    params = {"0.router": router, "0.w1": w1, "0.w3": w3, "0.w2": w2}
+    config = SimpleNamespace(num_experts=8, top_k=2)
+    layer = MoE(MoEConfig(16, 12, experts=8, top_k=2), dist.group.WORLD, dist.group.WORLD)
+    layer.load_state_dict(
+        {"gate.weight": router, "experts.w1.weight": w1, "experts.w3.weight": w3, "experts.w2.weight": w2}
+    )
+    layer.experts.bfloat16()
+    results = {
+        "five_d": five_d.moe(x, params, 0, config, dist.group.WORLD),
+        "expert_parallel": expert_parallel.moe(x, router, w1, w3, w2, 2, None, dist.group.WORLD)[0],
+        "moe_layer": layer(x),
+    }
+    found = []
+    for name, y in results.items():
+        error = (y.double() - want).norm(dim=1) / want.norm(dim=1)
+        others = (~(error <= 0.05)).sum()
+        if others:
+            found.append(f"dtypes in sums: {name} sends {others} of {len(x)} tokens in bf16 to other experts")
+    return found
+
+
+def test_every_router_sends_tokens_in_bf16_to_the_experts_that_float64_chooses():
+    assert not (found := run_ranks(1, every_router)[0]), "\n".join(found)
+
+
 # ---------------------------------------------------------------------------------------------------------- borders
+
+
+def test_stages_share_the_layers_out_as_evenly_as_can_be():
+    import five_d
+    import pipeline_parallel
+
+    for p, n in product(range(1, 12), repeat=2):
+        if n < p:
+            continue
+        five = [five_d.layers_of_stage(SimpleNamespace(n_layers=n), SimpleNamespace(pp=p, stage=i)) for i in range(p)]
+        model = torch.nn.Sequential(*(torch.nn.Identity() for _ in range(n + 2)))  # an embedding and a head as well
+        stages = [pipeline_parallel.build_stage(model, stage, p) for stage in range(p)]
+        assert [layer for stage in stages for layer in stage] == list(model)
+        assert [layer for stage in five for layer in stage] == list(range(n))
+        sizes = [len(stage) - (i == 0) - (i == p - 1) for i, stage in enumerate(stages)]
+        for name, each in (("five_d", list(map(len, five))), ("pipeline_parallel", sizes)):
+            assert max(each) - min(each) <= 1, f"corners of formulas: {name}: {n} layers on {p} stages: {each}"
 
 
 def test_windows_reach_the_end_of_a_text_and_no_further(monkeypatch):

@@ -264,10 +264,10 @@ def test_bf16_gradients_of_a_layout_are_as_near_to_float64_as_those_of_one_rank(
 # ----------------------------------------------------------------------------------------------------- bytes
 
 
-def count_bytes(layout):
+def count_bytes(layout, dtype):
     """Bytes of one AdamW step: by the harness's meters, by the script, by formula."""
-    config, mesh = sizes_of(layout), mesh_of(layout)
-    flat_params = build(config, mesh)
+    config, mesh = sizes_of(layout, dtype=dtype), mesh_of(layout)
+    flat_params = build(config, mesh, torch.promote_types(dtype, torch.float32))
     optimizer = torch.optim.AdamW(shards_of(flat_params))
     for step in range(2):
         batch = five_d.shard_batch(*get_batch(step, config), config, mesh)
@@ -283,10 +283,11 @@ def count_bytes(layout):
 BYTES = [Layout(1), Layout(4, cp=2, tp=2, ep=2), Layout(4, pp=2, tp=2, experts=0), Layout(4, pp=4), Layout(3, cp=3)]
 
 
-@pytest.mark.always("ranks4-pp2-tp2-experts0")
+@pytest.mark.always("float64-ranks4-pp2-tp2-experts0", "bfloat16-ranks4-cp2-tp2-ep2")
 @pytest.mark.parametrize("layout", BYTES, ids=name_of)
-def test_bytes_stored_and_sent_match_the_formulas(layout):
-    for rank, (wire, stored, sent, expected, stage) in enumerate(run_ranks(layout.ranks, count_bytes, layout)):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_bytes_stored_and_sent_match_the_formulas(layout, dtype):
+    for rank, (wire, stored, sent, expected, stage) in enumerate(run_ranks(layout.ranks, count_bytes, layout, dtype)):
         assert stored == expected["stored"], f"rank {rank} stores {stored:,} bytes, not {expected['stored']:,}"
         for axis in ("tp", "cp", "pp", "ep", "zero"):
             assert sent.get(axis, 0) == expected[axis], f"rank {rank}, {axis}: sends {sent.get(axis)}"
