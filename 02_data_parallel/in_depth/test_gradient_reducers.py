@@ -1,6 +1,7 @@
 """The three reducers against one reference: the unsharded model on the whole global batch, in one process."""
 
 import gc
+import itertools
 import json
 import shutil
 import subprocess
@@ -695,18 +696,21 @@ def test_main_grads_are_as_exact_as_sums_in_fp32_and_those_in_bf16_are_not():
 
 
 def unused_main_grads() -> list:
-    model = Odd()
+    model, rank = Odd(), dist.get_rank()
     reducer = BucketedReducer(model, dist.group.WORLD, bucket_bytes=700, main_grads=True, find_unused=True)
-    for used in ([0, 1], [dist.get_rank()]):
-        model(data_of(dist.get_rank()), used).backward()
+    for first, last in (([], [0, 1]), ([rank], [1 - rank])):  # a branch of the first micro-batch, not of the last
+        if first:
+            with reducer.no_sync():
+                model(data_of(rank), first).backward()
+        model(data_of(rank), last).backward()
         reducer.finish()
     return [model.nobody.weight.main_grad, model.branches[0].weight.main_grad.double()]
 
 
 def test_main_grads_of_parameters_that_a_rank_did_not_use_hold_no_leftovers():
     model = Odd()
-    for rank in range(2):
-        model(data_of(rank), [rank]).backward()
+    for rank, used in itertools.product(range(2), range(2)):
+        model(data_of(rank), [used]).backward()
     for rank, (nobody, branch) in enumerate(run_ranks(2, unused_main_grads, timeout=LIMIT)):
         assert nobody is None
         assert_same(branch, model.branches[0].weight.grad, tol=1e-6, what="a branch of one rank", rank=rank)

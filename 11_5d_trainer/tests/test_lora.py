@@ -46,7 +46,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.always("2---pp 2 --schedule zb-h1 --tied")
+@pytest.mark.always("2---tp 2", "2---pp 2 --schedule zb-h1 --tied")
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_loss_gradients_and_weights_of_adapters_in_a_layout_are_those_of_one_process(ranks, layout, text):
     assert fuzz.verify([Layout(ranks, f"--micro-batch 1 {layout}")], text, ADAPTED) == 1
