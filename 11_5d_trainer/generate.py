@@ -98,7 +98,8 @@ def generate(
 
     A new token sees the last `window` tokens (None: all): over longer distances than it was trained on, a model fails.
     """
-    tokens = new = prompt
+    tokens = prompt
+    new = prompt if window is None else prompt[:, -window:]
     length = prompt.shape[1] + n
     with with_caches(model, length, window or length):
         for _ in range(n):
