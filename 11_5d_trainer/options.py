@@ -718,7 +718,7 @@ def merge(stored: dict[str, Any], given: dict[str, Any], where: str) -> Config:
         fixed = field.metadata["fixed"] or (name == "tokenizer" and not old)  # bytes stay bytes
         if fixed and name in given and new != old:
             raise UsageError(f"{flag(name)} {new} does not fit {where}, which was trained with {old}; leave it out")
-    return Config(**(stored | {"out": ""} | given))
+    return Config(**(stored | {"out": "", "restart": False} | given))
 
 
 def check_folder(out: str, restart: bool = False) -> None:

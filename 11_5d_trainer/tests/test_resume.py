@@ -17,7 +17,7 @@ import train
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import Llama
-from options import UsageError
+from options import Config, UsageError, merge
 from precision_policies import LossScaler
 from test_train import SIZES, SMALL, arguments, f64, losses, run, train_on
 
@@ -187,3 +187,9 @@ def test_a_checkpoint_that_cannot_be_written_is_told_with_its_reason(text, tmp_p
     [failure] = run_ranks(1, save_to_a_file, arguments(text), str(tmp_path / "run"))
     assert failure == "the checkpoint of step 1 could not be written (rank 0: Not a directory)"
     assert (tmp_path / "run" / "checkpoints").read_text() == "a file where a folder should be"
+
+
+def test_a_run_that_began_with_restart_waits_for_nobody_when_it_is_resumed_without():
+    stored = dataclasses.asdict(Config(out="run", restart=True))
+    assert not merge(stored, {"resume": "run"}, "run").restart
+    assert merge(stored, {"resume": "run", "restart": True}, "run").restart
