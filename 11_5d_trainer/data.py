@@ -156,16 +156,18 @@ def load_ids(config: Config, parts: list[tuple[Path, float]]) -> Corpus:
         held_out.append(found[0].part(end, len(found[0].tokens)) if len(files) == 1 else found[1])
         metas.append([(file, meta) for file, meta in zip(files, about, strict=True) if meta])
     known = [pair for each in metas for pair in each]
+    seen = [str(meta.fingerprint()) for _, meta in known]
+    bare = [path for (path, _), each in zip(parts, metas, strict=True) if not each]
+    seen += [str(crc_of_samples(path if path.is_file() else path / "train.bin")) for path in bare]
+    if known or len(parts) > 1:
+        seen += [str(weight) for _, weight in parts]
+    fingerprint = f"{zlib.crc32(' '.join(seen).encode()):08x}"
     if not known:
-        seen = [str(crc_of_samples(path if path.is_file() else path / "train.bin")) for path, _ in parts]
-        check = f"{zlib.crc32(' '.join(seen).encode()):08x}"
-        return Corpus(tuple(rows), tuple(held_out), config.vocab_size, as_numbers, fingerprint=check)
+        return Corpus(tuple(rows), tuple(held_out), config.vocab_size, as_numbers, fingerprint=fingerprint)
     tokenizer = common_tokenizer(known, config)
     rate = None
     if all(len(each) == 2 and not each[1][1].masked for each in metas):
         rate = sum(each[1][1].tokens for each in metas) / max(1, sum(each[1][1].text_bytes for each in metas))
-    seen = [str(meta.fingerprint()) for _, meta in known] + [str(weight) for _, weight in parts]
-    fingerprint = f"{zlib.crc32(' '.join(seen).encode()):08x}"
     size = config.vocab_size or tokenizer.vocab_size
     return Corpus(tuple(rows), tuple(held_out), size, tokenizer.decode, rate, (), tokenizer, fingerprint)
 

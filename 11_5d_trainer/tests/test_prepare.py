@@ -456,6 +456,27 @@ def test_a_run_on_a_mixture_resumes_in_another_layout_and_not_with_other_weights
     assert train.prepare(["--resume", folder, "--steps", "12"], 1).corpus.size > 0
 
 
+def test_a_mixture_is_known_by_its_weights_and_contents_also_without_meta_files(tokens, tmp_path):
+    def fingerprint():
+        return load_corpus(Config(data=str(tmp_path), vocab_size=256, seq_len=16)).fingerprint
+
+    shutil.copytree(tokens, tmp_path / "prepared")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for part in ("train", "val"):
+            shutil.copy(tokens / f"{part}.bin", tmp_path / name)
+    for other in ("two", "prepared"):
+        seen = set()
+        for first, change in ((1, 0), (2, 0), (2, 1)):
+            sources = [{"folder": "one", "weight": first}, {"folder": other, "weight": 1}]
+            (tmp_path / "mixture.json").write_text(json.dumps({"sources": sources}))
+            raw = bytearray((tmp_path / "one" / "train.bin").read_bytes())
+            raw[100] ^= change
+            (tmp_path / "one" / "train.bin").write_bytes(raw)
+            seen.add(fingerprint())
+        assert len(seen) == 3, other
+
+
 # -------------------------------------------------------------------------------------------------------- documents
 
 
