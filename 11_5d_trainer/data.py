@@ -167,7 +167,10 @@ def load_ids(config: Config, parts: list[tuple[Path, float]]) -> Corpus:
     tokenizer = common_tokenizer(known, config)
     rate = None
     if all(len(each) == 2 and not each[1][1].masked for each in metas):
-        rate = sum(each[1][1].tokens for each in metas) / max(1, sum(each[1][1].text_bytes for each in metas))
+        # Validation takes samples by weight, so a source counts by its share and not by its size.
+        lengths = [each[1][1].text_bytes / max(1, each[1][1].tokens) for each in metas]  # bytes of a token
+        counts = shares([weight for _, weight in parts])
+        rate = ROUND / max(1, sum(n * length for n, length in zip(counts, lengths, strict=True)))
     size = config.vocab_size or tokenizer.vocab_size
     return Corpus(tuple(rows), tuple(held_out), size, tokenizer.decode, rate, (), tokenizer, fingerprint)
 

@@ -477,6 +477,14 @@ def test_a_mixture_is_known_by_its_weights_and_contents_also_without_meta_files(
         assert len(seen) == 3, other
 
 
+def test_bits_per_byte_of_a_mixture_weigh_its_sources_as_the_validation_does(mixture):
+    for name, length in (("0-stories", 4), ("1-stories", 1)):
+        count = json.loads((mixture / name / "val.json").read_text())["tokens"]
+        change_json("val.json", text_bytes=length * count)(mixture / name)
+    rate = load_corpus(Config(data=str(mixture), seq_len=16)).tokens_per_byte
+    assert rate == pytest.approx(1 / (0.75 * 4 + 0.25 * 1))
+
+
 # -------------------------------------------------------------------------------------------------------- documents
 
 
