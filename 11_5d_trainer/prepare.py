@@ -33,7 +33,18 @@ from typing import Any
 
 import paths  # noqa: F401  finds the chapters below
 from options import OneLineParser, UsageError
-from sources import ONE_JSON, Meta, Tokenizer, checksums, encode_whole, in_words, load_tokenizer, refused, text_files
+from sources import (
+    ONE_JSON,
+    Meta,
+    Tokenizer,
+    checksums,
+    encode_whole,
+    in_words,
+    load_tokenizer,
+    refused,
+    set_own_end,
+    text_files,
+)
 from tqdm import tqdm
 
 UNIT = 2**22  # bytes of text that a process encodes at once
@@ -332,6 +343,8 @@ def prepare_all(args: argparse.Namespace) -> list[str]:
                 said.append(f"{path}: {documents:,} documents, {tokens:,} tokens{skipped}")
         if args.tokenizer:
             tokenizer.save(part / "tokenizer")
+        if args.tokenizer and args.eos:
+            set_own_end(part / "tokenizer", args.eos)
         if len(sources) > 1:
             (part / "mixture.json").write_text(json.dumps({"sources": mixed}, indent=1) + "\n")
         part.replace(out)

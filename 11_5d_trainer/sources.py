@@ -324,6 +324,16 @@ def own_end(file: Path) -> str | None:
     return found.get("content") if isinstance(found, dict) else found
 
 
+def set_own_end(folder: Path, eos: str) -> None:
+    """The same for a copy whose documents end with another token: whoever reads it stops there."""
+    about = folder / "tokenizer_config.json"
+    try:
+        found = json.loads(about.read_text()) if about.exists() else {}
+    except ValueError:
+        found = {}
+    about.write_text(json.dumps(found | {"eos_token": eos}, indent=1) + "\n")
+
+
 def copy_tokenizer(file: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(file, folder / "tokenizer.json")

@@ -312,6 +312,9 @@ def test_the_end_of_a_document_is_the_tokenizers_own_or_what_is_asked_for(tokeni
         corpus = load_corpus(Config(data=str(out), seq_len=16))
         eos = sources.load_tokenizer(str(tokenizer)).id_of("a") if eos is None else eos
         assert [corpus.decode(tokens) for tokens in documents(corpus.held_out[0], eos)] == STORIES[9::10]
+        corpus.tokenizer.save(stories / f"run-{eos}" / "tokenizer")
+        again = generate.tokenizer_of(Config(), stories / f"run-{eos}" / "tokenizer")
+        assert generate.ends_of_text(stories, again) == {eos}
     made = sources.load_tokenizer(str(tokenizer))
     assert made.decode([2, 400, 2]) == "<|im_end|><|im_end|>"  # a model may have more words than its tokenizer
     transformers = pytest.importorskip("transformers")
