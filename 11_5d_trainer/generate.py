@@ -197,7 +197,8 @@ def main() -> int:
         home = checkpoint.find(args.run)[0]
         tokenizer = tokenizer_of(config, home / "tokenizer")
         tokens, decode = read_prompt(args.prompt, config, numbers, tokenizer)
-        stop = set() if args.no_stop else ends_of_text(home, tokenizer)
+        ends = tokenizer or (None if numbers else Tokenizer())  # bytes have one as well
+        stop = set() if args.no_stop else ends_of_text(home, ends)
     except UsageError as error:
         parser.error(str(error).replace("--resume", "run"))
     if not tokens:

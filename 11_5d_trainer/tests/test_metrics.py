@@ -351,6 +351,8 @@ def test_a_run_on_token_ids_is_prompted_with_ids_though_its_data_are_gone(tmp_pa
     assert generate.main() == 0
     said = capsys.readouterr().out.split()
     assert said[:2] == ["5", "299"] and len(said) == 5 and all(word.isdigit() for word in said)
+    monkeypatch.setattr(generate, "choose", lambda *_: torch.zeros(1, 1, dtype=torch.int64))
+    assert generate.main() == 0 and capsys.readouterr().out == "5 299 0 0 0\n", "0 is a token like the others"
 
 
 def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, tmp_path, monkeypatch, capsys):
@@ -376,6 +378,9 @@ def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, t
         2,
         "generate.py: --prompt is empty; give at least one token to continue\n",
     )
+    monkeypatch.setattr(generate, "choose", lambda *_: torch.zeros(1, 1, dtype=torch.int64))
+    assert said(folder, "--prompt", "7 times")[1] == "7 times\n", "of bytes, 0 ends a text"
+    assert said(folder, "--prompt", "7 times", "--no-stop", "--tokens", "2")[1] == "7 times\0\0\n"
 
 
 @pytest.mark.parametrize("experts", [0, 4])
