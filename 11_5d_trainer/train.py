@@ -177,6 +177,10 @@ def read_data(config: Config, given: dict[str, Any], resume: tuple | None) -> Co
     own = config.tokenizer and "tokenizer" not in given and kept.exists()
     corpus = load_corpus(dataclasses.replace(config, tokenizer=str(kept)) if own else config)
     if config.evaluate and "data" in given:  # any that the model can read
+        if progress.numbers and corpus.tokenizer:
+            raise UsageError(
+                f"{where} is not bare token ids, on which {run} was trained; give ids of the same tokenizer"
+            )
         reads_bytes = corpus.tokenizer is None or corpus.tokenizer.name == "bytes"
         if corpus.vocab_size > progress.sizes["vocab_size"] or (kept / "tokenizer.json").exists() == reads_bytes:
             raise UsageError(f"{where} was not made with the tokenizer of {run}, which is in {kept}")

@@ -341,7 +341,7 @@ def test_a_checkpoint_of_any_layout_is_sampled_as_at_the_end_of_its_run(layout, 
     assert (tmp_path / "run" / "sample.txt").read_text() == bytes(again).decode(errors="replace")
 
 
-def test_a_run_on_token_ids_is_prompted_with_ids_though_its_data_are_gone(tmp_path, monkeypatch, capsys):
+def test_a_run_on_token_ids_is_prompted_with_ids_though_its_data_are_gone(text, tmp_path, monkeypatch, capsys):
     data = tmp_path / "ids.bin"
     data.write_bytes(torch.arange(3000).remainder(300).to(torch.int16).numpy().tobytes())
     words = [*arguments(str(data), steps=1, warmup=0, vocab_size=300), "--out", str(tmp_path / "run")]
@@ -353,6 +353,8 @@ def test_a_run_on_token_ids_is_prompted_with_ids_though_its_data_are_gone(tmp_pa
     assert said[:2] == ["5", "299"] and len(said) == 5 and all(word.isdigit() for word in said)
     monkeypatch.setattr(generate, "choose", lambda *_: torch.zeros(1, 1, dtype=torch.int64))
     assert generate.main() == 0 and capsys.readouterr().out == "5 299 0 0 0\n", "0 is a token like the others"
+    with pytest.raises(UsageError, match="numbers.txt is not bare token ids, on which .*run was trained"):
+        train.prepare(["--resume", str(tmp_path / "run"), "--evaluate", "--data", text], 1)
 
 
 def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, tmp_path, monkeypatch, capsys):
