@@ -45,7 +45,7 @@ from context_ulysses import kv_heads_of, repeated_kv_heads
 from fpdt_costs import Sizes, attention_peak, feed_forward_peak, loss_peak, model_host_peak
 from llama import LlamaConfig
 from moe_layer import MoEConfig
-from ops import AUTOCAST
+from ops import AUTOCAST, FP8
 from options import Config, UsageError
 from pipeline_executor import layers_of
 from schedule_simulator import BW, Action, B, F, Schedule, W, programs
@@ -167,6 +167,10 @@ def check_planned(config: Config, sizes: LlamaConfig, world_size: int) -> None:
         f"--dispatch {config.dispatch}": (config.dispatch != "pairs", "other rows than one for each pair"),
         f"--lora-rank {config.lora_rank}": (config.lora_rank, "weights that are not trained"),
         f"--capacity {config.capacity:g}": (config.capacity, "tokens that are dropped"),
+        "--documents": (config.documents, "attention that sees less than its sequence"),
+        "--compile": (config.compile, "what a compiler fuses"),
+        "--kernels cuda": (config.kernels == "cuda", "its products and its attention"),
+        f"--precision {config.precision}": (config.precision in FP8, "products in 8 bits"),
         f"--schedule {config.schedule} with --recompute full and experts": (
             again,
             "W, which runs a block again for each group of weights",

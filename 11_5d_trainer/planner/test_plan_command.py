@@ -150,6 +150,10 @@ def test_ties_are_grouped_by_the_axes_that_they_use_and_the_simplest_family_lead
         ("--tp-overlap backward", "--tp 2"),
         ("--dispatch once", "--ep 8"),
         ("--capacity 1.5", "--ep 8"),
+        ("--documents", "--zero 2"),
+        ("--compile", "--zero 2"),
+        ("--kernels cuda", "--zero 1 --precision bf16-master"),
+        ("--precision fp8-block", "--zero 1"),
         ("--schedule zb-h1", "--ep 4 --recompute full --pp 2"),
     ],
 )
