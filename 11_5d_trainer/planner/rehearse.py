@@ -23,8 +23,9 @@ it would have waited (rehearse_rank.py). Then all of them are played against eac
     rank                       0        1        ...     16383           16,384 ranks as 8 x 128 x 16 (tp, dp, pp)
     runs the program of        0        0        ...     15 x 1024       16 programs: data and tensor ranks are twins
 
-Ranks that differ: stages of a pipeline, and with `--cp-kind ring` places in the ring, which see different parts of the
-causal mask. The others on the same stage do the same with other numbers.
+Ranks that differ: stages of a pipeline, with `--cp-kind ring` places in the ring, which see different parts of the
+causal mask, and those of Ulysses if neither of their number and that of the K/V heads divides the other. The others on
+the same stage do the same with other numbers.
 
 Without --plan and --precision it is rehearsed in fp32; on GPUs with bf16 the trainer takes bf16-master and --zero 1.
 The last line is PASS; or the finding is printed, and the exit code is 1. Bad options: one line, exit code 2.
@@ -78,9 +79,13 @@ class Rehearsal:
 
 
 def twins(config: Config, sizes: LlamaConfig, ranks: int) -> Callable[[int], int]:
-    """rank -> the rank whose program it runs: the first with the same stage (and the same place in a plain ring)."""
+    """rank -> the rank whose program it runs: the first with the same stage (and the same place in a plain ring, or in
+    Ulysses where its ranks need unequally many K/V heads)."""
     axes = config.layout(sizes, ranks)[0]
     keep = {"pp"} | ({"ring"} if config.cp_kind == "ring" else set())
+    kv_heads, all_to_all = max(sizes.kv_heads // config.tp, 1), axes["ulysses"]
+    if kv_heads % all_to_all and all_to_all % kv_heads:
+        keep |= {"ulysses"}
     stride = {axis: math.prod(axes[inner] for inner in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
 
     def twin(rank: int) -> int:
