@@ -544,6 +544,8 @@ def check(config: Config, sizes: LlamaConfig, ranks: int, backend: str = "nccl")
         raise UsageError("--zero-offload cannot be rehearsed: its states lie on the host")
     if config.capacity:
         raise UsageError(f"--capacity {config.capacity:g} cannot be rehearsed: which tokens are dropped is a value")
+    if config.documents:
+        raise UsageError("--documents cannot be rehearsed: where they begin is a value")
     if config.dispatch != "pairs":
         raise UsageError(
             f"--dispatch {config.dispatch} cannot be rehearsed: the planner counts a row for each pair; use pairs"

@@ -644,6 +644,7 @@ def test_a_finding_is_printed_and_the_exit_code_is_1(capsys):
         ("--kernels triton --precision fp64 --micro-batch 1", "--kernels triton cannot be rehearsed"),
         ("--kernels cuda --zero 1 --precision bf16-master --micro-batch 1", "--kernels cuda cannot be rehearsed"),
         ("--compile --micro-batch 1", "--compile cannot be rehearsed"),
+        ("--documents --micro-batch 1", "--documents cannot be rehearsed"),
         ("--experts 4 --dispatch once --micro-batch 1", "--dispatch once cannot be rehearsed"),
         ("--model gpt-9", "--model gpt-9 is unknown"),
         ("--ranks 0", "--ranks 0 must be at least 1"),
