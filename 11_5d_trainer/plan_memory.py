@@ -650,6 +650,14 @@ def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
     return {what: size for what, size in max(found, key=lambda each: sum(each.values())).items() if size}
 
 
+def full_places(model: LlamaConfig, layout: Layout) -> list[int]:
+    """Pipeline ranks of which one has most: the first and the last, the second, which has messages on both sides, and
+    the first and last of those with most layers. Where layers do not divide, the stages in the middle have one more."""
+    layers = [sum(map(len, stage_layers(layout, model.layers, rank))) for rank in range(layout.pp)]
+    most = [rank for rank, count in enumerate(layers) if count == max(layers)]
+    return sorted({0, min(1, layout.pp - 1), layout.pp - 1, most[0], most[-1]})
+
+
 MOMENT = {"B": "block", "W": "block"}  # which weights are whole at the end of B, and in W
 # Activations, bytes in messages, "loss", "block", "B" or "W", is the loss through?, share of the gradients there is
 Climb = tuple[Bytes, int, str, bool, float]

@@ -46,7 +46,7 @@ from model import EXPERTS, PRESETS
 from moe_layer import MoEConfig
 from options import SIZES, OneLineParser, UsageError, flag, fresh, learning_rate_for
 from options import parse as parse_trainer
-from plan_memory import Layout, check_planned, fpdt_host, peak, weights_of
+from plan_memory import Layout, check_planned, fpdt_host, full_places, peak, weights_of
 from plan_published import error_bar
 from plan_search import GB, Candidate, Found, Task, alternatives, because, name, search, three_steps
 from plan_time import read_cluster, step_time
@@ -306,7 +306,7 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
         config = dataclasses.replace(config, precision="fp32")
     layout, moe = Layout.of(config, task.model, task.gpus), config.mixture(task.model)
     check_planned(config, task.model, task.gpus)
-    every = [peak(task.model, moe, layout, place) for place in sorted({0, layout.pp - 1})]
+    every = [peak(task.model, moe, layout, place) for place in full_places(task.model, layout)]
     fullest = max(every, key=lambda each: sum(each.values()))
     step = step_time(task.model, moe, layout, task.cluster)
     total, sent = sum(fullest.values()), by_collective(flows(task.model, moe, layout))

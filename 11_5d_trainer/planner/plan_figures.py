@@ -10,7 +10,7 @@ from typing import Any
 import planner_paths  # noqa: F401  finds the trainer and the chapters
 from llama import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, LlamaConfig
 from options import UsageError
-from plan_memory import Layout, peak
+from plan_memory import Layout, full_places, peak
 from plan_search import GB, Candidate, Task, name, search
 from plan_time import Cluster
 
@@ -55,7 +55,7 @@ def bar_rows(task: Task, candidates: list[Candidate]) -> list[list[Any]]:
     """[layout, "GB" or "s", what, how much], from the fastest layout down."""
     rows: list[list[Any]] = []
     for each in candidates:
-        every = [peak(task.model, task.moe, each.layout, place) for place in sorted({0, each.layout.pp - 1})]
+        every = [peak(task.model, task.moe, each.layout, place) for place in full_places(task.model, each.layout)]
         parts = dict.fromkeys((*STATES, "activations", "other"), 0)
         for what, size in max(every, key=lambda bytes_: sum(bytes_.values())).items():
             parts[what if what in STATES else "activations" if what in ACTIVATIONS else "other"] += size

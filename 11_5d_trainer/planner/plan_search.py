@@ -48,6 +48,7 @@ from plan_memory import (
     block_activations,
     fpdt_host,
     fpdt_working_set,
+    full_places,
     held,
     kept_for_weights,
     peak,
@@ -382,8 +383,8 @@ def exact(task: Task, layout: Layout) -> Candidate | None:
     """The layout with its largest rank's peak, and the simulated bubble where that is quick."""
     try:
         step = step_time(task.model, task.moe, layout, task.cluster)
-        places = {0, layout.pp - 1} if layout.pp * steady(layout).micro_batches <= 2048 else set()
-        peaks = [peak(task.model, task.moe, layout, place) for place in sorted(places)]
+        places = full_places(task.model, layout) if layout.pp * steady(layout).micro_batches <= 2048 else []
+        peaks = [peak(task.model, task.moe, layout, place) for place in places]
     except ScheduleError:
         return None
     if not peaks:  # a long pipeline: by formulas

@@ -24,7 +24,7 @@ from llama import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from moe_layer import MoEConfig
 from options import Config, UsageError
 from options import parse as parse_trainer
-from plan_memory import Layout, fpdt_host
+from plan_memory import Layout, fpdt_host, peak
 from plan_search import Task, exact, search
 from plan_time import read_cluster, step_time
 from plan_traffic import Flow
@@ -239,6 +239,16 @@ def test_every_layout_it_proposes_fits_exactly_and_keeps_the_batch_and_the_gpus(
         assert each.layout.ranks == given.gpus and each.layout.global_batch == given.global_batch
     seconds = [each.step.seconds for each in found.best]
     assert seconds == sorted(seconds)
+
+
+def test_the_peak_of_a_layout_is_that_of_its_fullest_rank_also_where_layers_do_not_divide():
+    for layers, pp, schedule, v in ((6, 4, "1f1b", 1), (10, 8, "1f1b", 1), (14, 4, "interleaved", 2)):
+        model = dataclasses.replace(LLAMA3_8B, layers=layers, vocab_size=256)
+        layout = Layout(pp=pp, schedule=schedule, stages_per_rank=v, micro_batches=4 * pp)
+        layout = dataclasses.replace(layout, precision="bf16-master", zero=1, seq_len=4096, kernels="triton")
+        every = [sum(peak(model, None, layout, rank).values()) for rank in range(pp)]
+        given = dataclasses.replace(task(model), gpus=layout.ranks, global_batch=layout.global_batch)
+        assert exact(given, layout).peak == max(every), (layers, pp, schedule)
 
 
 def test_no_single_change_of_the_best_layout_that_fits_is_faster():
