@@ -46,6 +46,7 @@ from fpdt_costs import Hardware, idle_forward, link_bytes, pair_seconds
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from options import UsageError
+from pipeline_executor import layers_of
 from plan_memory import Layout, block_activations, fpdt_sizes, held, schedule_of, weights_of, widths
 from plan_traffic import Flow, of_ends, of_layers
 from schedule_simulator import Times, simulate
@@ -331,7 +332,7 @@ def step_time(
 ) -> Step:
     """Raises ScheduleError for a pipeline that cannot be built."""
     m, p, v = layout.micro_batches, layout.pp, layout.stages_per_rank
-    layers = model.layers / p  # of a rank; that they may not divide shows in the simulation only
+    layers = model.layers / p  # of a rank, on average; that they may not divide shows in the bubble
     one = one_block(model, moe, layout, cluster)
     forward, backward, again, vocabulary, ends = one.forward, 2 * one.forward, one.again, one.vocabulary, one.ends
     sends, ring = one.sends, one.ring
@@ -346,7 +347,7 @@ def step_time(
     if p > 1:
         width_e = widths(layout.precision).activation
         message = cluster.hop(layout.outer_tokens * model.hidden * width_e, p, stride_of("pp", layout))
-        waiting = bubble_seconds(layout, layers / v * block, vocabulary + ends, message, simulated)
+        waiting = bubble_seconds(layout, layers / v * block, vocabulary + ends, message, simulated, model.layers)
         busy = m * (layers * block + vocabulary + ends)
         bubble = max(0.0, (busy + waiting) / cluster.alone - busy)  # who waits may leave its core to others
         bubble += 0.0 if cluster.hides else 2 * m * v * message
@@ -375,21 +376,28 @@ def fpdt_idle(model: LlamaConfig, layout: Layout, cluster: Cluster) -> float:
     return layout.micro_batch * (2 * forward + backward)
 
 
-def bubble_seconds(layout: Layout, stage: float, last: float, message: float, simulated: bool) -> float:
-    """How much longer the step takes than the busiest rank computes. `stage`: one micro-batch in one stage, there and
-    back; `last`: what the last stage has to do besides; `message`: from one rank to the next."""
+def bubble_seconds(
+    layout: Layout, stage: float, last: float, message: float, simulated: bool, layers: int = 0
+) -> float:
+    """How much longer the step takes than the last rank computes, if all have equally many layers. `stage`: one
+    micro-batch in one stage, there and back, on average; `last`: what the last stage has to do besides; `message`: from
+    one rank to the next; `layers`: of the model, which may not divide (0: they do)."""
     p, m, v = layout.pp, layout.micro_batches, layout.stages_per_rank
     if simulated and p * m * v <= SIMULATED:
         schedule = schedule_of(layout)
-        f, b, w = stage / 3, stage / 3, stage / 3
-        end = [last / 3 if s == schedule.stages - 1 else 0.0 for s in range(schedule.stages)]
-        times = Times(*([x + e for e in end] for x in (f, b, w)), communication=message)
+        layers = layers or schedule.stages
+        held = [len(layers_of(s, schedule.stages, layers)) for s in range(schedule.stages)]
+        thirds = [stage / 3 * count * schedule.stages / layers for count in held]  # F, B and W alike
+        thirds[-1] += last / 3
+        times = Times(thirds, thirds, thirds, communication=message)
         return simulate(schedule, times).makespan - m * (v * stage + last)
     third = stage / 3  # the formulas of chapter 06's table, for F = B = W
     way = {"zb-h1": 1, "zb-h2": 1, "zb-v": 1, "auto": 1, "dualpipe": 0.5, "dualpipe-v": 0.5}.get(layout.schedule, 3)
     if layout.schedule == "naive":
         way *= m
-    return (p - 1) * way * third + waits(layout) * message
+    fullest = math.ceil(layers / p) * p / layers if layers else 1.0  # times as many layers as on average
+    uneven = max(0, m - p) * (fullest - 1) * v * stage  # while the pipeline is full, all wait for that rank
+    return (p - 1) * way * third + uneven + waits(layout) * message
 
 
 def waits(layout: Layout) -> float:

@@ -177,6 +177,17 @@ def test_the_bubble_of_the_formula_is_that_of_the_simulator_for_equal_stages():
         assert by_formula == pytest.approx(simulated, rel=0.04), schedule
 
 
+def test_a_pipeline_is_as_slow_as_its_fullest_rank():
+    cluster = read_cluster("h100x8")
+    for way, schedule in ((True, "1f1b"), (False, "1f1b"), (True, "zb-h1"), (False, "zb-h1")):
+        layout = Layout(pp=4, schedule=schedule, micro_batches=64, seq_len=4096, precision="bf16-master", zero=1)
+        few, uneven, even = (
+            step_time(dataclasses.replace(LLAMA3_8B, layers=n, vocab_size=256), None, layout, cluster, way).seconds
+            for n in (4, 6, 8)
+        )
+        assert few + 0.85 * (even - few) < uneven < even, (schedule, way)
+
+
 def test_messages_that_a_schedule_waits_for_are_as_many_as_the_simulator_finds():
     for schedule, v in (("1f1b", 1), ("afab", 1), ("interleaved", 3), ("breadth-first", 2), ("zb-h1", 1), ("zb-v", 2)):
         for p, m in ((4, 8), (4, 4), (8, 32)):
