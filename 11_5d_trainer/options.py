@@ -249,8 +249,9 @@ class Config:
                 f"--timeout {self.timeout} must be at least 1: in less, ranks do not even find one another"
             )
         for name, most in (("seed", 2**40), ("bucket_mib", 2**20), ("timeout", 1e7)):
-            if getattr(self, name) > most:
-                raise UsageError(f"{flag(name)} {getattr(self, name)} must be at most {most:,.0f}")
+            if abs(getattr(self, name)) > most:
+                either = " either way" * (getattr(self, name) < 0)
+                raise UsageError(f"{flag(name)} {getattr(self, name)} must be at most {most:,.0f}{either}")
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be less than 1")
