@@ -45,7 +45,8 @@ from zero_memory import bytes_per_parameter, bytes_sent
 
 # N is the number of ranks, S the elements of a shard; model tensors are [B, S, H] (batch, sequence, hidden) as always.
 # An update that looks at one element at a time does not notice that it is given a slice of a parameter.
-ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
+# Adagrad looks at one element too, but it makes its states at once, for whole parameters: no shard can take those over.
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 # torch 2.13 gave these two collectives new names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
