@@ -370,6 +370,9 @@ class FPDTAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple:
         core, s = ctx.core, dout.shape[1] // ctx.core.u
+        kept, ctx.kept = ctx.kept, None
+        if kept is None:  # its buffers are others' by now
+            raise RuntimeError("backward through this attention a second time; run forward again")
         ctx.guard.release()
         dq, dk, dv = (dout.new_empty(shape) for shape in (*ctx.shapes, ctx.shapes[1]))
         away = [core.store.offload(to_heads(chunk, core.group)) for chunk in dout.split(s, dim=1)]
@@ -378,7 +381,7 @@ class FPDTAttention(torch.autograd.Function):
             for grad, chunk in zip((dq, dk, dv), chunks, strict=True):
                 grad[:, j * s : (j + 1) * s] = chunk
 
-        core.backward(ctx.kept, away, put, dout.device)
+        core.backward(kept, away, put, dout.device)
         return dq, dk, dv, None, None
 
 

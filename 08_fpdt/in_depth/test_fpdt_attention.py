@@ -439,6 +439,23 @@ def not_causal() -> str:
     return str(refusal.value)
 
 
+def backward_twice() -> tuple[str, int]:
+    store = Store(CpuMachine())
+    q, k, v, weight = tensors((2, 2))
+    q.requires_grad_()
+    loss = (fpdt_attention(dist.group.WORLD, 4, store)(q, k, v, causal=True) * weight).sum()
+    loss.backward(retain_graph=True)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error), store.host_bytes
+    return "", store.host_bytes
+
+
+def test_a_second_backward_is_refused_as_its_buffers_are_others_by_then():
+    assert alone(backward_twice) == ("backward through this attention a second time; run forward again", 0)
+
+
 def test_attention_without_a_causal_mask_is_refused():
     assert "causal" in alone(not_causal)
 
