@@ -265,7 +265,10 @@ class MixedAdamW:
         return [p.grad for p in self.names if p.grad is not None]
 
     def reduce(self, group: dist.ProcessGroup) -> None:
-        """Sum over the ranks, in the format the gradients are kept in. No average: the loss was divided already."""
+        """Sum over the ranks, in the format the gradients are kept in. No average: the loss was divided already. A
+        rank that did not use a parameter sends zeros for it: all ranks have to sum the same tensors in one order."""
+        for p in self.names if not self.policy.accumulation else ():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         for g in self.gradients():
             dist.all_reduce(g, group=group)
 

@@ -362,6 +362,20 @@ def test_gradients_may_be_reduced_by_the_buckets_of_chapter_02():
     assert all(not torch.equal(first[name].float(), p.detach()) for name, p in start.items() if p.dim() > 1)
 
 
+def one_parameter_each(name: str) -> list[list[float]]:
+    own = [nn.Parameter(torch.zeros(2 + i)) for i in range(2)]
+    optimizer = MixedAdamW([(str(i), p) for i, p in enumerate(own)], POLICIES[name], lr=1e-3)
+    own[dist.get_rank()].sum().backward()  # this rank does not use the other one
+    optimizer.accumulate()
+    optimizer.reduce(dist.group.WORLD)
+    return [g.tolist() for g in optimizer.gradients()]
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16-master"])
+def test_ranks_that_use_different_parameters_sum_the_same_ones(name):
+    assert run_ranks(2, one_parameter_each, name) == [[[1.0] * 2, [1.0] * 3]] * 2
+
+
 # ------------------------------------------------------------------------------------------------------------- the rest
 
 
