@@ -130,6 +130,15 @@ class AdamW(torch.optim.AdamW):
                 if group.get(option):
                     raise ValueError(f"{option}=True is not in the kernel; leave it out, or use torch.optim.AdamW")
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which casts moments to the dtype of the weights; here they stay float32."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved, parameters, strict=True):
+            for name in ("exp_avg", "exp_avg_sq") if index in state_dict["state"] else ():
+                self.state[p][name] = state_dict["state"][index][name].to(p.device, torch.float32)
+
     @torch.no_grad()
     def step(self, closure: None = None, *, scale: Tensor | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient, multiplied by `scale` if there is one."""

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from functools import partial
 from json import loads
 from pathlib import Path
@@ -132,6 +133,21 @@ def test_states_go_to_torchs_optimizer_and_back_in_the_middle_of_a_run():
     step(theirs, p, 3)
     assert mine.state[q]["step"] == theirs.state[p]["step"] == 3
     assert worst([p.detach()], [q.detach()]) <= 1e-6
+
+
+def test_a_resumed_run_of_half_precision_weights_is_the_run_itself():
+    p, resumed = (nn.Parameter(random(40).half()) for _ in range(2))
+    first, second = AdamW([p], **SETTINGS), AdamW([resumed], **SETTINGS)
+    p.grad = random(40, seed=1).half() / 3
+    first.step()
+    resumed.data.copy_(p)
+    second.load_state_dict(deepcopy(first.state_dict()))
+    for parameter, optimizer in ((p, first), (resumed, second)):
+        parameter.grad = random(40, seed=2).half()
+        optimizer.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(first.state[p][name], second.state[resumed][name])
+    assert torch.equal(p.detach(), resumed.detach())
 
 
 def test_backward_adds_into_the_flat_buffer_and_the_module_sees_the_new_weights():
