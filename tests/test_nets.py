@@ -90,6 +90,23 @@ def test_every_collective_names_its_group_and_its_peer_within_it(chapter):
     assert not found, "\n".join(["wrong group: a group may be any slice of the world", *found])
 
 
+# ------------------------------------------------------------------------------------------------------- lost NaN
+
+
+def test_no_largest_error_is_found_by_a_maximum_that_loses_nan():
+    """`max((0.0, nan))` is 0.0. Of tensors `.max()` is NaN; of numbers, with `key=lambda e: (e != e, e)`."""
+    found = []
+    for file in files("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "max"):
+                continue
+            keys, of = [word.arg for word in node.keywords], node.args[0]
+            each = ast.unparse(of.elt) if isinstance(of, ast.GeneratorExp | ast.ListComp) else ""
+            if "key" not in keys and re.search(r"abs\(\)|\b(relative|error|off)\(", each):
+                found.append(f"{file.name}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(["lost NaN: a NaN that is not the first of them passes", *found])
+
+
 SLICE = [1, 2, 3, 4]  # the group of the nets below is a slice of the world: its ranks have other numbers there
 
 

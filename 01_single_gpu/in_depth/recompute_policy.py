@@ -268,7 +268,8 @@ def main() -> int:
         next_token_loss(model, tokens).backward()
         got = {at: p.grad for at, p in model.named_parameters() if p.grad is not None}
         want = want or got
-        error = max(((got[at] - want[at]).abs().max() / want[at].abs().max()).item() for at in want)
+        errors = [(got[at] - want[at]).abs().max() / want[at].abs().max() for at in want]
+        error = torch.stack(errors).max().item()  # NaN if any error is NaN
         report.add(f"gradients: {name}", "<= 1e-10", f"{error:.1e}", error <= 1e-10)
         size, on_host = predicted(config, B, S, plan), predicted_on_host(config, B, S, plan)
         model = Llama(config)

@@ -299,7 +299,8 @@ def accumulation_error() -> float:
     accumulate(many, list(zip(tokens.split(2), labels.split(2), strict=True)))
     accumulate(one, [(tokens, labels)])
     pairs = zip(many.parameters(), one.parameters(), strict=True)
-    return max(((a.grad - b.grad).abs().max() / b.grad.abs().max()).item() for a, b in pairs)
+    errors = [(a.grad - b.grad).abs().max() / b.grad.abs().max() for a, b in pairs]
+    return torch.stack(errors).max().item()  # NaN if any error is NaN
 
 
 def check(args: argparse.Namespace) -> None:

@@ -90,7 +90,7 @@ def three_ranks() -> tuple[list[int], float, float]:
     group, me = dist.group.WORLD, dist.get_rank()
     x = numbers(2, 4, 5, seed=me)
     chunks = dict(gathered(x, group))
-    gather_error = max((chunks[rank] - numbers(2, 4, 5, seed=rank)).abs().max().item() for rank in range(3))
+    gather_error = torch.stack([chunks[rank] - numbers(2, 4, 5, seed=rank) for rank in range(3)]).abs().max().item()
     parts = numbers(2, 12, 5, seed=10 + me)
     got = scattered(lambda c: parts[:, 4 * c : 4 * c + 4].clone(), group)
     return list(chunks), gather_error, (got - reduce_scatter(parts, group)).abs().max().item()

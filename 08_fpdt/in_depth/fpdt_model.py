@@ -446,7 +446,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
                 return loss_sum(model, tokens[:, mine], labels[:, mine], mine.to(device), u), (labels != IGNORE).sum()
 
             got = three_steps(model, share, group)
-            error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want, strict=True))
+            errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(got, want, strict=True)]
+            error = torch.stack(errors).max().item()  # NaN if any error is NaN
             z = Sizes(S, P, u, args.heads, args.kv_heads, 8, e=8)
             link, host = 3 * layers * sum(block_link_bytes(z, H, keep)), model_host_peak(z, H, layers, keep)
             counted = [
