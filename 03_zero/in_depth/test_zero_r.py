@@ -346,6 +346,21 @@ def too_many() -> None:
     keeper.keep(torch.ones(4))
 
 
+def thrown_away() -> tuple[int, int]:
+    keeper, layer = Offloaded(dist.group.WORLD, 1, 4, torch.float32), nn.Linear(4, 4)
+    x = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        y = recompute(layer, x, keeper)
+        y = y.detach()  # no backward will come
+    after = len(keeper.free)
+    recompute(layer, x, keeper).sum().backward()
+    return after, len(keeper.free)
+
+
+def test_a_forward_that_is_thrown_away_gives_its_slots_back():
+    assert run_ranks(1, thrown_away) == [(1, 1)]
+
+
 def test_a_host_buffer_that_is_too_small_says_so():
     with pytest.raises(AssertionError, match="host buffer of 1 checkpoints is full; give it one slot for each layer"):
         run_ranks(1, too_many)

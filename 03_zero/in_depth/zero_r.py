@@ -353,6 +353,7 @@ class Replicated:
     """The version to beat: each rank keeps all of x.
 
     A keeper's `keep(x)` returns a tensor that autograd holds until backward, or None, and what else `restore` needs.
+    `drop` gets that when the graph is gone: of a forward that was thrown away no backward asks for it.
     """
 
     def keep(self, x: Tensor) -> tuple[Tensor | None, Any]:
@@ -361,6 +362,9 @@ class Replicated:
     def restore(self, tensor: Tensor | None, rest: Any) -> Tensor:
         assert tensor is not None
         return tensor
+
+    def drop(self, rest: Any) -> None:
+        """Nothing: the tensor has gone with the graph."""
 
 
 class Partitioned:
@@ -398,6 +402,9 @@ class Partitioned:
     def restore(self, tensor: Tensor | None, rest: Any) -> Tensor:
         assert tensor is not None
         return self.gather(tensor, rest)
+
+    def drop(self, rest: Any) -> None:
+        """Nothing: the piece has gone with the graph."""
 
 
 class CopyEngine:
@@ -492,8 +499,21 @@ class Offloaded(Partitioned):
         self.free.append(ticket.slot)
         return self.gather(ticket.back, ticket.shape)
 
+    def drop(self, rest: Any) -> None:
+        """Give the slot back, if no backward has done so."""
+        if rest in self.order:
+            rest.wait_out()
+            if rest.wait_in is not None:
+                rest.wait_in()
+            self.order.remove(rest)
+            self.free.append(rest.slot)
+
 
 # -------------------------------------------------------------------------------------------------- recomputing a layer
+
+
+class Graph:
+    """Lives as long as the graph that it is put into."""
 
 
 class _Recompute(torch.autograd.Function):
@@ -505,6 +525,8 @@ class _Recompute(torch.autograd.Function):
         ctx.autocast = torch.autocast(x.device.type, dtype, enabled)  # as it is now, to be entered again in backward
         y = layer(x)  # inside forward() autograd records nothing: no activation of the layer is kept
         tensor, ctx.rest = keeper.keep(x)
+        ctx.graph = Graph()
+        weakref.finalize(ctx.graph, keeper.drop, ctx.rest).atexit = False
         ctx.save_for_backward(tensor)
         return y
 
