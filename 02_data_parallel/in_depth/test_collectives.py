@@ -441,7 +441,7 @@ def bad_arguments():
         "root -1 is not a rank": lambda: collectives.reduce_naive(x, -1, group),
         "out has 6 elements": lambda: collectives.reduce_scatter(x.clone(), x, group),
         "tensor has 6 elements": lambda: collectives.all_gather(x.clone(), x, group),
-        "torch.float64; it needs 3 of torch.float32": lambda: collectives.all_gather(x, half.double(), group),
+        "torch.int32; it needs 3 of torch.float32": lambda: collectives.all_gather(x, half.int(), group),
         "5 elements do not divide among 2 ranks; give in_splits": lambda: collectives.all_to_all(x, x[:5], group),
         "in_splits .1, 2, 3. do not cut 6": lambda: collectives.all_to_all(x, x, group, None, [1, 2, 3]),
         "out_splits .5, 2. do not cut 6": lambda: collectives.all_to_all(x, x, group, [5, 2], [3, 3]),

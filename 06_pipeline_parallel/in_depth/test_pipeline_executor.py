@@ -752,7 +752,7 @@ class Returns(nn.Module):
     def forward(self, x):
         return {
             "a view of a larger tensor": lambda: torch.cat((x * self.weight, x))[: len(x)],
-            "not contiguous": lambda: (x.t().contiguous() * self.weight[:, None]).t(),
+            "not contiguous": lambda: (x.sum(0) * self.weight).expand(len(x), -1),  # nor is the gradient of x
             "the input": lambda: x,
             "a view of the input": lambda: x.reshape(-1).view(x.shape),
             "weights alone": lambda: self.weight.expand_as(x) * 2,

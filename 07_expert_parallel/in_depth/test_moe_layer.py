@@ -29,7 +29,7 @@ CONFIGS = {
     "sigmoid, balance loss": replace(SMALL, router="sigmoid", z=0.0),
     "capacity": replace(SMALL, capacity=0.75),
     "top 1": replace(SMALL, top_k=1),
-    "top 1, sigmoid": replace(SMALL, top_k=1, router="sigmoid"),
+    "top 1, sigmoid, z-loss": replace(SMALL, top_k=1, router="sigmoid", balance=0.0),
     "2 experts, not normalised": replace(SMALL, normalise=False),
     "2 of 4 nodes": replace(SMALL, experts=8, top_k=4, nodes=4, max_nodes=2),
 }

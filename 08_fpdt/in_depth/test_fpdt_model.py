@@ -460,7 +460,7 @@ def bytes_waiting(keep: str) -> list[tuple[int, int, float]]:
     return seen
 
 
-@pytest.mark.prove
+@pytest.mark.always("attention")
 @pytest.mark.parametrize("keep", ["input", "attention"])
 def test_ten_validations_and_ten_abandoned_forwards_leave_not_a_byte_on_the_host(keep):
     [seen] = run_ranks(1, bytes_waiting, keep)

@@ -45,7 +45,7 @@ import train
 from data import Sampler, load_corpus
 from full_state import full_state
 from harness.ranks import RankFailure, run_ranks
-from harness.reference import Trace, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from harness.report import write_result
 from layouts import AXES, FULL, SIZES, Layout, Refusals, covering, options, random_layouts, whole_gradients
 from llama import LlamaConfig
@@ -90,8 +90,11 @@ def in_layout(words: list[str], sizes: LlamaConfig) -> Trace:
     me = step_module.make_trainer(config, sizes, torch.device("cpu"), plain_sgd)
     trace = Trace()
     for step in batches(config, corpus, config.micro_batch, me.mesh.place["dp"], me.mesh.sizes["dp"]):
-        trace.losses.append(step_module.train_step(me, step)[0])
+        loss, norm = step_module.train_step(me, step)
+        trace.losses.append(loss)
         trace.gradients.append(whole_gradients(me))
+        whole = torch.cat([g.flatten() for g in trace.gradients[-1].values() if g is not None])
+        assert_same(norm, whole.norm(), what="norm of the gradient", rank=dist.get_rank())
     trace.weights = full_state(me.owners, me.model, me.mesh)["weights"]
     leave(me.mesh)
     return trace

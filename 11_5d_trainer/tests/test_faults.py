@@ -349,6 +349,7 @@ def test_whatever_the_system_refuses_while_a_checkpoint_gets_its_name_one_is_com
     with patch(".".join(what), refused), contextlib.nullcontext() if there else pytest.raises(OSError):
         published(tmp_path, 2)
     assert whole(tmp_path)[-1] == ("step-000002" if there else "step-000001")
+    assert checkpoint.complete(tmp_path)[-1].name == whole(tmp_path)[-1], "half a manifest makes no checkpoint"
     for leftover in (tmp_path / "checkpoints").glob(".writing-*"):
         shutil.rmtree(leftover)
     published(tmp_path, 3)

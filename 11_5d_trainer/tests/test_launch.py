@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -56,6 +57,8 @@ def test_bad_options_end_in_one_line_and_code_2_before_any_rank_is_started(text,
         assert launch.main(words) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith(f"launch.py: {start}") and err.count("\n") == 1, err
+        share = re.search(r"nproc_per_node ([1-9]) train.py", line)  # of this machine's memory
+        assert not share or os.environ["LOCAL_WORLD_SIZE"] == share[1]
 
 
 def test_ranks_have_ten_minutes_to_save_or_what_was_asked_for(monkeypatch):

@@ -425,7 +425,7 @@ def test_a_new_token_sees_no_more_tokens_than_the_model_was_trained_on():
 
 
 def test_top_k_and_top_p_are_those_of_transformers():
-    logits = 3 * torch.randn(5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits = 3 * torch.randn(500, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for temperature, top_k, top_p in ((1.0, 5, 1.0), (0.7, 0, 0.8), (1.3, 12, 0.6), (1.0, 1, 1.0), (1.0, 0, 1e-9)):
         scores = TemperatureLogitsWarper(temperature)(None, logits) if temperature != 1 else logits
         scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
