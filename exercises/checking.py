@@ -695,7 +695,7 @@ SAYS = {  # what a failure's own words are about, whoever's lines they are
     r"ranks \[\d+\] of 1 were still|still (running|computing) after": "Your lines do not come to an end, or take many "
     "times as long as they should: which loop has no end, and what is computed again in each round?",
     r"everything is ([1-9]\d*|0\.(5|333333|25|2|166667|125|0625)) times": "One factor everywhere: what is counted once "
-    "too often or too rarely? Think of {factors}.",
+    "too often or too rarely? Candidates: {factors}.",
     r"(difference|error) nan\b|[1-9]\d* NaN in the result": "A NaN is 0/0, inf - inf, or memory that nobody has "
     "written: what may be empty, masked, or still on its way?",
     r": None, but should be": "Nothing has arrived there at all: who should have written it, and when?",
