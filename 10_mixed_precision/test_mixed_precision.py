@@ -55,7 +55,7 @@ def test_every_bit_pattern_has_the_value_of_torch(name):
     [got], expected = run_ranks(1, mp.decode, patterns, *fmt), raw.view(dtype).double()
     both = enumerate(zip(got.tolist(), expected.tolist(), strict=True))
     different = [f"pattern {i} is {a}, but should be {b}" for i, (a, b) in both if repr(a) != repr(b)]  # tells -0.0
-    assert not different, f"{name}: {different[0]}"
+    assert not different, f"{name}: {len(different)} of {len(patterns)} patterns differ: {different[0]}"
     assert [got[i].item() for i in (1, 77)] == [DEPTH[name].value(1), DEPTH[name].value(77)]
 
 

@@ -695,10 +695,16 @@ SAYS = {  # what a failure's own words are about, whoever's lines they are
     r"ranks \[\d+\] of 1 were still|still (running|computing) after": "Your lines do not come to an end, or take many "
     "times as long as they should: which loop has no end, and what is computed again in each round?",
     r"everything is ([1-9]\d*|0\.(5|333333|25|2|166667|125|0625)) times": "One factor everywhere: what is counted once "
-    "too often or too rarely? Think of ranks, micro-batches, and an average where a sum is meant.",
+    "too often or too rarely? Candidates: {factors}.",
     r"(difference|error) nan\b|[1-9]\d* NaN in the result": "A NaN is 0/0, inf - inf, or memory that nobody has "
     "written: what may be empty, masked, or still on its way?",
     r": None, but should be": "Nothing has arrived there at all: who should have written it, and when?",
+}
+FACTORS = {  # what may be counted twice, and what a script with such things contains
+    "ranks": r"dist\.",
+    "micro-batches": "micro_batch",
+    "scales such as 1/sqrt(D)": r"sqrt|\*\* -0\.5",
+    "an average where a sum is meant": "",
 }
 
 
@@ -707,6 +713,7 @@ def general_hint(chapter: Chapter, script: Script, row: Row, test: str = "") -> 
     fence, name = script.fences[row.number], _claim(test).partition("::")[2]
     asked = next((claim.hint for claim in script.claims if (claim.exercise, claim.test) == (row.number, name)), "")
     said = next((words for pattern, words in SAYS.items() if re.search(pattern, row.detail)), "")
+    said = said.format(factors=", ".join(word for word, there in FACTORS.items() if re.search(there, script.text)))
     around = f"the docstring of {fence.inside} in {script.name}" if fence.inside else script.name
     where = (
         f"Read exercise {row.number} in {chapter.folder}/README.md and {around} once more, then the test that failed."

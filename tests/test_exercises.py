@@ -364,6 +364,15 @@ def test_without_a_known_mistake_the_hint_is_what_the_failure_says_by_itself_and
     assert hint.startswith("Read") == words.startswith("Read")
 
 
+def test_a_factor_in_a_kernel_is_no_matter_of_ranks_and_micro_batches():
+    row, found = checking.Row("", "", "", detail="everything is 0.25 times what it should be"), []
+    for chapter, number in (real().chapter("09"), "9.6"), (real().chapter("06"), "6.1"):
+        row.number = number
+        found.append(checking.general_hint(chapter, chapter.exercises[number][0], row))
+    assert "Candidates: scales such as 1/sqrt(D), an average" in found[0]
+    assert "Candidates: ranks, micro-batches, an average" in found[1]
+
+
 def test_where_no_mistake_is_known_the_hint_says_what_the_test_asks_of_the_exercise():
     for chapter in real().chapters.values():
         for script in chapter.scripts:
