@@ -69,26 +69,24 @@ def norm(x, scale):
 def attend(block, config, xs):
     hs = [norm(x, block["attn_norm.weight"]) for x in xs]
     q, k, v = ([(block[f"{name}_proj.weight"] @ h).view(-1, config.head_dim) for h in hs] for name in "qkv")
+    q, k = ([[rotated(x, position) for x in heads] for position, heads in enumerate(each)] for each in (q, k))
     out = []
     for s in range(len(xs)):
         heads = []
         for n in range(config.n_heads):
             kv = n * config.n_kv_heads // config.n_heads  # the head of keys and values that this query head shares
-            scores = [rotated_product(q[s][n], k[t][kv], s, t) / math.sqrt(config.head_dim) for t in range(s + 1)]
+            scores = [(q[s][n] * k[t][kv].conj()).real.sum() / math.sqrt(config.head_dim) for t in range(s + 1)]
             total = sum(torch.exp(score) for score in scores)
             heads.append(sum(torch.exp(score) / total * v[t][kv] for t, score in enumerate(scores)))
         out.append(block["o_proj.weight"] @ torch.cat(heads))
     return out
 
 
-def rotated_product(q, k, s, t):
-    """q at position s times k at position t: each pair is a complex number, rotated by position / 10000^(2i/D)."""
-    half = len(q) // 2
-    rotated = []
-    for x, position in ((q, s), (k, t)):
-        angles = position / 10000.0 ** (torch.arange(half).float() * 2 / len(q))  # fp32, as in all Llamas
-        rotated.append(torch.complex(x[:half], x[half:]) * torch.complex(angles.cos().double(), angles.sin().double()))
-    return (rotated[0] * rotated[1].conj()).real.sum()
+def rotated(x, position):
+    """A head: each pair of its elements is a complex number, rotated by position / 10000^(2i/D)."""
+    half = len(x) // 2
+    angles = position / 10000.0 ** (torch.arange(half).float() * 2 / len(x))  # fp32, as in all Llamas
+    return torch.complex(x[:half], x[half:]) * torch.complex(angles.cos().double(), angles.sin().double())
 
 
 @pytest.fixture(scope="module")
