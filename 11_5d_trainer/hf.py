@@ -302,8 +302,9 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     if (out / "checkpoints").exists() or (out / "log.jsonl").exists():
         raise UsageError(f"{folder} holds a run, whose config.json would be lost; export to another folder")
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("model*.safetensors*"):  # of an export before this one: a reader would mix them
-        old.unlink()
+    for pattern in ("model*.safetensors*", "tokenizer*.json", "generation_config.json"):
+        for old in out.glob(pattern):  # of an export before this one: a reader would mix them
+            old.unlink()
     kind = kind_of(sizes, moe)
     files = in_files({name: t.numel() * dtype.itemsize for name, t in like.items()}, file_bytes)
     for file, names in files.items():
