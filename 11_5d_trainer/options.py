@@ -249,9 +249,10 @@ class Config:
                 f"--timeout {self.timeout} must be at least 1: in less, ranks do not even find one another"
             )
         for name, most in (("seed", 2**40), ("bucket_mib", 2**20), ("timeout", 1e7)):
-            if abs(getattr(self, name)) > most:
-                either = " either way" * (getattr(self, name) < 0)
-                raise UsageError(f"{flag(name)} {getattr(self, name)} must be at most {most:,.0f}{either}")
+            value = getattr(self, name)
+            if abs(value) > most:
+                bound = f"at most {most:,.0f}" if value > 0 else f"at least {-most:,.0f}"
+                raise UsageError(f"{flag(name)} {value} must be {bound}")
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise UsageError(f"{flag(name)} {getattr(self, name)} must be less than 1")

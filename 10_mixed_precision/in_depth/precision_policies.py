@@ -267,8 +267,9 @@ class MixedAdamW:
     def reduce(self, group: dist.ProcessGroup) -> None:
         """Sum over the ranks, in the format the gradients are kept in. No average: the loss was divided already. A
         rank that did not use a parameter sends zeros for it: all ranks have to sum the same tensors in one order."""
-        for p in self.names if not self.policy.accumulation else ():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if not self.policy.accumulation:
+            for p in self.names:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         for g in self.gradients():
             dist.all_reduce(g, group=group)
 

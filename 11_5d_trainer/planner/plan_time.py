@@ -376,16 +376,13 @@ def fpdt_idle(model: LlamaConfig, layout: Layout, cluster: Cluster) -> float:
     return layout.micro_batch * (2 * forward + backward)
 
 
-def bubble_seconds(
-    layout: Layout, stage: float, last: float, message: float, simulated: bool, layers: int = 0
-) -> float:
+def bubble_seconds(layout: Layout, stage: float, last: float, message: float, simulated: bool, layers: int) -> float:
     """How much longer the step takes than the last rank computes, if all have equally many layers. `stage`: one
     micro-batch in one stage, there and back, on average; `last`: what the last stage has to do besides; `message`: from
-    one rank to the next; `layers`: of the model, which may not divide (0: they do)."""
+    one rank to the next; `layers`: of the model, which the stages may not divide."""
     p, m, v = layout.pp, layout.micro_batches, layout.stages_per_rank
     if simulated and p * m * v <= SIMULATED:
         schedule = schedule_of(layout)
-        layers = layers or schedule.stages
         held = [len(layers_of(s, schedule.stages, layers)) for s in range(schedule.stages)]
         thirds = [stage / 3 * count * schedule.stages / layers for count in held]  # F, B and W alike
         thirds[-1] += last / 3
@@ -395,7 +392,7 @@ def bubble_seconds(
     way = {"zb-h1": 1, "zb-h2": 1, "zb-v": 1, "auto": 1, "dualpipe": 0.5, "dualpipe-v": 0.5}.get(layout.schedule, 3)
     if layout.schedule == "naive":
         way *= m
-    fullest = math.ceil(layers / p) * p / layers if layers else 1.0  # times as many layers as on average
+    fullest = math.ceil(layers / p) * p / layers  # times as many layers as on average
     uneven = max(0, m - p) * (fullest - 1) * v * stage  # while the pipeline is full, all wait for that rank
     return (p - 1) * way * third + uneven + waits(layout) * message
 

@@ -193,7 +193,7 @@ def test_messages_that_a_schedule_waits_for_are_as_many_as_the_simulator_finds()
         for p, m in ((4, 8), (4, 4), (8, 32)):
             layout = Layout(pp=p, micro_batches=m, schedule=schedule, stages_per_rank=v)
             if m >= plan_search.fills(schedule, p):
-                rough, real = (plan_time.bubble_seconds(layout, 3.0, 0.0, 0.01, way) for way in (False, True))
+                rough, real = (plan_time.bubble_seconds(layout, 3.0, 0.0, 0.01, way, p * v) for way in (False, True))
                 assert rough == pytest.approx(real, abs=1e-9), (schedule, p, m)
 
 

@@ -99,7 +99,7 @@ OPTIONS = [
     ("--timeout 1e15", "--timeout 1000000000000000.0 must be at most 10,000,000", 1),
     ("--bucket-mib 1e306", "--bucket-mib 1e+306 must be at most 1,048,576", 1),
     ("--seed 99999999999999999999", "--seed 99999999999999999999 must be at most 1,099,511,627,776", 1),
-    ("--seed -99999999999999", "--seed -99999999999999 must be at most 1,099,511,627,776 either way", 1),
+    ("--seed -99999999999999", "--seed -99999999999999 must be at least -1,099,511,627,776", 1),
     ("--clip -1", "--clip -1.0 must not be negative", 1),
     ("--kernels triton --precision fp64", "--kernels triton: no kernel computes in fp64; use --kernels torch", 1),
     ("--kernels triton --precision bf16", "--kernels triton --precision bf16: Triton's interpreter rounds bf16", 1),

@@ -70,7 +70,7 @@ def assert_same_named(
             error = error_between(a, b) if comparable else float("nan")  # type: ignore[arg-type]
             wrong.append((error if error == error else float("inf"), str(mismatch)))
     if wrong:
-        wrong.sort(key=lambda entry: -entry[0])
+        wrong.sort(key=lambda entry: -float(f"{entry[0]:.6g}"))  # rounding, another on each processor, decides no tie
         lines = [message for _, message in wrong[:5]]
         raise AssertionError("\n".join([*lines, f"({len(wrong)} of {len(want)} differ)"]))
 
