@@ -27,7 +27,7 @@ from typing import Any
 
 import screen
 from reach import Reach
-from sandbox import ROOT, Judge, Limits, Outcome, no_cell, read_files
+from sandbox import ROOT, Judge, Limits, Outcome, Result, no_cell, read_files
 
 sys.path.insert(0, str(ROOT / "tests"))
 from harness import fences
@@ -224,12 +224,12 @@ class Course:
             raise CourseError(f"exercise {name!r} is not in {chapter.folder}; there are {known}")
         return name
 
-    def graded(self, judge: Judge, chapter: Chapter, number: str, changes: Mapping[str, str]) -> Outcome:
-        """What the tests of an exercise say of a copy with these changes."""
+    def graded(self, judge: Judge, chapter: Chapter, number: str, changes: Mapping[str, str], **more: Any) -> Outcome:
+        """What the tests of an exercise say of a copy with these changes. `more` is for `Judge.run`."""
         paths = {test: self.test_path(chapter, test) for test in chapter.tests(number)}
         known = len(chapter.exercises[number][0].catching(number))  # each of these may know the mistake
         few = [paths[test] for test in chapter.more(number)]
-        return judge.run(changes, list(paths.values()), enough=max(3, known), few=few)
+        return judge.run(changes, list(paths.values()), enough=max(3, known), few=few, **more)
 
     def test_path(self, chapter: Chapter, test: str) -> str:
         """ "test_x.py::test_y" of this chapter (or, for a test that crosses chapters, of another), from the root."""
@@ -365,9 +365,11 @@ def check(
     show: Callable[[Row], None] = lambda row: None,
     judge: Judge | None = None,
     apart: bool = False,
+    first: Callable[[Row], None] | None = None,
 ) -> Report:
     """Check the exercises `numbers`, or all. `show` is called with each row when it is decided;
-    a pass is final when the report is there, for only then it is confirmed.
+    a pass is final when the report is there, for only then it is confirmed. `first` is called with the row of an
+    exercise when its first test has failed: the hint comes later, when all that may know the mistake have been asked.
 
     Two judges work side by side. Only a caller that trusts all its submissions gives one, to be spared the seconds that
     it takes to start. A submission that is given as a function is read in these seconds. With `apart` there is one, new
@@ -380,14 +382,14 @@ def check(
             ask(Judge.start)
             submission = submission()
         report = Report(chapter.folder, [], list(submission.warnings))
-        answers = {number: ask(_decide, course, chapter, submission, number, apart) for number in wanted}
+        answers = {number: ask(_decide, course, chapter, submission, number, apart, first) for number in wanted}
         for number, answer in answers.items():
             row = _row(chapter, number)
             if not report.rejected:
                 row, report.rejected = answer.result()
                 if row.doubtful:  # beside other work it may only have been slow: again, and alone
                     wait(answers.values())
-                    row, report.rejected = ask(_decide, course, chapter, submission, number, apart).result()
+                    row, report.rejected = ask(_decide, course, chapter, submission, number, apart, None).result()
             else:
                 answer.cancel()
             report.rows.append(row)
@@ -437,7 +439,13 @@ def _row(chapter: Chapter, number: str) -> Row:
 
 
 def _decide(
-    course: Course, chapter: Chapter, submission: Submission, number: str, apart: bool, judge: Judge
+    course: Course,
+    chapter: Chapter,
+    submission: Submission,
+    number: str,
+    apart: bool,
+    first: Callable[[Row], None] | None,
+    judge: Judge,
 ) -> tuple[Row, str]:
     """The row of one exercise, and why the whole submission is rejected, if it is."""
     row, why = _row(chapter, number), ""
@@ -449,7 +457,7 @@ def _decide(
     elif fences.is_stub(fence, submission.bodies[number]):
         row.status = "not done"
     else:
-        why = _judge_one(course, chapter, script, submission.bodies[number], row, judge)
+        why = _judge_one(course, chapter, script, submission.bodies[number], row, first, judge)
         if apart:
             judge.stop()
         if apart and row.status == "passed":
@@ -457,11 +465,25 @@ def _decide(
     return row, why
 
 
-def _judge_one(course: Course, chapter: Chapter, script: Script, body: str, row: Row, judge: Judge) -> str:
+def _judge_one(
+    course: Course,
+    chapter: Chapter,
+    script: Script,
+    body: str,
+    row: Row,
+    first: Callable[[Row], None] | None,
+    judge: Judge,
+) -> str:
     """Fill in the row. Returns why the whole submission is rejected, if it is."""
+
+    def heard(result: Result) -> None:
+        if first and row.status != "failed" and not result.passed and not TRANSPORT.search(result.message):
+            row.status, row.claim, row.detail = "failed", sentence(result.test), told(result.message)
+            first(row)
+
     text = fences.splice(script.text, {row.number: body})
     tests = chapter.tests(row.number)
-    outcome = course.graded(judge, chapter, row.number, {script.path: text})
+    outcome = course.graded(judge, chapter, row.number, {script.path: text}, heard=heard)
     if outcome.foul:
         row.status, row.detail = "refused", outcome.foul
         return f"exercise {row.number}: {outcome.foul}"

@@ -158,13 +158,12 @@ def listing(course: Course) -> str:
     return "\n".join(lines)
 
 
-def show_row(row: Row) -> None:
-    print(f"{row.number:<6}{row.status:<13}{row.title}", flush=True)
-    width = 110
+def row_lines(row: Row) -> list[str]:
+    lines = [f"{row.number:<6}{row.status:<13}{row.title}"]
     for label, text in (("claim", row.claim), ("", row.detail), ("hint", row.hint)):
-        if text:
-            start_ = f"{'':6}{label + ': ' if label else '':<7}"
-            print(textwrap.fill(text, width, initial_indent=start_, subsequent_indent=" " * 13), flush=True)
+        indent = f"{'':6}{label + ': ' if label else '':<7}"
+        lines += textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=" " * 13)
+    return lines
 
 
 def verdict(report: Report) -> str:
@@ -311,15 +310,21 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
         print(difference(chapter, folder, number))
         return 0
     later: list[str] = []
+    shown: list[str] = []
+
+    def first(row: Row) -> None:
+        shown.extend(row_lines(row))
+        print(*shown, sep="\n", flush=True)
 
     def show(row: Row) -> None:  # in the core file, a line for each exercise in depth would only distract
         if row.status == "not done" and row.number not in (number, *chapter.core):
             later.append(row.number)
         else:
-            show_row(row)
+            lines = row_lines(row)
+            print(*lines[len(shown) if lines[: len(shown)] == shown else 0 :], sep="\n", flush=True)
 
     read = partial(read_submission, chapter, folder, only=number)
-    report = check(course, chapter, read, [number] if number else None, show=show)
+    report = check(course, chapter, read, [number] if number else None, show=show, first=first if number else None)
     if later:
         print(f"{later[0]} to {later[-1]}: {len(later)} in depth are not done")
     print(verdict(report))

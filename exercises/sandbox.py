@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -100,12 +100,13 @@ class Judge:
         enough: int = 3,
         in_ranks: bool = False,
         few: Sequence[str] = (),
+        heard: Callable[[Result], None] = lambda result: None,
     ) -> Outcome:
         """Run `tests` (paths from the root of the repository) in a copy in which `changes` replace files.
 
         After `enough` failures the rest is left out. Of the tests in `few` only the first and the last parameters run.
         With `in_ranks` only the ranks that tests start see the changes; a CUDA file is built and called by ranks alone,
-        so there it lies in the copy.
+        so there it lies in the copy. `heard` is called with each result as soon as it is there.
         """
         self.start()
         self._wait_until_ready()
@@ -122,7 +123,7 @@ class Judge:
         nonce = secrets.token_hex(16)
         request = {"nonce": nonce, "copy": str(copy), "tests": list(tests), "hang": self.limits.hang}
         request |= {"few": list(few), "enough": enough, "theirs": str(theirs) if in_ranks else ""}
-        outcome = self._converse(json.dumps(request), nonce)
+        outcome = self._converse(json.dumps(request), nonce, heard)
         shutil.rmtree(theirs, ignore_errors=True)
         if not self.trusted and not self.cell and not outcome.foul:  # in the cell it can only be read
             outcome.foul = self._edited(changed, copy)
@@ -142,7 +143,7 @@ class Judge:
         edited += sorted(there - written.keys())
         return f"it changed {edited[0]} of the copy it ran in" if edited else ""
 
-    def _converse(self, request: str, nonce: str) -> Outcome:
+    def _converse(self, request: str, nonce: str, heard: Callable[[Result], None]) -> Outcome:
         assert self.process is not None and self.process.stdin is not None
         outcome = Outcome()
         with contextlib.suppress(BrokenPipeError):
@@ -160,6 +161,7 @@ class Judge:
                 message = str(words["message"]).replace(str(self.folder), "")
                 seconds = float(words["seconds"])
                 outcome.results.append(Result(test, how == "passed", message, how == "broken", seconds))
+                heard(outcome.results[-1])
         except Ended as why:
             outcome.ended = str(why)
         except (ValueError, KeyError, TypeError):
@@ -213,9 +215,6 @@ class Judge:
         base.mkdir(exist_ok=True)
         for part in (Path(__file__).with_name("judge.py"), ROOT / "tests" / "harness" / "module_cache.py"):
             shutil.copy(part, base / part.name)
-        if self.trusted:  # files keep their times, so that the compiled modules that come along are valid
-            shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
-        write_files({name: c for name, c in self.files.items() if not _holds(copy / name, c)}, copy)
         scratch = self.folder / "tmp"
         for name in ("tmp", "cell"):
             (self.folder / name).mkdir(exist_ok=True)
@@ -245,6 +244,10 @@ class Judge:
             env=environment,
             start_new_session=True,
         )
+        # Its imports take longer than these files.
+        if self.trusted:  # files keep their times, so that the compiled modules that come along are valid
+            shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
+        write_files({name: c for name, c in self.files.items() if not _holds(copy / name, c)}, copy)
 
     def _wait_until_ready(self) -> None:
         if self.ready:

@@ -209,17 +209,23 @@ def test_of_an_untouched_chapter_check_lists_the_core_and_counts_the_depth(tmp_p
     ("core", "depth", "code"), [("passed", "not done", 0), ("failed", "not done", 1), ("passed", "failed", 1)]
 )
 def test_a_check_ends_well_if_the_core_has_passed_and_nothing_that_was_written_failed(
-    core, depth, code, tmp_path, monkeypatch
+    core, depth, code, tmp_path, monkeypatch, capsys
 ):
-    def decided(course, chapter, submission, numbers, show):
-        rows = [checking.Row(n, "", "easy", core if n in chapter.core else depth) for n in chapter.exercises]
+    def decided(course, chapter, submission, numbers, show, first):
+        rows = [checking.Row(n, "", "easy", core if n in chapter.core else depth) for n in numbers or chapter.exercises]
         for row in rows:
+            if first:
+                first(row)
+                row.hint = "Count."
             show(row)
         return checking.Report(chapter.folder, rows)
 
     monkeypatch.setattr(tool, "check", decided)
     tool.start(real(), real().chapter("02"), tmp_path / "02_data_parallel")
     assert tool.main(["--student", str(tmp_path), "check", "02"]) == code
+    capsys.readouterr()
+    tool.main(["--student", str(tmp_path), "check", "02", "2.1"])
+    assert capsys.readouterr().out.splitlines()[:2] == [f"2.1   {core}".ljust(19), "      hint:  Count."]
 
 
 def test_whoever_hands_in_the_ground_floor_alone_has_not_done_the_depth(tmp_path):
@@ -956,15 +962,21 @@ def test_two_judges_work_side_by_side_but_only_one_where_an_orphan_could_be_anyo
         assert all(isinstance(answer.exception(), threading.BrokenBarrierError) for answer in answers)
 
 
-def test_a_judge_starts_while_the_submission_is_read(tiny, tmp_path):
+def test_a_judge_starts_while_the_submission_is_read_and_a_failure_is_told_before_its_hint(tiny, tmp_path):
+    told = []
+
     def read():
         deadline = time.monotonic() + 20
         while not processes_of(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert processes_of(tmp_path)
-        return Submission({"1.1": "return x + x"})
+        return Submission({"1.1": "return x * x"})
 
-    assert check(tiny, tiny.chapter("01"), read, ["1.1"], LIMITS).all_passed
+    def first(row):
+        told.append((row.status, row.claim, row.hint))
+
+    (row,) = check(tiny, tiny.chapter("01"), read, ["1.1"], LIMITS, first=first).rows
+    assert told == [("failed", "scale doubles", "")] and row.hint == "Twice a number is not its square."
 
 
 def test_a_check_that_is_broken_off_ends_its_judges_and_what_they_run(tiny, tmp_path, cell):
@@ -1237,7 +1249,7 @@ class MachineWithout:
     def __init__(self, broken_by):
         self.broken_by = broken_by
 
-    def run(self, changes, tests, enough=3, few=()):
+    def run(self, changes, tests, enough=3, few=(), heard=None):
         broken = "x + x" in "".join(changes.values()) or self.broken_by == "the machine"
         message = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error: Connection timed out"
         return Outcome([Result(test.rpartition("/")[2], not broken, message if broken else "") for test in tests])
@@ -1259,7 +1271,7 @@ class MachineThatWasBusy(MachineWithout):
     def __init__(self):
         self.runs = 0
 
-    def run(self, changes, tests, enough=3, few=()):
+    def run(self, changes, tests, enough=3, few=(), heard=None):
         self.runs += 1
         if self.runs == 1:
             return Outcome(ended="still running after 120 s")
