@@ -984,7 +984,7 @@ def test_a_check_that_is_broken_off_ends_its_judges_and_what_they_run(tiny, tmp_
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), checking.judges(tiny, Limits(), None, 2) as ask:
         for number in submission.bodies:
-            ask(checking._decide, tiny, tiny.chapter("01"), submission, number, False)
+            ask(checking._decide, tiny, tiny.chapter("01"), submission, number, False, None)
         while len(processes_of(tmp_path)) < 2:
             time.sleep(0.1)
         raise KeyboardInterrupt
