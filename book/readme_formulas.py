@@ -158,7 +158,7 @@ def zero_stages(read: Read) -> Pairs:
 def zero_compared(read: Read) -> Pairs:
     """In bf16 with Adam a summed gradient has 4 bytes: two more than in the paper, of a shard or of everything."""
     for N in (2, 8):
-        data, data_sent, one, one_sent, two, three, tensor, pipeline = read(dp=N, **{"Ψ": 1000})
+        data, data_sent, one, one_sent, two, three, tensor, pipeline = read(dp=N, tp=N, pp=N, **{"Ψ": 1000})
         without = N / (N - 1)  # the factor that this table leaves out
         yield data, 1000 * bytes_per_parameter(0, N)
         yield data_sent, zero_bytes_sent(0, N, 2000) * without

@@ -223,7 +223,7 @@ def step_flops(config: LlamaConfig, batch: int, seq: int, recompute: str = "none
     """FLOPs of one training step on `batch` samples: the numerators of MFU and HFU.
 
     Every MFU of these chapters has this numerator, with attention as the full square under a causal mask, too: 12 L H S
-    FLOPs per token, as in PaLM, Megatron and nanoGPT. Where half of attention counts, the text says so.
+    FLOPs per token, as in PaLM, Megatron's papers and nanoGPT. Where half of attention counts, the text says so.
     """
     # --- exercise 1.31: model FLOPs and hardware FLOPs ---
     # Backward multiplies twice for each forward product: gradient of the input, gradient of the weight.

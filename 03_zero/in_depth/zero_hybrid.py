@@ -17,7 +17,11 @@ R = 1 is stage 3 over all ranks; S = 1 is plain data parallelism.
 Formulas, for Psi parameters, K bytes of state each, weights and gradients of 2 bytes, N = S R:
     holds               (2 + 2 + K) Psi / S                    S instead of N: memory is the price
     sends in a machine  3 (2 Psi) (S-1)/S                      less (2 kept)(S-1)/S, as in zero3.py
-    sends across        2 (2 Psi / S) (R-1)/R                  instead of 3 (2 Psi) (N-1)/N: 1.5 S times less, or nearly
+    sends across        2 (2 Psi / S) (R-1)/R                  instead of 3 (2 Psi) (N-1)/N
+
+If all of the latter crosses, that is about 1.5 S times less for large R. It is about 1.5 times less for a machine as a
+whole, since in a ring of all ranks one rank in S has its neighbour elsewhere.
+
 Zhao et al. 2023 (arXiv 2304.11277), section 3.2.2; Zhang et al. 2022 (MiCS, arXiv 2205.00119).
 
 Run it:

@@ -18,7 +18,7 @@ micro-batch. Each rank counts them while it runs, and the count equals that of `
 
 Why no division. The loss is  sum over tokens / valid tokens in the whole global batch,  so the losses of the m
 micro-batches add up to the loss, and their gradients, which autograd adds into `.grad`, to its gradient. A stage never
-sees m. (An engine that divides only the loss it prints has gradients m times too large: torchtitan #2972.)
+sees m. (An engine that divides only the loss it prints has gradients that much too large: torchtitan #2972.)
 
 Formulas, n bytes of activations between two stages, v stages on each rank, m micro-batches:
     sent by all ranks    2 m n (v p - 1)      forward and backward over each border between stages; none on one rank:

@@ -3,7 +3,7 @@
 Problem. Tensor cores multiply e4m3 (4 bits of exponent, 3 of mantissa) at twice the rate of bf16. But half of the bits
 that a number had are gone, the largest is 448, the smallest 2^-9, and the instruction takes its factors in one layout.
 
-Idea (FlashAttention-3, section 3.3). The kernel of flash_attention_cuda.py, its turns and its waits, and:
+Idea (FlashAttention-3, section 3.3 and its library). The kernel of flash_attention_cuda.py, its turns and waits, and:
 
     q, k, v    x ≈ scale · e4m3; a scale for each head, its largest element / 448. The scores are multiplied by the
                scales of q and k, out by that of v
