@@ -51,7 +51,9 @@ def most_parameters(config: Config, sizes: LlamaConfig, world_size: int, trained
         if trained and sizes.lora_rank and not is_adapter(name):
             continue
         parts = name.split(".")
-        layer = int(parts[2]) if parts[1] == "layers" else 0 if "embed" in name else sizes.layers - 1
+        layer = 0 if "embed" in name else sizes.layers - 1
+        if parts[1] == "layers":
+            layer = int(parts[2])
         matrix = config.ep if "experts" in parts else config.tp  # tensor ranks have the same experts, whole
         share = matrix if tensor.dim() > 1 else 1
         for i, layers in enumerate(held):

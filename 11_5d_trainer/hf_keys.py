@@ -260,7 +260,7 @@ def rope_of(where: str, said: dict[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         if not PART.fits(said.get(name, {})):
             raise UsageError(f"{where} says of its RoPE {said[name]!r}, which means nothing here")
-    parts = [part for name in ("rope_parameters", "rope_scaling") if (part := said.pop(name, None))]
+    parts = list(filter(None, [said.pop("rope_parameters", None), said.pop("rope_scaling", None)]))
     if len(parts) == 2 and parts[0] != parts[1]:
         raise UsageError(f"{where} has both rope_parameters and rope_scaling, and they differ; remove one")
     rope = parts[0] if parts else {}

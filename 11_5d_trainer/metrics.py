@@ -375,7 +375,8 @@ class Watch:
                 size = f" (groups of {self.ranks[0]['groups'].get(kind, 1)})" if what == "sent" else ""
                 known = all(want is not None for _, want in pairs)
                 right = known and all(math.isclose(got, want, rel_tol=1e-12) for got, want in pairs)
-                sign = "=" if right else "≠" if known else ""
+                unequal = "≠" if known else ""
+                sign = "=" if right else unequal
                 want = f"{most[1]:,.0f}" if known else "no formula"
                 total = sum(got for got, _ in pairs)
                 lines.append(f"{what} {kind + size:25} {most[0]:15,.0f} {sign:1}{want:>14} {total:20,.0f}")

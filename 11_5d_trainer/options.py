@@ -599,8 +599,9 @@ def precision_for(config: Config, given: dict[str, Any], bf16: bool) -> str:
     """What a GPU computes in, unless the user says so. Some options cannot go with autocast or with scaled losses."""
     if bf16 and given.get("zero") != 0:
         return "bf16-master"
-    barred = config.fpdt_chunks or (not bf16 and (config.tp_overlap != "none" or config.dispatch == "fixed"))
-    return "fp32" if barred else "bf16" if bf16 else "fp16"
+    if config.fpdt_chunks or (not bf16 and (config.tp_overlap != "none" or config.dispatch == "fixed")):
+        return "fp32"
+    return "bf16" if bf16 else "fp16"
 
 
 GROUPS = {  # of `--help`, by their first option
@@ -699,8 +700,10 @@ def from_file(parser: argparse.ArgumentParser, name: str) -> dict[str, Any]:
         fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
         if not fits:
             raise UsageError(f"{here}: {key} = {value!r} must be {KINDS[kind]}")
-        off = flag(f"no_{option_name}")
-        words.append(f"{flag(option_name)}={value}" if kind is not bool else flag(option_name) if value else off)
+        if kind is bool:
+            words.append(flag(option_name if value else f"no_{option_name}"))
+        else:
+            words.append(f"{flag(option_name)}={value}")
     try:
         return vars(parser.parse_args(words))
     except UsageError as error:

@@ -129,24 +129,45 @@ class Layout:
     def global_batch(self) -> int:
         return self.micro_batch * self.micro_batches * self.dp
 
+    @property
+    def cp_kind(self) -> str:
+        if self.gather_kv:
+            return "allgather"
+        if self.ulysses == 1:
+            return "zigzag"
+        return "ulysses" if self.ring == 1 else "usp"
+
     def options(self) -> str:
         """The same as options of train.py."""
         words = [f"--micro-batch {self.micro_batch} --global-batch {self.global_batch}"]
-        words += [f"--tp {self.tp}"] * (self.tp > 1) + ["--sequence-parallel"] * self.sequence_parallel
-        kind = "allgather" if self.gather_kv else "zigzag" if self.ulysses == 1 else "ulysses" if self.ring == 1 else ""
-        words += [f"--cp {self.cp} --cp-kind {kind or 'usp'}"] * (self.cp > 1)
-        words += [f"--pp {self.pp} --schedule {self.schedule}"] * (self.pp > 1)
-        words += [f"--stages-per-rank {self.stages_per_rank}"] * (self.stages_per_rank > 1)
-        words += [f"--zero {self.zero}"] * (self.zero > 0) + [f"--ep {self.ep}"] * (self.ep > 1)
-        words += [f"--fpdt-chunks {self.fpdt_chunks}"] * (self.fpdt_chunks > 0)
-        words += [f"--recompute {self.recompute}"] * (self.recompute != "none")
-        words += ["--kernels torch"] * (self.kernels == "torch")
+        if self.tp > 1:
+            words.append(f"--tp {self.tp}")
+        if self.sequence_parallel:
+            words.append("--sequence-parallel")
+        if self.cp > 1:
+            words.append(f"--cp {self.cp} --cp-kind {self.cp_kind}")
+        if self.pp > 1:
+            words.append(f"--pp {self.pp} --schedule {self.schedule}")
+        if self.stages_per_rank > 1:
+            words.append(f"--stages-per-rank {self.stages_per_rank}")
+        if self.zero > 0:
+            words.append(f"--zero {self.zero}")
+        if self.ep > 1:
+            words.append(f"--ep {self.ep}")
+        if self.fpdt_chunks > 0:
+            words.append(f"--fpdt-chunks {self.fpdt_chunks}")
+        if self.recompute != "none":
+            words.append(f"--recompute {self.recompute}")
+        if self.kernels == "torch":
+            words.append("--kernels torch")
         return " ".join([*words, f"--precision {self.precision}"])
 
 
 def kernels_of(config: Config) -> str:
     """What `--kernels auto` is on the device of these options; where none is named, a GPU."""
-    return config.kernels if config.kernels != "auto" else "torch" if config.device == "cpu" else "triton"
+    if config.kernels != "auto":
+        return config.kernels
+    return "torch" if config.device == "cpu" else "triton"
 
 
 def check_planned(config: Config, sizes: LlamaConfig, world_size: int) -> None:
@@ -331,7 +352,9 @@ def size_buckets(weights: list[Weight], least: int, element: int) -> list[int]:
         if filling * element >= least:
             full.append(filling)
             filling = 0
-    return full + [filling] * (filling > 0)
+    if filling > 0:
+        full.append(filling)
+    return full
     # --- end exercise ---
 
 
@@ -698,7 +721,11 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
 
     def first_of(layers: range) -> int:
         """The output layer's; and the embedding's, where the blocks in between are run again and have a W each."""
-        ends = [model.layers] * (last_layer in layers) + [-1] * (0 in layers and layout.recompute == "full")
+        ends = set()
+        if last_layer in layers:
+            ends.add(model.layers)
+        if 0 in layers and layout.recompute == "full":
+            ends.add(-1)
         return sum(numel for layer, numel in numels if layer in ends) * width
 
     for item in program_of(layout, rank):

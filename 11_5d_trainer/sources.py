@@ -118,7 +118,8 @@ def text_files(folder: Path, pattern: str, keep: bool = True) -> tuple[list[tupl
         why = "hidden" if any(part.startswith(".") for part in parts) else ""
         if not why:
             with path.open("rb") as file:
-                why = refused(path, data := file.read(2**16))
+                data = file.read(2**16)
+                why = refused(path, data)
                 data += file.read() if keep and not why else b""
                 why = (why or refused(path, data)) if data else "empty"
         if why:

@@ -652,7 +652,8 @@ def new_folder(out: str) -> Path:
             return folder
         for name in (time_now, *(f"{time_now}-{n}" for n in range(2, 1000))):
             with contextlib.suppress(FileExistsError):
-                (folder := Path(name)).mkdir(parents=True)
+                folder = Path(name)
+                folder.mkdir(parents=True)
                 return folder
     except OSError as error:
         raise UsageError(f"{folder} cannot be made ({os.strerror(error.errno or 0)})") from None

@@ -410,7 +410,8 @@ def main() -> int:
 
         trace = profile_first_steps(step, warm_up, args.profile)
         report_profile(report, trace, sum(p.nbytes for p in model.parameters()), device)
-    for _ in (bar := tqdm(range(len(losses), args.steps), desc="train", leave=False)):
+    bar = tqdm(range(len(losses), args.steps), desc="train", leave=False)
+    for _ in bar:
         step()
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
 

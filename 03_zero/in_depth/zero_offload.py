@@ -322,7 +322,8 @@ def measure(
 def demo(stage: int, make: Callable[..., Offload2], group: dist.ProcessGroup, device: torch.device) -> list[Row]:
     ranks = dist.get_world_size(group)
     worst = error_against_the_unsharded_model(make, group, device)
-    psi, zero, allocated = measure(stage, group, device, micro_batches := 2)
+    micro_batches = 2
+    psi, zero, allocated = measure(stage, group, device, micro_batches)
     apart = [round(psi * each) for each in bytes_apart(stage, ranks)]
     held = storage_bytes(zero.on_device()), storage_bytes(zero.on_host())
     down, up = bytes_over_the_link(ranks, 2 * psi, 2 * psi, micro_batches)

@@ -141,7 +141,8 @@ def all_reduce_through(buffer: Tensor, tensors: Iterable[Tensor], group: dist.Pr
     for tensor in tensors:
         rest = tensor.detach().view(-1)  # of a tensor with gaps this is an error: a copy would be summed in its place
         while rest.numel():
-            piece, rest = rest.split([n := min(rest.numel(), buffer.numel() - filled), rest.numel() - n])
+            n = min(rest.numel(), buffer.numel() - filled)
+            piece, rest = rest.split([n, rest.numel() - n])
             buffer[filled : filled + n].copy_(piece)
             pieces.append(piece)
             filled += n

@@ -643,8 +643,10 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
                 between = [f"{min(numbers)} to {max(numbers)}" for numbers in (pairs, want_pairs)]
                 print(f"{name:20} {max(errors):8.1e} {between[0]:>16} {between[1]:>16} {max(sent):11} {want_sent:11}")
             wrong += [f"{name}: rank {r} off by {e:.1e}" for r, e in enumerate(errors) if not e <= tolerance]
-            wrong += [f"{name}: pairs {pairs}, predicted {want_pairs}"] * (pairs != want_pairs)
-            wrong += [f"{name}: sent {sent}, predicted {want_sent}"] * (set(sent) != {want_sent})
+            if pairs != want_pairs:
+                wrong.append(f"{name}: pairs {pairs}, predicted {want_pairs}")
+            if set(sent) != {want_sent}:
+                wrong.append(f"{name}: sent {sent}, predicted {want_sent}")
     return wrong
 
 

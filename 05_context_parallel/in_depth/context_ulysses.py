@@ -478,7 +478,9 @@ def parse_arguments() -> argparse.Namespace:
         if args.version in ("ulysses", "together") and value is not None:
             parser.error(f"{option} {value} is of Ulysses x ring; leave it out, or use --version usp")
     args.layout = args.layout or "zigzag"
-    U = args.ulysses_size = (2 if P % 2 == 0 else 1) if args.ulysses_size is None else args.ulysses_size
+    if args.ulysses_size is None:
+        args.ulysses_size = 2 if P % 2 == 0 else 1
+    U = args.ulysses_size
     if args.version == "usp" and args.attention in ("window", "sparse"):
         parser.error(f"--attention {args.attention} does not fit the blocks of a ring; use --version ulysses")
     if U < 1 or P % U:
@@ -547,7 +549,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             if rank == 0:
                 print(f"{name:16} {max(errors):8.1e} {max(sent):11} {max(wanted):11}")
             wrong += [f"{name}: rank {r} off by {e:.1e}" for r, e in enumerate(errors) if not e <= tolerance]
-            wrong += [f"{name}: sent {sent}, predicted {wanted}"] * (sent != wanted)
+            if sent != wanted:
+                wrong.append(f"{name}: sent {sent}, predicted {wanted}")
     return wrong
 
 

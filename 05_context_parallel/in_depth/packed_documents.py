@@ -332,7 +332,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     kv = 2 * 2 * S * args.kv_heads * start.head_dim * dtype.itemsize  # K and V of 2 whole sequences; gradients likewise
     versions = [v for v in (*TRANSPORTS, "ulysses") if args.version in ("all", v)]
     cases = [(v, x) for v in versions for x in PACKED_LAYOUTS if v != "ulysses" and args.layout in ("all", x)]
-    cases += [("ulysses", "contiguous")] * ("ulysses" in versions)
+    if "ulysses" in versions:
+        cases.append(("ulysses", "contiguous"))
     whole, wrong = args.heads * sum(n * (n + 1) // 2 for n in args.documents), []
     everywhere = places_in_documents(torch.arange(S, device=device), cu)
     if rank == 0:
@@ -361,9 +362,11 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             want = tuple(whole // args.heads * len(query_heads_of(r, P, args.heads)) for r in range(P))
         else:
             predicted = 3 * kv * (P - 1) // P  # forward KV, backward KV + dKV: boundaries change no message
-            wrong += [f"{name}: sent {sent}, predicted {predicted}"] * (set(sent) != {predicted})
+            if set(sent) != {predicted}:
+                wrong.append(f"{name}: sent {sent}, predicted {predicted}")
         wrong += [f"{name}: rank {r} off by {e:.1e}" for r, e in enumerate(errors) if not e <= tolerance]
-        wrong += [f"{name}: pairs {pairs}, predicted {want}"] * (pairs != want or sum(pairs) != whole)
+        if pairs != want or sum(pairs) != whole:
+            wrong.append(f"{name}: pairs {pairs}, predicted {want}")
         if rank == 0:
             print(f"{name:20} {max(errors):8.1e} {f'{min(pairs)} to {max(pairs)}':>16} {max(sent):11}")
     return wrong

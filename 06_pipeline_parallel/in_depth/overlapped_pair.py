@@ -254,7 +254,9 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=None, help="ranks of an expert group; 2 if the ranks are even")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    experts = (2 if ranks % 2 == 0 else 1) if args.experts is None else args.experts
+    experts = args.experts
+    if experts is None:
+        experts = 2 if ranks % 2 == 0 else 1
     if experts < 1 or ranks % experts:
         parser.error(f"--experts {experts} does not divide {ranks} ranks; use a divisor")
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -219,7 +219,8 @@ def check_programs(schedule: Schedule, given: Sequence[Program]) -> None:
                     done.update(step.yields())
                 position[rank] += 1
                 moved = True
-    stuck = [f"rank {rank} at {step}" for rank in range(schedule.ranks) if (step := at(rank)) is not None]
+    steps = {rank: at(rank) for rank in range(schedule.ranks)}
+    stuck = [f"rank {rank} at {step}" for rank, step in steps.items() if step is not None]
     if stuck:
         raise ScheduleError(f"{schedule.name}: messages deadlock under unbuffered sends: {'; '.join(stuck)}")
 

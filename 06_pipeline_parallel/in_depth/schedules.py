@@ -202,8 +202,9 @@ def llama3(p: int, m: int, v: int = 2, in_flight: int | None = None) -> Schedule
     ranks wait at each turn, and with the usual warm-up it can even deadlock: rank 0 wants its next chunk's forward
     before others may do the backward that rank 0 itself must answer. So the warm-up grows until the lists run.
     """
-    fits = [n for n in range(p, m) if m % n == 0 or m % n >= p]
-    group = in_flight if in_flight is not None else fits[0] if fits else m
+    group = in_flight
+    if group is None:
+        group = next((n for n in range(p, m) if m % n == 0 or m % n >= p), m)
     if not 1 <= group <= m:
         raise ScheduleError(f"llama3: {group} micro-batches in flight; use 1 to {m}, the number of micro-batches")
     extra = 0
@@ -544,7 +545,9 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--stages-per-rank {args.stages_per_rank}: use 1 to 256")
     v = args.stages_per_rank or 1
     many = args.ranks * args.micro_batches * v  # so that no command runs for more than a minute in silence
-    most = 65536 if args.schedule not in (None, "auto") else 2048 if v == 2 else 4096
+    most = 65536
+    if args.schedule in (None, "auto"):
+        most = 2048 if v == 2 else 4096
     if many > most:
         sizes = f"--ranks {args.ranks} --micro-batches {args.micro_batches}"
         sizes += f" --stages-per-rank {v}" if args.stages_per_rank else ""

@@ -58,7 +58,8 @@ class SlowMoE(nn.Module):
             for k, e in enumerate(experts):
                 if (t, k) in kept:
                     w1, w3, w2 = (self.experts[name].weight[e] for name in ("w1", "w3", "w2"))
-                    divisor = s[t, experts].sum() if (c.top_k > 1 if c.normalise is None else c.normalise) else 1.0
+                    normalise = c.top_k > 1 if c.normalise is None else c.normalise
+                    divisor = s[t, experts].sum() if normalise else 1.0
                     y = y + s[t, e] / divisor * silu_expert(x[t], w1, w3, w2)
             if c.shared:
                 y = y + silu_expert(

@@ -451,7 +451,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         found: list = [None] * P
         dist.all_gather_object(found, (error, counted), group=group)
         for r, (off, numbers) in enumerate(found):
-            wrong += [f"{u} chunks, rank {r}: error {off:.1e}"] * (not off <= 1e-10)
+            if not off <= 1e-10:
+                wrong.append(f"{u} chunks, rank {r}: error {off:.1e}")
             wrong += [f"{u} chunks, rank {r}: {w} {a:,}, predicted {b:,}" for w, a, b in numbers if a != b]
         if group.rank() == 0:
             line = " ".join(f"{number:9,}" for _, *both in counted for number in both)

@@ -343,7 +343,8 @@ class HostGradients:
         p.grad, share = None, whole.new_empty(whole.numel() // P)
         dist.reduce_scatter_tensor(share, whole, group=self.group)  # [n] of every rank -> [n/P] of their sum
         if p in self.home:  # another micro-batch: what is there comes back, and goes home with this one's share added
-            store.fetch(self.home[p], slot := store.device_empty(self.home[p], share.device))
+            slot = store.device_empty(self.home[p], share.device)
+            store.fetch(self.home[p], slot)
             share += store.use(slot)
             store.done(slot)
         self.home[p] = store.offload(share, into=self.home.get(p))
@@ -457,7 +458,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             found: list = [None] * P
             dist.all_gather_object(found, (error, counted), group=group)
             for r, (off, numbers) in enumerate(found):
-                wrong += [f"{u} chunks, rank {r}: error {off:.1e}"] * (not off <= 1e-10)
+                if not off <= 1e-10:
+                    wrong.append(f"{u} chunks, rank {r}: error {off:.1e}")
                 wrong += [f"{u} chunks, rank {r}: {w} {a:,}, predicted {b:,}" for w, a, b in numbers if a != b]
             if group.rank() == 0:
                 line = " ".join(f"{number:10,}" for _, *both in counted for number in both)
@@ -507,8 +509,10 @@ def main() -> int:
     args.budget_mb = 60 if args.budget_mb is None else args.budget_mb
     if args.budget_mb < 1:
         parser.error(f"--budget-mb {args.budget_mb} is no memory; use 1 or more")
-    args.seq = (65536 if args.watch else 128) if args.seq is None else args.seq
-    args.chunks = (32 if args.watch else 4) if args.chunks is None else args.chunks
+    if args.seq is None:
+        args.seq = 65536 if args.watch else 128
+    if args.chunks is None:
+        args.chunks = 32 if args.watch else 4
     check_ranks_and_heads(parser, args)
     P = int(os.environ.get("WORLD_SIZE", "1"))
     if args.watch and P > 1:

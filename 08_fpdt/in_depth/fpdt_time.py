@@ -88,7 +88,10 @@ class Blank(CpuMachine):
 
 def schedule(z: Sizes, way: str, slots: int = 2) -> list[Op]:
     """What `ChunkedAttention` gives to the three streams, "forward" (keeping all for backward) or "backward"."""
-    store, meta, u = Store(machine := Blank()), torch.device("meta"), z.u
+    machine = Blank()
+    store = Store(machine)
+    meta = torch.device("meta")
+    u = z.u
     size = dict(zip(("q", "k", "lse", "dq"), z.letters(), strict=False))
     size |= {"v": size["k"], "out": size["q"], "dout": size["q"]}
     host: dict[tuple[str, int], Buffer] = {}

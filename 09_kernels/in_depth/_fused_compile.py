@@ -106,10 +106,12 @@ def calls_of(script: str) -> Any:
             module.rms_norm(x, w, 1e-5).sum().backward()
             torch.autograd.backward(module.add_rms_norm(x, r, w, 1e-5), [x.detach(), r.detach()])
             module.softmax(x).backward(x.detach())
-        module.swiglu(x := random(8, 14336), random(8, 14336)).backward(x.detach())
+        x = random(8, 14336)
+        module.swiglu(x, random(8, 14336)).backward(x.detach())
         tables = torch.zeros(8, 64), torch.zeros(8, 64)
         for heads in (8, 32):
-            module.rope(x := random(1, 8, heads, 128), *tables).backward(x.detach())
+            x = random(1, 8, heads, 128)
+            module.rope(x, *tables).backward(x.detach())
 
     def fused_loss() -> None:
         labels = torch.zeros(8, dtype=torch.int64)

@@ -58,7 +58,8 @@ def bar_rows(task: Task, candidates: list[Candidate]) -> list[list[Any]]:
         every = [peak(task.model, task.moe, each.layout, place) for place in full_places(task.model, each.layout)]
         parts = dict.fromkeys((*STATES, "activations", "other"), 0)
         for what, size in max(every, key=lambda bytes_: sum(bytes_.values())).items():
-            parts[what if what in STATES else "activations" if what in ACTIVATIONS else "other"] += size
+            part = "activations" if what in ACTIVATIONS else "other"
+            parts[what if what in STATES else part] += size
         rows += [[name(each.layout), "GB", what, round(size / GB, 2)] for what, size in parts.items()]
         rows += [[name(each.layout), "s", what, round(seconds, 4)] for what, seconds in each.step.parts.items()]
     return rows

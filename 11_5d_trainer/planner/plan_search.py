@@ -203,7 +203,9 @@ def in_flight(schedule: str, p: int, m: int, v: int) -> float:
 
 def fills(schedule: str, p: int) -> int:
     """Micro-batches from which on the formulas of chapter 06's table hold."""
-    return 2 * p - 1 if schedule.startswith("zb-") else p if schedule == "breadth-first" else 1
+    if schedule.startswith("zb-"):
+        return 2 * p - 1
+    return p if schedule == "breadth-first" else 1
 
 
 def rough_peak(task: Task, layout: Layout) -> float:
@@ -336,7 +338,8 @@ def try_stages_of_zero(task: Task, found: Found, timed: Timed, at: Layout) -> No
         if zero == 0 and task.precision == "bf16-master":
             found.pruned["bf16-master keeps its fp32 weights in ZeRO's shards"] += below
             continue
-        states = stays(task, cut := replace(at, zero=zero))
+        cut = replace(at, zero=zero)
+        states = stays(task, cut)
         if states[0] > timed.memory:
             found.pruned["weights, gradients and states alone do not fit"] += below
             timed.fits(states[0], replace(cut, recompute="full"))
@@ -401,19 +404,26 @@ def context_name(layout: Layout) -> str:
     """Of the context axis: ring, Ulysses, both, or K and V gathered."""
     if layout.gather_kv:
         return "g"
-    return "r" if layout.ulysses == 1 else "u" if layout.ring == 1 else f"=r{layout.ring}u{layout.ulysses}"
+    if layout.ulysses == 1:
+        return "r"
+    return "u" if layout.ring == 1 else f"=r{layout.ring}u{layout.ulysses}"
 
 
 def name(layout: Layout) -> str:
     """One word for each axis that is in use."""
     words = [f"dp{layout.dp}"]
-    words += [f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}"] * (layout.tp > 1)
-    words += [f"cp{layout.cp}{context_name(layout)}"] * (layout.cp > 1)
-    words += [f"pp{layout.pp}/{layout.schedule}{layout.stages_per_rank if layout.stages_per_rank > 1 else ''}"] * (
-        layout.pp > 1
-    )
-    words += [f"fpdt{layout.fpdt_chunks}"] * (layout.fpdt_chunks > 0)
-    words += [f"ep{layout.ep}"] * (layout.ep > 1) + [f"zero{layout.zero}"] * (layout.zero > 0)
+    if layout.tp > 1:
+        words.append(f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}")
+    if layout.cp > 1:
+        words.append(f"cp{layout.cp}{context_name(layout)}")
+    if layout.pp > 1:
+        words.append(f"pp{layout.pp}/{layout.schedule}{layout.stages_per_rank if layout.stages_per_rank > 1 else ''}")
+    if layout.fpdt_chunks > 0:
+        words.append(f"fpdt{layout.fpdt_chunks}")
+    if layout.ep > 1:
+        words.append(f"ep{layout.ep}")
+    if layout.zero > 0:
+        words.append(f"zero{layout.zero}")
     return " ".join([*words, f"mb{layout.micro_batch}x{layout.micro_batches}", f"recompute-{layout.recompute}"])
 
 

@@ -292,8 +292,9 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
     sends = {"tp": 0.0, "ring": 0.0, "all-to-all": 0.0}
     for flow in of_layers(model, moe, layout, 1, 1):
         if flow.ranks > 1 and flow.what != "counts of a step":
-            hides = flow.axis == "ring" and not layout.gather_kv
-            kind = "ring" if hides else "tp" if flow.axis == "tp" else "all-to-all"
+            kind = "tp" if flow.axis == "tp" else "all-to-all"
+            if flow.axis == "ring" and not layout.gather_kv:
+                kind = "ring"  # behind attention
             sends[kind] += cluster.seconds(flow, stride_of(flow.axis, layout))
     # --- exercise 11.28: what of the ring's time can be seen? ---
     ring = max(0.0, sends["ring"] - 3 * attention)
@@ -425,7 +426,8 @@ def data_parallel(
     backwards = 1 if layout.pp > 1 else m  # that reduce, at stage 2
     experts = rough_experts(model, moe, layout)
     owners = [("data", rough_parameters(model, moe, layout) - experts, layout.data, layout.zero)]
-    owners += [("experts", experts, layout.data // layout.ep, min(layout.zero, 2))] * (experts > 0)
+    if experts > 0:
+        owners.append(("experts", experts, layout.data // layout.ep, min(layout.zero, 2)))
     total = bare = 0.0
     for axis, psi, ranks, stage in owners:
         sent = model.layers / layout.pp + 1 if stage == 3 else max(1.0, psi * e / layout.bucket_bytes)  # portions
