@@ -173,6 +173,9 @@ class Fp8Linear:
     would make it wait each time). Where ranks share amaxes all of them raise, whichever has it: with a delayed scale
     in end_step(), where they next share one. Recipes "row" and "block" share none, so there one rank raises alone.
 
+    A history of zeros (an expert without tokens, a weight that begins as zeros) makes no scale: then it is the tensor's
+    own amax, as in the first step.
+
     A forward pass without gradients, as in a validation, is no part of a step: it makes no history, and a GPU notes
     nothing of it. If it is the first of two, as in recomputation, the second one is.
 
@@ -353,9 +356,10 @@ class Fp8Linear:
             self.line_up(histories)
         if histories and self.group is not None:
             dist.all_reduce(self.now, op=dist.ReduceOp.MAX, group=self.group)
-        largest = [torch.stack([amax for _, amax in bad]).amax()] if bad else []
-        largest += [self.now.amax()] if histories else []  # the same on all ranks, so that they raise together
-        if largest and not torch.stack(largest).isfinite().all():  # one wait for the GPU
+        amaxes = [amax.flatten() for _, amax in bad]
+        amaxes += [self.now[0]] if histories else []  # the same on all ranks, so that they raise together
+        found = torch.cat(amaxes).tolist() if amaxes else []  # one wait for the GPU
+        if not all(map(math.isfinite, found)):
             names = [f"{NAMES[r]} of a layer with weights {[*w.shape]}" for w, rs in self.histories.items() for r in rs]
             bad += zip(names, self.now[0], strict=True) if histories else ()
             for what, amax in bad:
@@ -365,8 +369,9 @@ class Fp8Linear:
             torch.amax(self.past, 0, keepdim=True, out=self.peak)
             self.now.zero_()
             self.ended += 1
-        for history in histories:
-            history.steps += 1
+        for history, amax in zip(histories, found[len(found) - len(histories) :], strict=True):
+            history.quiet = 0 if amax > 0 else history.quiet + 1
+            history.steps = history.steps + 1 if history.quiet < self.recipe.history else 0
 
     def line_up(self, histories: list[History]) -> None:
         """Their tensors become columns of common ones: however many layers, the end of a step is a few operations."""
@@ -392,7 +397,8 @@ class History:
 
     def __init__(self, length: int, device: torch.device):
         self.past, self.now, self.peak = (torch.zeros(n, 1, device=device) for n in (length, 1, 1))
-        self.steps = 0
+        self.steps = 0  # that it looks back on; 0: on none, or on none with an amax above 0, which makes no scale
+        self.quiet = length  # steps since there was one, as an expert has them without tokens
 
 
 def check_sizes(outputs: int, inputs: int) -> None:

@@ -274,6 +274,17 @@ def test_a_delayed_scale_comes_from_the_largest_amax_of_the_last_steps():
     assert seen == [0.5, 1.0, 8.0, *[8.0] * (length - 1), 2.0]
 
 
+def test_a_history_of_zeros_makes_no_scale():
+    """As of an expert that no token came to: with a scale of 1, its next gradients of 1e-6 would be zeros in e5m2."""
+    linear, weight = Fp8Linear("tensor-delayed"), nn.Parameter(random(32, 16))
+    quiet = linear.recipe.history
+    for step, tokens in enumerate((0, 16, 16, *[0] * quiet, 16)):
+        x, dy = random(tokens, 16, seed=step).requires_grad_(), 1e-6 * random(tokens, 32, seed=step + 1)
+        linear(x, weight).backward(dy)
+        linear.end_step()
+        assert tokens == 0 or relative(x.grad, dy @ weight.detach()) < 0.1, f"step {step}"
+
+
 def delayed_steps(ranks: list[int]) -> dict | None:
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:
