@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +53,7 @@ import torch.nn.functional as F
 from _precision_demo import Decoder, OneLineParser, Report, batch, launch, loss_sum, stdlib_bytes
 from formats import TILE, Block, Quantized, amax_of, e4m3, emulated_matmul, expand, quantize, transpose
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # Legend: x [M, K] activations of M tokens, W [N, K] a weight, dy [M, N] the gradient of y. Blocks are (rows, columns);
@@ -143,6 +143,7 @@ class ThreeProducts(torch.autograd.Function):
         return matmul(x_k, w_k, x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: Tensor):
         x_values, x_scale, w_values, w_scale = ctx.saved_tensors
         x_m, w_n = Quantized(x_values, x_scale, ctx.blocks[0]), Quantized(w_values, w_scale, ctx.blocks[1])
@@ -241,8 +242,7 @@ class Fp8Linear:
     def product(self, x: Tensor, weight: Tensor, shared: dict[str, Any] | None = None) -> Tensor:
         """One layer; `shared` has what it shares with others of the same x, and is filled by the first of them."""
         kind = x.device.type
-        autocast = torch.is_autocast_enabled(kind)
-        if autocast and x.dtype != torch.float64:
+        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))  # y takes the dtype of x
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # [B, S, K] -> [M, K]
         # A rank without tokens (an expert nobody chose) still shares its amax; a kernel has nothing to do for it.
@@ -270,9 +270,7 @@ class Fp8Linear:
                 return first, first
             return first, self.quantize(tensor, role, along_columns, weight, counts)
 
-        # Autocast would round the emulated product's fp32 operands to bf16.
-        with torch.autocast(kind, enabled=False) if autocast else nullcontext():
-            y = ThreeProducts.apply(rows, weight, operands, matmul)
+        y = ThreeProducts.apply(rows, weight, operands, matmul)
         y = y[: len(rows) - lack] if lack else y  # a slice, even of all rows, is a copy in the backward pass
         return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
 
