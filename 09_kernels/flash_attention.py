@@ -108,10 +108,11 @@ def softmax(x: Tensor, block: int | None = None) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     rows, n_cols = x.shape
-    if block is None:
-        softmax_kernel[(rows,)](x, y, n_cols, BLOCK=triton.next_power_of_2(n_cols))
-    else:
-        online_softmax_kernel[(rows,)](x, y, n_cols, BLOCK=block)
+    with torch.cuda.device_of(x):  # launch where the tensor is, whatever the current device
+        if block is None:
+            softmax_kernel[(rows,)](x, y, n_cols, BLOCK=triton.next_power_of_2(n_cols))
+        else:
+            online_softmax_kernel[(rows,)](x, y, n_cols, BLOCK=block)
     return y
 
 
@@ -310,7 +311,8 @@ class FlashAttention(torch.autograd.Function):
         ctx.options = dict(CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, HEAD_DIM=head_dim)
         ctx.options["num_warps"] = 8 if q.itemsize == 2 else 4  # of one program
         grid = (triton.cdiv(seq_len, block_m), n_heads, batch)
-        forward_kernel[grid](q, k, v, out, lse, *ctx.sizes, **ctx.options)
+        with torch.cuda.device_of(q):
+            forward_kernel[grid](q, k, v, out, lse, *ctx.sizes, **ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -327,8 +329,9 @@ class FlashAttention(torch.autograd.Function):
         delta = torch.empty_like(lse)
         query_grid = (triton.cdiv(seq_len, ctx.options["BLOCK_M"]), n_heads, batch)
         key_grid = (triton.cdiv(seq_len, ctx.options["BLOCK_N"]), k.shape[2], batch)
-        dq_kernel[query_grid](q, k, v, out, dout, lse, delta, dq, *ctx.sizes, **ctx.options)
-        dkdv_kernel[key_grid](q, k, v, dout, lse, delta, dk, dv, *ctx.sizes, **ctx.options)
+        with torch.cuda.device_of(q):
+            dq_kernel[query_grid](q, k, v, out, dout, lse, delta, dq, *ctx.sizes, **ctx.options)
+            dkdv_kernel[key_grid](q, k, v, dout, lse, delta, dk, dv, *ctx.sizes, **ctx.options)
         return dq, dk, dv, None, None, None
 
 

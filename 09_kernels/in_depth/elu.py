@@ -43,6 +43,7 @@ import torch.nn.functional as F
 from _cuda import FORWARD, Counters, CudaError, call
 from _interpreter import INTERPRETED, tl, triton  # Triton, run by Python where there is no GPU
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCK = 1024  # elements of one Triton program
@@ -97,7 +98,8 @@ class Elu(torch.autograd.Function):
         x = x.contiguous()
         y = torch.empty_like(x)
         if version == "triton" and x.numel():
-            forward_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, y, x.numel(), alpha, BLOCK=BLOCK)
+            with torch.cuda.device_of(x):  # launch where the tensors are, whatever the current device
+                forward_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, y, x.numel(), alpha, BLOCK=BLOCK)
         elif x.numel():
             x = x.clone() if x.data_ptr() % 16 else x  # the 16-byte loads of elu.cu
             call("elu.cu", "run_elu_forward", x.numel(), alpha, x, y, order=order)
@@ -106,12 +108,14 @@ class Elu(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: Tensor):
         (y,) = ctx.saved_tensors
         dy = dy.contiguous()  # the gradient of a sum comes as one number with strides of 0
         dx = torch.empty_like(dy)
         if ctx.version == "triton" and dy.numel():
-            backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](y, dy, dx, dy.numel(), ctx.alpha, BLOCK=BLOCK)
+            with torch.cuda.device_of(dy):
+                backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](y, dy, dx, dy.numel(), ctx.alpha, BLOCK=BLOCK)
         elif dy.numel():
             y, dy = (t.clone() if t.data_ptr() % 16 else t for t in (y, dy))
             call("elu.cu", "run_elu_backward", dy.numel(), ctx.alpha, y, dy, dx, order=ctx.order)

@@ -288,11 +288,11 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
         for (int r = 0; r < 2; r++) {
             total[r] += __shfl_xor_sync(~0u, total[r], 1);
             total[r] += __shfl_xor_sync(~0u, total[r], 2);
-            share[r] = total[r] > 0 ? 1 / total[r] : 0.0f;  // a row without keys: out = 0, LSE = -inf
+            share[r] = total[r] == 0 ? 0.0f : 1 / total[r];  // a row without keys: out = 0, LSE = -inf; NaN stays NaN
             int i = row + 8 * r;
             if (lane % 4 == 0 && i < S_q)
                 lse[(int64_t(work.b) * N + work.n) * S_q + i] =
-                    total[r] > 0 ? m[r] * scale + log2f(total[r]) / LOG2_E : -INFINITY;
+                    total[r] == 0 ? -INFINITY : m[r] * scale + log2f(total[r]) / LOG2_E;
         }
         put_rows<D>(&out, O + (me * 4 + warp) * 16 * D, sum, share, work.b, my_row0 + warp * 16, work.n, S_q);
     }

@@ -196,10 +196,10 @@ attention_fp8(int S_q, int S_k, int N, int G, int last, float scale, const __gri
         total[r] += __shfl_xor_sync(~0u, total[r], 2);
         int i = row + 8 * r;
         if (i >= S_q) continue;
-        float share = total[r] > 0 ? scale_of_v / total[r] : 0.0f;  // a row without keys: out = 0, LSE = -inf
+        float share = total[r] == 0 ? 0.0f : scale_of_v / total[r];  // a row without keys: out = 0, LSE = -inf
         if (lane % 4 == 0)
             lse[(int64_t(b) * N + n) * S_q + i] =
-                total[r] > 0 ? m[r] * scale + (log2f(total[r]) - LIFT) / LOG2_E : -INFINITY;
+                total[r] == 0 ? -INFINITY : m[r] * scale + (log2f(total[r]) - LIFT) / LOG2_E;
         global<bf16> to = out + ((int64_t(b) * S_q + i) * N + n) * D;
 #pragma unroll
         for (int c = 2 * r; c < D / 2; c += 4)

@@ -141,7 +141,7 @@ def tiled_forward(
             m = new
             # --- end exercise ---
         acc = acc / total.masked_fill(total == 0, 1.0)[..., None]
-        out[:, i] = acc.permute(0, 3, 1, 2, 4).flatten(2, 3)  # [B, N_kv, G, R, D] -> [B, R, N, D]
+        out[:, i] = acc.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)  # [B, N_kv, G, R, D] -> [B, R, N, D]
         lse[:, :, i] = (m + total.log()).flatten(1, 2)  # [B, N_kv, G, R] -> [B, N, R]; no key: -inf
     return out, lse
 
@@ -218,7 +218,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, version: Version, causal: bool, window, offset):
         ctx.version, ctx.mask = version, dict(causal=causal, window=window, offset=offset)
-        out, lse = version.forward(q, k, v, **ctx.mask, dtype=q.dtype)
+        with torch.autocast(q.device.type, enabled=False):  # it would round the fp32 factors of a product to 16 bits
+            out, lse = version.forward(q, k, v, **ctx.mask, dtype=q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)  # an LSE that nobody used has the gradient None, not a tensor of zeros
         return out, lse
@@ -228,13 +229,9 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        return (
-            *ctx.version.backward(dout, q, k, v, out, lse, **ctx.mask, dlse=dlse, dtype=q.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            gradients = ctx.version.backward(dout, q, k, v, out, lse, **ctx.mask, dlse=dlse, dtype=q.dtype)
+        return *gradients, None, None, None, None
 
 
 # -------------------------------------------------------------------------------------------------------------- demo

@@ -235,8 +235,9 @@ class RMSNorm(torch.autograd.Function):
         x2, block = as_rows(x), block_of(x.shape[-1], "RMSNorm")
         rows, cols = x2.shape
         add = None if residual is None else as_rows(residual)
-        total = x2 if add is None else torch.empty(x2.shape, dtype=x.dtype, device=x.device)
-        y = torch.empty(x2.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+        total = x2 if add is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        # No view: autograd would refuse whoever changes it in place, which backward does not mind.
+        y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
         inverse = torch.empty(rows, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         rms_norm_kernel[(rows,)](
             x2, add, weight, total, y, inverse, x2.stride(0), 0 if add is None else add.stride(0), cols,
@@ -245,14 +246,15 @@ class RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(total, weight, inverse)
         ctx.shape = x.shape
         ctx.set_materialize_grads(False)  # an output that nobody used has gradient None, not a tensor of zeros
-        return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
+        return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, weight, inverse = ctx.saved_tensors
+        total, weight, inverse = ctx.saved_tensors
         if dy is None:  # only x + residual was used
             return dtotal, dtotal, None, None
+        x = as_rows(total)
         rows, cols = x.shape
         dy2, extra = as_rows(dy), None if dtotal is None else as_rows(dtotal)
         block = triton.next_power_of_2(cols)

@@ -123,15 +123,23 @@ class AdamW(torch.optim.AdamW):
     Moments are float32 also for weights of lower precision.
     """
 
-    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
-        for group in self.param_groups:
-            for option in ("amsgrad", "maximize", "capturable", "differentiable"):
-                if group.get(option):
-                    raise ValueError(f"{option}=True is not in the kernel; leave it out, or use torch.optim.AdamW")
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, and called by its __init__ for each group."""
+        super().add_param_group(param_group)
+        self.check_options(self.param_groups[-1])
+
+    @staticmethod
+    def check_options(group: dict[str, Any]) -> None:
+        for option in ("amsgrad", "maximize", "capturable", "differentiable"):
+            if group.get(option):
+                raise ValueError(f"{option}=True is not in the kernel; leave it out, or use torch.optim.AdamW")
+        if group["weight_decay"] and not group.get("decoupled_weight_decay", True):
+            raise ValueError("weight decay that goes through the moments is not in the kernel; use torch.optim.Adam")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which casts moments to the dtype of the weights; here they stay float32."""
+        for group in state_dict["param_groups"]:
+            self.check_options({**group, "capturable": False, "differentiable": False})  # these two change no number
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -247,7 +247,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         dh, dweight = ctx.saved_tensors
         if dh is not None:
-            dh = (dh * dloss).view(ctx.shape)
+            # [1], in float32: a GPU rounds a tensor without dimensions to the 16 bits of dh before it multiplies.
+            dh = torch.mul(dh, dloss.view(1), out=torch.empty_like(dh)).view(ctx.shape)
         if dweight is not None:  # multiplied and rounded in one step: no second float32 matrix
             dweight = torch.mul(dweight, dloss, out=torch.empty(dweight.shape, dtype=ctx.dtype, device=dweight.device))
         return dh, dweight, None, None, None

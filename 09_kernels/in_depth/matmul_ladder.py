@@ -176,7 +176,8 @@ def matmul(
         return out.zero_()
     if rung == TRITON:
         grid = (triton.cdiv(N, 64), triton.cdiv(M, 64))
-        tiled_kernel[grid](a, b, out, M, N, K, *a.stride(), *b.stride(), BM=64, BN=64, BK=32)
+        with torch.cuda.device_of(a):  # launch where the tensors are, whatever the current device
+            tiled_kernel[grid](a, b, out, M, N, K, *a.stride(), *b.stride(), BM=64, BN=64, BK=32)
         return out
     spec = RUNGS[rung]
     a_across, b_across = lies_across(a), lies_across(b.t())

@@ -57,6 +57,9 @@ def test_views_empty_tensors_and_gradients_with_strides_of_zero(version):
     empty = torch.zeros(0, 3, device=DEVICE, requires_grad=True)
     elu(empty, 1.0, version).sum().backward()
     assert empty.grad.shape == (0, 3)
+    (dx,) = torch.autograd.grad(elu(odd, 1.0, version).square().sum(), odd, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):  # and not a second derivative that lacks a term
+        dx.square().sum().backward()
 
 
 @pytest.mark.parametrize("version", ["triton", "cuda"])

@@ -94,6 +94,7 @@ def test_a_nan_stays_in_its_sequence_and_its_head():
     out, lse = cuda_forward(q, k, v, causal=False)
     assert out[0, :, 0].isfinite().all() and lse[0, 0].isfinite().all()
     assert out[1].isnan().all() and out[0, :, 1].isnan().all()
+    assert lse[1].isnan().all() and lse[0, 1].isnan().all()  # -inf would say that there is no key
 
 
 # Two heads of three tiles of queries: a block takes the first and the last of a head, then the middle one of the other.

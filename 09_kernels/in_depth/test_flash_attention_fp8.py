@@ -92,6 +92,7 @@ def test_a_nan_stays_in_its_sequence_and_its_head():
     out, lse = fp8_forward(q, k, v, causal=False)
     assert out[0, :, 0].isfinite().all() and lse[0, 0].isfinite().all()
     assert out[1].isnan().all() and out[0, :, 1].isnan().all()
+    assert lse[1].isnan().all() and lse[0, 1].isnan().all()  # -inf would say that there is no key
 
 
 def test_scores_in_the_thousands_do_not_overflow():

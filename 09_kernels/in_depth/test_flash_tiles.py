@@ -74,6 +74,18 @@ def test_output_lse_and_every_gradient_equal_the_definition_to_1e_10(tile):
             assert_same(x, y, what=f"{name} of {sizes} {mask}")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_rounded_once_also_under_autocast(dtype):
+    given = inputs(40, 40, 4, 2, dtype=dtype)
+    want = step(lambda q, k, v: explicit_attention(q, k, v, causal=True), *(x.double() for x in given))
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            got = step(lambda q, k, v: Attention.apply(q, k, v, TILED, True, None, 0)[0], *given)
+        for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+            error = ((x.double() - y).norm() / y.norm()).item()
+            assert x.dtype == dtype and error < 0.4 * torch.finfo(dtype).eps, f"{name}, autocast {enabled}: {error:.1e}"
+
+
 def test_a_row_without_keys_has_output_zero_lse_minus_infinity_and_gradient_zero():
     q, k, v, dout = inputs(12, 12, 2, 1)
     q.requires_grad_()

@@ -26,6 +26,7 @@ from fused_loss import (
 from harness.meter import peak_memory, saved_activations
 from harness.reference import assert_same_trace, sgd_trace
 from harness.report import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 HERE = Path(__file__).parent
@@ -208,6 +209,25 @@ def test_backward_may_run_twice_and_scales_with_the_gradient_of_the_loss():
     again = torch.autograd.grad(loss / 16, leaves)
     for a, b in zip(once, again, strict=True):
         assert torch.equal(a, 16 * b)
+
+
+class ScalarsAsOnAGPU(TorchDispatchMode):
+    """Before a GPU multiplies, it rounds a tensor without dimensions to the 16 bits of the other factor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mul.Tensor and args[0].dim() > args[1].dim() == 0:
+            args = args[0], args[1].to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_gradient_of_the_loss_is_not_rounded_to_16_bits():
+    tensors, (labels,) = loss_inputs(20, 70, 24)["linear_cross_entropy"]
+    leaves = [(x / 64).to(DEVICE, torch.float16).requires_grad_() for x in tensors]
+    loss = linear_cross_entropy(*leaves, labels.to(DEVICE), chunk=6)
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    with ScalarsAsOnAGPU():
+        more = torch.autograd.grad(loss, leaves, torch.full_like(loss, 1e5))  # a loss scale, larger than fp16 holds
+    assert worst([x / 1e5 for x in more], once) < 2e-3
 
 
 def test_under_autocast_the_layer_computes_in_the_lower_precision_as_linear_would():

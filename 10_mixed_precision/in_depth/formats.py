@@ -248,7 +248,9 @@ def transpose(q: Quantized) -> Quantized:
 def emulated_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a [M, K] times b [N, K]ᵀ: the products of the 8-bit values and their scales, summed in fp32 (fp64 for fp64)."""
     kind = torch.promote_types(dtype, torch.float32)
-    return (a.dequantize(kind) @ b.dequantize(kind).T).to(dtype)
+    left, right = a.dequantize(kind), b.dequantize(kind)
+    with torch.autocast(left.device.type, enabled=False):  # it would round them to bf16
+        return (left @ right.T).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- demo

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +53,7 @@ import torch.nn.functional as F
 from _precision_demo import Decoder, OneLineParser, Report, batch, launch, loss_sum, stdlib_bytes
 from formats import TILE, Block, Quantized, amax_of, e4m3, emulated_matmul, expand, quantize, transpose
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # Legend: x [M, K] activations of M tokens, W [N, K] a weight, dy [M, N] the gradient of y. Blocks are (rows, columns);
@@ -143,6 +143,7 @@ class ThreeProducts(torch.autograd.Function):
         return matmul(x_k, w_k, x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: Tensor):
         x_values, x_scale, w_values, w_scale = ctx.saved_tensors
         x_m, w_n = Quantized(x_values, x_scale, ctx.blocks[0]), Quantized(w_values, w_scale, ctx.blocks[1])
@@ -172,6 +173,9 @@ class Fp8Linear:
     Raises FloatingPointError if an input has NaN or infinity: at once on a CPU, in end_step() on a GPU (asking at once
     would make it wait each time). Where ranks share amaxes all of them raise, whichever has it: with a delayed scale
     in end_step(), where they next share one. Recipes "row" and "block" share none, so there one rank raises alone.
+
+    A history of zeros (an expert without tokens, a weight that begins as zeros) makes no scale: then it is the tensor's
+    own amax, as in the first step.
 
     A forward pass without gradients, as in a validation, is no part of a step: it makes no history, and a GPU notes
     nothing of it. If it is the first of two, as in recomputation, the second one is.
@@ -238,8 +242,7 @@ class Fp8Linear:
     def product(self, x: Tensor, weight: Tensor, shared: dict[str, Any] | None = None) -> Tensor:
         """One layer; `shared` has what it shares with others of the same x, and is filled by the first of them."""
         kind = x.device.type
-        autocast = torch.is_autocast_enabled(kind)
-        if autocast and x.dtype != torch.float64:
+        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))  # y takes the dtype of x
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # [B, S, K] -> [M, K]
         # A rank without tokens (an expert nobody chose) still shares its amax; a kernel has nothing to do for it.
@@ -267,9 +270,7 @@ class Fp8Linear:
                 return first, first
             return first, self.quantize(tensor, role, along_columns, weight, counts)
 
-        # Autocast would round the emulated product's fp32 operands to bf16.
-        with torch.autocast(kind, enabled=False) if autocast else nullcontext():
-            y = ThreeProducts.apply(rows, weight, operands, matmul)
+        y = ThreeProducts.apply(rows, weight, operands, matmul)
         y = y[: len(rows) - lack] if lack else y  # a slice, even of all rows, is a copy in the backward pass
         return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
 
@@ -353,9 +354,10 @@ class Fp8Linear:
             self.line_up(histories)
         if histories and self.group is not None:
             dist.all_reduce(self.now, op=dist.ReduceOp.MAX, group=self.group)
-        largest = [torch.stack([amax for _, amax in bad]).amax()] if bad else []
-        largest += [self.now.amax()] if histories else []  # the same on all ranks, so that they raise together
-        if largest and not torch.stack(largest).isfinite().all():  # one wait for the GPU
+        amaxes = [amax.flatten() for _, amax in bad]
+        amaxes += [self.now[0]] if histories else []  # the same on all ranks, so that they raise together
+        found = torch.cat(amaxes).tolist() if amaxes else []  # one wait for the GPU
+        if not all(map(math.isfinite, found)):
             names = [f"{NAMES[r]} of a layer with weights {[*w.shape]}" for w, rs in self.histories.items() for r in rs]
             bad += zip(names, self.now[0], strict=True) if histories else ()
             for what, amax in bad:
@@ -365,8 +367,9 @@ class Fp8Linear:
             torch.amax(self.past, 0, keepdim=True, out=self.peak)
             self.now.zero_()
             self.ended += 1
-        for history in histories:
-            history.steps += 1
+        for history, amax in zip(histories, found[len(found) - len(histories) :], strict=True):
+            history.quiet = 0 if amax > 0 else history.quiet + 1
+            history.steps = history.steps + 1 if history.quiet < self.recipe.history else 0
 
     def line_up(self, histories: list[History]) -> None:
         """Their tensors become columns of common ones: however many layers, the end of a step is a few operations."""
@@ -392,7 +395,8 @@ class History:
 
     def __init__(self, length: int, device: torch.device):
         self.past, self.now, self.peak = (torch.zeros(n, 1, device=device) for n in (length, 1, 1))
-        self.steps = 0
+        self.steps = 0  # that it looks back on; 0: on none, or on none with an amax above 0, which makes no scale
+        self.quiet = length  # steps since there was one, as an expert has them without tokens
 
 
 def check_sizes(outputs: int, inputs: int) -> None:

@@ -38,8 +38,10 @@ The last line is PASS, or the script exits with 1 and says which number is off. 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -92,6 +94,17 @@ def refusal(device: torch.device | str) -> str:
         name = torch.cuda.get_device_name(device)
         return f"fp8 on {name}: the kernels are for Hopper (capability 9.0) or later, not {have[0]}.{have[1]}"
     return ""
+
+
+def on_its_gpu(function: Callable) -> Callable:
+    """Kernels start on the current device. So let it be that of the first argument."""
+
+    @functools.wraps(function)
+    def there(x: Tensor | Quantized, *rest, **options):
+        with torch.cuda.device_of(x.values if isinstance(x, Quantized) else x):
+            return function(x, *rest, **options)
+
+    return there
 
 
 # ------------------------------------------------------------------------------------------------------ quantisation
@@ -182,6 +195,7 @@ def quantize_kernel(
         tl.store(turned + c[:, None] * rows + r[None, :], tl.trans(result), mask=there)
 
 
+@on_its_gpu
 def amax(x: Tensor) -> Tensor:
     """The largest |x| as [1, 1] in fp32; infinite if x has NaN."""
     x, size = x.contiguous(), 8192
@@ -190,6 +204,7 @@ def amax(x: Tensor) -> Tensor:
     return out
 
 
+@on_its_gpu
 def run_quantize(
     x: Tensor,
     dtype: torch.dtype,
@@ -281,6 +296,7 @@ def both_kernel(
     tl.store(across + c[:, None] * rows + r[None, :], tl.trans(second), mask=turned)
 
 
+@on_its_gpu
 def quantize_both(
     x: Tensor, dtype: torch.dtype, block: Block, note: Tensor | None = None
 ) -> tuple[Quantized, Quantized]:
@@ -362,6 +378,7 @@ def block_matmul_kernel(
     )
 
 
+@on_its_gpu
 def rows_of(values: Tensor) -> Tensor:
     """values [R, C] of one byte, contiguous: as they are, or turned around by the kernel."""
     if values.is_contiguous():
@@ -375,6 +392,7 @@ def rows_of(values: Tensor) -> Tensor:
     return out.view(values.dtype)
 
 
+@on_its_gpu
 def block_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a [M, K] b [N, K]ᵀ -> [M, N], both with scales that hold for 128 terms of the sum."""
     left, right = rows_of(a.values), rows_of(b.values)

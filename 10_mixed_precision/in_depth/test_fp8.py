@@ -195,6 +195,9 @@ def test_a_second_backward_through_the_same_layer_has_its_own_gradient():
     first = x.grad.clone()
     y.backward(torch.full_like(y, 3.0))
     assert_same(x.grad, first * 4, 1e-6, "dx of both")
+    dx = torch.autograd.grad(Fp8Linear("tensor")(x, weight).square().sum(), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):  # W is kept in 8 bits, which lead back to no weight
+        dx.sum().backward()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -272,6 +275,17 @@ def test_a_delayed_scale_comes_from_the_largest_amax_of_the_last_steps():
         linear.end_step()
     # The first step has no history and uses its own amax each time; then the largest of at most `length` steps.
     assert seen == [0.5, 1.0, 8.0, *[8.0] * (length - 1), 2.0]
+
+
+def test_a_history_of_zeros_makes_no_scale():
+    """As of an expert that no token came to: with a scale of 1, its next gradients of 1e-6 would be zeros in e5m2."""
+    linear, weight = Fp8Linear("tensor-delayed"), nn.Parameter(random(32, 16))
+    quiet = linear.recipe.history
+    for step, tokens in enumerate((0, 16, 16, *[0] * quiet, 16)):
+        x, dy = random(tokens, 16, seed=step).requires_grad_(), 1e-6 * random(tokens, 32, seed=step + 1)
+        linear(x, weight).backward(dy)
+        linear.end_step()
+        assert tokens == 0 or relative(x.grad, dy @ weight.detach()) < 0.1, f"step {step}"
 
 
 def delayed_steps(ranks: list[int]) -> dict | None:
@@ -397,13 +411,19 @@ def test_data_parallel_ranks_round_like_one_process_with_the_whole_batch(name):
         assert_same_named(got, want, 1e-10, "gradients", rank)
 
 
-def test_under_autocast_y_is_bf16_and_the_gradient_of_an_fp32_weight_is_fp32():
+@pytest.mark.parametrize("inside", [False, True])
+def test_under_autocast_y_is_bf16_and_the_gradient_of_an_fp32_weight_is_fp32(inside):
+    """`inside`: backward, too, is called where autocast is on. It rounds no operand of a product in fp8."""
     x, weight = random(32, 64).requires_grad_(), nn.Parameter(random(48, 64))
     with torch.autocast("cpu", torch.bfloat16):
         y = Fp8Linear("block")(x, weight)
-    y.float().sum().backward()
-    want = Fp8Linear("block")(x.detach().bfloat16(), weight)
+    with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+        y.backward(torch.ones_like(y))
+    narrow, same = x.detach().bfloat16().requires_grad_(), nn.Parameter(weight.detach().clone())
+    want = Fp8Linear("block")(narrow, same)
+    want.backward(torch.ones_like(want))
     assert_same(y.detach().float(), want.detach().float(), 0.0, "y under autocast")
+    assert_same_named({"x": x.grad, "w": weight.grad}, {"x": narrow.grad.float(), "w": same.grad}, 0.0, "gradients")
     assert y.dtype == torch.bfloat16 and weight.grad.dtype == x.grad.dtype == torch.float32
 
 
