@@ -505,7 +505,13 @@ def steps_without_zero_grad():
     stage, batch = new_stage(3), get_batch(0, 4)
     losses = [run_step(stage, "1f1b", 4, batch) for _ in range(2)]
     grads = {name: w.grad.clone() for name, w in stage.layers.named_parameters()}
-    return losses, grads, [name for name in SCHEDULES if run_step(stage, name, 4, batch).requires_grad]
+    with_graph = [name for name in SCHEDULES if run_step(stage, name, 4, batch).requires_grad]
+    tokens, labels = batch
+    nothing = run_step(stage, "1f1b", 4, (tokens, torch.full_like(labels, IGNORE_INDEX))).item()
+    assert nothing == 0, f"without a valid label the loss is {nothing}"
+    with pytest.raises(ValueError, match="7 sequences: use a multiple of 4"):
+        run_step(stage, "1f1b", 4, (tokens[:7], labels[:7]))
+    return losses, grads, with_graph
 
 
 def test_gradients_accumulate_over_steps_and_the_loss_has_no_graph():
