@@ -90,7 +90,7 @@ def moe_dense(x, router_weight, w1, w3, w2, top_k, capacity_factor=None, group=N
     """The simplest correct form: E/K times the work, and all experts in one process.
 
     Every expert computes every token, and the tokens that did not choose it give it the weight 0.
-    In the parallel form each rank drops rows of its own: `sizes` are the tokens of each (None: one).
+    In the parallel form each rank drops rows of its own: `sizes` are their tokens (None: one rank).
     """
     num_experts = len(router_weight)
     experts, gate_weights, router_probs = route(x, router_weight, top_k)
