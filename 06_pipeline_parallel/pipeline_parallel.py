@@ -74,9 +74,11 @@ class Stage:
         self.next_rank = self.rank + 1 if self.rank < self.num_stages - 1 else None
 
     def start_step(self, tokens: Tensor, labels: Tensor, num_micro_batches: int) -> None:
+        if len(tokens) % num_micro_batches:  # a receiver must know the shape of each
+            raise ValueError(f"{len(tokens)} sequences: use a multiple of {num_micro_batches}")
         self.tokens = tokens.chunk(num_micro_batches)  # m of [B, S], used by the first stage
         self.labels = labels.chunk(num_micro_batches)  # used by the last stage
-        self.num_valid = (labels != IGNORE_INDEX).sum()  # of the full batch
+        self.num_valid = (labels != IGNORE_INDEX).sum().clamp(min=1)  # of the full batch; not 0/0
         self.loss = torch.zeros((), dtype=torch.float64, device=tokens.device)
         self.in_flight: dict[int, tuple[Tensor, Tensor]] = {}  # micro-batch -> input, output
 
@@ -420,7 +422,7 @@ def find_deadlock(group: dist.ProcessGroup) -> str:
 
 def reference_step(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     """The full model and the full batch in one process."""
-    loss = loss_sum(model(tokens), labels) / (labels != IGNORE_INDEX).sum()
+    loss = loss_sum(model(tokens), labels) / (labels != IGNORE_INDEX).sum().clamp(min=1)
     loss.backward()
     return loss.detach()
 

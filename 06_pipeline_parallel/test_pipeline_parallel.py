@@ -505,17 +505,24 @@ def steps_without_zero_grad():
     stage, batch = new_stage(3), get_batch(0, 4)
     losses = [run_step(stage, "1f1b", 4, batch) for _ in range(2)]
     grads = {name: w.grad.clone() for name, w in stage.layers.named_parameters()}
-    return losses, grads, [name for name in SCHEDULES if run_step(stage, name, 4, batch).requires_grad]
+    with_graph = [name for name in SCHEDULES if run_step(stage, name, 4, batch).requires_grad]
+    tokens, labels = batch
+    nothing = run_step(stage, "1f1b", 4, (tokens, torch.full_like(labels, IGNORE_INDEX))).item()
+    with pytest.raises(ValueError, match="7 sequences: use a multiple of 4"):
+        run_step(stage, "1f1b", 4, (tokens[:7], labels[:7]))
+    return losses, grads, with_graph, nothing
 
 
 def test_gradients_accumulate_over_steps_and_the_loss_has_no_graph():
     expected = reference(3, 4)
-    for rank, (losses, grads, with_graph) in enumerate(run_ranks(2, steps_without_zero_grad, timeout=TIMEOUT)):
+    for rank, found in enumerate(run_ranks(2, steps_without_zero_grad, timeout=TIMEOUT)):
+        losses, grads, with_graph, nothing = found
         assert_same(losses[0], expected.losses[0], what="the loss of the first step", rank=rank)
         assert_same(losses[1], expected.losses[0], what="the loss of the second step", rank=rank)
         twice = {name: 2 * expected.gradients[0][name] for name in grads}
         assert_same_named(grads, twice, what="gradient of", rank=rank)
         assert not with_graph, f"rank {rank} returns a loss with the graph of its micro-batches: {with_graph}"
+        assert nothing == 0, f"without a valid label the loss is {nothing}"
 
 
 def error_in_bf16(m):

@@ -90,13 +90,13 @@ def moe_dense(x, router_weight, w1, w3, w2, top_k, capacity_factor=None, group=N
     """The simplest correct form: E/K times the work, and all experts in one process.
 
     Every expert computes every token, and the tokens that did not choose it give it the weight 0.
-    In the parallel form each rank drops rows of its own: `sizes` are the ranks' numbers of tokens.
+    In the parallel form each rank drops rows of its own: `sizes` are their tokens (None: one rank).
     """
     num_experts = len(router_weight)
     experts, gate_weights, router_probs = route(x, router_weight, top_k)
     aux_loss = load_balancing_loss(router_probs, experts, group)
     if capacity_factor is not None:
-        by_rank = experts.split(sizes)
+        by_rank = experts.split(sizes or len(experts))
         experts = torch.cat([drop_tokens(e, num_experts, capacity_factor) for e in by_rank])
     y = torch.zeros_like(x, dtype=gate_weights.dtype)
     for e, expert_weights in enumerate(zip(w1, w3, w2, strict=True)):

@@ -283,6 +283,8 @@ def test_an_expert_takes_rows_in_order_up_to_its_capacity():
             expected.append(e if room[e] >= 0 else E)
         got = expert_parallel.drop_tokens(experts, E, factor).flatten().tolist()
         assert got == expected, f"capacity factor {factor}, T = {T}, K = {top_k}"
+    dense = partial(moe_dense, random(7, HIDDEN), *layer_weights().values(), 2, 0.4)
+    assert torch.equal(dense()[0], dense(sizes=[7])[0]), "without sizes all tokens are of one rank"
 
 
 def router_gradients() -> dict[int, float]:

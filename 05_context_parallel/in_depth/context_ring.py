@@ -43,7 +43,7 @@ import tokenize
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +66,17 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def at_least_fp32(x: Tensor) -> Tensor:
     """bf16 and fp16 become fp32, in which sums over many terms are safe; fp32 and fp64 stay what they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def without_autocast(function: Callable) -> Callable:
+    """Autocast would make 16 bits again of what `at_least_fp32` has widened, as soon as it is multiplied."""
+
+    @wraps(function)
+    def run(x: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *others, **options)
+
+    return run
 
 
 # -------------------------------------------------------------------------------- layouts: which rank holds which token
@@ -166,6 +177,7 @@ def block_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return scores
 
 
+@without_autocast
 def explicit_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ / sqrt(D)) v of one block, and its LSE, both in fp32 or better."""
     scores = block_scores(q, k, causal)
@@ -190,6 +202,7 @@ def merge(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> tup
     # --- end exercise ---
 
 
+@without_autocast
 def explicit_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

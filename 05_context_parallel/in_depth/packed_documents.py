@@ -218,14 +218,20 @@ def packed_attention(
         raise ValueError(f"layout {layout!r} is unknown; use one of {', '.join(PACKED_LAYOUTS)}")
     cu = check_documents(cu_seqlens, layout, group.size())
 
+    here = cu[-1] // group.size()
+
     def plan_of(_: str, rank: int, P: int, length: int, causal: bool) -> list[list[Block]]:
-        if length * P != cu[-1]:
-            raise ValueError(
-                f"{P} ranks with {length} tokens each are not the {cu[-1]} of cu_seqlens; give one of them"
-            )
         return [packed_blocks(layout, cu, rank, owner, P, causal) for owner in range(P)]
 
-    return attention_over(TRANSPORTS[version], group, "contiguous", local, plan_of)
+    over_blocks = attention_over(TRANSPORTS[version], group, "contiguous", local, plan_of)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        if not q.shape[1:2] == k.shape[1:2] == (here,):
+            sizes = f"q {list(q.shape)} and k {list(k.shape)}"
+            raise ValueError(f"{sizes}: of the {cu[-1]} tokens of cu_seqlens each of {group.size()} ranks has {here}")
+        return over_blocks(q, k, v, causal=causal)
+
+    return attention
 
 
 def in_documents(cu_seqlens: Sequence[int], attention: Attention = dense_attention) -> Attention:

@@ -99,9 +99,12 @@ def test_nothing_as_large_as_the_scores_exists_in_pytorchs_kernels():
 def test_a_bfloat16_block_is_summed_in_float32():
     q, k, v, dout = (x.bfloat16() for x in given_of(64, 64))
     exact = autograds(*(x.double() for x in (q, k, v, dout)), True)
-    for what, got, want in zip(NAMES, step_of(tiled(8), q, k, v, dout, True), exact, strict=True):
-        assert got.dtype == torch.float32
-        assert_same(got, want, 1e-5, what)
+    for local, autocast in ((tiled(8), False), (tiled(8), True), (EXPLICIT, True)):
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            results = step_of(local, q, k, v, dout, True)
+        for what, got, want in zip(NAMES, results, exact, strict=True):
+            assert got.dtype == torch.float32
+            assert_same(got, want, 1e-5, what)
     *_, dk, dv = step_of(TORCH, q, k, v, dout, True)
     assert dk.dtype == dv.dtype == torch.float32, "the sum over the query heads that share a K/V head"
 

@@ -263,6 +263,7 @@ def errors() -> list[str]:
         lambda: packed_attention(group, (0, 8), "diagonal"),
         lambda: packed_attention(group, (0, 8), version="tree"),
         lambda: packed_attention(group, torch.tensor([0, 3, 16]))(x, x, x, causal=True),
+        lambda: packed_attention(group, (0, 3, 8))(x, x[:, :4], x[:, :4], causal=False),  # of other keys
         lambda: in_documents((0, 3, 9))(x, x, x, causal=True),
     ):
         try:
@@ -274,12 +275,13 @@ def errors() -> list[str]:
 
 
 def test_what_does_not_fit_is_said_in_one_line():
-    layout, version, tokens, whole = run_ranks(1, errors)[0]
+    layout, version, tokens, keys, whole = run_ranks(1, errors)[0]
     assert "'diagonal'" in layout and "each" in layout
     assert "'tree'" in version and "allgather, ring" in version
-    assert "8 tokens" in tokens and "16 of cu_seqlens" in tokens
+    assert tokens.endswith("and k [1, 8, 2, 4]: of the 16 tokens of cu_seqlens each of 1 ranks has 16")
+    assert keys.startswith("q [1, 8, 2, 4] and k [1, 4, 2, 4]: of the 8 tokens")
     assert "8 queries" in whole and "9 tokens" in whole
-    assert all("\n" not in message for message in (layout, version, tokens, whole))
+    assert all("\n" not in message for message in (layout, version, tokens, keys, whole))
 
 
 def run_demo(argv: list[str]) -> list[str]:

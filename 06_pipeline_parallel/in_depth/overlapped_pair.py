@@ -22,7 +22,8 @@ pipelining has a function registered for OVERLAP_F_B, DeepSeek's DualPipe `overl
 
 Formulas. F of parts f0, f1, ..., BW of parts b0, b1, ..., a message of t after each but the last:
     one after the other     sum f + sum b + t (number of messages)
-    as a pair               pair_time(f, b, t): sum f + sum b if every part takes t or more; for Times(pair=...)
+    as a pair               pair_time(f, b, t), for Times(pair=...): sum f + sum b if both have as many parts
+                            and every part takes t or more
 
 On a GPU a host thread only starts kernels, in one stream for both chunks: the kernels that the other chunk starts
 before the turn comes back stand before the `wait` in that stream, and run while the all-to-all is under way in nccl's.

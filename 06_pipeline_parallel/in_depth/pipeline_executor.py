@@ -309,6 +309,8 @@ class Pipeline:
         Returns the loss on ranks with a last stage (in DualPipe on both, each with its half), 0 on the others; with
         `broadcast` the whole loss on all. `inputs` are read only where a first stage is, `targets` where a last one is.
         """
+        if not torch.is_grad_enabled():
+            raise ValueError("a step under no_grad can have no gradients; call forward_only instead")
         return self.run(self.program, inputs, targets, extras, broadcast)
 
     @torch.no_grad()
@@ -320,9 +322,11 @@ class Pipeline:
 
     def run(self, program: Program, inputs: Sequence, targets: Sequence, extras, broadcast: bool) -> Tensor:
         training = torch.is_grad_enabled()
+        extras = extras or [{}] * self.schedule.micro_batches
+        self.check_batch(inputs, targets, extras)
         crossing = self.crossings if training or self.crossings is None else {}  # forwards alone: one by one, in line
         self.mail = Mailbox(program, self.rank, self.group, self.example, crossing)
-        self.inputs, self.targets, self.extras = inputs, targets, extras or [{}] * self.schedule.micro_batches
+        self.inputs, self.targets, self.extras = inputs, targets, extras
         self.held: dict[tuple[int, int], Held] = {}  # by stage and micro-batch
         self.total = torch.zeros((), dtype=torch.float64, device=self.example.device)
         self.peak, self.timeline = 0, []
@@ -346,6 +350,16 @@ class Pipeline:
         if broadcast:
             dist.all_reduce(self.total, group=self.group)
         return self.total
+
+    def check_batch(self, inputs: Sequence, targets: Sequence, extras: Sequence[dict]) -> None:
+        """ValueError unless this rank has as many as there are micro-batches of each that it reads."""
+        held, m = {stage for _, stage in self.stages}, self.schedule.micro_batches
+        read = {"extras": extras}
+        read |= {"inputs": inputs} if 0 in held else {}
+        read |= {"targets": targets} if self.schedule.stages - 1 in held else {}
+        for name, given in read.items():
+            if len(given) != m:  # more than m would be left out without a word
+                raise ValueError(f"{len(given)} {name} for the {m} micro-batches of {self.schedule.name}; give {m}")
 
     def wait_for(self, action: Action) -> Any:
         """What must be there before the action starts: an input, a gradient, or nothing."""
@@ -477,7 +491,8 @@ def sum_mirrored(schedule: Schedule, stages: dict[tuple[int, int], nn.Module], g
     After `step`, before the optimizer. One message of G bytes each way; a + b and b + a are the same bits, so copies
     stay equal. All other schedules: nothing to do. A sum over other ranks (data parallel) may come before or after it.
     """
-    if len(schedule.placement) == 1:
+    trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
+    if len(schedule.placement) == 1 or not trains:  # the partner has the same stages, so it does not send either
         return
     (partner,) = {schedule.placement[1 - direction][stage] for direction, stage in stages}
     # --- exercise 6.37: both ranks add the same pairs of gradients, so they must list them in the same order ---
@@ -494,9 +509,10 @@ def sum_tied(schedule: Schedule, copies: Sequence[nn.Parameter], group: dist.Pro
     copies: those of this rank, none, one or two, with equal values. In a V-shape both ends lie on one rank. In DualPipe
     each of the two ranks has both ends too, and `sum_mirrored` must come first. A sum over other ranks may come before
     or after this one, if it leaves whole gradients; a reduce-scatter (ZeRO) must come after, for it takes them apart.
+    A frozen weight is left as it is, without a gradient.
     """
     ends = {rank for row in schedule.placement for rank in (row[0], row[-1])}
-    if group.rank() not in ends:
+    if group.rank() not in ends or not any(copy.requires_grad for copy in copies):
         return
     # --- exercise 6.38: each end's part counts once ---
     total = flat_gradients(copies[:1])

@@ -479,7 +479,8 @@ def published(schedule: Schedule, times: Times) -> tuple[float | None, tuple[int
         return (bubble * f if f == b == w and m > p else None), (held if m > p else None)
     if name in ("dualpipe", "dualpipe-v"):
         half = p if name == "dualpipe-v" else p // 2  # "PP/2" of the paper counts stages; its B is our b + w
-        return ((half - 1) * (filled + b - 2 * w) if f == b and w <= f else None), (2 * half + 1,) * p
+        holds = f == b and w <= f and b + w <= filled <= f + b + w  # a pair: from BW alone to one after the other
+        return ((half - 1) * (filled + b - 2 * w) if holds else None), (2 * half + 1,) * p
     return None, None  # auto
 
 

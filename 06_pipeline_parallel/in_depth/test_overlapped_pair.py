@@ -180,6 +180,7 @@ def test_the_time_of_a_pair_is_that_of_its_recorded_order():
     assert pair_time([1, 1, 1], [2, 2, 2], 1) == 9, "all four messages beside the other's computing"
     assert pair_time([1, 1], [1, 1], 5) == 8, "two of three units of waiting are left: 1, 1, wait 4, 1, 1"
     assert pair_time([2], [3], 9) == 5
+    assert pair_time([1, 1], [1, 1, 1, 1], 1) == 8, "nothing is left to compute beside the last two messages of BW"
 
 
 def step(overlapped):

@@ -316,7 +316,13 @@ def copies_of_dualpipe():
         sum_mirrored(schedule, stages, group)
     gradients = sum(p.grad.nbytes for module in stages.values() for p in module.parameters())
     assert sent.payload["send"] == gradients, "one message with the gradients of both stages"
-    return before, {s: [p.grad for p in stages[d, s].parameters()] for d, s in stages}
+    after = {s: [p.grad.clone() for p in stages[d, s].parameters()] for d, s in stages}
+    for p in parameters:
+        p.requires_grad_(False)
+    sum_mirrored(schedule, stages, group)
+    for (_, s), module in stages.items():
+        assert all(torch.equal(p.grad, q) for p, q in zip(module.parameters(), after[s], strict=True)), "frozen"
+    return before, after
 
 
 def test_mirrored_copies_differ_before_they_are_summed_and_not_in_one_bit_after():
@@ -339,23 +345,24 @@ def tied_by_hand():
         (both, two_ranks, {0: [1.0, 10.0], 2: [10.0, 1.0]}),  # after sum_mirrored: both ranks have both
         (one_way, dist.group.WORLD, {0: [1.0], 1: [], 2: [None]}),  # an end that got no gradient
         (v, dist.group.WORLD, {0: [None, None], 1: [], 2: []}),  # none at all: zeros
+        (one_way, dist.group.WORLD, {0: ["frozen"], 1: [], 2: ["frozen"]}),
     ):
-        copies = [nn.Parameter(torch.zeros(2)) for _ in held.get(rank, [])]
+        copies = [nn.Parameter(torch.zeros(2), value != "frozen") for value in held.get(rank, [])]
         for copy, value in zip(copies, held.get(rank, []), strict=True):
-            copy.grad = None if value is None else torch.full((2,), value)
+            copy.grad = torch.full((2,), value) if isinstance(value, float) else None
         if rank in held:
-            with own_gradients(copies):
+            with own_gradients([copy for copy in copies if copy.requires_grad]):
                 sum_tied(schedule, copies, group)
-        got.append([copy.grad.tolist() for copy in copies])
+        got.append([copy.grad.tolist() if copy.requires_grad else copy.grad for copy in copies])
     return got
 
 
 def test_a_tied_weight_gets_the_gradient_of_both_its_ends_once():
     first, middle, last = run_ranks(3, tied_by_hand)
     eleven = [11.0, 11.0]
-    assert first == [[eleven], [eleven, eleven], [eleven, eleven], [[1.0, 1.0]], [[0.0, 0.0]] * 2]
-    assert middle == [[]] * 5
-    assert last == [[eleven], [], [eleven, eleven], [[1.0, 1.0]], []]
+    assert first == [[eleven], [eleven, eleven], [eleven, eleven], [[1.0, 1.0]], [[0.0, 0.0]] * 2, [None]]
+    assert middle == [[]] * 6
+    assert last == [[eleven], [], [eleven, eleven], [[1.0, 1.0]], [], [None]]
 
 
 # ------------------------------------------------------------------------------------------------------- small stages
@@ -842,6 +849,18 @@ def refusals():
     ):
         with pytest.raises(ValueError, match=words):
             Pipeline(schedule, stages, group, loss=torch.sum, example=torch.ones(2))
+    pipeline = Pipeline(one, {(0, 0): nn.Linear(2, 2)}, group, loss=lambda y, _: y.sum(), example=torch.ones(2))
+    two, three = torch.ones(2, 2), torch.ones(3, 2)
+    for given, words in (
+        ((three, two), "3 inputs for the 2 micro-batches of 1f1b; give 2"),
+        ((two, three), "3 targets for"),
+        ((two, two, [{}]), "1 extras for"),
+    ):
+        for run in (pipeline.step, pipeline.forward_only):
+            with pytest.raises(ValueError, match=words):
+                run(*given)
+    with torch.no_grad(), pytest.raises(ValueError, match="step under no_grad .* forward_only"):
+        pipeline.step(two, two)
 
 
 def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_sent():

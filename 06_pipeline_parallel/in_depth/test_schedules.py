@@ -154,6 +154,9 @@ def test_the_bubble_of_dualpipe_holds_for_every_time_of_a_pair():
                 for timeline in both:
                     backward = f + w  # what the paper calls B is the whole backward
                     assert timeline.bubble == (p // 2 - 1) * (pair + backward - 3 * w)
+                    assert published(timeline.schedule, times)[0] == timeline.bubble
+                    for never in (Times(f, f, w, pair=f + w - 0.5), Times(f, f, w, pair=2 * f + w + 0.5)):
+                        assert published(timeline.schedule, never)[0] is None, "below BW, or above both"
                     assert set(timeline.peak_activations) == {p + 1}
 
 

@@ -72,7 +72,7 @@ def expert_groups(
     timeout  seconds that a collective of these groups may take; a new group does not take over the world's limit
     """
     mine: list = [None, None]
-    for ranks in slices:
+    for ranks in map(sorted, slices):  # as groups list their ranks, so that replicas have the same place in theirs
         if len(ranks) % P:
             fits = ", ".join(str(p) for p in range(1, len(ranks) + 1) if len(ranks) % p == 0)
             raise ValueError(f"ep {P} does not divide the {len(ranks)} ranks with different tokens; use {fits}")

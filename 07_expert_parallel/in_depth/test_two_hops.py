@@ -227,6 +227,9 @@ def groups_of_four() -> dict[int, list[list[int]]]:
 
 
 def test_a_rank_is_in_its_node_and_with_those_of_its_place_in_the_others():
+    for nodes in (0, 2, 6):
+        with pytest.raises(ValueError, match=f"{nodes} nodes cannot share 5 ranks evenly; use 1, 5"):
+            node_groups([0, 1, 2, 3, 4], nodes)
     for rank, found in enumerate(run_ranks(4, groups_of_four)):
         for nodes, (inside, across) in found.items():
             size = 4 // nodes

@@ -76,7 +76,10 @@ Note = Callable[[str], None]  # told of what happens, when it happens
 
 def node_groups(ranks: list[int], nodes: int, timeout: float = 60.0) -> tuple[Group, Group]:
     """(inside, across) of this rank, if it is among `ranks`: my node, and the ranks with my place in theirs. Collective
-    over the world. `ranks` ascend, and those of a node are neighbours."""
+    over the world. `ranks` ascend, and those of a node are neighbours. ValueError unless nodes are equally large."""
+    if nodes < 1 or len(ranks) % nodes:
+        fits = ", ".join(str(n) for n in range(1, len(ranks) + 1) if len(ranks) % n == 0)
+        raise ValueError(f"{nodes} nodes cannot share {len(ranks)} ranks evenly; use {fits}")
     size, mine = len(ranks) // nodes, [None, None]
     # --- exercise 7.43: cut the ranks into nodes, and into those that have the same place ---
     inside = [ranks[i : i + size] for i in range(0, len(ranks), size)]
