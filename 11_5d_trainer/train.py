@@ -732,9 +732,14 @@ class Logger:
             self.unwritten.add(name)
 
     def say(self, text: str) -> None:
-        if self.leader:
+        if not self.leader:
+            return
+        try:
             tqdm.write(text)
             sys.stdout.flush()  # into a pipe it would come in blocks
+        except OSError:  # the pipe has no reader any more, or the disk is full: log.jsonl has what counts
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def place_in_world() -> tuple[int, int, int]:

@@ -31,8 +31,8 @@ HERE = Path(__file__).resolve().parents[1]
 def command(words, rank=0, world_size=1, port=0, **more):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     environment |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([sys.executable, str(HERE / "train.py"), *words], env=environment, **pipes, **more)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | more
+    return subprocess.Popen([sys.executable, str(HERE / "train.py"), *words], env=environment, **pipes)
 
 
 @pytest.mark.prove
@@ -43,6 +43,15 @@ def test_the_command_ends_with_code_2_and_exactly_one_line():
     assert (out, err) == ("", "train.py: unrecognized arguments: --stepz 3; --help lists the options\n")
     second = command(["--stepz", "3"], rank=1, world_size=2)
     assert second.communicate(timeout=60) == ("", "") and second.returncode == 2
+
+
+@pytest.mark.prove
+def test_a_run_goes_on_when_nothing_can_be_printed_any_more(text, tmp_path):
+    with open("/dev/full", "w") as full:
+        words = [*arguments(text, steps=2, micro_batch=8), "--out", str(tmp_path / "run")]
+        process = command(words, port=free_port(), stdout=full)
+        assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
+    assert checkpoint.find(str(tmp_path / "run"))[2].step == 2
 
 
 # ------------------------------------------------------------------------------------------- the end of a job
