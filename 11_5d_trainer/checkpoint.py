@@ -203,8 +203,9 @@ def checksum(path: Path) -> int:
 
 
 def complete(run: Path) -> list[Path]:
-    """The finished checkpoints of a run, oldest first."""
-    return sorted((path.parent for path in (run / "checkpoints").glob("step-*/manifest.json")), key=step_of)
+    """The finished checkpoints of a run, oldest first. A copy with a name of its own, step-000200-good, is none."""
+    found = (path.parent for path in (run / "checkpoints").glob("step-*/manifest.json"))
+    return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=step_of)
 
 
 def best_of(run: Path) -> Path | None:
@@ -245,30 +246,32 @@ def hold(run: Path) -> IO[str] | None:
     """
     try:
         file = (run / "lock").open("a+")
+        if not locked(file, exclusive=True, patience=PATIENCE):
+            raise in_use(run)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
     except OSError as error:
         raise UsageError(f"{run} cannot be written to ({in_a_line(error)})") from None
-    if not locked(file, exclusive=True, patience=PATIENCE):
-        raise in_use(run)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
     return file
 
 
-def check_free(run: Path, restart: bool = False) -> None:
+def check_free(run: Path, restart: bool = False) -> bool:
     """Raise UsageError if another job holds the lock of this folder. Looks only: `hold` decides. `restart`: the holder
-    may be the same job, on a machine that is gone."""
+    may be the same job, on a machine that is gone. True if it was held at first: there may be a new checkpoint now."""
     if not (run / "lock").exists():
-        return
+        return False
     with (run / "lock").open() as file:
+        if locked(file, exclusive=False, patience=0):
+            return False
         if locked(file, exclusive=False, patience=PATIENCE):
-            return
+            return True
         if restart:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 waits = f"--restart waits {LEASE:g} s, in case its machine is gone"
                 print(f"{run} is being written by {holder(run)}; {waits}", file=sys.stderr)
             if locked(file, exclusive=False, patience=LEASE):
-                return
+                return True
     raise in_use(run)
 
 
@@ -318,21 +321,32 @@ def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
             raise UsageError(f"--resume {resume}: {what}; use --resume {run}, which takes the one before")
         return run, path, progress_of(path), []
     messages: list[str] = []
-    for candidate in reversed(complete(path)):
+    candidates = complete(path)
+    for candidate in reversed(candidates):
         if not (what := damage(candidate)):
             return path, candidate, progress_of(candidate), messages
         messages.append(f"{candidate.name} is passed over: {what}")
+    if complete(path) != candidates:  # the run goes on: it has written one, and removed these
+        return find(resume)
     if messages:
         raise UsageError(f"--resume {resume}: {messages[0]}; there is no other checkpoint; start a new run")
     raise UsageError(f"--resume {resume} holds no complete checkpoint; give a run folder or a checkpoint in it")
 
 
-def find_aloud(run: str) -> tuple[Path, Path, Progress]:
-    """The same for a program that has no log: what there is to tell goes to the screen."""
-    home, path, progress, messages = find(run)
-    for message in messages:
-        print(message, file=sys.stderr)
-    return home, path, progress
+def read_newest(run: str, read: Callable[[Path, Path, Progress], Any]) -> Any:
+    """What `read` makes of run folder, checkpoint and progress, for a program that has no log: what there is to tell
+    goes to the screen. If a run that goes on removes the checkpoint meanwhile, the next one is read. Raises UsageError.
+    """
+    for _ in range(3):
+        home, path, progress, messages = find(run)
+        for message in messages:
+            print(message, file=sys.stderr)
+        try:
+            return read(home, path, progress)
+        except FileNotFoundError:
+            if (path / "manifest.json").exists():
+                raise
+    raise UsageError(f"{run} removes its checkpoints faster than they can be read; copy one, and name the copy")
 
 
 def progress_of(path: Path) -> Progress:

@@ -112,7 +112,10 @@ def main() -> None:
         parser.error(f"{run} holds no log.jsonl; give the folder of a run")
     lines = [json.loads(line) for line in text if line.endswith("}")]  # the last may be half written
     print(in_terminal(lines))
-    (run / "loss.svg").write_text(as_svg(lines, run.name))
+    try:
+        (run / "loss.svg").write_text(as_svg(lines, run.name))
+    except OSError as error:
+        parser.error(f"{run / 'loss.svg'} cannot be written ({error.strerror})")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ that and the position follows how many samples of a source came before, so there
 
 import json
 import math
+import os
 import sysconfig
 import zlib
 from array import array
@@ -111,10 +112,14 @@ def load_corpus(config: Config) -> Corpus:
     parts = [(path, 1.0)]
     if (path / "mixture.json").exists():
         parts = read_mixture(path)
-    if parts[0][0] != path or (path / "train.bin").exists() or (path.suffix == ".bin" and path.is_file()):
-        corpus = load_ids(config, parts)
-    else:
-        corpus = load_text(config, path)
+    try:
+        if parts[0][0] != path or (path / "train.bin").exists() or (path.suffix == ".bin" and path.is_file()):
+            corpus = load_ids(config, parts)
+        else:
+            corpus = load_text(config, path)
+    except OSError as error:
+        where = error.filename or path
+        raise UsageError(f"--data {config.data}: {where} cannot be read ({os.strerror(error.errno or 0)})") from None
     check_corpus(corpus, config)
     return corpus
 

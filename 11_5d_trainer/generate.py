@@ -9,12 +9,18 @@ numbers. The model is chapter 01's Llama (or chapter 07's mixture) on one device
 """
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # Ctrl-C: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import paths  # noqa: F401  finds the chapters below
 import checkpoint
@@ -30,7 +36,12 @@ from torch import Tensor
 
 def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str, bool]:
     """The whole model of a run's newest checkpoint, its options, the checkpoint's name; were its data token ids?"""
-    _, path, progress = checkpoint.find_aloud(run)
+    return checkpoint.read_newest(run, partial(read_model, device))
+
+
+def read_model(
+    device: torch.device | str, home: Path, path: Path, progress: checkpoint.Progress
+) -> tuple[Llama, Config, str, bool]:
     config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
     moe, dtype = config.mixture(sizes), WEIGHTS.get(config.precision, torch.float32)
     moe = replace(moe, capacity=None) if moe else None  # which drops tokens that come together; here they come alone
@@ -158,10 +169,10 @@ def read_prompt(prompt: str, config: Config, numbers: bool, tokenizer: Tokenizer
     if tokenizer:
         return tokenizer.encode(prompt), tokenizer.decode
     if numbers:
-        if not all(word.isdigit() and int(word) < config.vocab_size for word in prompt.split()):
+        if not all(word.isdecimal() and int(word) < config.vocab_size for word in prompt.split()):
             raise UsageError(f"--prompt {prompt!r}: the run's data are token ids; give some below {config.vocab_size}")
         return [int(word) for word in prompt.split()], as_numbers
-    return list(prompt.encode()), as_bytes
+    return list(os.fsencode(prompt)), as_bytes  # also those that are no UTF-8
 
 
 def main() -> int:
@@ -203,6 +214,8 @@ def main() -> int:
         parser.error(str(error).replace("--resume", "run"))
     if not tokens:
         parser.error("--prompt is empty; give at least one token to continue")
+    if max(tokens) >= model.config.vocab_size:
+        parser.error(f"--prompt has token id {max(tokens)}, beyond the model's vocabulary of {model.config.vocab_size}")
     prompt = torch.tensor([tokens], device=args.device)
     generator = torch.Generator().manual_seed(args.seed)
     drawn = (args.tokens, args.temperature, generator, args.top_k, args.top_p, stop, trained_length(config))

@@ -13,11 +13,15 @@ it, `pip install safetensors`. A config.json alone needs neither.
 import json
 import re
 import shutil
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # Ctrl-C: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import paths  # noqa: F401  finds the chapters below
 import checkpoint
@@ -28,6 +32,7 @@ from model import Lazy, full_shapes
 from moe_layer import MoEConfig
 from ops import WEIGHTS
 from options import Config, OneLineParser, UsageError
+from sources import KEPT as TOKENIZER_FILES
 from torch import Tensor
 
 # Ours -> Hugging Face's, in config.json; the keys of a file, and what else there is, stand in hf_keys.py.
@@ -283,7 +288,18 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     Large models become several files of at most `file_bytes`; one of them is in memory at a time. In fp32, a run of
     bf16-master gives its masters. Raises UsageError where there is no checkpoint, or a run in `folder`.
     """
-    home, path, progress = checkpoint.find_aloud(run)
+    return checkpoint.read_newest(run, lambda *found: write_model(run, *found, Path(folder), dtype, file_bytes))
+
+
+def write_model(
+    run: str,
+    home: Path,
+    path: Path,
+    progress: checkpoint.Progress,
+    out: Path,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> str:
     config = Config(**progress.config)
     sizes = LlamaConfig(**progress.sizes)
     moe = config.mixture(sizes)
@@ -298,18 +314,18 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     like = full_shapes(replace(sizes, lora_rank=0), moe)
     if sizes.lora_rank:
         weights = Lazy(like, partial(merged, weights, sizes.lora_scale))
-    out = Path(folder)
     if (out / "checkpoints").exists() or (out / "log.jsonl").exists():
-        raise UsageError(f"{folder} holds a run, whose config.json would be lost; export to another folder")
+        raise UsageError(f"{out} holds a run, whose config.json would be lost; export to another folder")
+    save_file = safetensors().torch.save_file  # before anything is removed
     out.mkdir(parents=True, exist_ok=True)
-    for pattern in ("model*.safetensors*", "tokenizer*.json", "generation_config.json"):
+    for pattern in ("model*.safetensors*", "config.json", "generation_config.json", *TOKENIZER_FILES):
         for old in out.glob(pattern):  # of an export before this one: a reader would mix them
             old.unlink()
     kind = kind_of(sizes, moe)
     files = in_files({name: t.numel() * dtype.itemsize for name, t in like.items()}, file_bytes)
     for file, names in files.items():
         tensors = {their_name(kind, name): weights[name] for name in names}
-        safetensors().torch.save_file(tensors, out / file, metadata={"format": "pt"})
+        save_file(tensors, out / file, metadata={"format": "pt"})
         del tensors  # before those of the next file
     if len(files) > 1:
         size = sum(t.numel() for t in like.values()) * dtype.itemsize
@@ -337,6 +353,9 @@ def main() -> None:
         name = export(args.run, args.folder, getattr(torch, args.dtype) if args.dtype else None)
     except UsageError as error:
         parser.error(str(error))
+    except (OSError, safetensors().SafetensorError) as error:
+        where, why = getattr(error, "filename", None) or args.folder, getattr(error, "strerror", None) or error
+        parser.error(f"{where} cannot be written ({why}); the export is not complete")
     print(f"{name} of {args.run} written to {args.folder}")
 
 

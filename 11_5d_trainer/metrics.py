@@ -37,7 +37,6 @@ There is a formula for fp32, fp64 and bf16-master. The table has none
 
 import dataclasses
 import importlib
-import json
 import math
 import resource
 import secrets
@@ -362,9 +361,7 @@ class Watch:
         dist.all_gather_object(self.ranks, mine)
 
     def report(self) -> str:
-        """The table of `--meter`; also meter.json, rank by rank. "Measured" is that of the rank with most."""
-        if dist.get_rank() == 0:
-            (self.run / "meter.json").write_text(json.dumps(self.ranks, indent=1) + "\n")
+        """The table of `--meter`, of which meter.json has every rank. "Measured" is that of the rank with most."""
         lines = [f"{'bytes of a rank':30} {'measured':>15} {'formula':>15} {'all ranks, measured':>20}"]
         for what in ("held", "sent", "crossed"):
             for kind in self.ranks[0][what]:

@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -30,6 +31,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+if __name__ in ("__main__", "__mp_main__"):  # Ctrl-C ends the imports below, and each process, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import paths  # noqa: F401  finds the chapters below
 from options import OneLineParser, UsageError
@@ -46,6 +50,9 @@ from sources import (
     text_files,
 )
 from tqdm import tqdm
+
+if __name__ == "__main__":  # from here on, main has an end for it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 UNIT = 2**22  # bytes of text that a process encodes at once
 START, END = "<|im_start|>", "<|im_end|>"
@@ -291,8 +298,8 @@ def write_source(
             bar.update(unit.end - unit.begin)
     if not (train.tokens and val.tokens):
         what = f"{seen} documents, of which with --val-every {args.val_every} none is for"
-        where = units[0].path if units else folder
-        raise UsageError(f"{where}: {what} {'validation' if train.tokens else 'training'}; use another --val-every")
+        what = f"{what} {'validation' if train.tokens else 'training'}; use another --val-every"
+        raise UsageError(f"{units[0].path}: {what if seen else 'there is no text in it'}")
     return [train, val]
 
 
@@ -305,6 +312,8 @@ def prepare_all(args: argparse.Namespace) -> list[str]:
         raise UsageError("some sources have a weight and some have none; give all of them one, as in web.jsonl:0.7")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out} is there already and not empty; give another folder")
+    if not out.name:
+        raise UsageError(f"--out {out} is no new folder; give it a name")
     part = out.with_name(f"{out.name}.part")
     if part.exists():
         raise UsageError(f"--out {out}: {part} is left over from a run that did not end, or is under way; remove it")
@@ -317,6 +326,8 @@ def prepare_all(args: argparse.Namespace) -> list[str]:
     found = [units_of(path, args.val_every) for path, _ in sources]
     if args.chat and (wrong := next((units[0].path for units, _ in found if units and units[0].kind == "text"), None)):
         raise UsageError(f"--chat reads JSON lines or Parquet, and {wrong} is text")
+    if empty := next((path for (path, _), (units, _) in zip(sources, found, strict=True) if not units), None):
+        raise UsageError(f"{empty} is empty; there is no text in it")
     said, mixed = [], []
     size = sum(unit.end - unit.begin for units, _ in found for unit in units)
     rows = any(unit.kind == "parquet" for units, _ in found for unit in units)
@@ -389,6 +400,8 @@ def main() -> int:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename or args.out}: {error.strerror or error}")
+    except KeyboardInterrupt:  # what was written is removed
+        return 130
     print("\n".join(said))
     return 0
 

@@ -153,8 +153,11 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     config.check_layout(sizes, world_size)
     if not config.show_mesh:
         check_memory(config, sizes, world_size, device)
-        if (folder := config.out or (resume and resume[0])) and not config.evaluate:
-            checkpoint.check_free(Path(folder), config.restart)
+        folder = "" if config.evaluate else config.out or (resume and resume[0])
+        if folder and checkpoint.check_free(Path(folder), config.restart):
+            return prepare(arguments, world_size, local_rank)  # from what has been written meanwhile
+    if not (config.evaluate or config.show_mesh or resume):
+        check_apart(config)
     if config.out and not config.evaluate:
         check_folder(config.out, config.restart)
     check_kernels(config, sizes, device)
@@ -195,6 +198,17 @@ def read_data(config: Config, given: dict[str, Any], resume: tuple | None) -> Co
     if progress.data not in ("", corpus.fingerprint):
         raise UsageError(f"--resume {config.resume}: {where} has other contents or weights than it had then")
     return corpus
+
+
+def check_apart(config: Config) -> None:
+    """Raise UsageError if a run would write into its own text or over the model that it starts from."""
+    folder, data = Path(config.out or "runs").resolve(), Path(config.data).resolve()
+    prepared = any((data / name).exists() for name in ("train.bin", "mixture.json"))
+    if config.data and data.is_dir() and not prepared and folder.is_relative_to(data):
+        what = f"--out {config.out or folder} lies in --data {config.data}"
+        raise UsageError(f"{what}, whose text it would be; use another folder")
+    if config.init and folder == Path(config.init).resolve():
+        raise UsageError(f"--out {config.out} is --init {config.init}, whose config.json would be lost; use another")
 
 
 def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tuple[Config, LlamaConfig]:
@@ -381,12 +395,14 @@ class Run:
             self.first = resume(plan, me, self.training)
             assert dist.group.WORLD is not None
             checkpoint.set_aside_later(folder, self.first, dist.group.WORLD)
-        elif self.leader:
-            if origin := config.init or config.config:
-                keep_origin(origin, folder)
-            if plan.corpus.tokenizer:
-                plan.corpus.tokenizer.save(folder / "tokenizer")
         self.log = Logger(folder, config, self.first, self.leader)
+        if not plan.resume and self.leader:
+            with self.log.or_say("origin"):
+                if origin := config.init or config.config:
+                    keep_origin(origin, folder)
+            with self.log.or_say("tokenizer"):
+                if plan.corpus.tokenizer:
+                    plan.corpus.tokenizer.save(folder / "tokenizer")
         saving = me.mesh.groups["saving"]
         self.saver = checkpoint.Saver(folder, saving, config.keep, self.log.say, config.keep_best)
         self.speed, self.watch = Speedometer(plan, me), Watch(me, folder, self.first)
@@ -456,6 +472,7 @@ class Run:
         self.write(line)
         if self.config.meter and step == self.first:
             self.log.say(self.watch.report())
+            self.log.keep("meter.json", json.dumps(self.watch.ranks, indent=1) + "\n")
         if not finite and me.scaler.dynamic:
             self.log.say(f"step {step + 1}: a gradient overflows; step left out, loss scale now {me.scaler.value:g}")
         elif not finite and self.config.on_nan == "stop":
@@ -523,7 +540,13 @@ def evaluate_alone(plan: Plan) -> str:
     me = make_trainer(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
     held_out = Sampler(plan.corpus.held_out, config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
     if plan.resume:
-        resume(plan, me, held_out)
+        removed = False
+        try:
+            resume(plan, me, held_out)
+        except FileNotFoundError:
+            removed = True
+        if any_rank(me, removed).values()[0]:
+            raise RunEnds(f"{plan.resume[1]} is not there any more: the run goes on and has removed it; try again")
     value = validate(me, held_out)
     wait_for_weights(me)
     what = f"{plan.resume[1].name} of {plan.resume[0]}" if plan.resume else config.init
@@ -710,16 +733,21 @@ class Logger:
             self.unwritten.add(name)
 
     def say(self, text: str) -> None:
-        if self.leader:
+        if not self.leader:
+            return
+        try:
             tqdm.write(text)
             sys.stdout.flush()  # into a pipe it would come in blocks
+        except OSError:  # the pipe has no reader any more, or the disk is full: log.jsonl has what counts
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def place_in_world() -> tuple[int, int, int]:
     """Rank, local rank and world size, as torchrun puts them into the environment. Raises UsageError."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     found = {}
-    for name, default in alone.items():
+    for name, default in (alone | {"MASTER_PORT": "0"}).items():
         value = os.environ.get(name, default)
         if not value.isdecimal() or int(value) < int(default):
             raise UsageError(f"{name}={value} in the environment must be a whole number from {default}; unset it")
@@ -728,6 +756,9 @@ def place_in_world() -> tuple[int, int, int]:
         for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise UsageError(f"RANK is in the environment, but no {name}; unset it, or start with torchrun")
+    elif found["WORLD_SIZE"] > 1:
+        what = f"WORLD_SIZE={found['WORLD_SIZE']} is in the environment, but no RANK"
+        raise UsageError(f"{what}; unset it, or start with torchrun")
     if found["RANK"] >= found["WORLD_SIZE"]:
         raise UsageError(f"RANK={found['RANK']} in the environment is not below WORLD_SIZE={found['WORLD_SIZE']}")
     return found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]
@@ -748,12 +779,17 @@ def main() -> int:
         return 0 if isinstance(error, NothingLeft) else 2
     except KeyboardInterrupt:
         return 130
+    # torchrun passes Ctrl-C on as SIGTERM, and Slurm sends it before the time is up; and Python's own handler is not
+    # there in a job that a shell put in the background. A validation has no step to end, and nothing to save.
     stop = Stop()
-    signal.signal(
-        signal.SIGTERM, stop
-    )  # torchrun passes Ctrl-C on as SIGTERM, and Slurm sends it before the time is up
-    signal.signal(signal.SIGINT, stop)  # Python's own is not there in a job that a shell put in the background
-    connect(plan.device, plan.config.timeout)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL if plan.config.evaluate else stop)
+    try:
+        connect(plan.device, plan.config.timeout)
+    except dist.DistError as error:
+        where, why = ":".join(os.environ[f"MASTER_{part}"] for part in ("ADDR", "PORT")), str(error).splitlines()[0]
+        print(f"train.py: rank {rank} cannot meet the others at {where} ({why})", file=sys.stderr)
+        return 4
     if plan.config.zero_offload and plan.device.type == "cuda":  # the host updates: not with torchrun's one core
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     try:
@@ -781,6 +817,9 @@ def run_to_its_end(plan: Plan, run: Path, stop: Stop) -> int:
     except RunEnds as error:
         if rank == 0:
             print(f"train.py: {error}", file=sys.stderr)
+        return 3
+    except FloatingPointError as error:  # of fp8 on a CPU, where each rank looks at its own numbers
+        print(f"train.py: rank {rank}: {error}", file=sys.stderr, flush=True)
         return 3
     except RuntimeError as error:
         words = re.search("time.?out|timed out|connection|broken pipe", str(error), re.IGNORECASE)

@@ -146,6 +146,21 @@ def test_an_exchange_sends_what_a_reduce_scatter_should():
         assert got.tolist() == [3.0 * (4 * rank + i) + 3 for i in range(4)]
 
 
+def summed_by_each_rank(dtype: torch.dtype) -> Tensor:
+    """The same terms in each slice, so each rank sums the same."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    flat = torch.randn(50, generator=torch.Generator().manual_seed(rank)).to(dtype).repeat(4)
+    out = flat.new_empty(50)
+    ExchangeAndSum(out, flat, group=group, async_op=False)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_exchange_gives_the_same_bits_whichever_rank_sums(dtype):
+    first, *others = run_ranks(4, summed_by_each_rank, dtype)
+    assert all(torch.equal(first, other) for other in others)
+
+
 def bytes_sent_to_all() -> tuple[float, Tensor]:
     rank, flat = dist.get_rank(), torch.zeros(12)
     flat[4 * rank : 4 * rank + 4] = rank + 1

@@ -57,12 +57,14 @@ class ExchangeAndSum:
 
     For gloo, which has no reduce-scatter of its own: it does a whole all-reduce and copies my part out, which sends
     twice (N-1)/N n. Give it as `reduce_scatter=` where that matters. The call and `wait()` are those of a collective.
+    The terms are added in the order of the ranks, whichever rank adds: two copies of a weight that lie in different
+    buckets, as those of a tied embedding do at the two ends of a pipeline, would else drift apart.
     """
 
     def __init__(self, out: Tensor, flat: Tensor, *, group: dist.ProcessGroup, async_op: bool):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         slices = flat.view(ranks, -1)  # [N, S]: slice r is what rank r sums
-        self.out, self.mine = out, slices[rank]
+        self.out, self.rank, self.mine = out, rank, slices[rank]
         self.arrived = flat.new_empty(ranks - 1, self.mine.numel())  # my own slice need not travel
         others = [other for other in range(ranks) if other != rank]
         self.works = [
@@ -79,7 +81,11 @@ class ExchangeAndSum:
     def wait(self) -> None:
         while self.works:
             self.works.pop().wait()
-        torch.add(self.mine, self.arrived.sum(0), out=self.out)  # in place, as in a bucket, or elsewhere
+        terms = [*self.arrived[: self.rank], self.mine, *self.arrived[self.rank :]]
+        total = terms[0].to(torch.promote_types(self.out.dtype, torch.float32), copy=True)  # rounded once, at the end
+        for term in terms[1:]:
+            total += term
+        self.out.copy_(total)  # in place, as in a bucket, or elsewhere
 
 
 class SendToAll:

@@ -134,6 +134,8 @@ OPTIONS = [
 FILES = [
     ("--data {d}none", "--data {d}none does not exist; give a text file, a folder or a .bin of tokens", 1),
     ("--data {d}empty.txt", "--data {d}empty.txt has 0 training tokens, too few for one sample of", 1),
+    ("--data /proc/self/mem", "--data /proc/self/mem: /proc/self/mem cannot be read (Input/output error)", 1),
+    ("--data {d}many --out {d}many/run", "--out {d}many/run lies in --data {d}many, whose text it would be; use", 1),
     ("--data {d}short.txt", "--data {d}short.txt has 15 training tokens, too few for one sample of", 1),
     ("--data {text} --seq-len 20000", "--data {text} has 10554 validation tokens, too few for one sample", 1),
     ("--data {d}folder", "--data {d}folder holds 0 text files; a folder needs two or more", 1),
@@ -387,6 +389,11 @@ def test_more_ranks_than_gpus_are_refused_on_every_rank_for_the_first_alone_spea
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"},
             "RANK is in the environment, but no MASTER_PORT",
         ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "a"},
+            "MASTER_PORT=a in the environment must be a whole number from 0; unset it",
+        ),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is in the environment, but no RANK; unset it, or start with torchrun"),
         ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK=1.0 in the environment must be a whole number from 0; unset it"),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": "1"},

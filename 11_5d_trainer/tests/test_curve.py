@@ -53,10 +53,16 @@ def test_a_run_ends_with_its_curve_its_bits_per_byte_and_a_picture(tmp_path, mon
     monkeypatch.setattr(sys, "argv", ["curve.py", folder])
     curve.main()  # from the log on disk
     assert capsys.readouterr().out == curve.in_terminal(log) + "\n"
-    monkeypatch.setattr(sys, "argv", ["curve.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        curve.main()
-    assert capsys.readouterr().err == f"curve.py: {tmp_path} holds no log.jsonl; give the folder of a run\n"
+    (tmp_path / "run" / "loss.svg").unlink()
+    (tmp_path / "run" / "loss.svg").mkdir()
+    for where, line in (
+        (f"{tmp_path}", f"{tmp_path} holds no log.jsonl; give the folder of a run"),
+        (f"{folder}", f"{folder}/loss.svg cannot be written (Is a directory)"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["curve.py", where])
+        with pytest.raises(SystemExit, match="2"):
+            curve.main()
+        assert capsys.readouterr().err == f"curve.py: {line}\n"
 
 
 def test_bits_per_byte_are_known_for_text_and_not_for_tokens_of_a_stranger(tmp_path):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import checkpoint
@@ -19,6 +20,7 @@ import step as step_module
 import torch.distributed as dist
 import train
 from harness.ranks import run_ranks
+from options import Config
 from test_train import SIZES, arguments, losses
 
 HERE = Path(__file__).resolve().parents[1]
@@ -29,8 +31,8 @@ HERE = Path(__file__).resolve().parents[1]
 def command(words, rank=0, world_size=1, port=0, **more):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     environment |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([sys.executable, str(HERE / "train.py"), *words], env=environment, **pipes, **more)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | more
+    return subprocess.Popen([sys.executable, str(HERE / "train.py"), *words], env=environment, **pipes)
 
 
 @pytest.mark.prove
@@ -41,6 +43,15 @@ def test_the_command_ends_with_code_2_and_exactly_one_line():
     assert (out, err) == ("", "train.py: unrecognized arguments: --stepz 3; --help lists the options\n")
     second = command(["--stepz", "3"], rank=1, world_size=2)
     assert second.communicate(timeout=60) == ("", "") and second.returncode == 2
+
+
+@pytest.mark.prove
+def test_a_run_goes_on_when_nothing_can_be_printed_any_more(text, tmp_path):
+    with open("/dev/full", "w") as full:
+        words = [*arguments(text, steps=2, micro_batch=8), "--out", str(tmp_path / "run")]
+        process = command(words, port=free_port(), stdout=full)
+        assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
+    assert checkpoint.find(str(tmp_path / "run"))[2].step == 2
 
 
 # ------------------------------------------------------------------------------------------- the end of a job
@@ -160,7 +171,42 @@ def test_a_gradient_that_is_not_finite_is_named_and_the_run_stops_or_skips_as_as
     assert all(math.isfinite(line["val_loss"]) for line in log if "val_loss" in line)
 
 
-@pytest.mark.parametrize("script", ["train.py", "launch.py"])
+def diverged(words):
+    plan, folder = train.agree(train.prepare(words, dist.get_world_size()))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        return train.run_to_its_end(plan, folder, train.Stop()), said.getvalue()
+
+
+def test_a_run_in_fp8_that_diverges_ends_in_one_line(text, tmp_path):
+    words = arguments(text, precision="fp8-row", lr=1e30, micro_batch=8)
+    [(code, said)] = run_ranks(1, diverged, [*words, "--out", str(tmp_path / "run")])
+    assert code == 3 and re.fullmatch(r"train.py: rank 0: fp8: .* has an infinity or NaN, .*\n", said), said
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_a_rank_that_meets_no_other_ends_in_one_line_and_a_validation_at_a_signal(evaluate, monkeypatch, capsys):
+    handlers, asked = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}, []
+
+    def alone(*_):
+        asked.extend(signal.getsignal(number) for number in handlers)
+        raise dist.DistNetworkError("nobody answers\nC++ CapturedTraceback:")
+
+    plan = types.SimpleNamespace(config=Config(evaluate=evaluate), device=None)
+    monkeypatch.setattr(train, "prepare", lambda *_: plan)
+    monkeypatch.setattr(train, "connect", alone)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "there"), ("MASTER_PORT", "7")):
+        monkeypatch.setenv(name, value)
+    try:
+        assert train.main() == 4
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr().err == "train.py: rank 1 cannot meet the others at there:7 (nobody answers)\n"
+    assert [handler == signal.SIG_DFL for handler in asked] == [evaluate, evaluate], "a validation has no step to end"
+
+
+@pytest.mark.parametrize("script", ["train.py", "launch.py", "prepare.py", "generate.py", "hf.py"])
 def test_ctrl_c_during_the_imports_says_nothing(script, tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

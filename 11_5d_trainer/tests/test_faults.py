@@ -23,6 +23,8 @@ from unittest.mock import patch
 import paths  # noqa: F401  finds the chapters below
 import checkpoint
 import fuzz
+import generate
+import hf
 import pytest
 import step as step_module
 import torch
@@ -323,12 +325,38 @@ def test_the_newest_and_the_best_are_by_their_steps_and_finite_losses_and_every_
     for step, file, how in ((1_000_001, ".metadata", "truncated"), (1_000_000, "__0_0.distcp", "truncated")):
         assert checkpoint.find(str(run))[1].name == f"step-{step}"
         damage(run, f"step-{step}", file, how)
+    shutil.copytree(run / "checkpoints" / "step-1000001", run / "checkpoints" / "step-1000001-good")  # a user's own
     published(run, 1_000_002)
     for file in (".metadata", "__0_0.distcp"):
         assert whole(run) == ["step-1000002"]
         damage(run, "step-1000002", file, "corrupted")
         assert whole(run) == []
         damage(run, "step-1000002", file, "corrupted")  # the same bit again
+
+
+def evaluated_while_it_goes(words):
+    plan, _ = train.agree(train.prepare(words, dist.get_world_size()))
+    shutil.rmtree(plan.resume[1])
+    with pytest.raises(RunEnds, match="step-000001 is not there any more: the run goes on and has removed it; try ag"):
+        train.evaluate_alone(plan)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_next(text, tmp_path, monkeypatch):
+    run = f"{tmp_path}/run"
+    run_ranks(1, fuzz.run, [*fuzz.options(text, "", steps=3, save_every=1, keep=9), "--out", run])
+    load, left = checkpoint.load, []
+
+    def removed(path, *args):
+        if left:
+            shutil.rmtree(left.pop())
+        return load(path, *args)
+
+    monkeypatch.setattr(checkpoint, "load", removed)
+    left.append(checkpoint.complete(tmp_path / "run")[-1])
+    assert generate.load_model(run, "cpu")[2] == "step-000002"
+    left.append(checkpoint.complete(tmp_path / "run")[-1])
+    assert hf.export(run, f"{tmp_path}/model") == "step-000001"
+    run_ranks(1, evaluated_while_it_goes, ["--resume", run, "--evaluate"])
 
 
 RAISING = {  # what the system refuses -> whether the new checkpoint is complete nevertheless
@@ -386,6 +414,20 @@ def test_two_jobs_do_not_write_into_one_folder(text, tmp_path, monkeypatch, caps
         pass
     with pytest.raises(RankFailure, match="UsageError: .*/run is being written by "):
         run_ranks(2, held_by_another, words, str(tmp_path / "run"))  # it came between looking and writing
+
+
+def test_a_job_that_waits_for_another_goes_on_from_what_that_one_has_written_last(text, tmp_path, monkeypatch):
+    words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run"), "--restart"]
+    run_ranks(1, fuzz.run, words)
+    [last] = checkpoint.complete(tmp_path / "run")
+    hidden = last.rename(last.with_name(".writing-000002"))
+    lock = checkpoint.hold(tmp_path / "run")
+    threading.Timer(0.3, lambda: (hidden.rename(last), lock.close())).start()
+    resumed = train.prepare([*words, "--steps", "4"], 1).resume
+    assert resumed and resumed[1] == last
+    monkeypatch.setattr(checkpoint.socket, "gethostname", lambda: os.stat("no such file"))  # as if the disk were full
+    with pytest.raises(UsageError, match="run cannot be written to"):
+        checkpoint.hold(tmp_path / "run")
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):

@@ -148,11 +148,12 @@ def test_an_exported_model_has_the_dtype_that_was_asked_for_and_the_command_says
     assert capsys.readouterr() == (f"step-000001 of {folder} written to {tmp_path / 'out'}\n", "")
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-    monkeypatch.setattr(sys, "argv", ["hf.py", str(tmp_path), "x"])
-    with pytest.raises(SystemExit, match="2"):
-        hf.main()
-    said = capsys.readouterr().err
-    assert said.startswith("hf.py: ") and said.count("\n") == 1
+    for source, out in ((str(tmp_path), "x"), (folder, text), (folder, f"{text}/x")):
+        monkeypatch.setattr(sys, "argv", ["hf.py", source, out])
+        with pytest.raises(SystemExit, match="2"):
+            hf.main()
+        said = capsys.readouterr().err
+        assert said.startswith("hf.py: ") and said.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ import
@@ -314,9 +315,15 @@ def test_what_training_does_not_use_comes_back_as_it_was(text, tmp_path):
     changed(tmp_path / "model", max_position_embeddings=777, eos_token_id=[7, 8])
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.25}')
     words = [*arguments(text, steps=1, warmup=0), "--init", folder, "--out", str(tmp_path / "run")]
-    _, run_folder = run_ranks(1, run, words, {})[0]
+    with pytest.raises(UsageError, match=f"--out {folder} is --init {folder}, whose config.json would be lost; use "):
+        train.prepare([*words[:-1], folder], 1)
+    (tmp_path / "run" / "meter.json").mkdir(parents=True)  # so it cannot be written, which ends nothing
+    _, run_folder = run_ranks(1, run, [*words, "--meter"], {})[0]
     shutil.rmtree(folder)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "chat_template.jinja").touch()  # of another export
     hf.export(run_folder, str(tmp_path / "out"))
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
     about = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (about["max_position_embeddings"], about["eos_token_id"]) == (777, [7, 8])
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"temperature": 0.25}

@@ -350,6 +350,9 @@ def test_a_run_on_token_ids_is_prompted_with_ids_though_its_data_are_gone(text, 
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path / "run"), "--prompt", "5 299", "--tokens", "3"])
     assert generate.main() == 0
     said = capsys.readouterr().out.split()
+    assert generate.read_prompt("\udcff", Config(), False, None)[0] == [255], "an argument that is no UTF-8"
+    with pytest.raises(UsageError, match="the run's data are token ids; give some below 300"):
+        generate.read_prompt("²", Config(vocab_size=300), True, None)
     assert said[:2] == ["5", "299"] and len(said) == 5 and all(word.isdigit() for word in said)
     monkeypatch.setattr(generate, "choose", lambda *_: torch.zeros(1, 1, dtype=torch.int64))
     assert generate.main() == 0 and capsys.readouterr().out == "5 299 0 0 0\n", "0 is a token like the others"
@@ -376,6 +379,11 @@ def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, t
         code, _, err = said(folder, *words)
         assert code == 2 and err.startswith(f"generate.py: {words[0]} ") and err.count("\n") == 1
     assert said(folder, "--tokens", "0")[::2] == (2, "generate.py: --tokens 0 must be at least 1\n")
+    _, small = train_on(
+        1, [*arguments(text, steps=1, warmup=0, vocab_size=128), "--out", str(tmp_path / "small")], vocab_size=128
+    )
+    line = "generate.py: --prompt has token id 195, beyond the model's vocabulary of 128\n"
+    assert said(small, "--prompt", "é")[::2] == (2, line)
     assert said(folder, "--prompt", "")[::2] == (
         2,
         "generate.py: --prompt is empty; give at least one token to continue\n",

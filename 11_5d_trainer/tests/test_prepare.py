@@ -105,6 +105,8 @@ BAD = [  # (the file's contents, options, what is said)
     ("a.jsonl", b'{"text": "a\\u0000b"}\n' * 20, "", "a.jsonl, line at byte 0: a character is 0, which ends a"),
     ("a.jsonl", b'{"text": "a\\ud800b"}\n' * 20, "", "a.jsonl is not UTF-8 between bytes 0 and 420; convert it"),
     ("a.jsonl", b'{"text": "a"}\n' * 9, "", "a.jsonl: 9 documents, of which with --val-every 10 none is for valid"),
+    ("a.jsonl", b"\n\n", "", "a.jsonl: there is no text in it"),
+    ("a.txt", b"", "", "a.txt is empty; there is no text in it"),
     ("a.txt", "Grüße\n".encode("latin-1") * 100, "", "a.txt is not UTF-8 between bytes "),
     ("a.txt", b"text" * 20_000 + b"\0" + b"text" * 20_000, "", "a.txt is binary (a byte is 0), no text"),
     ("a.txt", b"\x1f\x8btext", "", "a.txt is a gzip archive; give text, JSON lines, Parquet files (*.parquet), or a"),
@@ -146,11 +148,28 @@ def test_bad_sources_and_options_end_in_one_line_and_leave_nothing(name, content
     assert sorted(path.name for path in tmp_path.iterdir()) == [name]
 
 
-def test_a_folder_that_holds_something_is_not_written_to(stories, capsys):
+def test_ctrl_c_ends_without_a_traceback_and_leaves_nothing(stories, capsys, monkeypatch):
+    def interrupted(units, encoded, folder, *_):
+        folder.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "write_source", interrupted)
+    try:
+        assert command(capsys, stories / "stories", "--out", stories / "out")[0] == 130
+    except KeyboardInterrupt:  # pytest would end here
+        pytest.fail("there is a traceback")
+    assert not list(stories.glob("out*"))
+
+
+def test_a_folder_that_holds_something_is_not_written_to(stories, capsys, monkeypatch):
     for taken, what in (("stories", "is there already and not empty"), ("out.part", "is left over from a run")):
         (stories / taken).mkdir(exist_ok=True)
         code, _, err = command(capsys, stories / "stories", "--out", stories / taken.removesuffix(".part"))
         assert code == 2 and what in err and err.count("\n") == 1
+    (stories / "here").mkdir()
+    monkeypatch.chdir(stories / "here")  # a user in it would not see the folder that takes its place
+    code, _, err = command(capsys, stories / "stories", "--out", ".")
+    assert (code, err) == (2, "prepare.py: --out . is no new folder; give it a name\n")
 
 
 def change_json(name, **changes):
