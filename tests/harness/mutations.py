@@ -1,9 +1,9 @@
 """Planted mistakes: what is listed, what a script looks like with one in it, and which were caught.
 
 `exercises/SCRIPT.toml` of a chapter lists mistakes: a few lines of SCRIPT.py, what a student or a real project wrote in
-their place, the test that must turn red, and a hint for the person who made it (`elu.cu.toml` is about elu.cu; those of
-the harness are in tests/mistakes). For a mistake in an exercise it may also say how that test fails, its symptom: hints
-are chosen by it. The same file has the other right solutions of the exercises, its alternatives.
+their place, and the test that must turn red (`elu.cu.toml` is about elu.cu; the harness has its own in tests/mistakes).
+For a mistake in an exercise it has a hint for the person who made it, and may say how that test fails, its symptom:
+hints are chosen by it. The same file has the other right solutions of the exercises, its alternatives.
 
 Planting all of them takes long, and most of the time nothing has changed. So a cache, .pytest_cache/verdicts, remembers
 a digest of all that decided each verdict: the script with the mistake in it, the test file, and every file that these
@@ -42,7 +42,7 @@ class Mistake:
     old: str
     new: str
     caught_by: str  # "test_file.py::test_name"
-    hint: str
+    hint: str = ""  # for who made it in an exercise
     exercise: str = ""  # "2.3", the fence in which `old` lies: no list says it; "" outside the exercises
     source: str = "known"  # a project and the number of its issue, where one has shipped it; or typical
     spoils: str = ""  # the benchmarks that have to notice it: "bench_zero bench_zero3"
