@@ -1,9 +1,7 @@
 """The ring and the three forms of gradient synchronization, against a model written a second time for this file."""
 
 import contextlib
-import importlib.util
 import io
-import shutil
 import sys
 import time
 from contextlib import nullcontext
@@ -37,6 +35,7 @@ from data_parallel import (
     train_step,
 )
 from harness.meter import communication, held_bytes, peak_memory
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 
@@ -612,29 +611,6 @@ def test_a_tied_parameter_is_sent_once_and_a_frozen_one_never():
 # ----------------------------------------------------------------------------------------------------------- the script
 
 
-def copied_alone(folder):
-    """The script, imported from a folder where nothing else lies, with nothing of this repository on the path."""
-    repository = str(Path(__file__).resolve().parents[1])
-    sys.path[:] = [folder, *(p for p in sys.path if not p.startswith(repository) or "site-packages" in p)]
-    spec = importlib.util.spec_from_file_location("copied", f"{folder}/data_parallel.py")
-    copied = sys.modules["copied"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copied)
-    forms = {n: getattr(copied, n) for n in FORMS} | {"bucketed": partial(copied.bucketed, bucket_bytes=64 * 1024)}
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        failures = [copied.check(n, form, dist.group.WORLD, torch.device("cpu")) for n, form in forms.items()]
-    del sys.modules["copied"]
-    return failures, [line.split()[0] for line in out.getvalue().splitlines()]
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_copied_alone_the_script_passes_its_own_check(world_size, tmp_path):
-    shutil.copy(Path(__file__).with_name("data_parallel.py"), tmp_path)
-    for rank, (failures, rows) in enumerate(run_ranks(world_size, copied_alone, str(tmp_path), timeout=2 * LIMIT)):
-        assert failures == [[], [], []]
-        assert rows == (list(FORMS) if rank == 0 else [])
-
-
 def check_of_wrong_runs():
     """What the check says of parameters that are NaN on one rank, and of forms that send too much or too late."""
 
@@ -673,11 +649,5 @@ def test_check_finds_nan_late_messages_and_too_many_bytes():
 
 
 @pytest.mark.parametrize("option", [["--bucket-kib", "0"], ["--bucket-kib", "-3"], ["--bucket-kib", "nan"], ["--ring"]])
-def test_a_bad_option_is_refused_in_one_line_before_any_process_group(option, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["data_parallel.py", *option])
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
-    with pytest.raises(SystemExit) as end:
-        data_parallel.main()
-    said = capsys.readouterr()
-    assert end.value.code == 2 and said.out == ""
-    assert said.err.startswith("data_parallel.py: ") and said.err.count("\n") == 1 and option[0] in said.err
+def test_a_bad_option_is_refused_in_one_line_before_any_process_group(option):
+    assert option[0] in refusal(data_parallel.main, option)

@@ -5,8 +5,6 @@ import contextlib
 import io
 import itertools
 import math
-import re
-import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness.layout import files
 from harness.meter import communication, held_bytes, peak_memory, saved_activations
-from harness.programs import run_script
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named, error_between
 from tensor_parallel import (
@@ -683,16 +680,6 @@ def ids_out_of_range() -> None:
 
 def test_ids_beyond_the_vocabulary_are_refused():
     run_ranks(2, ids_out_of_range)
-
-
-def test_copied_alone_into_an_empty_folder_it_passes(tmp_path):
-    shutil.copy(HERE / "tensor_parallel.py", tmp_path)
-    done = run_script(tmp_path / "tensor_parallel.py", "--kv-heads", "4", "--layout", "sequence")
-    assert done.returncode == 0, done.stdout + done.stderr
-    *table, last = done.stdout.splitlines()
-    assert last == "PASS" and len(table) == 8
-    stored = expected_bytes(TINY._replace(n_kv_heads=4), 1, False, False)[0]
-    assert re.search(rf"bytes stored +{stored:,}, expected +{stored:,}", done.stdout)
 
 
 def run_main_with_an_error(where: str) -> tuple[int, str]:

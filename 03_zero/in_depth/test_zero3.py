@@ -1,7 +1,6 @@
 """Stage 3 against the reference of the other stages; and that weights are really not there when nobody uses them."""
 
 import gc
-import sys
 import time
 from collections.abc import Callable
 
@@ -33,7 +32,7 @@ from test_zero_stages import (
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zero3 import Dropped, Zero3, main, make_zero
+from zero3 import Dropped, Zero3, make_zero
 from zero_stages import ExchangeAndSum, SendToAll
 
 
@@ -538,14 +537,6 @@ def late_gradient() -> None:
 def test_calling_parts_of_the_model_without_the_root_names_the_missing_parameter():
     with pytest.raises(AssertionError, match="'embed.weight' of root"):
         run_ranks(1, late_gradient)
-
-
-def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["zero3.py", "--stage", "3"])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and len(lines) == 1 and "--stage" in lines[0]
 
 
 def without_hooks() -> tuple[list, dict[str, Tensor]]:

@@ -4,11 +4,9 @@ import random
 import runpy
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 from unittest.mock import patch
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, saved_activations
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same_named
 from overlap import VERSIONS, Cluster, block_time, column_overlapped, column_ring, gathered, row_ring, scattered
@@ -355,15 +354,8 @@ def test_no_ring_is_faster_than_the_links_inside_a_node_however_many_nics_there_
         (["--nic", "3"], "--nic"),
     ],
 )
-def test_bad_input_ends_in_one_line_before_any_process_group(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["overlap.py", *options])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(dist, "init_process_group", partial(pytest.fail, "a process group was started"))
-    with pytest.raises(SystemExit) as stop:
-        overlap.main()
-    message = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert words in message and message.count("\n") == 1
+def test_bad_input_ends_in_one_line_before_any_process_group(options, words):
+    assert words in refusal(overlap.main, options, world_size=2)
 
 
 @pytest.mark.prove
@@ -375,14 +367,3 @@ def test_a_benchmark_ignores_no_option_in_silence(bench, monkeypatch, capsys):
         runpy.run_path(str(bench), run_name="__main__")
     message = capsys.readouterr().err
     assert stop.value.code == 2 and "--rows" in message and message.count("\n") == 1
-
-
-def run_demo() -> list[str]:
-    args = Namespace(
-        sequence=8, gpus_per_node=8, nvlink_gbs=450.0, nic_gbs=50.0, latency_us=10.0, tflops=400.0, tokens=8192
-    )
-    return overlap.demo(args, SMALL, dist.group.WORLD, torch.device("cpu"))
-
-
-def test_the_demo_finds_nothing_wrong():
-    assert run_ranks(4, run_demo) == [[]] * 4

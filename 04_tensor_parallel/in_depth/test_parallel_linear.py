@@ -2,7 +2,6 @@
 
 import sys
 import weakref
-from functools import partial
 from unittest import mock
 
 import _tensor_parallel_demo
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, held_bytes, saved_activations
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from parallel_linear import (
@@ -499,13 +499,6 @@ def test_column_then_row_is_two_products():
 # ------------------------------------------------------------------------------------------------------- the script
 
 
-def run_main(monkeypatch, *options: str, ranks: int = 1) -> None:
-    monkeypatch.setattr(sys, "argv", ["parallel_linear.py", *options])
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(dist, "init_process_group", partial(pytest.fail, "a process group was started"))
-    parallel_linear.main()
-
-
 @pytest.mark.parametrize(
     ("options", "ranks", "words"),
     [
@@ -516,24 +509,8 @@ def run_main(monkeypatch, *options: str, ranks: int = 1) -> None:
         (["--colum", "simple"], 1, "--colum"),
     ],
 )
-def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, words, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as stop:
-        run_main(monkeypatch, *options, ranks=ranks)
-    message = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert words in message and message.count("\n") == 1
-
-
-def run_demo(column: str) -> list[str]:
-    import argparse
-
-    args = argparse.Namespace(hidden=16, intermediate=24, sequence=24, column=column)
-    return parallel_linear.demo(args, dist.group.WORLD, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("column", COLUMNS)
-def test_the_demo_finds_nothing_wrong_on_three_ranks(column):
-    assert run_ranks(3, run_demo, column) == [[], [], []]
+def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, words):
+    assert words in refusal(parallel_linear.main, options, ranks)
 
 
 def test_more_ranks_than_gpus_are_refused_before_any_process_group(monkeypatch, capsys):

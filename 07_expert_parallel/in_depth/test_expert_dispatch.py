@@ -1,6 +1,5 @@
 """Dispatch and experts: every version and every computation against all experts on all tokens, and the bytes."""
 
-import sys
 from functools import cache, partial
 
 import expert_dispatch
@@ -20,6 +19,7 @@ from expert_dispatch import (
     rows_that_leave,
 )
 from harness.meter import communication
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same_named
 from routing import route, within_capacity
@@ -250,17 +250,10 @@ def test_experts_that_do_not_divide_are_refused():
         ("--version never", "--version"),
     ],
 )
-def test_bad_input_is_one_line_that_names_option_and_remedy(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["expert_dispatch.py", *options.split()])
-    with pytest.raises(SystemExit) as ended:
-        expert_dispatch.main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and words in said and len(said.splitlines()) == 1, said
+def test_bad_input_is_one_line_that_names_option_and_remedy(options, words):
+    assert words in refusal(expert_dispatch.main, options)
 
 
-def test_the_world_must_divide_the_experts(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["expert_dispatch.py", "--experts", "6", "--top-k", "2"])
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit):
-        expert_dispatch.main()
-    assert "--experts 6 do not divide among 4 expert-parallel ranks" in capsys.readouterr().err
+def test_the_world_must_divide_the_experts():
+    said = refusal(expert_dispatch.main, "--experts 6 --top-k 2", world_size=4)
+    assert "--experts 6 do not divide among 4 expert-parallel ranks" in said

@@ -4,7 +4,6 @@ who has the tensor cores when; and what nvcc makes of it for a GPU that need not
 import math
 import re
 import shutil
-import sys
 
 import _cuda
 import flash_attention_cuda as cuda
@@ -15,6 +14,7 @@ from _interpreter import INTERPRETED
 from flash_attention_cuda import CUDA, THREADS, cuda_forward, errors, inputs, sectors, turns
 from flash_kernels import flash_attention, triton_forward
 from flash_tiles import band, explicit_attention, step
+from harness.programs import refusal
 from harness.reference import assert_same
 
 NVCC = pytest.mark.skipif(
@@ -261,13 +261,8 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         (["--head-dim", "nan"], "argument --head-dim: invalid int value: 'nan'"),
     ],
 )
-def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["flash_attention_cuda.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cuda.main()
-    printed = capsys.readouterr()
-    assert ended.value.code == 2 and printed.out == ""
-    assert printed.err.startswith(f"flash_attention_cuda.py: {message}") and len(printed.err.splitlines()) == 1
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message):
+    assert refusal(cuda.main, arguments).startswith(message)
 
 
 def test_a_kernel_that_writes_nothing_does_not_pass(monkeypatch):

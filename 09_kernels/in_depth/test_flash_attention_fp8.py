@@ -4,7 +4,6 @@ the scales, the lifted weights and the sums outside the tensor core are good for
 import math
 import re
 import shutil
-import sys
 
 import _cuda
 import flash_attention_fp8 as fp8
@@ -14,6 +13,7 @@ from _cuda import FORWARD, REVERSE, CudaError
 from flash_attention_cuda import KEYS, THREADS, cuda_forward, inputs, turns
 from flash_attention_fp8 import E4M3, accumulator_bits, across, fp8_forward, in_float64, off_by, prepare, to_e4m3
 from flash_tiles import band, explicit_attention
+from harness.programs import refusal
 
 NVCC = pytest.mark.skipif(
     not shutil.which("nvcc"), reason="nvcc is not on the PATH, so nothing can be compiled for a GPU"
@@ -290,13 +290,8 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         (["--per"], "unrecognized arguments: --per"),
     ],
 )
-def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["flash_attention_fp8.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        fp8.main()
-    printed = capsys.readouterr()
-    assert ended.value.code == 2 and printed.out == ""
-    assert printed.err.startswith(f"flash_attention_fp8.py: {message}") and len(printed.err.splitlines()) == 1
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message):
+    assert refusal(fp8.main, arguments).startswith(message)
 
 
 def test_a_kernel_that_writes_nothing_does_not_pass(monkeypatch):

@@ -14,7 +14,6 @@ import _precision_demo
 import pytest
 import torch
 from formats import FORMATS, lost_updates, running_sum, share_of, stochastic_round, to_fp8
-from harness.programs import run_script
 
 WITH_DTYPE = [f for f in FORMATS.values() if f.dtype is not None]
 by_name = pytest.mark.parametrize("form", WITH_DTYPE, ids=lambda f: f.name)
@@ -137,11 +136,6 @@ def test_an_update_in_bf16_is_lost_below_a_512th_of_the_weight_and_arrives_above
     moved = {part: w.double() * (1 + 1 / part) for part in (515, 300, 255)}
     shares = {part: share_of([lost_updates(w, exact, exact.bfloat16())]) for part, exact in moved.items()}
     assert shares[515] == 1 and 0.1 < shares[300] < 0.2 and shares[255] == 0, shares
-
-
-def test_an_unknown_option_is_one_line(tmp_path):
-    done = run_script(Path(__file__).with_name("formats.py"), "--bits", "4", cwd=tmp_path)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--bits" in done.stderr
 
 
 REFUSED = [  # what a benchmark of this chapter cannot do, or would have to pass over in silence
