@@ -13,6 +13,7 @@ import pytest
 import single_gpu
 import torch
 from harness.meter import held_bytes, peak_memory, saved_activations
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from single_gpu import Llama, ModelConfig, accumulate, fused_attention, loss_sum, naive_attention, train_step
@@ -504,14 +505,10 @@ def test_a_wrong_number_ends_with_status_1_and_is_named(name, words, capsys, mon
         ("--recompute yes", "unrecognized arguments: yes"),
     ],
 )
-def test_a_wrong_option_is_named_in_one_line(options, words, capsys, monkeypatch):
-    code, said, complained = run_main(options, capsys, monkeypatch)
-    assert code == 2 and said == []
-    (line,) = complained.splitlines()
-    assert line.startswith("single_gpu.py: ") and words in line
+def test_a_wrong_option_is_named_in_one_line(options, words):
+    assert words in refusal(single_gpu.main, options)
 
 
-def test_two_ranks_are_referred_to_chapter_2(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, said, complained = run_main("", capsys, monkeypatch)
-    assert code == 2 and said == [] and "WORLD_SIZE 2" in complained and "02_data_parallel" in complained
+def test_two_ranks_are_referred_to_chapter_2():
+    said = refusal(single_gpu.main, world_size=2)
+    assert "WORLD_SIZE 2" in said and "02_data_parallel" in said

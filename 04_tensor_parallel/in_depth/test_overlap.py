@@ -1,8 +1,6 @@
 """The versions that wait less: the same numbers, the same bytes, and an order of events that hides something."""
 
 import random
-import runpy
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -360,10 +358,5 @@ def test_bad_input_ends_in_one_line_before_any_process_group(options, words):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("bench", sorted(Path(__file__).parents[1].glob("**/bench_*.py")), ids=lambda file: file.stem)
-def test_a_benchmark_ignores_no_option_in_silence(bench, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(bench), "--rows", "3"])
-    monkeypatch.syspath_prepend(str(bench.parent))
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(bench), run_name="__main__")
-    message = capsys.readouterr().err
-    assert stop.value.code == 2 and "--rows" in message and message.count("\n") == 1
+def test_a_benchmark_ignores_no_option_in_silence(bench):
+    assert "--rows" in refusal(bench, "--rows 3")

@@ -67,17 +67,19 @@ def _run(arguments: list[str], where: str, environment: dict[str, str], folder: 
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def refusal(main: Callable[[], object], options: str | Sequence[str] = "", world_size: int | str = 1) -> str:
-    """What a script says to options that it refuses, behind its name; `main` is its `main` or what reads its options.
+def refusal(main: Callable[[], object] | Path, options: str | Sequence[str] = "", world_size: int | str = 1) -> str:
+    """What a script says to options that it refuses, behind its name.
 
-    It says so in one line, prints nothing else and ends with status 2, before any process group.
+    It says so in one line, prints nothing else and ends with status 2, before any process group. `main` is the script,
+    or of an imported one its `main`, or what reads its options.
     """
-    script, status = Path(inspect.getfile(main)).name, None
+    script, status = main if isinstance(main, Path) else Path(inspect.getfile(main)), None
     words = options.split() if isinstance(options, str) else options
     out, err = io.StringIO(), io.StringIO()
-    started = AssertionError(f"{script} {words}: a process group was started")
+    started = AssertionError(f"{script.name} {words}: a process group was started")
     with (
-        mock.patch.object(sys, "argv", [script, *words]),
+        mock.patch.object(sys, "argv", [str(script), *words]),
+        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
         mock.patch.dict(os.environ, WORLD_SIZE=str(world_size)),
         mock.patch("torch.distributed.init_process_group", side_effect=started),
         redirect_stdout(out),
@@ -85,10 +87,10 @@ def refusal(main: Callable[[], object], options: str | Sequence[str] = "", world
     ):
         os.environ.pop("RANK", None)
         try:
-            main()
+            runpy.run_path(str(script), run_name="__main__") if isinstance(main, Path) else main()
         except SystemExit as end:
             status = end.code
-    assert (status, out.getvalue()) == (2, ""), f"{script} {words} ends with {status}: {out.getvalue()[-900:]}"
+    assert (status, out.getvalue()) == (2, ""), f"{script.name} {words} ends with {status}: {out.getvalue()[-900:]}"
     said = err.getvalue()
-    assert said.startswith(f"{script}: ") and said.count("\n") == 1, f"{script} {words} says: {said}"
-    return said.removeprefix(f"{script}: ").rstrip("\n")
+    assert said.startswith(f"{script.name}: ") and said.count("\n") == 1, f"{script.name} {words} says: {said}"
+    return said.removeprefix(f"{script.name}: ").rstrip("\n")
