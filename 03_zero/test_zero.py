@@ -489,15 +489,6 @@ def run_main(*options: str) -> tuple[int | str | None, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-@pytest.mark.always("2")
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_the_script_passes(dp):
-    ends = run_ranks(dp, run_main, "--optimizer", "adamw")
-    assert [code for code, *_ in ends] == [0] * dp, ends
-    assert ends[0][1].splitlines()[-1] == "PASS"
-    assert all(out == "" for _, out, _ in ends[1:])
-
-
 def run_main_with_nan(stage: str) -> tuple[int | str | None, str, str]:
     """One rank's gradient turns into NaN."""
     run_layer = FlatParam.run_layer

@@ -1,6 +1,5 @@
 """The core file of tensor parallelism against an unsharded model written here, in_depth, and its own formulas."""
 
-import ast
 import contextlib
 import io
 import itertools
@@ -15,7 +14,6 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness.layout import files
 from harness.meter import communication, held_bytes, peak_memory, saved_activations
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named, error_between
@@ -610,20 +608,6 @@ def test_a_rank_has_its_own_gpu_and_more_ranks_than_gpus_are_refused(monkeypatch
     with pytest.raises(SystemExit):
         tensor_parallel.main()
     assert started == ["GPU 1", "nccl"]
-
-
-def calls_that_make_groups(file: Path) -> list[ast.Call]:
-    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
-    makers = ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration")
-    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in makers]
-
-
-def test_every_group_of_this_chapter_has_a_timeout():
-    found = {file.name: calls_that_make_groups(file) for file in files("*.py", HERE) if file.name[:5] != "test_"}
-    assert {name for name, calls in found.items() if calls} >= {"tensor_parallel.py", "_tensor_parallel_demo.py"}
-    for name, calls in found.items():
-        for call in calls:
-            assert "timeout" in [word.arg for word in call.keywords], f"{name}, line {call.lineno}: no timeout"
 
 
 def ids_out_of_range() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from _fpdt_log import RecordingOffloader
 from harness.meter import communication, peak_memory
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from torch import Tensor, nn
@@ -407,10 +407,7 @@ def lifetimes() -> dict:
     copy = first.clone()
     again = torch.autograd.grad(outs[0], x, dout)[0]
     found["twice"] = torch.equal(first, again) and torch.equal(first, copy)
-    try:
-        torch.autograd.grad(outs[0], x, dout)
-    except RuntimeError as error:
-        found["third time"] = str(error)
+    found["third time"] = error_from(RuntimeError, torch.autograd.grad, outs[0], x, dout)
     for out in outs[1:]:
         out.backward(dout)
     found["after backward, outputs kept"] = host_bytes()

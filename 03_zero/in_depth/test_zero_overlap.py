@@ -13,10 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _zero_demo import make_batch, train_step
 from harness.meter import communication, peak_memory
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace
+from harness.reference import Trace, assert_same_named, assert_same_trace
 from test_zero_stages import (
+    assert_clipped_as_by_torch,
     awkward,
     bytes_of_a_step,
     decoder,
@@ -26,7 +27,6 @@ from test_zero_stages import (
     reference_trace,
     sgd,
     sharded_steps,
-    unsharded_steps,
     zero_trace,
 )
 from torch import Tensor, nn
@@ -103,12 +103,7 @@ def clipped_steps(stage: int):
 @pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(stage):
-    model = awkward()
-    norms = unsharded_steps(in_two_groups(model), model, 3, max_norm=0.5)
-    want = {name: p.detach() for name, p in model.named_parameters()}
-    for rank, (got_norms, got) in enumerate(run_ranks(3, clipped_steps, stage)):
-        assert_same(torch.tensor(got_norms), torch.tensor(norms), 1e-9, "gradient norm", rank)
-        assert_same_named(got, want, 1e-9, "weight", rank)
+    assert_clipped_as_by_torch(run_ranks(3, clipped_steps, stage))
 
 
 def mixed_steps(stage: int, late: bool) -> dict[str, Tensor]:
@@ -350,19 +345,10 @@ def test_an_owner_that_is_no_longer_used_is_freed_and_its_weights_still_arrive(s
 def refused() -> list[str]:
     model, said = decoder(), []
     for stage in (0, 3, "1", True, 2.0):
-        try:
-            make_overlapped(stage, model, sgd(model), dist.group.WORLD)
-            said.append("accepted")
-        except ValueError as error:
-            said.append(str(error))
+        said.append(error_from(ValueError, make_overlapped, stage, model, sgd(model), dist.group.WORLD))
     zero = Overlapped1(model, sgd(model), dist.group.WORLD)
     mean_loss(model, *make_batch(0, 1)[0][0]).backward()
-    try:
-        zero.step()
-        said.append("accepted")
-    except RuntimeError as error:
-        said.append(str(error))
-    return said
+    return [*said, error_from(RuntimeError, zero.step)]
 
 
 def test_a_stage_without_a_gather_in_its_step_and_a_forgotten_finish_are_refused():

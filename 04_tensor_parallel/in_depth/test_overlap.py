@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, saved_activations
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same_named
 from overlap import VERSIONS, Cluster, block_time, column_overlapped, column_ring, gathered, row_ring, scattered
@@ -282,20 +282,15 @@ def test_a_gradient_shares_no_memory_with_another_so_that_who_takes_it_away_can_
 
 
 def refusals() -> list[str]:
-    x, weight, messages = numbers(1, 4, 6), numbers(4, 6), []
+    x, weight = numbers(1, 4, 6), numbers(4, 6)
     plain, split = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
-    for call in (
+    calls = (
         lambda: column_overlapped(x, [weight], plain, lambda x, w: F.linear(x, w)),
         lambda: column_ring(x, [weight], plain, F.linear),
         lambda: row_ring(x, weight, plain, F.linear),
         lambda: row_ring(numbers(1, 3, 6), weight, split, F.linear),
-    ):
-        try:
-            call()
-            messages.append("no error")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    )
+    return [error_from(ValueError, call) for call in calls]
 
 
 def test_what_a_version_cannot_do_it_refuses_with_the_one_that_can():

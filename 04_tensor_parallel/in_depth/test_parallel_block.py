@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, saved_activations
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from harness.report import ROOT
@@ -399,11 +399,7 @@ def dropout_and_another_attention() -> tuple[str, int]:
     block = make_block(SMALL, tp, parts=Parts(watching))
     block(x, COS, SIN), block.eval()(x, COS, SIN)
     make_block(SMALL, tp, p=0.1, parts=Parts(norm=lambda x, weight, eps: rms_norm(x, weight, eps)))  # may be another
-    try:
-        make_block(SMALL, tp, p=0.1, parts=Parts(watching))
-    except ValueError as error:
-        return str(error), len(calls)
-    return "", len(calls)
+    return error_from(ValueError, make_block, SMALL, tp, p=0.1, parts=Parts(watching)), len(calls)
 
 
 def test_dropout_does_not_take_the_place_of_another_attention_which_may_speak_to_other_ranks():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, held_bytes, saved_activations
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from parallel_linear import (
@@ -114,13 +114,7 @@ def test_gathered_tokens_are_in_the_order_of_the_ranks_for_every_row_of_the_batc
 
 def uneven_sequence(column: str) -> str:
     tp = TensorParallel(dist.group.WORLD, True, column=COLUMNS[column])
-    mlp = ParallelMLP(H, F_, tp).double()
-    try:
-        reduce_scatter(numbers(B, 7, H), tp.group)
-    except ValueError as error:
-        assert mlp is not None
-        return str(error)
-    return ""
+    return error_from(ValueError, reduce_scatter, numbers(B, 7, H), tp.group)
 
 
 def test_a_sequence_that_does_not_divide_is_refused_with_what_would():
@@ -295,11 +289,7 @@ def what_is_said(state: dict[str, Tensor], model: torch.nn.Module | None = None)
     with torch.no_grad():
         for p in mlp.parameters():
             p.fill_(0.5)
-    message = "no error"
-    try:
-        load_full_state_dict(mlp, state)
-    except ValueError as error:
-        message = str(error)
+    message = error_from(ValueError, load_full_state_dict, mlp, state)
     return message, any((p != 0.5).any().item() for p in mlp.parameters())
 
 
@@ -308,7 +298,7 @@ def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing(words):
     for message, changed in run_ranks(2, what_is_said, full_state(**WRONG_STATES[words])):
         assert message.startswith("the state is not that of this model; ") and words in message, message
         assert "\n" not in message and not changed
-    assert run_ranks(2, what_is_said, full_state()) == [("no error", True)] * 2
+    assert run_ranks(2, what_is_said, full_state()) == [("", True)] * 2
 
 
 def one_message_for_everything() -> str:

@@ -37,7 +37,7 @@ from context_ring import (
     train_step,
 )
 from harness.meter import communication, peak_memory, saved_activations
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from torch import Tensor
@@ -620,11 +620,7 @@ def error_of(q_shape, k_shape, dtype=torch.float32, causal=True, layout="zigzag"
     attention = script.ring_attention(dist.group.WORLD, layout)
     q, k, v = (torch.zeros(shape).to(dtype) for shape in (q_shape, k_shape, v_shape or k_shape))
     v = v.to(v_dtype or dtype)
-    try:
-        attention(q, k, v, causal=causal)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return error_from(ValueError, attention, q, k, v, causal=causal)
 
 
 def errors() -> list[str]:

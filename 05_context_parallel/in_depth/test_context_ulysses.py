@@ -49,7 +49,7 @@ from context_ulysses import (
     usp_positions,
 )
 from harness.meter import communication, saved_activations
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from torch import Tensor
@@ -541,8 +541,7 @@ def test_a_network_twice_as_slow_costs_time_only_where_messages_leave_the_node()
 
 def errors() -> list[str]:
     x, y = torch.zeros(1, 4, 3, 4), torch.zeros(2, 4, 2, 8)
-    messages = []
-    for call in (
+    calls = (
         lambda: ulysses(dist.group.WORLD)(x[:, :, :1], x[:, :, :1], x[:, :, :1], causal=True),
         lambda: ulysses(dist.group.WORLD)(x[:, :, :2], x[:, :2, :2], x[:, :2, :2], causal=True),
         lambda: ulysses(dist.group.WORLD)(*(x[:, :, :2].to(torch.float8_e5m2) for _ in range(3)), causal=False),
@@ -551,13 +550,8 @@ def errors() -> list[str]:
         lambda: ulysses(dist.group.WORLD)(y, y[..., :4], y[..., :4], causal=True),
         lambda: usp_groups(4, 3),
         lambda: usp_groups(4, 0),
-    ):
-        try:
-            call()
-            messages.append("")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    )
+    return [error_from(ValueError, call) for call in calls]
 
 
 def test_what_ulysses_cannot_do_is_said_in_one_line():

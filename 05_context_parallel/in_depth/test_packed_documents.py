@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from context_ring import EXPLICIT, Model, counting, ring_attention, text
 from context_ulysses import ulysses, usp_groups
 from harness.meter import communication
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from packed_documents import (
@@ -259,19 +259,14 @@ def test_boundaries_that_no_rank_could_use_are_refused_in_one_line(cu, layout, w
 
 
 def errors() -> list[str]:
-    x, group, messages = torch.zeros(1, 8, 2, 4), dist.group.WORLD, []
-    for call in (
+    x, group = torch.zeros(1, 8, 2, 4), dist.group.WORLD
+    calls = (
         lambda: packed_attention(group, (0, 8), "diagonal"),
         lambda: packed_attention(group, (0, 8), version="tree"),
         lambda: packed_attention(group, torch.tensor([0, 3, 16]))(x, x, x, causal=True),
         lambda: in_documents((0, 3, 9))(x, x, x, causal=True),
-    ):
-        try:
-            call()
-            messages.append("")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    )
+    return [error_from(ValueError, call) for call in calls]
 
 
 def test_what_does_not_fit_is_said_in_one_line():

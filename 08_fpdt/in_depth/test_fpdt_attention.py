@@ -35,7 +35,7 @@ from fpdt_costs import (
 )
 from fpdt_store import CpuMachine, Race, Store, Watch
 from harness.meter import communication, peak_memory
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same, error_between
 from test_fpdt_store import Forgetful
@@ -446,11 +446,7 @@ def backward_twice() -> tuple[str, int]:
     q.requires_grad_()
     loss = (fpdt_attention(dist.group.WORLD, 4, store)(q, k, v, causal=True) * weight).sum()
     loss.backward(retain_graph=True)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return str(error), store.host_bytes
-    return "", store.host_bytes
+    return error_from(RuntimeError, loss.backward), store.host_bytes
 
 
 def test_a_second_backward_is_refused_as_its_buffers_are_others_by_then():

@@ -94,3 +94,12 @@ def refusal(main: Callable[[], object] | Path, options: str | Sequence[str] = ""
     said = err.getvalue()
     assert said.startswith(f"{script.name}: ") and said.count("\n") == 1, f"{script.name} {words} says: {said}"
     return said.removeprefix(f"{script.name}: ").rstrip("\n")
+
+
+def error_from(kind: type[Exception], call: Callable[..., object], *given: object, **options: object) -> str:
+    """What the error says with which a call ends, also one on a rank; "" if it ends without."""
+    try:
+        call(*given, **options)
+    except kind as error:
+        return str(error)
+    return ""
