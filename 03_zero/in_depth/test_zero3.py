@@ -23,6 +23,7 @@ from test_zero_stages import (
     in_two_groups,
     loss_without_an_mlp,
     mean_loss,
+    mixed_steps,
     reference_trace,
     sgd,
     sharded_steps,
@@ -159,18 +160,9 @@ def clipped_steps(optimizer_of: Callable) -> tuple[list[float], dict[str, Tensor
     return sharded_steps(zero3, optimizer_of, awkward(), 0.5)
 
 
-def mixed_steps() -> dict[str, Tensor]:
-    model, rank, ranks = decoder(dtype=torch.bfloat16), dist.get_rank(), dist.get_world_size()
-    zero = zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-2), dist.group.WORLD, master=torch.float32)
-    for step in range(3):
-        train_step(model, zero, make_batch(step, ranks, 1)[rank])
-        zero.step()
-    return zero.full_weights()
-
-
 def test_bf16_with_master_weights_is_bit_equal_to_the_unsharded_run_where_the_order_of_sums_is():
     want = unsharded_mixed_steps(2)
-    for got in run_ranks(2, mixed_steps):
+    for got in run_ranks(2, mixed_steps, zero3, 1):
         for name in want:
             assert torch.equal(got[name], want[name]), name
 
@@ -178,7 +170,7 @@ def test_bf16_with_master_weights_is_bit_equal_to_the_unsharded_run_where_the_or
 def test_bf16_on_four_ranks_is_as_near_to_full_precision_as_the_unsharded_bf16_run():
     exact = in_full_precision(4)
     own = distance(unsharded_mixed_steps(4), exact)
-    for got in run_ranks(4, mixed_steps):
+    for got in run_ranks(4, mixed_steps, zero3, 1):
         assert distance(got, exact) <= 1.2 * own
 
 

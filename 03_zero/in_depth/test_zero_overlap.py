@@ -6,6 +6,7 @@ import random
 import time
 import weakref
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from test_zero_stages import (
     decoder,
     in_two_groups,
     mean_loss,
+    mixed_steps,
     padded,
     reference_trace,
     sgd,
@@ -106,22 +108,11 @@ def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(stage):
     assert_clipped_as_by_torch(run_ranks(3, clipped_steps, stage))
 
 
-def mixed_steps(stage: int, late: bool) -> dict[str, Tensor]:
-    model, rank, ranks = decoder(dtype=torch.bfloat16), dist.get_rank(), dist.get_world_size()
-    make = overlapped if late else lambda stage, *of, **options: (Zero1, Zero2)[stage - 1](*of, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    zero = make(stage, model, optimizer, dist.group.WORLD, master=torch.float32, bucket_bytes=SMALL)
-    for step in range(3):
-        train_step(model, zero, make_batch(step, ranks)[rank])
-        zero.step()
-    return zero.full_weights()
-
-
 @pytest.mark.always("1")
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_with_master_weights_is_bit_equal_to_the_stage_that_waits(stage):
-    want = run_ranks(2, mixed_steps, stage, False)
-    for rank, got in enumerate(run_ranks(2, mixed_steps, stage, True)):
+    want = run_ranks(2, mixed_steps, partial((Zero1, Zero2)[stage - 1], bucket_bytes=SMALL), 2)
+    for rank, got in enumerate(run_ranks(2, mixed_steps, partial(overlapped, stage), 2)):
         for name in got:
             assert torch.equal(got[name], want[rank][name]), f"{name} on rank {rank}"
 

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -530,11 +531,11 @@ def test_stage_2_needs_two_buckets_and_one_gradient_and_with_no_sync_all_gradien
 # ------------------------------------------------------------------------------------------------- mixed precision
 
 
-def mixed_steps(stage: int, one_micro_batch: bool) -> dict[str, Tensor]:
+def mixed_steps(make: Callable, micro_batches: int) -> dict[str, Tensor]:
     model, rank, ranks = decoder(dtype=torch.bfloat16), dist.get_rank(), dist.get_world_size()
-    zero = sharded(stage, model, torch.optim.AdamW(model.parameters(), lr=1e-2), dist.group.WORLD, master=torch.float32)
+    zero = make(model, torch.optim.AdamW(model.parameters(), lr=1e-2), dist.group.WORLD, master=torch.float32)
     for step in range(3):
-        train_step(model, zero, make_batch(step, ranks, 1 if one_micro_batch else 2)[rank])
+        train_step(model, zero, make_batch(step, ranks, micro_batches)[rank])
         zero.step()
     return zero.full_weights()
 
@@ -563,7 +564,7 @@ def unsharded_mixed_steps(ranks: int) -> dict[str, Tensor]:
 def test_bf16_with_master_weights_is_bit_equal_to_the_unsharded_run_where_the_order_of_sums_is(ranks):
     want = unsharded_mixed_steps(ranks)
     for stage in STAGES:
-        for got in run_ranks(ranks, mixed_steps, stage, True):
+        for got in run_ranks(ranks, mixed_steps, partial(sharded, stage), 1):
             for name in want:
                 assert torch.equal(got[name], want[name]), name
 
@@ -587,7 +588,7 @@ def test_bf16_on_four_ranks_is_as_near_to_full_precision_as_the_unsharded_bf16_r
     exact = in_full_precision(4)
     own = distance(unsharded_mixed_steps(4), exact)
     for stage in STAGES:
-        for got in run_ranks(4, mixed_steps, stage, True):
+        for got in run_ranks(4, mixed_steps, partial(sharded, stage), 1):
             assert distance(got, exact) <= 1.2 * own
 
 

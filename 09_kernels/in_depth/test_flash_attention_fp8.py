@@ -194,18 +194,17 @@ ORDERS = {"racing": _cuda.racing(4), "warp 0 ahead": _cuda.ahead(0), "warp 4 ahe
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_bits_are_the_same_in_this_order_of_the_warps(name):
-    assert_same_bits(RACE, {name: ORDERS[name]})
+    assert_same_bits(check, RACE, {name: ORDERS[name]})
 
 
 @pytest.mark.prove
 def test_the_bits_are_the_same_when_any_warp_is_ahead_or_behind():
     for case in (RACE, (1, 129, 400, 1, 1, 128, True, 271)):
-        assert_same_bits(
-            case, {order: order for order in [REVERSE, *_cuda.uneven(THREADS), *map(_cuda.racing, range(2, 8))]}
-        )
+        orders = [REVERSE, *_cuda.uneven(THREADS), *map(_cuda.racing, range(2, 8))]
+        assert_same_bits(check, case, {order: order for order in orders})
 
 
-def assert_same_bits(case, orders):
+def assert_same_bits(check, case, orders):
     first = check(case)
     for name, order in orders.items():
         try:
@@ -236,11 +235,20 @@ def test_sectors_asked_for_are_those_predicted():
 # --------------------------------------------------------------------------------------------------- compiled for GPUs
 
 
+def machine_code(cubin, D):
+    """The SASS of the kernel for head dim D."""
+    import subprocess
+
+    from _interpreter import triton
+
+    tool = _cuda.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    listing = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return next(part for part in listing.split("Function : ")[1:] if f"ILi{D}E" in part.split("\n")[0])
+
+
 @pytest.mark.prove
 @NVCC
 def test_no_stack_frame_and_exponentials_lie_between_the_two_waits(tmp_path):
-    from test_flash_attention_cuda import machine_code
-
     cubin = tmp_path / "attention.cubin"
     used = _cuda.resources(fp8.SOURCE, "sm_90a", cubin)["attention_fp8"]
     assert used.stack == used.spills == 0, f"{used.stack} bytes in local memory"
