@@ -13,6 +13,7 @@ import pytest
 import single_gpu
 import torch
 from harness.meter import held_bytes, peak_memory, saved_activations
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from single_gpu import Llama, ModelConfig, accumulate, fused_attention, loss_sum, naive_attention, train_step
@@ -128,28 +129,6 @@ def test_micro_batches_without_valid_tokens_contribute_zero():
     assert_same_trace(got, expected)
     assert zeros.losses == [0, 0, 0]
     assert all((gradient == 0).all() for step in zeros.gradients for gradient in step.values())
-
-
-def test_gradients_match_in_depth():
-    import llama
-    from training_step import accumulate as accumulate_in_depth
-
-    renamed = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "attn_norm": "input_layernorm"}
-    renamed |= {"mlp_norm": "post_attention_layernorm"}
-    renamed |= {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    renamed |= {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
-
-    def in_depth(name):
-        *block, kind, weight = name.removeprefix("blocks.").split(".")
-        return ".".join([*("model", "layers", *block) * bool(block), renamed[kind], weight])
-
-    mine = Llama(ODD, recompute=True).double()
-    theirs = llama.Llama(llama.LlamaConfig(37, 24, 2, 6, 2, 50), recompute="full").double()
-    theirs.load_state_dict({in_depth(name): p for name, p in mine.state_dict().items()})
-    loss = accumulate(mine, uneven_batch())
-    assert_same(loss, accumulate_in_depth(theirs, uneven_batch()), what="loss")
-    expected = gradients(theirs)
-    assert_same_named(gradients(mine), {name: expected[in_depth(name)] for name in gradients(mine)}, what="gradient of")
 
 
 # ---------------------------------------------------------------------------------------------------------- the step
@@ -526,14 +505,10 @@ def test_a_wrong_number_ends_with_status_1_and_is_named(name, words, capsys, mon
         ("--recompute yes", "unrecognized arguments: yes"),
     ],
 )
-def test_a_wrong_option_is_named_in_one_line(options, words, capsys, monkeypatch):
-    code, said, complained = run_main(options, capsys, monkeypatch)
-    assert code == 2 and said == []
-    (line,) = complained.splitlines()
-    assert line.startswith("single_gpu.py: ") and words in line
+def test_a_wrong_option_is_named_in_one_line(options, words):
+    assert words in refusal(single_gpu.main, options)
 
 
-def test_two_ranks_are_referred_to_chapter_2(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, said, complained = run_main("", capsys, monkeypatch)
-    assert code == 2 and said == [] and "WORLD_SIZE 2" in complained and "02_data_parallel" in complained
+def test_two_ranks_are_referred_to_chapter_2():
+    said = refusal(single_gpu.main, world_size=2)
+    assert "WORLD_SIZE 2" in said and "02_data_parallel" in said

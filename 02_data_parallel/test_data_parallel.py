@@ -1,9 +1,7 @@
 """The ring and the three forms of gradient synchronization, against a model written a second time for this file."""
 
 import contextlib
-import importlib.util
 import io
-import shutil
 import sys
 import time
 from contextlib import nullcontext
@@ -37,6 +35,7 @@ from data_parallel import (
     train_step,
 )
 from harness.meter import communication, held_bytes, peak_memory
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 
@@ -73,11 +72,11 @@ def rms_norm(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * weight
 
 
-def reference_trace(world_size, seed=0, first_step=0) -> Trace:
-    params = {name: p.detach().clone().requires_grad_() for name, p in seeded_model(seed).named_parameters()}
+def reference_trace(world_size) -> Trace:
+    params = {name: p.detach().clone().requires_grad_() for name, p in seeded_model().named_parameters()}
 
     def backward(step):
-        tokens, labels = get_batch(first_step + step, world_size)
+        tokens, labels = get_batch(step, world_size)
         loss = reference_loss(params, tokens.flatten(0, 2), labels)
         loss.backward()
         return loss.item()
@@ -85,11 +84,11 @@ def reference_trace(world_size, seed=0, first_step=0) -> Trace:
     return sgd_trace(params, backward)
 
 
-def parallel_trace(grad_sync, group, seed=0, first_step=0) -> Trace:
-    model = seeded_model(seed)
+def parallel_trace(grad_sync, group) -> Trace:
+    model = seeded_model()
 
     def backward(step):
-        return train_step(model, *local_batch(first_step + step, group), grad_sync, group).item()
+        return train_step(model, *local_batch(step, group), grad_sync, group).item()
 
     return sgd_trace(dict(model.named_parameters()), backward)
 
@@ -233,20 +232,6 @@ def test_losses_gradients_and_parameters_match_the_reference(world_size):
             assert_same_trace(trace, expected, rank=rank)
 
 
-def two_trainings():
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = dist.get_rank() % 2
-    return {n: parallel_trace(form, groups[mine], seed=mine, first_step=3 * mine) for n, form in FORMS.items()}
-
-
-@pytest.mark.prove
-def test_two_groups_train_two_models_at_the_same_time():
-    expected = [reference_trace(2, seed=mine, first_step=3 * mine) for mine in (0, 1)]
-    for rank, traces in enumerate(run_ranks(4, two_trainings, timeout=LIMIT)):
-        for trace in traces.values():
-            assert_same_trace(trace, expected[rank % 2], rank=rank)
-
-
 def sums_in_a_group(name):
     """Two parameters whose gradient is 10 ** rank, in the groups 0, 2 and 1."""
     rank = dist.get_rank()
@@ -263,26 +248,6 @@ def test_gradients_are_summed_over_the_given_group_only(name):
         total = 1.0 + 100.0 if rank % 2 == 0 else 10.0
         expected = {str(n): torch.full((n,), total, dtype=torch.float64) for n in (5, 2)}
         assert_same_named(grads, expected, what="gradient of the parameter of size", rank=rank)
-
-
-def core_and_in_depth():
-    group, (tokens, labels) = dist.group.WORLD, local_batch(0)
-    options = {"bucketed": {"bucket_bytes": 64 * 1024}}
-    results = {}
-    for name, grad_sync in FORMS.items():
-        core, deep = seeded_model(), seeded_model()
-        reducer = gradient_reducers.VERSIONS[name](deep, group, **options.get(name, {}))
-        loss = train_step(core, tokens, labels, grad_sync, group)
-        deep_loss = gradient_reducers.train_step(deep, reducer, list(zip(tokens, labels, strict=True)))
-        results[name] = loss.item(), deep_loss.item(), gradients(core), gradients(deep)
-    return results
-
-
-def test_core_file_and_in_depth_give_the_same_loss_and_gradients():
-    for rank, results in enumerate(run_ranks(3, core_and_in_depth, timeout=LIMIT)):
-        for name, (loss, deep_loss, core, deep) in results.items():
-            assert_same(loss, deep_loss, 1e-13, f"{name}, the loss", rank)
-            assert_same_named(core, deep, 1e-13, f"{name}, gradient of", rank)
 
 
 def error_of(model, exact):
@@ -612,29 +577,6 @@ def test_a_tied_parameter_is_sent_once_and_a_frozen_one_never():
 # ----------------------------------------------------------------------------------------------------------- the script
 
 
-def copied_alone(folder):
-    """The script, imported from a folder where nothing else lies, with nothing of this repository on the path."""
-    repository = str(Path(__file__).resolve().parents[1])
-    sys.path[:] = [folder, *(p for p in sys.path if not p.startswith(repository) or "site-packages" in p)]
-    spec = importlib.util.spec_from_file_location("copied", f"{folder}/data_parallel.py")
-    copied = sys.modules["copied"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copied)
-    forms = {n: getattr(copied, n) for n in FORMS} | {"bucketed": partial(copied.bucketed, bucket_bytes=64 * 1024)}
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        failures = [copied.check(n, form, dist.group.WORLD, torch.device("cpu")) for n, form in forms.items()]
-    del sys.modules["copied"]
-    return failures, [line.split()[0] for line in out.getvalue().splitlines()]
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_copied_alone_the_script_passes_its_own_check(world_size, tmp_path):
-    shutil.copy(Path(__file__).with_name("data_parallel.py"), tmp_path)
-    for rank, (failures, rows) in enumerate(run_ranks(world_size, copied_alone, str(tmp_path), timeout=2 * LIMIT)):
-        assert failures == [[], [], []]
-        assert rows == (list(FORMS) if rank == 0 else [])
-
-
 def check_of_wrong_runs():
     """What the check says of parameters that are NaN on one rank, and of forms that send too much or too late."""
 
@@ -673,11 +615,5 @@ def test_check_finds_nan_late_messages_and_too_many_bytes():
 
 
 @pytest.mark.parametrize("option", [["--bucket-kib", "0"], ["--bucket-kib", "-3"], ["--bucket-kib", "nan"], ["--ring"]])
-def test_a_bad_option_is_refused_in_one_line_before_any_process_group(option, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["data_parallel.py", *option])
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
-    with pytest.raises(SystemExit) as end:
-        data_parallel.main()
-    said = capsys.readouterr()
-    assert end.value.code == 2 and said.out == ""
-    assert said.err.startswith("data_parallel.py: ") and said.err.count("\n") == 1 and option[0] in said.err
+def test_a_bad_option_is_refused_in_one_line_before_any_process_group(option):
+    assert option[0] in refusal(data_parallel.main, option)

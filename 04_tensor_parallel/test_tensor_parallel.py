@@ -1,12 +1,9 @@
 """The core file of tensor parallelism against an unsharded model written here, in_depth, and its own formulas."""
 
-import ast
 import contextlib
 import io
 import itertools
 import math
-import re
-import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,9 +14,7 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness.layout import files
 from harness.meter import communication, held_bytes, peak_memory, saved_activations
-from harness.programs import run_script
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named, error_between
 from tensor_parallel import (
@@ -297,46 +292,6 @@ def test_operators_match_the_table(tp):
 
 
 # ----------------------------------------------------------------------------------------------- agreeing with in_depth
-
-
-def compare_with_in_depth() -> None:
-    from parallel_block import Config, Parts, sync_replicated_gradients
-    from parallel_linear import TensorParallel as Deep
-    from parallel_linear import shards
-    from parallel_llama import ParallelLlama, load_full_state_dict
-
-    names = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
-    parts = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    parts |= {f"{n}_proj": f"self_attn.{n}_proj" for n in "qkvo"}
-    parts |= {f"{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
-    names |= {f"{i}.{n}": f"model.layers.{i}.{long}" for i in range(TINY.n_layers) for n, long in parts.items()}
-    names = {f"{short}.weight": f"{long}.weight" for short, long in names.items()}
-    full = {n: x * 0 if n.endswith(".bias") else x for n, x in full_params(TINY).items()}  # in_depth has no biases
-    config = Config(TINY.vocab_size, TINY.hidden, TINY.n_layers, TINY.n_heads, TINY.n_kv_heads, TINY.ffn_hidden)
-    tokens, labels = get_batch(0, TINY)
-    for sequence_parallel in LAYOUTS:
-        tp = TPContext(dist.group.WORLD, sequence_parallel)
-        params = shard_params(full, TINY, tp)
-        loss = loss_sum(params, tokens, labels, TINY, tp)
-        loss.backward()
-        all_reduce_partial_grads(params, TINY, tp)
-        no_rope = Parts(rope=lambda x, cos, sin: x)
-        model = ParallelLlama(config, Deep(dist.group.WORLD, sequence_parallel), no_rope).double()
-        load_full_state_dict(model, {long: full[short] for short, long in names.items()})
-        theirs = model.cross_entropy(model(tokens), labels)
-        theirs.backward()
-        sync_replicated_gradients(model, dist.group.WORLD)
-        assert_same(loss, theirs, what="the loss of in_depth", rank=tp.rank)
-        got = {short: params[short].grad for short in names}
-        expected = {short: model.get_parameter(long).grad for short, long in names.items()}
-        assert_same_named(got, expected, what="gradient of in_depth", rank=tp.rank)
-        assert len(shards(model)) == len(names)
-
-
-@pytest.mark.always("2")
-@pytest.mark.parametrize("tp", [2, 4])
-def test_in_depth_agrees(tp):
-    run_ranks(tp, compare_with_in_depth)
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
@@ -655,20 +610,6 @@ def test_a_rank_has_its_own_gpu_and_more_ranks_than_gpus_are_refused(monkeypatch
     assert started == ["GPU 1", "nccl"]
 
 
-def calls_that_make_groups(file: Path) -> list[ast.Call]:
-    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
-    makers = ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration")
-    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in makers]
-
-
-def test_every_group_of_this_chapter_has_a_timeout():
-    found = {file.name: calls_that_make_groups(file) for file in files("*.py", HERE) if file.name[:5] != "test_"}
-    assert {name for name, calls in found.items() if calls} >= {"tensor_parallel.py", "_tensor_parallel_demo.py"}
-    for name, calls in found.items():
-        for call in calls:
-            assert "timeout" in [word.arg for word in call.keywords], f"{name}, line {call.lineno}: no timeout"
-
-
 def ids_out_of_range() -> None:
     tp = TPContext(dist.group.WORLD, False)
     params, (tokens, labels) = shard_params(full_params(SMALL), SMALL, tp), get_batch(0, SMALL)
@@ -683,16 +624,6 @@ def ids_out_of_range() -> None:
 
 def test_ids_beyond_the_vocabulary_are_refused():
     run_ranks(2, ids_out_of_range)
-
-
-def test_copied_alone_into_an_empty_folder_it_passes(tmp_path):
-    shutil.copy(HERE / "tensor_parallel.py", tmp_path)
-    done = run_script(tmp_path / "tensor_parallel.py", "--kv-heads", "4", "--layout", "sequence")
-    assert done.returncode == 0, done.stdout + done.stderr
-    *table, last = done.stdout.splitlines()
-    assert last == "PASS" and len(table) == 8
-    stored = expected_bytes(TINY._replace(n_kv_heads=4), 1, False, False)[0]
-    assert re.search(rf"bytes stored +{stored:,}, expected +{stored:,}", done.stdout)
 
 
 def run_main_with_an_error(where: str) -> tuple[int, str]:

@@ -1,6 +1,5 @@
 """The core file's Ulysses against one process, against the depth, and against its formulas."""
 
-import ast
 import contextlib
 import os
 import random
@@ -16,8 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import ulysses as script
-from harness.layout import ROOT, chapter_of, scripts
+from harness.layout import ROOT
 from harness.meter import communication, saved_activations
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from torch import Tensor
@@ -290,26 +290,5 @@ def test_saved_bytes_are_checked_on_cpus_only(gpus):
         (["--kv", "2"], 2, "--kv"),
     ],
 )
-def test_bad_options_are_refused_in_one_line(argv, ranks, named, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["ulysses.py", *argv])
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    with pytest.raises(SystemExit) as end:
-        script.main()
-    said = capsys.readouterr()
-    assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1 and named in said.err
-    assert not dist.is_initialized()
-
-
-def makers_of_groups(file: Path) -> list[ast.Call]:
-    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
-    makers = ("init_process_group", "new_group", "new_subgroups_by_enumeration")
-    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in makers]
-
-
-def test_every_new_group_has_a_timeout():
-    """A group does not inherit the world's. (Benchmarks run under the harness, which has a limit of its own.)"""
-    found = {file.name: makers_of_groups(file) for file in scripts(chapter_of(Path(__file__)))}
-    assert {name for name, calls in found.items() if calls} >= {"ulysses.py", "context_ring.py", "context_ulysses.py"}
-    for name, calls in found.items():
-        for call in calls:
-            assert "timeout" in [word.arg for word in call.keywords], f"{name}, line {call.lineno}: no timeout"
+def test_bad_options_are_refused_in_one_line(argv, ranks, named):
+    assert named in refusal(script.main, argv, ranks)

@@ -4,8 +4,6 @@ import contextlib
 import gc
 import io
 import math
-import runpy
-import shutil
 import sys
 from functools import cache, partial
 from itertools import product
@@ -36,9 +34,9 @@ from expert_parallel import (
     shard_experts,
 )
 from harness.meter import communication, saved_activations, storage_bytes
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named, error_between
-from moe_layer import MoE, MoEConfig, set_loss_scale
 from torch import Tensor
 
 E = 8
@@ -387,27 +385,6 @@ def test_the_host_waits_six_times_in_a_layer():
 # ----------------------------------------------------------------------------------------------------------- in_depth
 
 
-def core_and_depth(top_k: int) -> tuple[dict, dict]:
-    group, rank, ep = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    core = run_layer(top_k)["tensors"]
-    layer = MoE(MoEConfig(HIDDEN, FFN_HIDDEN, E, top_k, balance=0.1), group, group).double()
-    params = {name.split(".")[-2].replace("gate", "router"): p for name, p in layer.named_parameters()}
-    for name, value in layer_weights().items():
-        params[name].data.copy_(shard(name, value, rank, ep))
-    set_loss_scale(layer, 1.0)
-    x = layer_input(ep).split(TOKENS[ep])[rank].clone().requires_grad_()
-    y = layer(x)
-    (y * output_grad(ep).split(TOKENS[ep])[rank]).sum().backward()
-    dist.all_reduce(params["router"].grad)
-    return core, {"y": y.detach(), "x": x.grad, **{name: params[name].grad for name in layer_weights()}}
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_in_depth_gives_the_same_output_and_gradients(top_k):
-    for rank, (core, depth) in enumerate(run_ranks(2, core_and_depth, top_k)):
-        assert_same_named(core, depth, 1e-10, f"K = {top_k}:", rank)
-
-
 # -------------------------------------------------------------------------------------------------------------- bytes
 
 
@@ -562,23 +539,6 @@ def test_backward_passes_may_come_in_any_order_and_leave_nothing_behind():
 # --------------------------------------------------------------------------------------------------------- the script
 
 
-def check_a_copy(path: str) -> tuple[list[str], str]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        script = runpy.run_path(path)
-        failures = [script["check"](*case, 8, dist.group.WORLD, torch.device("cpu")) for case in CASES[::2]]
-    return failures, said.getvalue()
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("ep", SEQUENCES)
-def test_a_copy_in_an_empty_folder_finds_no_error_and_rank_0_prints(ep, tmp_path):
-    copy = shutil.copy(expert_parallel.__file__, tmp_path)
-    for rank, (failures, said) in enumerate(run_ranks(ep, check_a_copy, copy)):
-        assert failures == [[], []], f"rank {rank}: {failures}"
-        assert (f"rank {ep - 1}" in said and "sum" in said) == (rank == 0), f"rank {rank} says: {said}"
-
-
 def check_with_an_error(what: str) -> list[str]:
     def nan_in_the_head(*args) -> dict:
         params = build_model(*args)
@@ -636,11 +596,5 @@ def test_pass_is_the_last_line_and_a_failure_is_exit_code_1(monkeypatch, capsys)
         ("--expert 4", "unrecognized arguments: --expert 4"),
     ],
 )
-def test_a_wrong_option_is_one_line_that_says_what_to_use(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["expert_parallel.py", *options.split()])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as ended:
-        expert_parallel.main()
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and words in said.err and len(said.err.splitlines()) == 1, said.err
-    assert said.out == "" and not dist.is_initialized()
+def test_a_wrong_option_is_one_line_that_says_what_to_use(options, words):
+    assert words in refusal(expert_parallel.main, options, world_size=2)

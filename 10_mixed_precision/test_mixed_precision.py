@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from formats import FORMATS as DEPTH
 from fp8 import Fp8Linear
 from harness.meter import communication
-from harness.programs import run_script
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from torch import Tensor, nn
@@ -390,9 +389,3 @@ def test_an_update_that_is_taken_back_counts_as_lost():
     assert bench.shares(run, reference())[1] == pytest.approx(1 / 6, abs=0.01), (
         "of three updates one, of half the weights"
     )
-
-
-def test_an_unknown_option_is_one_line_and_exit_code_2(tmp_path):
-    done = run_script(mp.__file__, "--recipe", "fp4", cwd=tmp_path)
-    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "--recipe" in done.stderr

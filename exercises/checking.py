@@ -32,7 +32,7 @@ from sandbox import ROOT, Judge, Limits, Outcome, Result, no_cell, read_files
 sys.path.insert(0, str(ROOT / "tests"))
 from harness import fences
 from harness.fences import Fence
-from harness.mutations import Mistake, tables
+from harness.mutations import Mistake, mistakes_of, tables
 
 LEVELS = ("easy", "medium", "hard")
 
@@ -205,7 +205,7 @@ class Course:
             raise CourseError(f"{path.relative_to(self.root)}, {problems[0]}")
         where = path.relative_to(self.root).as_posix()
         listed = tables(where, self.root) if found else {}
-        mistakes = tuple(Mistake(where, **entry) for entry in listed.get("mistake", []))
+        mistakes = mistakes_of(where, self.root) if found else ()
         alternatives = tuple(Alternative(**entry) for entry in listed.get("alternative", []))
         claims = tuple(Claim(**entry) for entry in listed.get("claim", []))
         return Script(where, text, found, mistakes, alternatives, claims)

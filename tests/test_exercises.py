@@ -91,7 +91,6 @@ OF_NOTHING = "test_tiny.py::test_total_of_nothing_is_zero"
 MISTAKES = """
 [[mistake]]
 name = "squared"
-exercise = "1.1"
 old = "return 2 * x"
 new = "return x * x"
 caught_by = "test_tiny.py::test_scale_doubles"
@@ -100,7 +99,6 @@ source = "known"
 
 [[mistake]]
 name = "last"
-exercise = "1.2"
 old = "result += x"
 new = "result = x"
 caught_by = "test_tiny.py::test_both_double_the_sum"
@@ -109,7 +107,6 @@ source = "known"
 
 [[mistake]]
 name = "total_of_the_first_one"
-exercise = ""
 old = "return scale(total(xs))"
 new = "return scale(total(xs[:1]))"
 caught_by = "test_tiny.py::test_both_double_the_sum"

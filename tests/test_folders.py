@@ -8,7 +8,6 @@ import gc
 import io
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from harness import ranks as ranks_
 from harness.layout import CHAPTERS, ROOT, TRAINER, chapter_of, files, scripts
 from harness.module_cache import forget_modules
 from harness.mutations import all_mistakes, needed_by
-from harness.programs import run_script
+from harness.programs import refusal, run_script
 from harness.ranks import run_ranks
 
 sys.path.insert(0, str(ROOT / "exercises"))
@@ -109,9 +108,8 @@ def is_about_one_gpu(script):
     return chapter_of(script).name[:2] in ("01", "09") and "init_process_group" not in script.read_text()
 
 
-# The core files with ranks as their READMEs say (their own tests copy them, too); the depth on ranks that need not
-# import torch again. But what torch imports late those ranks have
-# imported already: that it keeps a group which is up by then is seen under torchrun alone.
+# The core files with ranks as their READMEs say; the depth on ranks that need not import torch again. But what torch
+# imports late those ranks have imported already: that it keeps a group that is up by then, torchrun alone shows.
 OF_RANKS = [s for s in SCRIPTS if s.parent.name != "in_depth" and "init_process_group(" in s.read_text()]
 LAUNCHED = [(SCRIPTS[0], "python"), *((script, "torchrun") for script in (*OF_RANKS, TRAINER / "five_d.py"))]
 
@@ -193,31 +191,16 @@ def test_a_script_copied_alone_passes_on_its_ranks_and_leaves_no_thread_of_a_gro
     assert ends[0][2].strip().splitlines()[-1] == "PASS", ends[0][2][-2000:]
 
 
-def ends_of_scripts(scripts, option):
-    """[exit code, stdout, stderr] of each script with this option, run in this process, which has imported torch."""
-    ends = []
-    for script in scripts:
-        said, complained, code = io.StringIO(), io.StringIO(), None
-        sys.argv, sys.path[0:0] = [str(script), option, "7"], [str(script.parent)]
-        try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
-                runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-        del sys.path[0]
-        ends.append((code, said.getvalue(), complained.getvalue()))
-    return ends
+def refusals_of(scripts, option):
+    """What each script says to this option, run in this process, which has imported torch."""
+    return [refusal(script, [option, "7"]) for script in scripts]
 
 
 @pytest.mark.always("03_zero", "06_pipeline_parallel")
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.name)
 def test_an_unknown_option_is_one_line_and_exit_code_2(chapter):
-    [ends] = run_ranks(1, ends_of_scripts, scripts(chapter), "--no-such-option")
-    for script, (code, said, complained) in zip(scripts(chapter), ends, strict=True):
-        assert code == 2, script.name
-        assert said == "", script.name
-        assert len(complained.splitlines()) == 1, (script.name, complained)
-        assert "--no-such-option" in complained, script.name
+    for said in run_ranks(1, refusals_of, scripts(chapter), "--no-such-option")[0]:
+        assert "--no-such-option" in said
 
 
 # Which planted mistake each benchmark has to notice before it times anything: `spoils` in its list of mistakes.

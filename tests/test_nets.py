@@ -90,6 +90,19 @@ def test_every_collective_names_its_group_and_its_peer_within_it(chapter):
     assert not found, "\n".join(["wrong group: a group may be any slice of the world", *found])
 
 
+def test_every_group_has_a_timeout():
+    """A group does not inherit the world's, and would wait for half an hour. A rank alone waits for nobody."""
+    makers = ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration")
+    found = []
+    for file in TECHNIQUES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in makers:
+                call = ast.unparse(node)
+                if not re.search(r"timeout=|timedelta\(|TIMEOUT|world_size=1\b|\(\[dist\.get_rank\(\w*\)\]", call):
+                    found.append(f"{file.name}:{node.lineno}: {call}")
+    assert not found, "\n".join(["wrong group: it has no timeout", *found])
+
+
 # ------------------------------------------------------------------------------------------------------- lost NaN
 
 

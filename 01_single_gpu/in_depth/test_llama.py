@@ -457,9 +457,3 @@ def test_configurations_and_parts_cannot_be_changed_by_accident():
         TINY.hidden = 64
     with pytest.raises(FrozenInstanceError):
         Parts().norm = None
-
-
-def test_the_demo_passes(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["llama.py"])
-    assert llama.main() == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "PASS"

@@ -224,11 +224,3 @@ def test_the_table_of_the_readme_is_what_the_command_prints(capsys, monkeypatch)
     monkeypatch.setattr(sys, "argv", ["recompute_policy.py", "--tables"])
     assert recompute_policy.main() == 0
     assert capsys.readouterr().out.strip() in (Path(recompute_policy.__file__).parents[1] / "README.md").read_text()
-
-
-def test_an_unknown_option_ends_with_status_2_and_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["recompute_policy.py", "--no-such-option"])
-    with pytest.raises(SystemExit) as stop:
-        recompute_policy.main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and line.startswith("recompute_policy.py: ") and "--no-such-option" in line

@@ -126,11 +126,3 @@ def test_the_table_of_the_readme_is_what_the_command_prints(capsys, monkeypatch)
     monkeypatch.setattr(sys, "argv", ["step_peak.py", "--tables"])
     assert step_peak.main() == 0
     assert capsys.readouterr().out.strip() in (Path(step_peak.__file__).parents[1] / "README.md").read_text()
-
-
-def test_an_unknown_option_ends_with_status_2_and_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["step_peak.py", "--no-such-option"])
-    with pytest.raises(SystemExit) as stop:
-        step_peak.main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and line.startswith("step_peak.py: ") and "--no-such-option" in line

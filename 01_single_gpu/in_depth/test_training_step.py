@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 import training_step
 from harness.meter import held_bytes, peak_memory
+from harness.programs import refusal, run_script
 from harness.reference import assert_same, assert_same_named, assert_same_trace, sgd_trace
 from training_step import IGNORE, TINY, Llama, LlamaConfig, accumulate
 
@@ -304,15 +302,6 @@ def test_without_matplotlib_the_numbers_are_written_and_a_line_says_what_to_inst
 # ---------------------------------------------------------------------------------------------- command line
 
 
-def ends_with_one_line(capsys):
-    with pytest.raises(SystemExit) as stop:
-        training_step.main()
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("training_step.py: ")
-    return line
-
-
 def run_main(options, monkeypatch, step):
     """`main` with this training step, without the sample at its end."""
     monkeypatch.setattr(sys, "argv", ["training_step.py", *options.split()])
@@ -397,19 +386,16 @@ def test_mfu_is_the_flops_of_the_whole_global_batch_per_second_of_a_step(monkeyp
         ("--steps 1 --profile profiles", "--profile compares step 1 with step 2"),
         ("--device abacus", "abacus"),
         ("--recompute some", "--recompute: invalid choice: 'some'"),
-        ("--no-such-option", "--no-such-option"),
     ],
 )
-def test_a_wrong_option_ends_with_status_2_and_one_line_that_names_it(options, words, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["training_step.py", *options.split()])
-    assert words in ends_with_one_line(capsys)
+def test_a_wrong_option_ends_with_status_2_and_one_line_that_names_it(options, words):
+    assert words in refusal(training_step.main, options)
 
 
 def test_under_torchrun_with_two_ranks_it_points_to_chapter_2_from_one_rank(capsys, monkeypatch):
+    assert "02_data_parallel" in refusal(training_step.main, world_size=2)
     monkeypatch.setattr(sys, "argv", ["training_step.py"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    assert "02_data_parallel" in ends_with_one_line(capsys)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as stop:
         training_step.main()
@@ -417,29 +403,9 @@ def test_under_torchrun_with_two_ranks_it_points_to_chapter_2_from_one_rank(caps
 
 
 @pytest.mark.prove
-def test_copied_alone_it_trains_and_ends_with_pass(tmp_path):
-    for script in ("llama.py", "training_step.py", "accounting.py", "step_peak.py"):
-        shutil.copy(HERE / script, tmp_path)
-    options = [
-        "--steps",
-        "45",
-        "--hidden",
-        "64",
-        "--layers",
-        "1",
-        "--intermediate",
-        "96",
-        "--seq",
-        "48",
-        "--device",
-        "cpu",
-    ]
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
-    environment["OMP_NUM_THREADS"] = "1"
-    run = subprocess.run(
-        [sys.executable, "training_step.py", *options, "--recompute", "full", "--tied"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1] == "PASS"
-    assert "--- sample ---" in run.stdout and "n/a, n/a" in run.stdout
+def test_it_trains_with_other_options_and_ends_with_pass():
+    options = "--steps 45 --hidden 64 --layers 1 --intermediate 96 --seq 48 --device cpu --recompute full --tied"
+    done = run_script(HERE / "training_step.py", *options.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "PASS"
+    assert "--- sample ---" in done.stdout and "n/a, n/a" in done.stdout

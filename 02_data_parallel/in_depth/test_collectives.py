@@ -4,18 +4,13 @@ The reference is twofold: each collective's definition, written out in `definiti
 torch.distributed), and torch.distributed's own collective, to which `collectives.compare` holds ours.
 """
 
-import os
 import queue
 import random
-import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from pathlib import Path
 from unittest.mock import patch
 
 import _wire
@@ -25,10 +20,10 @@ import torch
 import torch.distributed as dist
 from collectives import COLLECTIVES, bytes_sent, cost, place
 from harness.meter import communication, peak_memory
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 
-SCRIPT = Path(__file__).with_name("collectives.py")
 NUMELS = [0, 1, 2, 3, 7, 64, 1000]
 ALL_REDUCES = ["all_reduce_naive", "all_reduce_tree", "all_reduce_ring"]
 
@@ -481,38 +476,12 @@ def test_a_tensor_that_is_not_contiguous_is_refused_not_silently_left_unreduced(
 # ----------------------------------------------------------------------------------------------------------- the script
 
 
-def run_script(folder, *arguments, ranks=None):
-    shutil.copy(SCRIPT, folder)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
-    command = [sys.executable, *launcher, SCRIPT.name, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-
-
-@pytest.mark.prove
-def test_the_script_alone_in_a_folder_passes_on_two_ranks_with_fewer_elements(tmp_path):
-    done = run_script(tmp_path, "--numel", "1", ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "PASS"
-
-
 @pytest.mark.parametrize("arguments", [["--numel", "-1"], ["--numel", "9" * 20], ["--numel", "x"], ["--nume", "3"]])
-def test_a_bad_option_ends_with_one_line_before_any_process_group(tmp_path, monkeypatch, capsys, arguments):
-    monkeypatch.setattr(sys, "argv", ["collectives.py", *arguments])
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
-    with pytest.raises(SystemExit) as end:
-        collectives.main()
-    assert end.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("collectives.py: ") and message.count("\n") == 1 and arguments[0] in message
+def test_a_bad_option_ends_with_one_line_before_any_process_group(arguments):
+    assert arguments[0] in refusal(collectives.main, arguments)
 
 
-def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["collectives.py"])
+def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was started"))
-    with pytest.raises(SystemExit) as end:
-        collectives.main()
-    message = capsys.readouterr().err
-    assert end.value.code == 2 and message == "collectives.py: --nproc_per_node 4 is more than the 2 GPUs here\n"
+    assert refusal(collectives.main) == "--nproc_per_node 4 is more than the 2 GPUs here"

@@ -1,7 +1,6 @@
 """Stage 3 against the reference of the other stages; and that weights are really not there when nobody uses them."""
 
 import gc
-import sys
 import time
 from collections.abc import Callable
 
@@ -11,9 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step, valid_tokens
 from harness.meter import communication, peak_memory, storage_bytes
+from harness.programs import error_from
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace
 from test_zero_stages import (
+    assert_clipped_as_by_torch,
     awkward,
     decoder,
     distance,
@@ -22,18 +23,18 @@ from test_zero_stages import (
     in_two_groups,
     loss_without_an_mlp,
     mean_loss,
+    mixed_steps,
     reference_trace,
     sgd,
     sharded_steps,
     unsharded_mixed_steps,
-    unsharded_steps,
     whole_batch,
     with_momentum,
     zero_trace,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zero3 import Dropped, Zero3, main, make_zero
+from zero3 import Dropped, Zero3, make_zero
 from zero_stages import ExchangeAndSum, SendToAll
 
 
@@ -152,30 +153,16 @@ def test_a_unit_may_be_used_twice_in_a_forward():
 @pytest.mark.always("with_momentum")
 @pytest.mark.parametrize("optimizer_of", [in_two_groups, with_momentum])
 def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(optimizer_of):
-    model = awkward()
-    norms = unsharded_steps(optimizer_of(model), model, 3, max_norm=0.5)
-    want = {name: p.detach() for name, p in model.named_parameters()}
-    for rank, (got_norms, got) in enumerate(run_ranks(3, clipped_steps, optimizer_of)):
-        assert_same(torch.tensor(got_norms), torch.tensor(norms), 1e-9, "gradient norm", rank)
-        assert_same_named(got, want, 1e-9, "weight", rank)
+    assert_clipped_as_by_torch(run_ranks(3, clipped_steps, optimizer_of), optimizer_of)
 
 
 def clipped_steps(optimizer_of: Callable) -> tuple[list[float], dict[str, Tensor]]:
     return sharded_steps(zero3, optimizer_of, awkward(), 0.5)
 
 
-def mixed_steps() -> dict[str, Tensor]:
-    model, rank, ranks = decoder(dtype=torch.bfloat16), dist.get_rank(), dist.get_world_size()
-    zero = zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-2), dist.group.WORLD, master=torch.float32)
-    for step in range(3):
-        train_step(model, zero, make_batch(step, ranks, 1)[rank])
-        zero.step()
-    return zero.full_weights()
-
-
 def test_bf16_with_master_weights_is_bit_equal_to_the_unsharded_run_where_the_order_of_sums_is():
     want = unsharded_mixed_steps(2)
-    for got in run_ranks(2, mixed_steps):
+    for got in run_ranks(2, mixed_steps, zero3, 1):
         for name in want:
             assert torch.equal(got[name], want[name]), name
 
@@ -183,7 +170,7 @@ def test_bf16_with_master_weights_is_bit_equal_to_the_unsharded_run_where_the_or
 def test_bf16_on_four_ranks_is_as_near_to_full_precision_as_the_unsharded_bf16_run():
     exact = in_full_precision(4)
     own = distance(unsharded_mixed_steps(4), exact)
-    for got in run_ranks(4, mixed_steps):
+    for got in run_ranks(4, mixed_steps, zero3, 1):
         assert distance(got, exact) <= 1.2 * own
 
 
@@ -485,10 +472,7 @@ def shared_between_units() -> str:
         else:
             model.extra = nn.Linear(23, 92, bias=False, dtype=torch.float64)
             model.extra.weight = model.layers[0].up.weight
-        try:
-            zero3(model, sgd(model), dist.group.WORLD)
-        except ValueError as error:
-            messages.append(str(error))
+        messages.append(error_from(ValueError, zero3, model, sgd(model), dist.group.WORLD))
     return "\n".join(messages)
 
 
@@ -540,14 +524,6 @@ def test_calling_parts_of_the_model_without_the_root_names_the_missing_parameter
         run_ranks(1, late_gradient)
 
 
-def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["zero3.py", "--stage", "3"])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and len(lines) == 1 and "--stage" in lines[0]
-
-
 def without_hooks() -> tuple[list, dict[str, Tensor]]:
     model = decoder()
     zero = zero3(model, sgd(model), dist.group.WORLD, hooks=False)
@@ -576,13 +552,7 @@ def forgotten() -> list[str]:
     zero = zero3(model, sgd(model), dist.group.WORLD)
     zero.zero_grad()
     mean_loss(model, *make_batch(0, dist.get_world_size(), 1)[dist.get_rank()][0]).backward()
-    said = []
-    for use in (zero.step, lambda: zero.clip_grad_norm(1.0)):
-        try:
-            use()
-            said.append("not refused")
-        except RuntimeError as error:
-            said.append(str(error))
+    said = [error_from(RuntimeError, zero.step), error_from(RuntimeError, zero.clip_grad_norm, 1.0)]
     zero.finish()
     zero.step()
     return said
@@ -597,11 +567,7 @@ def impossible() -> list[str]:
     model = decoder()
     said = []
     for stage, units in ((3, []), ("2", model.layers), (True, model.layers), (0, model.layers), (2.0, model.layers)):
-        try:
-            make_zero(stage, model, sgd(model), dist.group.WORLD, units=units)
-            said.append("not refused")
-        except ValueError as error:
-            said.append(str(error))
+        said.append(error_from(ValueError, make_zero, stage, model, sgd(model), dist.group.WORLD, units=units))
     return said
 
 

@@ -14,7 +14,7 @@ from harness.meter import communication, storage_bytes
 from harness.ranks import run_ranks
 from torch import nn
 from zero3 import make_zero
-from zero_memory import GB, bytes_per_parameter, bytes_sent, largest_model, main, paper_tables
+from zero_memory import GB, bytes_per_parameter, bytes_sent, largest_model, paper_tables
 from zero_stages import ExchangeAndSum, SendToAll
 
 # Table 1 of 1910.02054: GB per device, for 7.5B, 128B and 1T parameters; stages 1, 2, 3.
@@ -146,14 +146,6 @@ def test_a_batch_without_targets_has_loss_zero():
 
 def test_a_step_of_the_tied_decoder_has_one_parameter_less():
     assert storage_bytes(Decoder(tied=True).parameters()) == storage_bytes(Decoder().parameters()) - 257 * 48 * 4
-
-
-def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["zero_memory.py", "--tabels"])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and len(lines) == 1 and "--tabels" in lines[0]
 
 
 def test_the_worst_of_some_errors_is_nan_if_one_is():

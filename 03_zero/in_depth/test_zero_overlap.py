@@ -3,10 +3,10 @@
 import gc
 import math
 import random
-import sys
 import time
 import weakref
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -14,19 +14,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _zero_demo import make_batch, train_step
 from harness.meter import communication, peak_memory
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace
+from harness.reference import Trace, assert_same_named, assert_same_trace
 from test_zero_stages import (
+    assert_clipped_as_by_torch,
     awkward,
     bytes_of_a_step,
     decoder,
     in_two_groups,
     mean_loss,
+    mixed_steps,
     padded,
     reference_trace,
     sgd,
     sharded_steps,
-    unsharded_steps,
     zero_trace,
 )
 from torch import Tensor, nn
@@ -103,30 +105,14 @@ def clipped_steps(stage: int):
 @pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(stage):
-    model = awkward()
-    norms = unsharded_steps(in_two_groups(model), model, 3, max_norm=0.5)
-    want = {name: p.detach() for name, p in model.named_parameters()}
-    for rank, (got_norms, got) in enumerate(run_ranks(3, clipped_steps, stage)):
-        assert_same(torch.tensor(got_norms), torch.tensor(norms), 1e-9, "gradient norm", rank)
-        assert_same_named(got, want, 1e-9, "weight", rank)
-
-
-def mixed_steps(stage: int, late: bool) -> dict[str, Tensor]:
-    model, rank, ranks = decoder(dtype=torch.bfloat16), dist.get_rank(), dist.get_world_size()
-    make = overlapped if late else lambda stage, *of, **options: (Zero1, Zero2)[stage - 1](*of, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    zero = make(stage, model, optimizer, dist.group.WORLD, master=torch.float32, bucket_bytes=SMALL)
-    for step in range(3):
-        train_step(model, zero, make_batch(step, ranks)[rank])
-        zero.step()
-    return zero.full_weights()
+    assert_clipped_as_by_torch(run_ranks(3, clipped_steps, stage))
 
 
 @pytest.mark.always("1")
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_with_master_weights_is_bit_equal_to_the_stage_that_waits(stage):
-    want = run_ranks(2, mixed_steps, stage, False)
-    for rank, got in enumerate(run_ranks(2, mixed_steps, stage, True)):
+    want = run_ranks(2, mixed_steps, partial((Zero1, Zero2)[stage - 1], bucket_bytes=SMALL), 2)
+    for rank, got in enumerate(run_ranks(2, mixed_steps, partial(overlapped, stage), 2)):
         for name in got:
             assert torch.equal(got[name], want[rank][name]), f"{name} on rank {rank}"
 
@@ -350,19 +336,10 @@ def test_an_owner_that_is_no_longer_used_is_freed_and_its_weights_still_arrive(s
 def refused() -> list[str]:
     model, said = decoder(), []
     for stage in (0, 3, "1", True, 2.0):
-        try:
-            make_overlapped(stage, model, sgd(model), dist.group.WORLD)
-            said.append("accepted")
-        except ValueError as error:
-            said.append(str(error))
+        said.append(error_from(ValueError, make_overlapped, stage, model, sgd(model), dist.group.WORLD))
     zero = Overlapped1(model, sgd(model), dist.group.WORLD)
     mean_loss(model, *make_batch(0, 1)[0][0]).backward()
-    try:
-        zero.step()
-        said.append("accepted")
-    except RuntimeError as error:
-        said.append(str(error))
-    return said
+    return [*said, error_from(RuntimeError, zero.step)]
 
 
 def test_a_stage_without_a_gather_in_its_step_and_a_forgotten_finish_are_refused():
@@ -373,10 +350,5 @@ def test_a_stage_without_a_gather_in_its_step_and_a_forgotten_finish_are_refused
 
 
 @pytest.mark.parametrize("arguments", [["--stage", "3"], ["--stage", "x"], ["--stge", "1"], ["--stage"]])
-def test_a_wrong_option_is_one_line_that_names_it(monkeypatch, capsys, arguments):
-    monkeypatch.setattr(sys, "argv", ["zero_overlap.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("zero_overlap.py: ")
-    assert arguments[0] in lines[0]
+def test_a_wrong_option_is_one_line_that_names_it(arguments):
+    assert arguments[0] in refusal(main, arguments)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step
 from harness.meter import communication, peak_memory
+from harness.programs import error_from
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named
 from harness.report import ROOT
@@ -249,11 +250,8 @@ def refusals(saved: FullState) -> list[str]:
         before = awkward()
         model = awkward()
         zero = make_zero(1, model, in_two_groups(model), dist.group.WORLD)
-        try:
-            load_full_state_dict(zero, {"weights": weights, "optimizer": states})
-            messages.append("accepted")
-        except ValueError as error:
-            messages.append(str(error))
+        changed = {"weights": weights, "optimizer": states}
+        messages.append(error_from(ValueError, load_full_state_dict, zero, changed))
         assert all(torch.equal(a, b) for a, b in zip(before.parameters(), model.parameters(), strict=True))
     return messages
 

@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 import weakref
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 from domino import HalvedBlock, Piece, UnderWay, in_halves, one_by_one
 from harness.meter import communication, saved_activations
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same_named
 from harness.report import ROOT
@@ -385,24 +384,8 @@ def test_one_row_and_hooks_on_what_is_no_whole_any_more_are_refused():
         (["--row", "3"], "--row"),
     ],
 )
-def test_bad_input_ends_in_one_line_before_any_process_group(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["domino.py", *options])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(dist, "init_process_group", partial(pytest.fail, "a process group was started"))
-    with pytest.raises(SystemExit) as stop:
-        domino.main()
-    message = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert words in message and message.count("\n") == 1
-
-
-def run_demo() -> list[str]:
-    args, config = Namespace(sequence=8, rows=3, layers=2), replace(SMALL, qkv_bias=False)
-    return domino.demo(args, config, dist.group.WORLD, torch.device("cpu"))
-
-
-def test_the_demo_finds_nothing_wrong():
-    assert run_ranks(4, run_demo) == [[]] * 4
+def test_bad_input_ends_in_one_line_before_any_process_group(options, words):
+    assert words in refusal(domino.main, options, world_size=2)
 
 
 STAND_IN = ROOT / "tests/fake_device"

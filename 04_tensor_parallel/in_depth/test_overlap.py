@@ -1,14 +1,10 @@
 """The versions that wait less: the same numbers, the same bytes, and an order of events that hides something."""
 
 import random
-import runpy
-import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 from unittest.mock import patch
@@ -19,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, saved_activations
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same_named
 from overlap import VERSIONS, Cluster, block_time, column_overlapped, column_ring, gathered, row_ring, scattered
@@ -285,20 +282,15 @@ def test_a_gradient_shares_no_memory_with_another_so_that_who_takes_it_away_can_
 
 
 def refusals() -> list[str]:
-    x, weight, messages = numbers(1, 4, 6), numbers(4, 6), []
+    x, weight = numbers(1, 4, 6), numbers(4, 6)
     plain, split = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
-    for call in (
+    calls = (
         lambda: column_overlapped(x, [weight], plain, lambda x, w: F.linear(x, w)),
         lambda: column_ring(x, [weight], plain, F.linear),
         lambda: row_ring(x, weight, plain, F.linear),
         lambda: row_ring(numbers(1, 3, 6), weight, split, F.linear),
-    ):
-        try:
-            call()
-            messages.append("no error")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    )
+    return [error_from(ValueError, call) for call in calls]
 
 
 def test_what_a_version_cannot_do_it_refuses_with_the_one_that_can():
@@ -355,34 +347,11 @@ def test_no_ring_is_faster_than_the_links_inside_a_node_however_many_nics_there_
         (["--nic", "3"], "--nic"),
     ],
 )
-def test_bad_input_ends_in_one_line_before_any_process_group(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["overlap.py", *options])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(dist, "init_process_group", partial(pytest.fail, "a process group was started"))
-    with pytest.raises(SystemExit) as stop:
-        overlap.main()
-    message = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert words in message and message.count("\n") == 1
+def test_bad_input_ends_in_one_line_before_any_process_group(options, words):
+    assert words in refusal(overlap.main, options, world_size=2)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("bench", sorted(Path(__file__).parents[1].glob("**/bench_*.py")), ids=lambda file: file.stem)
-def test_a_benchmark_ignores_no_option_in_silence(bench, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(bench), "--rows", "3"])
-    monkeypatch.syspath_prepend(str(bench.parent))
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(bench), run_name="__main__")
-    message = capsys.readouterr().err
-    assert stop.value.code == 2 and "--rows" in message and message.count("\n") == 1
-
-
-def run_demo() -> list[str]:
-    args = Namespace(
-        sequence=8, gpus_per_node=8, nvlink_gbs=450.0, nic_gbs=50.0, latency_us=10.0, tflops=400.0, tokens=8192
-    )
-    return overlap.demo(args, SMALL, dist.group.WORLD, torch.device("cpu"))
-
-
-def test_the_demo_finds_nothing_wrong():
-    assert run_ranks(4, run_demo) == [[]] * 4
+def test_a_benchmark_ignores_no_option_in_silence(bench):
+    assert "--rows" in refusal(bench, "--rows 3")

@@ -1,17 +1,15 @@
 """The matrix identities, their operators and the MLP made of them, against one device."""
 
-import sys
 import weakref
-from functools import partial
 from unittest import mock
 
-import _tensor_parallel_demo
 import parallel_linear
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, held_bytes, saved_activations
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from parallel_linear import (
@@ -116,13 +114,7 @@ def test_gathered_tokens_are_in_the_order_of_the_ranks_for_every_row_of_the_batc
 
 def uneven_sequence(column: str) -> str:
     tp = TensorParallel(dist.group.WORLD, True, column=COLUMNS[column])
-    mlp = ParallelMLP(H, F_, tp).double()
-    try:
-        reduce_scatter(numbers(B, 7, H), tp.group)
-    except ValueError as error:
-        assert mlp is not None
-        return str(error)
-    return ""
+    return error_from(ValueError, reduce_scatter, numbers(B, 7, H), tp.group)
 
 
 def test_a_sequence_that_does_not_divide_is_refused_with_what_would():
@@ -297,11 +289,7 @@ def what_is_said(state: dict[str, Tensor], model: torch.nn.Module | None = None)
     with torch.no_grad():
         for p in mlp.parameters():
             p.fill_(0.5)
-    message = "no error"
-    try:
-        load_full_state_dict(mlp, state)
-    except ValueError as error:
-        message = str(error)
+    message = error_from(ValueError, load_full_state_dict, mlp, state)
     return message, any((p != 0.5).any().item() for p in mlp.parameters())
 
 
@@ -310,7 +298,7 @@ def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing(words):
     for message, changed in run_ranks(2, what_is_said, full_state(**WRONG_STATES[words])):
         assert message.startswith("the state is not that of this model; ") and words in message, message
         assert "\n" not in message and not changed
-    assert run_ranks(2, what_is_said, full_state()) == [("no error", True)] * 2
+    assert run_ranks(2, what_is_said, full_state()) == [("", True)] * 2
 
 
 def one_message_for_everything() -> str:
@@ -499,13 +487,6 @@ def test_column_then_row_is_two_products():
 # ------------------------------------------------------------------------------------------------------- the script
 
 
-def run_main(monkeypatch, *options: str, ranks: int = 1) -> None:
-    monkeypatch.setattr(sys, "argv", ["parallel_linear.py", *options])
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(dist, "init_process_group", partial(pytest.fail, "a process group was started"))
-    parallel_linear.main()
-
-
 @pytest.mark.parametrize(
     ("options", "ranks", "words"),
     [
@@ -516,31 +497,11 @@ def run_main(monkeypatch, *options: str, ranks: int = 1) -> None:
         (["--colum", "simple"], 1, "--colum"),
     ],
 )
-def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, words, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as stop:
-        run_main(monkeypatch, *options, ranks=ranks)
-    message = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert words in message and message.count("\n") == 1
+def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, words):
+    assert words in refusal(parallel_linear.main, options, ranks)
 
 
-def run_demo(column: str) -> list[str]:
-    import argparse
-
-    args = argparse.Namespace(hidden=16, intermediate=24, sequence=24, column=column)
-    return parallel_linear.demo(args, dist.group.WORLD, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("column", COLUMNS)
-def test_the_demo_finds_nothing_wrong_on_three_ranks(column):
-    assert run_ranks(3, run_demo, column) == [[], [], []]
-
-
-def test_more_ranks_than_gpus_are_refused_before_any_process_group(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["parallel_linear.py"])
+def test_more_ranks_than_gpus_are_refused_before_any_process_group(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(SystemExit) as end:
-        _tensor_parallel_demo.launch(lambda *_: pytest.fail("the demo began"))
-    assert end.value.code == 2
-    assert capsys.readouterr().err == "parallel_linear.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"
+    assert refusal(parallel_linear.main) == "--nproc_per_node 4: there are 2 GPUs here; use 2 or less"

@@ -1,10 +1,8 @@
 """The whole model with its vocabulary in pieces, against one device, and against chapter 01's model."""
 
 import sys
-from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import parallel_llama
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, held_bytes, peak_memory
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
 from parallel_block import Config, Parts, attention, drops_of_all_ranks, sync_replicated_gradients
@@ -460,20 +459,13 @@ def test_the_loss_of_bf16_logits_is_summed_in_fp32():
 
 
 def gathered_logits() -> str:
-    try:
-        vocab_parallel_cross_entropy(numbers(B, S, 8), batch(0, 8)[1], 8, dist.group.WORLD)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    given = numbers(B, S, 8), batch(0, 8)[1], 8, dist.group.WORLD
+    return error_from(ValueError, vocab_parallel_cross_entropy, *given)
 
 
 def what_a_stranger_gets(tokens: Tensor, labels: Tensor) -> str:
     model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, True)).double()
-    try:
-        model.cross_entropy(model(tokens), labels)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return error_from(ValueError, lambda: model.cross_entropy(model(tokens), labels))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])  # 13 words on 4 ranks: 13, 14 and 15 are rows of padding
@@ -513,7 +505,7 @@ def test_the_first_and_the_last_word_and_no_target_are_taken(ranks):
     ends = torch.tensor([[0, 12] * (S // 2)] * B)
     labels = ends.clone()
     labels[0, :3] = IGNORE
-    assert run_ranks(ranks, what_a_stranger_gets, ends, labels) == ["no error"] * ranks
+    assert run_ranks(ranks, what_a_stranger_gets, ends, labels) == [""] * ranks
 
 
 def test_gathered_logits_are_refused_because_their_loss_would_be_too_large_by_log_t():
@@ -608,7 +600,7 @@ def test_a_state_dict_does_not_change_while_the_model_trains_on(ranks):
         assert run_ranks(ranks, state_before_and_after_a_step, sequence) == [[]] * ranks
 
 
-def refusal(state: dict[str, Tensor], config: Config) -> str:
+def refusal_of(state: dict[str, Tensor], config: Config) -> str:
     model = ParallelLlama(config, TensorParallel(dist.group.WORLD)).double()
     before = [p.detach().clone() for p in model.parameters()]
     try:
@@ -632,11 +624,11 @@ def test_a_state_of_another_vocabulary_of_other_layers_or_with_biases_is_refused
         (made_of() | biases, "unexpected: model.layers.0.self_attn.k_proj.bias, "),
         (made_of(kv_heads=4), "model.layers.0.self_attn.k_proj.weight [16, 16], not [8, 16]"),
     ):
-        for message in run_ranks(2, refusal, state, SMALL):
+        for message in run_ranks(2, refusal_of, state, SMALL):
             assert words in message and "\n" not in message, message
-    message = run_ranks(2, refusal, made_of(), replace(SMALL, qkv_bias=True))[0]
+    message = run_ranks(2, refusal_of, made_of(), replace(SMALL, qkv_bias=True))[0]
     assert "missing: model.layers.0.self_attn.k_proj.bias, " in message
-    assert run_ranks(2, refusal, made_of(), SMALL) == ["", ""]
+    assert run_ranks(2, refusal_of, made_of(), SMALL) == ["", ""]
 
 
 def test_a_tied_weight_may_come_under_one_of_its_names_but_not_with_two_values():
@@ -644,10 +636,10 @@ def test_a_tied_weight_may_come_under_one_of_its_names_but_not_with_two_values()
     both = full_weights(config)
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     for lacks in (head, table):
-        assert run_ranks(2, refusal, {n: x for n, x in both.items() if n != lacks}, config) == ["", ""]
+        assert run_ranks(2, refusal_of, {n: x for n, x in both.items() if n != lacks}, config) == ["", ""]
     neither = {name: value for name, value in both.items() if name not in (head, table)}
-    assert f"missing: {table} or {head}" in run_ranks(2, refusal, neither, config)[0]
-    assert f"tied, but not equal: {head}" in run_ranks(2, refusal, both | {head: both[head] + 1}, config)[0]
+    assert f"missing: {table} or {head}" in run_ranks(2, refusal_of, neither, config)[0]
+    assert f"tied, but not equal: {head}" in run_ranks(2, refusal_of, both | {head: both[head] + 1}, config)[0]
 
 
 def step_of_model(sequence: bool, kv_heads: int) -> tuple[int, int, float, dict[str, int]]:
@@ -691,23 +683,5 @@ def test_the_seed_and_the_name_decide_a_weight():
         (["--recomput"], 1, "--recomput"),
     ],
 )
-def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["parallel_llama.py", *options])
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(dist, "init_process_group", partial(pytest.fail, "a process group was started"))
-    with pytest.raises(SystemExit) as stop:
-        parallel_llama.main()
-    message = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert words in message and message.count("\n") == 1
-
-
-def run_demo(recompute: bool) -> list[str]:
-    args = Namespace(sequence=8, dropout=0.1 * recompute, recompute=recompute)
-    return parallel_llama.demo(args, SMALL, dist.group.WORLD, torch.device("cpu"))
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_demo_finds_nothing_wrong_with_a_vocabulary_that_does_not_divide(recompute):
-    assert run_ranks(4, run_demo, recompute) == [[]] * 4
+def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, words):
+    assert words in refusal(parallel_llama.main, options, ranks)

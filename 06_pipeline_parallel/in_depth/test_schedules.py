@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import schedules
-from harness.programs import run_script
+from harness.programs import refusal, run_script
 from schedules import BW, SCHEDULES, Action, B, F, ScheduleError, Times, W, build, check, needs, published, simulate
 
 HERE = Path(__file__).parent
@@ -367,7 +367,7 @@ def test_a_simulation_that_misses_its_formula_ends_the_demo_with_1_and_the_numbe
     assert "1f1b: simulated and published differ" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_wrong_option_is_one_line_with_option_value_and_remedy(capsys, monkeypatch):
+def test_a_wrong_option_is_one_line_with_option_value_and_remedy():
     for given, said in (
         (["--schedule", "gpipe"], "--schedule 'gpipe' is no schedule; use one of"),
         (["--schedule", ""], "--schedule '' is no schedule; use one of"),
@@ -403,11 +403,4 @@ def test_a_wrong_option_is_one_line_with_option_value_and_remedy(capsys, monkeyp
         (["--svg", "x.svg"], "--svg x.svg needs --schedule NAME"),
         (["--schedule", "1f1b", "--svg", "no/such/x.svg"], "there is no folder no/such"),
     ):
-        monkeypatch.setattr(sys, "argv", ["schedules.py", *given])
-        with pytest.raises(SystemExit) as stop:
-            schedules.main()
-        printed = capsys.readouterr()
-        assert stop.value.code == 2
-        assert printed.out == ""
-        assert len(printed.err.splitlines()) == 1, printed.err
-        assert said in printed.err
+        assert said in refusal(schedules.main, given)

@@ -5,13 +5,11 @@ import weakref
 from copy import deepcopy
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import pytest
 import split_backward as script
 import torch
 import torch.nn.functional as F
-from harness.programs import run_script
 from harness.reference import assert_same, assert_same_named
 from split_backward import (
     Block,
@@ -343,12 +341,6 @@ def test_who_owns_a_graph_is_found_out_the_same_way_where_gradients_are_off():
         with mode:
             answers.append(python_nodes_own_their_graph())
     assert answers[0] == answers[1], "a recomputed block asks in its backward"
-
-
-def test_bad_options_end_in_one_line():
-    done = run_script(Path(__file__).with_name("split_backward.py"), "--part", "3")
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert "split_backward.py: " in done.stderr and "--part" in done.stderr
 
 
 def test_a_nan_in_the_gradient_of_one_weight_is_no_pass(monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """Fixed shapes: the layer that waits with the same pairs dropped, a queue in plain Python, waits, shapes, bytes."""
 
-import sys
 from functools import cache, partial
 
 import fixed_dispatch
@@ -11,6 +10,7 @@ from _moe_demo import HostWaits
 from expert_dispatch import dispatch_pairs, experts_loop, make_plan
 from fixed_dispatch import bytes_sent_fixed, dispatch_fixed, moe_fixed, slots_of
 from harness.meter import communication
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named
 from routing import balance_loss, expert_counts, group_sum, route, router_logits
@@ -206,10 +206,5 @@ def test_a_gpu_says_too_that_nobody_waits():
         ("--router hash", "--router"),
     ],
 )
-def test_bad_input_is_one_line_that_names_option_and_remedy(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fixed_dispatch.py", *options.split()])
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit) as ended:
-        fixed_dispatch.main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and words in said and len(said.splitlines()) == 1, said
+def test_bad_input_is_one_line_that_names_option_and_remedy(options, words):
+    assert words in refusal(fixed_dispatch.main, options, world_size=4)

@@ -1,6 +1,5 @@
 """The layer: against a token-by-token mixture whose losses are added in the open; recomputed, accumulated, in bf16."""
 
-import sys
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -16,6 +15,7 @@ from _moe_demo import HostWaits
 from _slow_moe import SlowMoE
 from expert_dispatch import DISPATCH, RouterError
 from harness.meter import communication, saved_activations
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named, error_between
 from moe_layer import MoE, MoEConfig, moe_layers, recomputed, set_loss_scale, take_losses, update_biases
@@ -439,10 +439,5 @@ def test_a_bias_needs_the_sigmoid_router():
     ("options", "words"),
     [("--top-k 9", "--top-k 9 of 8 experts"), ("--experts 3 --top-k 2", "--experts 3 do not divide among 2")],
 )
-def test_bad_input_is_one_line_that_names_option_and_remedy(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["moe_layer.py", *options.split()])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as ended:
-        moe_layer.main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and words in said and len(said.splitlines()) == 1, said
+def test_bad_input_is_one_line_that_names_option_and_remedy(options, words):
+    assert words in refusal(moe_layer.main, options, world_size=2)

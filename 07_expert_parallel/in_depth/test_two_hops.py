@@ -1,6 +1,5 @@
 """Two hops: against all experts on all tokens, bytes by link, the limit to nodes, and the order of events."""
 
-import sys
 import time
 from contextlib import nullcontext
 from functools import cache, partial
@@ -13,6 +12,7 @@ import two_hops
 from _moe_demo import HostWaits, Wire
 from expert_dispatch import dispatch_rows, experts_loop, make_plan, reference
 from harness.meter import communication
+from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same_named
 from routing import route
@@ -295,10 +295,5 @@ def test_a_rank_without_any_row_answers_with_none():
         ("--tokens 0", "--tokens 0 is not in 1 .. 4096"),
     ],
 )
-def test_bad_input_is_one_line_that_names_option_and_remedy(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["two_hops.py", *options.split()])
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit) as ended:
-        two_hops.main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and words in said and len(said.splitlines()) == 1, said
+def test_bad_input_is_one_line_that_names_option_and_remedy(options, words):
+    assert words in refusal(two_hops.main, options, world_size=4)

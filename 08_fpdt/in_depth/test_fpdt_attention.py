@@ -35,6 +35,7 @@ from fpdt_costs import (
 )
 from fpdt_store import CpuMachine, Race, Store, Watch
 from harness.meter import communication, peak_memory
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same, error_between
 from test_fpdt_store import Forgetful
@@ -445,11 +446,7 @@ def backward_twice() -> tuple[str, int]:
     q.requires_grad_()
     loss = (fpdt_attention(dist.group.WORLD, 4, store)(q, k, v, causal=True) * weight).sum()
     loss.backward(retain_graph=True)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return str(error), store.host_bytes
-    return "", store.host_bytes
+    return error_from(RuntimeError, loss.backward), store.host_bytes
 
 
 def test_a_second_backward_is_refused_as_its_buffers_are_others_by_then():
@@ -468,17 +465,11 @@ def test_attention_without_a_causal_mask_is_refused():
         (["--seq", "4096", "--chunks", "4096"], "8,390,656 pairs"),
         (["--heads", "6"], "--kv-heads 4"),
         (["--seq", str(2**44)], "the chunks on the host need"),
-        (["--no-such"], "--no-such"),
     ],
 )
-def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, named, monkeypatch, capsys):
+def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, named, monkeypatch):
     monkeypatch.setattr("fpdt_attention.run", lambda *_, **__: pytest.fail(f"{' '.join(arguments)} is let through"))
-    monkeypatch.setattr(sys, "argv", ["fpdt_attention.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    err = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert len(err.splitlines()) == 1 and named in err, err
+    assert named in refusal(main, arguments)
 
 
 def test_heads_that_ranks_cannot_share_are_one_line_on_rank_0_only(monkeypatch, capsys):

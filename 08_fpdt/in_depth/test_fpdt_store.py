@@ -11,6 +11,7 @@ import torch
 from fpdt_store import Buffer, CpuMachine, CudaMachine, DeviceMemory, Prefetch, Race, Store, check_host, main
 from harness.layout import ROOT
 from harness.meter import peak_memory
+from harness.programs import refusal
 
 CPU = torch.device("cpu")
 HERE, STAND_IN = Path(__file__).parent, ROOT / "tests/fake_device"
@@ -203,14 +204,10 @@ def test_too_little_host_memory_is_found_before_anything_starts():
         (["--versio", "x"], "unrecognized"),
     ],
 )
-def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, words, monkeypatch, capsys):
+def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, words, monkeypatch):
     monkeypatch.setattr("fpdt_store.demo", lambda *_: pytest.fail(f"{' '.join(arguments)} is let through"))
-    monkeypatch.setattr(sys, "argv", ["fpdt_store.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    err = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert len(err.splitlines()) == 1 and arguments[0] in err and words in err, err
+    said = refusal(main, arguments)
+    assert arguments[0] in said and words in said
 
 
 def test_no_pinned_memory_is_one_clear_line(monkeypatch):

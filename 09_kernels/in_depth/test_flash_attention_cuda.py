@@ -3,35 +3,23 @@ who has the tensor cores when; and what nvcc makes of it for a GPU that need not
 
 import math
 import re
-import shutil
-import sys
 
 import _cuda
 import flash_attention_cuda as cuda
 import pytest
 import torch
-from _cuda import FORWARD, REVERSE, CudaError
+from _cuda import FORWARD, REVERSE
 from _interpreter import INTERPRETED
 from flash_attention_cuda import CUDA, THREADS, cuda_forward, errors, inputs, sectors, turns
 from flash_kernels import flash_attention, triton_forward
 from flash_tiles import band, explicit_attention, step
+from harness.programs import refusal
 from harness.reference import assert_same
+from test_flash_attention_fp8 import CASES as CASES_IN_FP8
+from test_flash_attention_fp8 import NVCC, assert_same_bits, machine_code
 
-NVCC = pytest.mark.skipif(
-    not shutil.which("nvcc"), reason="nvcc is not on the PATH, so nothing can be compiled for a GPU"
-)
-CASES = {  # B, S_q, S_k, N, N_kv, D, causal, offset
-    "one row": (1, 1, 1, 1, 1, 64, True, 0),
-    "one query, many keys": (1, 1, 150, 2, 2, 64, False, 0),
-    "uneven, three heads a group, two sequences": (2, 70, 70, 3, 1, 64, True, 0),
-    "three tiles of keys": (1, 40, 300, 1, 1, 64, False, 0),
-    "a later chunk of a ring": (1, 65, 270, 2, 1, 64, True, 205),
-    "more queries than keys, the first without any": (1, 200, 90, 1, 1, 64, True, -110),
-    "four heads on two": (1, 30, 20, 4, 2, 64, False, 0),
-    "whole tiles": (1, 128, 128, 1, 1, 128, True, 0),
-    "heads of 128, uneven": (1, 129, 131, 2, 2, 128, True, 2),
-    "five tiles of queries, for two blocks": (1, 530, 300, 1, 1, 64, True, -230),  # the first of them sees no key
-}
+MORE = (1, 530, 300, 1, 1, 64, True, -230)  # the first of its tiles of queries sees no key
+CASES = CASES_IN_FP8 | {"five tiles of queries, for two blocks": MORE}
 
 
 def check(case, order=FORWARD):
@@ -107,24 +95,14 @@ ORDERS |= {f"warp {w} {f.__name__}": f(w) for w in (0, 4, 8) for f in (_cuda.ahe
 @pytest.mark.always("racing", "in reverse")
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_bits_are_the_same_in_this_order_of_the_warps(name):
-    assert_same_bits(RACE, {name: ORDERS[name]})
+    assert_same_bits(check, RACE, {name: ORDERS[name]})
 
 
 @pytest.mark.prove
 def test_the_bits_are_the_same_when_any_warp_is_ahead_or_behind():
     for case in (RACE, (1, 70, 560, 1, 1, 64, True, 455), (1, 129, 400, 1, 1, 128, True, 271)):
-        assert_same_bits(case, {order: order for order in [*_cuda.uneven(THREADS), *map(_cuda.racing, range(2, 8))]})
-
-
-def assert_same_bits(case, orders):
-    first = check(case)
-    for name, order in orders.items():
-        try:
-            again = check(case, order)
-        except CudaError as error:
-            raise AssertionError(f"{case}, {name}: {error}") from None
-        for what, x, y in zip(("out", "LSE"), first, again, strict=True):
-            assert torch.equal(x, y), f"{case}, {name}: {what} has other bits than forward"
+        orders = [*_cuda.uneven(THREADS), *map(_cuda.racing, range(2, 8))]
+        assert_same_bits(check, case, {order: order for order in orders})
 
 
 @pytest.mark.parametrize("order", [FORWARD, REVERSE, _cuda.ahead(4), _cuda.ahead(8), _cuda.racing(3)])
@@ -214,17 +192,6 @@ def highest_register_after(code, instruction):
     return max(int(number) for i in seen for number in re.findall(r"\bR(\d+)", rows[i][1]))
 
 
-def machine_code(cubin, D):
-    """The SASS of the kernel for head dim D."""
-    import subprocess
-
-    from _interpreter import triton
-
-    tool = _cuda.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    listing = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-    return next(part for part in listing.split("Function : ")[1:] if f"ILi{D}E" in part.split("\n")[0])
-
-
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
@@ -262,13 +229,8 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         (["--head-dim", "nan"], "argument --head-dim: invalid int value: 'nan'"),
     ],
 )
-def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["flash_attention_cuda.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cuda.main()
-    printed = capsys.readouterr()
-    assert ended.value.code == 2 and printed.out == ""
-    assert printed.err.startswith(f"flash_attention_cuda.py: {message}") and len(printed.err.splitlines()) == 1
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message):
+    assert refusal(cuda.main, arguments).startswith(message)
 
 
 def test_a_kernel_that_writes_nothing_does_not_pass(monkeypatch):

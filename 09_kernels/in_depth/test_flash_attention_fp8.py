@@ -4,7 +4,6 @@ the scales, the lifted weights and the sums outside the tensor core are good for
 import math
 import re
 import shutil
-import sys
 
 import _cuda
 import flash_attention_fp8 as fp8
@@ -14,6 +13,7 @@ from _cuda import FORWARD, REVERSE, CudaError
 from flash_attention_cuda import KEYS, THREADS, cuda_forward, inputs, turns
 from flash_attention_fp8 import E4M3, accumulator_bits, across, fp8_forward, in_float64, off_by, prepare, to_e4m3
 from flash_tiles import band, explicit_attention
+from harness.programs import refusal
 
 NVCC = pytest.mark.skipif(
     not shutil.which("nvcc"), reason="nvcc is not on the PATH, so nothing can be compiled for a GPU"
@@ -195,18 +195,17 @@ ORDERS = {"racing": _cuda.racing(4), "warp 0 ahead": _cuda.ahead(0), "warp 4 ahe
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_bits_are_the_same_in_this_order_of_the_warps(name):
-    assert_same_bits(RACE, {name: ORDERS[name]})
+    assert_same_bits(check, RACE, {name: ORDERS[name]})
 
 
 @pytest.mark.prove
 def test_the_bits_are_the_same_when_any_warp_is_ahead_or_behind():
     for case in (RACE, (1, 129, 400, 1, 1, 128, True, 271)):
-        assert_same_bits(
-            case, {order: order for order in [REVERSE, *_cuda.uneven(THREADS), *map(_cuda.racing, range(2, 8))]}
-        )
+        orders = [REVERSE, *_cuda.uneven(THREADS), *map(_cuda.racing, range(2, 8))]
+        assert_same_bits(check, case, {order: order for order in orders})
 
 
-def assert_same_bits(case, orders):
+def assert_same_bits(check, case, orders):
     first = check(case)
     for name, order in orders.items():
         try:
@@ -237,11 +236,20 @@ def test_sectors_asked_for_are_those_predicted():
 # --------------------------------------------------------------------------------------------------- compiled for GPUs
 
 
+def machine_code(cubin, D):
+    """The SASS of the kernel for head dim D."""
+    import subprocess
+
+    from _interpreter import triton
+
+    tool = _cuda.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    listing = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return next(part for part in listing.split("Function : ")[1:] if f"ILi{D}E" in part.split("\n")[0])
+
+
 @pytest.mark.prove
 @NVCC
 def test_no_stack_frame_and_exponentials_lie_between_the_two_waits(tmp_path):
-    from test_flash_attention_cuda import machine_code
-
     cubin = tmp_path / "attention.cubin"
     used = _cuda.resources(fp8.SOURCE, "sm_90a", cubin)["attention_fp8"]
     assert used.stack == used.spills == 0, f"{used.stack} bytes in local memory"
@@ -291,13 +299,8 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         (["--per"], "unrecognized arguments: --per"),
     ],
 )
-def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["flash_attention_fp8.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        fp8.main()
-    printed = capsys.readouterr()
-    assert ended.value.code == 2 and printed.out == ""
-    assert printed.err.startswith(f"flash_attention_fp8.py: {message}") and len(printed.err.splitlines()) == 1
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message):
+    assert refusal(fp8.main, arguments).startswith(message)
 
 
 def test_a_kernel_that_writes_nothing_does_not_pass(monkeypatch):

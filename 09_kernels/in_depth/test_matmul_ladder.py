@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _cuda import FORWARD, REVERSE, CudaError, Resources, call
+from harness.programs import refusal
 from matmul_ladder import (
     GPUS,
     INTERPRETED,
@@ -623,14 +624,9 @@ def test_an_old_gpu_is_refused_before_anything_is_built(monkeypatch):
         (["--device", "cuda"], "--device cuda: PyTorch finds no GPU here; use --device cpu"),
     ],
 )
-def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["matmul_ladder.py", *arguments])
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        matmul_ladder.main()
-    printed = capsys.readouterr()
-    assert ended.value.code == 2 and printed.out == ""
-    assert printed.err.startswith(f"matmul_ladder.py: {message}") and len(printed.err.splitlines()) == 1
+    assert refusal(matmul_ladder.main, arguments).startswith(message)
 
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
-from _precision_demo import Decoder, batch, loss_sum, stdlib_bytes
+from _precision_demo import Decoder, OneLineParser, batch, loss_sum, stdlib_bytes
 from fp8 import Fp8Linear
 from harness.report import environment
 from microscaling import MICRO, MicroLinear
@@ -25,6 +26,29 @@ from precision_policies import POLICIES, MixedAdamW, linear, make_scaler
 # tokens of all ranks, and the gradients of all are summed. It is what makes gradients small.
 REPLICAS = 1024
 STEPS, LR = 300, 2e-3
+
+
+def gpu_options(*more: str) -> argparse.Namespace:
+    """--gpu, --dry and --out of a benchmark, and those of --seconds and --figures that it has."""
+    parser = OneLineParser(allow_abbrev=False)
+    parser.add_argument("--gpu", action="store_true", help="verify and time on a GPU")
+    parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes on the CPU")
+    parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
+    if "--seconds" in more:
+        parser.add_argument("--seconds", type=float, help="about how long --gpu may take; default 400")
+    if "--figures" in more:
+        parser.add_argument("--figures", action="store_true", help="only draw the figures again")
+    args = parser.parse_args()
+    seconds, figures = getattr(args, "seconds", None), getattr(args, "figures", False)
+    if args.dry and not (args.gpu and args.out):
+        parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
+    if args.out and not args.gpu:
+        parser.error(f"--out {args.out} is for --gpu; leave it out")
+    if seconds is not None and not (args.gpu and math.isfinite(seconds) and seconds > 0):
+        parser.error(f"--seconds {seconds:g} is for --gpu, and a time to measure in, 60 or so")
+    if args.gpu and figures:
+        parser.error("--figures has nothing to draw of --gpu; leave one of them out")
+    return args
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:

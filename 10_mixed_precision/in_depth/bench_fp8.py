@@ -9,7 +9,6 @@ the emulated ones. The GPU part writes 10_fp8_speed, the most telling rows first
 within --seconds.
 """
 
-import math
 import os
 import sys
 import time
@@ -20,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.nn.functional as F
-from _precision_demo import Decoder, OneLineParser, loss_sum
+from _precision_bench import gpu_options
+from _precision_demo import Decoder, loss_sum
 from fp8 import RECIPES, Fp8Linear, e4m3, emulated_matmul, quantize, relative, tensor_core_matmul, with_outliers
 from harness import predictions
 from harness.ceilings import Table, device_here
@@ -307,21 +307,7 @@ def draw_accumulation(axes, result) -> None:
 
 
 def main() -> None:
-    parser = OneLineParser(allow_abbrev=False)
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes on the CPU")
-    parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
-    parser.add_argument("--seconds", type=float, help="about how long --gpu may take; default 400")
-    parser.add_argument("--figures", action="store_true", help="only draw the figures again")
-    args = parser.parse_args()
-    if args.dry and not (args.gpu and args.out):
-        parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
-    if args.out and not args.gpu:
-        parser.error(f"--out {args.out} is for --gpu; leave it out")
-    if args.seconds is not None and not (args.gpu and math.isfinite(args.seconds) and args.seconds > 0):
-        parser.error(f"--seconds {args.seconds:g} is for --gpu, and a time to measure in, 60 or so")
-    if args.gpu and args.figures:
-        parser.error("--figures has nothing to draw of --gpu; leave one of them out")
+    args = gpu_options("--seconds", "--figures")
     if args.gpu:
         gpu(args.dry, args.out, 400.0 if args.seconds is None else args.seconds)
         return

@@ -23,7 +23,7 @@ if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
     os.environ["TRITON_INTERPRET"] = "1"
 
 import fp8_kernels
-from _precision_demo import OneLineParser
+from _precision_bench import gpu_options
 from fp8 import emulated_matmul, quantize, relative
 from harness import predictions
 from harness.ceilings import Table, device_here, timer, times_as_fast
@@ -130,15 +130,7 @@ def time_on_gpu(device: str, dry: bool, out: Path | None) -> None:
 
 
 def main() -> None:
-    parser = OneLineParser(allow_abbrev=False)
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes in the interpreter")
-    parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
-    args = parser.parse_args()
-    if args.dry and not (args.gpu and args.out):
-        parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
-    if args.out and not args.gpu:
-        parser.error(f"--out {args.out} is for --gpu; leave it out")
+    args = gpu_options()
     if args.gpu and not args.dry and not torch.cuda.is_available():
         print(
             "bench_fp8_kernels.py: --gpu needs a CUDA GPU, and none is here; add --dry to try it on the CPU",

@@ -26,7 +26,7 @@ if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
 
 import fp8_kernels
 import fp8_matmul
-from _precision_demo import OneLineParser
+from _precision_bench import gpu_options
 from formats import TILE, Quantized, e4m3, quantize
 from fp8 import tensor_core_matmul
 from fp8_matmul import (
@@ -143,18 +143,7 @@ def time_on_gpu(device: str, dry: bool, out: Path | None, limit: float) -> None:
 
 
 def main() -> None:
-    parser = OneLineParser(allow_abbrev=False)
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes, emulated")
-    parser.add_argument("--out", type=Path, help="folder for the results instead of results/")
-    parser.add_argument("--seconds", type=float, default=400.0, help="about how long --gpu may take; default 400")
-    args = parser.parse_args()
-    if args.dry and not (args.gpu and args.out):
-        parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
-    if args.out and not args.gpu:
-        parser.error(f"--out {args.out} is for --gpu; leave it out")
-    if not (math.isfinite(args.seconds) and args.seconds > 0):
-        parser.error(f"--seconds {args.seconds:g} is no time to measure in; use 20 or more")
+    args = gpu_options("--seconds")
     if args.gpu and not args.dry:
         reason = "no CUDA GPU is here" if not torch.cuda.is_available() else fp8_matmul.refusal("cuda")
         if reason:
@@ -164,7 +153,7 @@ def main() -> None:
     try:
         verify(device)
         if args.gpu:
-            time_on_gpu(device, args.dry, args.out, args.seconds)
+            time_on_gpu(device, args.dry, args.out, 400.0 if args.seconds is None else args.seconds)
         else:
             sums()
     except CudaError as failed:

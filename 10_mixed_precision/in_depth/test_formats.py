@@ -1,20 +1,13 @@
 """The formats against torch's own numbers: finfo, casts, and every bit pattern."""
 
-import contextlib
-import io
-import json
 import math
-import os
-import runpy
-import subprocess
-import sys
 from pathlib import Path
 
-import _precision_demo
 import pytest
 import torch
 from formats import FORMATS, lost_updates, running_sum, share_of, stochastic_round, to_fp8
-from harness.programs import run_script
+from harness.programs import refusal
+from harness.ranks import run_ranks
 
 WITH_DTYPE = [f for f in FORMATS.values() if f.dtype is not None]
 by_name = pytest.mark.parametrize("form", WITH_DTYPE, ids=lambda f: f.name)
@@ -139,11 +132,6 @@ def test_an_update_in_bf16_is_lost_below_a_512th_of_the_weight_and_arrives_above
     assert shares[515] == 1 and 0.1 < shares[300] < 0.2 and shares[255] == 0, shares
 
 
-def test_an_unknown_option_is_one_line(tmp_path):
-    done = run_script(Path(__file__).with_name("formats.py"), "--bits", "4", cwd=tmp_path)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--bits" in done.stderr
-
-
 REFUSED = [  # what a benchmark of this chapter cannot do, or would have to pass over in silence
     ("bench_mixed_precision.py", "--figurs", "--figurs"),
     ("bench_precision_policies.py", "--steps 3", "--steps"),
@@ -167,42 +155,21 @@ REFUSED = [  # what a benchmark of this chapter cannot do, or would have to pass
 ]
 
 
-def ends_of_refused() -> None:
-    """Exit code, stdout and stderr of each of these, in one process, which has imported torch."""
-    folders, ends = [Path(__file__).parent, Path(__file__).parents[1]], []
-    for name, options, _ in REFUSED:
-        said, complained, code = io.StringIO(), io.StringIO(), None
-        script = next(folder / name for folder in folders if (folder / name).exists())
-        sys.argv, sys.path[0:0] = [str(script), *options.split()], [str(script.parent)]
-        try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
-                runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-        del sys.path[0]
-        ends.append((code, said.getvalue(), complained.getvalue()))
-    print(json.dumps(ends))
+def what_is_said_of_refused() -> list[str]:
+    """In a process of its own: benchmarks decide whether Triton interprets."""
+    folders = [Path(__file__).parent, Path(__file__).parents[1]]
+    scripts = [next(folder / name for folder in folders if (folder / name).exists()) for name, *_ in REFUSED]
+    return [refusal(script, options) for script, (_, options, _) in zip(scripts, REFUSED, strict=True)]
 
 
 @pytest.mark.prove
-def test_bad_options_of_scripts_and_benchmarks_are_one_line_that_names_them_and_exit_code_2(tmp_path):
-    here = Path(__file__).resolve().parent
-    paths = os.pathsep.join([str(here), str(here.parents[1] / "tests"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", "import test_formats; test_formats.ends_of_refused()"]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    ends = json.loads(done.stdout.splitlines()[-1])
-    for (name, options, words), (code, said, complained) in zip(REFUSED, ends, strict=True):
-        assert (code, said) == (2, ""), f"{name} {options} ends with {code}: {said}{complained}"
-        assert len(complained.splitlines()) == 1 and words in complained, f"{name} {options}: {complained}"
+def test_bad_options_of_scripts_and_benchmarks_are_one_line_that_names_them_and_exit_code_2():
+    [ends] = run_ranks(1, what_is_said_of_refused, timeout=300)
+    for (name, options, words), said in zip(REFUSED, ends, strict=True):
+        assert words in said, f"{name} {options}: {said}"
 
 
-def test_more_ranks_than_gpus_are_refused_before_any_process_group(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["formats.py"])
+def test_more_ranks_than_gpus_are_refused_before_any_process_group(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(SystemExit) as end:
-        _precision_demo.launch(lambda *_: pytest.fail("the demo began"))
-    assert end.value.code == 2
-    assert capsys.readouterr().err == "formats.py: --nproc_per_node 4: there are 2 GPUs here; use 2 or less\n"
+    assert refusal(Path(__file__).with_name("formats.py")) == "--nproc_per_node 4: there are 2 GPUs here; use 2 or less"

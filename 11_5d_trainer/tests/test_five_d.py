@@ -12,9 +12,6 @@ import io
 import math
 import random
 import re
-import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 from unittest.mock import patch
@@ -406,13 +403,6 @@ def test_check_passes_and_finds_a_weight_that_is_not_a_number():
         assert failures == [] and ("by formula" in printed) == (rank == 0), failures
     for failures, _ in run_ranks(2, run_check, True):
         assert any("nan" in failure for failure in failures), failures
-
-
-@pytest.mark.prove
-def test_a_copy_in_an_empty_folder_passes(tmp_path):
-    script = Path(shutil.copy(five_d.__file__, tmp_path))
-    done = subprocess.run([sys.executable, "-I", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout + done.stderr
 
 
 def learn(layout, dtype):

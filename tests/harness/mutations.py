@@ -1,9 +1,9 @@
 """Planted mistakes: what is listed, what a script looks like with one in it, and which were caught.
 
 `exercises/SCRIPT.toml` of a chapter lists mistakes: a few lines of SCRIPT.py, what a student or a real project wrote in
-their place, the test that must turn red, and a hint for the person who made it (`elu.cu.toml` is about elu.cu; those of
-the harness are in tests/mistakes). For a mistake in an exercise it may also say how that test fails, its symptom: hints
-are chosen by it. The same file has the other right solutions of the exercises, its alternatives.
+their place, and the test that must turn red (`elu.cu.toml` is about elu.cu; the harness has its own in tests/mistakes).
+For a mistake in an exercise it has a hint for the person who made it, and may say how that test fails, its symptom:
+hints are chosen by it. The same file has the other right solutions of the exercises, its alternatives.
 
 Planting all of them takes long, and most of the time nothing has changed. So a cache, .pytest_cache/verdicts, remembers
 a digest of all that decided each verdict: the script with the mistake in it, the test file, and every file that these
@@ -19,7 +19,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -42,8 +42,8 @@ class Mistake:
     old: str
     new: str
     caught_by: str  # "test_file.py::test_name"
-    hint: str
-    exercise: str = ""  # "2.3"; "" outside the exercises
+    hint: str = ""  # for who made it in an exercise
+    exercise: str = ""  # "2.3", the fence in which `old` lies: no list says it; "" outside the exercises
     source: str = "known"  # a project and the number of its issue, where one has shipped it; or typical
     spoils: str = ""  # the benchmarks that have to notice it: "bench_zero bench_zero3"
     symptom: str = ""  # what the test says of it; "" if that is another thing each time
@@ -55,10 +55,21 @@ class Mistake:
         return f"{_path_of(file)}::{name}"
 
     def planted(self, text: str) -> str:
-        """The script with the mistake. ValueError, in one line, unless `old` is there once, inside its exercise.
+        """The script with the mistake. ValueError, in one line, unless `old` is there once."""
+        start, end, new = self._place(text)
+        return text[:start] + new + text[end:]
 
-        Where the exact text is not there, comments and layout are left out of the comparison.
-        """
+    def lying_in(self, text: str) -> "Mistake":
+        """With the number of the exercise of this script in which it lies; with none if it cannot be planted."""
+        try:
+            start, _, _ = self._place(text)
+        except ValueError:
+            return self
+        line = text[:start].count("\n") + 1
+        return replace(self, exercise="".join(n for n, first, last in _fences(text) if first < line <= last))
+
+    def _place(self, text: str) -> tuple[int, int, str]:
+        """Start, end, and what comes there. Where the exact text is not there, without comments and layout."""
         start = text.find(self.old)
         end = start + len(self.old)
         if start >= 0 and self._comment(self.old) and not self._comment(self.new):
@@ -68,13 +79,7 @@ class Mistake:
         if len(spans) != 1:
             offer = "" if spans else self._offer(text)
             raise ValueError(f"mistake {self.name}: its `old` occurs {len(spans)} times in {self.script}{offer}")
-        start, end, new = spans[0]
-        line = text[:start].count("\n") + 1
-        numbers = [number for number, first, last in _fences(text) if first < line <= last]
-        if "".join(numbers) != self.exercise:
-            where = numbers[0] if numbers else ""
-            raise ValueError(f"mistake {self.name}: says exercise {self.exercise!r} but lies in {where!r}")
-        return text[:start] + new + text[end:]
+        return spans[0]
 
     def _comment(self, text: str) -> str:
         """What comes behind the last token of a text that ends in a comment."""
@@ -144,7 +149,9 @@ def _path_of(file: str) -> str:
 
 def mistakes_of(script: str, root: Path = ROOT) -> tuple[Mistake, ...]:
     """Those that are listed for this script, by its path in the repository."""
-    return tuple(Mistake(script, **entry) for entry in tables(script, root).get("mistake", []))
+    listed = tables(script, root).get("mistake", [])
+    text = (root / script).read_text() if listed else ""
+    return tuple(Mistake(script, **entry).lying_in(text) for entry in listed)
 
 
 def tables(script: str, root: Path = ROOT) -> dict[str, list[dict[str, str]]]:

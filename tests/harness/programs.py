@@ -1,12 +1,16 @@
 """Run a script as `python SCRIPT OPTIONS` would, without the seconds that importing torch takes.
 
     done = run_script(folder / "zero3.py", "--ranks", "3")     # a subprocess.CompletedProcess with text
+    said = refusal(zero3.main, "--stage 3")                    # what it says in one line, where it has to refuse
 
-A new process for each run: a fork of the server that also bears the ranks (ranks.py) and has imported torch. Nothing of
-this repository is imported there, nor on its search path, so a script that was copied alone finds only what lies beside
-it. It does not see what Python does at its start: PYTHONPATH and sitecustomize, or the import of torch itself.
+For `run_script` there is a new process each time: a fork of the server that also bears the ranks (ranks.py) and has
+imported torch. Nothing of this repository is imported there, nor on its search path, so a script that was copied alone
+finds only what lies beside it. It does not see what Python does at its start: PYTHONPATH and sitecustomize, or the
+import of torch itself.
 """
 
+import inspect
+import io
 import multiprocessing
 import os
 import runpy
@@ -14,7 +18,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 from . import ranks
 from .module_cache import forget_modules
@@ -58,3 +65,41 @@ def _run(arguments: list[str], where: str, environment: dict[str, str], folder: 
     sys.argv[:] = arguments
     forget_modules(set())
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def refusal(main: Callable[[], object] | Path, options: str | Sequence[str] = "", world_size: int | str = 1) -> str:
+    """What a script says to options that it refuses, behind its name.
+
+    It says so in one line, prints nothing else and ends with status 2, before any process group. `main` is the script,
+    or of an imported one its `main`, or what reads its options.
+    """
+    script, status = main if isinstance(main, Path) else Path(inspect.getfile(main)), None
+    words = options.split() if isinstance(options, str) else options
+    out, err = io.StringIO(), io.StringIO()
+    started = AssertionError(f"{script.name} {words}: a process group was started")
+    with (
+        mock.patch.object(sys, "argv", [str(script), *words]),
+        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+        mock.patch.dict(os.environ, WORLD_SIZE=str(world_size)),
+        mock.patch("torch.distributed.init_process_group", side_effect=started),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        os.environ.pop("RANK", None)
+        try:
+            runpy.run_path(str(script), run_name="__main__") if isinstance(main, Path) else main()
+        except SystemExit as end:
+            status = end.code
+    assert (status, out.getvalue()) == (2, ""), f"{script.name} {words} ends with {status}: {out.getvalue()[-900:]}"
+    said = err.getvalue()
+    assert said.startswith(f"{script.name}: ") and said.count("\n") == 1, f"{script.name} {words} says: {said}"
+    return said.removeprefix(f"{script.name}: ").rstrip("\n")
+
+
+def error_from(kind: type[Exception], call: Callable[..., object], *given: object, **options: object) -> str:
+    """What the error says with which a call ends, also one on a rank; "" if it ends without."""
+    try:
+        call(*given, **options)
+    except kind as error:
+        return str(error)
+    return ""
