@@ -131,6 +131,28 @@ def test_micro_batches_without_valid_tokens_contribute_zero():
     assert all((gradient == 0).all() for step in zeros.gradients for gradient in step.values())
 
 
+def test_gradients_match_in_depth():
+    import llama
+    from training_step import accumulate as accumulate_in_depth
+
+    renamed = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "attn_norm": "input_layernorm"}
+    renamed |= {"mlp_norm": "post_attention_layernorm"}
+    renamed |= {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    renamed |= {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+
+    def in_depth(name):
+        *block, kind, weight = name.removeprefix("blocks.").split(".")
+        return ".".join([*("model", "layers", *block) * bool(block), renamed[kind], weight])
+
+    mine = Llama(ODD, recompute=True).double()
+    theirs = llama.Llama(llama.LlamaConfig(37, 24, 2, 6, 2, 50), recompute="full").double()
+    theirs.load_state_dict({in_depth(name): p for name, p in mine.state_dict().items()})
+    loss = accumulate(mine, uneven_batch())
+    assert_same(loss, accumulate_in_depth(theirs, uneven_batch()), what="loss")
+    expected = gradients(theirs)
+    assert_same_named(gradients(mine), {name: expected[in_depth(name)] for name in gradients(mine)}, what="gradient of")
+
+
 # ---------------------------------------------------------------------------------------------------------- the step
 
 

@@ -250,6 +250,26 @@ def test_gradients_are_summed_over_the_given_group_only(name):
         assert_same_named(grads, expected, what="gradient of the parameter of size", rank=rank)
 
 
+def core_and_in_depth():
+    group, (tokens, labels) = dist.group.WORLD, local_batch(0)
+    options = {"bucketed": {"bucket_bytes": 64 * 1024}}
+    results = {}
+    for name, grad_sync in FORMS.items():
+        core, deep = seeded_model(), seeded_model()
+        reducer = gradient_reducers.VERSIONS[name](deep, group, **options.get(name, {}))
+        loss = train_step(core, tokens, labels, grad_sync, group)
+        deep_loss = gradient_reducers.train_step(deep, reducer, list(zip(tokens, labels, strict=True)))
+        results[name] = loss.item(), deep_loss.item(), gradients(core), gradients(deep)
+    return results
+
+
+def test_core_file_and_in_depth_give_the_same_loss_and_gradients():
+    for rank, results in enumerate(run_ranks(3, core_and_in_depth, timeout=LIMIT)):
+        for name, (loss, deep_loss, core, deep) in results.items():
+            assert_same(loss, deep_loss, 1e-13, f"{name}, the loss", rank)
+            assert_same_named(core, deep, 1e-13, f"{name}, gradient of", rank)
+
+
 def error_of(model, exact):
     squares = [(p.grad.double() - exact[name]).square().sum() for name, p in model.named_parameters()]
     return torch.stack(squares).sum().sqrt().item()

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 import weakref
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -474,6 +475,38 @@ def test_a_bf16_gradient_is_as_close_to_float64_as_that_of_one_process(stage):
 
 
 # ---------------------------------------------------------------------------------------------------- in_depth, script
+
+
+def train_in_depth(stage: int) -> Trace:
+    sys.path.insert(0, str(Path(zero.__file__).parent / "in_depth"))
+    from zero3 import make_zero
+
+    rank, dp, trace = dist.get_rank(), dist.get_world_size(), Trace()
+    model = nn.Sequential(*build_layers())
+    deep = make_zero(stage, model, torch.optim.SGD(model.parameters(), lr=0.1), dist.group.WORLD, units=list(model))
+    for step in range(3):
+        tokens, labels = batch_of(step, dp, 2)
+        loss = torch.zeros((), dtype=torch.float64)
+        deep.zero_grad()
+        for m in range(2):
+            with deep.micro_batch(last=m == 1):
+                part = zero.loss_sum(model(tokens[rank, m]), labels[rank, m]) / (labels != IGNORE_INDEX).sum()
+                part.backward()
+                loss += part.detach()
+        dist.all_reduce(loss)
+        trace.losses.append(loss.item())
+        trace.gradients.append(deep.full_gradients())
+        deep.step()
+    trace.weights = deep.full_weights()
+    return trace
+
+
+@pytest.mark.always("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_depth_agrees(stage):
+    deep = run_ranks(2, train_in_depth, stage)
+    for rank, (got, expected) in enumerate(zip(run_ranks(2, train, str(stage)), deep, strict=True)):
+        assert_same_trace(got, expected, rank=rank)
 
 
 def run_main(*options: str) -> tuple[int | str | None, str, str]:

@@ -294,6 +294,46 @@ def test_operators_match_the_table(tp):
 # ----------------------------------------------------------------------------------------------- agreeing with in_depth
 
 
+def compare_with_in_depth() -> None:
+    from parallel_block import Config, Parts, sync_replicated_gradients
+    from parallel_linear import TensorParallel as Deep
+    from parallel_linear import shards
+    from parallel_llama import ParallelLlama, load_full_state_dict
+
+    names = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
+    parts = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    parts |= {f"{n}_proj": f"self_attn.{n}_proj" for n in "qkvo"}
+    parts |= {f"{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+    names |= {f"{i}.{n}": f"model.layers.{i}.{long}" for i in range(TINY.n_layers) for n, long in parts.items()}
+    names = {f"{short}.weight": f"{long}.weight" for short, long in names.items()}
+    full = {n: x * 0 if n.endswith(".bias") else x for n, x in full_params(TINY).items()}  # in_depth has no biases
+    config = Config(TINY.vocab_size, TINY.hidden, TINY.n_layers, TINY.n_heads, TINY.n_kv_heads, TINY.ffn_hidden)
+    tokens, labels = get_batch(0, TINY)
+    for sequence_parallel in LAYOUTS:
+        tp = TPContext(dist.group.WORLD, sequence_parallel)
+        params = shard_params(full, TINY, tp)
+        loss = loss_sum(params, tokens, labels, TINY, tp)
+        loss.backward()
+        all_reduce_partial_grads(params, TINY, tp)
+        no_rope = Parts(rope=lambda x, cos, sin: x)
+        model = ParallelLlama(config, Deep(dist.group.WORLD, sequence_parallel), no_rope).double()
+        load_full_state_dict(model, {long: full[short] for short, long in names.items()})
+        theirs = model.cross_entropy(model(tokens), labels)
+        theirs.backward()
+        sync_replicated_gradients(model, dist.group.WORLD)
+        assert_same(loss, theirs, what="the loss of in_depth", rank=tp.rank)
+        got = {short: params[short].grad for short in names}
+        expected = {short: model.get_parameter(long).grad for short, long in names.items()}
+        assert_same_named(got, expected, what="gradient of in_depth", rank=tp.rank)
+        assert len(shards(model)) == len(names)
+
+
+@pytest.mark.always("2")
+@pytest.mark.parametrize("tp", [2, 4])
+def test_in_depth_agrees(tp):
+    run_ranks(tp, compare_with_in_depth)
+
+
 # ---------------------------------------------------------------------------------------------------------------- bytes
 
 

@@ -22,6 +22,7 @@ from torch import nn
 
 sys.path.insert(1, str(Path(__file__).resolve().parent / "in_depth"))  # which must agree
 
+import pipeline_executor
 import pipeline_parallel as pipe
 import schedule_simulator
 from pipeline_parallel import IGNORE_INDEX, SCHEDULES, RecordingStage, build_model, build_stage, get_batch
@@ -151,6 +152,37 @@ def test_every_layer_is_in_one_stage_and_stages_differ_by_one_block_at_most():
 
 
 # --------------------------------------------------------------------------------------------------------- in depth
+
+
+def core_and_in_depth(name, m, num_blocks):
+    stage = new_stage(num_blocks)
+    tokens, labels = get_batch(0, m)
+    num_valid = (labels != IGNORE_INDEX).sum().item()
+    loss = run_step(stage, name, m)
+    other = build_stage(build_model(num_blocks), stage.rank, stage.num_stages)
+    executor = pipeline_executor.Pipeline(
+        build(name, stage.num_stages, m, 1),
+        {(0, stage.rank): other},
+        stage.group,
+        loss=lambda logits, labels: pipe.loss_sum(logits, labels) / num_valid,
+        example=stage.new_message(),
+    )
+    deep_loss = executor.step(tokens.chunk(m), labels.chunk(m), broadcast=True)
+    actions = [(action.kind, action.micro_batch) for action, *_ in executor.timeline]
+    grads = [{name: w.grad for name, w in layers.named_parameters()} for layers in (stage.layers, other)]
+    return (loss, grads[0], stage.actions, stage.max_in_flight), (deep_loss, grads[1], actions, executor.peak)
+
+
+@pytest.mark.always("1f1b")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_in_depth_agrees(name):
+    for p, m, num_blocks in ((2, 5, 3), (4, 6, 5)):
+        expected = reference(num_blocks, m, steps=1)
+        for rank, (core, deep) in enumerate(run_ranks(p, core_and_in_depth, name, m, num_blocks, timeout=TIMEOUT)):
+            assert_same(core[0], deep[0], what="loss", rank=rank)
+            assert_same_named(core[1], deep[1], what="gradient of", rank=rank)
+            assert_same_named(core[1], {n: expected.gradients[0][n] for n in core[1]}, what="gradient of", rank=rank)
+            assert core[2:] == deep[2:], f"rank {rank}: actions and micro-batches in flight"
 
 
 # ------------------------------------------------------------------------------- schedules and messages, without ranks

@@ -37,6 +37,7 @@ from harness.meter import communication, saved_activations, storage_bytes
 from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named, error_between
+from moe_layer import MoE, MoEConfig, set_loss_scale
 from torch import Tensor
 
 E = 8
@@ -383,6 +384,27 @@ def test_the_host_waits_six_times_in_a_layer():
 
 
 # ----------------------------------------------------------------------------------------------------------- in_depth
+
+
+def core_and_depth(top_k: int) -> tuple[dict, dict]:
+    group, rank, ep = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    core = run_layer(top_k)["tensors"]
+    layer = MoE(MoEConfig(HIDDEN, FFN_HIDDEN, E, top_k, balance=0.1), group, group).double()
+    params = {name.split(".")[-2].replace("gate", "router"): p for name, p in layer.named_parameters()}
+    for name, value in layer_weights().items():
+        params[name].data.copy_(shard(name, value, rank, ep))
+    set_loss_scale(layer, 1.0)
+    x = layer_input(ep).split(TOKENS[ep])[rank].clone().requires_grad_()
+    y = layer(x)
+    (y * output_grad(ep).split(TOKENS[ep])[rank]).sum().backward()
+    dist.all_reduce(params["router"].grad)
+    return core, {"y": y.detach(), "x": x.grad, **{name: params[name].grad for name in layer_weights()}}
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_in_depth_gives_the_same_output_and_gradients(top_k):
+    for rank, (core, depth) in enumerate(run_ranks(2, core_and_depth, top_k)):
+        assert_same_named(core, depth, 1e-10, f"K = {top_k}:", rank)
 
 
 # -------------------------------------------------------------------------------------------------------------- bytes

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for when this file is run as a script
 sys.path.append(str(Path(__file__).with_name("in_depth")))
@@ -138,6 +139,40 @@ def test_large_scores_do_not_overflow():
         NAMES, results(flash(True, (16, 16)), q, k, v, dout), wanted([q, k, v, dout], True), strict=True
     ):
         assert_same(x, y, 1e-9, name)
+
+
+def test_three_training_steps_match_the_definition():
+    found = []
+    for attention in (flash(True), lambda *x: definition(*x, True)[0]):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Embedding(20, 32), nn.Linear(32, 64), nn.Linear(32, 20)]).to(DEVICE, F64)
+        losses = []
+        for step in range(3):
+            tokens = (torch.arange(46, device=DEVICE) * (step + 3) % 20).view(2, 23)
+            x = model[0](tokens[:, :-1])
+            q, k, v = model[1](x).unflatten(-1, (4, 16)).split((2, 1, 1), 2)  # [B, S, heads, D]: slices, not contiguous
+            logits = model[2](x + attention(q, k, v).flatten(2))
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            losses.append(loss.detach())
+            for p in model.parameters():
+                p.data, p.grad = p.data - 0.5 * p.grad, None
+        found.append([torch.stack(losses), *(p.detach() for p in model.parameters())])
+    for at, (x, y) in enumerate(zip(*found, strict=True)):
+        assert_same(x, y, 1e-10, "the losses" if not at else f"weight {at}")
+
+
+@pytest.mark.prove
+def test_agrees_with_the_kernels_in_depth():
+    import flash_kernels
+
+    for dtype, limit, causal in ((torch.float32, 2e-6, True), (torch.float16, 2e-3, False)):
+        given = inputs(1, 37, 2, 1, 32, dtype)
+        other = results(lambda *x, c=causal: flash_kernels.flash_attention(*x, causal=c), *given)
+        for name, x, y in zip(NAMES, results(flash(causal), *given), other, strict=True):
+            assert_same(x, y, limit, f"{name} in {dtype}, causal {causal}")
+        mine = script.FlashAttention.apply(*given[:3], causal, 32, 16)[1]
+        assert_same(mine, flash_kernels.triton_forward(*given[:3], causal=causal)[1], 2e-6, f"LSE in {dtype}")
 
 
 # ------------------------------------------------------------------------------------------------------------- casts
