@@ -286,7 +286,7 @@ class Reducer:
         # --- end exercise ---
 
     def finish(self) -> None:
-        """Send the remaining buckets and wait for all, once per step on every rank. `p.grad` is then the sum."""
+        """Send the remaining buckets, wait for all, leave sums in `p.grad`. Once per step, on every rank."""
         if not self.ready:
             self.events = []
         while self.launched < len(self.buckets):
