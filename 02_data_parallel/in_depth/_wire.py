@@ -1,8 +1,8 @@
 """Count the bytes that an all-reduce puts on the wire: the operating system's counter, in a separate network.
 
 A meter of torch.distributed's calls sees the *input* of an all-reduce, and needs an algorithm's formula,
-2(P-1)/P times that, for the bytes sent. Here nothing is assumed. `count` starts this file inside `unshare
--rn`, with a loopback interface of its own; P processes sum a tensor, and /proc/net/dev has the bytes sent.
+2(P-1)/P times that, for the bytes sent. Here nothing is assumed. `count` starts this file by `unshare -rn`,
+with a loopback interface of its own; P processes sum a tensor, and /proc/net/dev has the bytes sent.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
 """HSDP: sharded inside a machine, replicated across machines. ZeRO for networks with fast and slow links.
 
 Problem. Stage 3 over N ranks gathers each layer from all ranks twice per step, at the slowest link's speed.
-Links in a machine are an order of magnitude faster than between machines, and fewer than N shards would fit.
+Links in a machine are an order of magnitude faster than between machines; memory needs fewer than N shards.
 
 Idea. Shard over the S ranks of a machine only, and let R machines have copies of these shards. Weights are
 then gathered inside the machine. The reduce-scatter sums a gradient inside the machine, and an all-reduce

@@ -24,8 +24,8 @@ The tensor-parallel layer below is the smallest with this traffic; chapter 04 ex
 heads and some columns of the MLP, and the operators f and g sum over the ranks (Megatron-LM, 1909.08053).
 
 Problem 2. Fusing all gradients into one buffer before a collective is fast, but the buffer is as large as the
-model: 1910.02054, section 6.2, counts 12 GB for 3 billion parameters in fp32. Idea, C_B. A collective reaches
-full speed at a far smaller size. Send the model through a buffer of constant size:
+model: 1910.02054, section 6.2, counts 12 GB for 3 billion parameters in fp32. Idea, C_B. Collectives reach
+full speed at far smaller sizes. Send the model through a buffer of constant size:
 
     tensors   | a a a a a a a | b b | c c c c |        buffer of 4, used four times
     messages  | a a a a | a a a b | b c c c | c |      a tensor may be split over messages

@@ -229,8 +229,8 @@ def packed_attention(
 
 
 def in_documents(cu_seqlens: Sequence[int], attention: Attention = dense_attention) -> Attention:
-    """Any attention for one device, once for each document. For Ulysses: `ulysses(group,
-    in_documents(cu_seqlens))`. A kernel with cu_seqlens does the same in one call."""
+    """Any attention for one device, once for each document, as in `ulysses(group, in_documents(cu_seqlens))`.
+    A kernel with cu_seqlens does the same in one call."""
     cu = check_documents(cu_seqlens, "contiguous", 1)
 
     def separate(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
